@@ -1,7 +1,7 @@
-"""Where things live and how the user wants them: flags, then environment, then ``config.toml``.
+"""The paths of the home, and the user's settings: environment first, then ``config.toml``.
 
-``Home`` names every path below ``EXPERT_HOME``; ``Settings`` holds the choices. Nothing here
-creates or writes a file.
+`Home` names every path below ``EXPERT_HOME``; `Settings` holds the settings. Options of a command
+take precedence, in `expertctl.cli`. Nothing here creates or writes a file.
 """
 
 import os
@@ -26,7 +26,7 @@ _LIMIT_UNITS = {
     **{f"{u}iB": 1024 ** (4 - i) for i, u in enumerate("TGMK")},
 }
 _MAX_WHOLE_UNITS = 10_000
-"""A number of units this large is a whole one only by chance: no user types it."""
+"""A larger number of units is whole only by chance: no user types it."""
 _AGE = re.compile(r"([0-9]{1,5})\s*([mhdw])|(0)")
 _MINUTES = {"m": 1, "h": 60, "d": 1440, "w": 10080}
 _TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
@@ -74,20 +74,20 @@ _COUNT = re.compile(r"[0-9]{1,9}")
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 DEVICES = ("cpu", "cuda", "auto")
-"""Where a model can be computed; ``auto`` is a CUDA device if there is one."""
+"""Devices; ``auto`` is a CUDA device if there is one."""
 DTYPES = ("float32", "bf16", "int8", "int4")
-"""What the weights of a base can be held in."""
+"""Data types of base weights."""
 ADAPTER_DTYPES = ("published", "fp16", "int8")
-"""What the weights of experts can be held in."""
+"""Data types of expert weights."""
 MOE_COLDS = ("auto", "read", "map", "direct")
-"""How routed experts that are not in memory come from the disk."""
+"""How routed experts that are not in memory are read from disk."""
 MOE_WARMUPS = ("none", "hybrid", "full")
 ENCODERS = ("minilm", "static", "lexical")
 """The encoders that have names; any other value is a directory."""
 
 
 def parse_size(text: str) -> int:
-    """Read a size in bytes: ``MB`` is 10⁶, ``MiB`` is 2²⁰, a bare number is bytes.
+    """Parse a size in bytes: ``MB`` is 10⁶, ``MiB`` is 2²⁰, a bare number is bytes.
 
     Raises:
         UsageError: for anything else.
@@ -100,7 +100,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """Return bytes as a person reads them, in powers of 1000: ``12.3 MB``."""
+    """Format bytes for people, in powers of 1000: ``12.3 MB``."""
     if size < 1000:
         return f"{size} B"
     value = size / 1000
@@ -112,7 +112,7 @@ def format_size(size: int) -> str:
 
 
 def format_limit(size: int) -> str:
-    """Return a limit as a person typed it: ``2 GB``, ``512 MiB (536.9 MB)``; else `format_size`."""
+    """Format a limit as the user typed it: ``2 GB``, ``512 MiB (536.9 MB)``; else `format_size`."""
     for unit, factor in _LIMIT_UNITS.items():
         if size % factor == 0 and 0 < size // factor < _MAX_WHOLE_UNITS:
             shown = f"{size // factor} {unit}"
@@ -121,7 +121,7 @@ def format_limit(size: int) -> str:
 
 
 def parse_age(text: str) -> timedelta:
-    """Read a span of time: ``90m``, ``12h``, ``3d``, ``2w``; ``0`` is none.
+    """Parse a time span: ``90m``, ``12h``, ``3d``, ``2w``; ``0`` is none.
 
     Raises:
         UsageError: for anything else.
@@ -133,10 +133,10 @@ def parse_age(text: str) -> timedelta:
 
 
 def parse_switch(key: str, text: str) -> bool:
-    """Read a setting that is true or false.
+    """Parse a boolean setting.
 
     Raises:
-        UsageError: for anything else: that would count as false, unseen.
+        UsageError: for anything else, which would otherwise silently count as false.
     """
     if text.lower() not in _TRUE | _FALSE:
         hint = f"{key} is true or false; {CONFIG_KEYS[key]} is 1 or 0"
@@ -145,7 +145,7 @@ def parse_switch(key: str, text: str) -> bool:
 
 
 def parse_count(key: str, text: str) -> int:
-    """Read a setting that is a whole number.
+    """Parse a whole number.
 
     Raises:
         UsageError: for anything else, or one beyond its limits.
@@ -157,7 +157,7 @@ def parse_count(key: str, text: str) -> int:
 
 
 def parse_seconds(key: str, text: str) -> float:
-    """Read a setting that is a number of seconds.
+    """Parse a number of seconds.
 
     Raises:
         UsageError: for anything else, or one beyond its limits.
@@ -169,7 +169,7 @@ def parse_seconds(key: str, text: str) -> float:
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Read namespaces and names of packages with commas between them.
+    """Parse namespaces and package names, separated by commas.
 
     Raises:
         UsageError: when one of them is neither.
@@ -181,12 +181,12 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def parse_list(text: str) -> tuple[str, ...]:
-    """Read texts with commas between them."""
+    """Split a text at commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def parse_encoder(text: str) -> str:
-    """Read the name of an encoder, or a directory, which then counts in any folder.
+    """Parse the name of an encoder, or a directory, which becomes absolute.
 
     Raises:
         UsageError: when it is neither.
@@ -218,7 +218,7 @@ class Home:
 
     @property
     def suspicions(self) -> Path:
-        """What is odd about installed packages, and which came first, an SQLite database."""
+        """Findings about installed packages, and which came first, an SQLite database."""
         return self.root / "suspicions.db"
 
     @property
@@ -233,17 +233,17 @@ class Home:
 
     @property
     def kernels(self) -> Path:
-        """Compiled code of the engine, mode 0700; made again where it is missing."""
+        """Compiled code of the engine, mode 0700; recreated where it is missing."""
         return self.root / "kernels"
 
     @property
     def engines(self) -> Path:
-        """One folder per engine that has something in memory."""
+        """One folder per engine that holds memory."""
         return self.root / "engines"
 
     @property
     def static_encoder(self) -> Path:
-        """The vectors of tokens that the encoder ``static`` reads."""
+        """The token vectors of the encoder ``static``."""
         return self.root / "static-encoder"
 
     @property
@@ -263,7 +263,7 @@ class Home:
 
     @property
     def registries(self) -> Path:
-        """What registries said last, and partly fetched blobs: see `expertctl.registry`."""
+        """The last state of registries, and partly downloaded blobs: see `expertctl.registry`."""
         return self.root / "registries"
 
     @property
@@ -273,7 +273,7 @@ class Home:
 
     @property
     def api_keys(self) -> Path:
-        """Who may ask the generation server, as hashes, mode 0600."""
+        """The API keys of the generation server, as hashes, mode 0600."""
         return self.root / "api-keys.json"
 
     @property
@@ -284,7 +284,7 @@ class Home:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeDefaults:
-    """How ``expertctl serve`` answers where no option says; ``None``: as it usually does."""
+    """Defaults of the options of ``expertctl serve``; ``None``: the built-in default."""
 
     base: str | None = None
     host: str | None = None
@@ -308,15 +308,15 @@ class ServeDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The user's choices; ``None`` means no choice."""
+    """The user's settings; ``None`` means not set."""
 
     home: Home
     registry: str | None = None
     offline: bool = False
     base: str | None = None
-    """The base that answers where neither an option nor an expert decides."""
+    """The base that answers if neither an option nor an expert decides."""
     ca_file: Path | None = None
-    """Certificates that are trusted beside those of the system."""
+    """Certificates that are trusted in addition to those of the system."""
     allow_http: bool = False
     """Whether registries beyond this machine may be reached without encryption."""
     minimum_release_age: timedelta | None = None
@@ -334,7 +334,7 @@ class Settings:
 
 
 def find_home(environment: Mapping[str, str] = os.environ) -> Home:
-    """Return the home, whatever its settings say.
+    """Return the home, whatever its settings are.
 
     Raises:
         StoreError: when it can never be a folder.
@@ -344,11 +344,11 @@ def find_home(environment: Mapping[str, str] = os.environ) -> Home:
 
 
 def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
-    """Read ``config.toml`` and the environment, which wins.
+    """Read ``config.toml`` and the environment, which takes precedence.
 
     Raises:
         InvalidPackageError: when ``config.toml`` cannot be read as settings.
-        UsageError: when a value is not of its kind, or there is no home directory.
+        UsageError: when a value is invalid, or there is no home directory.
     """
     home = find_home(environment)
     values = {**read_config(home.config), **_read_environment(environment)}
@@ -441,7 +441,7 @@ def _resolve_root(text: str | None) -> Path:
 
 
 def _check_root(root: Path) -> None:
-    """Refuse a home that can never be a folder: below a file, or with too long a name."""
+    """Raise for a home that can never be a folder: below a file, or with too long a name."""
     try:
         there = next(place for place in (root, *root.parents) if place.exists())
     except OSError as error:

@@ -1,6 +1,6 @@
 """The entry point: finds the command, imports its module only then, and reports errors.
 
-``expertctl --version`` and ``list`` must start without the libraries that other commands need, so
+``expertctl --version`` and ``list`` must start without the libraries of other commands, so
 commands are named here and imported when they are called.
 """
 
@@ -37,7 +37,7 @@ from expertctl.settings import find_home
 
 
 class CommandEntry(NamedTuple):
-    """Where a command is, and its line in the help."""
+    """Where a command is defined, and its line in the help."""
 
     target: str
     """``module:attribute`` below ``expertctl.cli``: a function, or a `CommandGroup`."""
@@ -113,7 +113,7 @@ SECTIONS: dict[str, dict[str, CommandEntry]] = {
         "bench": CommandEntry("bench:app", "Measure how fast this machine runs a base"),
     },
 }
-"""All commands in the order of the help, by section; nothing of them is imported to show it."""
+"""All commands in the order of the help, by section. The help imports none of them."""
 COMMANDS: dict[str, str] = {
     name: entry.target for section in SECTIONS.values() for name, entry in section.items()
 }
@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(words: list[str]) -> int:
-    """Run one command; return its exit code. Nothing a user can cause is a traceback."""
+    """Run one command and return its exit code. No user error is a traceback."""
     as_json = "--json" in words
     try:
         result = get_command(app).main(words, prog_name="expertctl", standalone_mode=False)
@@ -238,7 +238,7 @@ def run(words: list[str]) -> int:
 
 
 def _explain_error(error: ExpertError) -> ExpertError:
-    """Say which expert may be meant if a name is wrong; only then the store is read."""
+    """Add a hint to an error about the home or a name; only a wrong name reads the store."""
     if isinstance(error, StoreError) and not error.hint:
         return StoreError(error.message, hint=_build_home_hint(error.message.partition(": ")[0]))
     if not isinstance(error, UsageError) or not error.unknown_name:
@@ -256,7 +256,7 @@ def _replace_closed_streams() -> None:
 
 
 def _discard_unwritable_output() -> None:
-    """Drop output that cannot be written, else Python tries again at exit and exits with 120."""
+    """Drop output that cannot be written; Python would retry at exit and exit with 120."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -291,7 +291,7 @@ def _report_os_error(error: OSError, *, as_json: bool) -> int:
 
 
 def _build_home_hint(name: str) -> str:
-    """Return the way out when a path below ``EXPERT_HOME`` cannot be used; else nothing."""
+    """Return the hint for a path below ``EXPERT_HOME`` that cannot be used; else nothing."""
     with suppress(ExpertError):
         root = find_home().root
         if Path(name).is_relative_to(root):

@@ -1,9 +1,8 @@
-"""How ``base profile`` and ``base plan`` show what is known of routed experts; 80 columns.
+"""``expertctl base profile`` and ``base plan``: usage profiles of routed experts.
 
-``expertctl base profile`` and ``base plan``: what is known of a base's routed experts.
-
-A profile records which routed experts the answers on a base asked for: it is learnt here or read
-from a file, and kept only on this machine.
+A usage profile counts how often the router of each layer selected each expert. It is learnt by
+runs on this machine or imported from a file, and kept only on this machine. Text output fits into
+80 columns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +43,7 @@ _SHOWN_EXPERTS = 8
 def build_profile_document(
     base: str, routed: "ExpertsConfig", guide: "ExpertUsage | None"
 ) -> dict[str, object]:
-    """Return what ``base profile show --json`` prints."""
+    """Return the document of ``base profile show --json``."""
     layers = {} if guide is None else guide.profile.layers
     return {
         "base": base,
@@ -64,7 +63,7 @@ def build_profile_document(
 
 
 def format_profile(base: str, routed: "ExpertsConfig", guide: "ExpertUsage | None") -> str:
-    """Return a profile as a person reads it."""
+    """Return a usage profile as text."""
     if guide is None:
         return f"nothing was learnt of {base}: a run on it learns where kernels compute it"
     usage = guide.profile
@@ -82,14 +81,14 @@ def format_profile(base: str, routed: "ExpertsConfig", guide: "ExpertUsage | Non
 
 
 def _name_counted_unit(usage: "UsageProfile") -> str:
-    """Return what was counted: how many of them asked for an expert."""
+    """Return the unit of the profile's counts: token or prompt."""
     from expertctl.engine.moe.usage_profile import TOKENS_PRESET
 
     return "token" if usage.preset == TOKENS_PRESET else "prompt"
 
 
 def format_routed_plan(plan: "BaseMemoryPlan") -> str:
-    """Return a plan as a person reads it."""
+    """Return a memory plan as text."""
     return "\n".join(_format_plan_lines(plan))
 
 
@@ -171,7 +170,7 @@ profile_app = CommandGroup("Manage usage profiles of routed experts.")
 BaseName = Annotated[str, typer.Argument(metavar="NAME", help="The name of a base.")]
 ProfileFormat = Literal["activity", "prompts"]
 _MAX_LANE_NAME = 20
-"""Characters of the name of a lane."""
+"""Most characters in the name of a lane."""
 
 
 @profile_app.command()
@@ -372,7 +371,7 @@ def _find_routed_base(name: str) -> "tuple[StoredBase, ExpertsConfig]":
 
 
 def _load_usage_profile(base: StoredBase, routed: "ExpertsConfig") -> "ExpertUsage | None":
-    """Return what was learnt of a base; None if nothing was."""
+    """Return the learnt usage of a base; None if there is none."""
     from expertctl.engine.moe.usage_store import load_expert_usage
 
     return load_expert_usage(_open_usage_file(base), routed)

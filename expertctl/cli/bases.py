@@ -1,4 +1,4 @@
-"""``expertctl base``: the base models that this machine knows."""
+"""``expertctl base``: register, list and remove base models."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -147,7 +147,7 @@ def _open_base_store() -> BaseStore:
 
 
 def _count_bytes_to_read(directory: Path, copy: bool) -> int:
-    """How many bytes are read: once for the files, once for the tensors, once for a copy."""
+    """Return how many bytes are read: once for the files, once for the tensors, once for a copy."""
     files = directory.iterdir() if directory.is_dir() else []
     return sum(path.stat().st_size for path in files if path.is_file()) * (3 if copy else 2)
 
@@ -161,7 +161,7 @@ def _check_state(bases: BaseStore, base: StoredBase) -> str:
 
 
 def _get_engine_name(base: StoredBase) -> str:
-    """Return the engine that runs a base; transformers may run a native base, too."""
+    """Return the engine that runs a base; transformers may also run a native base."""
     return "transformers" if base.foreign else "native"
 
 

@@ -1,8 +1,7 @@
-"""What ``expertctl bench`` shows to a person.
+"""``expertctl bench``: measure how fast this machine reads prompts and writes tokens.
 
-``expertctl bench``: how fast this machine reads and writes text, beside what it could do.
-
-Torch and numba are imported inside the functions, after everything else was checked.
+The result is compared with the roofline of the machine. Torch and numba are imported inside the
+functions, after everything else was checked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,7 +51,7 @@ _FOOT = [
 
 
 def format_bench(result: "BenchResult") -> str:
-    """Return what was measured, then a row for each figure; it fits into 80 columns."""
+    """Return what was measured, then one row a figure; at most 80 columns wide."""
     rows = [_format_row(row) for row in result.rows]
     return "\n".join([*_format_header(result), "", format_table(_HEADER, rows), "", *_FOOT])
 
@@ -91,7 +90,7 @@ def _format_number(number: float) -> str:
 
 
 DEFAULT_DTYPE: Literal["bf16"] = "bf16"
-"""The dtype of random weights; those of a base are held as they are stored."""
+"""Data type of random weights; those of a base keep the type they are stored in."""
 
 BenchBase = Annotated[
     str | None,
@@ -203,7 +202,7 @@ def _draw_plot(result: "BenchResult", plot: Path | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _BenchOptions:
-    """What the user wants to measure."""
+    """What to measure."""
 
     base: str | None
     shape: str | None
@@ -212,7 +211,7 @@ class _BenchOptions:
     memory_budget: int | None
 
     def check(self) -> None:
-        """Refuse options that contradict each other."""
+        """Raise `UsageError` for options that contradict each other."""
         if self.shape and (self.base or self.experts):
             other = "--base" if self.base else "--expert"
             raise UsageError(
@@ -252,7 +251,7 @@ def _build_request(
 def _open_subject(
     options: _BenchOptions, wanted: "BenchSettings", settings: Settings, *, as_json: bool
 ) -> Iterator["BenchSubject"]:
-    """Load what was asked for, else the base that answers by default, else a usual shape."""
+    """Load the named base, else the default base, else random weights of a default shape."""
     from expertctl.engine.bench_subject import DEFAULT_SHAPE, open_random_subject, random_base_bytes
 
     own = options.base
@@ -310,9 +309,9 @@ def _open_installed_subject(
 
 
 def _find_default_base(settings: Settings) -> str | None:
-    """Return the base that answers by default; None for the demo, unless it is set.
+    """Return the default base; None for the demo base, unless the setting `base` names it.
 
-    The demo is too small to say anything about a machine.
+    The demo is too small to measure a machine.
     """
     from expertctl.routing.base_choice import DEMO_BASE, BaseSelector
     from expertctl.store.bases import BaseStore

@@ -1,6 +1,4 @@
-"""What ``expertctl bench moe`` shows to a person.
-
-``expertctl bench moe``: measures a base with only some of its routed experts in memory.
+"""``expertctl bench moe``: measure a base with only some of its routed experts in memory.
 
 Torch and numba are imported inside the functions, after everything else was checked.
 """
@@ -61,7 +59,7 @@ _FOOT = [
 
 
 def format_bench_moe(result: "RoutedBenchResult") -> str:
-    """Return what was measured, then a row for each way to hold the experts; in 80 columns."""
+    """Return what was measured, then one row a number of resident experts; at most 80 columns."""
     rows = [_format_row(result, row) for row in result.rows]
     return "\n".join([*_format_header(result), "", format_table(_HEADER, rows), "", *_FOOT])
 
@@ -78,7 +76,7 @@ def _format_header(result: "RoutedBenchResult") -> list[str]:
 
 
 def _format_start_options(result: "RoutedBenchResult") -> list[str]:
-    """Say which options of the start were given, and how much may be left out where any may."""
+    """Return the warm-up options that were given, and the skip cap where experts may be skipped."""
     wishes = result.start
     told = [] if wishes.profile is None else [f"begins with {wishes.profile}"]
     told += [] if wishes.pins is None else [f"pins {wishes.pins}"]
@@ -221,14 +219,14 @@ def bench_moe(
 
 
 def _check_request(device: "DeviceName", numerics: NumericsOptions, cold: "MoeColdOption") -> None:
-    """Refuse options that the device does not support, as ``run`` does."""
+    """Raise `UsageError` for options that the device does not support, as ``run`` does."""
     from expertctl.routing.request import RouteRequest, check_request
 
     check_request(RouteRequest(prompt="bench", dtype=numerics.dtype, moe_cold=cold, device=device))
 
 
 def _parse_shares(text: str) -> tuple[float, ...]:
-    """Read shares separated by commas; return each once, the largest first."""
+    """Parse shares separated by commas; return each once, the largest first."""
     try:
         shares = {float(word) for word in text.split(",")}
     except ValueError as error:
@@ -325,7 +323,7 @@ def _find_routed_base(bases: "Sequence[StoredBase]") -> str:
 
 
 def _has_routed_experts(base: "StoredBase") -> bool:
-    """Whether a base that our engine runs has routed experts."""
+    """Return whether a base that the native engine runs has routed experts."""
     from expertctl.package.model_config import read_model_config
 
     try:

@@ -1,7 +1,8 @@
-"""``expertctl chat``: a conversation at a terminal, or with the lines of a script.
+"""``expertctl chat``: a conversation on a terminal, or with the lines of a script.
 
-The answers go to stdout, all else to stderr. An error in a turn is shown, and the chat goes on; a
-script learns of it by the exit code. With ``--json`` all turns are one document at the end.
+Answers go to stdout, everything else to stderr. An error in a turn is printed and the chat goes
+on; a script gets the exit code of the first error. ``--json`` prints all turns as one document at
+the end.
 """
 
 import signal
@@ -220,7 +221,7 @@ def chat(
 
 
 def _read_first_message(words: list[str] | None, body: str | None) -> PromptInput:
-    """Return the first message, empty where it comes as the others do, and what follows it."""
+    """Return the first message and the body; the message is empty if it comes from stdin."""
     if words:
         first = read_input(words, body)
         if not first.prompt.strip():
@@ -253,7 +254,7 @@ def _open_session(
 
 
 class _ChatSession:
-    """One chat: its conversation, and the exit code of its first error."""
+    """One chat: its conversation, the turns for ``--json``, the exit code of its first error."""
 
     def __init__(
         self,
@@ -274,9 +275,9 @@ class _ChatSession:
         """Called when the chat is over, to save what was learnt."""
 
     def run(self, read_line: ReadLine, *, first: str = "") -> int:
-        """Answer until the end of the input; return the exit code.
+        """Answer until the end of the input, and return the exit code.
 
-        A script that gives the ``first`` message as an argument has no other.
+        If ``first`` is given and stdin is not a terminal, nothing else is read.
         """
         if self._interactive:
             note("/help shows what else can be said, /exit leaves")
@@ -303,7 +304,7 @@ class _ChatSession:
             print_json({"turns": self._documents})
 
     def _read_next(self, read_line: ReadLine) -> ChatInput | None:
-        """Return what the user says next; at a prompt, Ctrl-C twice in a row ends the chat."""
+        """Return the next input, None at the end; at a prompt, Ctrl-C twice ends the chat."""
         for hint in (EXIT_HINT, ""):
             try:
                 return read_chat_input(read_line)
@@ -345,7 +346,7 @@ class _ChatSession:
         self._show_turn(turn)
 
     def _stream_answer(self, prompt: str, cancelled: Callable[[], bool]) -> "Turn":
-        """Print the answer as it comes; a bar shows what is read before its first piece."""
+        """Print the answer as it is generated; a progress bar shows loading before its start."""
         pieces = self.conversation.send(prompt, cancelled=cancelled)
         try:
             with show_progress("reading", None, as_json=self._as_json) as self._loading.report:

@@ -1,10 +1,8 @@
-"""The registry that a command talks to: the one that is named, or the one that is implied.
+"""Connects to a registry; ``expertctl login``, ``logout`` and ``token``.
 
-Suggests names for experts that are nowhere: of those installed, and those of their registry.
-
-``expertctl login`` and ``logout``: the user's identity at a registry.
-
-``expertctl token``: access tokens of a registry.
+The registry is the one that is named, else that of the reference, else that of the namespace, else
+the setting. Also suggests names for experts that are not found, from those installed and those of
+the registry.
 """
 
 import os
@@ -85,7 +83,7 @@ def connect(
 def connect_for_namespaces(
     settings: Settings, namespaces: Collection[str], registry: str | None
 ) -> Iterator[Connection]:
-    """Connect to the named registry, else that of the namespaces, else the set one."""
+    """Connect to the named registry, else that of the namespaces, else that of the setting."""
     address = _resolve_address(settings, namespaces, registry)
     login = CredentialStore(settings.home.credentials).find_credential(address)
     with open_http(settings, notify=make_note_once()) as http:
@@ -98,7 +96,7 @@ def connect_for_namespaces(
 
 
 def has_registry(settings: Settings, wanted: Reference, registry: str | None) -> bool:
-    """Tell whether there is a registry to ask for a package: a named one, its own, or the set one.
+    """Return whether any registry can be queried for a package: named, its own, or set.
 
     Raises:
         UsageError: when two are named, or the namespace belongs to several.
@@ -133,7 +131,7 @@ def _resolve_address(
 
 
 def _find_home_registry(record: TrustRecord, namespaces: Collection[str]) -> str | None:
-    """Return the registry that namespaces belong to, if they belong to one."""
+    """Return the registry that the namespaces belong to, if there is one."""
     homes = {host for namespace in namespaces for host in record.list_registries_for(namespace)}
     if len(homes) > 1:
         names = ", ".join(sorted(homes))
@@ -148,7 +146,7 @@ _MAX_HITS = 100
 def add_package_suggestions(
     error: NotFoundError, wanted: Iterable[Reference], sources: RegistrySources, store: Store
 ) -> NotFoundError:
-    """Return an error about a reference that is not there, with the names that may be meant."""
+    """Return an error about a reference that is not found, with the names that may be meant."""
     missing = next((each for each in wanted if error.message.startswith(f"{each} ")), None)
     if missing is None:
         return error
@@ -179,7 +177,7 @@ def _search_registry_names(missing: Reference, sources: RegistrySources) -> Iter
 
 
 def is_package_name(text: str) -> bool:
-    """Tell whether a text of a registry is the name of a package, and so may stand in a hint."""
+    """Return whether a text of a registry is a package name, and so may be part of a hint."""
     try:
         return str(PackageName.parse(text)) == text
     except UsageError:

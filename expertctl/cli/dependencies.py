@@ -1,7 +1,4 @@
-"""``expertctl lock``, ``outdated``, ``update``: keeping a list of experts current.
-
-``expertctl why``: why an expert is installed, and what depends on it.
-"""
+"""``expertctl lock``, ``outdated``, ``update`` and ``why``: the list of wanted experts."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -341,7 +338,7 @@ def _format_why(found: InstallReason, usage: VersionUsage) -> str:
 
 
 def _format_usage(expert: StoredExpert, usage: VersionUsage) -> list[str]:
-    """Say whether this version is used where none is named; nothing where that is clear."""
+    """Return whether this version is used where none is named; nothing where that is clear."""
     if usage.used and not (usage.others or usage.pinned) and usage.yanked is None:
         return []
     if usage.used:
@@ -359,7 +356,7 @@ def _format_usage(expert: StoredExpert, usage: VersionUsage) -> list[str]:
 
 
 def _format_requirers(found: InstallReason) -> list[str]:
-    """Write each chain from the requirer down: ``acme/top@1.0.0 → acme/middle@^1 → acme/sql``."""
+    """Format each chain from the requirer down: ``acme/top@1.0.0 → acme/middle@^1 → acme/sql``."""
     chains = [
         " → ".join([requirer.ref, *(link.wanted for link in requirer.chain)])
         for requirer in found.required_by

@@ -1,9 +1,4 @@
-"""How ``doctor --memory`` shows what holds memory; fits a terminal of 80 columns.
-
-``expertctl doctor``: what is wrong, and the way out; ``--memory``: what holds memory.
-
-``expertctl gc``: files that nothing needs.
-"""
+"""``expertctl doctor`` and ``gc``: check what is installed, show memory, delete unused files."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -55,7 +50,7 @@ _DTYPES = ("float32", "bf16", "int8", "int4")
 
 
 def build_memory_document(report: "MemoryReport") -> dict[str, object]:
-    """Return what ``--json`` prints, in bytes."""
+    """Return the document of ``doctor --memory --json``; sizes in bytes."""
     limits = report.limits
     return {
         "limits": {
@@ -85,7 +80,7 @@ def build_memory_document(report: "MemoryReport") -> dict[str, object]:
 
 
 def format_memory_report(report: "MemoryReport") -> str:
-    """Return the report as a person reads it."""
+    """Return the memory report as text, at most 80 columns wide."""
     parts = [
         _format_limits(report.limits),
         _format_engines(report.engines),
@@ -146,7 +141,7 @@ def _format_engine_contents(engine: "EngineRecord") -> str:
 
 
 def _format_waiting_runs(report: "MemoryReport") -> Iterator[str]:
-    """Describe the queue of runs, if there is one."""
+    """Yield a line about the queue of runs, if there is one."""
     waiting = [run.size for run in report.runs if run.is_waiting]
     inside = [run.size for run in report.runs if not run.is_waiting]
     if waiting:

@@ -1,8 +1,4 @@
-"""How an evaluation is shown: the document of ``eval --json``, and the same for people.
-
-``expertctl eval --routing``: how often the router is right about labelled prompts.
-
-``expertctl eval``, and what ``build --eval`` puts into a package.
+"""``expertctl eval``, ``eval --routing`` and ``build --eval``: measure experts, or the router.
 
 Torch is imported inside the functions, after all checks that can be made without it.
 """
@@ -62,7 +58,7 @@ _SHOWN_CHARACTERS = 300
 def build_evaluation_document(
     result: "EvaluationResult", *, show: int, min_gain: float | None
 ) -> dict[str, object]:
-    """Return all results, with the first few wrong answers of the last score."""
+    """Return the document of ``eval --json``, with ``show`` wrong answers of the last score."""
     gain = result.gains[-1].value
     return {
         "ref": result.expert.experts[-1].ref,
@@ -88,7 +84,7 @@ def build_evaluation_document(
 
 
 def format_scores(result: "EvaluationResult", *, show: int) -> str:
-    """Return the scores, the gains, and the first wrong answers of the last score."""
+    """Return the scores, the gains, and the first ``show`` wrong answers of the last score."""
     n, data = len(result.data.samples), result.data
     head = (
         f"{data.path}: n = {n}, {data.metric}, base {result.base_name} in {result.dtype}, "
@@ -110,7 +106,7 @@ def format_scores(result: "EvaluationResult", *, show: int) -> str:
 
 
 def find_answer_warnings(result: "EvaluationResult") -> Iterator[str]:
-    """Warn of answers of experts that had no room to end, or say nothing."""
+    """Yield a warning for experts whose answers are empty or were cut off."""
     for score in result.scores:
         n = len(score.answers)
         if score.experts and score.empty_count:
@@ -123,7 +119,7 @@ def find_answer_warnings(result: "EvaluationResult") -> Iterator[str]:
 
 
 def describe_gain_shortfall(result: "EvaluationResult", min_gain: float | None) -> str:
-    """Say how a gain is too small; empty if it is not, or none was demanded."""
+    """Say that the gain is below ``min_gain``; empty if it is not, or if there is no minimum."""
     gain = result.gains[-1]
     if min_gain is None or gain.value >= min_gain:
         return ""
@@ -184,7 +180,7 @@ def _format_gain(gain: "AccuracyGain") -> str:
 
 
 def _format_wrong_answers(score: "AccuracyScore", show: int) -> list[str]:
-    """Show wrong answers, quoted so that spaces and line ends are visible."""
+    """Format wrong answers, quoted so that spaces and line ends are visible."""
     shown = score.wrong_answers[:show]
     lines = ["", f"wrong answers of {score.name}, {len(shown)} of {len(score.wrong_answers)}:"]
     for answer in shown:
@@ -202,7 +198,7 @@ def _quote(value: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingEvaluationOptions:
-    """What the user wants to measure, demand and see."""
+    """The options of ``eval --routing``."""
 
     data: Path
     base: str | None
@@ -212,7 +208,7 @@ class RoutingEvaluationOptions:
 
 
 def evaluate_routing(options: RoutingEvaluationOptions, *, as_json: bool) -> str:
-    """Measure and print; return how the figures fall short of the demand, if they do."""
+    """Measure the router and print the result; return how it misses ``min_accuracy``, if so."""
     from expertctl.cli.routing_evaluation import (
         build_routing_document,
         describe_accuracy_shortfall,
@@ -357,7 +353,7 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True)
 class _EvaluationOptions:
-    """Which expert is measured on which data, and what is demanded and shown."""
+    """The options of ``eval``."""
 
     target: str
     data: Path
@@ -374,7 +370,7 @@ class _EvaluationOptions:
 
 
 def _reject_options(options: Mapping[str, object], why: str) -> None:
-    """Refuse options that would be ignored."""
+    """Raise `UsageError` for options that would be ignored."""
     given = [name for name, value in options.items() if value not in (None, [])]
     if given:
         raise UsageError(f"{', '.join(given)}: {why}", hint="see `expertctl eval --help`")
@@ -424,7 +420,7 @@ def _evaluate_answers(
 
 
 def _exit_on_shortfall(why: str, *, wrong: str) -> None:
-    """Exit with 1 if the figures are below what was demanded."""
+    """Exit with 1 if ``why`` says that a minimum was missed."""
     if why:
         sys.stdout.flush()  # the figures come before the error about them
         note(f"error: {why}\n\nhint: --show N shows more of the wrong {wrong}")
@@ -434,7 +430,7 @@ def _exit_on_shortfall(why: str, *, wrong: str) -> None:
 def measure_build(
     plan: BuildPlan, data: EvaluationData, *, task: str | None, output: Path, as_json: bool
 ) -> BuildPlan:
-    """Return a planned build with the scores of its expert and of its base alone."""
+    """Return a planned build with an evaluation entry: the scores of its expert and of its base."""
     from expertctl.package.build import add_evaluation, choose_build_date
     from expertctl.package.evaluation import describe_evaluation
 

@@ -23,7 +23,7 @@ _Rows = list[tuple[str, str]]
 
 
 def get_metavar(parameter: Any) -> str:
-    """Return what stands for the value of an option or argument, such as ``FILE`` or ``a|b``."""
+    """Return the placeholder of an option or argument, such as ``FILE`` or ``a|b``."""
     if parameter.metavar is not None:
         return str(parameter.metavar)
     if parameter.param_type_name == "argument":
@@ -43,7 +43,7 @@ def format_argument_usage(argument: Any) -> str:
 
 
 def build_help_row(parameter: Any, context: Any) -> tuple[str, str] | None:
-    """Return names and help of an option or argument; None for a hidden one."""
+    """Return the names and the help of an option or argument; None for a hidden one."""
     record = parameter.get_help_record(context)
     if record is None:
         return None
@@ -60,7 +60,7 @@ def build_help_row(parameter: Any, context: Any) -> tuple[str, str] | None:
 
 
 def _clean_defaults(text: str) -> str:
-    """Write defaults without a second pair of brackets, and say nothing of what usage shows."""
+    """Write defaults without a second pair of brackets, and leave out what the usage line shows."""
     text = text.replace("[default: (", "[default: ").replace(")]", "]").replace("); ", "; ")
     return text.replace("  [required]", "").replace("; required]", "]")
 
@@ -103,7 +103,7 @@ def write_description(command: Any, formatter: Any) -> None:
 
 
 class HelpCommand(TyperCommand):
-    """One command, with help as this module draws it."""
+    """A command whose help this module formats."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return what follows the name in the usage line."""
@@ -119,7 +119,7 @@ class HelpCommand(TyperCommand):
 
 
 class HelpGroup(TyperGroup):
-    """A group of commands, with help as this module draws it."""
+    """A group of commands whose help this module formats."""
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         """Write description and examples."""
@@ -146,7 +146,7 @@ class CommandGroup(typer.Typer):
     """A `typer.Typer` whose commands and help are those of this module."""
 
     def __init__(self, text: str | None = None, *, no_args_is_help: bool = True) -> None:
-        """Make an empty group; ``text`` is its help."""
+        """Create an empty group; ``text`` is its help."""
         super().__init__(
             cls=HelpGroup,
             help=text or Default(None),
@@ -161,7 +161,7 @@ class CommandGroup(typer.Typer):
 
 
 def build_single_command(name: str, function: Callable[..., None]) -> Any:
-    """Make the command of one function."""
+    """Create the command of one function."""
     app = CommandGroup(no_args_is_help=False)
     app.command(name)(function)
     return typer.main.get_command(app)

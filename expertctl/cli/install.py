@@ -1,4 +1,4 @@
-"""``expertctl install``, ``import``, ``remove``, ``reindex``: change what is installed."""
+"""``expertctl install``, ``import``, ``remove`` and ``reindex``: change what is installed."""
 
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -152,7 +152,7 @@ def _install_named(
 
 
 def _describe_unused(installed: Iterable[InstalledPackage], home: Home) -> Iterator[str]:
-    """Say of new versions that another one is used all the same where no version is named."""
+    """Yield a note for each new version that is not the one used where no version is named."""
     preference, experts = (
         read_preference(home, find_working_folder()),
         Store(home.store).list_experts(),
@@ -174,7 +174,7 @@ def _check_options(
     locked: bool,
     save: bool,
 ) -> None:
-    """Refuse options that contradict each other."""
+    """Raise `UsageError` for options that contradict each other."""
     if (locked or save) and not worklist.is_project:
         flag = "--locked" if locked else "--save"
         hint = "`expertctl lock` needs an experts.toml, too"
@@ -197,7 +197,7 @@ def _check_lockable(
     sources: RegistrySources,
     settings: Settings,
 ) -> None:
-    """Refuse references with which the project could not be locked, before any is installed."""
+    """Raise for references with which the project could not be locked, before any is installed."""
     project = worklist.file.read().with_wanted(references)
     resolved = resolve_requirement_list(
         worklist, target, sources, get_release_age(settings), project=project
@@ -215,7 +215,7 @@ def _record_wanted(
     *,
     save: bool,
 ) -> InstallReport:
-    """Write down what was asked for: with --save in the project, else in the user's own list."""
+    """Write down the references: with ``--save`` in the project, else in the user's own list."""
     wanted = {reference.package: reference for reference in references}
     if not wanted:
         return done
@@ -236,7 +236,7 @@ def _record_wanted(
 def _describe_exact_references(
     references: Iterable[Reference], worklist: RequirementList
 ) -> Iterator[str]:
-    """Say of exact references that they stay in the list, and how to follow newer versions."""
+    """Yield a note for each exact reference: how to follow newer versions instead."""
     save = " --save" if worklist.is_project else ""
     for reference in references:
         exact = reference.digest or reference.constraint.pinned
@@ -327,7 +327,7 @@ def reindex(as_json: JsonFlag = False) -> None:
 
 
 def _drop_from_user_list(ref: str, home: Home) -> None:
-    """Take an expert out of the user's own list when no version of it is left."""
+    """Remove an expert from the user's own list when no version of it is left."""
     package = PackageName.parse(ref.partition("@")[0])
     if not any(expert.package == package for expert in Store(home.store).list_experts()):
         user_requirement_list(home).file.remove(package)
@@ -346,7 +346,7 @@ def build_install_context(
     mismatch: bool = False,
     accept_changed: Iterable[str] = (),
 ) -> InstallContext:
-    """Return where experts are installed to, and what the user tolerates."""
+    """Return where experts are installed to, and which checks the user relaxes."""
     home = settings.home
     return InstallContext(
         Store(home.store),
@@ -382,7 +382,7 @@ def make_progress_factory(label: str, *, as_json: bool) -> OpenProgress:
 
 
 def split_targets(texts: Sequence[str]) -> tuple[list[Reference], list[Path]]:
-    """Separate references from files; a text that is neither counts as a missing file."""
+    """Separate references from files; a text that is neither is reported as a missing file."""
     references: list[Reference] = []
     files: list[Path] = []
     for text in texts:
@@ -410,13 +410,13 @@ def _open_index(settings: Settings) -> RoutingIndex:
 
 
 def print_notices(done: InstallReport) -> None:
-    """Warn of what was installed, and of what registries say against anything chosen."""
+    """Print the warnings of an install, and the notices of registries about chosen versions."""
     warnings = [warning for item in done.installed for warning in item.warnings]
     warn(dict.fromkeys([*warnings, *(notice.text for notice in done.notices)]))
 
 
 def build_findings_document(done: InstallReport, sources: RegistrySources) -> dict[str, object]:
-    """Return what an install learnt, as ``--json`` shows it; the pinned keys were told before."""
+    """Return notes, notices and newly pinned keys of an install, as ``--json`` shows them."""
     return {
         "notes": [*sources.told, *done.notes],
         "notices": [build_notice_document(notice) for notice in done.notices],
@@ -449,7 +449,7 @@ def build_notice_document(notice: Notice) -> dict[str, object]:
 
 
 def print_notes(done: InstallReport, target: InstallContext) -> None:
-    """Say what is worth knowing beside the result."""
+    """Print the notes of an install and of the catalogue."""
     for text in (*done.notes, *(target.catalogue.notes if target.catalogue else ())):
         note(text)
 

@@ -1,4 +1,4 @@
-"""``expertctl list``: what is installed. Imports none of the libraries of other commands."""
+"""``expertctl list``: the installed experts. Imports none of the libraries of other commands."""
 
 from expertctl.cli.output import JsonFlag, emit, format_table, note, warn
 from expertctl.settings import format_size, load_settings
@@ -87,7 +87,7 @@ def list_flags(expert: StoredExpert, signers: SignerNames, flagged: FlagsByDiges
 def _list_all_flags(
     expert: StoredExpert, preference: VersionPreference, flagged: FlagsByDigest
 ) -> list[str]:
-    """Return the same, and whether it was yanked or is named exactly."""
+    """Return the flags of an expert, with ``yanked`` and ``pinned``."""
     yanked = ["yanked"] if preference.find_yank_reason(expert) is not None else []
     pinned = ["pinned"] if preference.find_pin(expert) is not None else []
     return [*list_flags(expert, preference.signers, flagged), *yanked, *pinned]
@@ -99,7 +99,7 @@ def _format_flags(
     preference: VersionPreference,
     flagged: FlagsByDigest,
 ) -> str:
-    """Return the flags of an expert, and ``unused`` where another version is meant by its name."""
+    """Return the flags of an expert, with ``unused`` where its name selects another version."""
     unused = ["unused"] if used != expert else []
     return " ".join([*_list_all_flags(expert, preference, flagged), *unused])
 

@@ -1,7 +1,4 @@
-"""``expertctl export``: experts in a form for elsewhere.
-
-Make and inspect packages, from ``init`` to ``unpack``.
-"""
+"""Commands that create and inspect packages, from ``init`` and ``build`` to ``unpack``."""
 
 import shlex
 from collections.abc import Sequence
@@ -112,7 +109,7 @@ def _export_one(target: str, output: Path | None, form: ExportFormat, *, as_json
 
 
 def _note_unverified(target: str) -> None:
-    """Say that a file's signature was not checked; the directory holds none to check later."""
+    """Print that a file's signature was not checked; the directory has none to check later."""
     if is_file_name(target):
         note("not verified: digests are right, the signature was not checked")
 
@@ -356,7 +353,7 @@ def _parse_expected(target: str) -> Reference | None:
 def _parse_overrides(
     name: str | None, version: str | None, description: str | None, license_: str | None
 ) -> ManifestOverrides:
-    """Return the values of options, parsed; those of files are checked later."""
+    """Return the parsed values of options; those of files are checked later."""
     return ManifestOverrides(
         str(PackageName.parse(name)) if name is not None else None,
         str(Version.parse(version)) if version is not None else None,
@@ -366,7 +363,7 @@ def _parse_overrides(
 
 
 def _find_base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFacts | None:
-    """Find the base: the one that is named, else the one that the adapter names, if known."""
+    """Find the base: the one of ``--base``, else the one that the adapter names, if known."""
     label = find_base_label(directory)
     bases = BaseStore(load_settings().home.bases)
     if base is not None:
@@ -417,7 +414,7 @@ def _warn_missing_grant(settings: Settings, name: str, package: PackageName) -> 
 
 
 def _find_routing_warnings(settings: Settings, plan: building.BuildPlan) -> list[str]:
-    """Return what keeps the router from choosing an expert, here or where others install it."""
+    """Return reasons why the router may not choose an expert, here or where others install it."""
     from expertctl.install.publication import find_own_packages
     from expertctl.routing.encoder import open_encoder
     from expertctl.routing.index import RoutingIndex

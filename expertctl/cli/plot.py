@@ -1,11 +1,7 @@
-"""The picture of an evaluation: one bar a score, with its interval.
+"""Plots of ``eval`` (one bar a score), ``bench`` (roofline) and ``bench moe`` (hit rates).
 
-The only module that imports matplotlib, which is the extra ``plot``. The same figures give the same
-bytes of SVG.
-
-The roofline of a machine: what it allows work of each intensity, and what was reached.
-
-Plot of the hit rate of each layer, over the tokens that were written.
+The only module, with `expertctl.cli.routing_plot`, that uses matplotlib, the extra ``plot``. The
+same figures give the same bytes of SVG.
 """
 
 import textwrap
@@ -35,7 +31,7 @@ if TYPE_CHECKING:
 
 _FORMATS = (".svg", ".png")
 _AXIS_END = 1.42
-"""Where the axis of shares ends: beyond 1 there is room for the figures beside the bars."""
+"""End of the axis of shares: beyond 1 there is room for the figures beside the bars."""
 _INK, _FAINT = "#222222", "#dddddd"
 _ROW, _BAR = 0.55, 0.34
 _TITLE_CHARACTERS, _LABEL_CHARACTERS = 64, 30
@@ -43,12 +39,12 @@ _BASE, _EXPERT, _OTHER, _CHAIN = "#9aa0a6", "#2a6fb0", "#8fb8de", "#d9822b"
 
 
 def check_plot_path(path: Path, *, example: str = "scores") -> None:
-    """Refuse a picture that could not be drawn or written, before the work for it is done.
+    """Raise if a plot could not be drawn or written there, before the work for it is done.
 
-    ``example`` is how a person may call it.
+    ``example`` is a file name for the hint.
 
     Raises:
-        UsageError: when its name has another ending, or is that of a directory.
+        UsageError: when the file has another extension, or is a directory.
         NotFoundError: when its directory or matplotlib is missing.
     """
     hint = f"--plot {example}.svg, or {example}.png"
@@ -64,12 +60,12 @@ def check_plot_path(path: Path, *, example: str = "scores") -> None:
 
 
 def draw_evaluation(result: "EvaluationResult", path: Path) -> None:
-    """Draw the scores into a file, written atomically."""
+    """Write the plot of an evaluation, atomically."""
     write_figure(lambda: build_evaluation_figure(result), path)
 
 
 def write_figure(make: Callable[[], "Figure"], path: Path) -> None:
-    """Draw a figure into a file, written atomically."""
+    """Write a figure to a file, atomically."""
     import matplotlib as mpl
 
     kind, picture = path.suffix.lower().removeprefix("."), BytesIO()
@@ -82,7 +78,7 @@ def write_figure(make: Callable[[], "Figure"], path: Path) -> None:
 
 
 def build_evaluation_figure(result: "EvaluationResult") -> "Figure":
-    """Return the picture: shares as bars from above, intervals over them, figures beside them."""
+    """Return the plot: shares as bars from the top, intervals over them, figures beside them."""
     from matplotlib.figure import Figure
 
     scores, labels = result.scores, list(map(_format_label, result.scores))
@@ -143,7 +139,7 @@ def _format_title(result: "EvaluationResult") -> str:
 
 
 def _format_label(score: "AccuracyScore") -> str:
-    """Write a chain with one line for each expert, and a very long name on several."""
+    """Format a chain with one line an expert, and a very long name on several lines."""
     joined = "\n+\N{NO-BREAK SPACE}"  # keeps the plus with its expert
     lines = score.name.replace(" + ", joined).split("\n") if score.experts else ["base alone"]
     return "\n".join(part for line in lines for part in textwrap.wrap(line, _LABEL_CHARACTERS))
@@ -161,12 +157,12 @@ _MARGIN_FACTOR = 5.0
 
 
 def draw_roofline(result: "BenchResult", path: Path) -> None:
-    """Draw the roofline into a file, written atomically."""
+    """Write the roofline plot, atomically."""
     write_figure(lambda: build_roofline_figure(result), path)
 
 
 def build_roofline_figure(result: "BenchResult") -> "Figure":
-    """Return the picture: a roof for each number of threads, a point for each text."""
+    """Return the plot: a roof for each number of threads, a point for each measured case."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 5.4), layout="constrained")
@@ -182,7 +178,7 @@ def build_roofline_figure(result: "BenchResult") -> "Figure":
 def _find_intensity_range(
     result: "BenchResult", texts: Sequence["BenchRow"]
 ) -> tuple[float, float]:
-    """Return the lowest and highest intensity of the picture."""
+    """Return the lowest and highest intensity of the plot, in operations per byte."""
     ridges = [result.make_roofline(threads).ridge_intensity for threads in result.threads]
     seen = [row.work.intensity for row in texts if row.work is not None] + ridges
     return min(seen) / _MARGIN_FACTOR, max(seen) * _MARGIN_FACTOR
@@ -206,7 +202,7 @@ def _draw_roofs(axes: "Axes", result: "BenchResult", span: tuple[float, float]) 
 
 
 def _draw_point(axes: "Axes", row: "BenchRow", mark: str) -> None:
-    """Draw one text, with what was reached in the middle half of the rounds."""
+    """Draw one case, with the interquartile range of its rounds."""
     assert row.work is not None
     assert row.reach is not None
     share = row.reach.share
@@ -238,7 +234,7 @@ def _format_point_label(row: "BenchRow") -> str:
 
 
 def _format_number(value: float) -> str:
-    """Write a figure for people: ``1,370``, ``52``, ``4.7``, ``0.1``."""
+    """Format a figure for people: ``1,370``, ``52``, ``4.7``, ``0.1``."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
@@ -264,12 +260,12 @@ _MAX_LABELS = 8
 
 
 def draw_hit_rates(result: "RoutedBenchResult", path: Path) -> None:
-    """Draw the hit rates into a file, written atomically."""
+    """Write the plot of hit rates, atomically."""
     write_figure(lambda: build_hit_rate_figure(result), path)
 
 
 def build_hit_rate_figure(result: "RoutedBenchResult") -> "Figure":
-    """Return a figure, a panel for each way to hold experts: layers downwards, tokens rightwards.
+    """Return the plot, a panel for each number of resident experts: layers down, tokens right.
 
     Raises:
         UsageError: when no expert could be missing in what was measured.
@@ -322,7 +318,7 @@ def _draw_panel(axes: "Axes", row: "RoutedBenchRow") -> "QuadMesh":
 
 
 def _format_panel_title(row: "RoutedBenchRow") -> str:
-    """Name the way to hold the experts, with the figures of the rounds that count."""
+    """Return the configuration of a panel, with the figures of the rounds that count."""
     residence = row.report.residence
     told = f"{row.case.label} ({residence.slots} of {residence.experts} slots): "
     told += f"{100 * row.hit_rate:.0f} % hits, {row.decode_rate.median:.1f} tok/s"
@@ -331,7 +327,7 @@ def _format_panel_title(row: "RoutedBenchRow") -> str:
 
 
 def _choose_label_places(layers: int) -> list[int]:
-    """Return the places of layers that get a label: all, every second, every third or so."""
+    """Return the positions of layers that get a label: all, every second, every third and so on."""
     return list(range(0, layers, -(-layers // _MAX_LABELS) or 1))
 
 

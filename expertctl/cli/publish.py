@@ -132,7 +132,7 @@ def _read_package(
 def _find_registry_problems(
     settings: Settings, parcels: Sequence[PublishPackage], registry: str | None
 ) -> list[ExpertError]:
-    """Return all that a registry has against these packages, or why it cannot be asked."""
+    """Return the reasons why a registry would refuse packages, or why it cannot be reached."""
     found = dict[str, ExpertError]()
     try:
         with connect_for_namespaces(
@@ -150,7 +150,7 @@ def _find_registry_problems(
 def _publish_one(
     parcel: PublishPackage, to: PublishTarget, *, dry_run: bool, as_json: bool
 ) -> UploadPlan:
-    """Plan the upload of one package, and send it unless this is a dry run."""
+    """Plan the upload of one package, and upload it unless this is a dry run."""
     shipment = plan_upload(parcel, to)
     if not dry_run:
         with show_progress(f"publishing {parcel.ref}", shipment.size, as_json=as_json) as report:
@@ -225,7 +225,7 @@ def _format_sent(shipment: UploadPlan, word: str) -> str:
 
 
 def _format_install_command(shipment: UploadPlan, host: str) -> str:
-    """Return the command that installs it; without an index it names the digest."""
+    """Return the command that installs it; without a signed index it names the digest."""
     parcel = shipment.source
     if shipment.namespace is None:
         return f"expertctl install {host}/{parcel.package}@{parcel.contents.package_digest}"

@@ -1,8 +1,6 @@
-"""``expertctl registry user``, ``namespace`` and ``keys``: who may do what, on a registry.
+"""``expertctl registry``: run a registry, and administer its users, namespaces and keys.
 
-``expertctl registry``: run a registry of one's own.
-
-The server is an extra, imported only by the commands that need it.
+The server is an optional extra, imported only by the commands that need it.
 """
 
 import sys

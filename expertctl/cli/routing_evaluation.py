@@ -1,4 +1,4 @@
-"""How an evaluation of routing is shown: the document of ``--json``, and the same for people."""
+"""Formats a routing evaluation: the document of ``eval --routing --json``, and the text."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
 
 NO_EXPERT = "none"
-"""The name of the base alone, in a list of experts."""
+"""Stands for the base alone in a list of experts."""
 
 _SHOWN_CHARACTERS = 300
 _SHOWN_PAIRS = 10
@@ -36,7 +36,7 @@ _SHOWN_COVERAGES = (1.0, 0.9, 0.8, 0.7, 0.5)
 def build_routing_document(
     result: "RoutingEvaluation", *, show: int, min_accuracy: float | None
 ) -> dict[str, object]:
-    """Return all results, with the first few wrong decisions."""
+    """Return all results, with the first ``show`` wrong decisions."""
     return {
         "data": str(result.data.path),
         "dataset_sha256": result.data.digest.hex,
@@ -68,7 +68,7 @@ def build_routing_document(
 
 
 def format_routing_evaluation(result: "RoutingEvaluation", *, show: int) -> str:
-    """Return the shares, the confusions, the curve, the times, and the first wrong decisions."""
+    """Return shares, confusions, the risk curve, latencies, and the first wrong decisions."""
     n, data = len(result.decisions), result.data
     head = (
         f"{data.path}: n = {n}, {format_count(result.experts, 'expert')} installed, "
@@ -80,7 +80,7 @@ def format_routing_evaluation(result: "RoutingEvaluation", *, show: int) -> str:
 
 
 def describe_accuracy_shortfall(result: "RoutingEvaluation", min_accuracy: float | None) -> str:
-    """Say how the accuracy is too low; empty if it is not, or none was demanded."""
+    """Say that the accuracy is below ``min_accuracy``; empty if not, or if there is no minimum."""
     share = result.accuracy
     if min_accuracy is None or share.value >= min_accuracy:
         return ""
@@ -91,7 +91,7 @@ def describe_accuracy_shortfall(result: "RoutingEvaluation", min_accuracy: float
 
 
 def list_confusions(result: "RoutingEvaluation") -> list[tuple[str, str, int]]:
-    """Return wanted expert, answering expert and count of each confusion, commonest first."""
+    """Return wanted expert, answering expert and count of each confusion, most frequent first."""
     cells = [
         (_format_expert(w), _format_expert(g), n)
         for (w, g), n in result.confusion.items()
@@ -250,7 +250,7 @@ def _format_latencies(result: "RoutingEvaluation") -> str:
 
 
 def _format_wrong_decisions(result: "RoutingEvaluation", show: int) -> list[str]:
-    """Show wrong decisions, prompts quoted so that spaces and line ends are visible."""
+    """Format wrong decisions, prompts quoted so that spaces and line ends are visible."""
     wrong = result.mistakes
     shown = wrong[:show]
     lines = [f"wrong decisions, {len(shown)} of {len(wrong)}:"]
@@ -264,7 +264,7 @@ def _format_wrong_decisions(result: "RoutingEvaluation", show: int) -> list[str]
 
 
 def _format_outcome(decision: "EvaluatedPrompt") -> str:
-    """Say which expert answered and why, or which came first and why it did not answer."""
+    """Return the expert that answered and why, or the first candidate and why it did not."""
     if decision.first is None:
         return f"{NO_EXPERT}; no expert may answer"
     if decision.expert is None:

@@ -1,9 +1,7 @@
-"""The confusion matrix of a routing evaluation, as it is drawn: wanted and answering experts.
+"""The plot of a routing evaluation: confusion matrix, risk-coverage curve, confidence histogram.
 
-Experts that are confused stand beside each other. If there are more than fit, those with the most
-wrong decisions have rows of their own, and one row and one column hold the others.
-
-The picture of a routing evaluation: confused experts, risk, and confidence.
+Experts that are confused are placed side by side. If there are more than `MAX_ROWS`, those with
+the most wrong decisions have rows of their own, and one row and one column hold the others.
 """
 
 import textwrap
@@ -43,12 +41,12 @@ class ConfusionMatrix:
 
     @property
     def row_sums(self) -> list[int]:
-        """How many prompts each row shows."""
+        """The number of prompts of each row."""
         return [sum(row) for row in self.counts]
 
 
 def build_confusion_matrix(result: "RoutingEvaluation") -> ConfusionMatrix:
-    """Return the matrix: confused experts side by side, then all others as one, then ``zeros``."""
+    """Return the matrix: confused experts side by side, then all others as one, then no expert."""
     cells = {(_format_expert(w), _format_expert(g)): n for (w, g), n in result.confusion.items()}
     experts = sorted({name for pair in cells for name in pair} - {NO_EXPERT})
     kept = order_by_confusion(_select_most_confused(experts, cells), cells)
@@ -66,7 +64,7 @@ def build_confusion_matrix(result: "RoutingEvaluation") -> ConfusionMatrix:
 
 
 def order_by_confusion(names: Sequence[str], cells: ConfusionCounts) -> list[str]:
-    """Order names so that each stands beside the one that it is confused with most.
+    """Order names so that each is next to the one that it is confused with most.
 
     Next comes the expert that is confused most with the last one, else with any before, else the
     first one in ``names``.
@@ -125,7 +123,7 @@ _STEPS = 20
 
 
 def build_routing_figure(result: "RoutingEvaluation") -> "Figure":
-    """Return the picture: the matrix on the left, the curve and the histogram on the right."""
+    """Return the plot: the matrix on the left, the curve and the histogram on the right."""
     from matplotlib.figure import Figure
 
     matrix = build_confusion_matrix(result)
@@ -178,7 +176,7 @@ def _write_count(axes: "Axes", place: tuple[int, int], count: int, *, dark: bool
 
 
 def _compute_cell_colours(matrix: ConfusionMatrix) -> "NDArray[np.float64]":
-    """Return each cell's colour: blue where right, orange where wrong, paler where rarer."""
+    """Return the colour of each cell: blue for right, orange for wrong, paler where rarer."""
     import numpy as np
 
     counts = np.array(matrix.counts, dtype=np.float64)
@@ -275,7 +273,7 @@ def _format_rgb(colour: tuple[int, int, int]) -> str:
 
 
 def _format_note(matrix: ConfusionMatrix) -> str:
-    """Say what is not drawn, below the matrix."""
+    """Return the caption, with what is not drawn."""
     lines = ["answered"]
     others = next((name for name in matrix.names if name.endswith(" others")), "")
     if others:

@@ -1,6 +1,6 @@
-"""``expertctl route`` and ``run``: from a prompt to a plan, and to its text.
+"""``expertctl route`` and ``run``: plan a prompt, and answer it.
 
-Torch is imported by `run` alone, inside the function: `route` only reads what is installed.
+Only `run` imports torch, inside the function; `route` reads what is installed and loads nothing.
 """
 
 import signal
@@ -278,9 +278,9 @@ def _generate(
     stream: bool,
     as_json: bool,
 ) -> "RunResult":
-    """Answer, with a progress bar until the first piece of text; print pieces if wanted.
+    """Generate the answer; show a progress bar until the first piece, then print it if ``stream``.
 
-    After that, a signal ends the answer where it is, so that its text is kept.
+    From then on a signal ends generation early, and the text so far is kept.
     """
     from expertctl.engine.torch_preload import preload_torch
 
@@ -302,7 +302,7 @@ def _generate(
 
 
 class _AnswerIterator:
-    """The pieces of a text, one at a time, then the result."""
+    """Iterates over the pieces of an answer, then holds its result."""
 
     def __init__(self, pieces: "Generator[str, None, RunResult]") -> None:
         self.piece = ""
@@ -310,7 +310,7 @@ class _AnswerIterator:
         self._pieces = pieces
 
     def advance(self) -> None:
-        """Get the next piece, or the result."""
+        """Set ``piece`` to the next piece, or ``result`` at the end."""
         try:
             self.piece = next(self._pieces)
         except StopIteration as end:

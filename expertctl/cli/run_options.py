@@ -1,4 +1,8 @@
-"""The options that ``route``, ``run`` and ``chat`` share, and how their values are read."""
+"""The options that `run`, `chat`, `route`, `serve`, `eval` and `bench` share, each declared once.
+
+Every option is an ``Annotated`` type for a parameter of a command. The ``resolve_*`` functions
+combine a value of the command line with the settings and the default, and check the result.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
     from expertctl.routing.request import DeviceName
 
 SAMPLING, EXPERTS, PLACEMENT, ADVANCED = "Sampling", "Experts", "Memory and precision", "Advanced"
-"""The sections of the options in the help; the others are in *Options*."""
+"""Sections of the options in ``--help``; an option without one is under *Options*."""
 Prompt = Annotated[
     list[str] | None,
     typer.Argument(
@@ -138,7 +142,7 @@ MoeMiss = Annotated[
     ),
 ]
 SKIP_CAP = 0.25
-"""The value of `expertctl.routing.request`, whose import is too slow for ``--help``."""
+"""Same value as in `expertctl.routing.request`, whose import is too slow for ``--help``."""
 MoeSkipCap = Annotated[
     float | None,
     typer.Option(
@@ -279,12 +283,12 @@ _DEVICE_HINT = "`expertctl config unset device`, or set EXPERT_DEVICE=cpu"
 
 
 def resolve_memory_budget(text: str | None, settings: Settings) -> int | None:
-    """Return the memory budget in bytes: the option's, else the setting's."""
+    """Return the memory budget in bytes: from the option, else the setting, else None."""
     return parse_size(text) if text else settings.memory_budget
 
 
 def resolve_device(device: str | None, settings: Settings) -> "DeviceName":
-    """Return the device: from the option, else the setting, else the processor."""
+    """Return the device: from the option, else the setting, else ``cpu``."""
     wanted = device or settings.device or "cpu"
     _check_device_name(wanted)
     if wanted == "cpu":
@@ -302,7 +306,7 @@ def resolve_device(device: str | None, settings: Settings) -> "DeviceName":
 
 
 def check_cpu_only(settings: Settings, what: str) -> None:
-    """Refuse a CUDA setting for work that only the processor does."""
+    """Raise `UsageError` for a CUDA setting if a command computes on the CPU only."""
     _check_device_name(settings.device or "cpu")
     if settings.device == "cuda":
         raise UsageError(f"{what} computes on the processor alone", hint=_DEVICE_HINT)
@@ -315,7 +319,7 @@ def _check_device_name(device: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NumericsOptions:
-    """How weights are held (None: as stored), and whether the same bits are always wanted."""
+    """Data types of base (None: as stored) and experts; whether results are bit-reproducible."""
 
     dtype: DtypeName | None
     adapter_dtype: AdapterDtypeName
@@ -329,10 +333,10 @@ def resolve_numerics(
     adapter_dtype: AdapterDtypeName | None,
     deterministic: bool | None,
 ) -> NumericsOptions:
-    """Return the numerics of the options, else of the settings.
+    """Return the numerics: each value from its option, else from its setting.
 
     Raises:
-        UsageError: when a setting that counts names what is not there.
+        UsageError: when a setting that is used has an unknown value.
     """
     held = dtype or _check_setting("dtype", settings.dtype, DTYPES)
     experts = adapter_dtype or _check_setting(
@@ -346,10 +350,10 @@ def resolve_numerics(
 
 
 def resolve_skip_cap(cap: float | None, misses: Sequence[str]) -> float:
-    """Return the largest share left out of a token: from the option, else a quarter.
+    """Return the largest share of a token's router weight to skip; the default is `SKIP_CAP`.
 
     Raises:
-        UsageError: when the option is given though nothing is left out.
+        UsageError: when the option is given although no routed expert is skipped.
     """
     if cap is not None and "skip" not in misses:
         raise UsageError(
@@ -363,7 +367,7 @@ def resolve_moe_cold(moe_cold: MoeColdName | None, settings: Settings) -> MoeCol
     """Return how routed experts are read from disk: from the option, else the setting.
 
     Raises:
-        UsageError: when a setting that counts names what is not there.
+        UsageError: when a setting that is used has an unknown value.
     """
     found = moe_cold or _check_setting("moe_cold", settings.moe_cold, MOE_COLDS)
     return cast(MoeColdName, found or "auto")
@@ -378,13 +382,15 @@ def resolve_moe_start(
     exchange: float,
     learn: bool | None,
 ) -> "WarmupConfig":
-    """Return how routed experts start: from the options, else the settings.
+    """Return how routed experts are warmed up: from the options, else the settings.
+
+    The profile is opened here to check it, but read only if routed experts do not all fit.
 
     Raises:
-        NotFoundError: when there is no such profile; it is read only if experts are missing.
+        NotFoundError: when there is no such profile.
         StoreError: when the profile cannot be opened.
         InvalidPackageError: when the profile is not a file.
-        UsageError: when an option or a setting has an impossible value.
+        UsageError: when an option or a setting has an invalid value.
     """
     from expertctl.engine.moe.usage_profile import open_profile, parse_pins
     from expertctl.engine.moe.warmup import WarmupConfig, check_exchange_rate
@@ -403,7 +409,7 @@ def resolve_moe_start(
 
 
 def _check_setting(key: str, value: str | None, known: Sequence[str]) -> str | None:
-    """Return a value of the environment or ``config.toml``, checked only here."""
+    """Return a value from the environment or ``config.toml``, which are not checked when loaded."""
     if value is None or value in known:
         return value
     hint = f"`expertctl config set {key} {known[0]}`, or {CONFIG_KEYS[key]}={known[0]}; "

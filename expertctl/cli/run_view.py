@@ -1,10 +1,8 @@
-"""What a person reads of routed experts: how many are kept, missed and left out.
+"""Formats plans, runs and chat turns for people: reasons, timings, memory, routed experts.
 
-What a traced run shows to a person: the time of each layer, and what a token allocates.
-
-What ``route`` and ``run`` show to a person: the plan with its reasons, and the figures.
-
-What a chat shows: the line below an answer, the experts, the help.
+`format_routing` is the output of ``route``, `format_footer` the lines below an answer of ``run``,
+`format_statistics` those of ``--stats``, `format_trace` those of ``--trace``, and `format_turn` the
+line below an answer of ``chat``.
 """
 
 import json
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def format_routed_report(moe: "RoutedExpertStats | None") -> Iterator[str]:
-    """Say how many routed experts were missing and what that cost, if any could be."""
+    """Yield a line about missing routed experts and their cost, if any could be missing."""
     if moe is None or moe.residence.is_whole:
         return
     did = moe.activity
@@ -42,7 +40,7 @@ def format_routed_report(moe: "RoutedExpertStats | None") -> Iterator[str]:
 
 
 def format_skipped_weight(moe: "RoutedExpertStats | None") -> Iterator[str]:
-    """Say how much was left out, if anything was, since that changes the answer."""
+    """Yield a line about skipped router weight, if any, since that changes the answer."""
     if moe is not None and moe.skipped_share:
         yield f"{100 * moe.skipped_share:.2g} % of the weights of routed experts were left out"
 
@@ -67,7 +65,7 @@ def format_trace(trace: "GenerationTrace") -> str:
 
 
 def _format_layers(title: str, times: "LayerTimer", passes: int) -> str:
-    """Return a row for each layer, and for what comes before and after them."""
+    """Return a row for each layer, and for what comes before and after the layers."""
     rows = _group_by_layer(times, passes)
     parts = [part for part in _PARTS if any(part in cells for cells in rows.values())]
     shown = [
@@ -90,7 +88,7 @@ def _format_layers(title: str, times: "LayerTimer", passes: int) -> str:
 
 
 def _group_by_layer(times: "LayerTimer", passes: int) -> _Rows:
-    """Sort places into rows: a layer by its parts, anything else by its name."""
+    """Group the timed places into rows: a layer by its parts, anything else by its name."""
     rows: _Rows = defaultdict(lambda: defaultdict(float))
     for place, seconds in times.places.items():
         name, _, rest = place.removeprefix("layers.").partition(".")
@@ -102,7 +100,7 @@ def _group_by_layer(times: "LayerTimer", passes: int) -> _Rows:
 
 
 def _format_operations(prompt: "LayerTimer", written: "LayerTimer", tokens: int) -> str:
-    """Return what each kind of operation took, the longest first."""
+    """Return the time of each kind of operation, the longest first."""
     names = sorted(
         {*prompt.kinds, *written.kinds}, key=lambda name: (-written.kinds.get(name, 0.0), name)
     )
@@ -148,7 +146,7 @@ def format_routing(result: "RoutingResult", *, width: int, verbose: bool = False
     """Return the plan, then the best candidates, each with its figures and the decision.
 
     Experts of other bases are only counted, unless ``verbose``. The closest text of an expert is
-    cut where a line of ``width`` columns ends; 0: without limit.
+    cut at ``width`` columns; 0 means no limit.
     """
     lines = [f"base {result.plan.base}, encoder {result.encoder}", *_format_plan(result)]
     looked_at = [c for c in result.candidates if verbose or not c.other_base]
@@ -163,7 +161,7 @@ def format_routing(result: "RoutingResult", *, width: int, verbose: bool = False
 
 
 def _format_other_bases(counts: Mapping[str, int], here: str) -> list[str]:
-    """Return a line for each base that experts were made for and that does not answer."""
+    """Return a line for each other base, with the number of its experts."""
     return [
         f"{format_count(count, 'expert')} {'is' if count == 1 else 'are'} for "
         + (f"{name}, not {here}" if name != here else f"another {name} than the one here")
@@ -205,13 +203,13 @@ def _format_reason(candidate: "RoutingCandidate", room: int) -> str:
 
 
 def format_footer(result: "RunResult") -> str:
-    """Return a run in a few lines: experts and why, base, how much, how fast."""
+    """Return a run in a few lines: experts and why, base, tokens, speed."""
     lost = _indent("\n".join(format_skipped_weight(result.moe)))
     return "\n".join(["", *_format_plan(result.planned.result), _format_figures(result), *lost])
 
 
 def format_statistics(result: "RunResult") -> str:
-    """Return everything that is known of a run."""
+    """Return everything that is known about a run."""
     plan, document = result.planned.result.plan, result.to_json()
     moved = {"from files": result.bytes_read.ssd, "made for computing": result.bytes_read.ram}
     numerics = result.numerics
@@ -240,7 +238,7 @@ def format_statistics(result: "RunResult") -> str:
 
 
 def _format_check(result: "RunResult") -> str:
-    """Return the result of the form check; an empty answer fails it whatever the form."""
+    """Return the result of the format check; an empty answer fails it whatever the format."""
     failed = result.validation_passed is False
     return (
         _EMPTY_ANSWER
@@ -250,7 +248,7 @@ def _format_check(result: "RunResult") -> str:
 
 
 def _format_steps(result: "RunResult") -> str:
-    """Return a row for each step of a run; steps of the model also have their tokens."""
+    """Return a row for each stage of a run; prefill and decode also have their tokens."""
     generated = result.generated
     counts = {
         "prefill": (generated.prefill_tokens, generated.prefill_tokens_per_s),
@@ -265,7 +263,7 @@ def _format_steps(result: "RunResult") -> str:
 
 
 def _format_memory(result: "RunResult") -> str:
-    """Return how much of the budget each purpose holds."""
+    """Return the bytes of the budget that each purpose holds."""
     sizes = {str(purpose): size for purpose, size in result.memory.held.items()}
     rows = [[name, format_size(size)] for name, size in sizes.items()]
     rows += [["peak", format_size(result.memory.peak)]]
@@ -330,7 +328,7 @@ Ctrl-C stops an answer. What was written of it stays in the conversation.'''
 
 
 def format_turn(turn: "Turn") -> str:
-    """Return a turn in one line: experts, how much was read, written and left out, how fast."""
+    """Return a turn in one line: experts, tokens read and written, skipped weight, speed."""
     result, generated = turn.result, turn.result.generated
     ends = {"stop": "", "length": " (cut at the limit)", "cancelled": " (interrupted)"}
     parts = [
@@ -380,7 +378,7 @@ def format_fitting_experts(conversation: "Conversation", planner: "Planner") -> 
 
 
 def _format_reuse(turn: "Turn") -> str:
-    """Say how much of the prompt was reused, or why none was if the experts changed."""
+    """Return how much of the prompt was reused, or why nothing was if the experts changed."""
     reused = turn.result.kv_reused_tokens
     if reused:
         return f" ({reused} kept from before)"

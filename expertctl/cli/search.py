@@ -1,7 +1,4 @@
-"""How ``expertctl info`` shows a package: what the registry says, and what is known here.
-
-``expertctl search`` and ``info``: what a registry offers, shown as plain text only.
-"""
+"""``expertctl search`` and ``info``: what a registry offers, shown as plain text only."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -65,7 +62,7 @@ class PackageOffer:
 
 @dataclass(frozen=True, slots=True)
 class InstalledVersions:
-    """The installed versions of a package, and what is known of them."""
+    """The installed versions of a package, and what is known about them."""
 
     experts: tuple[StoredExpert, ...]
     flagged: FlagsByDigest
@@ -85,7 +82,7 @@ class OfferAssessment:
     trusted: bool
     """Whether the key of its signer is trusted here."""
     to_be_pinned: bool
-    """Whether the first install from there takes the namespace's keys from its index."""
+    """Whether the first install from there pins the namespace's keys from its index."""
     base: str | None
     """The base on this machine that it fits."""
     flags: tuple[Flag, ...]
@@ -93,7 +90,7 @@ class OfferAssessment:
 
 
 def assess_offer(offer: PackageOffer, home: Home) -> OfferAssessment:
-    """Compare a version on offer with what is trusted and added here."""
+    """Compare a version on offer with the keys and bases of this machine."""
     what = f"{offer.host}: expert.json of {offer.page.name[:80]}"
     manifest = build_manifest(offer.version.manifest, what=what)
     record = TrustStore(home.trust).read()
@@ -133,7 +130,7 @@ def build_info_document(
     assessment: OfferAssessment | None,
     local: InstalledVersions,
 ) -> dict[str, object]:
-    """Return the document of a package."""
+    """Return the document of ``info --json``."""
     installed = [
         {
             "version": str(expert.version),
@@ -171,7 +168,7 @@ def format_info(
     assessment: OfferAssessment | None,
     local: InstalledVersions,
 ) -> str:
-    """Return the same for people."""
+    """Return the package, its offer and its installed versions as text."""
     rows = [["name", str(package)]]
     if offer is not None and assessment is not None:
         rows += _build_offer_rows(offer, assessment)
@@ -238,7 +235,7 @@ def _format_release_state(release: PackageVersion) -> str:
 
 
 def _format_state(*, yanked: str | None, revoked: str | None) -> str:
-    """Say what speaks against a version, with the reasons; empty when nothing does."""
+    """Return why not to use a version, with the reasons; empty if there is nothing."""
     facts = [("yanked", yanked), ("key revoked", revoked)]
     told = [f"{what}: {why}" if why else what for what, why in facts if why is not None]
     return f" ({', '.join(told)})" if told else ""
@@ -254,7 +251,7 @@ def _format_install_command(offer: PackageOffer) -> str | None:
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
 _MAX_DESCRIPTION = 60
-"""Most letters of a description in a table."""
+"""Most characters of a description in a table."""
 
 
 def search(
@@ -316,7 +313,7 @@ def _fetch_offer(settings: Settings, wanted: Reference, registry: str | None) ->
 def _fetch_offer_if_any(
     settings: Settings, wanted: Reference, registry: str | None
 ) -> PackageOffer | None:
-    """Return the offer for an installed package; if there is none, say why and return None."""
+    """Return the offer for an installed package; if there is none, note why and return None."""
     if not has_registry(settings, wanted, registry):
         note("only what is installed: no registry is set")
         return None
@@ -328,7 +325,7 @@ def _fetch_offer_if_any(
 
 
 def _fetch_version(connection: Connection, wanted: Reference, record: TrustRecord) -> PackageOffer:
-    """Return a package with one of its versions: the named one, else the newest that is sound."""
+    """Return a package with one version: the named one, else the newest that is not withdrawn."""
     host, package = connection.host, wanted.package
     page = fetch_package(connection.api, package)
     versions = mark_revoked_versions(page.versions, record, namespace=package.namespace, host=host)
@@ -364,7 +361,7 @@ def _read_installed(home: Home, wanted: Reference) -> InstalledVersions:
 
 
 def _format_login_hint(connection: Connection) -> str:
-    """Say that a login may show more, if the user is not logged in."""
+    """Return a hint that a login may show more, if the user is not logged in."""
     if connection.logged_in:
         return ""
     return f" for everybody to read; `expertctl login {connection.host}` may show more"

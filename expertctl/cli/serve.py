@@ -1,6 +1,6 @@
-"""``expertctl serve``: generate for programs, over HTTP; and the API keys of these programs.
+"""``expertctl serve``: the OpenAI- and Anthropic-compatible server, and its API keys.
 
-The server is an extra, imported only by the commands that need it.
+The server is an optional extra, imported only by the commands that need it.
 """
 
 import os
@@ -430,13 +430,13 @@ def _parse_optional_size(text: str | None) -> int | None:
 
 
 def _choose_value(option: _Value | None, setting: _Value | None, default: _Value) -> _Value:
-    """Return the value of an option, else of a setting, else the default."""
+    """Return the option, else the setting, else the default."""
     chosen = setting if option is None else option
     return default if chosen is None else chosen
 
 
 def _check_tracing_extra() -> None:
-    """Refuse traces if the extra is not installed."""
+    """Raise `UsageError` if the extra for traces is not installed."""
     try:
         import expertctl.server.tracing.exporter  # noqa: F401  # nothing else tells whether it can be
     except ModuleNotFoundError as error:
@@ -448,7 +448,7 @@ def _check_tracing_extra() -> None:
 
 @contextmanager
 def _guard_server_import() -> Iterator[None]:
-    """Say which library is missing if the extra is not installed."""
+    """Translate a failed import of the server into an error that names the missing library."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,10 +1,7 @@
-"""Bars and sparklines of characters, in ASCII where the terminal lacks blocks.
+"""``expertctl stats`` and ``feedback``: how experts were used, and user ratings of answers.
 
-What ``expertctl stats`` shows to a person: bars for experts, sparklines for days.
-
-``expertctl stats``: how often experts were used, how well they did, how long it took.
-
-``expertctl feedback``: a person says whether an answer was good.
+Statistics are shown as bars and sparklines of block characters, in ASCII where stdout cannot
+encode them.
 """
 
 import json
@@ -43,14 +40,14 @@ _DEFAULT_COLUMNS = 80
 
 @dataclass(frozen=True, slots=True)
 class TerminalCanvas:
-    """What a terminal can show."""
+    """The width of a terminal, and whether it can show block characters."""
 
     columns: int
     has_blocks: bool
 
     @classmethod
     def for_stdout(cls) -> "TerminalCanvas":
-        """Return what stdout can show; a pipe is 80 columns wide."""
+        """Return the canvas of stdout; a pipe is 80 columns wide."""
         columns = shutil.get_terminal_size((_DEFAULT_COLUMNS, 24)).columns
         width = columns if sys.stdout.isatty() or "COLUMNS" in os.environ else _DEFAULT_COLUMNS
         return cls(width, _can_encode(_EIGHTHS + _LEVELS + NO_VALUE, sys.stdout.encoding))
@@ -148,7 +145,7 @@ def _format_run_figures(runs: RunSummary) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _TableLayout:
-    """How wide names and bars may be, and how many cells a row has."""
+    """The widths of names and bars, and the number of cells in a row."""
 
     name: int
     bar: int
@@ -352,7 +349,7 @@ def _round(value: float | None, digits: int) -> float | None:
 
 
 def _format_time(seconds: float | None) -> str | None:
-    """Return a time as ISO 8601, with the offset of this machine."""
+    """Return a time as ISO 8601, with the UTC offset of this machine."""
     if seconds is None:
         return None
     return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
@@ -396,7 +393,7 @@ def _parse_words(words: Sequence[str]) -> tuple[str, UserVerdict]:
 
 
 def _read_piped_job_id() -> str:
-    """Return the id of a run that was piped: alone, or in what ``run --json`` prints.
+    """Return the id of a run that was piped: alone, or in the output of ``run --json``.
 
     Raises:
         UsageError: when nothing was piped.
@@ -413,7 +410,7 @@ def _read_piped_job_id() -> str:
 
 
 def parse_verdict(words: Sequence[str]) -> UserVerdict:
-    """Read what a person says in a chat.
+    """Parse the argument of ``/feedback`` in a chat.
 
     Raises:
         UsageError: when it is neither good nor bad.
@@ -428,10 +425,10 @@ def parse_verdict(words: Sequence[str]) -> UserVerdict:
 
 
 def record_verdict(catalogue: Catalogue, job: str, verdict: UserVerdict) -> str:
-    """Record that an answer was good or bad; return the new rates of its experts.
+    """Record that an answer was good or bad; return the new success rates of its experts.
 
     Raises:
-        NotFoundError: when the run is not remembered.
+        NotFoundError: when the run is not in the history.
         StoreError: when the file cannot be written.
         DiskFullError: when there is no space left.
     """
@@ -440,7 +437,7 @@ def record_verdict(catalogue: Catalogue, job: str, verdict: UserVerdict) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Judgement:
-    """A run that was judged, and the rates before and after."""
+    """A rated run, and the success rates before and after."""
 
     job: RunRecord
     before: SuccessRates

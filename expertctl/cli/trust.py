@@ -1,7 +1,4 @@
-"""``expertctl keys``: the user's own signing keys.
-
-``expertctl trust``: whose signatures count, and for what.
-"""
+"""``expertctl keys`` and ``trust``: own signing keys, and whose signatures are accepted."""
 
 from pathlib import Path
 from typing import Annotated

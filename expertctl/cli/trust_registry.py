@@ -1,4 +1,4 @@
-"""``expertctl trust registry``: which indexes are trusted, and whose a namespace is."""
+"""``expertctl trust registry``: registries whose index is trusted, and their namespaces."""
 
 from pathlib import Path
 from typing import Annotated

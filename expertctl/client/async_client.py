@@ -1,10 +1,6 @@
-"""Asking a server from an event loop: as `expertctl.client.client`, with ``await``.
+"""`AsyncExpertClient`: the API of a generation server, for an event loop.
 
-Answers that come piece by piece, read in an event loop: as `expertctl.client.client`.
-
-Jobs, asked about from an event loop: as `expertctl.client.client`, with ``await``.
-
-`AsyncExpertClient`: the API of a generation server, for an event loop.
+As `expertctl.client.client`, with ``await``; see there for details.
 """
 
 import asyncio
@@ -76,26 +72,26 @@ class AsyncTransport:
         sleep: Callable[[float], Awaitable[object]],
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
-        """Open nothing yet."""
+        """Create the HTTP client; no connection is opened yet."""
         self.server = server
         self.sleep = sleep
         self._retries = retries
         self._client = httpx2.AsyncClient(**server.http_options, transport=transport)
 
     async def fetch(self, call: ApiRequest, kind: type[_Kind]) -> _Kind:
-        """Send a request and read its answer.
+        """Send a request and decode its response.
 
         Raises:
-            ExpertError: when it is refused, or no answer comes.
+            ExpertError: when it is refused, or there is no response.
         """
         body = await self._retry(call, lambda: self._fetch_body(call))
         return decode_response(body, kind, what=call.what)
 
     async def open_stream(self, call: ApiRequest) -> httpx2.Response:
-        """Send a request and return its answer unread; the caller closes it.
+        """Send a request and return its unread response; the caller closes it.
 
         Raises:
-            ExpertError: as `ask`.
+            ExpertError: as `fetch`.
         """
         return await self._retry(call, lambda: self._send(call))
 
@@ -139,27 +135,27 @@ class AsyncTransport:
 
 
 class AsyncInferStream:
-    """An answer as it is written: read its chunks by ``async for``, then its ``result``.
+    """An answer while it is generated: read its chunks by ``async for``, then ``result``.
 
-    Leaving early, by ``aclose`` or the end of an ``async with`` block, ends the work of the server,
-    too.
+    Leaving early, by ``aclose`` or the end of an ``async with`` block, cancels the request on the
+    server.
     """
 
     def __init__(
         self, open_response: Callable[[], Awaitable[httpx2.Response]], server: Server
     ) -> None:
-        """Send nothing before the first chunk is wanted."""
+        """Prepare the stream; the request is sent when the first chunk is read."""
         self._state = InferStreamState()
         self._chunks = self._read(open_response, server)
 
     @property
     def started(self) -> InferStarted | None:
-        """The job and its plan, once the first chunk is here."""
+        """The job and its plan; None before the first chunk."""
         return self._state.started
 
     @property
     def result(self) -> InferResult:
-        """The whole answer.
+        """The complete answer.
 
         Raises:
             NoAnswerError: when the stream was not read to its end.
@@ -167,19 +163,19 @@ class AsyncInferStream:
         return self._state.require_result()
 
     def __aiter__(self) -> Self:
-        """Read on from here."""
+        """Return the stream itself."""
         return self
 
     async def __anext__(self) -> Chunk:
-        """Wait for more text.
+        """Wait for the next chunk.
 
         Raises:
-            ExpertError: when it is refused, or fails on the way.
+            ExpertError: when the request is refused, or fails later.
         """
         return await anext(self._chunks)
 
     async def __aenter__(self) -> Self:
-        """Begin; nothing is sent yet."""
+        """Return the stream; nothing is sent yet."""
         return self
 
     async def __aexit__(
@@ -188,11 +184,11 @@ class AsyncInferStream:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave, wherever it is."""
+        """Close the stream."""
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End it where it is."""
+        """Close the connection, which cancels an unfinished request."""
         await self._chunks.aclose()
 
     async def _read(
@@ -210,37 +206,37 @@ class AsyncInferStream:
 
 
 class AsyncJobsClient:
-    """The jobs of whoever has this key."""
+    """The jobs of the owner of this API key."""
 
     def __init__(self, transport: AsyncTransport) -> None:
-        """Keep how to ask."""
+        """Use a transport."""
         self._transport = transport
 
     async def submit(self, prompt: str, **options: Unpack[InferOptions]) -> Job:
-        """Put a prompt into the queue; it is answered whether or not anybody asks.
+        """Queue a prompt; it is answered even if nobody polls the job.
 
         Raises:
             RateLimitError: when the queue is full.
-            ExpertError: when it is refused, or no answer comes.
+            ExpertError: when it is refused, or there is no response.
         """
         return await self._transport.fetch(
             ApiRequest("POST", JOBS_PATH, build_body(prompt, options)), Job
         )
 
     async def get(self, job_id: str) -> Job:
-        """Look at a job.
+        """Return the current state of a job.
 
         Raises:
-            NotFoundError: when there is none, it is somebody else's, or ended long ago.
-            ExpertError: when no answer comes.
+            NotFoundError: when it is unknown, belongs to another key, or ended long ago.
+            ExpertError: when there is no response.
         """
         return await self._transport.fetch(ApiRequest("GET", build_job_path(job_id)), Job)
 
     async def wait(self, job_id: str, *, timeout: float | None = None) -> Job:
-        """Look at a job until it is over, for so many seconds at most.
+        """Poll a job until it is over, for at most ``timeout`` seconds.
 
         Raises:
-            TimedOutError: when it is not over by then; it goes on.
+            TimedOutError: when it is not over by then; the job continues.
             ExpertError: as `get`.
         """
         end = None if timeout is None else time.monotonic() + timeout
@@ -252,7 +248,7 @@ class AsyncJobsClient:
         return job
 
     async def cancel(self, job_id: str) -> Job:
-        """End a job where it is; one that is over stays as it is.
+        """Cancel a job; one that is over stays as it is.
 
         Raises:
             ExpertError: as `get`.
@@ -261,7 +257,7 @@ class AsyncJobsClient:
 
     @asynccontextmanager
     async def running(self, prompt: str, **options: Unpack[InferOptions]) -> AsyncIterator[Job]:
-        """Begin a job for the length of a ``async with`` block, and cancel it at its end.
+        """Submit a job for the length of an ``async with`` block, and cancel it at the end.
 
         Raises:
             ExpertError: as `submit`.
@@ -292,14 +288,14 @@ class AsyncExpertClient:
         transport: httpx2.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """Keep where to ask; nothing is sent yet.
+        """Create a client; nothing is sent yet.
 
-        ``base_url`` is by default that of ``EXPERT_SERVER``, else of this machine; ``api_key`` that
-        of ``EXPERT_API_KEY``, if any. ``transport`` is for proxies and certificates of one's own:
+        ``base_url`` defaults to ``EXPERT_SERVER``, else to this machine, and ``api_key`` to
+        ``EXPERT_API_KEY``, if set. ``transport`` is for proxies and certificates of your own:
         ``httpx2.AsyncHTTPTransport(proxy=…, verify=…)``.
 
         Raises:
-            UsageError: when the address or the key cannot be one.
+            UsageError: when the address or the key is invalid.
         """
         server = find_server(base_url, api_key=api_key, timeout=timeout)
         self._transport = AsyncTransport(
@@ -311,22 +307,22 @@ class AsyncExpertClient:
         """Answer a prompt.
 
         Raises:
-            UsageError: when the request is wrong.
-            RateLimitError: when the server has too much to do.
+            UsageError: when the request is invalid.
+            RateLimitError: when the server is overloaded.
             UnreachableError: when no server answers.
-            ExpertError: whatever else the server refuses it for.
+            ExpertError: when the server refuses it for any other reason.
         """
         return await self._transport.fetch(
             ApiRequest("POST", "/v1/infer", build_body(prompt, options)), InferResult
         )
 
     def infer_stream(self, prompt: str, **options: Unpack[InferOptions]) -> AsyncInferStream:
-        """Answer a prompt piece by piece; what goes wrong is raised where it is read."""
+        """Answer a prompt piece by piece; errors are raised where the stream is read."""
         call = ApiRequest("POST", "/v1/infer", build_body(prompt, options, stream=True))
         return AsyncInferStream(lambda: self._transport.open_stream(call), self._transport.server)
 
     async def route(self, prompt: str, **options: Unpack[RouteOptions]) -> RouteResult:
-        """Say which experts would answer a prompt, and why; nothing is loaded.
+        """Return which experts would answer a prompt, and why; nothing is loaded.
 
         Raises:
             ExpertError: as `infer`.
@@ -336,37 +332,37 @@ class AsyncExpertClient:
         )
 
     async def experts(self) -> tuple[Expert, ...]:
-        """List the experts that are installed.
+        """List the installed experts.
 
         Raises:
-            ExpertError: when no answer comes.
+            ExpertError: when there is no response.
         """
         return (await self._transport.fetch(ApiRequest("GET", "/v1/experts"), ExpertList)).experts
 
     async def models(self) -> tuple[Model, ...]:
-        """List what the ``model`` of the OpenAI and Anthropic calls can be.
+        """List the valid values of ``model`` in OpenAI and Anthropic calls.
 
         Raises:
-            ExpertError: when no answer comes.
+            ExpertError: when there is no response.
         """
         return (await self._transport.fetch(ApiRequest("GET", "/v1/models"), ModelList)).data
 
     async def moe(self) -> MoeActivity:
-        """Tell what was counted of the routed experts of the base; nothing changes by it.
+        """Return the counters of the base's routed experts, without changing them.
 
         Raises:
-            ExpertError: when no answer comes.
+            ExpertError: when there is no response.
         """
         return await self._transport.fetch(ApiRequest("GET", "/moe"), MoeActivity)
 
     async def change_moe(self, **options: Unpack[MoeOptions]) -> MoeActivity:
-        """Count routed experts otherwise, or let a profile say which stay; tell what holds then.
+        """Change how routed experts are counted, or apply a usage profile; return the new state.
 
         Raises:
-            UsageError: when that would change nothing, or cannot be.
-            IncompatibleError: when the base has none that could be missing, or does not fit.
+            UsageError: when nothing would change, or an option is invalid.
+            IncompatibleError: when all routed experts are resident, or the profile does not fit.
             NotFoundError: when nothing was learnt of the base.
-            ExpertError: when no answer comes.
+            ExpertError: when there is no response.
         """
         return await self._transport.fetch(
             ApiRequest("POST", "/moe", drop_unset_options(options)), MoeActivity
@@ -377,7 +373,7 @@ class AsyncExpertClient:
         await self._transport.close()
 
     async def __aenter__(self) -> Self:
-        """Begin; connections are opened when they are needed."""
+        """Return the client; connections are opened when they are needed."""
         return self
 
     async def __aexit__(
