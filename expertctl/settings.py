@@ -152,7 +152,7 @@ def parse_count(key: str, text: str) -> int:
     """
     low, high = _COUNTS[key]
     if not _COUNT.fullmatch(text) or not low <= int(text) <= high:
-        raise UsageError(f"{key}: {text[:40]!r} is no whole number from {low} to {high}")
+        raise UsageError(f"{key}: {text[:40]!r} is not a whole number from {low} to {high}")
     return int(text)
 
 
@@ -163,7 +163,7 @@ def parse_seconds(key: str, text: str) -> float:
         UsageError: for anything else, or one beyond its limits.
     """
     if not _SECONDS.fullmatch(text) or not 0 < float(text) <= MAX_SECONDS:
-        message = f"{key}: {text[:40]!r} is no number of seconds above 0, up to {MAX_SECONDS}"
+        message = f"{key}: {text[:40]!r} is not a number of seconds above 0, up to {MAX_SECONDS}"
         raise UsageError(message)
     return float(text)
 
@@ -451,7 +451,7 @@ def _check_root(root: Path) -> None:
             return
         problem = "that is a file" if there == root else f"{there} is not a folder"
     shown = f"{str(root)[:200]}…" if len(str(root)) > 200 else str(root)
-    hint = f"EXPERT_HOME is {shown}: set it to a folder that you may write"
+    hint = f"EXPERT_HOME is {shown}: set it to a writable folder"
     raise StoreError(f"{shown} cannot be a folder: {problem}", hint=hint)
 
 

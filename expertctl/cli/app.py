@@ -295,5 +295,5 @@ def _build_home_hint(name: str) -> str:
     with suppress(ExpertError):
         root = find_home().root
         if Path(name).is_relative_to(root):
-            return f"EXPERT_HOME is {root}: set it to a folder that you may write"
+            return f"EXPERT_HOME is {root}: set it to a writable folder"
     return ""

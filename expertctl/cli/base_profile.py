@@ -65,9 +65,9 @@ def build_profile_document(
 def format_profile(base: str, routed: "ExpertsConfig", guide: "ExpertUsage | None") -> str:
     """Return a usage profile as text."""
     if guide is None:
-        return f"nothing was learnt of {base}: a run on it learns where kernels compute it"
+        return f"nothing was learnt of {base}: runs with native kernels record one"
     usage = guide.profile
-    head = ["LAYER", "ASKED FOR", "EXPERTS ASKED FOR MOST"]
+    head = ["LAYER", "USED", "MOST USED EXPERTS"]
     rows = [
         [
             str(number),
@@ -77,7 +77,7 @@ def format_profile(base: str, routed: "ExpertsConfig", guide: "ExpertUsage | Non
         for number in routed.layers
     ]
     learnt = f"{base}: learnt from {format_count(usage.prompts, _name_counted_unit(usage))}"
-    return f"{learnt}; the older, the less they count\n\n{format_table(head, rows)}"
+    return f"{learnt}; older ones count less\n\n{format_table(head, rows)}"
 
 
 def _name_counted_unit(usage: "UsageProfile") -> str:
@@ -95,10 +95,10 @@ def format_routed_plan(plan: "BaseMemoryPlan") -> str:
 def _format_plan_lines(plan: "BaseMemoryPlan") -> Iterator[str]:
     yield f"{plan.base} in {plan.dtype}, {format_limit(plan.limit)} of memory"
     if plan.whole:
-        yield "all of it fits: nothing is left on the disk"
+        yield "the whole base fits"
     elif not plan.fits:
         least = f"{-(-plan.min_bytes // _MEGABYTE)}MB"  # in the form of the option
-        yield f"that is too little: {least} is the least for a usual text; shorter ones take less"
+        yield f"that is too little: a typical context needs {least}; a shorter one needs less"
         yield from _format_memory_parts(plan)
     else:
         yield from _format_memory_parts(plan)
@@ -109,22 +109,22 @@ def _format_plan_lines(plan: "BaseMemoryPlan") -> Iterator[str]:
 
 def _format_memory_parts(plan: "BaseMemoryPlan") -> Iterator[str]:
     slots, pool, size = sum(plan.plan.capacities), plan.pool_blocks, plan.block_bytes
-    yield f"  {format_size(plan.other_bytes):>10}  all that is no routed expert"
+    yield f"  {format_size(plan.other_bytes):>10}  everything except routed experts"
     yield f"  {format_size(slots * size):>10}  {slots} slots of {format_size(size)}"
-    yield f"  {format_size(pool * size):>10}  the pool: {pool} experts that have no slot"
+    yield f"  {format_size(pool * size):>10}  the pool: {pool} experts without a slot"
     text = f"{format_size(plan.sequence_bytes):>10}"
-    yield f"  {text}  a usual text: keys and values, and what it is read with"
+    yield f"  {text}  a typical context: its KV cache and the buffers to read it"
     if plan.can_grow:
-        yield "              a larger pool once a run has kept its copy: experts are shorter there"
+        yield "              a larger pool once a run has stored its compact copy of the experts"
 
 
 def _format_layers(plan: "BaseMemoryPlan") -> Iterator[str]:
     even = plan.layers[0].even_slots
-    source = "nothing is known yet" if plan.usage_source is None else plan.usage_source
+    source = "none yet" if plan.usage_source is None else plan.usage_source
     yield ""
-    yield f"what is asked for: {source}"
+    yield f"usage profile: {source}"
     yield format_table(
-        ["LAYER", "SLOTS", "PINNED", "ASKED FOR", "SERVED BY SLOTS", f"BY {even} EACH"],
+        ["LAYER", "SLOTS", "PINNED", "USED", "SERVED BY SLOTS", f"BY {even} EACH"],
         [
             [
                 str(each.layer),
@@ -139,15 +139,15 @@ def _format_layers(plan: "BaseMemoryPlan") -> Iterator[str]:
     )
     if plan.served_share is not None and plan.pool_blocks:
         yield (
-            f"slots serve {_format_percent(plan.served_share)} of it in all, and "
-            f"{_format_percent(plan.served_with_pool)} with a pool of those asked for most"
+            f"slots serve {_format_percent(plan.served_share)} of all uses, and "
+            f"{_format_percent(plan.served_with_pool)} with a pool of the most used experts"
         )
 
 
 def _format_lanes(plan: "BaseMemoryPlan") -> Iterator[str]:
     yield ""
-    yield "the lanes, by weighting; planned alone, for a run has one"
-    yield "a layer that has experts in a lane pays for one more there, a dummy of zeros"
+    yield "the lanes, by weighting; only planned, as a run uses one lane"
+    yield "a layer with experts in a lane needs one more there, a dummy of zeros"
     yield format_table(
         ["WEIGHTING", "SERVED", "LANE", "EXPERTS", "BYTES", "OF WHICH DUMMIES"],
         [row for each in plan.weightings for row in _build_lane_rows(each)],
@@ -175,7 +175,7 @@ _MAX_LANE_NAME = 20
 
 @profile_app.command()
 def show(name: BaseName, as_json: JsonFlag = False) -> None:
-    """Show how much was learnt of a base, and of which experts, layer by layer.
+    """Show the usage profile of a base, layer by layer.
 
     Example: expertctl base profile show Qwen/Qwen3-30B-A3B
     """
@@ -191,19 +191,19 @@ def show(name: BaseName, as_json: JsonFlag = False) -> None:
 @profile_app.command()
 def export(
     name: BaseName,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
     kind: Annotated[
         ProfileFormat,
         typer.Option(
-            help="activity: counts as llama.cpp's hot cache has them; prompts: as flash-moe has "
-            "them, of tokens."
+            help="activity: counts in the format of llama.cpp's hot cache; prompts: in that of "
+            "flash-moe, but of tokens."
         ),
     ] = "activity",
     as_json: JsonFlag = False,
 ) -> None:
-    """Write what was learnt of a base into a file.
+    """Write the usage profile of a base to a file.
 
-    It is what --moe-profile and `base profile import` read, on another machine, too.
+    --moe-profile and `base profile import` read it, also on another machine.
 
     Example: expertctl base profile export Qwen/Qwen3-30B-A3B habits.json
     """
@@ -214,8 +214,8 @@ def export(
     guide = _load_usage_profile(base, routed)
     if guide is None:
         raise NotFoundError(
-            f"nothing was learnt of {base.name}",
-            hint=f"`expertctl run --base {base.name} PROMPT` learns where kernels compute",
+            f"there is no usage profile of {base.name}",
+            hint=f"`expertctl run --base {base.name} PROMPT` records one with native kernels",
         )
     if kind == "activity":
         data = write_activity(guide.activity)
@@ -224,7 +224,7 @@ def export(
             profile_from_activity(guide.activity, experts=routed.count, model=base.name)
         )
     write_file(file, data + b"\n", mode=0o600)
-    note("it tells something of what was written about: share it only as you would a history")
+    note("a profile reveals something about your prompts: share it as carefully as a history")
     document = {"base": base.name, "path": str(file), "kind": kind, "size": len(data) + 1}
     emit(document, f"wrote {file}", as_json=as_json)
 
@@ -235,7 +235,7 @@ def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, of either kind.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Take a file for what was learnt of a base; more is added to it.
+    """Import a usage profile; learning continues from it.
 
     Example: expertctl base profile import Qwen/Qwen3-30B-A3B habits.json
     """
@@ -252,8 +252,8 @@ def import_(
     taken = add_activities(EMPTY_ACTIVITY, guide.activity)
     if not any(layer.hits for layer in taken.layers):
         raise IncompatibleError(
-            f"{file} counts no expert often enough: what is learnt is kept for at most "
-            f"{MAX_ACTIVITY_TOKENS:,} tokens, and all its counts are below one then",
+            f"{file} counts no expert often enough: profiles are scaled to at most "
+            f"{MAX_ACTIVITY_TOKENS:,} tokens, and then all its counts are below one",
             hint="nothing was changed; --moe-profile uses the file as it is",
         )
     update_learnt_usage(
@@ -261,18 +261,18 @@ def import_(
     )
     layers = len(guide.profile.layers)
     document = {"base": base.name, "path": str(file), "layers": layers}
-    emit(document, f"{base.name} begins with {file} from now on", as_json=as_json)
+    emit(document, f"{base.name} starts with {file} from now on", as_json=as_json)
 
 
 @profile_app.command()
 def forget(name: BaseName, as_json: JsonFlag = False) -> None:
-    """Forget what was learnt of a base.
+    """Delete the usage profile of a base.
 
     Example: expertctl base profile forget Qwen/Qwen3-30B-A3B
     """
     base = _open_base_store().find(name)
     was_there = _open_usage_file(base).remove()
-    text = f"forgot what was learnt of {base.name}" if was_there else "there was nothing"
+    text = f"deleted the usage profile of {base.name}" if was_there else "there was none"
     emit({"base": base.name, "forgotten": was_there}, text, as_json=as_json)
 
 
@@ -284,7 +284,7 @@ def plan(
             "--memory",
             "--memory-budget",
             metavar="SIZE",
-            help="For so much memory.",
+            help="Plan for this much memory.",
             show_default="what a run would take",
         ),
     ] = None,
@@ -292,7 +292,7 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="NAME=SIZE",
-            help="Plan this memory of a device for experts; up to three, in their order.",
+            help="Memory of a device for experts; up to three, in order of use.",
             show_default="ram, as large as all slots",
         ),
     ] = None,
@@ -305,7 +305,7 @@ def plan(
     moe_pin: MoePin = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show which routed experts a memory would hold.
+    """Show which routed experts would fit in memory.
 
     Example: expertctl base plan Qwen/Qwen3-30B-A3B --memory 16GB
     """
@@ -383,7 +383,7 @@ def _parse_lanes(texts: Sequence[str]) -> dict[str, int]:
         name, _, size = text.partition("=")
         if not name.isprintable() or not name or not size:
             raise UsageError(
-                f"--lane {text[:40]!r}: no name and size of a memory", hint="write --lane gpu=6GB"
+                f"--lane {text[:40]!r}: not a name and a size", hint="write --lane gpu=6GB"
             )
         if len(name) > _MAX_LANE_NAME:
             raise UsageError(

@@ -27,21 +27,21 @@ def add(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A Hugging Face directory with safetensors.")
     ],
-    name: Annotated[str | None, typer.Option(help="What to call it.")] = None,
+    name: Annotated[str | None, typer.Option(help="The name to register it with.")] = None,
     revision: Annotated[str | None, typer.Option(help="The commit it was taken from.")] = None,
     copy: Annotated[
-        bool, typer.Option("--copy", help="Keep a copy; else the directory must stay.")
+        bool, typer.Option("--copy", help="Store a copy; otherwise the directory must stay.")
     ] = False,
     compile_kernels: Annotated[
         bool,
         typer.Option(
             "--compile",
-            help="Compile its kernels now, for run and serve: no answer waits.",
+            help="Compile its kernels now, so that run and serve need not wait.",
         ),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Read a base model whole and remember it where it is.
+    """Register a local base model; its files stay in place.
 
     Example: expertctl base add models/Qwen3-0.6B --name Qwen/Qwen3-0.6B
     """
@@ -94,14 +94,14 @@ def _compile_kernels(base: StoredBase, *, as_json: bool) -> bool:
     note(
         "the kernels of `run` and `serve` are compiled"
         if found
-        else f"{base.name} is run without kernels of its own"
+        else f"{base.name} runs without compiled kernels"
     )
     return found
 
 
 @app.command("list")
 def list_bases(as_json: JsonFlag = False) -> None:
-    """List the known bases. Each says whether its files are still what was added.
+    """List the registered bases, and whether their files have changed.
 
     Example: expertctl base list --json
     """
@@ -125,10 +125,12 @@ def list_bases(as_json: JsonFlag = False) -> None:
 @app.command()
 def remove(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a base.")],
-    force: Annotated[bool, typer.Option("--force", help="Also when experts need it.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Remove it even if experts need it.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Forget a base; only a copy of it that is ours is deleted.
+    """Unregister a base; only copies made by expertctl are deleted.
 
     Example: expertctl base remove Qwen/Qwen3-0.6B
     """

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 _HEADER = ["WHAT", "THREADS", "MEDIAN", "QUARTILES", "ROOF", "SHARE", "LIMIT"]
 _FOOT = [
-    "The roof is what memory, or arithmetic, of this machine allows with as many",
-    "threads; the share is how much of it was reached, round by round.",
+    "The roof is what the memory, or the arithmetic, of this machine allows with that",
+    "number of threads; the share is how much of it was reached, round by round.",
 ]
 
 
@@ -67,7 +67,7 @@ def _format_header(result: "BenchResult") -> list[str]:
     return [
         make_printable(f"{result.what}, {result.dtype}"),
         f"{result.costs.numbers / 1e6:.1f} million weights are multiplied for a token",
-        f"a token behind {result.context} reads {format_size(work.nbytes)}: {told}",
+        f"a token after {result.context} reads {format_size(work.nbytes)}: {told}",
         make_printable(f"on {result.cpu}"),
     ]
 
@@ -97,21 +97,21 @@ BenchBase = Annotated[
     typer.Option(
         "--base",
         metavar="NAME|DIR",
-        help="The base, or its folder; else that of the experts, the setting `base`, the newest; "
-        "the starter's only if named.",
+        help="Base to measure, by name or folder (default: the experts' base, the setting `base`, "
+        "or the newest one; the demo base only if named).",
     ),
 ]
 Shape = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME|DIR", help="Random weights: qwen3-0.6b, or a folder with a config.json."
+        metavar="NAME|DIR", help="Use random weights: qwen3-0.6b, or a folder with a config.json."
     ),
 ]
 Experts = Annotated[
     list[str] | None,
-    typer.Option("--expert", metavar="REF[:WEIGHT]", help="With this expert; repeatable."),
+    typer.Option("--expert", metavar="REF[:WEIGHT]", help="Use this expert; repeatable."),
 ]
-Tokens = Annotated[int, typer.Option(min=1, max=4096, help="How many to write in a round.")]
+Tokens = Annotated[int, typer.Option(min=1, max=4096, help="Tokens to generate in a round.")]
 Prompts = Annotated[
     list[int] | None,
     typer.Option(
@@ -119,24 +119,26 @@ Prompts = Annotated[
         min=1,
         max=131072,
         metavar="N",
-        help="Repeatable.",
+        help="Length of a prompt; repeatable.",
         show_default="128, 512",
     ),
 ]
 Context = Annotated[
-    int, typer.Option(min=1, max=131072, help="Tokens before those that are written.")
+    int, typer.Option(min=1, max=131072, help="Tokens in the context before the generated ones.")
 ]
 Threads = Annotated[
     list[int] | None,
     typer.Option(
         min=1,
         metavar="N",
-        help="At most as many as there are cores; repeatable.",
+        help="Number of threads, at most one per core; repeatable.",
         show_default="1, 2, 4, …, all",
     ),
 ]
-Rounds = Annotated[int, typer.Option(min=1, max=1000, help="How often all is measured.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the roofline: .svg or .png.")]
+Rounds = Annotated[int, typer.Option(min=1, max=1000, help="Number of rounds.")]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Plot the roofline to a .svg or .png file.")
+]
 
 
 app = CommandGroup(no_args_is_help=False)
@@ -215,7 +217,7 @@ class _BenchOptions:
         if self.shape and (self.base or self.experts):
             other = "--base" if self.base else "--expert"
             raise UsageError(
-                f"--shape draws random weights, so {other} has no meaning",
+                f"--shape uses random weights, so {other} has no effect",
                 hint="leave one of them out",
             )
 
@@ -235,8 +237,8 @@ def _build_request(
     cores = count_usable_cores()
     if threads and max(threads) > cores:
         raise UsageError(
-            f"--threads {max(threads)}: only {format_count(cores, 'core')} can be used here",
-            hint=f"--threads {cores} is the most: more would wait for each other",
+            f"--threads {max(threads)}: only {format_count(cores, 'core')} can be used",
+            hint=f"--threads {cores} is the maximum",
         )
     return BenchSettings(
         threads=tuple(sorted(set(threads))) if threads else list_thread_counts(),
@@ -264,7 +266,7 @@ def _open_subject(
     shape, dtype = options.shape or DEFAULT_SHAPE, options.numerics.dtype or DEFAULT_DTYPE
     with ExitStack() as stack:
         total = random_base_bytes(shape, dtype)
-        with show_progress("drawing random weights", total, as_json=as_json) as report:
+        with show_progress("generating random weights", total, as_json=as_json) as report:
             drawn = open_random_subject(
                 shape,
                 dtype,

@@ -50,11 +50,10 @@ if TYPE_CHECKING:
 
 _HEADER = ["RESIDENT", "MISS", "WRITE", "READ", "HITS", "MISSED", "LEFT OUT", "WAITED", "MEMORY"]
 _FOOT = [
-    "WRITE and READ are tokens a second. HITS: of all choices of tokens, those whose",
-    "expert was in memory. MISSED: of the different experts that one pass asked for,",
-    "those that were not. LEFT OUT: of the weights of routers, those of experts that",
-    "were left out. WAITED: for experts, for each token that was written; what was",
-    "waited while prompts were read is in READ alone.",
+    "WRITE and READ: tokens per second. HITS: the share of routed slots whose expert",
+    "was in memory. MISSED: of the distinct experts that one pass requested, those",
+    "not in memory. LEFT OUT: the share of router weight that was skipped. WAITED:",
+    "for experts, per generated token; waiting while prompts are read is only in READ.",
 ]
 
 
@@ -78,12 +77,12 @@ def _format_header(result: "RoutedBenchResult") -> list[str]:
 def _format_start_options(result: "RoutedBenchResult") -> list[str]:
     """Return the warm-up options that were given, and the skip cap where experts may be skipped."""
     wishes = result.start
-    told = [] if wishes.profile is None else [f"begins with {wishes.profile}"]
+    told = [] if wishes.profile is None else [f"starts with {wishes.profile}"]
     told += [] if wishes.pins is None else [f"pins {wishes.pins}"]
     told += [f"exchanges {wishes.exchange:g}"] if wishes.exchange else []
     told += ["all slots filled first"] if wishes.warmup == "full" else []
     cap = result.skip_cap
-    told += [] if cap is None else [f"leaves out up to {cap:g} of a token's weights"]
+    told += [] if cap is None else [f"skips up to {cap:g} of a token's router weight"]
     told += [] if result.cold == "auto" else [f"cold experts: {result.cold}"]
     return [make_printable("; ".join(told))] if told else []
 
@@ -120,39 +119,49 @@ BenchBase = Annotated[
     typer.Option(
         "--base",
         metavar="NAME|DIR",
-        help="The base, or its folder; else the newest with routed experts.",
+        help="Base, by name or folder (default: the newest with routed experts).",
     ),
 ]
 Resident = Annotated[
     str,
-    typer.Option(metavar="SHARES", help="How many of a layer keep a slot, above 0, up to 1."),
+    typer.Option(
+        metavar="SHARES", help="Shares of a layer's experts to keep in memory, above 0, up to 1."
+    ),
 ]
 Misses = Annotated[
     list[str] | None,
     typer.Option(
         "--moe-miss",
         metavar="exact|skip",
-        help="When one is not in memory: read it, or leave it out; repeatable.",
+        help="When a routed expert is not in memory: read it, or skip it; repeatable.",
         show_default="exact and skip",
     ),
 ]
 Prompts = Annotated[
     list[str] | None,
-    typer.Option("--prompt", metavar="TEXT", help="Read this, else random tokens; repeatable."),
+    typer.Option(
+        "--prompt", metavar="TEXT", help="Use this prompt instead of random tokens; repeatable."
+    ),
 ]
 PromptTokens = Annotated[
-    int, typer.Option("--prompt-tokens", min=1, max=131072, help="How long a random text is.")
+    int, typer.Option("--prompt-tokens", min=1, max=131072, help="Length of a random prompt.")
 ]
-Tokens = Annotated[int, typer.Option(min=1, max=4096, help="How many to write behind each text.")]
-Rounds = Annotated[int, typer.Option(min=1, max=1000, help="How often; the first fills the slots.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the random text.")]
+Tokens = Annotated[int, typer.Option(min=1, max=4096, help="Tokens to generate after each prompt.")]
+Rounds = Annotated[
+    int, typer.Option(min=1, max=1000, help="Number of rounds; the first fills the slots.")
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the random prompt.")]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, help="At most as many as there are cores.", show_default="as run does"),
+    typer.Option(
+        min=1, help="Number of threads, at most one per core.", show_default="as run does"
+    ),
 ]
 Plot = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Draw the hit rate of each layer over time: .svg or .png."),
+    typer.Option(
+        metavar="FILE", help="Plot the hit rate of each layer over time to a .svg or .png file."
+    ),
 ]
 
 
@@ -178,7 +187,7 @@ def bench_moe(
     memory_budget: MemoryBudget = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure a base of routed experts with all of them in memory, and with fewer.
+    """Measure a mixture-of-experts base with all routed experts in memory, and with fewer.
 
     Example: expertctl bench moe --resident 1.0,0.6,0.4 --plot hits.png
     """
@@ -238,7 +247,7 @@ def _parse_shares(text: str) -> tuple[float, ...]:
 
 def _build_shares_error(text: str) -> UsageError:
     return UsageError(
-        f"--resident {text!r}: not up to {MAX_SHARES} numbers above 0, up to 1",
+        f"--resident {text!r}: must be up to {MAX_SHARES} numbers above 0, up to 1",
         hint=f"such as --resident {DEFAULT_SHARES}",
     )
 
@@ -258,8 +267,8 @@ def _parse_miss_policies(words: Sequence[str]) -> "tuple[MoeMiss, ...]":
 def _check_skip_cap(share: float) -> float:
     if not 0 <= share <= 1:
         raise UsageError(
-            f"--moe-skip-cap {share} is not a share of the weights of a token",
-            hint="it goes from 0, nothing is left out, to 1",
+            f"--moe-skip-cap {share} is not between 0 and 1",
+            hint="0 skips nothing",
         )
     return share
 
@@ -271,7 +280,7 @@ def _check_plot(plot: Path | None, shares: Sequence[float]) -> None:
         check_plot_path(plot, example="hits")
         if min(shares) >= 1:
             raise UsageError(
-                "--plot draws which experts are missing, and with all resident none is",
+                "--plot shows missing experts, and with all resident none is missing",
                 hint="give --resident a share below 1",
             )
 
@@ -288,8 +297,8 @@ def _check_threads(threads: int | None) -> int | None:
     cores = count_usable_cores()
     if threads is not None and threads > cores:
         raise UsageError(
-            f"--threads {threads}: only {format_count(cores, 'core')} can be used here",
-            hint=f"--threads {cores} is the most: more would wait for each other",
+            f"--threads {threads}: only {format_count(cores, 'core')} can be used",
+            hint=f"--threads {cores} is the maximum",
         )
     return threads
 
@@ -316,7 +325,7 @@ def _find_routed_base(bases: "Sequence[StoredBase]") -> str:
     routed = [base for base in bases if _has_routed_experts(base)]
     if not routed:
         raise NotFoundError(
-            "no base of this home has routed experts",
+            "no registered base has routed experts",
             hint="expertctl base add DIR adds one: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE or Dots1",
         )
     return routed[0].name

@@ -103,7 +103,7 @@ def chat(
         list[str] | None,
         typer.Argument(
             metavar="PROMPT",
-            help="The first message; piped text follows it. Without it, each line of stdin is one.",
+            help="The first message, then piped text. Without it, each line of stdin is one.",
             show_default=False,
         ),
     ] = None,
@@ -204,7 +204,8 @@ def chat(
     named = [parse_expert(text) for text in expert or ()]
     if named and no_experts:
         raise UsageError(
-            "experts are forced and forbidden at once", hint="leave out --expert or --no-experts"
+            "--expert and --no-experts contradict each other",
+            hint="leave out --expert or --no-experts",
         )
     moe = resolve_moe_start(
         settings,
@@ -229,7 +230,7 @@ def _read_first_message(words: list[str] | None, body: str | None) -> PromptInpu
         return first
     if body == "-":
         raise UsageError(
-            "a body cannot come from stdin: that is where the messages come from",
+            "a body cannot come from stdin: the messages come from there",
             hint="write it to a file: --body FILE",
         )
     return PromptInput("", read_body(body))
@@ -272,7 +273,7 @@ class _ChatSession:
         self._documents: list[dict[str, object]] = []
         self._warned: set[str] = set()
         self.on_close: Callable[[], None] = lambda: None
-        """Called when the chat is over, to save what was learnt."""
+        """Called at the end of the chat, to save the usage profile."""
 
     def run(self, read_line: ReadLine, *, first: str = "") -> int:
         """Answer until the end of the input, and return the exit code.
@@ -280,7 +281,7 @@ class _ChatSession:
         If ``first`` is given and stdin is not a terminal, nothing else is read.
         """
         if self._interactive:
-            note("/help shows what else can be said, /exit leaves")
+            note("/help lists the commands, /exit leaves")
         try:
             if first:
                 self._handle_input(ChatInput(first))
@@ -387,8 +388,8 @@ class _ChatSession:
         name, *rest = words
         if name not in commands:
             raise UsageError(
-                f"{name[:40]} is no command",
-                hint='/help names them; a message that begins with / goes between """ and """',
+                f"{name[:40]} is not a command",
+                hint='/help lists them; put a message that begins with / between """ and """',
             )
         commands[name](rest)
 
@@ -404,7 +405,7 @@ class _ChatSession:
 
         if rest == ["auto"]:
             self.conversation.use_automatic_routing()
-            note("each message chooses its experts from now on")
+            note("experts are chosen for each message from now on")
         elif rest == ["none"]:
             self.conversation.use_base_only()
             note("from now on: the base alone; `/experts auto` chooses experts again")
@@ -419,7 +420,7 @@ class _ChatSession:
 
         _check_no_arguments(rest[1:])
         if not self.conversation.turns:
-            raise NotFoundError("there is no plan yet", hint="say something first")
+            raise NotFoundError("there is no plan yet", hint="send a message first")
         turn = self.conversation.turns[-1]
         if rest:
             save_plan(Path(rest[0]), {"plan": turn.plan.to_json(), "threads": turn.result.threads})
@@ -432,14 +433,14 @@ class _ChatSession:
 
         verdict = parse_verdict(rest)
         if not self.conversation.turns:
-            raise NotFoundError("there is no answer yet", hint="say something first")
+            raise NotFoundError("there is no answer yet", hint="send a message first")
         job_id, catalogue = self.conversation.turns[-1].result.job_id, self._planner.catalogue
         note(record_verdict(catalogue, job_id, verdict))
 
     def _reset_conversation(self, rest: list[str]) -> None:
         _check_no_arguments(rest)
         self.conversation.reset()
-        note("forgotten; the next message begins anew")
+        note("the conversation is cleared")
 
 
 def _is_exit(message: ChatInput) -> bool:
@@ -448,4 +449,4 @@ def _is_exit(message: ChatInput) -> bool:
 
 def _check_no_arguments(rest: list[str]) -> None:
     if rest:
-        raise UsageError(f"{' '.join(rest)[:80]!r} is too much here", hint="see /help")
+        raise UsageError(f"unexpected argument {' '.join(rest)[:80]!r}", hint="see /help")

@@ -237,7 +237,7 @@ SettingKey = Annotated[str, typer.Argument(metavar="KEY", help=f"One of {', '.jo
 
 @app.command()
 def get(key: SettingKey, as_json: JsonFlag = False) -> None:
-    """Print one setting. The environment counts before config.toml.
+    """Print one setting. The environment overrides config.toml.
 
     Example: expertctl config get memory_budget
     """
@@ -251,7 +251,7 @@ def get(key: SettingKey, as_json: JsonFlag = False) -> None:
 @app.command("set")
 def set_setting(
     key: SettingKey,
-    value: Annotated[str, typer.Argument(metavar="VALUE", help="What it shall be.")],
+    value: Annotated[str, typer.Argument(metavar="VALUE", help="The new value.")],
     as_json: JsonFlag = False,
 ) -> None:
     """Write one setting to config.toml.
@@ -265,18 +265,18 @@ def set_setting(
     set_value(find_home().config, key, value)
     found = next(setting for setting in _load_all_settings() if setting.key == key)
     if found.source == "environment":
-        note(f"{CONFIG_KEYS[key]} is set in the environment and wins")
+        note(f"{CONFIG_KEYS[key]} is set in the environment and takes precedence")
     emit({"key": key, "value": value}, f"{key} = {value}", as_json=as_json)
 
 
 @app.command()
 def unset(key: SettingKey, as_json: JsonFlag = False) -> None:
-    """Take one setting out of config.toml.
+    """Remove one setting from config.toml.
 
     Example: expertctl config unset memory_budget
     """
     unset_value(find_home().config, key)
-    emit({"key": key, "value": None}, f"{key} is not set any more", as_json=as_json)
+    emit({"key": key, "value": None}, f"{key} is no longer set", as_json=as_json)
 
 
 @app.command("list")

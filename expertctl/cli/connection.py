@@ -48,7 +48,9 @@ from expertctl.trust.trust_store import TrustStore
 
 RegistryOption = Annotated[
     str | None,
-    typer.Option("--registry", metavar="HOST", help="Another registry than the one that is set."),
+    typer.Option(
+        "--registry", metavar="HOST", help="Use this registry instead of the configured one."
+    ),
 ]
 
 
@@ -136,7 +138,7 @@ def _find_home_registry(record: TrustRecord, namespaces: Collection[str]) -> str
     if len(homes) > 1:
         names = ", ".join(sorted(homes))
         message = f"{', '.join(sorted(namespaces))}: known from {names}"
-        raise UsageError(message, hint="say which with --registry HOST")
+        raise UsageError(message, hint="choose one with --registry HOST")
     return homes.pop() if homes else None
 
 
@@ -186,21 +188,21 @@ def is_package_name(text: str) -> bool:
 
 RegistryArgument = Annotated[
     str | None,
-    typer.Argument(metavar="HOST", help="The registry; by default the one that is set."),
+    typer.Argument(metavar="HOST", help="The registry (default: the configured one)."),
 ]
 
 
 def login(
     registry: RegistryArgument = None,
     user: Annotated[
-        str | None, typer.Option(help="The user name, where a registry goes by it.")
+        str | None, typer.Option(help="The user name, if the registry requires one.")
     ] = None,
     token_stdin: Annotated[
         bool, typer.Option("--token-stdin", help="Read the token from stdin, for scripts.")
     ] = False,
     realm: Annotated[
         str | None,
-        typer.Option(metavar="HOST", help="Another host that may see the token, too."),
+        typer.Option(metavar="HOST", help="Another host that may receive the token."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -222,7 +224,7 @@ def login(
     done = verify_login(settings, address, credential, os.environ, notify=make_note_once())
     CredentialStore(settings.home.credentials).add(address, done.credential)
     if not done.checked:
-        note(f"warning: {address.host} lets anybody in and did not look at the token")
+        note(f"warning: {address.host} accepts anyone and did not check the token")
     emit(_build_login_document(done), _format_login(done), as_json=as_json)
 
 
@@ -287,7 +289,7 @@ def _format_login(done: LoginResult) -> str:
 def _format_rights(done: LoginResult) -> str:
     token = done.token
     assert token is not None
-    scopes = " ".join(token.scopes) or "all that the user may"
+    scopes = " ".join(token.scopes) or "all rights of the user"
     return f"{scopes}; {f'until {token.expires}' if token.expires else 'does not expire'}"
 
 
@@ -299,7 +301,9 @@ def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What the token is for.")],
     scope: Annotated[
         list[str] | None,
-        typer.Option("--scope", help="read, push:acme, push:acme/sql, …; repeatable; else all."),
+        typer.Option(
+            "--scope", help="read, push:acme, push:acme/sql, …; repeatable; default: all."
+        ),
     ] = None,
     expires: Annotated[
         str | None, typer.Option("--expires", metavar="TIME", help="90d, 12h; default: never.")
@@ -307,7 +311,7 @@ def new(
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a token that may do less than you. It is shown once, on stdout.
+    """Create a token with some of your rights. It is shown once, on stdout.
 
     Example: expertctl token new ci --scope push:acme --expires 90d
     """
@@ -316,13 +320,13 @@ def new(
         made = create_token(connection.api, name, scopes=scope or [], lifetime=lifetime)
     document = {**_build_token_document(made), "registry": connection.host, "token": made.token}
     emit(document, made.token, as_json=as_json)
-    limits = f"may: {', '.join(made.scopes) or 'all that you may'}"
+    limits = f"may: {', '.join(made.scopes) or 'everything you may'}"
     note(f"{made.id}  {limits}; expires: {made.expires or 'never'}; not shown again")
 
 
 @token_app.command("list")
 def list_access_tokens(registry: RegistryOption = None, as_json: JsonFlag = False) -> None:
-    """List your tokens. Their secrets are nowhere kept.
+    """List your tokens. Secrets are not stored.
 
     Example: expertctl token list
     """
@@ -341,7 +345,7 @@ def revoke(
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Take a token back, at once and for good.
+    """Revoke a token, at once and permanently.
 
     Example: expertctl token revoke 3f2a9c
     """

@@ -90,7 +90,7 @@ def format_memory_report(report: "MemoryReport") -> str:
         *_format_caches(report),
     ]
     if not report.has_sizes:
-        parts.append("what bases and experts take in memory is known with the engine:\n"
+        parts.append("the memory sizes of bases and experts need the engine:\n"
                      "  pip install 'expertctl[engine]'")  # fmt: skip
     return "\n\n".join(parts)
 
@@ -113,7 +113,7 @@ def _format_limits(limits: "MemoryLimits") -> str:
     lines = [("machine", f"{format_size(limits.machine)}{free}")]
     if limits.container is not None:
         lines.append(("container", format_size(limits.container)))
-    whose = "chosen" if limits.chosen else "four fifths of that, as nobody chose one"
+    whose = "chosen" if limits.chosen else "the default, four fifths of that"
     lines.append(("budget", f"{format_limit(limits.budget)} for each engine: {whose}"))
     return "\n".join(f"{name:<9}  {text}" for name, text in lines)
 
@@ -189,17 +189,20 @@ def _shorten(name: str) -> str:
 
 def doctor(
     memory: Annotated[
-        bool, typer.Option("--memory", help="Say what holds which memory, and check nothing.")
+        bool, typer.Option("--memory", help="Show memory use instead of checking.")
     ] = False,
     online: Annotated[
-        bool, typer.Option("--online", help="Also ask registries what was revoked or yanked.")
+        bool,
+        typer.Option(
+            "--online", help="Also query registries for revoked keys and yanked versions."
+        ),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Check everything that is installed, byte by byte.
 
     Exit 1 when something is broken, 5 when a key was revoked or a version changed, 6 when a
-    registry could not be asked.
+    registry could not be reached.
 
     Example: expertctl doctor --online --json
     """
@@ -244,7 +247,7 @@ def _check_health(settings: Settings, *, online: bool, as_json: bool) -> None:
 def _query_registries(settings: Settings, store: Store) -> tuple[Finding, ...]:
     if settings.offline:
         raise OfflineError(
-            "`doctor --online` asks registries, and expertctl is offline",
+            "`doctor --online` queries registries, and expertctl is offline",
             hint="leave out EXPERT_OFFLINE and the setting `offline`",
         )
     trust = TrustStore(settings.home.trust)
@@ -252,7 +255,7 @@ def _query_registries(settings: Settings, store: Store) -> tuple[Finding, ...]:
         with open_sources(settings, trust, notify=make_note_once()) as sources:
             return query_registries(store, sources)
     except ExpertError as error:  # `examine` reports a file that cannot be read
-        problem = f"none was asked: {to_single_line(error.message)}"
+        problem = f"none was queried: {to_single_line(error.message)}"
         return (Finding("registries", problem, error.hint, broken=False, unchecked=True),)
 
 
@@ -283,7 +286,7 @@ def _format_diagnosis(diagnosis: Diagnosis) -> str:
     looked = f"checked {things}, {size}"
     verdict = "nothing is broken" if diagnosis.healthy else "something is broken"
     if diagnosis.unchecked:
-        verdict += ", but not every registry could be asked"
+        verdict += ", but not every registry could be reached"
     return "\n".join([*map(_format_finding, diagnosis.findings), f"{looked}: {verdict}"])
 
 
@@ -294,10 +297,12 @@ def _format_finding(finding: Finding) -> str:
 
 
 def gc(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be deleted.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Delete files that nothing needs. What killed installs left is among them.
+    """Delete files that nothing needs. Leftovers of interrupted installs are included.
 
     Example: expertctl gc --dry-run
     """

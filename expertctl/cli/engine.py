@@ -191,13 +191,13 @@ def _add_base(bases: "BaseStore", folder: Path, *, as_json: bool) -> str:
     known = next((base for base in bases.list_bases() if base.name == name), None)
     if known is not None:
         raise ConflictError(
-            f"{folder} is not known, and another base is called {name}: {known.path}",
+            f"{folder} is not registered, and the name {name} is taken by {known.path}",
             hint=f"expertctl base add {folder} --name ANOTHER-NAME",
         )
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     with show_progress("hashing base", size or None, as_json=as_json) as report:
         base = bases.add(folder, progress=report)
-    note(f"added the base {base.name}; `expertctl base remove {base.name}` forgets it")
+    note(f"registered the base {base.name}; `expertctl base remove {base.name}` unregisters it")
     return base.name
 
 

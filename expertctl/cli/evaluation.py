@@ -126,7 +126,7 @@ def describe_gain_shortfall(result: "EvaluationResult", min_gain: float | None) 
     score, over, n = gain.score, gain.over, len(gain.score.answers)
     return (
         f"{score.name}: a gain of {gain.value:+.3f} over {over.name}, at least {min_gain:+g} was "
-        f"demanded ({score.right_count} of {n} right against {over.right_count} of {n})"
+        f"required ({score.right_count} of {n} right against {over.right_count} of {n})"
     )
 
 
@@ -256,14 +256,17 @@ RoutingData = Annotated[
 ]
 Compose = Annotated[
     list[str] | None,
-    typer.Option(metavar="REF[:WEIGHT]", help="Put this expert after it, too; repeatable."),
+    typer.Option(
+        metavar="REF[:WEIGHT]", help="Also apply this expert after it, as a chain; repeatable."
+    ),
 ]
 MetricOption = Annotated[
-    Metric, typer.Option(help="When an answer is right: equal, in it, or the same JSON value.")
+    Metric,
+    typer.Option(help="When an answer is right: equal, contained in it, or the same JSON value."),
 ]
 MaxTokens = Annotated[
     int | None,
-    typer.Option("--max-tokens", min=1, max=200_000, help="Else what the expert says, or 256."),
+    typer.Option("--max-tokens", min=1, max=200_000, help="Default: the expert's setting, or 256."),
 ]
 MinGain = Annotated[
     float | None,
@@ -271,10 +274,17 @@ MinGain = Annotated[
 ]
 MinAccuracy = Annotated[
     float | None,
-    typer.Option("--min-accuracy", min=0, max=1, help="Of --routing: exit 1 when it is less."),
+    typer.Option(
+        "--min-accuracy",
+        min=0,
+        max=1,
+        help="With --routing: exit 1 when the accuracy is less than this.",
+    ),
 ]
 Show = Annotated[int, typer.Option(min=0, help="How many wrong answers to show.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the figures: .svg or .png.")]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Plot the scores to a .svg or .png file.")
+]
 
 
 def evaluate(
@@ -323,11 +333,11 @@ def evaluate(
         )
         _exit_on_shortfall(evaluate_routing(wished, as_json=as_json), wrong="decisions")
         return
-    _reject_options({"--min-accuracy": min_accuracy}, "without --routing answers are measured")
+    _reject_options({"--min-accuracy": min_accuracy}, "applies only to --routing")
     if target is None or data is None:
         raise UsageError(
             f"{'FILE|REF' if target is None else '--data'} is missing",
-            hint="eval REF --data FILE measures an expert, eval --routing FILE which is chosen",
+            hint="eval REF --data FILE measures an expert, eval --routing FILE the router",
         )
     settings = load_settings()
     held = resolve_numerics(

@@ -61,14 +61,15 @@ AcceptChanged = Annotated[
     typer.Option(
         "--accept-changed",
         metavar="NAME@VERSION",
-        help="Take another content for this version than it had before.",
+        help="Accept that the content of this version changed.",
     ),
 ]
 Locked = Annotated[
-    bool, typer.Option("--locked", help="Install exactly what expert.lock says, or fail.")
+    bool, typer.Option("--locked", help="Install exactly the versions of expert.lock, or fail.")
 ]
 Offline = Annotated[
-    bool, typer.Option("--offline", help="Use what is here and what registries said last.")
+    bool,
+    typer.Option("--offline", help="Use only local files and the last known state of registries."),
 ]
 
 
@@ -87,9 +88,9 @@ def install(
     accept_changed: AcceptChanged = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Install experts and what they require. All that are given count together, all or none.
+    """Install experts and what they require. They are resolved together, and all or none installed.
 
-    Without arguments: what experts.toml in this folder wants, else your own list.
+    Without arguments, installs the experts.toml of this folder, else your own list.
 
     Example: expertctl install acme/sql@^1.2 english.expert
     """
@@ -118,7 +119,7 @@ def install(
     done = replace(done, notes=(*done.notes, *_describe_unused(done.installed, settings.home)))
     learnt = build_findings_document(done, sources)
     if worklist.is_project and references and not (save or locked):
-        note(f"{worklist.file.path.name} stays as it is; --save writes there what you asked for")
+        note(f"{worklist.file.path.name} is unchanged; --save adds what you asked for")
     print_notices(done)
     print_notes(done, target)
     document = {"installed": build_installed_documents(done.installed, settings.home), **learnt}
@@ -152,7 +153,7 @@ def _install_named(
 
 
 def _describe_unused(installed: Iterable[InstalledPackage], home: Home) -> Iterator[str]:
-    """Yield a note for each new version that is not the one used where no version is named."""
+    """Yield a note for each new version that is not the one used if no version is named."""
     preference, experts = (
         read_preference(home, find_working_folder()),
         Store(home.store).list_experts(),
@@ -161,7 +162,7 @@ def _describe_unused(installed: Iterable[InstalledPackage], home: Home) -> Itera
         usage = describe_version_usage(item.expert, experts, preference)
         if item.outcome == "installed" and usage.used_instead is not None:
             yield (
-                f"{item.expert.ref} is used only where it is named; else {usage.used_instead} is, "
+                f"{item.expert.ref} is used only if named; otherwise {usage.used_instead} is, "
                 f"`expertctl why {usage.used_instead}` says why"
             )
 
@@ -182,12 +183,10 @@ def _check_options(
     if locked and (files or save):
         raise UsageError(
             "--locked installs what is locked: no files, no --save",
-            hint="`expertctl lock` writes expert.lock again",
+            hint="`expertctl lock` updates expert.lock",
         )
     if save and not references:
-        raise UsageError(
-            "--save writes references, and there are none", hint="expertctl install acme/sql --save"
-        )
+        raise UsageError("--save needs references", hint="expertctl install acme/sql --save")
 
 
 def _check_lockable(
@@ -243,13 +242,13 @@ def _describe_exact_references(
         if exact is not None:
             follow = replace(reference, constraint=ANY, digest=None)
             yield (
-                f"{worklist.file.path} names exactly {exact}: `expertctl update` keeps it, "
+                f"{worklist.file.path} pins {exact}: `expertctl update` keeps it, "
                 f"`expertctl install {follow}{save}` follows newer versions"
             )
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `expertctl export` made.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file of `expertctl export`.")],
     allow_unsigned: AllowUnsigned = False,
     allow_base_mismatch: AllowBaseMismatch = False,
     accept_changed: AcceptChanged = None,
@@ -286,11 +285,11 @@ def import_(
 def remove(
     ref: Annotated[str, typer.Argument(metavar="REF", help="An expert, or sha256:… of one.")],
     force: Annotated[
-        bool, typer.Option("--force", help="Also when other experts require it.")
+        bool, typer.Option("--force", help="Remove it even if other experts require it.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove an installed expert. Files that nothing else needs go with it.
+    """Remove an installed expert. Files that nothing else needs are deleted with it.
 
     Example: expertctl remove acme/sql@1.0.0
     """
@@ -313,7 +312,7 @@ def remove(
 
 
 def reindex(as_json: JsonFlag = False) -> None:
-    """Rebuild the catalogue and the routing vectors. Both come from what is installed.
+    """Rebuild the catalogue and the routing vectors. Both are derived from the installed experts.
 
     Example: expertctl reindex
     """

@@ -18,7 +18,7 @@ from expertctl.store.store import Store
 def list_experts(as_json: JsonFlag = False) -> None:
     """List the installed experts.
 
-    Versions that were yanked, are named exactly by a list or lock file, or are not used are marked.
+    Versions that are yanked, pinned by a list or lock file, or not used are marked.
 
     Example: expertctl list --json
     """
@@ -27,7 +27,7 @@ def list_experts(as_json: JsonFlag = False) -> None:
     flagged = read_flags(home.flagged)
     warn([*(ref.warning for ref in now.damaged), *preference.pins.problems])
     if not (now.experts or now.damaged):
-        note("no experts yet; `expertctl install REF`, or `expertctl install FILE`, brings one")
+        note("no experts yet; `expertctl install REF`, or `expertctl install FILE`, installs one")
     emit(
         _build_document(now, preference, flagged),
         _format_experts(now, preference, flagged),

@@ -300,7 +300,7 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
             hint = "free some space, or name a file elsewhere"
             raise DiskFullError(f"{path}: no space left", hint=hint) from error
         message = f"{path} cannot be written: {error.strerror or error}"
-        raise NotFoundError(message, hint="name a file in a folder that you may write") from error
+        raise NotFoundError(message, hint="name a file in a writable folder") from error
 
 
 _MIN_WRAP_WIDTH = 20

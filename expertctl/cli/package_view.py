@@ -211,7 +211,7 @@ def diff(old: PackageTarget, new: PackageTarget, as_json: JsonFlag = False) -> N
         ]
         found = diff_packages(sides[0], sides[1], progress=report)
     if not (first.signer and second.signer):
-        note("not verified: files say about themselves what they like; see `expertctl verify`")
+        note("not verified: files can claim anything about themselves; see `expertctl verify`")
     named = [
         _build_side_document(target, package, side)
         for target, package, side in zip((old, new), (first, second), sides, strict=True)

@@ -73,17 +73,19 @@ def export(
         typer.Option("--output", "-o", metavar="PATH", help="Default: NAME-VERSION here."),
     ] = None,
     oci: Annotated[
-        bool, typer.Option("--oci", help="As an OCI archive, which registries' tools read.")
+        bool, typer.Option("--oci", help="Write an OCI archive, which OCI tools read.")
     ] = False,
-    peft: Annotated[bool, typer.Option("--peft", help="As a directory that PEFT loads.")] = False,
+    peft: Annotated[
+        bool, typer.Option("--peft", help="Write a directory that PEFT loads.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write experts to a file. Several, and all they require, go into one.
+    """Write experts to a file. Several experts, and all they require, go into one file.
 
     Example: expertctl export acme/sql acme/english -o mine.experts
     """
     if oci and peft:
-        raise UsageError("--oci and --peft are two forms", hint="choose one of them")
+        raise UsageError("--oci and --peft contradict each other", hint="choose one of them")
     if len(targets) > 1 or (output is not None and output.suffix == SET_SUFFIX):
         _export_set(targets, output, "oci" if oci else "set", peft=peft, as_json=as_json)
     else:
@@ -111,7 +113,7 @@ def _export_one(target: str, output: Path | None, form: ExportFormat, *, as_json
 def _note_unverified(target: str) -> None:
     """Print that a file's signature was not checked; the directory has none to check later."""
     if is_file_name(target):
-        note("not verified: digests are right, the signature was not checked")
+        note("not verified: digests are correct, the signature was not checked")
 
 
 def _export_set(
@@ -147,7 +149,7 @@ def _choose_output(target: str, form: ExportFormat, store: Store) -> Path:
         expert = store.find(parse_wanted(target))
         return Path(f"{expert.package.name}-{expert.version}{suffix}")
     if form == "expert" and Path(target).is_file():
-        hint = "--oci or --peft writes it in another form, -o FILE writes it anew"
+        hint = "--oci or --peft writes it in another format, -o FILE writes a copy"
         raise UsageError(f"{target} is a file already", hint=hint)
     return Path(target).parent / f"{Path(target).stem}{suffix}"
 
@@ -191,12 +193,12 @@ def init(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Prompts that are for it, one a line or JSON Lines with a prompt.",
+            help="Example prompts for it, one a line or JSON Lines with a prompt.",
         ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a draft of expert.json beside an adapter. It is filled in as far as the files tell.
+    """Write a draft of expert.json beside an adapter. Fields that the files reveal are filled in.
 
     Example: expertctl init my-lora --name acme/sql-gen --base Qwen/Qwen3-0.6B
     """
@@ -240,11 +242,15 @@ def build(
     ] = FASTEST_LEVEL,
     evaluate: Annotated[
         Path | None,
-        typer.Option("--eval", metavar="DATA", help="Measure it first; expert.json will say it."),
+        typer.Option(
+            "--eval", metavar="DATA", help="Measure it first, and record the result in expert.json."
+        ),
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option("--task", metavar="NAME", help="What --eval measures; default DATA's name."),
+        typer.Option(
+            "--task", metavar="NAME", help="The name of the evaluated task; default DATA's name."
+        ),
     ] = None,
     metric: MetricOption = "exact_match",
     as_json: JsonFlag = False,
@@ -339,7 +345,7 @@ def unpack(
     """
     with show_reading_progress("unpacking", file, as_json=as_json) as report:
         contents = unpack_package(file, directory, progress=report)
-    note("not verified: digests are right, the signature was not checked")
+    note("not verified: digests are correct, the signature was not checked")
     count = len(contents.layout.layers)
     document = {**build_contents_document(contents, file), "directory": str(directory)}
     emit(document, f"wrote {count} files to {directory}", as_json=as_json)
@@ -379,7 +385,7 @@ def _find_base_facts(directory: Path, base: str | None, *, as_json: bool) -> Bas
             note(f"the adapter names the base {label[:200]!r}; known here, for --base: {names}")
         return None
     if found.name != label:
-        note(f"the adapter's base {label!r} is taken to be {found.name}")
+        note(f"the adapter's base {label!r} was matched to {found.name}")
     return _build_base_facts(found)
 
 

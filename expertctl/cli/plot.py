@@ -49,13 +49,14 @@ def check_plot_path(path: Path, *, example: str = "scores") -> None:
     """
     hint = f"--plot {example}.svg, or {example}.png"
     if path.suffix.lower() not in _FORMATS:
-        raise UsageError(f"{path}: no picture ends so", hint=hint)
+        raise UsageError(f"{path}: unsupported plot format", hint=hint)
     require_folder(path)
     if path.is_dir():
         raise UsageError(f"{path} is a directory", hint=hint)
     if find_spec("matplotlib") is None:
         raise NotFoundError(
-            "drawing needs matplotlib, which is not installed", hint="pip install 'expertctl[plot]'"
+            "plotting needs matplotlib, which is not installed",
+            hint="pip install 'expertctl[plot]'",
         )
 
 
@@ -241,7 +242,7 @@ def _format_number(value: float) -> str:
 def _style_roofline_axes(axes: "Axes", result: "BenchResult") -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: _format_number(value))
-    axes.set_xlabel("operations for each byte that is read", color=_ROOFLINE_INK, fontsize=10)
+    axes.set_xlabel("operations per byte read", color=_ROOFLINE_INK, fontsize=10)
     axes.set_ylabel("GFLOP/s", color=_ROOFLINE_INK, fontsize=10)
     axes.grid(which="major", color=_ROOFLINE_FAINT, linewidth=0.8, zorder=0)
     axes.tick_params(which="both", length=0, labelcolor=_ROOFLINE_INK, labelsize=9)
@@ -275,15 +276,17 @@ def build_hit_rate_figure(result: "RoutedBenchResult") -> "Figure":
     rows = [row for row in result.rows if row.timeline.tokens]
     if not rows:
         raise UsageError(
-            "--plot: nothing fitted in which an expert can be missing",
+            "--plot: in every case that fitted, all experts were resident",
             hint="give a larger --memory-budget, or --resident a smaller share",
         )
     height = _PANEL + _LAYER * min(result.layers, 24)
     figure = Figure(figsize=(8.0, 0.9 + height * len(rows)), layout="constrained")
     panels = list(figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0])
     meshes = [_draw_panel(axes, row) for axes, row in zip(panels, rows, strict=True)]
-    told = "; the figures are of what lies right of the line" if rows[0].first_counted_token else ""
-    panels[-1].set_xlabel(f"tokens written{told}", color=_HIT_RATE_INK, fontsize=9)
+    told = (
+        "; the figures count only what is right of the line" if rows[0].first_counted_token else ""
+    )
+    panels[-1].set_xlabel(f"tokens generated{told}", color=_HIT_RATE_INK, fontsize=9)
     _draw_colour_bar(figure, panels, meshes[-1])
     title = make_printable(f"{result.what}, {result.dtype}: {result.texts}")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=_HIT_RATE_INK, parse_math=False)

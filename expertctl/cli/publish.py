@@ -38,7 +38,7 @@ _DRY_RUN_OUTCOMES = {
 def publish(
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Signed .expert files.")],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be sent, and the space left.")
+        bool, typer.Option("--dry-run", help="Show what would be uploaded, and the space left.")
     ] = False,
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
@@ -66,7 +66,7 @@ def publish(
         note(f"publishing to {to.host}" + (f" as {user}" if user else ""))
         shipments = [_publish_one(each, to, dry_run=dry_run, as_json=as_json) for each in parcels]
     if to.api is None:
-        note(f"{to.host} has no index of experts: others install this by its digest")
+        note(f"{to.host} has no signed index, so install by digest")
     words = _DRY_RUN_OUTCOMES if dry_run else _OUTCOMES
     document = {
         "registry": to.host,
@@ -84,18 +84,18 @@ def publish(
 def yank(
     ref: Annotated[str, typer.Argument(metavar="REF", help="A version: acme/sql@1.0.0.")],
     reason: Annotated[
-        str, typer.Option("--reason", help="Why; everybody who asks for it is told.")
+        str, typer.Option("--reason", help="The reason, shown to everyone who requests it.")
     ] = "",
-    undo: Annotated[bool, typer.Option("--undo", help="Let the version count again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Make the version available again.")] = False,
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Withdraw a version from new installs. Only who has it in a lock file is still given it.
+    """Withdraw a version from new installs. Existing lock files still get it.
 
     Example: expertctl yank acme/sql@1.0.0 --reason "drops rows"
     """
     if undo == bool(reason):
-        raise UsageError("say why with --reason TEXT, or take it back with --undo")
+        raise UsageError("give either --reason TEXT or --undo")
     wanted = Reference.parse(ref)
     version = get_exact_version(wanted)
     with connect(load_settings(), wanted, registry) as connection:
@@ -105,7 +105,7 @@ def yank(
             api_client.yank_version(connection.api, wanted.package, version, reason)
     name = f"{wanted.package}@{version}"
     document = {"ref": name, "registry": connection.host, "yanked": reason or None}
-    done = "counts again" if undo else f"was yanked: {reason}"
+    done = "is available again" if undo else f"was yanked: {reason}"
     emit(document, f"{name} {done}", as_json=as_json)
 
 
@@ -199,7 +199,7 @@ def _build_blob_rows(shipment: UploadPlan) -> tuple[Sequence[str], Sequence[Sequ
         [
             names.get(digest, "(configuration)"),
             format_size(size),
-            "travels" if digest in missing else "is there",
+            "to upload" if digest in missing else "present",
             digest.hex[:12],
         ]
         for digest, size in shipment.source.blobs

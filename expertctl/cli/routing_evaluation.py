@@ -86,7 +86,7 @@ def describe_accuracy_shortfall(result: "RoutingEvaluation", min_accuracy: float
         return ""
     return (
         f"{result.data.path}: an accuracy of {share.value:.3f}, at least {min_accuracy:g} was "
-        f"demanded ({share.correct} of {share.n} decisions are right)"
+        f"required ({share.correct} of {share.n} decisions are right)"
     )
 
 

@@ -103,7 +103,7 @@ def route(
     memory_budget: MemoryBudget = None,
     allow_base_mismatch: BaseMismatchOption = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show experts of other bases one by one.")
+        bool, typer.Option("--verbose", "-v", help="List experts of other bases, too.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -162,7 +162,7 @@ def run(
     no_experts: NoExperts = False,
     plan: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Answer as a saved plan says; - is stdin."),
+        typer.Option(metavar="FILE", help="Use a saved plan; - is stdin."),
     ] = None,
     base: Base = None,
     body: Body = None,
@@ -195,7 +195,7 @@ def run(
     verify_base: VerifyBase = False,
     allow_base_mismatch: BaseMismatchOption = False,
     stream: Annotated[
-        bool, typer.Option("--stream/--no-stream", help="Print the text as it comes.")
+        bool, typer.Option("--stream/--no-stream", help="Print the text as it is generated.")
     ] = True,
     as_json: JsonFlag = False,
     stats: Stats = False,

@@ -53,11 +53,11 @@ Exclude = Annotated[
 ]
 MaxExperts = Annotated[
     int,
-    typer.Option(help="The most experts to combine, 1 to 10.", rich_help_panel=EXPERTS),
+    typer.Option(help="Maximum number of experts to combine, 1 to 10.", rich_help_panel=EXPERTS),
 ]
 NoExperts = Annotated[
     bool,
-    typer.Option("--no-experts", help="Answer with the base alone.", rich_help_panel=EXPERTS),
+    typer.Option("--no-experts", help="Answer with the base model only.", rich_help_panel=EXPERTS),
 ]
 Base = Annotated[
     str | None,
@@ -88,7 +88,7 @@ MaxTokens = Annotated[
     typer.Option(
         "--max-tokens",
         "-n",
-        help="The most tokens to generate, 1 to 200000.",
+        help="Maximum number of tokens to generate, 1 to 200000.",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -128,7 +128,7 @@ Deterministic = Annotated[
     bool | None,
     typer.Option(
         "--deterministic/--no-deterministic",
-        help="Give the same bits each time, whatever the number of threads and the other requests.",
+        help="Bit-identical results, whatever the number of threads and the other requests.",
         show_default=False,
         rich_help_panel=PLACEMENT,
     ),
@@ -233,7 +233,7 @@ MemoryBudget = Annotated[
     typer.Option(
         "--memory-budget",
         metavar="SIZE",
-        help="The most memory to use, such as 512MiB.",
+        help="Maximum memory to use, such as 512MiB.",
         rich_help_panel=PLACEMENT,
     ),
 ]
@@ -252,7 +252,7 @@ Truncate = Annotated[
 Device = Annotated[
     Literal["cpu", "cuda", "auto"] | None,
     typer.Option(
-        help="Where to compute; auto takes CUDA where there is a device.",
+        help="Device to compute on; auto uses CUDA if available.",
         show_default="cpu",
         rich_help_panel=PLACEMENT,
     ),
@@ -267,7 +267,7 @@ OnBudget = Annotated[
     Literal["refuse", "fewer", "queue"],
     typer.Option(
         "--on-budget",
-        help="When it does not fit: refuse, use fewer experts, or wait for other runs.",
+        help="When memory is too small: refuse, use fewer experts, or wait for other runs.",
         rich_help_panel=PLACEMENT,
     ),
 ]
@@ -277,7 +277,7 @@ Trace = Annotated[
         "--trace", help="Time each layer and count allocations; slower.", rich_help_panel=ADVANCED
     ),
 ]
-Stats = Annotated[bool, typer.Option("--stats", help="Show all figures below the answer.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Show all statistics below the answer.")]
 
 _DEVICE_HINT = "`expertctl config unset device`, or set EXPERT_DEVICE=cpu"
 
@@ -309,7 +309,7 @@ def check_cpu_only(settings: Settings, what: str) -> None:
     """Raise `UsageError` for a CUDA setting if a command computes on the CPU only."""
     _check_device_name(settings.device or "cpu")
     if settings.device == "cuda":
-        raise UsageError(f"{what} computes on the processor alone", hint=_DEVICE_HINT)
+        raise UsageError(f"{what} runs on the CPU only", hint=_DEVICE_HINT)
 
 
 def _check_device_name(device: str) -> None:
@@ -357,8 +357,8 @@ def resolve_skip_cap(cap: float | None, misses: Sequence[str]) -> float:
     """
     if cap is not None and "skip" not in misses:
         raise UsageError(
-            f"--moe-skip-cap {cap}: nothing is left out of a token with --moe-miss exact",
-            hint="say --moe-miss skip, or give no cap",
+            f"--moe-skip-cap {cap}: no routed expert is skipped with --moe-miss exact",
+            hint="use --moe-miss skip, or leave out the cap",
         )
     return SKIP_CAP if cap is None else cap
 

@@ -30,23 +30,23 @@ def format_routed_report(moe: "RoutedExpertStats | None") -> Iterator[str]:
     if moe is None or moe.residence.is_whole:
         return
     did = moe.activity
-    told = [f"room for {moe.residence.blocks} of {moe.residence.total}"]
+    told = [f"{moe.residence.blocks} of {moe.residence.total} fit in memory"]
     told += [f"{100 * moe.fallback_rate:.1f} % of requests missed"]
-    told += [f"{did.mapped} of {did.misses} computed in the file cache"] if did.mapped else []
+    told += [f"{did.mapped} of {did.misses} computed from the page cache"] if did.mapped else []
     told += [f"{did.waited_ms:.0f} ms waited"]
     skips = moe.residence.miss == "skip"
-    told += [f"{100 * moe.skipped_share:.1f} % of weights left out"] if skips else []
+    told += [f"{100 * moe.skipped_share:.1f} % of router weight skipped"] if skips else []
     yield f"routed experts: {', '.join(told)}"
 
 
 def format_skipped_weight(moe: "RoutedExpertStats | None") -> Iterator[str]:
     """Yield a line about skipped router weight, if any, since that changes the answer."""
     if moe is not None and moe.skipped_share:
-        yield f"{100 * moe.skipped_share:.2g} % of the weights of routed experts were left out"
+        yield f"{100 * moe.skipped_share:.2g} % of the weight of routed experts was skipped"
 
 
 _PARTS = ("attention", "mlp", "experts")
-_TOGETHER = "what experts add is part of the time of their layers"
+_TOGETHER = "the time of experts is included in that of their layers"
 _Rows = dict[str, dict[str, float]]
 
 
@@ -119,7 +119,7 @@ def _format_allocations(trace: "GenerationTrace") -> str:
     found = trace.to_json()["allocations"]
     assert isinstance(found, dict)
     if not found["tokens"]:
-        return "allocations of a token were not counted: too few were written"
+        return "allocations per token were not counted: too few tokens were generated"
     python, native = (format_size(int(str(found[key]))) for key in ("python_bytes", "native_bytes"))
     return (
         f"a token allocates {python} in Python, {native} natively and "
@@ -138,7 +138,7 @@ _SHOWN_CANDIDATES = 12
 _MIN_TEXT_WIDTH = 30
 """Fewest columns for which a text that must be cut is shown at all."""
 _UNLIMITED = 1 << 16
-_CHECK_RESULTS = {True: "as called for", False: "not as called for", None: "none called for"}
+_CHECK_RESULTS = {True: "as requested", False: "not as requested", None: "none requested"}
 _EMPTY_ANSWER = "the answer is empty"
 
 
@@ -211,14 +211,14 @@ def format_footer(result: "RunResult") -> str:
 def format_statistics(result: "RunResult") -> str:
     """Return everything that is known about a run."""
     plan, document = result.planned.result.plan, result.to_json()
-    moved = {"from files": result.bytes_read.ssd, "made for computing": result.bytes_read.ram}
+    moved = {"read from files": result.bytes_read.ssd, "compiled in memory": result.bytes_read.ram}
     numerics = result.numerics
     held = f"{numerics.dtype}, experts {numerics.adapter_dtype}, by {numerics.backend}"
     lines = [
         format_footer(result),
         f"{_INDENT}job {result.job_id}, plan {plan.identity}",
         f"{_INDENT}base {plan.base}, seed {plan.seed}, threads {result.threads}",
-        f"{_INDENT}held in {held}{', deterministic' if numerics.deterministic else ''}",
+        f"{_INDENT}computed in {held}{', deterministic' if numerics.deterministic else ''}",
         *_indent("\n".join(format_routed_report(result.moe))),
         "",
         *_indent(_format_steps(result)),
@@ -228,7 +228,7 @@ def format_statistics(result: "RunResult") -> str:
         f"{_INDENT}bytes {_format_pairs({k: format_size(size) for k, size in moved.items()})}",
         f"{_INDENT}cache {_format_pairs(document['cache'])}",
         f"{_INDENT}sampling {_format_pairs(plan.params.to_json())}",
-        f"{_INDENT}form {_format_check(result)}",
+        f"{_INDENT}format {_format_check(result)}",
     ]
     if plan.experts:  # without experts the footer has the notes
         lines += [f"{_INDENT}{note}" for note in result.planned.result.notes]
@@ -314,17 +314,17 @@ def _format_value(value: object) -> str:
 
 
 CHAT_HELP = '''\
-/experts              the installed experts that fit the base; * marks those that answer
-/experts REF[:W] ...  let these answer from now on
-/experts none         let the base answer alone from now on
-/experts auto         choose them by each message again
-/plan                 which experts answered the last message, and why
+/experts              list the installed experts that fit the base; * marks those in use
+/experts REF[:W] ...  answer with these experts from now on
+/experts none         answer with the base alone from now on
+/experts auto         choose experts automatically for each message
+/plan                 show which experts answered the last message, and why
 /plan FILE            save that plan, for `expertctl run --plan FILE`
-/feedback good        say what the last answer was: good, or bad
-/reset                forget what was said
+/feedback good        rate the last answer: good or bad
+/reset                clear the conversation
 /exit, /quit          leave, as the end of the input (Ctrl-D) does
-A line that ends in \\ goes on in the next one; """ begins and ends a text of several lines.
-Ctrl-C stops an answer. What was written of it stays in the conversation.'''
+A line that ends in \\ continues on the next one; """ begins and ends a text of several lines.
+Ctrl-C stops an answer. The text so far stays in the conversation.'''
 
 
 def format_turn(turn: "Turn") -> str:
@@ -333,7 +333,7 @@ def format_turn(turn: "Turn") -> str:
     ends = {"stop": "", "length": " (cut at the limit)", "cancelled": " (interrupted)"}
     parts = [
         format_plan_experts(turn.plan)
-        + (", kept from the turn before" if turn.kept_experts else ""),
+        + (", kept from the previous turn" if turn.kept_experts else ""),
         f"{format_count(result.prompt_tokens, 'token')} of prompt{_format_reuse(turn)}",
         f"{len(generated.tokens) or 'nothing'} written{ends[generated.finish_reason]}",
     ]
@@ -357,7 +357,7 @@ def format_fitting_experts(conversation: "Conversation", planner: "Planner") -> 
     name = conversation.base
     base = planner.bases.find(name) if name else planner.base_selector.find_default()
     if base is None:
-        return "no base model is known that a chat can use"
+        return "no base model is registered that a chat can use"
     installed = planner.read_inventory().experts
     fitting = [e for e in installed if not explain_misfit(e, base.identity, allow_mismatch=False)]
     rows = [
@@ -381,5 +381,5 @@ def _format_reuse(turn: "Turn") -> str:
     """Return how much of the prompt was reused, or why nothing was if the experts changed."""
     reused = turn.result.kv_reused_tokens
     if reused:
-        return f" ({reused} kept from before)"
+        return f" ({reused} reused)"
     return " (all read again: the experts changed)" if turn.replanned else ""

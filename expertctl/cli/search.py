@@ -255,9 +255,11 @@ _MAX_DESCRIPTION = 60
 
 
 def search(
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="A word of what it is or does.")],
+    text: Annotated[
+        str, typer.Argument(metavar="TEXT", help="A word of the name, description or keywords.")
+    ],
     limit: Annotated[
-        int, typer.Option("--limit", min=1, max=MAX_LIMIT, help="How many to show.")
+        int, typer.Option("--limit", min=1, max=MAX_LIMIT, help="Maximum number of results.")
     ] = DEFAULT_LIMIT,
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
@@ -278,10 +280,10 @@ def search(
         "more": found.next is not None,
     }
     if not hits:
-        note(f"nothing on {connection.host} fits {text!r}{_format_login_hint(connection)}")
+        note(f"nothing on {connection.host} matches {text!r}{_format_login_hint(connection)}")
     emit(document, _format_hits(hits), as_json=as_json)
     if found.next is not None:
-        note(f"there are more than {limit}; `--limit {MAX_LIMIT}`, or say more exactly what")
+        note(f"there are more than {limit}; use `--limit {MAX_LIMIT}` or a more specific text")
 
 
 def info(
@@ -289,13 +291,13 @@ def info(
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what a registry says about a package. What is here of it is shown, too.
+    """Show what a registry says about a package. Installed versions are shown, too.
 
     Example: expertctl info acme/sql
     """
     if is_file_name(ref):
         hint = f"`expertctl inspect {ref}` shows what is in it"
-        raise UsageError(f"{ref} is a file, and info tells of packages by their names", hint=hint)
+        raise UsageError(f"{ref} is a file, and info takes the name of a package", hint=hint)
     settings, wanted = load_settings(), Reference.parse(ref)
     here = _read_installed(settings.home, wanted)
     there = (_fetch_offer_if_any if here.experts else _fetch_offer)(settings, wanted, registry)
@@ -315,12 +317,12 @@ def _fetch_offer_if_any(
 ) -> PackageOffer | None:
     """Return the offer for an installed package; if there is none, note why and return None."""
     if not has_registry(settings, wanted, registry):
-        note("only what is installed: no registry is set")
+        note("showing only installed versions: no registry is set")
         return None
     try:
         return _fetch_offer(settings, wanted, registry)
     except (NotFoundError, RegistryError) as error:
-        note(f"only what is installed: {error.message}")
+        note(f"showing only installed versions: {error.message}")
         return None
 
 
@@ -364,7 +366,7 @@ def _format_login_hint(connection: Connection) -> str:
     """Return a hint that a login may show more, if the user is not logged in."""
     if connection.logged_in:
         return ""
-    return f" for everybody to read; `expertctl login {connection.host}` may show more"
+    return f" in public; `expertctl login {connection.host}` may show more"
 
 
 def _format_hits(hits: Sequence[PackageHit]) -> str:

@@ -67,9 +67,7 @@ def serve(
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(
-            help="Public address, where users see another one; API keys are then required."
-        ),
+        typer.Option(help="Public address, if it is another one; API keys are then required."),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
@@ -83,7 +81,7 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="ORIGIN",
-            help="Answer web pages of this origin; repeatable.",
+            help="Allow web pages of this origin; repeatable.",
             rich_help_panel=ACCESS,
         ),
     ] = None,
@@ -106,20 +104,24 @@ def serve(
         bool | None,
         typer.Option(
             "--json-instruction/--no-json-instruction",
-            help="Tell the model the form of JSON that a request asks for by a schema.",
+            help="Tell the model about the JSON schema that a request asks for.",
             show_default="--json-instruction",
         ),
     ] = None,
     rows: Annotated[
         int | None,
         typer.Option(
-            help="The most sequences in a batch.", show_default="16", rich_help_panel=SCHEDULING
+            help="Maximum number of sequences in a batch.",
+            show_default="16",
+            rich_help_panel=SCHEDULING,
         ),
     ] = None,
     queue: Annotated[
         int | None,
         typer.Option(
-            help="The most requests that may wait.", show_default="128", rich_help_panel=SCHEDULING
+            help="Maximum number of waiting requests.",
+            show_default="128",
+            rich_help_panel=SCHEDULING,
         ),
     ] = None,
     memory_budget: MemoryBudget = None,
@@ -127,7 +129,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="The most memory for the KV cache of finished requests.",
+            help="Maximum memory for the KV cache of finished requests.",
             show_default="a quarter of the budget",
             rich_help_panel=PLACEMENT,
         ),
@@ -164,7 +166,7 @@ def serve(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Time limit of requests that state none.",
+            help="Time limit for requests without one of their own.",
             rich_help_panel=SCHEDULING,
         ),
     ] = None,
@@ -218,7 +220,7 @@ def serve(
         bool,
         typer.Option(
             "--insecure-http",
-            help="Let API keys cross a network in clear text.",
+            help="Allow API keys over unencrypted HTTP.",
             rich_help_panel=ACCESS,
         ),
     ] = False,
@@ -314,21 +316,23 @@ def serve(
 def new_key(
     name: KeyName,
     per_minute: Annotated[
-        int | None, typer.Option("--per-minute", help="The most requests in a minute.")
+        int | None, typer.Option("--per-minute", help="Maximum number of requests per minute.")
     ] = None,
     max_tokens_per_minute: Annotated[
-        int | None, typer.Option("--max-tokens-per-minute", help="The most tokens in a minute.")
+        int | None,
+        typer.Option("--max-tokens-per-minute", help="Maximum number of tokens per minute."),
     ] = None,
     expires: Annotated[
         str | None,
         typer.Option(metavar="AGE", help="When the key expires, such as 12h, 30d or 52w."),
     ] = None,
     manages: Annotated[
-        bool, typer.Option("--manage", help="Let the key change server settings, too (POST /moe).")
+        bool,
+        typer.Option("--manage", help="Also allow the key to change server settings (POST /moe)."),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a key. It is shown once, on stdout; from now on everybody needs one.
+    """Create a key. It is shown once, on stdout; from now on every request needs one.
 
     Example: expertctl serve key new alice-laptop --per-minute 60
     """
@@ -349,7 +353,7 @@ def new_key(
 
 @key_app.command("list")
 def list_keys(as_json: JsonFlag = False) -> None:
-    """List the keys; no secret is kept.
+    """List the keys. Secrets are not stored.
 
     Example: expertctl serve key list
     """
@@ -373,10 +377,10 @@ def list_keys(as_json: JsonFlag = False) -> None:
 
 @key_app.command("revoke")
 def revoke_key(
-    name: Annotated[str, typer.Argument(metavar="NAME|ID", help="As the list shows it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME|ID", help="As `key list` shows it.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """End a key, on servers that run, too.
+    """Revoke a key, on running servers too.
 
     Example: expertctl serve key revoke alice-laptop
     """
@@ -386,7 +390,9 @@ def revoke_key(
     gone = keys.revoke(name)
     emit({"revoked": _build_key_document(gone)}, f"revoked {gone.name}", as_json=as_json)
     if not keys.list_keys():
-        warn([f"no key is left, so nobody may ask; remove {keys.path} to answer without keys"])
+        warn(
+            [f"no key is left: all requests are refused; remove {keys.path} to serve without keys"]
+        )
 
 
 def _build_key_document(one: "ApiKey") -> dict[str, object]:
@@ -417,7 +423,9 @@ def _format_date(moment: float | None) -> str:
 def _parse_expiry(text: str) -> float:
     seconds = parse_age(text).total_seconds()
     if seconds <= 0:
-        raise UsageError(f"--expires {text}: a key ends later than now", hint="write 12h or 30d")
+        raise UsageError(
+            f"--expires {text}: the key would be expired already", hint="write 12h or 30d"
+        )
     return seconds
 
 

@@ -110,7 +110,7 @@ def format_stats(tally: RunStatistics, canvas: TerminalCanvas) -> str:
 def _format_summary(runs: RunSummary) -> str:
     count = len(runs.jobs)
     said = [f"{runs.good} good, {runs.bad} bad"] if runs.good + runs.bad else []
-    form = [f"form held {runs.passed} of {runs.checked}"] if runs.checked else []
+    form = [f"format passed {runs.passed} of {runs.checked}"] if runs.checked else []
     errors = [format_count(runs.errors, "error")] if runs.errors else []
     since = datetime.fromtimestamp(runs.jobs[-1].at).astimezone().date().isoformat()
     return ", ".join([f"{format_count(count, 'run')} since {since}", *errors, *said, *form])
@@ -231,28 +231,30 @@ def stats(
         str | None, typer.Argument(metavar="REF", help="Only this expert.", show_default=False)
     ] = None,
     days: Annotated[int, typer.Option(min=1, max=366, help="How many days to draw.")] = 14,
-    clear: Annotated[bool, typer.Option("--clear", help="Forget all runs and judgements.")] = False,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Delete the history of runs and ratings.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show how often experts were used and how well they did. It is known on this machine alone.
+    """Show how often experts were used and how well they did. The data stays on this machine.
 
     Example: expertctl stats --days 30
     """
     catalogue = Catalogue(load_settings().home.index)
     if clear and ref is not None:
         raise UsageError(
-            "--clear forgets all runs, not those of one expert", hint="expertctl stats --clear"
+            "--clear deletes all runs, not those of one expert", hint="expertctl stats --clear"
         )
     if clear:
         count = catalogue.history.clear()
         warn(catalogue.notes)
-        emit({"cleared": count}, f"forgot {format_count(count, 'run')}", as_json=as_json)
+        emit({"cleared": count}, f"deleted {format_count(count, 'run')}", as_json=as_json)
         return
     tally = RunStatistics.from_history(catalogue.history, days=days, today=_get_today(), only=ref)
     gains = catalogue.history.list_gains()
     warn(catalogue.notes)
     if not tally.runs.jobs:
-        note("no runs yet; `expertctl run PROMPT` makes one")
+        note("no runs yet; try `expertctl run PROMPT`")
     emit(_build_stats_document(tally, gains), _render_stats(tally), as_json=as_json)
 
 
@@ -363,8 +365,8 @@ def feedback(
         list[str],
         typer.Argument(
             metavar="JOB good|bad",
-            help="The id of a run, its beginning, or last; - or none: it is piped, as an id or as "
-            "what `run --json` prints. Then what the answer was.",
+            help="The id of a run, its first characters, or last; - or none reads it from stdin, "
+            "as an id or as the output of `run --json`. Then the rating.",
             show_default=False,
         ),
     ],
@@ -384,7 +386,7 @@ def feedback(
 def _parse_words(words: Sequence[str]) -> tuple[str, UserVerdict]:
     *jobs, verdict = words
     if len(jobs) > 1:
-        message = f"{len(words)} words are given; feedback takes a run and good or bad"
+        message = f"feedback takes a run and good or bad, not {len(words)} words"
         raise UsageError(message, hint=_HINT)
     if verdict not in ("good", "bad"):
         raise UsageError(f"{verdict[:40]!r} is neither good nor bad", hint=_HINT)
@@ -405,7 +407,7 @@ def _read_piped_job_id() -> str:
             str(document["job_id"]) if isinstance(document, dict) and "job_id" in document else text
         )
     if not text:
-        raise UsageError("it is not said which run is meant", hint=_HINT)
+        raise UsageError("no run is named", hint=_HINT)
     return text
 
 
@@ -476,7 +478,7 @@ def _build_expert_document(used: UsedExpert, judgement: _Judgement) -> dict[str,
 
 
 def _format_feedback(judgement: _Judgement) -> str:
-    head = f"job {judgement.job.job_id[:8]} was {judgement.job.verdict}"
+    head = f"job {judgement.job.job_id[:8]} was rated {judgement.job.verdict}"
     if not judgement.job.experts:
         return f"{head}; the base answered alone"
     return "\n".join([head, *(_format_expert(used, judgement) for used in judgement.job.experts)])

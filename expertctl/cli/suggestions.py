@@ -37,7 +37,7 @@ def _find_similar_names(name: str) -> list[str]:
     return []
 
 
-_RESET_HINT = "/reset forgets what was said, which takes memory, too"
+_RESET_HINT = "/reset clears the conversation, which also takes memory"
 
 
 def add_chat_hint(error: ExpertError, conversation: "Conversation") -> ExpertError:
@@ -91,9 +91,9 @@ _TYPE_MESSAGES = {
 }
 """Types of pydantic's errors → the message about the value."""
 _BOUND_MESSAGES = {
-    "greater_than_equal": ("ge", "is less than {}, the least that is allowed"),
+    "greater_than_equal": ("ge", "is less than {}, the minimum"),
     "greater_than": ("gt", "is not more than {}"),
-    "less_than_equal": ("le", "is more than {}, the most that is allowed"),
+    "less_than_equal": ("le", "is more than {}, the maximum"),
     "less_than": ("lt", "is not less than {}"),
 }
 
@@ -151,7 +151,7 @@ def _format_message(error: TyperException) -> str:
         case "BadOptionUsage" if "does not take a value" in text:
             return f"{getattr(error, 'option_name', 'the option')} takes no value"
         case _ if extra is not None:
-            return f"{_shorten(extra[1])}: nothing more is expected here"
+            return f"{_shorten(extra[1])}: unexpected argument"
         case _:
             return text
 

@@ -173,7 +173,7 @@ class InferStreamState:
             NoAnswerError: when the stream is not at its end.
         """
         if self.result is None:
-            raise NoAnswerError("the answer is not whole yet", hint="read the stream to its end")
+            raise NoAnswerError("the answer is not complete yet", hint="read the stream to its end")
         return self.result
 
     def check_complete(self) -> None:
@@ -183,7 +183,7 @@ class InferStreamState:
             UnreachableError: when the answer is not complete.
         """
         if self.result is None:
-            raise UnreachableError(f"{INFER_REQUEST}: the answer broke off", hint="ask again")
+            raise UnreachableError(f"{INFER_REQUEST}: the answer was cut off", hint="ask again")
 
 
 class InferStream:

@@ -230,9 +230,11 @@ def find_server(
     own = base_url is None or _parse_origin(base_url) == _parse_origin(named)
     key = api_key if api_key is not None or not own else environment.get("EXPERT_API_KEY") or None
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key and key):
-        raise UsageError("the API key has characters that no key has", hint="copy it again")
+        raise UsageError("the API key has invalid characters", hint="copy it again")
     if not timeout > 0:
-        raise UsageError(f"a timeout of {timeout} seconds is none", hint="give seconds above 0")
+        raise UsageError(
+            f"a timeout of {timeout} seconds is not possible", hint="give seconds above 0"
+        )
     return Server(_parse_address(base_url or named), key, timeout)
 
 
@@ -245,7 +247,7 @@ def _parse_address(text: str) -> str:
     try:
         url = httpx2.URL(text)
     except httpx2.InvalidURL as error:
-        raise UsageError(f"{sanitise_text(text)!r} is no address: {error}") from error
+        raise UsageError(f"{sanitise_text(text)!r} is not an address: {error}") from error
     if url.scheme not in {"http", "https"} or not url.host or url.userinfo or url.query:
         raise UsageError(
             f"{sanitise_text(text)!r} is not the address of a server", hint=f"such as {DEFAULT_URL}"
@@ -285,7 +287,7 @@ def encode_request(call: ApiRequest) -> dict[str, Any]:
     try:
         content = msgspec.json.encode(call.body)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"{call.what}: the request is no JSON: {error}") from error
+        raise UsageError(f"{call.what}: the request cannot be encoded as JSON: {error}") from error
     return {"content": content, "headers": {"Content-Type": "application/json"}}
 
 
@@ -299,7 +301,7 @@ def decode_response(body: bytes, kind: type[_Kind], *, what: str) -> _Kind:
         answer = _DECODERS[kind].decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RegistryError(
-            f"{what}: the answer is not understood: {error}",
+            f"{what}: the response cannot be decoded: {error}",
             hint="is that an expertctl server, and of this version?",
         ) from error
     assert isinstance(answer, kind)
@@ -332,7 +334,7 @@ class ResponseBuffer:
         """
         self.data += chunk
         if len(self.data) > MAX_RESPONSE_BYTES:
-            raise RegistryError(f"{self._what}: the answer has over {MAX_RESPONSE_BYTES} bytes")
+            raise RegistryError(f"{self._what}: the response has over {MAX_RESPONSE_BYTES} bytes")
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def build_stream_error(event: bytes) -> ExpertError:
     """Return the error of an event that ends a stream."""
     error = _decode_error(event)
     return build_error_for_code(
-        error.code or "", sanitise_text(error.message) or "the answer broke off"
+        error.code or "", sanitise_text(error.message) or "the answer was cut off"
     )
 
 
@@ -111,8 +111,8 @@ def parse_retry_after(headers: Mapping[str, str]) -> float | None:
 def _build_redirect_error(headers: Mapping[str, str], what: str) -> ExpertError:
     place = sanitise_text(headers.get("location", "")) or "another address"
     return UnreachableError(
-        f"{what}: the server sends requests on to {place}",
-        hint="if that is right, give it as base_url: a key is not sent to where a server points",
+        f"{what}: the server redirects to {place}",
+        hint="if that is right, give it as base_url: API keys are not sent to redirect targets",
     )
 
 

@@ -167,7 +167,7 @@ def build_server(options: GranianOptions, address: ListenAddress) -> MPServer:
         )
     except (OSError, ValueError, ConfigurationError) as error:
         named = f"{options.certificate} and {options.private_key}"
-        message = f"{named} are no certificate and its key: {error}"
+        message = f"{named} are not a certificate and its key: {error}"
         raise UsageError(message, hint="both in PEM form, the key without passphrase") from error
 
 

@@ -363,7 +363,7 @@ class _LimitedBody:
             return self._set_refusal(RequestRefusal(429, full))
         if not self.is_complete and self._is_slow():
             return self._refuse_slow(
-                408, f"the body comes slower than {MIN_BYTES_PER_SECOND} bytes a second"
+                408, f"the body is slower than {MIN_BYTES_PER_SECOND} bytes a second"
             )
         return message
 
@@ -400,7 +400,7 @@ def _check_path(scope: Scope, name_prefix: bytes | None) -> RequestRefusal | Non
     if name_prefix is not None and path.startswith(name_prefix):
         path = path.replace(b"%2f", b"/").replace(b"%2F", b"/")
     if not _is_unambiguous(path):
-        return RequestRefusal(400, UsageError("the path of the request has more than one reading"))
+        return RequestRefusal(400, UsageError("the path of the request is ambiguous"))
     return None
 
 

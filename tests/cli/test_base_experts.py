@@ -157,7 +157,7 @@ def test_a_device_that_is_set_plans_no_processor(
     house.bases.add(base_dir)
     expertctl("config", "set", "device", "cuda")
     said = expertctl("base", "plan", "moe", exit_code=2)
-    assert "base plan computes on the processor alone" in said.err
+    assert "base plan runs on the CPU only" in said.err
     assert "hint: " in said.err
 
 
@@ -188,7 +188,9 @@ def test_a_plan_says_how_much_of_what_was_asked_for_is_served(
     assert plan["served"] == pytest.approx(sum(in_slots) / whole, abs=1e-6)
     assert plan["served_with_pool"] == pytest.approx((sum(in_slots) + pool) / whole, abs=1e-6)
     both = [f"{100 * plan[name]:.1f} %" for name in ("served", "served_with_pool")]
-    assert f"\nslots serve {both[0]} of it in all, and {both[1]} with a pool of those" in text
+    assert (
+        f"\nslots serve {both[0]} of all uses, and {both[1]} with a pool of the most used" in text
+    )
     first = plan["layers"][0]
     assert f"SERVED BY SLOTS  BY {first['slots_even']} EACH\n" in text
     assert re.search(rf"\n0 .*  {100 * first['served_even']:.1f} %\n", text)

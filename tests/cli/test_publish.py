@@ -289,7 +289,7 @@ def test_yank_and_back(
     expected = {"ref": "acme/sql@1.0.0", "registry": live.host, "yanked": "drops rows"}
     assert said.document == expected
     assert "(yanked: drops rows)" in expertctl("info", "acme/sql@1.0.0").out
-    assert "counts again" in expertctl("yank", "acme/sql@1.0.0", "--undo").out
+    assert "is available again" in expertctl("yank", "acme/sql@1.0.0", "--undo").out
     assert "yanked" not in expertctl("info", "acme/sql").out
 
 

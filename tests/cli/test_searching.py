@@ -156,7 +156,7 @@ def test_info_of_what_only_this_machine_has(
     install_files([path], store=store, bases=bases, trust=trust)
     said = expertctl("info", "acme/secret")
     assert "1.0.0 from local" in said.out
-    assert "only what is installed" in said.err
+    assert "showing only installed versions" in said.err
     assert expertctl("info", "acme/secret", "--json").document["offer"] is None
 
 
@@ -170,7 +170,7 @@ def test_info_of_what_is_installed_needs_no_registry(
     monkeypatch.delenv("EXPERT_REGISTRY", raising=False)
     said = expertctl("info", "acme/secret")
     assert "1.0.0 from local" in said.out
-    assert "only what is installed: no registry is set" in said.err
+    assert "showing only installed versions: no registry is set" in said.err
     assert "no registry is set" in expertctl("info", "acme/none", exit_code=2).err
 
 

@@ -67,7 +67,7 @@ def test_it_has_an_example(expertctl: CommandRunner) -> None:
 
 def test_an_empty_home_has_no_runs_and_stays_empty(expertctl: CommandRunner, home: Path) -> None:
     said = expertctl("stats")
-    assert (said.out, said.err) == ("", "no runs yet; `expertctl run PROMPT` makes one\n")
+    assert (said.out, said.err) == ("", "no runs yet; try `expertctl run PROMPT`\n")
     document = expertctl("stats", "--days", "2", "--json").document
     assert find_problems(document, "stats") == []
     assert (document["runs"], document["experts"], len(document["days"])) == (0, [], 2)
