@@ -18,10 +18,10 @@ from expertctl.cli.run_options import (
     Dtype,
     MoePin,
     MoeProfile,
+    NumericsFlags,
+    WarmupFlags,
     check_cpu_only,
     resolve_memory_budget,
-    resolve_moe_start,
-    resolve_numerics,
 )
 from expertctl.errors import IncompatibleError, NotFoundError, UsageError
 from expertctl.settings import format_limit, format_size, load_settings, parse_size
@@ -323,11 +323,9 @@ def plan(
     check_cpu_only(settings, "base plan")
     base, routed = _find_routed_base(name)
     _open_base_store().check(base)
-    held = resolve_numerics(settings, dtype=dtype, adapter_dtype=None, deterministic=None)
-    wishes = resolve_moe_start(
-        settings, profile=moe_profile, pin=moe_pin, warmup=None, exchange=0.0, learn=None
-    )
-    keeper = ExpertUsageStore(_open_base_store(), wishes)
+    held = NumericsFlags(dtype).resolve(settings)
+    flags = WarmupFlags(moe_profile=moe_profile, moe_pin=moe_pin)
+    keeper = ExpertUsageStore(_open_base_store(), flags.resolve_warmup(settings, learn=None))
     config, width = read_model_config(base.path), choose_dtype(base, held.dtype)
     copies = open_quantised_cache(_open_base_store(), base)
     found = plan_base(

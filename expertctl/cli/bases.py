@@ -72,12 +72,12 @@ def add(
 def _compile_kernels(base: StoredBase, *, as_json: bool) -> bool:
     """Compile the kernels of a base; return whether kernels run it."""
     from expertctl.cli.engine import guard_engine_import
-    from expertctl.cli.run_options import resolve_numerics
+    from expertctl.cli.run_options import NumericsFlags
     from expertctl.routing.planner import Planner
     from expertctl.routing.request import RouteRequest
 
     settings = load_settings()
-    held = resolve_numerics(settings, dtype=None, adapter_dtype=None, deterministic=None)
+    held = NumericsFlags().resolve(settings)
     like = RouteRequest(
         prompt="?",
         dtype=held.dtype,

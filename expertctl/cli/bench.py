@@ -30,10 +30,10 @@ from expertctl.cli.run_options import (
     AdapterDtype,
     Dtype,
     MemoryBudget,
+    NumericsFlags,
     NumericsOptions,
     check_cpu_only,
     resolve_memory_budget,
-    resolve_numerics,
 )
 from expertctl.errors import UsageError
 from expertctl.settings import Settings, format_size, load_settings
@@ -171,7 +171,7 @@ def bench(
 
     settings = load_settings()
     check_cpu_only(settings, "bench")
-    held = resolve_numerics(settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=False)
+    held = NumericsFlags(dtype, adapter_dtype, deterministic=False).resolve(settings)
     budget = resolve_memory_budget(memory_budget, settings)
     base = resolve_base(base, settings, as_json=as_json)
     asked = _BenchOptions(base, shape, tuple(expert or ()), held, budget)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from expertctl.cli.engine import guard_engine_import, open_planner, resolve_base
+from expertctl.cli.help import expand_flags
 from expertctl.cli.output import (
     JsonFlag,
     emit,
@@ -24,18 +25,12 @@ from expertctl.cli.run_options import (
     Device,
     Dtype,
     MemoryBudget,
-    MoeCold,
-    MoeExchange,
-    MoePin,
-    MoeProfile,
     MoeSkipCap,
-    MoeWarmup,
+    NumericsFlags,
     NumericsOptions,
+    WarmupFlags,
     resolve_device,
     resolve_memory_budget,
-    resolve_moe_cold,
-    resolve_moe_start,
-    resolve_numerics,
     resolve_skip_cap,
 )
 from expertctl.errors import ExpertError, NotFoundError, UsageError
@@ -165,7 +160,9 @@ Plot = Annotated[
 ]
 
 
+@expand_flags
 def bench_moe(
+    *,
     base: BenchBase = None,
     resident: Resident = DEFAULT_SHARES,
     moe_miss: Misses = None,
@@ -177,11 +174,7 @@ def bench_moe(
     seed: Seed = 0,
     dtype: Dtype = None,
     threads: Threads = None,
-    moe_cold: MoeCold = None,
-    moe_profile: MoeProfile = None,
-    moe_pin: MoePin = None,
-    moe_warmup: MoeWarmup = None,
-    moe_exchange: MoeExchange = 0.0,
+    warmup: WarmupFlags,
     plot: Plot = None,
     device: Device = None,
     memory_budget: MemoryBudget = None,
@@ -193,8 +186,8 @@ def bench_moe(
     """
     settings = load_settings()
     chosen = resolve_device(device, settings)
-    held = resolve_numerics(settings, dtype=dtype, adapter_dtype=None, deterministic=False)
-    cold = resolve_moe_cold(moe_cold, settings)
+    held = NumericsFlags(dtype, deterministic=False).resolve(settings)
+    cold = warmup.resolve_cold(settings)
     _check_request(chosen, held, cold)
     budget = resolve_memory_budget(memory_budget, settings)
     shares, misses = _parse_shares(resident), _parse_miss_policies(moe_miss or ())
@@ -212,14 +205,7 @@ def bench_moe(
         threads=_check_threads(threads),
         cold=cold,
         device=chosen,
-        start=resolve_moe_start(
-            settings,
-            profile=moe_profile,
-            pin=moe_pin,
-            warmup=moe_warmup,
-            exchange=moe_exchange,
-            learn=False,
-        ),
+        start=warmup.resolve_warmup(settings, learn=False),
     )
     found = _measure(wanted, settings, base=base, budget=budget, as_json=as_json)
     warn(found.warnings)

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,7 @@ from expertctl.cli.engine import (
     resolve_base,
     save_plan,
 )
+from expertctl.cli.help import expand_flags
 from expertctl.cli.output import (
     JsonFlag,
     fail,
@@ -45,44 +47,21 @@ from expertctl.cli.prompt_input import (
     read_input,
 )
 from expertctl.cli.run_options import (
-    AdapterDtype,
     Base,
-    BaseMismatchOption,
-    Deterministic,
     Device,
-    Dtype,
-    Exclude,
-    Expert,
-    Greedy,
-    MaxExperts,
-    MaxTokens,
+    ExpertFlags,
     MemoryBudget,
-    MinP,
-    MoeCold,
-    MoeExchange,
+    MissFlags,
     MoeLearn,
-    MoeMiss,
-    MoePin,
-    MoeProfile,
-    MoeSkipCap,
-    MoeWarmup,
-    NoExperts,
+    NumericsFlags,
     OnBudget,
-    RepetitionPenalty,
-    Seed,
+    SamplingFlags,
     Stats,
-    Stop,
-    Temperature,
     Template,
-    TopK,
-    TopP,
     VerifyBase,
+    WarmupFlags,
+    build_route_request,
     resolve_device,
-    resolve_memory_budget,
-    resolve_moe_cold,
-    resolve_moe_start,
-    resolve_numerics,
-    resolve_skip_cap,
 )
 from expertctl.cli.suggestions import add_chat_hint
 from expertctl.errors import ExpertError, NotFoundError, UsageError
@@ -98,6 +77,7 @@ EXIT_COMMANDS = ("/exit", "/quit")
 EXIT_HINT = "press Ctrl-C again to leave, or /help"
 
 
+@expand_flags
 def chat(
     prompt: Annotated[
         list[str] | None,
@@ -107,24 +87,14 @@ def chat(
             show_default=False,
         ),
     ] = None,
-    expert: Expert = None,
-    exclude: Exclude = None,
-    max_experts: MaxExperts = 10,
-    no_experts: NoExperts = False,
+    *,
+    experts: ExpertFlags,
     base: Base = None,
     body: Annotated[
         str | None, typer.Option(metavar="FILE", help="File to append to the first message.")
     ] = None,
     template: Template = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    max_tokens: MaxTokens = None,
-    stop: Stop = None,
-    seed: Seed = None,
-    greedy: Greedy = False,
+    sampling: SamplingFlags,
     truncate: Annotated[
         bool,
         typer.Option(
@@ -134,19 +104,11 @@ def chat(
     device: Device = None,
     memory_budget: MemoryBudget = None,
     on_budget: OnBudget = "refuse",
-    dtype: Dtype = None,
-    adapter_dtype: AdapterDtype = None,
-    deterministic: Deterministic = None,
-    moe_miss: MoeMiss = "exact",
-    moe_skip_cap: MoeSkipCap = None,
-    moe_cold: MoeCold = None,
-    moe_profile: MoeProfile = None,
-    moe_pin: MoePin = None,
-    moe_warmup: MoeWarmup = None,
-    moe_exchange: MoeExchange = 0.0,
+    numerics: NumericsFlags,
+    miss: MissFlags,
+    warmup: WarmupFlags,
     moe_learn: MoeLearn = None,
     verify_base: VerifyBase = False,
-    allow_base_mismatch: BaseMismatchOption = False,
     as_json: JsonFlag = False,
     stats: Stats = False,
 ) -> None:
@@ -156,65 +118,40 @@ def chat(
     """
     from expertctl.engine.request import RunRequest, parse_expert
     from expertctl.engine.text.prompt import UserMessage
-    from expertctl.routing.request import RouteRequest, check_request, parse_target
-    from expertctl.routing.sampling_presets import SamplingOverrides
+    from expertctl.routing.request import check_request
 
     settings = load_settings()
-    held = resolve_numerics(
-        settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
-    )
+    held = numerics.resolve(settings)
     chosen = resolve_device(device, settings)
     first = _read_first_message(prompt, body)
     message = UserMessage(prompt="?", body=first.body, template=template)
     message.text()
+    route = build_route_request(
+        message.prompt,
+        settings,
+        experts=experts,
+        sampling=sampling,
+        numerics=held,
+        miss=miss,
+        device=chosen,
+        memory_budget=memory_budget,
+    )
     pattern = RunRequest(
         message=message,
-        route=RouteRequest(
-            prompt=message.prompt,
-            exclude=tuple(parse_target(text) for text in exclude or ()),
-            max_experts=max_experts,
-            base_alone=no_experts,
-            seed=seed,
-            sampling=SamplingOverrides(
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                max_tokens=max_tokens,
-                stop=tuple(stop) if stop else None,
-                greedy=greedy,
-            ),
-            dtype=held.dtype,
-            adapter_dtype=held.adapter_dtype,
-            deterministic=held.deterministic,
-            moe_miss=moe_miss,
-            moe_skip_cap=resolve_skip_cap(moe_skip_cap, (moe_miss,)),
-            moe_cold=resolve_moe_cold(moe_cold, settings),
-            device=chosen,
-            memory_budget=resolve_memory_budget(memory_budget, settings),
-            allow_base_mismatch=allow_base_mismatch,
-        ),
+        route=replace(route, moe_cold=warmup.resolve_cold(settings)),
         base=resolve_base(base, settings, as_json=as_json),
         truncate=truncate,
         verify_base=verify_base,
         on_budget=on_budget,
     )
     check_request(pattern.route)
-    named = [parse_expert(text) for text in expert or ()]
-    if named and no_experts:
+    named = [parse_expert(text) for text in experts.expert or ()]
+    if named and experts.no_experts:
         raise UsageError(
             "--expert and --no-experts contradict each other",
             hint="leave out --expert or --no-experts",
         )
-    moe = resolve_moe_start(
-        settings,
-        profile=moe_profile,
-        pin=moe_pin,
-        warmup=moe_warmup,
-        exchange=moe_exchange,
-        learn=moe_learn,
-    )
+    moe = warmup.resolve_warmup(settings, learn=moe_learn)
     session = _open_session(pattern, settings, moe, as_json=as_json, stats=stats)
     if named:
         session.conversation.use_experts(named)

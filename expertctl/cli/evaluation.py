@@ -8,26 +8,22 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from expertctl.cli.engine import guard_engine_import, open_planner, resolve_base
+from expertctl.cli.help import expand_flags
 from expertctl.cli.output import JsonFlag, emit, format_table, note, show_counter, warn
 from expertctl.cli.process import FAILURE
 from expertctl.cli.run_options import (
-    AdapterDtype,
     Base,
-    Deterministic,
-    Dtype,
     MemoryBudget,
-    MoeMiss,
-    MoeSkipCap,
+    MissFlags,
+    NumericsFlags,
     NumericsOptions,
     check_cpu_only,
     resolve_memory_budget,
-    resolve_numerics,
-    resolve_skip_cap,
 )
 from expertctl.cli.run_view import format_routed_report
 from expertctl.errors import UsageError
@@ -287,8 +283,10 @@ Plot = Annotated[
 ]
 
 
+@expand_flags
 def evaluate(
     target: EvaluationTarget = None,
+    *,
     data: Data = None,
     routing: RoutingData = None,
     compose: Compose = None,
@@ -300,11 +298,8 @@ def evaluate(
     plot: Plot = None,
     base: Base = None,
     memory_budget: MemoryBudget = None,
-    dtype: Dtype = None,
-    adapter_dtype: AdapterDtype = None,
-    deterministic: Deterministic = None,
-    moe_miss: MoeMiss = "exact",
-    moe_skip_cap: MoeSkipCap = None,
+    numerics: NumericsFlags,
+    miss: MissFlags,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure an expert against its base, or routing.
@@ -318,11 +313,11 @@ def evaluate(
         "--max-tokens": max_tokens,
         "--min-gain": min_gain,
         "--memory-budget": memory_budget,
-        "--dtype": dtype,
-        "--adapter-dtype": adapter_dtype,
-        "--deterministic": deterministic,
-        "--moe-miss": None if moe_miss == "exact" else moe_miss,
-        "--moe-skip-cap": moe_skip_cap,
+        "--dtype": numerics.dtype,
+        "--adapter-dtype": numerics.adapter_dtype,
+        "--deterministic": numerics.deterministic,
+        "--moe-miss": None if miss.moe_miss == "exact" else miss.moe_miss,
+        "--moe-skip-cap": miss.moe_skip_cap,
     }
     if routing is not None:
         _reject_options(
@@ -340,9 +335,7 @@ def evaluate(
             hint="eval REF --data FILE measures an expert, eval --routing FILE the router",
         )
     settings = load_settings()
-    held = resolve_numerics(
-        settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
-    )
+    held = numerics.resolve(settings)
     budget = resolve_memory_budget(memory_budget, settings)
     asked = _EvaluationOptions(
         target,
@@ -355,8 +348,8 @@ def evaluate(
         base,
         held,
         budget,
-        moe_miss,
-        resolve_skip_cap(moe_skip_cap, (moe_miss,)),
+        miss.moe_miss,
+        miss.resolve_cap(),
     )
     _evaluate_answers(asked, settings, plot=plot, as_json=as_json)
 
@@ -375,7 +368,7 @@ class _EvaluationOptions:
     base: str | None
     numerics: NumericsOptions
     memory_budget: int | None
-    moe_miss: MoeMiss
+    moe_miss: Literal["exact", "skip"]
     moe_skip_cap: float
 
 

@@ -7,7 +7,9 @@ pages. An option names its section with ``rich_help_panel``. A docstring paragra
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from typing import Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -158,6 +160,34 @@ class CommandGroup(typer.Typer):
     def command(self, name: str | None = None, **options: Any) -> Callable[[_Function], _Function]:
         """Register a command."""
         return super().command(name, **({"cls": HelpCommand} | options))
+
+
+def expand_flags(function: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter whose type is a dataclass by its fields, which become options.
+
+    The function is called with instances of the dataclasses.
+    """
+    given = inspect.signature(function).parameters.values()
+    groups = {p.name: p.annotation for p in given if is_dataclass(p.annotation)}
+
+    @wraps(function)
+    def command(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
+        function(**values)
+
+    keyword, parameters = inspect.Parameter.KEYWORD_ONLY, list[inspect.Parameter]()
+    for parameter in given:
+        if (group := groups.get(parameter.name)) is None:
+            parameters.append(parameter.replace(kind=keyword))
+            continue
+        hints = get_type_hints(group, include_extras=True)
+        parameters += [
+            inspect.Parameter(f.name, keyword, default=f.default, annotation=hints[f.name])
+            for f in fields(group)
+        ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by typer
+    return command
 
 
 def build_single_command(name: str, function: Callable[..., None]) -> Any:

@@ -14,31 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 import typer
 
 from expertctl.cli.engine import build_missing_engine_error, open_planner, resolve_base
-from expertctl.cli.help import CommandGroup
+from expertctl.cli.help import CommandGroup, expand_flags
 from expertctl.cli.output import JsonFlag, emit, format_table, note, warn
 from expertctl.cli.run_options import (
     ADVANCED,
     PLACEMENT,
-    AdapterDtype,
     Base,
-    Deterministic,
     Device,
-    Dtype,
     MemoryBudget,
-    MoeCold,
-    MoeExchange,
+    MissFlags,
     MoeLearn,
-    MoeMiss,
-    MoePin,
-    MoeProfile,
-    MoeSkipCap,
-    MoeWarmup,
+    NumericsFlags,
+    WarmupFlags,
     resolve_device,
     resolve_memory_budget,
-    resolve_moe_cold,
-    resolve_moe_start,
-    resolve_numerics,
-    resolve_skip_cap,
 )
 from expertctl.errors import UsageError
 from expertctl.settings import load_settings, parse_age, parse_size
@@ -56,8 +45,10 @@ KeyName = Annotated[str, typer.Argument(metavar="NAME", help="Such as alice-lapt
 
 
 @app.callback(invoke_without_command=True)
+@expand_flags
 def serve(
     context: typer.Context,
+    *,
     host: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Address to listen on.", show_default="127.0.0.1"),
@@ -142,17 +133,10 @@ def serve(
             rich_help_panel=PLACEMENT,
         ),
     ] = "queue",
-    dtype: Dtype = None,
-    adapter_dtype: AdapterDtype = None,
     device: Device = None,
-    deterministic: Deterministic = None,
-    moe_miss: MoeMiss = "exact",
-    moe_skip_cap: MoeSkipCap = None,
-    moe_cold: MoeCold = None,
-    moe_profile: MoeProfile = None,
-    moe_pin: MoePin = None,
-    moe_warmup: MoeWarmup = None,
-    moe_exchange: MoeExchange = 0.0,
+    numerics: NumericsFlags,
+    miss: MissFlags,
+    warmup: WarmupFlags,
     moe_learn: MoeLearn = None,
     warm: Annotated[
         list[str] | None,
@@ -245,9 +229,7 @@ def serve(
     if traced_to is not None:
         _check_tracing_extra()
     settings = load_settings()
-    held = resolve_numerics(
-        settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
-    )
+    held = numerics.resolve(settings)
     kept, usual = settings.serve, ServeSettings()
     wanted = ServeSettings(
         host=_choose_value(host, kept.host, usual.host),
@@ -282,17 +264,10 @@ def serve(
             dtype=held.dtype,
             adapter_dtype=held.adapter_dtype,
             deterministic=held.deterministic,
-            moe_miss=moe_miss,
-            moe_skip_cap=resolve_skip_cap(moe_skip_cap, (moe_miss,)),
-            moe_cold=resolve_moe_cold(moe_cold, settings),
-            moe=resolve_moe_start(
-                settings,
-                profile=moe_profile,
-                pin=moe_pin,
-                warmup=moe_warmup,
-                exchange=moe_exchange,
-                learn=moe_learn,
-            ),
+            moe_miss=miss.moe_miss,
+            moe_skip_cap=miss.resolve_cap(),
+            moe_cold=warmup.resolve_cold(settings),
+            moe=warmup.resolve_warmup(settings, learn=moe_learn),
             rows=_choose_value(rows, kept.rows, usual.batch.rows),
             queue=_choose_value(queue, kept.queue, usual.batch.queue),
             on_budget=on_budget,
