@@ -258,7 +258,7 @@ def _load_some(
     reader = StackRowReader(read_base_tensors(directory, config), shape)
     slots = [LayerSlots(experts=routed.count, capacity=found.slots) for _ in range(layers)]
     cache = ImperfectPrefetchCache(
-        memory, reader, numbers=routed.layers, slots=slots, threads=STAGING_BUFFERS - 1
+        memory, reader, layer_numbers=routed.layers, slots=slots, threads=STAGING_BUFFERS - 1
     )
     cache.fill_slots([[]] * layers)
     return StackedExperts(routed, stack, reader, cache=cache)

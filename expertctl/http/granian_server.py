@@ -86,13 +86,13 @@ def forward_first_signal(loop: asyncio.AbstractEventLoop, on_stop: Callable[[], 
     told: list[int] = []
 
     def add_once(number: int, handler: Callable[..., object], *values: object) -> None:
-        def heed() -> None:
+        def run_handler_once() -> None:
             told.append(number)
             if len(told) == 1:
                 on_stop()
                 handler(*values)
 
-        add(number, heed)
+        add(number, run_handler_once)
 
     loop.add_signal_handler = add_once  # type: ignore[method-assign,assignment]  # not our class
 
@@ -208,11 +208,11 @@ def _load_worker(load: LoadApp, options: GranianOptions, parent: int) -> Starlet
     _exit_with_parent(parent)
     made: list[Starlette] = []
 
-    def told_to_end() -> None:
+    def stop_worker() -> None:
         for app in made:
             options.on_stop(app)
 
-    forward_first_signal(asyncio.get_event_loop(), told_to_end)
+    forward_first_signal(asyncio.get_event_loop(), stop_worker)
     configure_log(options.log)
     made.append(load())
     return made[0]

@@ -195,7 +195,7 @@ def test_every_command_has_help_with_an_example(
 ) -> None:
     assert app.run([name, "--help"]) == 0
     text = capsys.readouterr().out
-    if app.COMMANDS[name].endswith(":app"):
+    if app.COMMANDS[name].endswith("app"):
         assert "Commands" in text
     else:
         assert f"expertctl {name}" in text.split("Example")[1]

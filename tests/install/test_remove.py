@@ -160,7 +160,7 @@ def test_a_record_that_was_mended_meanwhile_is_not_removed(
     path.write_bytes(b"")
 
     class Mended(Store):
-        def transaction(self) -> AbstractContextManager[StoreTransaction]:
+        def begin_transaction(self) -> AbstractContextManager[StoreTransaction]:
             house.install(shop.package("acme/needed"))
             return super().begin_transaction()
 

@@ -116,7 +116,7 @@ def _b_scales(layers: Sequence[FoldedChain], outputs: Sequence[Tensor]) -> list[
     found: list[Tensor | None] = []
     for place in zip(*(layer.blocks for layer in layers), strict=True):
         block = place[0]
-        gains = [each.gain for each in place if each.gain is not None]
+        gains = [each.dora_scale for each in place if each.dora_scale is not None]
         vectors = [outputs[block.outputs_after - 1]] if block.outputs_after else []
         vectors += [torch.cat(gains)] if gains else []
         found.append(reduce(torch.mul, vectors) * block.factor if vectors else None)

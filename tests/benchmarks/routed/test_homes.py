@@ -61,7 +61,7 @@ def test_tokens_ask_for_what_the_trace_says(
     trunk = load_packed_base(directory, config, Scheme.BFLOAT16, experts=False)
     files = StoredExperts(read_base_tensors(directory, config), config, Scheme.BFLOAT16)
     shape = make_expert_shape(config, Scheme.BFLOAT16)
-    rival = RecordingCache(shape, files, layer_numbers=(0, 1), experts=8, slots=4)
+    rival = RecordingCache(shape, files, numbers=(0, 1), experts=8, slots=4)
     RoutedDecoder(trunk, crew, rival, tokens=len(trace)).decode(len(trace))
     assert rival.asked == [[set(layer) for layer in token] for token in trace.tolist()]
     hits = rival.requests - rival.misses

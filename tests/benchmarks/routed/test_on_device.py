@@ -89,10 +89,10 @@ def test_a_machine_without_a_device_or_room_says_so_and_misses_no_target(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = {"tokens": 80, "rounds": 1}
-    monkeypatch.setattr(on_device, "has_cuda", lambda: False)
+    monkeypatch.setattr(on_device, "is_cuda_available", lambda: False)
     none = compare_on_device(directory, simulates="little", **wanted)
     assert (none.case, none.ours, none.ok, none.target) == (CASE, None, None, ">= 0.6")
-    monkeypatch.setattr(on_device, "has_cuda", lambda: True)
+    monkeypatch.setattr(on_device, "is_cuda_available", lambda: True)
     monkeypatch.setattr(on_device, "free_bytes", lambda: 1 << 30)
     small = compare_on_device(directory, simulates="little", **wanted)
     assert "2.1 GB of the device, 1.1 are free" in str(small.note)
