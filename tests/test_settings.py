@@ -190,5 +190,5 @@ def test_what_is_no_count_is_refused(key: str, text: str, home: Path) -> None:
 @pytest.mark.parametrize("key", ["serve_timeout", "serve_behind"])
 @pytest.mark.parametrize("text", ["0", "0.0", "-1", "1e3", "nan", "inf", "86401", "soon"])
 def test_what_is_no_time_is_refused(key: str, text: str, home: Path) -> None:
-    with pytest.raises(UsageError, match=f"^{key}: .* is no number of seconds"):
+    with pytest.raises(UsageError, match=f"^{key}: .* is not a number of seconds"):
         load_settings({"EXPERT_HOME": str(home), CONFIG_KEYS[key]: text})

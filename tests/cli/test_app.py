@@ -314,7 +314,7 @@ def test_a_home_that_is_a_file_is_an_error_with_a_way_out(
         out, err = capsys.readouterr()
         assert out == ""
         assert err.startswith(f"error: {home}")
-        assert f"\n\nhint: EXPERT_HOME is {home}: set it to a folder" in err
+        assert f"\n\nhint: EXPERT_HOME is {home}: set it to a writable folder" in err
 
 
 GROUPS = [

@@ -68,7 +68,7 @@ def test_what_was_learnt_is_shown_written_taken_over_and_forgotten(
     assert (shown["experts"], shown["used"], len(shown["layers"])) == (32, 4, 4)
     assert shown["counted"] == "tokens"
     assert shown["tokens"] > 24
-    assert "tokens; the older" in expertctl("base", "profile", "show", "moe").out
+    assert "tokens; older ones" in expertctl("base", "profile", "show", "moe").out
     activity, prompts = tmp_path / "activity.json", tmp_path / "prompts.json"
     said = expertctl("base", "profile", "export", "moe", activity)
     assert "history" in said.err
@@ -82,7 +82,7 @@ def test_what_was_learnt_is_shown_written_taken_over_and_forgotten(
     assert (usage.model, usage.prompts, usage.preset) == ("moe", shown["tokens"], "tokens")
     assert [layer.hits for layer in found.layers] == [dict(c) for c in usage.layers.values()]
     assert expertctl("base", "profile", "forget", "moe", "--json").document["forgotten"]
-    assert "nothing was learnt" in expertctl("base", "profile", "show", "moe").out
+    assert "there is no usage profile" in expertctl("base", "profile", "show", "moe").out
     expertctl("base", "profile", "export", "moe", activity, exit_code=3)
     for file in (activity, prompts):
         expertctl("base", "profile", "import", "moe", file)
@@ -252,7 +252,7 @@ def test_up_to_three_lanes_are_planned(learnt: Any, expertctl: CommandRunner) ->
     plan = expertctl("base", "plan", "moe", "--lane", f"{long}=1MB", "--json").document
     assert plan["weightings"][0]["lanes"][0]["name"] == long
     text = expertctl("base", "plan", "moe", "--memory", "1GB", *lanes).out
-    assert "all of it fits" in text
+    assert "the whole base fits" in text
     assert re.search(r"flat +\d+\.\d %  gpu +\d+ ", text)
 
 
@@ -265,7 +265,7 @@ def test_a_memory_in_which_no_run_can_begin_is_told_as_one(
     least = plan["least_bytes"]
     assert least == plan["planned_bytes"] + plan["texts_bytes"]
     text = expertctl("base", "plan", "moe", "--memory", "20MB").out
-    typed = re.search(r"too little: (\d+MB) is the least for a usual text", text)
+    typed = re.search(r"too little: a typical context needs (\d+MB)", text)
     assert typed is not None
     assert 0 <= parse_size(typed[1]) - least < 10**6
     assert format_size(plan["texts_bytes"]) in text
@@ -293,7 +293,7 @@ def test_a_base_of_which_nothing_is_known_is_planned_too(
     plan = expertctl("base", "plan", "moe", "--memory", BUDGET, "--json").document
     assert plan["known"] is None
     assert [each["served"] for each in plan["weightings"]] == [None]
-    assert "all of it fits" in expertctl("base", "plan", "moe", "--memory", "1GB").out
+    assert "the whole base fits" in expertctl("base", "plan", "moe", "--memory", "1GB").out
     said = expertctl("base", "plan", "moe", "--memory", BUDGET, "--moe-pin", "4")
     assert "pins no expert" in said.err
 

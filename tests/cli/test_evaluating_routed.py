@@ -58,7 +58,7 @@ def test_skipping_is_said_beside_the_figures(data: Path, expertctl: CommandRunne
     assert document["moe"]["miss"] == "skip"
     assert 0 < document["moe"]["skipped_mass"] < 1
     capped = expertctl(*words, *skip, "0")
-    assert " of weights left out" in capped.out
+    assert " of router weight skipped" in capped.out
     assert ", 0.0 % of router weight skipped" in capped.out
     assert "routed experts: " not in expertctl("eval", "./sums.expert", "--data", data).out
 

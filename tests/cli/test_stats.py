@@ -198,5 +198,5 @@ def test_an_expert_without_a_run_is_not_found(expertctl: CommandRunner, used: Ca
 
 def test_only_all_runs_are_forgotten(expertctl: CommandRunner, used: Catalogue) -> None:
     said = expertctl("stats", "acme/x", "--clear", exit_code=2)
-    assert "--clear forgets all runs" in said.err
+    assert "--clear deletes all runs" in said.err
     assert len(used.history.list_runs()) == 5

@@ -80,7 +80,7 @@ def test_a_project_file_is_changed_only_by_save(
     market.publish("acme/new@1.0.0")
     wants('"acme/sql" = "*"')
     said = expertctl("install", "acme/new")
-    assert "--save writes there" in said.err
+    assert "--save adds what" in said.err
     assert "acme/new" not in Path("experts.toml").read_text()
     expertctl("install", "--save", "acme/new@^1")
     assert '"acme/new" = "^1"' in Path("experts.toml").read_text()
