@@ -1,6 +1,7 @@
 """`AsyncExpertClient`: the API of a generation server, for an event loop.
 
-As `expertctl.client.client`, with ``await``; see there for details.
+As `expertctl.client.client`, with ``await``: methods of the same name do the same and raise the
+same errors.
 """
 
 import asyncio
@@ -43,6 +44,7 @@ from expertctl.client.protocol import (
     translate_network_errors,
 )
 from expertctl.client.result import (
+    Document,
     Expert,
     ExpertList,
     InferResult,
@@ -55,9 +57,7 @@ from expertctl.client.result import (
 )
 from expertctl.errors import RateLimitError, UnreachableError
 
-_Kind = TypeVar(
-    "_Kind", InferResult, RouteResult, Job, ExpertList, ModelList, MoeActivity, InferStarted
-)
+_Kind = TypeVar("_Kind", bound=Document)
 _Result = TypeVar("_Result")
 
 
@@ -79,20 +79,12 @@ class AsyncTransport:
         self._client = httpx2.AsyncClient(**server.http_options, transport=transport)
 
     async def fetch(self, call: ApiRequest, kind: type[_Kind]) -> _Kind:
-        """Send a request and decode its response.
-
-        Raises:
-            ExpertError: when it is refused, or there is no response.
-        """
+        """Send a request and decode its response; see `Transport.fetch`."""
         body = await self._retry(call, lambda: self._fetch_body(call))
         return decode_response(body, kind, what=call.what)
 
     async def open_stream(self, call: ApiRequest) -> httpx2.Response:
-        """Send a request and return its unread response; the caller closes it.
-
-        Raises:
-            ExpertError: as `fetch`.
-        """
+        """Send a request and return its unread response; the caller closes it."""
         return await self._retry(call, lambda: self._send(call))
 
     async def close(self) -> None:
@@ -104,16 +96,14 @@ class AsyncTransport:
             try:
                 return await attempt()
             except (RateLimitError, UnreachableError) as error:
-                again = call.is_repeatable
-                pause = self._retries.pause_after(number, error, repeatable=again)
+                pause = self._retries.pause_after(number, error, repeatable=call.is_repeatable)
                 if pause is None:
                     raise
             await self.sleep(pause)
         raise AssertionError("counting has no end")
 
     async def _fetch_body(self, call: ApiRequest) -> bytes:
-        response = await self._send(call)
-        return await self._read_body(call, response)
+        return await self._read_body(call, await self._send(call))
 
     async def _send(self, call: ApiRequest) -> httpx2.Response:
         request = self._client.build_request(call.method, call.path, **encode_request(call))
@@ -155,11 +145,7 @@ class AsyncInferStream:
 
     @property
     def result(self) -> InferResult:
-        """The complete answer.
-
-        Raises:
-            NoAnswerError: when the stream was not read to its end.
-        """
+        """The complete answer; raises `NoAnswerError` before the end of the stream."""
         return self._state.require_result()
 
     def __aiter__(self) -> Self:
@@ -167,11 +153,7 @@ class AsyncInferStream:
         return self
 
     async def __anext__(self) -> Chunk:
-        """Wait for the next chunk.
-
-        Raises:
-            ExpertError: when the request is refused, or fails later.
-        """
+        """Wait for the next chunk."""
         return await anext(self._chunks)
 
     async def __aenter__(self) -> Self:
@@ -213,32 +195,17 @@ class AsyncJobsClient:
         self._transport = transport
 
     async def submit(self, prompt: str, **options: Unpack[InferOptions]) -> Job:
-        """Queue a prompt; it is answered even if nobody polls the job.
-
-        Raises:
-            RateLimitError: when the queue is full.
-            ExpertError: when it is refused, or there is no response.
-        """
+        """Queue a prompt; it is answered even if nobody polls the job."""
         return await self._transport.fetch(
             ApiRequest("POST", JOBS_PATH, build_body(prompt, options)), Job
         )
 
     async def get(self, job_id: str) -> Job:
-        """Return the current state of a job.
-
-        Raises:
-            NotFoundError: when it is unknown, belongs to another key, or ended long ago.
-            ExpertError: when there is no response.
-        """
+        """Return the current state of a job."""
         return await self._transport.fetch(ApiRequest("GET", build_job_path(job_id)), Job)
 
     async def wait(self, job_id: str, *, timeout: float | None = None) -> Job:
-        """Poll a job until it is over, for at most ``timeout`` seconds.
-
-        Raises:
-            TimedOutError: when it is not over by then; the job continues.
-            ExpertError: as `get`.
-        """
+        """Poll a job until it is over, for at most ``timeout`` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_POLL_SECONDS
         while not (job := await self.get(job_id)).is_over:
@@ -248,20 +215,12 @@ class AsyncJobsClient:
         return job
 
     async def cancel(self, job_id: str) -> Job:
-        """Cancel a job; one that is over stays as it is.
-
-        Raises:
-            ExpertError: as `get`.
-        """
+        """Cancel a job; one that is over stays as it is."""
         return await self._transport.fetch(ApiRequest("DELETE", build_job_path(job_id)), Job)
 
     @asynccontextmanager
     async def running(self, prompt: str, **options: Unpack[InferOptions]) -> AsyncIterator[Job]:
-        """Submit a job for the length of an ``async with`` block, and cancel it at the end.
-
-        Raises:
-            ExpertError: as `submit`.
-        """
+        """Submit a job for the length of an ``async with`` block, and cancel it at the end."""
         job = await self.submit(prompt, **options)
         try:
             yield job
@@ -288,15 +247,7 @@ class AsyncExpertClient:
         transport: httpx2.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """Create a client; nothing is sent yet.
-
-        ``base_url`` defaults to ``EXPERT_SERVER``, else to this machine, and ``api_key`` to
-        ``EXPERT_API_KEY``, if set. ``transport`` is for proxies and certificates of your own:
-        ``httpx2.AsyncHTTPTransport(proxy=…, verify=…)``.
-
-        Raises:
-            UsageError: when the address or the key is invalid.
-        """
+        """Create a client; nothing is sent yet. The arguments are those of `ExpertClient`."""
         server = find_server(base_url, api_key=api_key, timeout=timeout)
         self._transport = AsyncTransport(
             server, retries=retries or Retries(), transport=transport, sleep=sleep
@@ -304,14 +255,7 @@ class AsyncExpertClient:
         self.jobs = AsyncJobsClient(self._transport)
 
     async def infer(self, prompt: str, **options: Unpack[InferOptions]) -> InferResult:
-        """Answer a prompt.
-
-        Raises:
-            UsageError: when the request is invalid.
-            RateLimitError: when the server is overloaded.
-            UnreachableError: when no server answers.
-            ExpertError: when the server refuses it for any other reason.
-        """
+        """Answer a prompt."""
         return await self._transport.fetch(
             ApiRequest("POST", "/v1/infer", build_body(prompt, options)), InferResult
         )
@@ -322,48 +266,25 @@ class AsyncExpertClient:
         return AsyncInferStream(lambda: self._transport.open_stream(call), self._transport.server)
 
     async def route(self, prompt: str, **options: Unpack[RouteOptions]) -> RouteResult:
-        """Return which experts would answer a prompt, and why; nothing is loaded.
-
-        Raises:
-            ExpertError: as `infer`.
-        """
+        """Return which experts would answer a prompt, and why; nothing is loaded."""
         return await self._transport.fetch(
             ApiRequest("POST", "/v1/route", build_body(prompt, options)), RouteResult
         )
 
     async def experts(self) -> tuple[Expert, ...]:
-        """List the installed experts.
-
-        Raises:
-            ExpertError: when there is no response.
-        """
+        """List the installed experts."""
         return (await self._transport.fetch(ApiRequest("GET", "/v1/experts"), ExpertList)).experts
 
     async def models(self) -> tuple[Model, ...]:
-        """List the valid values of ``model`` in OpenAI and Anthropic calls.
-
-        Raises:
-            ExpertError: when there is no response.
-        """
+        """List the valid values of ``model`` in OpenAI and Anthropic calls."""
         return (await self._transport.fetch(ApiRequest("GET", "/v1/models"), ModelList)).data
 
     async def moe(self) -> MoeActivity:
-        """Return the counters of the base's routed experts, without changing them.
-
-        Raises:
-            ExpertError: when there is no response.
-        """
+        """Return the counters of the base's routed experts, without changing them."""
         return await self._transport.fetch(ApiRequest("GET", "/moe"), MoeActivity)
 
     async def change_moe(self, **options: Unpack[MoeOptions]) -> MoeActivity:
-        """Change how routed experts are counted, or apply a usage profile; return the new state.
-
-        Raises:
-            UsageError: when nothing would change, or an option is invalid.
-            IncompatibleError: when all routed experts are resident, or the profile does not fit.
-            NotFoundError: when nothing was learnt of the base.
-            ExpertError: when there is no response.
-        """
+        """Change how routed experts are counted, or apply a usage profile; return the new state."""
         return await self._transport.fetch(
             ApiRequest("POST", "/moe", drop_unset_options(options)), MoeActivity
         )

@@ -35,6 +35,7 @@ from expertctl.client.protocol import (
     translate_network_errors,
 )
 from expertctl.client.result import (
+    Document,
     Expert,
     ExpertList,
     InferPiece,
@@ -49,9 +50,7 @@ from expertctl.client.result import (
 )
 from expertctl.errors import NoAnswerError, RateLimitError, TimedOutError, UnreachableError
 
-_Kind = TypeVar(
-    "_Kind", InferResult, RouteResult, Job, ExpertList, ModelList, MoeActivity, InferStarted
-)
+_Kind = TypeVar("_Kind", bound=Document)
 _Result = TypeVar("_Result")
 
 
@@ -98,16 +97,14 @@ class Transport:
             try:
                 return attempt()
             except (RateLimitError, UnreachableError) as error:
-                again = call.is_repeatable
-                pause = self._retries.pause_after(number, error, repeatable=again)
+                pause = self._retries.pause_after(number, error, repeatable=call.is_repeatable)
                 if pause is None:
                     raise
             self.sleep(pause)
         raise AssertionError("counting has no end")
 
     def _fetch_body(self, call: ApiRequest) -> bytes:
-        response = self._send(call)
-        return self._read_body(call, response)
+        return self._read_body(call, self._send(call))
 
     def _send(self, call: ApiRequest) -> httpx2.Response:
         request = self._client.build_request(call.method, call.path, **encode_request(call))

@@ -8,26 +8,14 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 from urllib.parse import quote
 
 import httpx2
 import msgspec
 
 from expertctl import __version__
-from expertctl.client.result import (
-    Document,
-    ExpertList,
-    InferPiece,
-    InferResult,
-    InferStarted,
-    Job,
-    ModelList,
-    MoeActivity,
-    RouteResult,
-    build_response_error,
-    sanitise_text,
-)
+from expertctl.client.result import Document, MoeActivity, build_response_error, sanitise_text
 from expertctl.errors import (
     ExpertError,
     RateLimitError,
@@ -132,32 +120,12 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
 MAX_RESPONSE_BYTES = 64 << 20
 """Most bytes of a response, or of one event of a stream."""
-_KINDS = (
-    InferResult,
-    RouteResult,
-    Job,
-    ExpertList,
-    ModelList,
-    MoeActivity,
-    InferStarted,
-    InferPiece,
-)
 _DECODERS: Mapping[type[Document], msgspec.json.Decoder[Document]] = {
-    kind: msgspec.json.Decoder(kind) for kind in _KINDS
+    kind: msgspec.json.Decoder(kind) for kind in get_args(Document)
 }
 """Created at import, by one thread: msgspec prepares a class when it is first used."""
 _NEVER_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
-_Kind = TypeVar(
-    "_Kind",
-    InferResult,
-    RouteResult,
-    Job,
-    ExpertList,
-    ModelList,
-    MoeActivity,
-    InferStarted,
-    InferPiece,
-)
+_Kind = TypeVar("_Kind", bound=Document)
 
 
 @dataclass(frozen=True, slots=True)
