@@ -13,7 +13,16 @@ import typer
 
 from expertctl.cli.engine import guard_engine_import
 from expertctl.cli.help import CommandGroup
-from expertctl.cli.output import JsonFlag, emit, format_count, format_table, note, warn, write_file
+from expertctl.cli.output import (
+    JsonFlag,
+    emit,
+    format_count,
+    format_percent,
+    format_table,
+    note,
+    warn,
+    write_file,
+)
 from expertctl.cli.run_options import (
     Dtype,
     MoePin,
@@ -23,7 +32,7 @@ from expertctl.cli.run_options import (
     check_cpu_only,
     resolve_memory_budget,
 )
-from expertctl.errors import IncompatibleError, NotFoundError, UsageError
+from expertctl.errors import ExpertError, IncompatibleError, NotFoundError, UsageError
 from expertctl.settings import format_limit, format_size, load_settings, parse_size
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
@@ -131,16 +140,16 @@ def _format_layers(plan: "BaseMemoryPlan") -> Iterator[str]:
                 str(each.slots),
                 str(each.pinned),
                 f"{each.requested_experts} of {plan.plan.experts}",
-                _format_percent(each.served_share),
-                _format_percent(each.even_served_share),
+                format_percent(each.served_share),
+                format_percent(each.even_served_share),
             ]
             for each in plan.layers
         ],
     )
     if plan.served_share is not None and plan.pool_blocks:
         yield (
-            f"slots serve {_format_percent(plan.served_share)} of all uses, and "
-            f"{_format_percent(plan.served_with_pool)} with a pool of the most used experts"
+            f"slots serve {format_percent(plan.served_share)} of all uses, and "
+            f"{format_percent(plan.served_with_pool)} with a pool of the most used experts"
         )
 
 
@@ -156,13 +165,9 @@ def _format_lanes(plan: "BaseMemoryPlan") -> Iterator[str]:
 
 def _build_lane_rows(each: "WeightedPlan") -> Iterator[list[str]]:
     for number, lane in enumerate(each.lanes):
-        first = [each.weighting, _format_percent(each.served_share)] if number == 0 else ["", ""]
+        first = [each.weighting, format_percent(each.served_share)] if number == 0 else ["", ""]
         size, dummies = format_size(lane.used), format_size(lane.dummy_bytes)
         yield [*first, lane.name, str(lane.experts), size, dummies]
-
-
-def _format_percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 profile_app = CommandGroup("Manage usage profiles of routed experts.")
@@ -270,7 +275,7 @@ def forget(name: BaseName, as_json: JsonFlag = False) -> None:
 
     Example: expertctl base profile forget Qwen/Qwen3-30B-A3B
     """
-    base = _open_base_store().find(name)
+    base = open_base_store().find(name)
     was_there = _open_usage_file(base).remove()
     text = f"deleted the usage profile of {base.name}" if was_there else "there was none"
     emit({"base": base.name, "forgotten": was_there}, text, as_json=as_json)
@@ -322,12 +327,12 @@ def plan(
     settings = load_settings()
     check_cpu_only(settings, "base plan")
     base, routed = _find_routed_base(name)
-    _open_base_store().check(base)
+    open_base_store().check(base)
     held = NumericsFlags(dtype).resolve(settings)
     flags = WarmupFlags(moe_profile=moe_profile, moe_pin=moe_pin)
-    keeper = ExpertUsageStore(_open_base_store(), flags.resolve_warmup(settings, learn=None))
+    keeper = ExpertUsageStore(open_base_store(), flags.resolve_warmup(settings, learn=None))
     config, width = read_model_config(base.path), choose_dtype(base, held.dtype)
-    copies = open_quantised_cache(_open_base_store(), base)
+    copies = open_quantised_cache(open_base_store(), base)
     found = plan_base(
         config,
         width,
@@ -342,12 +347,13 @@ def plan(
     emit(found.to_json(), format_routed_plan(found), as_json=as_json)
 
 
-def _open_base_store() -> BaseStore:
+def open_base_store() -> BaseStore:
+    """Return the registered bases of this home."""
     return BaseStore(load_settings().home.bases)
 
 
 def _open_usage_file(base: StoredBase) -> UsageProfileFile:
-    return UsageProfileFile(_open_base_store(), base)
+    return UsageProfileFile(open_base_store(), base)
 
 
 def _find_routed_base(name: str) -> "tuple[StoredBase, ExpertsConfig]":
@@ -359,13 +365,23 @@ def _find_routed_base(name: str) -> "tuple[StoredBase, ExpertsConfig]":
     """
     from expertctl.package.model_config import read_model_config
 
-    base = _open_base_store().find(name)
+    base = open_base_store().find(name)
     routed = None if base.foreign else read_model_config(base.path).experts
     if routed is None:
         raise IncompatibleError(
             f"{base.name} has no routed experts", hint="`expertctl base list` shows the bases"
         )
     return base, routed
+
+
+def read_routed_config(base: StoredBase) -> "ExpertsConfig | None":
+    """Return the routed experts of a native base; None if it has none, or cannot be read."""
+    from expertctl.package.model_config import read_model_config
+
+    try:
+        return None if base.foreign else read_model_config(base.path).experts
+    except ExpertError:  # `base list` shows that its files changed, and using it shows the error
+        return None
 
 
 def _load_usage_profile(base: StoredBase, routed: "ExpertsConfig") -> "ExpertUsage | None":

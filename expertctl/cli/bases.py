@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from expertctl.cli.base_profile import plan, profile_app
+from expertctl.cli.base_profile import open_base_store, plan, profile_app, read_routed_config
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, note, show_progress, warn
 from expertctl.errors import ExpertError
@@ -45,7 +45,7 @@ def add(
 
     Example: expertctl base add models/Qwen3-0.6B --name Qwen/Qwen3-0.6B
     """
-    bases = _open_base_store()
+    bases = open_base_store()
     add_base = bases.add_copy if copy else bases.add
     with show_progress(
         "hashing base", _count_bytes_to_read(directory, copy), as_json=as_json
@@ -54,7 +54,7 @@ def add(
     identity = base.identity
     text = f"{base.name}  {format_size(base.size)}  {base.path}\n"
     text += f"arch {identity.arch}\nweights {identity.weights}\n{_format_tokenizers(identity)}"
-    routed = _read_routed_config(base)
+    routed = read_routed_config(base)
     if routed is not None:
         share = f"{routed.used} of {routed.count}"
         text += f"\nrouted experts {share} for a token; `expertctl base plan {base.name}`"
@@ -105,13 +105,13 @@ def list_bases(as_json: JsonFlag = False) -> None:
 
     Example: expertctl base list --json
     """
-    bases = _open_base_store()
+    bases = open_base_store()
     known = bases.list_bases()
     if not known:
         note("no bases yet; add one with `expertctl base add DIR`")
     documents, rows = [], []
     for base in known:
-        state, routed = _check_state(bases, base), _read_routed_config(base)
+        state, routed = _check_state(bases, base), read_routed_config(base)
         documents.append({**_build_document(base, routed), "state": state})
         revision, size = base.identity.revision or "-", format_size(base.size)
         share = "-" if routed is None else f"{routed.used} of {routed.count}"
@@ -135,17 +135,13 @@ def remove(
     Example: expertctl base remove Qwen/Qwen3-0.6B
     """
     store = Store(load_settings().home.store)
-    removed = remove_base(name, bases=_open_base_store(), store=store, force=force)
+    removed = remove_base(name, bases=open_base_store(), store=store, force=force)
     warn(removed.warnings)
     emit({"removed": removed.ref}, f"removed {removed.ref}", as_json=as_json)
 
 
 app.command("plan")(plan)
 app.add_typer(profile_app, name="profile")
-
-
-def _open_base_store() -> BaseStore:
-    return BaseStore(load_settings().home.bases)
 
 
 def _count_bytes_to_read(directory: Path, copy: bool) -> int:
@@ -165,16 +161,6 @@ def _check_state(bases: BaseStore, base: StoredBase) -> str:
 def _get_engine_name(base: StoredBase) -> str:
     """Return the engine that runs a base; transformers may also run a native base."""
     return "transformers" if base.foreign else "native"
-
-
-def _read_routed_config(base: StoredBase) -> "ExpertsConfig | None":
-    """Return the routed experts of a native base; None if it has none, or cannot be read."""
-    from expertctl.package.model_config import read_model_config
-
-    try:
-        return None if base.foreign else read_model_config(base.path).experts
-    except ExpertError:  # the state of the base says so
-        return None
 
 
 def _build_document(base: StoredBase, routed: "ExpertsConfig | None") -> dict[str, object]:

@@ -19,6 +19,7 @@ from expertctl.cli.output import (
     JsonFlag,
     emit,
     format_count,
+    format_rate,
     format_table,
     make_printable,
     note,
@@ -77,16 +78,12 @@ def _format_row(row: "BenchRow") -> list[str]:
     return [
         f"{row.case}, {row.unit}",
         f"{row.threads}",
-        _format_number(row.rate.median),
-        f"{_format_number(row.rate.low)} to {_format_number(row.rate.high)}",
-        "" if row.roof is None else _format_number(row.roof),
+        format_rate(row.rate.median),
+        f"{format_rate(row.rate.low)} to {format_rate(row.rate.high)}",
+        "" if row.roof is None else format_rate(row.roof),
         "" if reach is None else f"{reach.share.median:.2f}",
         "" if reach is None else reach.bound,
     ]
-
-
-def _format_number(number: float) -> str:
-    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
 
 
 DEFAULT_DTYPE: Literal["bf16"] = "bf16"

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from expertctl.cli.base_profile import read_routed_config
 from expertctl.cli.engine import guard_engine_import, open_planner, resolve_base
 from expertctl.cli.help import expand_flags
 from expertctl.cli.output import (
     JsonFlag,
     emit,
     format_count,
+    format_percent,
+    format_rate,
     format_table,
     make_printable,
     note,
@@ -33,7 +36,7 @@ from expertctl.cli.run_options import (
     resolve_memory_budget,
     resolve_skip_cap,
 )
-from expertctl.errors import ExpertError, NotFoundError, UsageError
+from expertctl.errors import NotFoundError, UsageError
 from expertctl.settings import Settings, format_size, load_settings
 
 if TYPE_CHECKING:
@@ -88,22 +91,14 @@ def _format_row(result: "RoutedBenchResult", row: "RoutedBenchRow") -> list[str]
     return [
         f"{residence.slots} of {residence.experts}",
         "" if holding.is_whole else holding.miss,
-        _format_number(row.decode_rate.median),
-        _format_number(row.prefill_rate),
-        _format_percent(row.hit_rate),
-        _format_percent(row.report.fallback_rate),
-        _format_percent(row.report.skipped_share),
+        format_rate(row.decode_rate.median),
+        format_rate(row.prefill_rate),
+        format_percent(row.hit_rate),
+        format_percent(row.report.fallback_rate),
+        format_percent(row.report.skipped_share),
         f"{row.waited_ms_per_token:.2f} ms",
         format_size(row.memory),
     ]
-
-
-def _format_number(number: float) -> str:
-    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
-
-
-def _format_percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 DEFAULT_SHARES = "1.0,0.6,0.4"
@@ -308,23 +303,13 @@ def _measure(
 
 def _find_routed_base(bases: "Sequence[StoredBase]") -> str:
     """Return the first base that has routed experts."""
-    routed = [base for base in bases if _has_routed_experts(base)]
+    routed = [base for base in bases if read_routed_config(base) is not None]
     if not routed:
         raise NotFoundError(
             "no registered base has routed experts",
             hint="expertctl base add DIR adds one: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE or Dots1",
         )
     return routed[0].name
-
-
-def _has_routed_experts(base: "StoredBase") -> bool:
-    """Return whether a base that the native engine runs has routed experts."""
-    from expertctl.package.model_config import read_model_config
-
-    try:
-        return not base.foreign and read_model_config(base.path).experts is not None
-    except ExpertError:  # naming the base shows the error
-        return False
 
 
 def _draw_plot(result: "RoutedBenchResult", plot: Path | None) -> None:

@@ -12,6 +12,7 @@ from expertctl.cli.output import (
     format_table,
     make_note_once,
     show_progress,
+    truncate,
 )
 from expertctl.cli.process import FAILURE, UNREACHABLE, UNTRUSTED
 from expertctl.errors import ExpertError, OfflineError
@@ -159,7 +160,12 @@ def _format_bases(report: "MemoryReport") -> Iterator[str]:
 def _format_base_row(base: "BaseSize") -> tuple[str, ...]:
     weights = (_format_size(base.weights.get(dtype)) for dtype in _DTYPES)
     tokens = None if base.token is None else _TOKENS * base.token
-    return (_shorten(base.name), format_size(base.on_disk), *weights, _format_size(tokens))
+    return (
+        truncate(base.name, _MAX_NAME),
+        format_size(base.on_disk),
+        *weights,
+        _format_size(tokens),
+    )
 
 
 def _format_experts(report: "MemoryReport") -> Iterator[str]:
@@ -181,10 +187,6 @@ def _format_caches(report: "MemoryReport") -> Iterator[str]:
 
 def _format_size(size: int | None) -> str:
     return "-" if size is None else format_size(size)
-
-
-def _shorten(name: str) -> str:
-    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"
 
 
 def doctor(

@@ -3,25 +3,23 @@
 Torch is imported inside the functions, after all checks that can be made without it.
 """
 
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from expertctl.cli.engine import guard_engine_import, open_planner, resolve_base
 from expertctl.cli.help import expand_flags
-from expertctl.cli.output import JsonFlag, emit, format_table, note, show_counter, warn
+from expertctl.cli.output import JsonFlag, emit, format_table, note, quote, show_counter, warn
 from expertctl.cli.process import FAILURE
 from expertctl.cli.run_options import (
     Base,
     MemoryBudget,
     MissFlags,
     NumericsFlags,
-    NumericsOptions,
     check_cpu_only,
     resolve_memory_budget,
 )
@@ -36,7 +34,7 @@ from expertctl.package.evaluation import (
     read_evaluation_data,
 )
 from expertctl.schema.manifest import Evaluation
-from expertctl.settings import Settings, load_settings
+from expertctl.settings import load_settings
 
 if TYPE_CHECKING:
     from expertctl.engine.evaluation_result import (
@@ -46,9 +44,6 @@ if TYPE_CHECKING:
         ScoredAnswer,
     )
     from expertctl.package.evaluation import Interval
-
-
-_SHOWN_CHARACTERS = 300
 
 
 def build_evaluation_document(
@@ -183,27 +178,11 @@ def _format_wrong_answers(score: "AccuracyScore", show: int) -> list[str]:
         sample = answer.sample
         texts = {"prompt": sample.prompt, "wanted": sample.answer, "got": answer.text}
         lines.append(f"  line {sample.line}" + (f" ({sample.id})" if sample.id else ""))
-        lines += [f"    {label.ljust(6)}  {_quote(value)}" for label, value in texts.items()]
+        lines += [f"    {label.ljust(6)}  {quote(value)}" for label, value in texts.items()]
     return lines if shown else []
 
 
-def _quote(value: str) -> str:
-    cut = value if len(value) <= _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}…"
-    return json.dumps(cut, ensure_ascii=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingEvaluationOptions:
-    """The options of ``eval --routing``."""
-
-    data: Path
-    base: str | None
-    min_accuracy: float | None
-    show: int
-    plot: Path | None
-
-
-def evaluate_routing(options: RoutingEvaluationOptions, *, as_json: bool) -> str:
+def _evaluate_routing(path: Path, options: "EvaluationFlags", *, as_json: bool) -> str:
     """Measure the router and print the result; return how it misses ``min_accuracy``, if so."""
     from expertctl.cli.routing_evaluation import (
         build_routing_document,
@@ -217,7 +196,7 @@ def evaluate_routing(options: RoutingEvaluationOptions, *, as_json: bool) -> str
         from expertctl.cli.plot import check_plot_path
 
         check_plot_path(options.plot)
-    data = read_labelled_prompts(options.data)
+    data = read_labelled_prompts(path)
     settings = load_settings()
     base = resolve_base(options.base, settings, as_json=as_json)
     planner = open_planner(settings, as_json=as_json)
@@ -234,142 +213,98 @@ def evaluate_routing(options: RoutingEvaluationOptions, *, as_json: bool) -> str
     return describe_accuracy_shortfall(found, options.min_accuracy)
 
 
-EvaluationTarget = Annotated[
-    str | None,
-    typer.Argument(metavar="FILE|REF", help="A .expert file, or an installed expert."),
-]
-Data = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help='JSON Lines: {"prompt": "3 + 4", "answer": "7"} and more.'),
-]
-RoutingData = Annotated[
-    Path | None,
-    typer.Option(
-        "--routing",
-        metavar="FILE",
-        help='Measure routing: {"prompt": "Sort 2, 1", "expert": "acme/sorting"} or null.',
-    ),
-]
-Compose = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="REF[:WEIGHT]", help="Also apply this expert after it, as a chain; repeatable."
-    ),
-]
 MetricOption = Annotated[
     Metric,
     typer.Option(help="When an answer is right: equal, contained in it, or the same JSON value."),
 ]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option("--max-tokens", min=1, max=200_000, help="Default: the expert's setting, or 256."),
-]
-MinGain = Annotated[
-    float | None,
-    typer.Option("--min-gain", min=-1, max=1, help="Exit 1 when the gain is less than this."),
-]
-MinAccuracy = Annotated[
-    float | None,
-    typer.Option(
-        "--min-accuracy",
-        min=0,
-        max=1,
-        help="With --routing: exit 1 when the accuracy is less than this.",
-    ),
-]
-Show = Annotated[int, typer.Option(min=0, help="How many wrong answers to show.")]
-Plot = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Plot the scores to a .svg or .png file.")
-]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationFlags:
+    """What to measure, which minimum to require, and what to show."""
+
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="FILE|REF", help="A .expert file, or an installed expert."),
+    ] = None
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help='JSON Lines: {"prompt": "3 + 4", "answer": "7"} and more.'
+        ),
+    ] = None
+    routing: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='Measure routing: {"prompt": "Sort 2, 1", "expert": "acme/sorting"} or null.',
+        ),
+    ] = None
+    compose: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="REF[:WEIGHT]",
+            help="Also apply this expert after it, as a chain; repeatable.",
+        ),
+    ] = None
+    metric: MetricOption = "exact_match"
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, max=200_000, help="Default: the expert's setting, or 256."),
+    ] = None
+    min_gain: Annotated[
+        float | None, typer.Option(min=-1, max=1, help="Exit 1 when the gain is less than this.")
+    ] = None
+    min_accuracy: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="With --routing: exit 1 when the accuracy is less than this."
+        ),
+    ] = None
+    show: Annotated[int, typer.Option(min=0, help="How many wrong answers to show.")] = 3
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Plot the scores to a .svg or .png file."),
+    ] = None
+    base: Base = None
+    memory_budget: MemoryBudget = None
 
 
 @expand_flags
 def evaluate(
-    target: EvaluationTarget = None,
-    *,
-    data: Data = None,
-    routing: RoutingData = None,
-    compose: Compose = None,
-    metric: MetricOption = "exact_match",
-    max_tokens: MaxTokens = None,
-    min_gain: MinGain = None,
-    min_accuracy: MinAccuracy = None,
-    show: Show = 3,
-    plot: Plot = None,
-    base: Base = None,
-    memory_budget: MemoryBudget = None,
-    numerics: NumericsFlags,
-    miss: MissFlags,
-    as_json: JsonFlag = False,
+    options: EvaluationFlags, numerics: NumericsFlags, miss: MissFlags, as_json: JsonFlag = False
 ) -> None:
     """Measure an expert against its base, or routing.
 
     Example: expertctl eval starter/sorting --data held-out.jsonl --min-gain 0.5
     """
     answering = {
-        "FILE|REF": target,
-        "--data": data,
-        "--compose": compose,
-        "--max-tokens": max_tokens,
-        "--min-gain": min_gain,
-        "--memory-budget": memory_budget,
+        "FILE|REF": options.target,
+        "--data": options.data,
+        "--compose": options.compose,
+        "--max-tokens": options.max_tokens,
+        "--min-gain": options.min_gain,
+        "--memory-budget": options.memory_budget,
         "--dtype": numerics.dtype,
         "--adapter-dtype": numerics.adapter_dtype,
         "--deterministic": numerics.deterministic,
         "--moe-miss": None if miss.moe_miss == "exact" else miss.moe_miss,
         "--moe-skip-cap": miss.moe_skip_cap,
     }
-    if routing is not None:
+    if options.routing is not None:
         _reject_options(
             answering, "--routing measures which expert is chosen, and generates nothing"
         )
-        wished = RoutingEvaluationOptions(
-            data=routing, base=base, min_accuracy=min_accuracy, show=show, plot=plot
-        )
-        _exit_on_shortfall(evaluate_routing(wished, as_json=as_json), wrong="decisions")
+        shortfall = _evaluate_routing(options.routing, options, as_json=as_json)
+        _exit_on_shortfall(shortfall, wrong="decisions")
         return
-    _reject_options({"--min-accuracy": min_accuracy}, "applies only to --routing")
-    if target is None or data is None:
+    _reject_options({"--min-accuracy": options.min_accuracy}, "applies only to --routing")
+    if options.target is None or options.data is None:
         raise UsageError(
-            f"{'FILE|REF' if target is None else '--data'} is missing",
+            f"{'FILE|REF' if options.target is None else '--data'} is missing",
             hint="eval REF --data FILE measures an expert, eval --routing FILE the router",
         )
-    settings = load_settings()
-    held = numerics.resolve(settings)
-    budget = resolve_memory_budget(memory_budget, settings)
-    asked = _EvaluationOptions(
-        target,
-        data,
-        compose or (),
-        metric,
-        max_tokens,
-        min_gain,
-        show,
-        base,
-        held,
-        budget,
-        miss.moe_miss,
-        miss.resolve_cap(),
-    )
-    _evaluate_answers(asked, settings, plot=plot, as_json=as_json)
-
-
-@dataclass(frozen=True, slots=True)
-class _EvaluationOptions:
-    """The options of ``eval``."""
-
-    target: str
-    data: Path
-    compose: Sequence[str]
-    metric: Metric
-    max_tokens: int | None
-    min_gain: float | None
-    show: int
-    base: str | None
-    numerics: NumericsOptions
-    memory_budget: int | None
-    moe_miss: Literal["exact", "skip"]
-    moe_skip_cap: float
+    _evaluate_answers(options.target, options.data, options, numerics, miss, as_json=as_json)
 
 
 def _reject_options(options: Mapping[str, object], why: str) -> None:
@@ -380,17 +315,26 @@ def _reject_options(options: Mapping[str, object], why: str) -> None:
 
 
 def _evaluate_answers(
-    options: _EvaluationOptions, settings: Settings, *, plot: Path | None, as_json: bool
+    target: str,
+    data: Path,
+    options: EvaluationFlags,
+    numerics: NumericsFlags,
+    miss: MissFlags,
+    *,
+    as_json: bool,
 ) -> None:
     from expertctl.engine.request import parse_expert
 
+    settings = load_settings()
+    held = numerics.resolve(settings)
+    budget, cap = resolve_memory_budget(options.memory_budget, settings), miss.resolve_cap()
     check_cpu_only(settings, "eval")
-    if plot is not None:
+    if options.plot is not None:
         from expertctl.cli.plot import check_plot_path
 
-        check_plot_path(plot)
-    experts = [parse_expert(word) for word in (options.target, *options.compose)]
-    samples = read_evaluation_data(options.data, metric=options.metric)
+        check_plot_path(options.plot)
+    experts = [parse_expert(word) for word in (target, *(options.compose or ()))]
+    samples = read_evaluation_data(data, metric=options.metric)
     with guard_engine_import(as_json=as_json):
         from expertctl.engine.evaluation import EvaluationRequest
         from expertctl.engine.evaluation import evaluate as measure
@@ -400,25 +344,22 @@ def _evaluate_answers(
         compose=tuple(experts[1:]),
         base=resolve_base(options.base, settings, as_json=as_json),
         max_tokens=options.max_tokens,
-        dtype=options.numerics.dtype,
-        adapter_dtype=options.numerics.adapter_dtype,
-        deterministic=options.numerics.deterministic,
-        moe_miss=options.moe_miss,
-        moe_skip_cap=options.moe_skip_cap,
+        dtype=held.dtype,
+        adapter_dtype=held.adapter_dtype,
+        deterministic=held.deterministic,
+        moe_miss=miss.moe_miss,
+        moe_skip_cap=cap,
     )
-    planner, budget = open_planner(settings, as_json=as_json), options.memory_budget
+    planner = open_planner(settings, as_json=as_json)
     with show_counter("evaluating", request.answers, as_json=as_json) as report:
         found = measure(planner, request, budget=budget, progress=report, notify=note)
     warn((*found.warnings, *find_answer_warnings(found)))
-    if plot is not None:
+    if options.plot is not None:
         from expertctl.cli.plot import draw_evaluation
 
-        draw_evaluation(found, plot)
-    told, show = (
-        build_evaluation_document(found, show=options.show, min_gain=options.min_gain),
-        options.show,
-    )
-    emit(told, format_scores(found, show=show), as_json=as_json)
+        draw_evaluation(found, options.plot)
+    document = build_evaluation_document(found, show=options.show, min_gain=options.min_gain)
+    emit(document, format_scores(found, show=options.show), as_json=as_json)
     _exit_on_shortfall(describe_gain_shortfall(found, options.min_gain), wrong="answers")
 
 

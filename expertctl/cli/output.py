@@ -43,6 +43,7 @@ _MAX_LINES = 60
 _GAP, _BELOW_INDENT = "  ", "    "
 _UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?i?B|ms|s|%)(?!\w))")
 """The space between a number and its unit, where no line is broken."""
+_QUOTED_CHARACTERS = 300
 _PRINT_LOCK = Lock()
 _UNBROKEN_SPACE = "\0"
 """Stands for a space at which no line is broken; `make_printable` removes it from any text."""
@@ -194,6 +195,27 @@ def _align(cells: Sequence[str], widths: Sequence[int]) -> str:
 def format_count(count: int, thing: str) -> str:
     """Return a number with its noun: ``1 expert``, ``2 experts``."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+def format_percent(share: float | None) -> str:
+    """Return a share of 1 as a percentage; ``-`` for None."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def format_rate(number: float) -> str:
+    """Return a rate with one decimal, or none from 100 on."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
+
+
+def truncate(text: str, limit: int) -> str:
+    """Return a text of at most ``limit`` characters; an ellipsis ends one that was cut."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def quote(text: str) -> str:
+    """Return the first 300 characters as a JSON string, so that spaces and line ends show."""
+    cut = text if len(text) <= _QUOTED_CHARACTERS else f"{text[:_QUOTED_CHARACTERS]}…"
+    return json.dumps(cut, ensure_ascii=False)
 
 
 @contextmanager

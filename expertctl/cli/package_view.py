@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from expertctl.cli.output import JsonFlag, emit, format_table, note, show_progress
+from expertctl.cli.output import JsonFlag, emit, format_table, note, show_progress, truncate
 from expertctl.digest import FileDigest, Progress
 from expertctl.messages import to_single_line
 from expertctl.package.adapter import KIND_NAMES, AdapterSpec, Dora, Ia3, Lora, SoftPrompt
@@ -322,8 +322,7 @@ def _format_value(value: JsonValue) -> str:
 
 def _shorten(text: str) -> str:
     """Return a package's text on one line, cut if it is long."""
-    line = " ".join(text.split())
-    return line if len(line) <= _MAX_VALUE else f"{line[: _MAX_VALUE - 1]}…"
+    return truncate(" ".join(text.split()), _MAX_VALUE)
 
 
 def _format_file_change(change: FileChange) -> str:

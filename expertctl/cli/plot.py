@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from expertctl.cli.output import format_count, make_printable, write_file
+from expertctl.cli.output import format_count, make_printable, truncate, write_file
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.package.evaluation import format_correct_count
 from expertctl.package.write import require_folder
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _FORMATS = (".svg", ".png")
 _AXIS_END = 1.42
 """End of the axis of shares: beyond 1 there is room for the figures beside the bars."""
-_INK, _FAINT = "#222222", "#dddddd"
+INK, FAINT = "#222222", "#dddddd"
 _ROW, _BAR = 0.55, 0.34
 _TITLE_CHARACTERS, _LABEL_CHARACTERS = 64, 30
 _BASE, _EXPERT, _OTHER, _CHAIN = "#9aa0a6", "#2a6fb0", "#8fb8de", "#d9822b"
@@ -92,13 +92,13 @@ def build_evaluation_figure(result: "EvaluationResult") -> "Figure":
     above = [score.interval.high - score.share for score in scores]
     axes.barh(places, shares, color=_choose_colours(result), height=_BAR, zorder=2)
     axes.errorbar(
-        shares, places, xerr=[below, above], fmt="none", ecolor=_INK, elinewidth=1.2, capsize=3.5
+        shares, places, xerr=[below, above], fmt="none", ecolor=INK, elinewidth=1.2, capsize=3.5
     )
     axes.set_yticks(places, labels, parse_math=False)
     _write_shares(axes, zip(places, scores, strict=True))
     _style_axes(axes, result)
     figure.suptitle(
-        _format_title(result), x=0.01, ha="left", fontsize=12, color=_INK, parse_math=False
+        _format_title(result), x=0.01, ha="left", fontsize=12, color=INK, parse_math=False
     )
     return figure
 
@@ -110,7 +110,7 @@ def _write_shares(axes: "Axes", placed: Iterable[tuple[float, "AccuracyScore"]])
             place,
             format_correct_count(score.right_count, len(score.answers)),
             va="center",
-            color=_INK,
+            color=INK,
             fontsize=10,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
@@ -118,13 +118,13 @@ def _write_shares(axes: "Axes", placed: Iterable[tuple[float, "AccuracyScore"]])
 
 def _style_axes(axes: "Axes", result: "EvaluationResult") -> None:
     measured = f"right answers ({result.data.metric}), with 95 % intervals"
-    axes.set_xlabel(measured, color=_INK, fontsize=10)
+    axes.set_xlabel(measured, color=INK, fontsize=10)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
-    axes.grid(axis="x", color=_FAINT, linewidth=0.8, zorder=0)
-    axes.tick_params(length=0, labelcolor=_INK, labelsize=10)
+    axes.grid(axis="x", color=FAINT, linewidth=0.8, zorder=0)
+    axes.tick_params(length=0, labelcolor=INK, labelsize=10)
     for side in ("top", "right", "bottom"):
         axes.spines[side].set_visible(False)
-    axes.spines["left"].set_color(_INK)
+    axes.spines["left"].set_color(INK)
 
 
 def _choose_colours(result: "EvaluationResult") -> list[str]:
@@ -133,8 +133,7 @@ def _choose_colours(result: "EvaluationResult") -> list[str]:
 
 
 def _format_title(result: "EvaluationResult") -> str:
-    data = result.data.path.name
-    shown = data if len(data) <= _TITLE_CHARACTERS else f"{data[: _TITLE_CHARACTERS - 1]}…"
+    shown = truncate(result.data.path.name, _TITLE_CHARACTERS)
     named = f"{result.expert.name} on {shown}, n = {len(result.data.samples)}"
     return "\n".join(textwrap.wrap(make_printable(named), _TITLE_CHARACTERS))
 
@@ -150,7 +149,7 @@ def _build_metadata(kind: str) -> dict[str, str | None]:
     return {"Date": None} if kind == "svg" else {"Software": None}
 
 
-_ROOFLINE_INK, _ROOFLINE_FAINT, _ROOFLINE_GREY = "#222222", "#e4e4e4", "#8a8f94"
+_ROOFLINE_FAINT, _ROOFLINE_GREY = "#e4e4e4", "#8a8f94"
 _WRITE, _READ = "#d9822b", "#2a6fb0"
 _MARKS, _DASHES = "osD^vP*X", ("--", "-.", ":")
 _MARGIN_FACTOR = 5.0
@@ -193,7 +192,7 @@ def _draw_roofs(axes: "Axes", result: "BenchResult", span: tuple[float, float]) 
         axes.plot(
             intensities,
             [roof.attainable_rate(each) / 1e9 for each in intensities],
-            color=_ROOFLINE_INK if last else _ROOFLINE_GREY,
+            color=INK if last else _ROOFLINE_GREY,
             linewidth=1.8 if last else 1.2,
             linestyle="-" if last else _DASHES[number % len(_DASHES)],
             zorder=2,
@@ -242,18 +241,18 @@ def _format_number(value: float) -> str:
 def _style_roofline_axes(axes: "Axes", result: "BenchResult") -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: _format_number(value))
-    axes.set_xlabel("operations per byte read", color=_ROOFLINE_INK, fontsize=10)
-    axes.set_ylabel("GFLOP/s", color=_ROOFLINE_INK, fontsize=10)
+    axes.set_xlabel("operations per byte read", color=INK, fontsize=10)
+    axes.set_ylabel("GFLOP/s", color=INK, fontsize=10)
     axes.grid(which="major", color=_ROOFLINE_FAINT, linewidth=0.8, zorder=0)
-    axes.tick_params(which="both", length=0, labelcolor=_ROOFLINE_INK, labelsize=9)
-    axes.legend(loc="lower right", frameon=False, fontsize=8.5, labelcolor=_ROOFLINE_INK)
+    axes.tick_params(which="both", length=0, labelcolor=INK, labelsize=9)
+    axes.legend(loc="lower right", frameon=False, fontsize=8.5, labelcolor=INK)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     title = make_printable(f"{result.what}, {result.dtype}\non {result.cpu}")
-    axes.set_title(title, loc="left", fontsize=11, color=_ROOFLINE_INK, parse_math=False)
+    axes.set_title(title, loc="left", fontsize=11, color=INK, parse_math=False)
 
 
-_HIT_RATE_INK, _NEVER, _COUNTED_LINE = "#222222", "#d9d9d9", "#d03b2f"
+_NEVER, _COUNTED_LINE = "#d9d9d9", "#d03b2f"
 _COLOUR_MAP = "viridis"
 _PANEL, _LAYER = 1.1, 0.16
 """Height of a panel without its layers, and of one layer, in inches."""
@@ -286,10 +285,10 @@ def build_hit_rate_figure(result: "RoutedBenchResult") -> "Figure":
     told = (
         "; the figures count only what is right of the line" if rows[0].first_counted_token else ""
     )
-    panels[-1].set_xlabel(f"tokens generated{told}", color=_HIT_RATE_INK, fontsize=9)
+    panels[-1].set_xlabel(f"tokens generated{told}", color=INK, fontsize=9)
     _draw_colour_bar(figure, panels, meshes[-1])
     title = make_printable(f"{result.what}, {result.dtype}: {result.texts}")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=_HIT_RATE_INK, parse_math=False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK, parse_math=False)
     return figure
 
 
@@ -310,13 +309,11 @@ def _draw_panel(axes: "Axes", row: "RoutedBenchRow") -> "QuadMesh":
     axes.invert_yaxis()
     places = _choose_label_places(len(line.layers))
     axes.set_yticks([place + 0.5 for place in places], [str(line.layers[p]) for p in places])
-    axes.set_ylabel("layer", color=_HIT_RATE_INK, fontsize=9)
-    axes.tick_params(length=0, labelcolor=_HIT_RATE_INK, labelsize=8.5)
+    axes.set_ylabel("layer", color=INK, fontsize=9)
+    axes.tick_params(length=0, labelcolor=INK, labelsize=8.5)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.set_title(
-        _format_panel_title(row), loc="left", fontsize=9.5, color=_HIT_RATE_INK, parse_math=False
-    )
+    axes.set_title(_format_panel_title(row), loc="left", fontsize=9.5, color=INK, parse_math=False)
     return mesh
 
 
@@ -337,6 +334,6 @@ def _choose_label_places(layers: int) -> list[int]:
 def _draw_colour_bar(figure: "Figure", panels: list["Axes"], mesh: "QuadMesh") -> None:
     scale = figure.colorbar(mesh, ax=panels, fraction=0.04, pad=0.02, aspect=30)
     scale.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0 %", "25 %", "50 %", "75 %", "100 %"])
-    scale.set_label("routed slots whose expert was in memory", color=_HIT_RATE_INK, fontsize=9)
-    scale.ax.tick_params(length=0, labelcolor=_HIT_RATE_INK, labelsize=8.5)
+    scale.set_label("routed slots whose expert was in memory", color=INK, fontsize=9)
+    scale.ax.tick_params(length=0, labelcolor=INK, labelsize=8.5)
     scale.outline.set_visible(False)

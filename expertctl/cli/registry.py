@@ -24,14 +24,9 @@ from expertctl.settings import format_size, load_settings, parse_size
 from expertctl.trust.keys import KeyRing
 from expertctl.trust.trust_store import PublisherIdentity, TrustStore
 
-
-def _make_group(text: str) -> CommandGroup:
-    return CommandGroup(text)
-
-
-user_app = _make_group("Manage the accounts of a registry.")
-namespace_app = _make_group("Manage namespaces: publishers, readers and quotas.")
-keys_app = _make_group("Manage the keys that may sign in a namespace.")
+user_app = CommandGroup("Manage the accounts of a registry.")
+namespace_app = CommandGroup("Manage namespaces: publishers, readers and quotas.")
+keys_app = CommandGroup("Manage the keys that may sign in a namespace.")
 
 NamespaceName = Annotated[str, typer.Argument(metavar="NAMESPACE", help="Such as acme.")]
 NamespaceOption = Annotated[

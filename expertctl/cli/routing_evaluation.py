@@ -1,10 +1,9 @@
 """Formats a routing evaluation: the document of ``eval --routing --json``, and the text."""
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from expertctl.cli.output import format_count, format_table
+from expertctl.cli.output import format_count, format_percent, format_table, quote
 from expertctl.routing.score import (
     OperatingPoint,
     bin_by_confidence,
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 NO_EXPERT = "none"
 """Stands for the base alone in a list of experts."""
 
-_SHOWN_CHARACTERS = 300
 _SHOWN_PAIRS = 10
 _SHOWN_COVERAGES = (1.0, 0.9, 0.8, 0.7, 0.5)
 
@@ -93,9 +91,7 @@ def describe_accuracy_shortfall(result: "RoutingEvaluation", min_accuracy: float
 def list_confusions(result: "RoutingEvaluation") -> list[tuple[str, str, int]]:
     """Return wanted expert, answering expert and count of each confusion, most frequent first."""
     cells = [
-        (_format_expert(w), _format_expert(g), n)
-        for (w, g), n in result.confusion.items()
-        if w != g
+        (format_expert(w), format_expert(g), n) for (w, g), n in result.confusion.items() if w != g
     ]
     return sorted(cells, key=lambda cell: (-cell[2], cell))
 
@@ -127,7 +123,7 @@ def _build_expert_document(score: "ExpertScore") -> dict[str, object]:
 
 def _build_confusion_document(result: "RoutingEvaluation") -> list[dict[str, object]]:
     cells = [
-        (_format_expert(w), _format_expert(g), w, g, n) for (w, g), n in result.confusion.items()
+        (format_expert(w), format_expert(g), w, g, n) for (w, g), n in result.confusion.items()
     ]
     return [
         {"wanted": w and str(w), "got": g and str(g), "n": n} for _, _, w, g, n in sorted(cells)
@@ -188,7 +184,8 @@ def _build_wrong_document(decision: "EvaluatedPrompt") -> dict[str, object]:
     }
 
 
-def _format_expert(expert: "PackageName | None") -> str:
+def format_expert(expert: "PackageName | None") -> str:
+    """Return the name of an expert, or `NO_EXPERT`."""
     return NO_EXPERT if expert is None else str(expert)
 
 
@@ -230,7 +227,7 @@ def _format_risk_curve(result: "RoutingEvaluation") -> str:
     rows = [
         [
             f"{100 * point.coverage:.0f} %",
-            "-" if point.risk is None else f"{100 * point.risk:.1f} %",
+            format_percent(point.risk),
             "-" if point.threshold is None else f"{point.threshold:.2f}",
         ]
         for point in shown
@@ -257,8 +254,8 @@ def _format_wrong_decisions(result: "RoutingEvaluation", show: int) -> list[str]
     for decision in shown:
         prompt = decision.prompt
         lines.append(f"  line {prompt.line}" + (f" ({prompt.id})" if prompt.id else ""))
-        lines.append(f"    prompt  {_quote(prompt.prompt)}")
-        lines.append(f"    wanted  {_format_expert(prompt.expert)}")
+        lines.append(f"    prompt  {quote(prompt.prompt)}")
+        lines.append(f"    wanted  {format_expert(prompt.expert)}")
         lines.append(f"    got     {_format_outcome(decision)}")
     return ["\n".join(lines)] if shown else []
 
@@ -270,8 +267,3 @@ def _format_outcome(decision: "EvaluatedPrompt") -> str:
     if decision.expert is None:
         return f"{NO_EXPERT}; first was {decision.first}: {decision.reason}"
     return f"{decision.expert}: {decision.reason}"
-
-
-def _quote(value: str) -> str:
-    cut = value if len(value) <= _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}…"
-    return json.dumps(cut, ensure_ascii=False)

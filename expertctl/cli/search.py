@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.connection import Connection, RegistryOption, connect, has_registry
-from expertctl.cli.output import JsonFlag, emit, format_table, note
+from expertctl.cli.output import JsonFlag, emit, format_table, note, truncate
 from expertctl.cli.package_view import build_manifest_rows
 from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError, NotFoundError, RegistryError, TrustError, UsageError
@@ -377,7 +377,7 @@ def _format_hits(hits: Sequence[PackageHit]) -> str:
             to_single_line("+".join(hit.kinds)),
             to_single_line(hit.base),
             str(hit.downloads),
-            _truncate(_format_hit_state(hit) + to_single_line(hit.description)),
+            truncate(_format_hit_state(hit) + to_single_line(hit.description), _MAX_DESCRIPTION),
         ]
         for hit in hits
     ]
@@ -390,7 +390,3 @@ def _format_hit_state(hit: PackageHit) -> str:
         return ""
     why = f": {to_single_line(hit.revoked)}" if hit.revoked else ""
     return f"(key revoked{why}) "
-
-
-def _truncate(text: str) -> str:
-    return text if len(text) <= _MAX_DESCRIPTION else f"{text[: _MAX_DESCRIPTION - 1]}…"

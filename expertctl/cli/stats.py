@@ -472,8 +472,8 @@ def _build_expert_document(used: UsedExpert, judgement: _Judgement) -> dict[str,
     return {
         "ref": used.ref,
         "content_digest": str(used.content_digest),
-        "success_before": _round_rate(before),
-        "success": _round_rate(after),
+        "success_before": _round(before, 4),
+        "success": _round(after, 4),
     }
 
 
@@ -488,10 +488,6 @@ def _format_expert(used: UsedExpert, judgement: _Judgement) -> str:
     before, after = judgement.compare_rates(used)
     told = f"success at {judgement.job.task} {_format_rate(after)}, before {_format_rate(before)}"
     return f"  {used.ref}: {told}"
-
-
-def _round_rate(rate: float | None) -> float | None:
-    return None if rate is None else round(rate, 4)
 
 
 def _format_rate(rate: float | None) -> str:
