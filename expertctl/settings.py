@@ -7,10 +7,12 @@ take precedence, in `expertctl.cli`. Nothing here creates or writes a file.
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from expertctl.errors import InvalidPackageError, StoreError, UsageError
 from expertctl.reference import PackageName
@@ -358,7 +360,7 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         registry=values.get("registry"),
         offline=parse_switch("offline", values.get("offline", "no")),
         base=values.get("base"),
-        ca_file=Path(values["ca_file"]).expanduser() if "ca_file" in values else None,
+        ca_file=_parse_path(values["ca_file"]) if "ca_file" in values else None,
         allow_http=parse_switch("allow_http", values.get("allow_http", "no")),
         minimum_release_age=parse_age(age) if age else None,
         minimum_release_age_exclude=parse_names(values.get("minimum_release_age_exclude", "")),
@@ -375,40 +377,36 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     )
 
 
+def _parse_path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+_SERVE_PARSERS: dict[str, Callable[[str], Any]] = {
+    "base": str,
+    "host": str,
+    "url": str,
+    "port": partial(parse_count, "serve_port"),
+    "rows": partial(parse_count, "serve_rows"),
+    "queue": partial(parse_count, "serve_queue"),
+    "prefix_cache_memory": parse_size,
+    "timeout": partial(parse_seconds, "serve_timeout"),
+    "behind": partial(parse_seconds, "serve_behind"),
+    "completions_special_tokens": partial(parse_switch, "serve_completions_special_tokens"),
+    "aliases": parse_list,
+    "allowed_hosts": parse_list,
+    "allowed_origins": parse_list,
+    "strict_fields": partial(parse_switch, "serve_strict_fields"),
+    "json_instruction": partial(parse_switch, "serve_json_instruction"),
+    "tls_cert": _parse_path,
+    "tls_key": _parse_path,
+}
+"""Field of `ServeDefaults` → parser of the setting ``serve_…``."""
+
+
 def _read_serve_defaults(values: Mapping[str, str]) -> ServeDefaults:
-    def count(key: str) -> int | None:
-        return parse_count(key, values[key]) if key in values else None
-
-    def size(key: str) -> int | None:
-        return parse_size(values[key]) if key in values else None
-
-    def seconds(key: str) -> float | None:
-        return parse_seconds(key, values[key]) if key in values else None
-
-    def switch(key: str) -> bool | None:
-        return parse_switch(key, values[key]) if key in values else None
-
-    def path(key: str) -> Path | None:
-        return Path(values[key]).expanduser() if key in values else None
-
+    given = {name: values.get(f"serve_{name}") for name in _SERVE_PARSERS}
     return ServeDefaults(
-        base=values.get("serve_base"),
-        host=values.get("serve_host"),
-        port=count("serve_port"),
-        url=values.get("serve_url"),
-        rows=count("serve_rows"),
-        queue=count("serve_queue"),
-        prefix_cache_memory=size("serve_prefix_cache_memory"),
-        timeout=seconds("serve_timeout"),
-        behind=seconds("serve_behind"),
-        completions_special_tokens=switch("serve_completions_special_tokens"),
-        aliases=parse_list(values.get("serve_aliases", "")),
-        allowed_hosts=parse_list(values.get("serve_allowed_hosts", "")),
-        allowed_origins=parse_list(values.get("serve_allowed_origins", "")),
-        strict_fields=parse_switch("serve_strict_fields", values.get("serve_strict_fields", "no")),
-        json_instruction=switch("serve_json_instruction"),
-        tls_cert=path("serve_tls_cert"),
-        tls_key=path("serve_tls_key"),
+        **{name: _SERVE_PARSERS[name](text) for name, text in given.items() if text is not None}
     )
 
 

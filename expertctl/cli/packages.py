@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from expertctl.cli.engine import find_base_or_folder
 from expertctl.cli.evaluation import MetricOption, measure_build
+from expertctl.cli.help import expand_flags
 from expertctl.cli.output import JsonFlag, emit, note, show_progress, warn
 from expertctl.cli.package_view import (
     PackageTarget,
@@ -48,8 +50,7 @@ from expertctl.package.evaluation import read_evaluation_data
 from expertctl.package.frame import FASTEST_LEVEL, LEVELS
 from expertctl.package.read import is_file_name
 from expertctl.package.verify import verify_contents
-from expertctl.package.write import check_target, sign_package
-from expertctl.package.write import unpack_package as unpack_package
+from expertctl.package.write import check_target, sign_package, unpack_package
 from expertctl.reference import PackageName, Reference, Version
 from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.settings import Settings, load_settings
@@ -89,13 +90,8 @@ def export(
     if len(targets) > 1 or (output is not None and output.suffix == SET_SUFFIX):
         _export_set(targets, output, "oci" if oci else "set", peft=peft, as_json=as_json)
     else:
-        _export_one(targets[0], output, _get_format(oci=oci, peft=peft), as_json=as_json)
-
-
-def _get_format(*, oci: bool, peft: bool) -> ExportFormat:
-    if peft:
-        return "peft"
-    return "oci" if oci else "expert"
+        form: ExportFormat = "peft" if peft else "oci" if oci else "expert"
+        _export_one(targets[0], output, form, as_json=as_json)
 
 
 def _export_one(target: str, output: Path | None, form: ExportFormat, *, as_json: bool) -> None:
@@ -158,37 +154,50 @@ Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="The directory that PEFT saved the adapter to.")
 ]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A .expert file.")]
-Name = Annotated[
-    str | None,
-    typer.Option("--name", metavar="NS/NAME", help="The package's name; default local/DIR."),
-]
-VersionOption = Annotated[
-    str | None, typer.Option("--version", metavar="X.Y.Z", help="Its version; default 0.1.0.")
-]
-Description = Annotated[
-    str | None, typer.Option("--description", metavar="TEXT", help="What the expert does.")
-]
-License = Annotated[
-    str | None, typer.Option("--license", metavar="SPDX", help="Its licence, such as Apache-2.0.")
-]
-Base = Annotated[
-    str | None,
-    typer.Option(
-        "--base",
-        metavar="NAME|DIR",
-        help="The base it was trained on: one you added, or a Hugging Face directory; "
-        "./NAME is always the directory.",
-    ),
-]
 
 
+@dataclass(frozen=True, slots=True)
+class ManifestFlags:
+    """Values of the manifest; they replace those of expert.json."""
+
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NS/NAME", help="The package's name; default local/DIR."),
+    ] = None
+    version: Annotated[
+        str | None, typer.Option(metavar="X.Y.Z", help="Its version; default 0.1.0.")
+    ] = None
+    description: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What the expert does.")
+    ] = None
+    license_: Annotated[
+        str | None,
+        typer.Option("--license", metavar="SPDX", help="Its licence, such as Apache-2.0."),
+    ] = None
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|DIR",
+            help="The base it was trained on: one you added, or a Hugging Face directory; "
+            "./NAME is always the directory.",
+        ),
+    ] = None
+
+    def parse(self) -> ManifestOverrides:
+        """Return the parsed values; those of files are checked later."""
+        return ManifestOverrides(
+            str(PackageName.parse(self.name)) if self.name is not None else None,
+            str(Version.parse(self.version)) if self.version is not None else None,
+            self.description,
+            self.license_,
+        )
+
+
+@expand_flags
 def init(
     directory: Directory,
-    name: Name = None,
-    version: VersionOption = None,
-    description: Description = None,
-    license_: License = None,
-    base: Base = None,
+    *,
+    manifest: ManifestFlags,
     examples: Annotated[
         Path | None,
         typer.Option(
@@ -202,12 +211,12 @@ def init(
 
     Example: expertctl init my-lora --name acme/sql-gen --base Qwen/Qwen3-0.6B
     """
-    overrides = _parse_overrides(name, version, description, license_)
+    overrides = manifest.parse()
     path = directory / MANIFEST_PATH
     if path.exists():
         raise UsageError(f"{path} exists already", hint="edit it, or remove it first")
     prompts = read_example_prompts(examples) if examples is not None else []
-    facts = _find_base_facts(directory, base, as_json=as_json)
+    facts = _find_base_facts(directory, manifest.base, as_json=as_json)
     draft = building.draft_manifest(directory, overrides, base=facts, examples=prompts)
     _note_shortened_name(directory, overrides)
     write_atomic(path, encode_manifest(draft))
@@ -217,8 +226,10 @@ def init(
     emit(document, f"wrote {path}", as_json=as_json)
 
 
+@expand_flags
 def build(
     directory: Directory,
+    *,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Default: NAME-VERSION.expert here."),
@@ -226,11 +237,7 @@ def build(
     sign: Annotated[
         str | None, typer.Option("--sign", metavar="KEY", help="Sign with one of your keys.")
     ] = None,
-    name: Name = None,
-    version: VersionOption = None,
-    description: Description = None,
-    license_: License = None,
-    base: Base = None,
+    manifest: ManifestFlags,
     level: Annotated[
         int,
         typer.Option(
@@ -259,13 +266,13 @@ def build(
 
     Example: expertctl build my-lora/ -o my.expert --sign me
     """
-    overrides = _parse_overrides(name, version, description, license_)
+    overrides = manifest.parse()
     settings = load_settings()
     key = _load_private_key(settings, sign) if sign else None
     if task is not None and evaluate is None:
         raise UsageError("--task names what --eval measures", hint="add --eval DATA")
     samples = read_evaluation_data(evaluate, metric=metric) if evaluate is not None else None
-    facts = _find_base_facts(directory, base, as_json=as_json)
+    facts = _find_base_facts(directory, manifest.base, as_json=as_json)
     with show_progress("checking", _measure_weights(directory), as_json=as_json) as report:
         plan = building.plan_build(directory, overrides, base=facts, progress=report)
     _note_shortened_name(directory, overrides)
@@ -354,18 +361,6 @@ def unpack(
 def _parse_expected(target: str) -> Reference | None:
     wanted = None if is_file_name(target) else parse_wanted(target)
     return wanted if isinstance(wanted, Reference) else None
-
-
-def _parse_overrides(
-    name: str | None, version: str | None, description: str | None, license_: str | None
-) -> ManifestOverrides:
-    """Return the parsed values of options; those of files are checked later."""
-    return ManifestOverrides(
-        str(PackageName.parse(name)) if name is not None else None,
-        str(Version.parse(version)) if version is not None else None,
-        description,
-        license_,
-    )
 
 
 def _find_base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFacts | None:

@@ -255,16 +255,12 @@ def stats(
     warn(catalogue.notes)
     if not tally.runs.jobs:
         note("no runs yet; try `expertctl run PROMPT`")
-    emit(_build_stats_document(tally, gains), _render_stats(tally), as_json=as_json)
+    text = format_stats(tally, TerminalCanvas.for_stdout()) if tally.runs.jobs else ""
+    emit(_build_stats_document(tally, gains), text, as_json=as_json)
 
 
 def _get_today() -> date:
     return datetime.now().astimezone().date()
-
-
-def _render_stats(tally: RunStatistics) -> str:
-
-    return format_stats(tally, TerminalCanvas.for_stdout()) if tally.runs.jobs else ""
 
 
 def _build_stats_document(tally: RunStatistics, gains: Sequence[PairGain]) -> _Document:
