@@ -64,11 +64,11 @@ def _format_header(result: "BenchResult") -> list[str]:
         "experts": work.expert_bytes,
         "keys and values": work.kv_bytes,
     }
-    told = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
+    reads = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
     return [
         make_printable(f"{result.what}, {result.dtype}"),
         f"{result.costs.numbers / 1e6:.1f} million weights are multiplied for a token",
-        f"a token after {result.context} reads {format_size(work.nbytes)}: {told}",
+        f"a token after {result.context} reads {format_size(work.nbytes)}: {reads}",
         make_printable(f"on {result.cpu}"),
     ]
 
@@ -171,11 +171,11 @@ def bench(
     held = NumericsFlags(dtype, adapter_dtype, deterministic=False).resolve(settings)
     budget = resolve_memory_budget(memory_budget, settings)
     base = resolve_base(base, settings, as_json=as_json)
-    asked = _BenchOptions(base, shape, tuple(expert or ()), held, budget)
-    asked.check()
+    subject_options = _BenchOptions(base, shape, tuple(expert or ()), held, budget)
+    subject_options.check()
     _check_plot(plot)
     wanted = _build_request(tokens, context, prompt_tokens, threads, rounds, as_json=as_json)
-    with _open_subject(asked, wanted, settings, as_json=as_json) as subject:
+    with _open_subject(subject_options, wanted, settings, as_json=as_json) as subject:
         from expertctl.engine.bench import run_bench
 
         with show_counter("measuring", wanted.run_count, as_json=as_json) as report:

@@ -75,14 +75,14 @@ def _format_header(result: "RoutedBenchResult") -> list[str]:
 def _format_start_options(result: "RoutedBenchResult") -> list[str]:
     """Return the warm-up options that were given, and the skip cap where experts may be skipped."""
     wishes = result.start
-    told = [] if wishes.profile is None else [f"starts with {wishes.profile}"]
-    told += [] if wishes.pins is None else [f"pins {wishes.pins}"]
-    told += [f"exchanges {wishes.exchange:g}"] if wishes.exchange else []
-    told += ["all slots filled first"] if wishes.warmup == "full" else []
+    parts = [] if wishes.profile is None else [f"starts with {wishes.profile}"]
+    parts += [] if wishes.pins is None else [f"pins {wishes.pins}"]
+    parts += [f"exchanges {wishes.exchange:g}"] if wishes.exchange else []
+    parts += ["all slots filled first"] if wishes.warmup == "full" else []
     cap = result.skip_cap
-    told += [] if cap is None else [f"skips up to {cap:g} of a token's router weight"]
-    told += [] if result.cold == "auto" else [f"cold experts: {result.cold}"]
-    return [make_printable("; ".join(told))] if told else []
+    parts += [] if cap is None else [f"skips up to {cap:g} of a token's router weight"]
+    parts += [] if result.cold == "auto" else [f"cold experts: {result.cold}"]
+    return [make_printable("; ".join(parts))] if parts else []
 
 
 def _format_row(result: "RoutedBenchResult", row: "RoutedBenchRow") -> list[str]:

@@ -121,7 +121,7 @@ def chat(
     from expertctl.routing.request import check_request
 
     settings = load_settings()
-    held = numerics.resolve(settings)
+    resolved = numerics.resolve(settings)
     chosen = resolve_device(device, settings)
     first = _read_first_message(prompt, body)
     message = UserMessage(prompt="?", body=first.body, template=template)
@@ -131,7 +131,7 @@ def chat(
         settings,
         experts=experts,
         sampling=sampling,
-        numerics=held,
+        numerics=resolved,
         miss=miss,
         device=chosen,
         memory_budget=memory_budget,
@@ -228,7 +228,7 @@ class _ChatSession:
             self._print_turns()
             raise
         self._print_turns()
-        with suppress(UsageError):  # an interrupted answer may still be held
+        with suppress(UsageError):  # an interrupted answer may still be resolved
             self.on_close()
         return OK if self._interactive else self._exit_code
 

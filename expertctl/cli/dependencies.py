@@ -147,9 +147,9 @@ def update(
     worklist = find_requirement_list(settings.home, Path.cwd())
     fresh = _parse_update_names(worklist, refs or [])
     with open_sources(settings, target.trust, notify=make_note_once()) as sources:
-        lend = make_progress_factory("updating", as_json=as_json)
+        open_progress = make_progress_factory("updating", as_json=as_json)
         done, changes = install_requirement_list(
-            worklist, target, sources, lend, get_release_age(settings), fresh=fresh
+            worklist, target, sources, open_progress, get_release_age(settings), fresh=fresh
         )
         learnt = build_findings_document(done, sources)
     print_notices(done)

@@ -208,8 +208,8 @@ def _evaluate_routing(path: Path, options: "EvaluationFlags", *, as_json: bool) 
         from expertctl.cli.routing_plot import build_routing_figure
 
         write_figure(lambda: build_routing_figure(found), options.plot)
-    told = build_routing_document(found, show=options.show, min_accuracy=options.min_accuracy)
-    emit(told, format_routing_evaluation(found, show=options.show), as_json=as_json)
+    document = build_routing_document(found, show=options.show, min_accuracy=options.min_accuracy)
+    emit(document, format_routing_evaluation(found, show=options.show), as_json=as_json)
     return describe_accuracy_shortfall(found, options.min_accuracy)
 
 
@@ -276,7 +276,7 @@ def evaluate(
 ) -> None:
     """Measure an expert against its base, or routing.
 
-    Example: expertctl eval starter/sorting --data held-out.jsonl --min-gain 0.5
+    Example: expertctl eval starter/sorting --data resolved-out.jsonl --min-gain 0.5
     """
     answering = {
         "FILE|REF": options.target,
@@ -326,7 +326,7 @@ def _evaluate_answers(
     from expertctl.engine.request import parse_expert
 
     settings = load_settings()
-    held = numerics.resolve(settings)
+    resolved = numerics.resolve(settings)
     budget, cap = resolve_memory_budget(options.memory_budget, settings), miss.resolve_cap()
     check_cpu_only(settings, "eval")
     if options.plot is not None:
@@ -344,9 +344,9 @@ def _evaluate_answers(
         compose=tuple(experts[1:]),
         base=resolve_base(options.base, settings, as_json=as_json),
         max_tokens=options.max_tokens,
-        dtype=held.dtype,
-        adapter_dtype=held.adapter_dtype,
-        deterministic=held.deterministic,
+        dtype=resolved.dtype,
+        adapter_dtype=resolved.adapter_dtype,
+        deterministic=resolved.deterministic,
         moe_miss=miss.moe_miss,
         moe_skip_cap=cap,
     )

@@ -105,16 +105,16 @@ def install(
     references, files = split_targets(targets or [])
     _check_options(worklist, references, files, locked=locked, save=save)
     with open_sources(settings, target.trust, notify=make_note_once()) as sources:
-        lend = make_progress_factory("installing", as_json=as_json)
+        open_progress = make_progress_factory("installing", as_json=as_json)
         if locked:
-            done = install_locked(worklist, references, target, sources, lend)
+            done = install_locked(worklist, references, target, sources, open_progress)
         elif references or files:
             done = _install_named(
-                worklist, references, files, target, sources, settings, lend, save=save
+                worklist, references, files, target, sources, settings, open_progress, save=save
             )
         else:
             done, _ = install_requirement_list(
-                worklist, target, sources, lend, get_release_age(settings)
+                worklist, target, sources, open_progress, get_release_age(settings)
             )
     done = replace(done, notes=(*done.notes, *_describe_unused(done.installed, settings.home)))
     learnt = build_findings_document(done, sources)

@@ -245,17 +245,17 @@ def make_line_reporter(
 
     After ten minutes, a line follows when another sixtieth of the elapsed time has passed.
     """
-    start = told = clock()
+    start = printed_at = clock()
     done = 0
 
     def report(count: int) -> None:
-        nonlocal told, done
+        nonlocal printed_at, done
         done += count
         now = clock()
         spent = now - start
-        if now - told < max(LINE_SECONDS, spent / _MAX_LINES) or done >= total:
+        if now - printed_at < max(LINE_SECONDS, spent / _MAX_LINES) or done >= total:
             return
-        told = now
+        printed_at = now
         left = f", about {_format_duration(spent / done * (total - done))} left" if done else ""
         note(f"{label}: {done} of {total}{left}")
 
@@ -285,12 +285,12 @@ def _show_bar(
     from rich.progress import Progress as Bars
 
     amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    told = (
+    amount_columns = (
         (amount, TimeRemainingColumn())
         if total
         else (_build_read_size_column(), TimeElapsedColumn())
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), *told)
+    columns = (TextColumn("{task.description}"), BarColumn(), *amount_columns)
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(label, total=total)
         yield lambda count: bars.update(task, advance=count)

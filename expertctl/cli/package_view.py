@@ -220,12 +220,12 @@ def diff(old: PackageTarget, new: PackageTarget, as_json: JsonFlag = False) -> N
 
 
 def _build_side_document(target: str, package: OpenPackage, side: DiffSide) -> dict[str, object]:
-    told = build_contents_document(side.contents, target)
+    contents = build_contents_document(side.contents, target)
     return {
         "target": target,
-        "ref": told["ref"],
-        "content_digest": told["content_digest"],
-        "package_digest": told["package_digest"],
+        "ref": contents["ref"],
+        "content_digest": contents["content_digest"],
+        "package_digest": contents["package_digest"],
         "signed_by": read_signer(side.contents),
         "verified": package.signer is not None,
     }

@@ -422,20 +422,20 @@ def _find_routing_warnings(settings: Settings, plan: building.BuildPlan) -> list
     from expertctl.routing.manifest_lint import advise_publisher, describe_missing_examples
     from expertctl.routing.vetting import preview_flags
 
-    manifest, told = plan.manifest, list[str]()
+    manifest, found = plan.manifest, list[str]()
     if not manifest.routing.examples:
         add = f"add some with `expertctl init {shlex.quote(str(plan.directory))} --examples FILE`"
         if (plan.directory / MANIFEST_PATH).exists():
             add = f"add some to {plan.directory / MANIFEST_PATH}"
         named = f"`--expert {manifest.package}`"
-        told.append(describe_missing_examples(manifest.name, name_option=named, add=add))
+        found.append(describe_missing_examples(manifest.name, name_option=named, add=add))
     try:
         home = settings.home
         index = RoutingIndex(home.root, open_encoder(settings.encoder, home=home))
         own = find_own_packages(Store(home.store).list_experts(), KeyRing(home.keys))
-        return [*told, *advise_publisher(manifest, preview_flags(manifest, index, own=own))]
+        return [*found, *advise_publisher(manifest, preview_flags(manifest, index, own=own))]
     except ExpertError:  # the index or its encoder cannot be read, as `doctor` says
-        return told
+        return found
 
 
 def _print_build_notes(built: building.BuildResult) -> None:

@@ -282,10 +282,10 @@ def build_hit_rate_figure(result: "RoutedBenchResult") -> "Figure":
     figure = Figure(figsize=(8.0, 0.9 + height * len(rows)), layout="constrained")
     panels = list(figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0])
     meshes = [_draw_panel(axes, row) for axes, row in zip(panels, rows, strict=True)]
-    told = (
+    scope = (
         "; the figures count only what is right of the line" if rows[0].first_counted_token else ""
     )
-    panels[-1].set_xlabel(f"tokens generated{told}", color=INK, fontsize=9)
+    panels[-1].set_xlabel(f"tokens generated{scope}", color=INK, fontsize=9)
     _draw_colour_bar(figure, panels, meshes[-1])
     title = make_printable(f"{result.what}, {result.dtype}: {result.texts}")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK, parse_math=False)
@@ -320,10 +320,10 @@ def _draw_panel(axes: "Axes", row: "RoutedBenchRow") -> "QuadMesh":
 def _format_panel_title(row: "RoutedBenchRow") -> str:
     """Return the configuration of a panel, with the figures of the rounds that count."""
     residence = row.report.residence
-    told = f"{row.case.label} ({residence.slots} of {residence.experts} slots): "
-    told += f"{100 * row.hit_rate:.0f} % hits, {row.decode_rate.median:.1f} tok/s"
+    title = f"{row.case.label} ({residence.slots} of {residence.experts} slots): "
+    title += f"{100 * row.hit_rate:.0f} % hits, {row.decode_rate.median:.1f} tok/s"
     left_out = f", {100 * row.report.skipped_share:.1f} % left out"
-    return told if row.case.miss == "exact" else f"{told}{left_out}"
+    return title if row.case.miss == "exact" else f"{title}{left_out}"
 
 
 def _choose_label_places(layers: int) -> list[int]:

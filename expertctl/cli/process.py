@@ -98,8 +98,8 @@ class CancellationFlag:
 
         An ignored signal stays ignored, as in a command that a script started in the background.
         """
-        heeded = [number for number in signals if signal.getsignal(number) not in _FOREIGN_HANDLERS]
-        before = {number: signal.signal(number, self._handle_signal) for number in heeded}
+        caught = [number for number in signals if signal.getsignal(number) not in _FOREIGN_HANDLERS]
+        before = {number: signal.signal(number, self._handle_signal) for number in caught}
         try:
             yield
         finally:

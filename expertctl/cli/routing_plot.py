@@ -196,11 +196,13 @@ def _draw_risk(axes: "Axes", result: "RoutingEvaluation") -> None:
     )
     precision, coverage = result.precision, result.coverage
     if precision is not None:
-        told = f"{100 * coverage.value:.0f} % answered\n{100 * (1 - precision.value):.1f} % wrong"
+        caption = (
+            f"{100 * coverage.value:.0f} % answered\n{100 * (1 - precision.value):.1f} % wrong"
+        )
         now = coverage.value, 1 - precision.value
         axes.plot(*now, "o", color=_format_rgb(_WRONG), zorder=3, clip_on=False)
         axes.annotate(
-            told, now, xytext=(-8, 8), textcoords="offset points", ha="right", fontsize=8,
+            caption, now, xytext=(-8, 8), textcoords="offset points", ha="right", fontsize=8,
             color=INK,
         )  # fmt: skip
     top = max([risk for _, risk in drawn], default=0.0)

@@ -81,13 +81,13 @@ def route(
     from expertctl.routing.request import check_request, parse_forced
 
     settings = load_settings()
-    held = numerics.resolve(settings)
+    resolved = numerics.resolve(settings)
     request = build_route_request(
         read_prompt(prompt),
         settings,
         experts=experts,
         sampling=sampling,
-        numerics=held,
+        numerics=resolved,
         miss=miss,
         device=resolve_device(device, settings),
         memory_budget=memory_budget,
@@ -141,7 +141,7 @@ def run(
     from expertctl.routing.request import check_request
 
     settings = load_settings()
-    held = numerics.resolve(settings)
+    resolved = numerics.resolve(settings)
     chosen = resolve_device(device, settings)
     texts = read_input(prompt, body, plan=plan)
     message = UserMessage(prompt=texts.prompt, body=texts.body, template=template)
@@ -152,7 +152,7 @@ def run(
         settings,
         experts=experts,
         sampling=sampling,
-        numerics=held,
+        numerics=resolved,
         miss=miss,
         device=chosen,
         memory_budget=memory_budget,

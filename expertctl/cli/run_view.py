@@ -30,13 +30,13 @@ def format_routed_report(moe: "RoutedExpertStats | None") -> Iterator[str]:
     if moe is None or moe.residence.is_whole:
         return
     did = moe.activity
-    told = [f"{moe.residence.blocks} of {moe.residence.total} fit in memory"]
-    told += [f"{100 * moe.fallback_rate:.1f} % of requests missed"]
-    told += [f"{did.mapped} of {did.misses} computed from the page cache"] if did.mapped else []
-    told += [f"{did.waited_ms:.0f} ms waited"]
+    parts = [f"{moe.residence.blocks} of {moe.residence.total} fit in memory"]
+    parts += [f"{100 * moe.fallback_rate:.1f} % of requests missed"]
+    parts += [f"{did.mapped} of {did.misses} computed from the page cache"] if did.mapped else []
+    parts += [f"{did.waited_ms:.0f} ms waited"]
     skips = moe.residence.miss == "skip"
-    told += [f"{100 * moe.skipped_share:.1f} % of router weight skipped"] if skips else []
-    yield f"routed experts: {', '.join(told)}"
+    parts += [f"{100 * moe.skipped_share:.1f} % of router weight skipped"] if skips else []
+    yield f"routed experts: {', '.join(parts)}"
 
 
 def format_skipped_weight(moe: "RoutedExpertStats | None") -> Iterator[str]:
@@ -257,8 +257,8 @@ def _format_steps(result: "RunResult") -> str:
     rows = []
     for name, ms in result.timings_ms.items():
         count, rate = counts.get(name, (0, 0.0))
-        told = [str(count), f"{rate:.1f}"] if count else ["", ""]
-        rows.append([name, f"{ms:.1f} ms", *told])
+        cells = [str(count), f"{rate:.1f}"] if count else ["", ""]
+        rows.append([name, f"{ms:.1f} ms", *cells])
     return format_table(["STEP", "TIME", "TOKENS", "TOKENS/S"], rows)
 
 

@@ -173,9 +173,9 @@ def format_info(
     if offer is not None and assessment is not None:
         rows += _build_offer_rows(offer, assessment)
     rows += [["installed", _format_installed(expert, local)] for expert in local.experts]
-    odd = [flag for e in local.experts for flag in local.flagged.get(e.content_digest, ())]
-    odd = odd or list(assessment.flags if assessment is not None else ())
-    rows += [["suspicious", flag.sentence] for flag in odd]
+    suspicions = [flag for e in local.experts for flag in local.flagged.get(e.content_digest, ())]
+    suspicions = suspicions or list(assessment.flags if assessment is not None else ())
+    rows += [["suspicious", flag.sentence] for flag in suspicions]
     width = max(len(name) for name, _ in rows)
     head = "\n".join(f"{name.ljust(width)}  {to_single_line(value)}" for name, value in rows)
     return f"{head}\n\n{_format_versions(offer.page)}" if offer is not None else head
@@ -237,8 +237,8 @@ def _format_release_state(release: PackageVersion) -> str:
 def _format_state(*, yanked: str | None, revoked: str | None) -> str:
     """Return why not to use a version, with the reasons; empty if there is nothing."""
     facts = [("yanked", yanked), ("key revoked", revoked)]
-    told = [f"{what}: {why}" if why else what for what, why in facts if why is not None]
-    return f" ({', '.join(told)})" if told else ""
+    reasons = [f"{what}: {why}" if why else what for what, why in facts if why is not None]
+    return f" ({', '.join(reasons)})" if reasons else ""
 
 
 def _format_install_command(offer: PackageOffer) -> str | None:

@@ -229,47 +229,47 @@ def serve(
     if traced_to is not None:
         _check_tracing_extra()
     settings = load_settings()
-    held = numerics.resolve(settings)
-    kept, usual = settings.serve, ServeSettings()
+    resolved = numerics.resolve(settings)
+    configured, defaults = settings.serve, ServeSettings()
     wanted = ServeSettings(
-        host=_choose_value(host, kept.host, usual.host),
-        port=_choose_value(port, kept.port, usual.port),
-        url=url or kept.url,
-        allowed_hosts=_normalise_names(allow_host or kept.allowed_hosts),
-        allowed_origins=_normalise_names(allow_origin or kept.allowed_origins),
-        aliases=parse_aliases(alias or kept.aliases),
-        strict_fields=kept.strict_fields if strict_fields is None else strict_fields,
+        host=_choose_value(host, configured.host, defaults.host),
+        port=_choose_value(port, configured.port, defaults.port),
+        url=url or configured.url,
+        allowed_hosts=_normalise_names(allow_host or configured.allowed_hosts),
+        allowed_origins=_normalise_names(allow_origin or configured.allowed_origins),
+        aliases=parse_aliases(alias or configured.aliases),
+        strict_fields=configured.strict_fields if strict_fields is None else strict_fields,
         json_instruction=_choose_value(
-            json_instruction, kept.json_instruction, usual.json_instruction
+            json_instruction, configured.json_instruction, defaults.json_instruction
         ),
-        certificate=tls_cert or kept.tls_cert,
-        private_key=tls_key or kept.tls_key,
-        timeout=_choose_value(timeout, kept.timeout, usual.timeout),
-        behind_seconds=_choose_value(behind, kept.behind, usual.behind_seconds),
+        certificate=tls_cert or configured.tls_cert,
+        private_key=tls_key or configured.tls_key,
+        timeout=_choose_value(timeout, configured.timeout, defaults.timeout),
+        behind_seconds=_choose_value(behind, configured.behind, defaults.behind_seconds),
         completions_special_tokens=_choose_value(
             completions_special_tokens,
-            kept.completions_special_tokens,
-            usual.completions_special_tokens,
+            configured.completions_special_tokens,
+            defaults.completions_special_tokens,
         ),
         log_prompts=log_prompts,
         traces=traced_to,
         validators=parse_validators(validator or ()),
         batch=EngineConfig(
-            base=resolve_base(base or kept.base, settings, as_json=as_json),
+            base=resolve_base(base or configured.base, settings, as_json=as_json),
             budget=resolve_memory_budget(memory_budget, settings),
             kept_kv=_choose_value(
-                _parse_optional_size(prefix_cache_memory), kept.prefix_cache_memory, None
+                _parse_optional_size(prefix_cache_memory), configured.prefix_cache_memory, None
             ),
             device=resolve_device(device, settings),
-            dtype=held.dtype,
-            adapter_dtype=held.adapter_dtype,
-            deterministic=held.deterministic,
+            dtype=resolved.dtype,
+            adapter_dtype=resolved.adapter_dtype,
+            deterministic=resolved.deterministic,
             moe_miss=miss.moe_miss,
             moe_skip_cap=miss.resolve_cap(),
             moe_cold=warmup.resolve_cold(settings),
             moe=warmup.resolve_warmup(settings, learn=moe_learn),
-            rows=_choose_value(rows, kept.rows, usual.batch.rows),
-            queue=_choose_value(queue, kept.queue, usual.batch.queue),
+            rows=_choose_value(rows, configured.rows, defaults.batch.rows),
+            queue=_choose_value(queue, configured.queue, defaults.batch.queue),
             on_budget=on_budget,
             warm=tuple(warm or ()),
         ),

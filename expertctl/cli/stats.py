@@ -134,8 +134,8 @@ def _format_experts(tally: RunStatistics, canvas: TerminalCanvas) -> list[str]:
         for name, uses, success, runs in lines
     ]
     more = len(tally.experts) - len(shown)
-    told = [f"and {format_count(more, 'more expert')}: see --json"] if more else []
-    return [format_table(_HEADER[: room.cells], rows), *told]
+    remainder = [f"and {format_count(more, 'more expert')}: see --json"] if more else []
+    return [format_table(_HEADER[: room.cells], rows), *remainder]
 
 
 def _format_run_figures(runs: RunSummary) -> list[str]:
@@ -482,8 +482,8 @@ def _format_feedback(judgement: _Judgement) -> str:
 
 def _format_expert(used: UsedExpert, judgement: _Judgement) -> str:
     before, after = judgement.compare_rates(used)
-    told = f"success at {judgement.job.task} {_format_rate(after)}, before {_format_rate(before)}"
-    return f"  {used.ref}: {told}"
+    rates = f"success at {judgement.job.task} {_format_rate(after)}, before {_format_rate(before)}"
+    return f"  {used.ref}: {rates}"
 
 
 def _format_rate(rate: float | None) -> str:

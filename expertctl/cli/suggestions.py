@@ -42,10 +42,12 @@ _RESET_HINT = "/reset clears the conversation, which also takes memory"
 
 def add_chat_hint(error: ExpertError, conversation: "Conversation") -> ExpertError:
     """Return an error with the hint that applies in a chat: the conversation takes memory, too."""
-    told = add_name_suggestions(error)
-    if type(told) is BudgetError and conversation.turns:  # not of a full disk, or a large file
-        return BudgetError(told.message, hint="; ".join(filter(None, (told.hint, _RESET_HINT))))
-    return told
+    suggested = add_name_suggestions(error)
+    if type(suggested) is BudgetError and conversation.turns:  # not of a full disk, or a large file
+        return BudgetError(
+            suggested.message, hint="; ".join(filter(None, (suggested.hint, _RESET_HINT)))
+        )
+    return suggested
 
 
 COMMAND_SYNONYMS: Mapping[str, str] = {

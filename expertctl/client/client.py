@@ -160,7 +160,7 @@ class InferStreamState:
             case "failed" | "error":
                 raise build_stream_error(data)
             case _:
-                pass  # what newer servers tell besides
+                pass  # an event of a newer server
         return None
 
     def require_result(self) -> InferResult:

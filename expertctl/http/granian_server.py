@@ -62,12 +62,12 @@ _READ_BYTES = 4096
 
 def install_signal_handlers(server: MPServer) -> None:
     """Stop ``server`` at SIGINT and SIGTERM, reload its workers at SIGHUP; a startup hook."""
-    told, tell = os.pipe()
-    os.set_blocking(tell, False)
-    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    receiver, sender = os.pipe()
+    os.set_blocking(sender, False)
+    signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
     for number in _SIGNALS:
         signal.signal(number, operator.is_)  # does nothing, in C: no signal can interrupt it
-    threading.Thread(target=_forward_signals, args=(told, server), daemon=True).start()
+    threading.Thread(target=_forward_signals, args=(receiver, server), daemon=True).start()
 
 
 def ignore_signals() -> None:
@@ -83,12 +83,12 @@ def forward_first_signal(loop: asyncio.AbstractEventLoop, on_stop: Callable[[], 
     """
     signal.set_wakeup_fd(-1)
     add = loop.add_signal_handler
-    told: list[int] = []
+    received: list[int] = []
 
     def add_once(number: int, handler: Callable[..., object], *values: object) -> None:
         def run_handler_once() -> None:
-            told.append(number)
-            if len(told) == 1:
+            received.append(number)
+            if len(received) == 1:
                 on_stop()
                 handler(*values)
 

@@ -161,7 +161,7 @@ class RequestLogMiddleware:
 
         try:
             await self.app(scope, counted_receive, counted_send)
-        except Exception:  # the last resort of the server: whatever it is, it is told and answered
+        except Exception:  # last resort: log it and answer with 500
             self.observer.log.exception("unexpected", extra={"fields": {"id": exchange.id}})
             if exchange.status:
                 raise
