@@ -168,7 +168,7 @@ def expand_flags(function: Callable[..., None]) -> Callable[..., None]:
     The function is called with instances of the dataclasses.
     """
     given = inspect.signature(function).parameters.values()
-    groups = {p.name: p.annotation for p in given if is_dataclass(p.annotation)}
+    groups: dict[str, Any] = {p.name: p.annotation for p in given if is_dataclass(p.annotation)}
 
     @wraps(function)
     def command(**values: Any) -> None:

@@ -126,7 +126,7 @@ def test_the_help_imports_no_command() -> None:
 def test_the_line_of_a_command_is_the_first_sentence_of_its_help(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = {n: entry.summary for section in app.SECTIONS.values() for n, entry in section.items()}
+    lines = {n: line for section in app.SECTIONS.values() for n, (_, line) in section.items()}
     assert app.run([name, "-h"]) == 0
     paragraph = capsys.readouterr().out.split("\n\n")[1]
     assert " ".join(paragraph.split()).startswith(lines[name])

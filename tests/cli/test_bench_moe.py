@@ -85,7 +85,7 @@ def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: CommandRun
     words = ("--resident", "0.5", "--moe-profile", "profile.json", "--moe-pin", "50%")
     more = ("--moe-warmup", "full", "--moe-cold", "read", "--moe-exchange", "0.2")
     lines = expertctl("bench", "moe", *words, *more, *QUICK).out.splitlines()
-    told = "begins with profile.json; pins 50%; exchanges 0.2; all slots filled first; "
+    told = "starts with profile.json; pins 50%; exchanges 0.2; all slots filled first; "
     assert told + "skips up to 0.25 of a token's router weight; cold experts: read" in lines
     document = expertctl("bench", "moe", *words, "--json", *QUICK).document
     start = document["measured"]["start"]
@@ -96,11 +96,11 @@ def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: CommandRun
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (["--resident", "0"], 2, "--resident '0': not up to 16 numbers above 0, up to 1"),
+        (["--resident", "0"], 2, "--resident '0': must be up to 16 numbers above 0, up to 1"),
         (["--resident", "1.5"], 2, "--resident '1.5'"),
         (["--resident", "nan"], 2, "--resident 'nan'"),
         (["--resident", "half"], 2, "--resident 'half'"),
-        (["--resident", ",".join(f"0.{n}" for n in range(10, 30))], 2, "not up to 16 numbers"),
+        (["--resident", ",".join(f"0.{n}" for n in range(10, 30))], 2, "must be up to 16 numbers"),
         (["--moe-miss", "guess"], 2, "--moe-miss 'guess'"),
         (["--moe-skip-cap", "2"], 2, "--moe-skip-cap 2.0 is not a share"),
         (["--moe-skip-cap", "nan"], 2, "--moe-skip-cap nan is not a share"),

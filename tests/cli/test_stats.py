@@ -77,7 +77,7 @@ def test_an_empty_home_has_no_runs_and_stays_empty(expertctl: CommandRunner, hom
 
 def test_runs_are_drawn(expertctl: CommandRunner, used: Catalogue) -> None:
     lines = expertctl("stats", "--days", "4").out.splitlines()
-    assert lines[0].endswith(", 1 good, 0 bad, form held 1 of 1")
+    assert lines[0].endswith(", 1 good, 0 bad, format passed 1 of 1")
     assert lines[2].split() == ["EXPERT", "USES", "SUCCESS", "SAID", "FIRST", "TOTAL"]
     figures = ["0.60", "+1", "-0", "40", "ms", "300", "ms"]
     assert lines[3].split() == ["acme/x@1.0.0", "4", "█" * 24, *figures]
