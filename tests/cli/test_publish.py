@@ -161,7 +161,8 @@ def test_a_registry_that_is_not_there_is_named(
 
 
 def test_a_fresh_administrator_is_led_from_error_to_error_to_a_published_package(
-    expertctl: CommandRunner, live: LiveRegistry, admin: str, home: Path, workshop: PackageWorkspace,
+    expertctl: CommandRunner, live: LiveRegistry, admin: str, home: Path,
+    workshop: PackageWorkspace,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     store_credential(live, home, admin)
@@ -176,7 +177,8 @@ def test_a_fresh_administrator_is_led_from_error_to_error_to_a_published_package
 
 
 def test_a_dry_run_tells_all_that_is_missing_at_once(
-    expertctl: CommandRunner, live: LiveRegistry, admin: str, home: Path, workshop: PackageWorkspace,
+    expertctl: CommandRunner, live: LiveRegistry, admin: str, home: Path,
+    workshop: PackageWorkspace,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     store_credential(live, home, admin)
@@ -333,7 +335,8 @@ def test_a_yank_that_says_too_little_or_too_much_is_a_slip(
 
 
 def test_the_registry_that_a_namespace_was_given_to_is_the_one_that_is_meant(
-    expertctl: CommandRunner, live: LiveRegistry, key: str, workshop: PackageWorkspace, trust: TrustStore,
+    expertctl: CommandRunner, live: LiveRegistry, key: str, workshop: PackageWorkspace,
+    trust: TrustStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     index_key = live.served.registry.index_key.public

@@ -148,7 +148,8 @@ def test_info_of_a_version_shows_that_one(expertctl: CommandRunner, published: P
 
 
 def test_info_of_what_only_this_machine_has(
-    expertctl: CommandRunner, live: LiveRegistry, published: Path, workshop: PackageWorkspace, home: Path,
+    expertctl: CommandRunner, live: LiveRegistry, published: Path,
+    workshop: PackageWorkspace, home: Path,
     trust: TrustStore,
 ) -> None:  # fmt: skip
     places, path = Home(home), workshop.package("acme/secret")
