@@ -211,7 +211,7 @@ def format_footer(result: "RunResult") -> str:
 def format_statistics(result: "RunResult") -> str:
     """Return everything that is known about a run."""
     plan, document = result.planned.result.plan, result.to_json()
-    moved = {"read from files": result.bytes_read.ssd, "compiled in memory": result.bytes_read.ram}
+    moved = {"from files": result.bytes_read.ssd, "compiled in memory": result.bytes_read.ram}
     numerics = result.numerics
     held = f"{numerics.dtype}, experts {numerics.adapter_dtype}, by {numerics.backend}"
     lines = [

@@ -93,7 +93,7 @@ def test_a_dry_run_shows_what_would_travel_and_sends_nothing(
     assert said.out.startswith(f"would be published: acme/sql@1.1.0 on {live.host}, 2 of 5 blobs")
     assert "acme: " in said.out
     assert "50.0 GB used, 50.0 GB left" in said.out
-    states = {line.split()[0]: "travels" in line for line in said.out.splitlines()[3:]}
+    states = {line.split()[0]: "to upload" in line for line in said.out.splitlines()[3:]}
     assert states == {
         "(configuration)": False,
         "adapter_config.json": False,
