@@ -82,7 +82,7 @@ def test_a_search_without_a_hit_says_where_it_looked(
     expertctl: CommandRunner, live: LiveRegistry, published: Path
 ) -> None:
     said = expertctl("search", "nothing-of-it")
-    assert (said.out, said.err) == ("", f"nothing on {live.host} fits 'nothing-of-it'\n")
+    assert (said.out, said.err) == ("", f"nothing on {live.host} matches 'nothing-of-it'\n")
     assert expertctl("search", "nothing-of-it", "--json").document["results"] == []
 
 

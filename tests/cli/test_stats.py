@@ -159,7 +159,7 @@ def test_a_terminal_without_blocks_gets_ascii(
 def test_what_was_remembered_is_forgotten_when_it_is_asked_for(
     expertctl: CommandRunner, used: Catalogue
 ) -> None:
-    assert expertctl("stats", "--clear").out == "forgot 5 runs\n"
+    assert expertctl("stats", "--clear").out == "deleted 5 runs\n"
     assert expertctl("stats", "--json").document["runs"] == 0
     assert used.find_success_rate(EXPERT_X.content_digest) is None
     assert used.find_usage(EXPERT_X.content_digest) is None

@@ -131,7 +131,7 @@ def test_a_new_key_and_a_moved_namespace_are_told(
     words = ["add", "two.example.com", "--root", str(root), "--namespace", "acme"]
     assert app.run(["trust", "registry", *words]) == 0
     out, err = capsys.readouterr()
-    assert f"acme meant {HOST} before" in err
+    assert f"acme belonged to {HOST} before" in err
     assert out.splitlines() == [f"two.example.com  {KEY.key_id}", "for acme/*"]
     listed = run(capsys, "registry", "list")["registries"]
     assert [(r["host"], r["namespaces"]) for r in listed] == [

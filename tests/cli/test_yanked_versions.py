@@ -286,5 +286,5 @@ def test_who_installs_a_version_that_will_not_be_used_is_told(scene: YankScene) 
     document = scene.expertctl("install", NEW, "--json").document
     assert told in document["notes"]
     why = scene.expertctl("why", OLD).out
-    assert f"used if no version is named; {Path('expert.lock').absolute()} names it" in why
+    assert f"used if no version is named; pinned by {Path('expert.lock').absolute()}" in why
     assert not scene.expertctl("install", NEW, "--json").document["notes"]
