@@ -53,7 +53,7 @@ def test_a_run_that_is_not_remembered_is_not_found(
     expertctl: CommandRunner, catalogue: Catalogue
 ) -> None:
     said = expertctl("feedback", "last", "good", exit_code=3)
-    assert "error: no run is remembered\n\nhint: try `expertctl run PROMPT`" in said.err
+    assert "error: no run is remembered\n\nhint: `expertctl run PROMPT` makes one" in said.err
     assert not catalogue.path.exists()
     catalogue.history.record_run(make_run(1))
     said = expertctl("feedback", "\x1b[31mzz", "good", "--json", exit_code=3)

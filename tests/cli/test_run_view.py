@@ -46,7 +46,7 @@ def render_candidates(*candidates: RoutingCandidate, width: int = 0) -> list[str
 
 def of_another_base(name: str) -> RoutingCandidate:
     why = "refused: was made for starter/base (hidden size 64; tiny has 576)"
-    barred = candidate(name, share=None, support=None).mark_ineligible(why)
+    barred = candidate(name, probability=None, similarity=None).mark_ineligible(why)
     return replace(barred, other_base="starter/base")
 
 
@@ -108,7 +108,7 @@ def test_a_text_that_only_a_word_of_fits_is_left_out() -> None:
 
 
 def test_what_was_not_compared_has_no_score() -> None:
-    far = candidate("acme/far", share=None, support=None, score=0.0)
+    far = candidate("acme/far", probability=None, similarity=None, score=0.0)
     vetoed = far.mark_vetoed("not for prompts with 'joke', says its manifest")
     rows = render_candidates(far, vetoed)
     assert rows[1] == "no    -      -      0.50    acme/far@1.0.0  others are closer"
@@ -127,7 +127,8 @@ def test_a_package_with_flags_is_called_suspicious() -> None:
 
 def test_there_is_no_negative_nought() -> None:
     assert (
-        "  0.00   0.50  " in render_candidates(candidate("acme/sort", share=-0.001, score=0.0))[1]
+        "  0.00   0.50  "
+        in render_candidates(candidate("acme/sort", probability=-0.001, score=0.0))[1]
     )
 
 

@@ -90,7 +90,7 @@ def test_a_key_in_a_file_needs_no_network(
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ([HOST], 2, "proves nothing"),
+        ([HOST], 2, "cannot vouch"),
         ([HOST, "--fingerprint", "abc"], 2, "not a fingerprint"),
         (["http://10.0.0.1", "--root", "FILE"], 2, "unencrypted"),
         ([f"https://{HOST}/path", "--root", "FILE"], 2, "not the address"),
@@ -192,14 +192,14 @@ def test_keys_are_added_for_one_registry_and_listed_with_it(
         ["root", "acme/*", "of", HOST, "revoked", "for", "zoo/*", "of", HOST, KEY.key_id],
         ["-", "-", "revoked", "for", "zoo/*", "of", HOST, lost],
         [],
-        ["REGISTRY", "MEANT", "BY", "PINNED", "INDEX", "KEY"],
+        ["REGISTRY", "NAMESPACES", "PINNED", "INDEX", "KEY"],
         [HOST, "-", "-", KEY.key_id],
     ]
 
 
 def test_no_registry_is_called_as_files_are(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["add", str(root), "--namespace", "acme", "--registry", "local"]
-    assert "came from files" in run(capsys, *words, code=2)["error"]["message"]
+    assert "stands for files" in run(capsys, *words, code=2)["error"]["message"]
     error = add(capsys, "local", "--root", str(root), code=2)["error"]
     assert "came from files" in error["message"]
 
