@@ -120,7 +120,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
 MAX_RESPONSE_BYTES = 64 << 20
 """Most bytes of a response, or of one event of a stream."""
-_DECODERS: Mapping[type[Document], msgspec.json.Decoder[Document]] = {
+_DECODERS: Mapping[type[object], msgspec.json.Decoder[Document]] = {
     kind: msgspec.json.Decoder(kind) for kind in get_args(Document)
 }
 """Created at import, by one thread: msgspec prepares a class when it is first used."""
