@@ -1,4 +1,4 @@
-"""Digests: the one strict reading of ``sha256:<hex>``, and hashing with bounded memory."""
+"""Digests: the strict parser of ``sha256:<hex>``, and hashing in bounded memory."""
 
 import hashlib
 import re
@@ -28,7 +28,7 @@ class Digest:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``sha256:<64 lower-case hex>`` and nothing else.
+        """Parse ``sha256:<64 lower-case hex>`` and nothing else.
 
         Raises:
             DigestError: for any other text.
@@ -40,7 +40,7 @@ class Digest:
 
     @classmethod
     def parse_input(cls, text: str) -> Self:
-        """Read a digest that the user typed: a typing error is a usage error, not a broken promise.
+        """Parse a digest that the user typed; a typing error is a usage error.
 
         Raises:
             UsageError: for any other text.
@@ -53,7 +53,7 @@ class Digest:
 
     @classmethod
     def compute(cls, data: bytes | bytearray | memoryview) -> Self:
-        """Hash bytes that are in memory."""
+        """Hash bytes in memory."""
         return cls(hashlib.sha256(data).hexdigest())
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class FileDigest:
 
 
 def hash_stream(stream: BinaryIO, *, progress: Progress = ignore_progress) -> tuple[int, Digest]:
-    """Return the size in bytes and the digest of what is left in ``stream``."""
+    """Return the size in bytes and the digest of the rest of ``stream``."""
     hasher, size = hashlib.sha256(), 0
     buffer = bytearray(READ_CHUNK)
     view = memoryview(buffer)

@@ -4,39 +4,39 @@
 
     ExpertError                      exit 1
     ├── UsageError                   exit 2   the call itself is wrong
-    │   ├── MediaTypeError                    a body is in a form that is not read
-    │   ├── ContextLengthError                a prompt is longer than what can be read
+    │   ├── MediaTypeError                    a body has an unsupported media type
+    │   ├── ContextLengthError                a prompt is longer than the context
     │   ├── MisdirectedError                  a request for another server
-    │   └── SlowBodyError                     a body that does not come in time
+    │   └── SlowBodyError                     a body does not arrive in time
     ├── NotFoundError                exit 3   a package, key, base or file is missing
-    │   ├── MissingDependencyError            a required expert is not there
+    │   ├── MissingDependencyError            a required expert is not installed
     │   └── UnknownAddressError               a server has nothing at this path
     ├── IncompatibleError            exit 4   two things do not fit together
     │   ├── BaseMismatchError                 an expert and a base
     │   └── ConflictError                     two experts
-    ├── TrustError                   exit 5   nobody vouches for it, or the wrong one
+    ├── TrustError                   exit 5   no trusted key has signed it
     │   ├── SignatureError                    the signature itself does not verify
-    │   ├── DigestError                       bytes are not the ones that were promised
-    │   │   └── ChangedVersionError           a version has another content than before
-    │   ├── UnsignedError                     a signature is demanded and absent
+    │   ├── DigestError                       bytes do not match their digest
+    │   │   └── ChangedVersionError           a version has other content than before
+    │   ├── UnsignedError                     a signature is required and missing
     │   └── RevokedError                      the key was revoked
     ├── RegistryError                exit 6   network or registry
-    │   ├── UnauthenticatedError              it wants to know who asks
+    │   ├── UnauthenticatedError              a valid token is required
     │   ├── ForbiddenError                    the caller may not do that
     │   ├── OfflineError                      the network is needed, and switched off
     │   ├── UnreachableError                  a connection failed or broke
     │   └── RateLimitError                    too many requests for now
-    ├── BudgetError                  exit 7   memory, disk or quota is used up
+    ├── BudgetError                  exit 7   memory, disk or quota is exhausted
     │   ├── DiskFullError
-    │   └── TooLargeError                     one object beyond its limit
+    │   └── TooLargeError                     one object exceeds its limit
     ├── InvalidPackageError          exit 8   a package or an input file is malformed
-    ├── DeviceError                  exit 1   a device failed, and the process cannot go on with it
+    ├── DeviceError                  exit 1   a device failed; the process cannot continue with it
     ├── StoreError                   exit 1   the store cannot be used (read-only, damaged)
-    └── NoAnswerError                exit 1   a job ended before there was anything of its answer
-        ├── TimedOutError                     the time that was given for it was over
+    └── NoAnswerError                exit 1   a job ended before any part of its answer existed
+        ├── TimedOutError                     the time allowed for it ran out
         └── CancelledError                    the caller no longer wants it
 
-A message names the thing, the fact and, in ``hint``, the way out. Exit codes and HTTP statuses are
+A message names the thing and the fact; ``hint`` gives the way out. Exit codes and HTTP statuses are
 mapped at the edges (``expertctl/cli/process.py``), never here.
 """
 
@@ -50,7 +50,7 @@ class ExpertError(Exception):
     code: ClassVar[str] = "error"
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        """Keep the message and the way out."""
+        """Store the message and the hint."""
         super().__init__(message)
         self.message = message
         self.hint = hint
@@ -62,15 +62,15 @@ class UsageError(ExpertError):
     code = "usage"
 
     def __init__(self, message: str, *, hint: str = "", unknown_name: str = "") -> None:
-        """Also keep the text given as the name of a package, where that is at fault."""
+        """Also store the text given as the name of a package, if that is wrong."""
         super().__init__(message, hint=hint)
         self.unknown_name = unknown_name
 
 
 class ContextLengthError(UsageError):
-    """A prompt or a conversation is longer than what can be read.
+    """A prompt or a conversation is longer than the context.
 
-    ``size`` and ``most`` count ``unit``: tokens, or characters where nothing was tokenised.
+    ``size`` and ``limit`` count ``unit``: tokens, or characters where nothing was tokenised.
     """
 
     code = "context_length_exceeded"
@@ -78,25 +78,25 @@ class ContextLengthError(UsageError):
     def __init__(
         self, message: str, *, size: int = 0, limit: int = 0, unit: str = "tokens", hint: str = ""
     ) -> None:
-        """Keep the message and both lengths: APIs have their own words for them."""
+        """Store the message and both lengths, which APIs report in formats of their own."""
         super().__init__(message, hint=hint)
         self.size, self.limit, self.unit = size, limit, unit
 
 
 class MediaTypeError(UsageError):
-    """The body of a request is in a form that is not accepted there."""
+    """The body of a request has a media type that is not accepted there."""
 
     code = "media_type"
 
 
 class MisdirectedError(UsageError):
-    """The request names a server that this one is not."""
+    """The request names another server."""
 
     code = "misdirected"
 
 
 class SlowBodyError(UsageError):
-    """The body of a request did not come in the time that it may take."""
+    """The body of a request did not arrive in time."""
 
     code = "slow_body"
 
@@ -138,7 +138,7 @@ class ConflictError(IncompatibleError):
 
 
 class TrustError(ExpertError):
-    """Nobody who is trusted for it vouches for the bytes."""
+    """No key that is trusted for them has signed the bytes."""
 
     code = "trust"
 
@@ -150,19 +150,19 @@ class SignatureError(TrustError):
 
 
 class DigestError(TrustError):
-    """Bytes differ from the digest that was promised for them."""
+    """Bytes do not match their digest."""
 
     code = "digest"
 
 
 class ChangedVersionError(DigestError):
-    """A version has another content than it had before, which a version never may."""
+    """A version has other content than before, which is never allowed."""
 
     code = "changed"
 
 
 class UnsignedError(TrustError):
-    """A signature is demanded and absent."""
+    """A signature is required and missing."""
 
     code = "unsigned"
 
@@ -186,18 +186,18 @@ class UnauthenticatedError(RegistryError):
 
 
 class ForbiddenError(RegistryError):
-    """The caller is known, but the caller, or this token, may not do this."""
+    """The caller is known, but the caller or the token lacks the permission."""
 
     code = "forbidden"
 
 
 class RateLimitError(RegistryError):
-    """Too many requests for now; after ``retry_after`` seconds they are answered again."""
+    """Too many requests for now; retry after ``retry_after`` seconds."""
 
     code = "rate_limit"
 
     def __init__(self, message: str, *, retry_after: int = 1, hint: str = "") -> None:
-        """Keep the message and how long to wait."""
+        """Store the message and the seconds to wait."""
         super().__init__(message, hint=hint)
         self.retry_after = retry_after
 
@@ -209,14 +209,14 @@ class OfflineError(RegistryError):
 
 
 class UnreachableError(RegistryError):
-    """A connection failed or broke, or the server cannot answer now; later it may work."""
+    """A connection failed or broke, or the server cannot answer now; a retry may work."""
 
     code = "unreachable"
 
     def __init__(
         self, message: str, *, sent: bool = True, retry_after: float | None = None, hint: str = ""
     ) -> None:
-        """Say whether the request may have arrived, and how long the other side asks to wait."""
+        """Store whether the request may have arrived, and the pause that the server asks for."""
         super().__init__(message, hint=hint)
         self.sent = sent
         self.retry_after = retry_after
@@ -258,7 +258,7 @@ class InvalidPackageError(ExpertError):
     code = "invalid_package"
 
     def __init__(self, what: str, problems: Iterable[str], *, hint: str = "") -> None:
-        """Say what is wrong with ``what``, one line per problem."""
+        """Describe what is wrong with ``what``, one line per problem."""
         self.what = what
         self.problems = tuple(problems)
         body = (
@@ -270,9 +270,9 @@ class InvalidPackageError(ExpertError):
 
 
 def combine_errors(what: str, errors: Sequence[ExpertError]) -> ExpertError:
-    """Return several errors as one of the first one's kind; a single one stays as it is.
+    """Return several errors as one of the first one's class; a single one stays as it is.
 
-    Each is a line with its own way out.
+    Each is a line with its own hint.
     """
     if len(errors) == 1:
         return errors[0]

@@ -1,10 +1,8 @@
-"""Files that are there whole or not at all, also after a power cut.
+"""Atomic and durable file operations, also after a power failure; opening files of the user.
 
 A file is written beside its place, flushed to the disk and then renamed; the folder is flushed
 too, because a rename is durable only when its folder is. Every byte that the store writes goes
 through here, by one call of ``os`` per step: the tests kill the process at each of them.
-
-Opening a file that the user named: a regular one, or a clear refusal.
 """
 
 import errno
@@ -20,7 +18,7 @@ from expertctl.digest import READ_CHUNK
 from expertctl.errors import InvalidPackageError, NotFoundError
 
 NO_SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT}
-"""What the system says where a disk or a quota is full."""
+"""Error numbers for a full disk or an exhausted quota."""
 _DESCRIPTOR_PATHS = ("/dev/std", "/dev/fd/", "/proc/self/fd/")
 WriteBytes = Callable[[memoryview], None]
 
@@ -39,9 +37,9 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
 
 def write_to_path(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Write where the user said: a link is followed, a device or a pipe is written into.
+    """Write to a path of the user: links are followed, devices and pipes are written into.
 
-    So is what is open already, such as ``/dev/stdout``, wherever it leads.
+    So are descriptors that are already open, such as ``/dev/stdout``.
     """
     is_open = path.absolute().as_posix().startswith(_DESCRIPTOR_PATHS)
     if is_open or (path.exists() and not path.is_file()):
@@ -52,10 +50,10 @@ def write_to_path(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
 
 def write_at(path: Path, data: bytes | memoryview, *, offset: int) -> None:
-    """Cut a file, or a new one, at an offset and write there; what lies before is not touched.
+    """Truncate a file, or a new one, at an offset and write there; bytes before it are not touched.
 
-    It is on the disk at the end, but what was cut off is gone: another file, written later, must
-    tell a reader how far it may read.
+    The data is durable at the end, but the truncated part is lost: another file, written later,
+    must tell a reader how far it may read.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
@@ -69,7 +67,7 @@ def write_at(path: Path, data: bytes | memoryview, *, offset: int) -> None:
 
 @contextmanager
 def open_staged_file(path: Path, *, mode: int = 0o644) -> Iterator[WriteBytes]:
-    """Create or empty a file and lend it for writing; it is on the disk at the end.
+    """Create or empty a file and yield its write function; it is durable at the end.
 
     The folder is not flushed: the file is meant to be published from there.
     """
@@ -84,8 +82,8 @@ def open_staged_file(path: Path, *, mode: int = 0o644) -> Iterator[WriteBytes]:
 def publish_file(source: Path, target: Path) -> None:
     """Move a flushed file to its place, replacing what is there.
 
-    The caller flushes the folder of ``target`` when its last file is there. A place on another
-    file system gets a copy, which also appears atomically.
+    The caller flushes the folder of ``target`` after its last file. On another file system the
+    file is copied, which also appears atomically.
     """
     try:
         source.replace(target)
@@ -97,7 +95,7 @@ def publish_file(source: Path, target: Path) -> None:
 
 
 def make_folders(folder: Path, *, mode: int = 0o755) -> None:
-    """Create a folder and those above it that are missing, durably."""
+    """Create a folder and its missing parents, durably."""
     missing = []
     while not folder.is_dir():
         missing.append(folder)
@@ -108,9 +106,9 @@ def make_folders(folder: Path, *, mode: int = 0o755) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder of ours and all that is in it; what is gone already is no error.
+    """Remove one of our folders with its contents; a missing folder is no error.
 
-    Links are removed, never followed. What another process puts there meanwhile goes too.
+    Links are removed, never followed. Files that another process adds meanwhile are removed too.
     """
     if folder.is_symlink():
         folder.unlink(missing_ok=True)
@@ -181,7 +179,7 @@ def _set_mode_and_sync(handle: int, *, mode: int) -> None:
 
 @contextmanager
 def open_regular_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file, without waiting for a pipe or a device; unbuffered, for large reads.
+    """Open a regular file, without blocking on a pipe or a device; unbuffered, for large reads.
 
     Raises:
         NotFoundError: when there is no such file.

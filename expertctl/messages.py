@@ -1,13 +1,9 @@
-"""Which characters of foreign text must not reach a terminal, a message or a stream.
+"""Texts for the user: foreign text made safe to print, and callbacks for notices.
 
-These are the controls, halves of characters, and the characters that reorder the text around them:
-bidi embeddings, overrides and isolates (Unicode Technical Report 36, section 2.5; CVE-2021-42574).
-Every other format character stays: words in Persian and emoji of several parts are made with
-joiners, and right-to-left text with marks.
-
-Text of errors as clients may show it: bounded, and without control characters.
-
-Telling: callbacks for what the user should know while waiting; the command line prints it.
+Unsafe characters are controls, lone surrogates, and those that reorder the text around them: bidi
+embeddings, overrides and isolates (Unicode Technical Report 36, section 2.5; CVE-2021-42574).
+Every other format character stays: words in Persian and emoji of several parts use joiners, and
+right-to-left text uses marks.
 """
 
 import re
@@ -20,14 +16,14 @@ _LINE_END = re.compile("[\t\n\x0b\x0c\r\x1c-\x1e\x85\u2028\u2029]")
 
 
 def replace_unsafe(text: str, replacement: str = REPLACEMENT) -> str:
-    """Return a text of the same length; line feeds and tabs stay."""
+    """Return a text of the same length without unsafe characters; line feeds and tabs stay."""
     return _UNSAFE_PATTERN.sub(replacement, text)
 
 
 def to_single_line(text: str, replacement: str = REPLACEMENT) -> str:
-    """Return a text of the same length on one line: tabs and what ends a line become spaces.
+    """Return a text of the same length on one line: tabs and line ends become spaces.
 
-    A second line of foreign text could pose as one of ours.
+    A second line of foreign text could be mistaken for one of ours.
     """
     return replace_unsafe(_LINE_END.sub(" ", text), replacement)
 
@@ -36,16 +32,16 @@ MAX_ERROR_TEXT = 1000
 
 
 def sanitise_error_text(text: str) -> str:
-    """Return a text that can be shown: bounded, without control characters."""
+    """Return an error text that clients may show: bounded, without control characters."""
     shown = replace_unsafe(text[: MAX_ERROR_TEXT + 1], "?").replace("\t", " ")
     return shown if len(shown) <= MAX_ERROR_TEXT else f"{shown[:MAX_ERROR_TEXT]}…"
 
 
 Notify = Callable[[str], None]
-"""Called with a sentence for the user."""
+"""Called with a sentence for the user, who waits for something."""
 WARNING_PREFIX = "warning: "
-"""Begins a sentence that is more than news."""
+"""Begins a sentence that is a warning."""
 
 
 def ignore_notification(_: str) -> None:
-    """Do nothing with the sentence."""
+    """Ignore the sentence."""

@@ -1,4 +1,4 @@
-"""Names, versions and constraints: the one place that reads a reference.
+"""Names, versions and constraints: the only parser of references.
 
 Grammar: ``[registry-host/]namespace/name[@constraint]``. Versions are strict semver 2.0 without
 build metadata; constraints are ``1.2.0``, ``^1.2``, ``~1.2``, ``>=1,<2`` and ``*``. In place of a
@@ -16,7 +16,7 @@ from expertctl.errors import UsageError
 
 MAX_LENGTH = 256
 FROM_FILE = "local"
-"""Stands in place of a registry's host for what came from a file."""
+"""The registry host of packages that came from a file."""
 NAME_PATTERN = r"[a-z0-9]+(-[a-z0-9]+)*"
 _NAME = re.compile(NAME_PATTERN)
 _HOST = re.compile(
@@ -33,7 +33,7 @@ _OPERATOR = re.compile(r"(>=|<=|>|<|=)? *(\S+)")
 @total_ordering
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A semver version; ordered as semver 2.0 section 11 says."""
+    """A semver version; ordered as in semver 2.0 section 11."""
 
     major: int
     minor: int
@@ -42,7 +42,7 @@ class Version:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``X.Y.Z[-prerelease]``.
+        """Parse ``X.Y.Z[-prerelease]``.
 
         Raises:
             UsageError: for anything else, build metadata and leading zeros included.
@@ -85,7 +85,7 @@ class Constraint:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a constraint.
+        """Parse a constraint.
 
         Raises:
             UsageError: for anything outside the grammar.
@@ -98,7 +98,7 @@ class Constraint:
         return cls(text, tuple(bounds))
 
     def allows(self, version: Version) -> bool:
-        """Tell whether ``version`` is in the set; a prerelease only when it is named."""
+        """Return whether ``version`` is in the set; a prerelease only if its release is named."""
         named = {b.release for _, b in self.bounds if b.prerelease}
         if version.prerelease and version.release not in named:
             return False
@@ -106,17 +106,17 @@ class Constraint:
 
     @property
     def pinned(self) -> Version | None:
-        """The one version that is allowed, where the constraint spells it out."""
+        """The only version that is allowed, if the constraint is an exact version."""
         operators = [operator for operator, _ in self.bounds]
         return self.bounds[0][1] if operators == ["="] else None
 
     @classmethod
     def for_version(cls, version: Version) -> Self:
-        """Return the constraint that allows one version."""
+        """Return the constraint that allows only this version."""
         return cls(str(version), (("=", version),))
 
     def __str__(self) -> str:
-        """Return the text that was read."""
+        """Return the text that was parsed."""
         return self.text
 
 
@@ -132,7 +132,7 @@ class PackageName:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``namespace/name``.
+        """Parse ``namespace/name``.
 
         Raises:
             UsageError: when it is not two names of lower-case letters, digits and single dashes.
@@ -154,17 +154,17 @@ class PackageName:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What is asked for: a package, perhaps a registry, and the versions that will do."""
+    """A package, optionally a registry, and the acceptable versions."""
 
     package: PackageName
     constraint: Constraint = ANY
     registry: str | None = None
     digest: Digest | None = None
-    """Of the package or of its content; then any version will do."""
+    """Of the package or of its content; then any version is acceptable."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``[registry-host/]namespace/name[@constraint|@sha256:<hex>]``.
+        """Parse ``[registry-host/]namespace/name[@constraint|@sha256:<hex>]``.
 
         Raises:
             UsageError: for anything outside the grammar.
@@ -187,7 +187,7 @@ class Reference:
         )
 
     def allows(self, version: Version, *digests: Digest) -> bool:
-        """Tell whether a version with these digests, of the package and its content, will do."""
+        """Return whether a version with these digests (package, content) is acceptable."""
         return self.constraint.allows(version) and self.digest in {None, *digests}
 
     def __str__(self) -> str:
@@ -199,7 +199,7 @@ class Reference:
 
 
 def is_loopback(hostname: str) -> bool:
-    """Tell whether a host name or address without brackets means this machine."""
+    """Return whether a host name, or an address without brackets, is this machine."""
     if _LOCAL.fullmatch(hostname):
         return True
     try:
@@ -209,7 +209,7 @@ def is_loopback(hostname: str) -> bool:
 
 
 def _parse_host(text: str, whole: str) -> str:
-    """Return the canonical spelling of a host, that of `expertctl.registry.address`."""
+    """Return the canonical spelling of a host, as `expertctl.registry.address` does."""
     match = _HOST.fullmatch(text)
     try:
         if match is None:
@@ -253,7 +253,10 @@ def _parse_range(operator: str, text: str, whole: str) -> list[tuple[str, Versio
 
 
 def _build_partial_bound(operator: str, numbers: list[int]) -> tuple[str, Version]:
-    """``>1`` means beyond every 1.x, and ``<=1`` up to the last of them, as cargo reads them."""
+    """Return the bound for a partial version, as cargo reads it.
+
+    ``>1`` means above every 1.x, and ``<=1`` up to the last of them.
+    """
     if operator in {">", "<="}:
         beyond = _pad([*numbers[:-1], numbers[-1] + 1])
         return (">=" if operator == ">" else "<", beyond)
@@ -266,7 +269,7 @@ def _pad(numbers: list[int]) -> Version:
 
 
 def _count_fixed(operator: str, numbers: list[int]) -> int:
-    """How many leading numbers must stay equal or grow by one at the last of them."""
+    """Return how many leading numbers are fixed; the upper bound increments the last of them."""
     if operator == "~":
         return min(2, len(numbers))
     if operator == "=":

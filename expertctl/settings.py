@@ -1,16 +1,18 @@
-"""Where things live and how the user wants them: flags, then environment, then ``config.toml``.
+"""The paths of the home, and the user's settings: environment first, then ``config.toml``.
 
-``Home`` names every path below ``EXPERT_HOME``; ``Settings`` holds the choices. Nothing here
-creates or writes a file.
+`Home` names every path below ``EXPERT_HOME``; `Settings` holds the settings. Options of a command
+take precedence, in `expertctl.cli`. Nothing here creates or writes a file.
 """
 
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from expertctl.errors import InvalidPackageError, StoreError, UsageError
 from expertctl.reference import PackageName
@@ -26,7 +28,7 @@ _LIMIT_UNITS = {
     **{f"{u}iB": 1024 ** (4 - i) for i, u in enumerate("TGMK")},
 }
 _MAX_WHOLE_UNITS = 10_000
-"""A number of units this large is a whole one only by chance: no user types it."""
+"""A larger number of units is whole only by chance: no user types it."""
 _AGE = re.compile(r"([0-9]{1,5})\s*([mhdw])|(0)")
 _MINUTES = {"m": 1, "h": 60, "d": 1440, "w": 10080}
 _TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
@@ -74,20 +76,20 @@ _COUNT = re.compile(r"[0-9]{1,9}")
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 DEVICES = ("cpu", "cuda", "auto")
-"""Where a model can be computed; ``auto`` is a CUDA device if there is one."""
+"""Devices; ``auto`` is a CUDA device if there is one."""
 DTYPES = ("float32", "bf16", "int8", "int4")
-"""What the weights of a base can be held in."""
+"""Data types of base weights."""
 ADAPTER_DTYPES = ("published", "fp16", "int8")
-"""What the weights of experts can be held in."""
+"""Data types of expert weights."""
 MOE_COLDS = ("auto", "read", "map", "direct")
-"""How routed experts that are not in memory come from the disk."""
+"""How routed experts that are not in memory are read from disk."""
 MOE_WARMUPS = ("none", "hybrid", "full")
 ENCODERS = ("minilm", "static", "lexical")
 """The encoders that have names; any other value is a directory."""
 
 
 def parse_size(text: str) -> int:
-    """Read a size in bytes: ``MB`` is 10⁶, ``MiB`` is 2²⁰, a bare number is bytes.
+    """Parse a size in bytes: ``MB`` is 10⁶, ``MiB`` is 2²⁰, a bare number is bytes.
 
     Raises:
         UsageError: for anything else.
@@ -100,7 +102,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """Return bytes as a person reads them, in powers of 1000: ``12.3 MB``."""
+    """Format bytes for people, in powers of 1000: ``12.3 MB``."""
     if size < 1000:
         return f"{size} B"
     value = size / 1000
@@ -112,7 +114,7 @@ def format_size(size: int) -> str:
 
 
 def format_limit(size: int) -> str:
-    """Return a limit as a person typed it: ``2 GB``, ``512 MiB (536.9 MB)``; else `format_size`."""
+    """Format a limit as the user typed it: ``2 GB``, ``512 MiB (536.9 MB)``; else `format_size`."""
     for unit, factor in _LIMIT_UNITS.items():
         if size % factor == 0 and 0 < size // factor < _MAX_WHOLE_UNITS:
             shown = f"{size // factor} {unit}"
@@ -121,7 +123,7 @@ def format_limit(size: int) -> str:
 
 
 def parse_age(text: str) -> timedelta:
-    """Read a span of time: ``90m``, ``12h``, ``3d``, ``2w``; ``0`` is none.
+    """Parse a time span: ``90m``, ``12h``, ``3d``, ``2w``; ``0`` is none.
 
     Raises:
         UsageError: for anything else.
@@ -133,10 +135,10 @@ def parse_age(text: str) -> timedelta:
 
 
 def parse_switch(key: str, text: str) -> bool:
-    """Read a setting that is true or false.
+    """Parse a boolean setting.
 
     Raises:
-        UsageError: for anything else: that would count as false, unseen.
+        UsageError: for anything else, which would otherwise silently count as false.
     """
     if text.lower() not in _TRUE | _FALSE:
         hint = f"{key} is true or false; {CONFIG_KEYS[key]} is 1 or 0"
@@ -145,31 +147,31 @@ def parse_switch(key: str, text: str) -> bool:
 
 
 def parse_count(key: str, text: str) -> int:
-    """Read a setting that is a whole number.
+    """Parse a whole number.
 
     Raises:
         UsageError: for anything else, or one beyond its limits.
     """
     low, high = _COUNTS[key]
     if not _COUNT.fullmatch(text) or not low <= int(text) <= high:
-        raise UsageError(f"{key}: {text[:40]!r} is no whole number from {low} to {high}")
+        raise UsageError(f"{key}: {text[:40]!r} is not a whole number from {low} to {high}")
     return int(text)
 
 
 def parse_seconds(key: str, text: str) -> float:
-    """Read a setting that is a number of seconds.
+    """Parse a number of seconds.
 
     Raises:
         UsageError: for anything else, or one beyond its limits.
     """
     if not _SECONDS.fullmatch(text) or not 0 < float(text) <= MAX_SECONDS:
-        message = f"{key}: {text[:40]!r} is no number of seconds above 0, up to {MAX_SECONDS}"
+        message = f"{key}: {text[:40]!r} is not a number of seconds above 0, up to {MAX_SECONDS}"
         raise UsageError(message)
     return float(text)
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Read namespaces and names of packages with commas between them.
+    """Parse namespaces and package names, separated by commas.
 
     Raises:
         UsageError: when one of them is neither.
@@ -181,12 +183,12 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def parse_list(text: str) -> tuple[str, ...]:
-    """Read texts with commas between them."""
+    """Split a text at commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def parse_encoder(text: str) -> str:
-    """Read the name of an encoder, or a directory, which then counts in any folder.
+    """Parse the name of an encoder, or a directory, which becomes absolute.
 
     Raises:
         UsageError: when it is neither.
@@ -218,7 +220,7 @@ class Home:
 
     @property
     def suspicions(self) -> Path:
-        """What is odd about installed packages, and which came first, an SQLite database."""
+        """Findings about installed packages, and which came first, an SQLite database."""
         return self.root / "suspicions.db"
 
     @property
@@ -233,17 +235,17 @@ class Home:
 
     @property
     def kernels(self) -> Path:
-        """Compiled code of the engine, mode 0700; made again where it is missing."""
+        """Compiled code of the engine, mode 0700; recreated where it is missing."""
         return self.root / "kernels"
 
     @property
     def engines(self) -> Path:
-        """One folder per engine that has something in memory."""
+        """One folder per engine that holds memory."""
         return self.root / "engines"
 
     @property
     def static_encoder(self) -> Path:
-        """The vectors of tokens that the encoder ``static`` reads."""
+        """The token vectors of the encoder ``static``."""
         return self.root / "static-encoder"
 
     @property
@@ -263,7 +265,7 @@ class Home:
 
     @property
     def registries(self) -> Path:
-        """What registries said last, and partly fetched blobs: see `expertctl.registry`."""
+        """The last state of registries, and partly downloaded blobs: see `expertctl.registry`."""
         return self.root / "registries"
 
     @property
@@ -273,7 +275,7 @@ class Home:
 
     @property
     def api_keys(self) -> Path:
-        """Who may ask the generation server, as hashes, mode 0600."""
+        """The API keys of the generation server, as hashes, mode 0600."""
         return self.root / "api-keys.json"
 
     @property
@@ -284,7 +286,7 @@ class Home:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeDefaults:
-    """How ``expertctl serve`` answers where no option says; ``None``: as it usually does."""
+    """Defaults of the options of ``expertctl serve``; ``None``: the built-in default."""
 
     base: str | None = None
     host: str | None = None
@@ -308,15 +310,15 @@ class ServeDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The user's choices; ``None`` means no choice."""
+    """The user's settings; ``None`` means not set."""
 
     home: Home
     registry: str | None = None
     offline: bool = False
     base: str | None = None
-    """The base that answers where neither an option nor an expert decides."""
+    """The base that answers if neither an option nor an expert decides."""
     ca_file: Path | None = None
-    """Certificates that are trusted beside those of the system."""
+    """Certificates that are trusted in addition to those of the system."""
     allow_http: bool = False
     """Whether registries beyond this machine may be reached without encryption."""
     minimum_release_age: timedelta | None = None
@@ -334,7 +336,7 @@ class Settings:
 
 
 def find_home(environment: Mapping[str, str] = os.environ) -> Home:
-    """Return the home, whatever its settings say.
+    """Return the home, whatever its settings are.
 
     Raises:
         StoreError: when it can never be a folder.
@@ -344,11 +346,11 @@ def find_home(environment: Mapping[str, str] = os.environ) -> Home:
 
 
 def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
-    """Read ``config.toml`` and the environment, which wins.
+    """Read ``config.toml`` and the environment, which takes precedence.
 
     Raises:
         InvalidPackageError: when ``config.toml`` cannot be read as settings.
-        UsageError: when a value is not of its kind, or there is no home directory.
+        UsageError: when a value is invalid, or there is no home directory.
     """
     home = find_home(environment)
     values = {**read_config(home.config), **_read_environment(environment)}
@@ -358,7 +360,7 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         registry=values.get("registry"),
         offline=parse_switch("offline", values.get("offline", "no")),
         base=values.get("base"),
-        ca_file=Path(values["ca_file"]).expanduser() if "ca_file" in values else None,
+        ca_file=_parse_path(values["ca_file"]) if "ca_file" in values else None,
         allow_http=parse_switch("allow_http", values.get("allow_http", "no")),
         minimum_release_age=parse_age(age) if age else None,
         minimum_release_age_exclude=parse_names(values.get("minimum_release_age_exclude", "")),
@@ -375,40 +377,36 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     )
 
 
+def _parse_path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+_SERVE_PARSERS: dict[str, Callable[[str], Any]] = {
+    "base": str,
+    "host": str,
+    "url": str,
+    "port": partial(parse_count, "serve_port"),
+    "rows": partial(parse_count, "serve_rows"),
+    "queue": partial(parse_count, "serve_queue"),
+    "prefix_cache_memory": parse_size,
+    "timeout": partial(parse_seconds, "serve_timeout"),
+    "behind": partial(parse_seconds, "serve_behind"),
+    "completions_special_tokens": partial(parse_switch, "serve_completions_special_tokens"),
+    "aliases": parse_list,
+    "allowed_hosts": parse_list,
+    "allowed_origins": parse_list,
+    "strict_fields": partial(parse_switch, "serve_strict_fields"),
+    "json_instruction": partial(parse_switch, "serve_json_instruction"),
+    "tls_cert": _parse_path,
+    "tls_key": _parse_path,
+}
+"""Field of `ServeDefaults` → parser of the setting ``serve_…``."""
+
+
 def _read_serve_defaults(values: Mapping[str, str]) -> ServeDefaults:
-    def count(key: str) -> int | None:
-        return parse_count(key, values[key]) if key in values else None
-
-    def size(key: str) -> int | None:
-        return parse_size(values[key]) if key in values else None
-
-    def seconds(key: str) -> float | None:
-        return parse_seconds(key, values[key]) if key in values else None
-
-    def switch(key: str) -> bool | None:
-        return parse_switch(key, values[key]) if key in values else None
-
-    def path(key: str) -> Path | None:
-        return Path(values[key]).expanduser() if key in values else None
-
+    given = {name: values.get(f"serve_{name}") for name in _SERVE_PARSERS}
     return ServeDefaults(
-        base=values.get("serve_base"),
-        host=values.get("serve_host"),
-        port=count("serve_port"),
-        url=values.get("serve_url"),
-        rows=count("serve_rows"),
-        queue=count("serve_queue"),
-        prefix_cache_memory=size("serve_prefix_cache_memory"),
-        timeout=seconds("serve_timeout"),
-        behind=seconds("serve_behind"),
-        completions_special_tokens=switch("serve_completions_special_tokens"),
-        aliases=parse_list(values.get("serve_aliases", "")),
-        allowed_hosts=parse_list(values.get("serve_allowed_hosts", "")),
-        allowed_origins=parse_list(values.get("serve_allowed_origins", "")),
-        strict_fields=parse_switch("serve_strict_fields", values.get("serve_strict_fields", "no")),
-        json_instruction=switch("serve_json_instruction"),
-        tls_cert=path("serve_tls_cert"),
-        tls_key=path("serve_tls_key"),
+        **{name: _SERVE_PARSERS[name](text) for name, text in given.items() if text is not None}
     )
 
 
@@ -441,7 +439,7 @@ def _resolve_root(text: str | None) -> Path:
 
 
 def _check_root(root: Path) -> None:
-    """Refuse a home that can never be a folder: below a file, or with too long a name."""
+    """Raise for a home that can never be a folder: below a file, or with too long a name."""
     try:
         there = next(place for place in (root, *root.parents) if place.exists())
     except OSError as error:
@@ -451,7 +449,7 @@ def _check_root(root: Path) -> None:
             return
         problem = "that is a file" if there == root else f"{there} is not a folder"
     shown = f"{str(root)[:200]}…" if len(str(root)) > 200 else str(root)
-    hint = f"EXPERT_HOME is {shown}: set it to a folder that you may write"
+    hint = f"EXPERT_HOME is {shown}: set it to a writable folder"
     raise StoreError(f"{shown} cannot be a folder: {problem}", hint=hint)
 
 

@@ -183,12 +183,12 @@ def test_models_are_not_told_the_form_of_json_where_a_team_has_settled_that(
 @pytest.mark.parametrize("key", ["serve_port", "serve_rows", "serve_queue"])
 @pytest.mark.parametrize("text", ["-1", "1.5", "many", "100001", "9" * 30, "\u0661"])
 def test_what_is_no_count_is_refused(key: str, text: str, home: Path) -> None:
-    with pytest.raises(UsageError, match=f"^{key}: .* is no whole number from"):
+    with pytest.raises(UsageError, match=f"^{key}: .* is not a whole number from"):
         load_settings({"EXPERT_HOME": str(home), CONFIG_KEYS[key]: text})
 
 
 @pytest.mark.parametrize("key", ["serve_timeout", "serve_behind"])
 @pytest.mark.parametrize("text", ["0", "0.0", "-1", "1e3", "nan", "inf", "86401", "soon"])
 def test_what_is_no_time_is_refused(key: str, text: str, home: Path) -> None:
-    with pytest.raises(UsageError, match=f"^{key}: .* is no number of seconds"):
+    with pytest.raises(UsageError, match=f"^{key}: .* is not a number of seconds"):
         load_settings({"EXPERT_HOME": str(home), CONFIG_KEYS[key]: text})

@@ -1,6 +1,6 @@
 """The entry point: finds the command, imports its module only then, and reports errors.
 
-``expertctl --version`` and ``list`` must start without the libraries that other commands need, so
+``expertctl --version`` and ``list`` must start without the libraries of other commands, so
 commands are named here and imported when they are called.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from typer.exceptions import Abort, TyperException
@@ -35,87 +35,66 @@ from expertctl.errors import BudgetError, DiskFullError, ExpertError, StoreError
 from expertctl.files import NO_SPACE_ERRORS
 from expertctl.settings import find_home
 
-
-class CommandEntry(NamedTuple):
-    """Where a command is, and its line in the help."""
-
-    target: str
-    """``module:attribute`` below ``expertctl.cli``: a function, or a `CommandGroup`."""
-    summary: str
-
-
-SECTIONS: dict[str, dict[str, CommandEntry]] = {
+SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Use": {
-        "run": CommandEntry(
-            "run:run", "Answer a prompt with the experts that suit it, or with named ones"
-        ),
-        "chat": CommandEntry("chat:chat", "Chat with experts; /help lists the commands"),
-        "serve": CommandEntry("serve:app", "Run an OpenAI- and Anthropic-compatible server"),
-        "route": CommandEntry("run:route", "Show which experts would answer a prompt, and why"),
+        "run": ("run:run", "Answer a prompt with the experts that suit it, or with named ones"),
+        "chat": ("chat:chat", "Chat with experts; /help lists the commands"),
+        "serve": ("serve:app", "Run an OpenAI- and Anthropic-compatible server"),
+        "route": ("run:route", "Show which experts would answer a prompt, and why"),
     },
     "Get": {
-        "install": CommandEntry("install:install", "Install experts and what they require"),
-        "search": CommandEntry("search:search", "Search the packages of a registry"),
-        "info": CommandEntry("search:info", "Show what a registry says about a package"),
-        "update": CommandEntry(
-            "dependencies:update", "Install the newest versions that your list allows"
-        ),
-        "outdated": CommandEntry(
-            "dependencies:outdated", "Show which experts are behind, yanked or revoked"
-        ),
-        "list": CommandEntry("installed:list_experts", "List the installed experts"),
-        "remove": CommandEntry("install:remove", "Remove an installed expert"),
-        "why": CommandEntry("dependencies:why", "Show why an expert is installed"),
-        "lock": CommandEntry(
-            "dependencies:lock", "Write expert.lock for the experts.toml in this folder"
-        ),
+        "install": ("install:install", "Install experts and what they require"),
+        "search": ("search:search", "Search the packages of a registry"),
+        "info": ("search:info", "Show what a registry says about a package"),
+        "update": ("dependencies:update", "Install the newest versions that your list allows"),
+        "outdated": ("dependencies:outdated", "Show which experts are behind, yanked or revoked"),
+        "list": ("installed:list_experts", "List the installed experts"),
+        "remove": ("install:remove", "Remove an installed expert"),
+        "why": ("dependencies:why", "Show why an expert is installed"),
+        "lock": ("dependencies:lock", "Write expert.lock for the experts.toml in this folder"),
     },
     "Make": {
-        "init": CommandEntry("packages:init", "Write a draft of expert.json beside an adapter"),
-        "build": CommandEntry("packages:build", "Check an adapter directory and package it"),
-        "eval": CommandEntry(
-            "evaluation:evaluate", "Measure an expert against its base, or routing"
-        ),
-        "sign": CommandEntry("packages:sign", "Sign a package, or replace its signature"),
-        "verify": CommandEntry(
-            "packages:verify", "Check every digest and the signature of a package"
-        ),
-        "inspect": CommandEntry("packages:inspect", "Show the manifest of a package"),
-        "diff": CommandEntry("package_view:diff", "Show what changed between two packages"),
-        "unpack": CommandEntry(
-            "packages:unpack", "Write the files of a package to a new directory"
-        ),
-        "export": CommandEntry("packages:export", "Write experts to a file"),
-        "import": CommandEntry("install:import_", "Install experts that were exported together"),
+        "init": ("packages:init", "Write a draft of expert.json beside an adapter"),
+        "build": ("packages:build", "Check an adapter directory and package it"),
+        "eval": ("evaluation:evaluate", "Measure an expert against its base, or routing"),
+        "sign": ("packages:sign", "Sign a package, or replace its signature"),
+        "verify": ("packages:verify", "Check every digest and the signature of a package"),
+        "inspect": ("packages:inspect", "Show the manifest of a package"),
+        "diff": ("package_view:diff", "Show what changed between two packages"),
+        "unpack": ("packages:unpack", "Write the files of a package to a new directory"),
+        "export": ("packages:export", "Write experts to a file"),
+        "import": ("install:import_", "Install experts that were exported together"),
     },
     "Share": {
-        "publish": CommandEntry("publish:publish", "Publish packages to a registry"),
-        "yank": CommandEntry("publish:yank", "Withdraw a version from new installs"),
-        "login": CommandEntry("connection:login", "Check a registry's token and save it"),
-        "logout": CommandEntry("connection:logout", "Delete the saved token of a registry"),
-        "token": CommandEntry("connection:token_app", "Manage your access tokens of a registry"),
-        "registry": CommandEntry("registry:app", "Run and administer your own registry"),
+        "publish": ("publish:publish", "Publish packages to a registry"),
+        "yank": ("publish:yank", "Withdraw a version from new installs"),
+        "login": ("connection:login", "Check a registry's token and save it"),
+        "logout": ("connection:logout", "Delete the saved token of a registry"),
+        "token": ("connection:token_app", "Manage your access tokens of a registry"),
+        "registry": ("registry:app", "Run and administer your own registry"),
     },
     "Trust": {
-        "keys": CommandEntry("trust:keys_app", "Manage your own signing keys"),
-        "trust": CommandEntry("trust:app", "Manage whose signatures are accepted, and for what"),
+        "keys": ("trust:keys_app", "Manage your own signing keys"),
+        "trust": ("trust:app", "Manage whose signatures are accepted, and for what"),
     },
     "Maintain": {
-        "base": CommandEntry("bases:app", "Manage the base models that experts adapt"),
-        "doctor": CommandEntry("doctor:doctor", "Check everything that is installed, byte by byte"),
-        "gc": CommandEntry("doctor:gc", "Delete files that nothing needs"),
-        "reindex": CommandEntry("install:reindex", "Rebuild the catalogue and the routing vectors"),
-        "config": CommandEntry("config:app", "Show and change settings"),
-        "stats": CommandEntry(
-            "stats:stats", "Show how often experts were used and how well they did"
-        ),
-        "feedback": CommandEntry("stats:feedback", "Rate an answer as good or bad"),
-        "bench": CommandEntry("bench:app", "Measure how fast this machine runs a base"),
+        "base": ("bases:app", "Manage the base models that experts adapt"),
+        "doctor": ("doctor:doctor", "Check everything that is installed, byte by byte"),
+        "gc": ("doctor:gc", "Delete files that nothing needs"),
+        "reindex": ("install:reindex", "Rebuild the catalogue and the routing vectors"),
+        "config": ("config:app", "Show and change settings"),
+        "stats": ("stats:stats", "Show how often experts were used and how well they did"),
+        "feedback": ("stats:feedback", "Rate an answer as good or bad"),
+        "bench": ("bench:app", "Measure how fast this machine runs a base"),
     },
 }
-"""All commands in the order of the help, by section; nothing of them is imported to show it."""
+"""Commands by section, in the order of the help, which imports none of them.
+
+Each has its place, ``module:attribute`` below ``expertctl.cli`` (a function or a `CommandGroup`),
+and its line in the help.
+"""
 COMMANDS: dict[str, str] = {
-    name: entry.target for section in SECTIONS.values() for name, entry in section.items()
+    name: target for section in SECTIONS.values() for name, (target, _) in section.items()
 }
 HELP_COMMAND = "help"
 
@@ -145,7 +124,10 @@ class LazyGroup(HelpGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands by section, without importing any."""
-        titled = {title: [(n, e.summary) for n, e in s.items()] for title, s in SECTIONS.items()}
+        titled = {
+            title: [(name, summary) for name, (_, summary) in section.items()]
+            for title, section in SECTIONS.items()
+        }
         write_sections(titled, formatter)
 
 
@@ -216,7 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(words: list[str]) -> int:
-    """Run one command; return its exit code. Nothing a user can cause is a traceback."""
+    """Run one command and return its exit code. No user error is a traceback."""
     as_json = "--json" in words
     try:
         result = get_command(app).main(words, prog_name="expertctl", standalone_mode=False)
@@ -238,7 +220,7 @@ def run(words: list[str]) -> int:
 
 
 def _explain_error(error: ExpertError) -> ExpertError:
-    """Say which expert may be meant if a name is wrong; only then the store is read."""
+    """Add a hint to an error about the home or a name; only a wrong name reads the store."""
     if isinstance(error, StoreError) and not error.hint:
         return StoreError(error.message, hint=_build_home_hint(error.message.partition(": ")[0]))
     if not isinstance(error, UsageError) or not error.unknown_name:
@@ -256,7 +238,7 @@ def _replace_closed_streams() -> None:
 
 
 def _discard_unwritable_output() -> None:
-    """Drop output that cannot be written, else Python tries again at exit and exits with 120."""
+    """Drop output that cannot be written; Python would retry at exit and exit with 120."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -291,9 +273,9 @@ def _report_os_error(error: OSError, *, as_json: bool) -> int:
 
 
 def _build_home_hint(name: str) -> str:
-    """Return the way out when a path below ``EXPERT_HOME`` cannot be used; else nothing."""
+    """Return the hint for a path below ``EXPERT_HOME`` that cannot be used; else nothing."""
     with suppress(ExpertError):
         root = find_home().root
         if Path(name).is_relative_to(root):
-            return f"EXPERT_HOME is {root}: set it to a folder that you may write"
+            return f"EXPERT_HOME is {root}: set it to a writable folder"
     return ""

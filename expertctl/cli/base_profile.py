@@ -1,9 +1,8 @@
-"""How ``base profile`` and ``base plan`` show what is known of routed experts; 80 columns.
+"""``expertctl base profile`` and ``base plan``: usage profiles of routed experts.
 
-``expertctl base profile`` and ``base plan``: what is known of a base's routed experts.
-
-A profile records which routed experts the answers on a base asked for: it is learnt here or read
-from a file, and kept only on this machine.
+A usage profile counts how often the router of each layer selected each expert. It is learnt by
+runs on this machine or imported from a file, and kept only on this machine. Text output fits into
+80 columns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,17 +13,26 @@ import typer
 
 from expertctl.cli.engine import guard_engine_import
 from expertctl.cli.help import CommandGroup
-from expertctl.cli.output import JsonFlag, emit, format_count, format_table, note, warn, write_file
+from expertctl.cli.output import (
+    JsonFlag,
+    emit,
+    format_count,
+    format_percent,
+    format_table,
+    note,
+    warn,
+    write_file,
+)
 from expertctl.cli.run_options import (
     Dtype,
     MoePin,
     MoeProfile,
+    NumericsFlags,
+    WarmupFlags,
     check_cpu_only,
     resolve_memory_budget,
-    resolve_moe_start,
-    resolve_numerics,
 )
-from expertctl.errors import IncompatibleError, NotFoundError, UsageError
+from expertctl.errors import ExpertError, IncompatibleError, NotFoundError, UsageError
 from expertctl.settings import format_limit, format_size, load_settings, parse_size
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
@@ -44,7 +52,7 @@ _SHOWN_EXPERTS = 8
 def build_profile_document(
     base: str, routed: "ExpertsConfig", guide: "ExpertUsage | None"
 ) -> dict[str, object]:
-    """Return what ``base profile show --json`` prints."""
+    """Return the document of ``base profile show --json``."""
     layers = {} if guide is None else guide.layers
     return {
         "base": base,
@@ -64,10 +72,10 @@ def build_profile_document(
 
 
 def format_profile(base: str, routed: "ExpertsConfig", guide: "ExpertUsage | None") -> str:
-    """Return a profile as a person reads it."""
+    """Return a usage profile as text."""
     if guide is None:
-        return f"nothing was learnt of {base}: a run on it learns where kernels compute it"
-    head = ["LAYER", "ASKED FOR", "EXPERTS ASKED FOR MOST"]
+        return f"nothing was learnt of {base}: runs with native kernels record one"
+    head = ["LAYER", "USED", "MOST USED EXPERTS"]
     rows = [
         [
             str(number),
@@ -77,28 +85,28 @@ def format_profile(base: str, routed: "ExpertsConfig", guide: "ExpertUsage | Non
         for number in routed.layers
     ]
     learnt = f"{base}: learnt from {format_count(guide.prompts, _name_counted_unit(guide))}"
-    return f"{learnt}; the older, the less they count\n\n{format_table(head, rows)}"
+    return f"{learnt}; older ones count less\n\n{format_table(head, rows)}"
 
 
 def _name_counted_unit(usage: "ExpertUsage") -> str:
-    """Return what was counted: how many of them asked for an expert."""
+    """Return the unit of the profile's counts: token or prompt."""
     from expertctl.engine.moe.usage_profile import TOKENS_PRESET
 
     return "token" if usage.preset == TOKENS_PRESET else "prompt"
 
 
 def format_routed_plan(plan: "BaseMemoryPlan") -> str:
-    """Return a plan as a person reads it."""
+    """Return a memory plan as text."""
     return "\n".join(_format_plan_lines(plan))
 
 
 def _format_plan_lines(plan: "BaseMemoryPlan") -> Iterator[str]:
     yield f"{plan.base} in {plan.dtype}, {format_limit(plan.limit)} of memory"
     if plan.whole:
-        yield "all of it fits: nothing is left on the disk"
+        yield "the whole base fits"
     elif not plan.fits:
         least = f"{-(-plan.min_bytes // _MEGABYTE)}MB"  # in the form of the option
-        yield f"that is too little: {least} is the least for a usual text; shorter ones take less"
+        yield f"that is too little: a typical context needs {least}; a shorter one needs less"
         yield from _format_memory_parts(plan)
     else:
         yield from _format_memory_parts(plan)
@@ -109,43 +117,45 @@ def _format_plan_lines(plan: "BaseMemoryPlan") -> Iterator[str]:
 
 def _format_memory_parts(plan: "BaseMemoryPlan") -> Iterator[str]:
     slots, pool, size = sum(plan.plan.capacities), plan.pool_blocks, plan.block_bytes
-    yield f"  {format_size(plan.other_bytes):>10}  all that is no routed expert"
+    yield f"  {format_size(plan.other_bytes):>10}  everything except routed experts"
     yield f"  {format_size(slots * size):>10}  {slots} slots of {format_size(size)}"
-    yield f"  {format_size(pool * size):>10}  the pool: {pool} experts that have no slot"
-    yield f"  {format_size(plan.sequence_bytes):>10}  a usual text: keys and values, and what it is read with"
+    yield f"  {format_size(pool * size):>10}  the pool: {pool} experts without a slot"
+    text = f"{format_size(plan.sequence_bytes):>10}"
+    yield f"  {text}  a typical context: its KV cache and the buffers to read it"
     if plan.can_grow:
-        yield "              a larger pool once a run has kept its copy: experts are shorter there"
+        yield "              a larger pool once a run has stored its compact copy of the experts"
 
 
 def _format_layers(plan: "BaseMemoryPlan") -> Iterator[str]:
     even = plan.layers[0].even_slots
+    source = "none yet" if plan.usage_source is None else plan.usage_source
     yield ""
-    yield f"what is asked for: {'nothing is known yet' if plan.usage_source is None else plan.usage_source}"
+    yield f"usage profile: {source}"
     yield format_table(
-        ["LAYER", "SLOTS", "PINNED", "ASKED FOR", "SERVED BY SLOTS", f"BY {even} EACH"],
+        ["LAYER", "SLOTS", "PINNED", "USED", "SERVED BY SLOTS", f"BY {even} EACH"],
         [
             [
                 str(each.layer),
                 str(each.slots),
                 str(each.pinned),
                 f"{each.requested_experts} of {plan.plan.experts}",
-                _format_percent(each.served_share),
-                _format_percent(each.even_served_share),
+                format_percent(each.served_share),
+                format_percent(each.even_served_share),
             ]
             for each in plan.layers
         ],
     )
     if plan.served_share is not None and plan.pool_blocks:
         yield (
-            f"slots serve {_format_percent(plan.served_share)} of it in all, and "
-            f"{_format_percent(plan.served_with_pool)} with a pool of those asked for most"
+            f"slots serve {format_percent(plan.served_share)} of all uses, and "
+            f"{format_percent(plan.served_with_pool)} with a pool of the most used experts"
         )
 
 
 def _format_lanes(plan: "BaseMemoryPlan") -> Iterator[str]:
     yield ""
-    yield "the lanes, by weighting; planned alone, for a run has one"
-    yield "a layer that has experts in a lane pays for one more there, a dummy of zeros"
+    yield "the lanes, by weighting; only planned, as a run uses one lane"
+    yield "a layer with experts in a lane needs one more there, a dummy of zeros"
     yield format_table(
         ["WEIGHTING", "SERVED", "LANE", "EXPERTS", "BYTES", "OF WHICH DUMMIES"],
         [row for each in plan.weightings for row in _build_lane_rows(each)],
@@ -154,13 +164,9 @@ def _format_lanes(plan: "BaseMemoryPlan") -> Iterator[str]:
 
 def _build_lane_rows(each: "WeightedPlan") -> Iterator[list[str]]:
     for number, lane in enumerate(each.lanes):
-        first = [each.weighting, _format_percent(each.served_share)] if number == 0 else ["", ""]
+        first = [each.weighting, format_percent(each.served_share)] if number == 0 else ["", ""]
         size, dummies = format_size(lane.used), format_size(lane.dummy_bytes)
         yield [*first, lane.name, str(lane.experts), size, dummies]
-
-
-def _format_percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 profile_app = CommandGroup("Manage usage profiles of routed experts.")
@@ -168,16 +174,15 @@ profile_app = CommandGroup("Manage usage profiles of routed experts.")
 BaseName = Annotated[str, typer.Argument(metavar="NAME", help="The name of a base.")]
 ProfileFormat = Literal["activity", "prompts"]
 _MAX_LANE_NAME = 20
-"""Characters of the name of a lane."""
+"""Most characters in the name of a lane."""
 
 
 @profile_app.command()
 def show(name: BaseName, as_json: JsonFlag = False) -> None:
-    """Show how much was learnt of a base, and of which experts, layer by layer.
+    """Show the usage profile of a base, layer by layer.
 
     Example: expertctl base profile show Qwen/Qwen3-30B-A3B
     """
-
     base, routed = _find_routed_base(name)
     guide = _load_usage_profile(base, routed)
     emit(
@@ -190,19 +195,19 @@ def show(name: BaseName, as_json: JsonFlag = False) -> None:
 @profile_app.command()
 def export(
     name: BaseName,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
     kind: Annotated[
         ProfileFormat,
         typer.Option(
-            help="activity: counts as llama.cpp's hot cache has them; prompts: as flash-moe has "
-            "them, of tokens."
+            help="activity: counts in the format of llama.cpp's hot cache; prompts: in that of "
+            "flash-moe, but of tokens."
         ),
     ] = "activity",
     as_json: JsonFlag = False,
 ) -> None:
-    """Write what was learnt of a base into a file.
+    """Write the usage profile of a base to a file.
 
-    It is what --moe-profile and `base profile import` read, on another machine, too.
+    --moe-profile and `base profile import` read it, also on another machine.
 
     Example: expertctl base profile export Qwen/Qwen3-30B-A3B habits.json
     """
@@ -213,15 +218,15 @@ def export(
     guide = _load_usage_profile(base, routed)
     if guide is None:
         raise NotFoundError(
-            f"nothing was learnt of {base.name}",
-            hint=f"`expertctl run --base {base.name} PROMPT` learns where kernels compute",
+            f"there is no usage profile of {base.name}",
+            hint=f"`expertctl run --base {base.name} PROMPT` records one with native kernels",
         )
     if kind == "activity":
         data = write_activity(guide.activity)
     else:
         data = write_profile(guide, experts=routed.count, model=base.name)
     write_file(file, data + b"\n", mode=0o600)
-    note("it tells something of what was written about: share it only as you would a history")
+    note("a profile reveals something about your prompts: share it as carefully as a history")
     document = {"base": base.name, "path": str(file), "kind": kind, "size": len(data) + 1}
     emit(document, f"wrote {file}", as_json=as_json)
 
@@ -232,7 +237,7 @@ def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, of either kind.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Take a file for what was learnt of a base; more is added to it.
+    """Import a usage profile; learning continues from it.
 
     Example: expertctl base profile import Qwen/Qwen3-30B-A3B habits.json
     """
@@ -249,8 +254,8 @@ def import_(
     taken = add_activities(EMPTY_ACTIVITY, guide.activity)
     if not any(layer.hits for layer in taken.layers):
         raise IncompatibleError(
-            f"{file} counts no expert often enough: what is learnt is kept for at most "
-            f"{MAX_ACTIVITY_TOKENS:,} tokens, and all its counts are below one then",
+            f"{file} counts no expert often enough: profiles are scaled to at most "
+            f"{MAX_ACTIVITY_TOKENS:,} tokens, and then all its counts are below one",
             hint="nothing was changed; --moe-profile uses the file as it is",
         )
     update_learnt_usage(
@@ -258,18 +263,18 @@ def import_(
     )
     layers = len(guide.layers)
     document = {"base": base.name, "path": str(file), "layers": layers}
-    emit(document, f"{base.name} begins with {file} from now on", as_json=as_json)
+    emit(document, f"{base.name} starts with {file} from now on", as_json=as_json)
 
 
 @profile_app.command()
 def forget(name: BaseName, as_json: JsonFlag = False) -> None:
-    """Forget what was learnt of a base.
+    """Delete the usage profile of a base.
 
     Example: expertctl base profile forget Qwen/Qwen3-30B-A3B
     """
-    base = _open_base_store().find(name)
+    base = open_base_store().find(name)
     was_there = _open_usage_file(base).remove()
-    text = f"forgot what was learnt of {base.name}" if was_there else "there was nothing"
+    text = f"deleted the usage profile of {base.name}" if was_there else "there was none"
     emit({"base": base.name, "forgotten": was_there}, text, as_json=as_json)
 
 
@@ -281,7 +286,7 @@ def plan(
             "--memory",
             "--memory-budget",
             metavar="SIZE",
-            help="For so much memory.",
+            help="Plan for this much memory.",
             show_default="what a run would take",
         ),
     ] = None,
@@ -289,7 +294,7 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="NAME=SIZE",
-            help="Plan this memory of a device for experts; up to three, in their order.",
+            help="Memory of a device for experts; up to three, in order of use.",
             show_default="ram, as large as all slots",
         ),
     ] = None,
@@ -302,7 +307,7 @@ def plan(
     moe_pin: MoePin = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show which routed experts a memory would hold.
+    """Show which routed experts would fit in memory.
 
     Example: expertctl base plan Qwen/Qwen3-30B-A3B --memory 16GB
     """
@@ -319,14 +324,12 @@ def plan(
     settings = load_settings()
     check_cpu_only(settings, "base plan")
     base, routed = _find_routed_base(name)
-    _open_base_store().check(base)
-    held = resolve_numerics(settings, dtype=dtype, adapter_dtype=None, deterministic=None)
-    wishes = resolve_moe_start(
-        settings, profile=moe_profile, pin=moe_pin, warmup=None, exchange=0.0, learn=None
-    )
-    keeper = ExpertUsageStore(_open_base_store(), wishes)
+    open_base_store().check(base)
+    held = NumericsFlags(dtype).resolve(settings)
+    flags = WarmupFlags(moe_profile=moe_profile, moe_pin=moe_pin)
+    keeper = ExpertUsageStore(open_base_store(), flags.resolve_warmup(settings, learn=None))
     config, width = read_model_config(base.path), choose_dtype(base, held.dtype)
-    copies = open_quantised_cache(_open_base_store(), base)
+    copies = open_quantised_cache(open_base_store(), base)
     found = plan_base(
         config,
         width,
@@ -341,12 +344,13 @@ def plan(
     emit(found.to_json(), format_routed_plan(found), as_json=as_json)
 
 
-def _open_base_store() -> BaseStore:
+def open_base_store() -> BaseStore:
+    """Return the registered bases of this home."""
     return BaseStore(load_settings().home.bases)
 
 
 def _open_usage_file(base: StoredBase) -> UsageProfileFile:
-    return UsageProfileFile(_open_base_store(), base)
+    return UsageProfileFile(open_base_store(), base)
 
 
 def _find_routed_base(name: str) -> "tuple[StoredBase, ExpertsConfig]":
@@ -358,7 +362,7 @@ def _find_routed_base(name: str) -> "tuple[StoredBase, ExpertsConfig]":
     """
     from expertctl.package.model_config import read_model_config
 
-    base = _open_base_store().find(name)
+    base = open_base_store().find(name)
     routed = None if base.foreign else read_model_config(base.path).experts
     if routed is None:
         raise IncompatibleError(
@@ -367,8 +371,18 @@ def _find_routed_base(name: str) -> "tuple[StoredBase, ExpertsConfig]":
     return base, routed
 
 
+def read_routed_config(base: StoredBase) -> "ExpertsConfig | None":
+    """Return the routed experts of a native base; None if it has none, or cannot be read."""
+    from expertctl.package.model_config import read_model_config
+
+    try:
+        return None if base.foreign else read_model_config(base.path).experts
+    except ExpertError:  # `base list` shows that its files changed, and using it shows the error
+        return None
+
+
 def _load_usage_profile(base: StoredBase, routed: "ExpertsConfig") -> "ExpertUsage | None":
-    """Return what was learnt of a base; None if nothing was."""
+    """Return the learnt usage of a base; None if there is none."""
     from expertctl.engine.moe.usage_store import load_expert_usage
 
     return load_expert_usage(_open_usage_file(base), routed)
@@ -380,7 +394,7 @@ def _parse_lanes(texts: Sequence[str]) -> dict[str, int]:
         name, _, size = text.partition("=")
         if not name.isprintable() or not name or not size:
             raise UsageError(
-                f"--lane {text[:40]!r}: no name and size of a memory", hint="write --lane gpu=6GB"
+                f"--lane {text[:40]!r}: not a name and a size", hint="write --lane gpu=6GB"
             )
         if len(name) > _MAX_LANE_NAME:
             raise UsageError(

@@ -1,11 +1,11 @@
-"""``expertctl base``: the base models that this machine knows."""
+"""``expertctl base``: register, list and remove base models."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from expertctl.cli.base_profile import plan, profile_app
+from expertctl.cli.base_profile import open_base_store, plan, profile_app, read_routed_config
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, note, show_progress, warn
 from expertctl.errors import ExpertError
@@ -27,25 +27,25 @@ def add(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A Hugging Face directory with safetensors.")
     ],
-    name: Annotated[str | None, typer.Option(help="What to call it.")] = None,
+    name: Annotated[str | None, typer.Option(help="The name to register it with.")] = None,
     revision: Annotated[str | None, typer.Option(help="The commit it was taken from.")] = None,
     copy: Annotated[
-        bool, typer.Option("--copy", help="Keep a copy; else the directory must stay.")
+        bool, typer.Option("--copy", help="Store a copy; otherwise the directory must stay.")
     ] = False,
     compile_kernels: Annotated[
         bool,
         typer.Option(
             "--compile",
-            help="Compile its kernels now, for run and serve: no answer waits.",
+            help="Compile its kernels now, so that run and serve need not wait.",
         ),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Read a base model whole and remember it where it is.
+    """Register a local base model; its files stay in place.
 
     Example: expertctl base add models/Qwen3-0.6B --name Qwen/Qwen3-0.6B
     """
-    bases = _open_base_store()
+    bases = open_base_store()
     add_base = bases.add_copy if copy else bases.add
     with show_progress(
         "hashing base", _count_bytes_to_read(directory, copy), as_json=as_json
@@ -54,7 +54,7 @@ def add(
     identity = base.identity
     text = f"{base.name}  {format_size(base.size)}  {base.path}\n"
     text += f"arch {identity.arch}\nweights {identity.weights}\n{_format_tokenizers(identity)}"
-    routed = _read_routed_config(base)
+    routed = read_routed_config(base)
     if routed is not None:
         share = f"{routed.used} of {routed.count}"
         text += f"\nrouted experts {share} for a token; `expertctl base plan {base.name}`"
@@ -72,12 +72,12 @@ def add(
 def _compile_kernels(base: StoredBase, *, as_json: bool) -> bool:
     """Compile the kernels of a base; return whether kernels run it."""
     from expertctl.cli.engine import guard_engine_import
-    from expertctl.cli.run_options import resolve_numerics
+    from expertctl.cli.run_options import NumericsFlags
     from expertctl.routing.planner import Planner
     from expertctl.routing.request import RouteRequest
 
     settings = load_settings()
-    held = resolve_numerics(settings, dtype=None, adapter_dtype=None, deterministic=None)
+    held = NumericsFlags().resolve(settings)
     like = RouteRequest(
         prompt="?",
         dtype=held.dtype,
@@ -94,24 +94,24 @@ def _compile_kernels(base: StoredBase, *, as_json: bool) -> bool:
     note(
         "the kernels of `run` and `serve` are compiled"
         if found
-        else f"{base.name} is run without kernels of its own"
+        else f"{base.name} runs without compiled kernels"
     )
     return found
 
 
 @app.command("list")
 def list_bases(as_json: JsonFlag = False) -> None:
-    """List the known bases. Each says whether its files are still what was added.
+    """List the registered bases, and whether their files have changed.
 
     Example: expertctl base list --json
     """
-    bases = _open_base_store()
+    bases = open_base_store()
     known = bases.list_bases()
     if not known:
         note("no bases yet; add one with `expertctl base add DIR`")
     documents, rows = [], []
     for base in known:
-        state, routed = _check_state(bases, base), _read_routed_config(base)
+        state, routed = _check_state(bases, base), read_routed_config(base)
         documents.append({**_build_document(base, routed), "state": state})
         revision, size = base.identity.revision or "-", format_size(base.size)
         share = "-" if routed is None else f"{routed.used} of {routed.count}"
@@ -125,15 +125,17 @@ def list_bases(as_json: JsonFlag = False) -> None:
 @app.command()
 def remove(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a base.")],
-    force: Annotated[bool, typer.Option("--force", help="Also when experts need it.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Remove it even if experts need it.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Forget a base; only a copy of it that is ours is deleted.
+    """Unregister a base; only copies made by expertctl are deleted.
 
     Example: expertctl base remove Qwen/Qwen3-0.6B
     """
     store = Store(load_settings().home.store)
-    removed = remove_base(name, bases=_open_base_store(), store=store, force=force)
+    removed = remove_base(name, bases=open_base_store(), store=store, force=force)
     warn(removed.warnings)
     emit({"removed": removed.ref}, f"removed {removed.ref}", as_json=as_json)
 
@@ -142,12 +144,8 @@ app.command("plan")(plan)
 app.add_typer(profile_app, name="profile")
 
 
-def _open_base_store() -> BaseStore:
-    return BaseStore(load_settings().home.bases)
-
-
 def _count_bytes_to_read(directory: Path, copy: bool) -> int:
-    """How many bytes are read: once for the files, once for the tensors, once for a copy."""
+    """Return how many bytes are read: once for the files, once for the tensors, once for a copy."""
     files = directory.iterdir() if directory.is_dir() else []
     return sum(path.stat().st_size for path in files if path.is_file()) * (3 if copy else 2)
 
@@ -161,18 +159,8 @@ def _check_state(bases: BaseStore, base: StoredBase) -> str:
 
 
 def _get_engine_name(base: StoredBase) -> str:
-    """Return the engine that runs a base; transformers may run a native base, too."""
+    """Return the engine that runs a base; transformers may also run a native base."""
     return "transformers" if base.foreign else "native"
-
-
-def _read_routed_config(base: StoredBase) -> "ExpertsConfig | None":
-    """Return the routed experts of a native base; None if it has none, or cannot be read."""
-    from expertctl.package.model_config import read_model_config
-
-    try:
-        return None if base.foreign else read_model_config(base.path).experts
-    except ExpertError:  # the state of the base says so
-        return None
 
 
 def _build_document(base: StoredBase, routed: "ExpertsConfig | None") -> dict[str, object]:

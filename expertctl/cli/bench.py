@@ -1,8 +1,7 @@
-"""What ``expertctl bench`` shows to a person.
+"""``expertctl bench``: measure how fast this machine reads prompts and writes tokens.
 
-``expertctl bench``: how fast this machine reads and writes text, beside what it could do.
-
-Torch and numba are imported inside the functions, after everything else was checked.
+The result is compared with the roofline of the machine. Torch and numba are imported inside the
+functions, after everything else was checked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from expertctl.cli.output import (
     JsonFlag,
     emit,
     format_count,
+    format_rate,
     format_table,
     make_printable,
     note,
@@ -31,10 +31,10 @@ from expertctl.cli.run_options import (
     AdapterDtype,
     Dtype,
     MemoryBudget,
+    NumericsFlags,
     NumericsOptions,
     check_cpu_only,
     resolve_memory_budget,
-    resolve_numerics,
 )
 from expertctl.errors import UsageError
 from expertctl.settings import Settings, format_size, load_settings
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 
 _HEADER = ["WHAT", "THREADS", "MEDIAN", "QUARTILES", "ROOF", "SHARE", "LIMIT"]
 _FOOT = [
-    "The roof is what memory, or arithmetic, of this machine allows with as many",
-    "threads; the share is how much of it was reached, round by round.",
+    "The roof is what the memory, or the arithmetic, of this machine allows with that",
+    "number of threads; the share is how much of it was reached, round by round.",
 ]
 
 
 def format_bench(result: "BenchResult") -> str:
-    """Return what was measured, then a row for each figure; it fits into 80 columns."""
+    """Return what was measured, then one row a figure; at most 80 columns wide."""
     rows = [_format_row(row) for row in result.rows]
     return "\n".join([*_format_header(result), "", format_table(_HEADER, rows), "", *_FOOT])
 
@@ -64,11 +64,11 @@ def _format_header(result: "BenchResult") -> list[str]:
         "experts": work.expert_bytes,
         "keys and values": work.kv_bytes,
     }
-    told = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
+    reads = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
     return [
         make_printable(f"{result.what}, {result.dtype}"),
         f"{result.costs.numbers / 1e6:.1f} million weights are multiplied for a token",
-        f"a token behind {result.context} reads {format_size(work.nbytes)}: {told}",
+        f"a token after {result.context} reads {format_size(work.nbytes)}: {reads}",
         make_printable(f"on {result.cpu}"),
     ]
 
@@ -78,41 +78,37 @@ def _format_row(row: "BenchRow") -> list[str]:
     return [
         f"{row.case}, {row.unit}",
         f"{row.threads}",
-        _format_number(row.rate.median),
-        f"{_format_number(row.rate.low)} to {_format_number(row.rate.high)}",
-        "" if row.roof is None else _format_number(row.roof),
+        format_rate(row.rate.median),
+        f"{format_rate(row.rate.low)} to {format_rate(row.rate.high)}",
+        "" if row.roof is None else format_rate(row.roof),
         "" if reach is None else f"{reach.share.median:.2f}",
         "" if reach is None else reach.bound,
     ]
 
 
-def _format_number(number: float) -> str:
-    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
-
-
 DEFAULT_DTYPE: Literal["bf16"] = "bf16"
-"""The dtype of random weights; those of a base are held as they are stored."""
+"""Data type of random weights; those of a base keep the type they are stored in."""
 
 BenchBase = Annotated[
     str | None,
     typer.Option(
         "--base",
         metavar="NAME|DIR",
-        help="The base, or its folder; else that of the experts, the setting `base`, the newest; "
-        "the starter's only if named.",
+        help="Base to measure, by name or folder (default: the experts' base, the setting `base`, "
+        "or the newest one; the demo base only if named).",
     ),
 ]
 Shape = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME|DIR", help="Random weights: qwen3-0.6b, or a folder with a config.json."
+        metavar="NAME|DIR", help="Use random weights: qwen3-0.6b, or a folder with a config.json."
     ),
 ]
 Experts = Annotated[
     list[str] | None,
-    typer.Option("--expert", metavar="REF[:WEIGHT]", help="With this expert; repeatable."),
+    typer.Option("--expert", metavar="REF[:WEIGHT]", help="Use this expert; repeatable."),
 ]
-Tokens = Annotated[int, typer.Option(min=1, max=4096, help="How many to write in a round.")]
+Tokens = Annotated[int, typer.Option(min=1, max=4096, help="Tokens to generate in a round.")]
 Prompts = Annotated[
     list[int] | None,
     typer.Option(
@@ -120,24 +116,26 @@ Prompts = Annotated[
         min=1,
         max=131072,
         metavar="N",
-        help="Repeatable.",
+        help="Length of a prompt; repeatable.",
         show_default="128, 512",
     ),
 ]
 Context = Annotated[
-    int, typer.Option(min=1, max=131072, help="Tokens before those that are written.")
+    int, typer.Option(min=1, max=131072, help="Tokens in the context before the generated ones.")
 ]
 Threads = Annotated[
     list[int] | None,
     typer.Option(
         min=1,
         metavar="N",
-        help="At most as many as there are cores; repeatable.",
+        help="Number of threads, at most one per core; repeatable.",
         show_default="1, 2, 4, …, all",
     ),
 ]
-Rounds = Annotated[int, typer.Option(min=1, max=1000, help="How often all is measured.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the roofline: .svg or .png.")]
+Rounds = Annotated[int, typer.Option(min=1, max=1000, help="Number of rounds.")]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Plot the roofline to a .svg or .png file.")
+]
 
 
 app = CommandGroup(no_args_is_help=False)
@@ -170,14 +168,14 @@ def bench(
 
     settings = load_settings()
     check_cpu_only(settings, "bench")
-    held = resolve_numerics(settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=False)
+    held = NumericsFlags(dtype, adapter_dtype, deterministic=False).resolve(settings)
     budget = resolve_memory_budget(memory_budget, settings)
     base = resolve_base(base, settings, as_json=as_json)
-    asked = _BenchOptions(base, shape, tuple(expert or ()), held, budget)
-    asked.check()
+    subject_options = _BenchOptions(base, shape, tuple(expert or ()), held, budget)
+    subject_options.check()
     _check_plot(plot)
     wanted = _build_request(tokens, context, prompt_tokens, threads, rounds, as_json=as_json)
-    with _open_subject(asked, wanted, settings, as_json=as_json) as subject:
+    with _open_subject(subject_options, wanted, settings, as_json=as_json) as subject:
         from expertctl.engine.bench import run_bench
 
         with show_counter("measuring", wanted.run_count, as_json=as_json) as report:
@@ -203,7 +201,7 @@ def _draw_plot(result: "BenchResult", plot: Path | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _BenchOptions:
-    """What the user wants to measure."""
+    """What to measure."""
 
     base: str | None
     shape: str | None
@@ -212,11 +210,11 @@ class _BenchOptions:
     memory_budget: int | None
 
     def check(self) -> None:
-        """Refuse options that contradict each other."""
+        """Raise `UsageError` for options that contradict each other."""
         if self.shape and (self.base or self.experts):
             other = "--base" if self.base else "--expert"
             raise UsageError(
-                f"--shape draws random weights, so {other} has no meaning",
+                f"--shape uses random weights, so {other} has no effect",
                 hint="leave one of them out",
             )
 
@@ -233,10 +231,11 @@ def _build_request(
     with guard_engine_import(as_json=as_json):
         from expertctl.engine.bench import BenchSettings, list_thread_counts
         from expertctl.engine.devices import count_usable_cores
-    if threads and max(threads) > count_usable_cores():
+    cores = count_usable_cores()
+    if threads and max(threads) > cores:
         raise UsageError(
-            f"--threads {max(threads)}: only {format_count(count_usable_cores(), 'core')} can be used here",
-            hint=f"--threads {count_usable_cores()} is the most: more would wait for each other",
+            f"--threads {max(threads)}: only {format_count(cores, 'core')} can be used",
+            hint=f"--threads {cores} is the maximum",
         )
     return BenchSettings(
         threads=tuple(sorted(set(threads))) if threads else list_thread_counts(),
@@ -251,7 +250,7 @@ def _build_request(
 def _open_subject(
     options: _BenchOptions, wanted: "BenchSettings", settings: Settings, *, as_json: bool
 ) -> Iterator["BenchSubject"]:
-    """Load what was asked for, else the base that answers by default, else a usual shape."""
+    """Load the named base, else the default base, else random weights of a default shape."""
     from expertctl.engine.bench_subject import DEFAULT_SHAPE, open_random_subject, random_base_bytes
 
     own = options.base
@@ -264,7 +263,7 @@ def _open_subject(
     shape, dtype = options.shape or DEFAULT_SHAPE, options.numerics.dtype or DEFAULT_DTYPE
     with ExitStack() as stack:
         total = random_base_bytes(shape, dtype)
-        with show_progress("drawing random weights", total, as_json=as_json) as report:
+        with show_progress("generating random weights", total, as_json=as_json) as report:
             drawn = open_random_subject(
                 shape,
                 dtype,
@@ -309,9 +308,9 @@ def _open_installed_subject(
 
 
 def _find_default_base(settings: Settings) -> str | None:
-    """Return the base that answers by default; None for the demo, unless it is set.
+    """Return the default base; None for the demo base, unless the setting `base` names it.
 
-    The demo is too small to say anything about a machine.
+    The demo is too small to measure a machine.
     """
     from expertctl.routing.base_choice import DEMO_BASE, BaseSelector
     from expertctl.store.bases import BaseStore

@@ -1,6 +1,4 @@
-"""What ``expertctl bench moe`` shows to a person.
-
-``expertctl bench moe``: measures a base with only some of its routed experts in memory.
+"""``expertctl bench moe``: measure a base with only some of its routed experts in memory.
 
 Torch and numba are imported inside the functions, after everything else was checked.
 """
@@ -11,11 +9,15 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from expertctl.cli.base_profile import read_routed_config
 from expertctl.cli.engine import guard_engine_import, open_planner, resolve_base
+from expertctl.cli.help import expand_flags
 from expertctl.cli.output import (
     JsonFlag,
     emit,
     format_count,
+    format_percent,
+    format_rate,
     format_table,
     make_printable,
     note,
@@ -26,21 +28,15 @@ from expertctl.cli.run_options import (
     Device,
     Dtype,
     MemoryBudget,
-    MoeCold,
-    MoeExchange,
-    MoePin,
-    MoeProfile,
     MoeSkipCap,
-    MoeWarmup,
+    NumericsFlags,
     NumericsOptions,
+    WarmupFlags,
     resolve_device,
     resolve_memory_budget,
-    resolve_moe_cold,
-    resolve_moe_start,
-    resolve_numerics,
     resolve_skip_cap,
 )
-from expertctl.errors import ExpertError, NotFoundError, UsageError
+from expertctl.errors import NotFoundError, UsageError
 from expertctl.settings import Settings, format_size, load_settings
 
 if TYPE_CHECKING:
@@ -52,16 +48,15 @@ if TYPE_CHECKING:
 
 _HEADER = ["RESIDENT", "MISS", "WRITE", "READ", "HITS", "MISSED", "LEFT OUT", "WAITED", "MEMORY"]
 _FOOT = [
-    "WRITE and READ are tokens a second. HITS: of all choices of tokens, those whose",
-    "expert was in memory. MISSED: of the different experts that one pass asked for,",
-    "those that were not. LEFT OUT: of the weights of routers, those of experts that",
-    "were left out. WAITED: for experts, for each token that was written; what was",
-    "waited while prompts were read is in READ alone.",
+    "WRITE and READ: tokens per second. HITS: the share of routed slots whose expert",
+    "was in memory. MISSED: of the distinct experts that one pass requested, those",
+    "not in memory. LEFT OUT: the share of router weight that was skipped. WAITED:",
+    "for experts, per generated token; waiting while prompts are read is only in READ.",
 ]
 
 
 def format_bench_moe(result: "RoutedBenchResult") -> str:
-    """Return what was measured, then a row for each way to hold the experts; in 80 columns."""
+    """Return what was measured, then one row a number of resident experts; at most 80 columns."""
     rows = [_format_row(result, row) for row in result.rows]
     return "\n".join([*_format_header(result), "", format_table(_HEADER, rows), "", *_FOOT])
 
@@ -78,16 +73,16 @@ def _format_header(result: "RoutedBenchResult") -> list[str]:
 
 
 def _format_start_options(result: "RoutedBenchResult") -> list[str]:
-    """Say which options of the start were given, and how much may be left out where any may."""
+    """Return the warm-up options that were given, and the skip cap where experts may be skipped."""
     wishes = result.start
-    told = [] if wishes.profile is None else [f"begins with {wishes.profile}"]
-    told += [] if wishes.pins is None else [f"pins {wishes.pins}"]
-    told += [f"exchanges {wishes.exchange:g}"] if wishes.exchange else []
-    told += ["all slots filled first"] if wishes.warmup == "full" else []
+    parts = [] if wishes.profile is None else [f"starts with {wishes.profile}"]
+    parts += [] if wishes.pins is None else [f"pins {wishes.pins}"]
+    parts += [f"exchanges {wishes.exchange:g}"] if wishes.exchange else []
+    parts += ["all slots filled first"] if wishes.warmup == "full" else []
     cap = result.skip_cap
-    told += [] if cap is None else [f"leaves out up to {cap:g} of a token's weights"]
-    told += [] if result.cold == "auto" else [f"cold experts: {result.cold}"]
-    return [make_printable("; ".join(told))] if told else []
+    parts += [] if cap is None else [f"skips up to {cap:g} of a token's router weight"]
+    parts += [] if result.cold == "auto" else [f"cold experts: {result.cold}"]
+    return [make_printable("; ".join(parts))] if parts else []
 
 
 def _format_row(result: "RoutedBenchResult", row: "RoutedBenchRow") -> list[str]:
@@ -96,22 +91,14 @@ def _format_row(result: "RoutedBenchResult", row: "RoutedBenchRow") -> list[str]
     return [
         f"{residence.slots} of {residence.experts}",
         "" if holding.is_whole else holding.miss,
-        _format_number(row.decode_rate.median),
-        _format_number(row.prefill_rate),
-        _format_percent(row.hit_rate),
-        _format_percent(row.report.fallback_rate),
-        _format_percent(row.report.skipped_share),
+        format_rate(row.decode_rate.median),
+        format_rate(row.prefill_rate),
+        format_percent(row.hit_rate),
+        format_percent(row.report.fallback_rate),
+        format_percent(row.report.skipped_share),
         f"{row.waited_ms_per_token:.2f} ms",
         format_size(row.memory),
     ]
-
-
-def _format_number(number: float) -> str:
-    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
-
-
-def _format_percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 DEFAULT_SHARES = "1.0,0.6,0.4"
@@ -122,43 +109,55 @@ BenchBase = Annotated[
     typer.Option(
         "--base",
         metavar="NAME|DIR",
-        help="The base, or its folder; else the newest with routed experts.",
+        help="Base, by name or folder (default: the newest with routed experts).",
     ),
 ]
 Resident = Annotated[
     str,
-    typer.Option(metavar="SHARES", help="How many of a layer keep a slot, above 0, up to 1."),
+    typer.Option(
+        metavar="SHARES", help="Shares of a layer's experts to keep in memory, above 0, up to 1."
+    ),
 ]
 Misses = Annotated[
     list[str] | None,
     typer.Option(
         "--moe-miss",
         metavar="exact|skip",
-        help="When one is not in memory: read it, or leave it out; repeatable.",
+        help="When a routed expert is not in memory: read it, or skip it; repeatable.",
         show_default="exact and skip",
     ),
 ]
 Prompts = Annotated[
     list[str] | None,
-    typer.Option("--prompt", metavar="TEXT", help="Read this, else random tokens; repeatable."),
+    typer.Option(
+        "--prompt", metavar="TEXT", help="Use this prompt instead of random tokens; repeatable."
+    ),
 ]
 PromptTokens = Annotated[
-    int, typer.Option("--prompt-tokens", min=1, max=131072, help="How long a random text is.")
+    int, typer.Option("--prompt-tokens", min=1, max=131072, help="Length of a random prompt.")
 ]
-Tokens = Annotated[int, typer.Option(min=1, max=4096, help="How many to write behind each text.")]
-Rounds = Annotated[int, typer.Option(min=1, max=1000, help="How often; the first fills the slots.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the random text.")]
+Tokens = Annotated[int, typer.Option(min=1, max=4096, help="Tokens to generate after each prompt.")]
+Rounds = Annotated[
+    int, typer.Option(min=1, max=1000, help="Number of rounds; the first fills the slots.")
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the random prompt.")]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, help="At most as many as there are cores.", show_default="as run does"),
+    typer.Option(
+        min=1, help="Number of threads, at most one per core.", show_default="as run does"
+    ),
 ]
 Plot = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Draw the hit rate of each layer over time: .svg or .png."),
+    typer.Option(
+        metavar="FILE", help="Plot the hit rate of each layer over time to a .svg or .png file."
+    ),
 ]
 
 
+@expand_flags
 def bench_moe(
+    *,
     base: BenchBase = None,
     resident: Resident = DEFAULT_SHARES,
     moe_miss: Misses = None,
@@ -170,25 +169,20 @@ def bench_moe(
     seed: Seed = 0,
     dtype: Dtype = None,
     threads: Threads = None,
-    moe_cold: MoeCold = None,
-    moe_profile: MoeProfile = None,
-    moe_pin: MoePin = None,
-    moe_warmup: MoeWarmup = None,
-    moe_exchange: MoeExchange = 0.0,
+    warmup: WarmupFlags,
     plot: Plot = None,
     device: Device = None,
     memory_budget: MemoryBudget = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure a base of routed experts with all of them in memory, and with fewer.
+    """Measure a mixture-of-experts base with all routed experts in memory, and with fewer.
 
     Example: expertctl bench moe --resident 1.0,0.6,0.4 --plot hits.png
     """
-
     settings = load_settings()
     chosen = resolve_device(device, settings)
-    held = resolve_numerics(settings, dtype=dtype, adapter_dtype=None, deterministic=False)
-    cold = resolve_moe_cold(moe_cold, settings)
+    held = NumericsFlags(dtype, deterministic=False).resolve(settings)
+    cold = warmup.resolve_cold(settings)
     _check_request(chosen, held, cold)
     budget = resolve_memory_budget(memory_budget, settings)
     shares, misses = _parse_shares(resident), _parse_miss_policies(moe_miss or ())
@@ -206,14 +200,7 @@ def bench_moe(
         threads=_check_threads(threads),
         cold=cold,
         device=chosen,
-        start=resolve_moe_start(
-            settings,
-            profile=moe_profile,
-            pin=moe_pin,
-            warmup=moe_warmup,
-            exchange=moe_exchange,
-            learn=False,
-        ),
+        start=warmup.resolve_warmup(settings, learn=False),
     )
     found = _measure(wanted, settings, base=base, budget=budget, as_json=as_json)
     warn(found.warnings)
@@ -222,14 +209,14 @@ def bench_moe(
 
 
 def _check_request(device: "DeviceName", numerics: NumericsOptions, cold: "MoeColdOption") -> None:
-    """Refuse options that the device does not support, as ``run`` does."""
+    """Raise `UsageError` for options that the device does not support, as ``run`` does."""
     from expertctl.routing.request import RouteRequest, check_request
 
     check_request(RouteRequest(prompt="bench", dtype=numerics.dtype, moe_cold=cold, device=device))
 
 
 def _parse_shares(text: str) -> tuple[float, ...]:
-    """Read shares separated by commas; return each once, the largest first."""
+    """Parse shares separated by commas; return each once, the largest first."""
     try:
         shares = {float(word) for word in text.split(",")}
     except ValueError as error:
@@ -241,7 +228,7 @@ def _parse_shares(text: str) -> tuple[float, ...]:
 
 def _build_shares_error(text: str) -> UsageError:
     return UsageError(
-        f"--resident {text!r}: not up to {MAX_SHARES} numbers above 0, up to 1",
+        f"--resident {text!r}: must be up to {MAX_SHARES} numbers above 0, up to 1",
         hint=f"such as --resident {DEFAULT_SHARES}",
     )
 
@@ -261,8 +248,8 @@ def _parse_miss_policies(words: Sequence[str]) -> "tuple[MoeMiss, ...]":
 def _check_skip_cap(share: float) -> float:
     if not 0 <= share <= 1:
         raise UsageError(
-            f"--moe-skip-cap {share} is not a share of the weights of a token",
-            hint="it goes from 0, nothing is left out, to 1",
+            f"--moe-skip-cap {share} is not between 0 and 1",
+            hint="0 skips nothing",
         )
     return share
 
@@ -274,7 +261,7 @@ def _check_plot(plot: Path | None, shares: Sequence[float]) -> None:
         check_plot_path(plot, example="hits")
         if min(shares) >= 1:
             raise UsageError(
-                "--plot draws which experts are missing, and with all resident none is",
+                "--plot shows missing experts, and with all resident none is missing",
                 hint="give --resident a share below 1",
             )
 
@@ -288,10 +275,11 @@ def _import_bench_request(*, as_json: bool) -> "type[RoutedBenchConfig]":
 def _check_threads(threads: int | None) -> int | None:
     from expertctl.engine.devices import count_usable_cores
 
-    if threads is not None and threads > count_usable_cores():
+    cores = count_usable_cores()
+    if threads is not None and threads > cores:
         raise UsageError(
-            f"--threads {threads}: only {format_count(count_usable_cores(), 'core')} can be used here",
-            hint=f"--threads {count_usable_cores()} is the most: more would wait for each other",
+            f"--threads {threads}: only {format_count(cores, 'core')} can be used",
+            hint=f"--threads {cores} is the maximum",
         )
     return threads
 
@@ -315,23 +303,13 @@ def _measure(
 
 def _find_routed_base(bases: "Sequence[StoredBase]") -> str:
     """Return the first base that has routed experts."""
-    routed = [base for base in bases if _has_routed_experts(base)]
+    routed = [base for base in bases if read_routed_config(base) is not None]
     if not routed:
         raise NotFoundError(
-            "no base of this home has routed experts",
+            "no registered base has routed experts",
             hint="expertctl base add DIR adds one: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE or Dots1",
         )
     return routed[0].name
-
-
-def _has_routed_experts(base: "StoredBase") -> bool:
-    """Whether a base that our engine runs has routed experts."""
-    from expertctl.package.model_config import read_model_config
-
-    try:
-        return not base.foreign and read_model_config(base.path).experts is not None
-    except ExpertError:  # naming the base shows the error
-        return False
 
 
 def _draw_plot(result: "RoutedBenchResult", plot: Path | None) -> None:

@@ -1,13 +1,15 @@
-"""``expertctl chat``: a conversation at a terminal, or with the lines of a script.
+"""``expertctl chat``: a conversation on a terminal, or with the lines of a script.
 
-The answers go to stdout, all else to stderr. An error in a turn is shown, and the chat goes on; a
-script learns of it by the exit code. With ``--json`` all turns are one document at the end.
+Answers go to stdout, everything else to stderr. An error in a turn is printed and the chat goes
+on; a script gets the exit code of the first error. ``--json`` prints all turns as one document at
+the end.
 """
 
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +24,7 @@ from expertctl.cli.engine import (
     resolve_base,
     save_plan,
 )
+from expertctl.cli.help import expand_flags
 from expertctl.cli.output import (
     JsonFlag,
     fail,
@@ -44,44 +47,21 @@ from expertctl.cli.prompt_input import (
     read_input,
 )
 from expertctl.cli.run_options import (
-    AdapterDtype,
     Base,
-    BaseMismatchOption,
-    Deterministic,
     Device,
-    Dtype,
-    Exclude,
-    Expert,
-    Greedy,
-    MaxExperts,
-    MaxTokens,
+    ExpertFlags,
     MemoryBudget,
-    MinP,
-    MoeCold,
-    MoeExchange,
+    MissFlags,
     MoeLearn,
-    MoeMiss,
-    MoePin,
-    MoeProfile,
-    MoeSkipCap,
-    MoeWarmup,
-    NoExperts,
+    NumericsFlags,
     OnBudget,
-    RepetitionPenalty,
-    Seed,
+    SamplingFlags,
     Stats,
-    Stop,
-    Temperature,
     Template,
-    TopK,
-    TopP,
     VerifyBase,
+    WarmupFlags,
+    build_route_request,
     resolve_device,
-    resolve_memory_budget,
-    resolve_moe_cold,
-    resolve_moe_start,
-    resolve_numerics,
-    resolve_skip_cap,
 )
 from expertctl.cli.suggestions import add_chat_hint
 from expertctl.errors import ExpertError, NotFoundError, UsageError
@@ -97,33 +77,24 @@ EXIT_COMMANDS = ("/exit", "/quit")
 EXIT_HINT = "press Ctrl-C again to leave, or /help"
 
 
+@expand_flags
 def chat(
     prompt: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="PROMPT",
-            help="The first message; piped text follows it. Without it, each line of stdin is one.",
+            help="The first message, then piped text. Without it, each line of stdin is one.",
             show_default=False,
         ),
     ] = None,
-    expert: Expert = None,
-    exclude: Exclude = None,
-    max_experts: MaxExperts = 10,
-    no_experts: NoExperts = False,
+    *,
+    experts: ExpertFlags,
     base: Base = None,
     body: Annotated[
         str | None, typer.Option(metavar="FILE", help="File to append to the first message.")
     ] = None,
     template: Template = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    max_tokens: MaxTokens = None,
-    stop: Stop = None,
-    seed: Seed = None,
-    greedy: Greedy = False,
+    sampling: SamplingFlags,
     truncate: Annotated[
         bool,
         typer.Option(
@@ -133,19 +104,11 @@ def chat(
     device: Device = None,
     memory_budget: MemoryBudget = None,
     on_budget: OnBudget = "refuse",
-    dtype: Dtype = None,
-    adapter_dtype: AdapterDtype = None,
-    deterministic: Deterministic = None,
-    moe_miss: MoeMiss = "exact",
-    moe_skip_cap: MoeSkipCap = None,
-    moe_cold: MoeCold = None,
-    moe_profile: MoeProfile = None,
-    moe_pin: MoePin = None,
-    moe_warmup: MoeWarmup = None,
-    moe_exchange: MoeExchange = 0.0,
+    numerics: NumericsFlags,
+    miss: MissFlags,
+    warmup: WarmupFlags,
     moe_learn: MoeLearn = None,
     verify_base: VerifyBase = False,
-    allow_base_mismatch: BaseMismatchOption = False,
     as_json: JsonFlag = False,
     stats: Stats = False,
 ) -> None:
@@ -155,64 +118,40 @@ def chat(
     """
     from expertctl.engine.request import RunRequest, parse_expert
     from expertctl.engine.text.prompt import UserMessage
-    from expertctl.routing.request import RouteRequest, check_request, parse_target
-    from expertctl.routing.sampling_presets import SamplingOverrides
+    from expertctl.routing.request import check_request
 
     settings = load_settings()
-    held = resolve_numerics(
-        settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
-    )
+    resolved = numerics.resolve(settings)
     chosen = resolve_device(device, settings)
     first = _read_first_message(prompt, body)
     message = UserMessage(prompt="?", body=first.body, template=template)
     message.text()
+    route = build_route_request(
+        message.prompt,
+        settings,
+        experts=experts,
+        sampling=sampling,
+        numerics=resolved,
+        miss=miss,
+        device=chosen,
+        memory_budget=memory_budget,
+    )
     pattern = RunRequest(
         message=message,
-        route=RouteRequest(
-            prompt=message.prompt,
-            exclude=tuple(parse_target(text) for text in exclude or ()),
-            max_experts=max_experts,
-            base_alone=no_experts,
-            seed=seed,
-            sampling=SamplingOverrides(
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                max_tokens=max_tokens,
-                stop=tuple(stop) if stop else None,
-                greedy=greedy,
-            ),
-            dtype=held.dtype,
-            adapter_dtype=held.adapter_dtype,
-            deterministic=held.deterministic,
-            moe_miss=moe_miss,
-            moe_skip_cap=resolve_skip_cap(moe_skip_cap, (moe_miss,)),
-            moe_cold=resolve_moe_cold(moe_cold, settings),
-            device=chosen,
-            memory_budget=resolve_memory_budget(memory_budget, settings),
-            allow_base_mismatch=allow_base_mismatch,
-        ),
+        route=replace(route, moe_cold=warmup.resolve_cold(settings)),
         base=resolve_base(base, settings, as_json=as_json),
         truncate=truncate,
         verify_base=verify_base,
         on_budget=on_budget,
     )
     check_request(pattern.route)
-    named = [parse_expert(text) for text in expert or ()]
-    if named and no_experts:
+    named = [parse_expert(text) for text in experts.expert or ()]
+    if named and experts.no_experts:
         raise UsageError(
-            "experts are forced and forbidden at once", hint="leave out --expert or --no-experts"
+            "--expert and --no-experts contradict each other",
+            hint="leave out --expert or --no-experts",
         )
-    moe = resolve_moe_start(
-        settings,
-        profile=moe_profile,
-        pin=moe_pin,
-        warmup=moe_warmup,
-        exchange=moe_exchange,
-        learn=moe_learn,
-    )
+    moe = warmup.resolve_warmup(settings, learn=moe_learn)
     session = _open_session(pattern, settings, moe, as_json=as_json, stats=stats)
     if named:
         session.conversation.use_experts(named)
@@ -220,7 +159,7 @@ def chat(
 
 
 def _read_first_message(words: list[str] | None, body: str | None) -> PromptInput:
-    """Return the first message, empty where it comes as the others do, and what follows it."""
+    """Return the first message and the body; the message is empty if it comes from stdin."""
     if words:
         first = read_input(words, body)
         if not first.prompt.strip():
@@ -228,7 +167,7 @@ def _read_first_message(words: list[str] | None, body: str | None) -> PromptInpu
         return first
     if body == "-":
         raise UsageError(
-            "a body cannot come from stdin: that is where the messages come from",
+            "a body cannot come from stdin: the messages come from there",
             hint="write it to a file: --body FILE",
         )
     return PromptInput("", read_body(body))
@@ -253,7 +192,7 @@ def _open_session(
 
 
 class _ChatSession:
-    """One chat: its conversation, and the exit code of its first error."""
+    """One chat: its conversation, the turns for ``--json``, the exit code of its first error."""
 
     def __init__(
         self,
@@ -271,15 +210,15 @@ class _ChatSession:
         self._documents: list[dict[str, object]] = []
         self._warned: set[str] = set()
         self.on_close: Callable[[], None] = lambda: None
-        """Called when the chat is over, to save what was learnt."""
+        """Called at the end of the chat, to save the usage profile."""
 
     def run(self, read_line: ReadLine, *, first: str = "") -> int:
-        """Answer until the end of the input; return the exit code.
+        """Answer until the end of the input, and return the exit code.
 
-        A script that gives the ``first`` message as an argument has no other.
+        If ``first`` is given and stdin is not a terminal, nothing else is read.
         """
         if self._interactive:
-            note("/help shows what else can be said, /exit leaves")
+            note("/help lists the commands, /exit leaves")
         try:
             if first:
                 self._handle_input(ChatInput(first))
@@ -289,7 +228,7 @@ class _ChatSession:
             self._print_turns()
             raise
         self._print_turns()
-        with suppress(UsageError):  # an interrupted answer may still be held
+        with suppress(UsageError):  # an interrupted answer may still be resolved
             self.on_close()
         return OK if self._interactive else self._exit_code
 
@@ -303,7 +242,7 @@ class _ChatSession:
             print_json({"turns": self._documents})
 
     def _read_next(self, read_line: ReadLine) -> ChatInput | None:
-        """Return what the user says next; at a prompt, Ctrl-C twice in a row ends the chat."""
+        """Return the next input, None at the end; at a prompt, Ctrl-C twice ends the chat."""
         for hint in (EXIT_HINT, ""):
             try:
                 return read_chat_input(read_line)
@@ -345,7 +284,7 @@ class _ChatSession:
         self._show_turn(turn)
 
     def _stream_answer(self, prompt: str, cancelled: Callable[[], bool]) -> "Turn":
-        """Print the answer as it comes; a bar shows what is read before its first piece."""
+        """Print the answer as it is generated; a progress bar shows loading before its start."""
         pieces = self.conversation.send(prompt, cancelled=cancelled)
         try:
             with show_progress("reading", None, as_json=self._as_json) as self._loading.report:
@@ -386,8 +325,8 @@ class _ChatSession:
         name, *rest = words
         if name not in commands:
             raise UsageError(
-                f"{name[:40]} is no command",
-                hint='/help names them; a message that begins with / goes between """ and """',
+                f"{name[:40]} is not a command",
+                hint='/help lists them; put a message that begins with / between """ and """',
             )
         commands[name](rest)
 
@@ -403,7 +342,7 @@ class _ChatSession:
 
         if rest == ["auto"]:
             self.conversation.use_automatic_routing()
-            note("each message chooses its experts from now on")
+            note("experts are chosen for each message from now on")
         elif rest == ["none"]:
             self.conversation.use_base_only()
             note("from now on: the base alone; `/experts auto` chooses experts again")
@@ -418,7 +357,7 @@ class _ChatSession:
 
         _check_no_arguments(rest[1:])
         if not self.conversation.turns:
-            raise NotFoundError("there is no plan yet", hint="say something first")
+            raise NotFoundError("there is no plan yet", hint="send a message first")
         turn = self.conversation.turns[-1]
         if rest:
             save_plan(Path(rest[0]), {"plan": turn.plan.to_json(), "threads": turn.result.threads})
@@ -431,14 +370,14 @@ class _ChatSession:
 
         verdict = parse_verdict(rest)
         if not self.conversation.turns:
-            raise NotFoundError("there is no answer yet", hint="say something first")
+            raise NotFoundError("there is no answer yet", hint="send a message first")
         job_id, catalogue = self.conversation.turns[-1].result.job_id, self._planner.catalogue
         note(record_verdict(catalogue, job_id, verdict))
 
     def _reset_conversation(self, rest: list[str]) -> None:
         _check_no_arguments(rest)
         self.conversation.reset()
-        note("forgotten; the next message begins anew")
+        note("the conversation is cleared")
 
 
 def _is_exit(message: ChatInput) -> bool:
@@ -447,4 +386,4 @@ def _is_exit(message: ChatInput) -> bool:
 
 def _check_no_arguments(rest: list[str]) -> None:
     if rest:
-        raise UsageError(f"{' '.join(rest)[:80]!r} is too much here", hint="see /help")
+        raise UsageError(f"unexpected argument {' '.join(rest)[:80]!r}", hint="see /help")

@@ -1,6 +1,6 @@
-"""Changing ``config.toml``: one line at a time, so that the user's comments stay.
+"""``expertctl config``: read and change settings in ``config.toml``.
 
-``expertctl config``: settings that stay, in ``config.toml``.
+The file is edited one line at a time, so that the user's comments stay.
 """
 
 import os
@@ -64,7 +64,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     **{key: partial(parse_count, key) for key in ("serve_port", "serve_rows", "serve_queue")},
     **{key: partial(parse_seconds, key) for key in ("serve_timeout", "serve_behind")},
 }
-"""Refuses a value that is not valid for its setting."""
+"""Parsers that raise for a value that is not valid for its setting."""
 LOCK_SECONDS = 30.0
 _DEFAULTS = {
     "offline": "no",
@@ -84,7 +84,7 @@ _DEFAULTS = {
     "serve_completions_special_tokens": "yes",
     "serve_strict_fields": "no",
 }
-"""What counts where a setting is not set, written as it could be set."""
+"""Values of settings that are not set, written as they could be set."""
 _DEFAULT_DESCRIPTIONS = {
     "base": "newest, the demo last",
     "memory_budget": "80% of the memory",
@@ -94,13 +94,13 @@ _DEFAULT_DESCRIPTIONS = {
     "serve_url": "from host and port",
     "serve_prefix_cache_memory": "a quarter of the budget",
 }
-"""The same for those that depend on something else, for people: short, for a table."""
+"""Defaults that depend on something else, described for people: short, for a table."""
 _NO_DEFAULT = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting as it counts now, and where it comes from."""
+    """The value of a setting, and where it comes from."""
 
     key: str
     value: str | None
@@ -109,7 +109,7 @@ class Setting:
 
     @property
     def default(self) -> str | None:
-        """The value that counts where none is set; ``None`` where that depends, or is nothing."""
+        """The default value; ``None`` where that depends on something else, or there is none."""
         return _DEFAULTS.get(self.key)
 
     def describe(self) -> str:
@@ -119,7 +119,7 @@ class Setting:
         return f"{self.describe_default()} (default)"
 
     def describe_default(self) -> str:
-        """Return the default for people, in words where it depends on something else."""
+        """Return the default for people, described where it depends on something else."""
         return self.default or _DEFAULT_DESCRIPTIONS.get(self.key, _NO_DEFAULT)
 
 
@@ -137,30 +137,26 @@ def set_value(path: Path, key: str, value: str) -> None:
     """Write one setting; everything else in the file stays as it is.
 
     Raises:
-        UsageError: for an unknown key or a value that is not of its kind.
-        InvalidPackageError: when the file cannot be read, or is written in an unusual way.
+        UsageError: for an unknown key or an invalid value.
+        InvalidPackageError: when the file cannot be read, or not be edited line by line.
     """
     check_key(key)
     _edit_file(path, key, _check_value(key, value))
 
 
 def unset_value(path: Path, key: str) -> None:
-    """Take one setting out of the file.
+    """Remove one setting from the file.
 
     Raises:
         UsageError: for an unknown key.
-        InvalidPackageError: when the file cannot be read, or is written in an unusual way.
+        InvalidPackageError: when the file cannot be read, or not be edited line by line.
     """
     check_key(key)
     _edit_file(path, key, None)
 
 
 def check_key(key: str) -> None:
-    """Demand a known key.
-
-    Raises:
-        UsageError: for any other.
-    """
+    """Raise `UsageError` for an unknown key, with the settings that may be meant."""
     if key not in CONFIG_KEYS:
         near = get_close_matches(key[:80], CONFIG_KEYS, n=2)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(CONFIG_KEYS)}"
@@ -204,7 +200,7 @@ def _replace_line(text: str, key: str, line: str) -> str:
 
 
 def _check_result(path: Path, text: str, wanted: Mapping[str, str]) -> None:
-    """Demand that a line-wise change did what it should and nothing else."""
+    """Check that a line-wise change did what it should and nothing else."""
     try:
         found = {key: str(value) for key, value in tomllib.loads(text).items()}
     except tomllib.TOMLDecodeError:
@@ -241,7 +237,7 @@ SettingKey = Annotated[str, typer.Argument(metavar="KEY", help=f"One of {', '.jo
 
 @app.command()
 def get(key: SettingKey, as_json: JsonFlag = False) -> None:
-    """Print one setting. The environment counts before config.toml.
+    """Print one setting. The environment overrides config.toml.
 
     Example: expertctl config get memory_budget
     """
@@ -255,7 +251,7 @@ def get(key: SettingKey, as_json: JsonFlag = False) -> None:
 @app.command("set")
 def set_setting(
     key: SettingKey,
-    value: Annotated[str, typer.Argument(metavar="VALUE", help="What it shall be.")],
+    value: Annotated[str, typer.Argument(metavar="VALUE", help="The new value.")],
     as_json: JsonFlag = False,
 ) -> None:
     """Write one setting to config.toml.
@@ -269,18 +265,18 @@ def set_setting(
     set_value(find_home().config, key, value)
     found = next(setting for setting in _load_all_settings() if setting.key == key)
     if found.source == "environment":
-        note(f"{CONFIG_KEYS[key]} is set in the environment and wins")
+        note(f"{CONFIG_KEYS[key]} is set in the environment and takes precedence")
     emit({"key": key, "value": value}, f"{key} = {value}", as_json=as_json)
 
 
 @app.command()
 def unset(key: SettingKey, as_json: JsonFlag = False) -> None:
-    """Take one setting out of config.toml.
+    """Remove one setting from config.toml.
 
     Example: expertctl config unset memory_budget
     """
     unset_value(find_home().config, key)
-    emit({"key": key, "value": None}, f"{key} is not set any more", as_json=as_json)
+    emit({"key": key, "value": None}, f"{key} is no longer set", as_json=as_json)
 
 
 @app.command("list")

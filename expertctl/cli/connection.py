@@ -1,10 +1,8 @@
-"""The registry that a command talks to: the one that is named, or the one that is implied.
+"""Connects to a registry; ``expertctl login``, ``logout`` and ``token``.
 
-Suggests names for experts that are nowhere: of those installed, and those of their registry.
-
-``expertctl login`` and ``logout``: the user's identity at a registry.
-
-``expertctl token``: access tokens of a registry.
+The registry is the one that is named, else that of the reference, else that of the namespace, else
+the setting. Also suggests names for experts that are not found, from those installed and those of
+the registry.
 """
 
 import os
@@ -50,7 +48,9 @@ from expertctl.trust.trust_store import TrustStore
 
 RegistryOption = Annotated[
     str | None,
-    typer.Option("--registry", metavar="HOST", help="Another registry than the one that is set."),
+    typer.Option(
+        "--registry", metavar="HOST", help="Use this registry instead of the configured one."
+    ),
 ]
 
 
@@ -85,7 +85,7 @@ def connect(
 def connect_for_namespaces(
     settings: Settings, namespaces: Collection[str], registry: str | None
 ) -> Iterator[Connection]:
-    """Connect to the named registry, else that of the namespaces, else the set one."""
+    """Connect to the named registry, else that of the namespaces, else that of the setting."""
     address = _resolve_address(settings, namespaces, registry)
     login = CredentialStore(settings.home.credentials).find_credential(address)
     with open_http(settings, notify=make_note_once()) as http:
@@ -98,7 +98,7 @@ def connect_for_namespaces(
 
 
 def has_registry(settings: Settings, wanted: Reference, registry: str | None) -> bool:
-    """Tell whether there is a registry to ask for a package: a named one, its own, or the set one.
+    """Return whether any registry can be queried for a package: named, its own, or set.
 
     Raises:
         UsageError: when two are named, or the namespace belongs to several.
@@ -133,12 +133,12 @@ def _resolve_address(
 
 
 def _find_home_registry(record: TrustRecord, namespaces: Collection[str]) -> str | None:
-    """Return the registry that namespaces belong to, if they belong to one."""
+    """Return the registry that the namespaces belong to, if there is one."""
     homes = {host for namespace in namespaces for host in record.list_registries_for(namespace)}
     if len(homes) > 1:
         names = ", ".join(sorted(homes))
         message = f"{', '.join(sorted(namespaces))}: known from {names}"
-        raise UsageError(message, hint="say which with --registry HOST")
+        raise UsageError(message, hint="choose one with --registry HOST")
     return homes.pop() if homes else None
 
 
@@ -148,7 +148,7 @@ _MAX_HITS = 100
 def add_package_suggestions(
     error: NotFoundError, wanted: Iterable[Reference], sources: RegistrySources, store: Store
 ) -> NotFoundError:
-    """Return an error about a reference that is not there, with the names that may be meant."""
+    """Return an error about a reference that is not found, with the names that may be meant."""
     missing = next((each for each in wanted if error.message.startswith(f"{each} ")), None)
     if missing is None:
         return error
@@ -179,7 +179,7 @@ def _search_registry_names(missing: Reference, sources: RegistrySources) -> Iter
 
 
 def is_package_name(text: str) -> bool:
-    """Tell whether a text of a registry is the name of a package, and so may stand in a hint."""
+    """Return whether a text of a registry is a package name, and so may be part of a hint."""
     try:
         return str(PackageName.parse(text)) == text
     except UsageError:
@@ -188,21 +188,21 @@ def is_package_name(text: str) -> bool:
 
 RegistryArgument = Annotated[
     str | None,
-    typer.Argument(metavar="HOST", help="The registry; by default the one that is set."),
+    typer.Argument(metavar="HOST", help="The registry (default: the configured one)."),
 ]
 
 
 def login(
     registry: RegistryArgument = None,
     user: Annotated[
-        str | None, typer.Option(help="The user name, where a registry goes by it.")
+        str | None, typer.Option(help="The user name, if the registry requires one.")
     ] = None,
     token_stdin: Annotated[
         bool, typer.Option("--token-stdin", help="Read the token from stdin, for scripts.")
     ] = False,
     realm: Annotated[
         str | None,
-        typer.Option(metavar="HOST", help="Another host that may see the token, too."),
+        typer.Option(metavar="HOST", help="Another host that may receive the token."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -224,7 +224,7 @@ def login(
     done = verify_login(settings, address, credential, os.environ, notify=make_note_once())
     CredentialStore(settings.home.credentials).add(address, done.credential)
     if not done.checked:
-        note(f"warning: {address.host} lets anybody in and did not look at the token")
+        note(f"warning: {address.host} accepts anyone and did not check the token")
     emit(_build_login_document(done), _format_login(done), as_json=as_json)
 
 
@@ -289,7 +289,7 @@ def _format_login(done: LoginResult) -> str:
 def _format_rights(done: LoginResult) -> str:
     token = done.token
     assert token is not None
-    scopes = " ".join(token.scopes) or "all that the user may"
+    scopes = " ".join(token.scopes) or "all rights of the user"
     return f"{scopes}; {f'until {token.expires}' if token.expires else 'does not expire'}"
 
 
@@ -301,7 +301,9 @@ def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What the token is for.")],
     scope: Annotated[
         list[str] | None,
-        typer.Option("--scope", help="read, push:acme, push:acme/sql, …; repeatable; else all."),
+        typer.Option(
+            "--scope", help="read, push:acme, push:acme/sql, …; repeatable; default: all."
+        ),
     ] = None,
     expires: Annotated[
         str | None, typer.Option("--expires", metavar="TIME", help="90d, 12h; default: never.")
@@ -309,7 +311,7 @@ def new(
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a token that may do less than you. It is shown once, on stdout.
+    """Create a token with some of your rights. It is shown once, on stdout.
 
     Example: expertctl token new ci --scope push:acme --expires 90d
     """
@@ -318,13 +320,13 @@ def new(
         made = create_token(connection.api, name, scopes=scope or [], lifetime=lifetime)
     document = {**_build_token_document(made), "registry": connection.host, "token": made.token}
     emit(document, made.token, as_json=as_json)
-    limits = f"may: {', '.join(made.scopes) or 'all that you may'}"
+    limits = f"may: {', '.join(made.scopes) or 'everything you may'}"
     note(f"{made.id}  {limits}; expires: {made.expires or 'never'}; not shown again")
 
 
 @token_app.command("list")
 def list_access_tokens(registry: RegistryOption = None, as_json: JsonFlag = False) -> None:
-    """List your tokens. Their secrets are nowhere kept.
+    """List your tokens. Secrets are not stored.
 
     Example: expertctl token list
     """
@@ -343,7 +345,7 @@ def revoke(
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Take a token back, at once and for good.
+    """Revoke a token, at once and permanently.
 
     Example: expertctl token revoke 3f2a9c
     """

@@ -1,7 +1,4 @@
-"""``expertctl lock``, ``outdated``, ``update``: keeping a list of experts current.
-
-``expertctl why``: why an expert is installed, and what depends on it.
-"""
+"""``expertctl lock``, ``outdated``, ``update`` and ``why``: the list of wanted experts."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -69,7 +66,8 @@ from expertctl.trust.trust_store import TrustStore
 
 def lock(
     check: Annotated[
-        bool, typer.Option("--check", help="Only tell whether expert.lock fits; no network.")
+        bool,
+        typer.Option("--check", help="Only check whether expert.lock is up to date; no network."),
     ] = False,
     offline: Offline = False,
     accept_changed: AcceptChanged = None,
@@ -77,7 +75,7 @@ def lock(
 ) -> None:
     """Write expert.lock for the experts.toml in this folder. Nothing is installed.
 
-    What is locked and still fits stays; `expertctl update` moves it.
+    Locked versions that still fit are kept; `expertctl update` updates them.
 
     Example: expertctl lock --check
     """
@@ -104,8 +102,7 @@ def lock(
 def outdated(offline: Offline = False, as_json: JsonFlag = False) -> None:
     """Show which experts are behind, yanked or revoked.
 
-    Changes nothing that is installed. Exit 5 when the key of a version in use was revoked, or its
-    content changed.
+    Nothing is changed. Exit 5 when the key of a version in use was revoked, or its content changed.
 
     Example: expertctl outdated
     """
@@ -132,7 +129,7 @@ def outdated(offline: Offline = False, as_json: JsonFlag = False) -> None:
 def update(
     refs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="Only these of the list, and what they require."),
+        typer.Argument(metavar="NAME", help="Update only these, and what they require."),
     ] = None,
     offline: Offline = False,
     allow_base_mismatch: AllowBaseMismatch = False,
@@ -150,15 +147,15 @@ def update(
     worklist = find_requirement_list(settings.home, Path.cwd())
     fresh = _parse_update_names(worklist, refs or [])
     with open_sources(settings, target.trust, notify=make_note_once()) as sources:
-        lend = make_progress_factory("updating", as_json=as_json)
+        open_progress = make_progress_factory("updating", as_json=as_json)
         done, changes = install_requirement_list(
-            worklist, target, sources, lend, get_release_age(settings), fresh=fresh
+            worklist, target, sources, open_progress, get_release_age(settings), fresh=fresh
         )
         learnt = build_findings_document(done, sources)
     print_notices(done)
     print_notes(done, target)
     if not changes and not done.notices:
-        note("all is current")
+        note("everything is up to date")
     document = {
         "changes": changes,
         "installed": build_installed_documents(done.installed, settings.home),
@@ -180,7 +177,7 @@ def _parse_update_names(
         reference = Reference.parse(text)
         if reference.constraint != ANY or reference.digest is not None:
             hint = f"change {worklist.file.path}, or `expertctl install {text}`"
-            raise UsageError(f"{text}: `update` takes names, no versions", hint=hint)
+            raise UsageError(f"{text}: `update` takes names without versions", hint=hint)
         package = reference.package
         if project.find(package) is None and (locked is None or locked.find(package) is None):
             raise NotFoundError(f"{package} is not in {worklist.file.path}", hint=_NOT_LISTED)
@@ -226,11 +223,11 @@ def _print_lock(
 def _format_all_current(count: int) -> str:
     match count:
         case 0:
-            return "the list is empty; `expertctl install acme/sql` fills it"
+            return "the list is empty; `expertctl install acme/sql` adds to it"
         case 1:
-            return "the one expert is current"
+            return "the only expert is up to date"
         case _:
-            return f"all {count} experts are current"
+            return f"all {count} experts are up to date"
 
 
 def _format_standing(standing: OutdatedEntry) -> list[str]:
@@ -272,7 +269,7 @@ def why(
     ref: Annotated[str, typer.Argument(metavar="REF", help="An installed expert.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Show why an expert is installed. Who requires it, who signed it, what would miss it?
+    """Show why an expert is installed. Shows what requires it, who signed it, and what needs it.
 
     Example: expertctl why acme/sql
     """
@@ -336,22 +333,22 @@ def _format_why(found: InstallReason, usage: VersionUsage) -> str:
     if found.breaks:
         lines.append(f"without it these will not run: {', '.join(found.breaks)}")
     else:
-        lines.append("nothing stops running without it")
+        lines.append("nothing else needs it to run")
     return "\n  ".join([*lines, *(f"warning: {warning}" for warning in expert.warnings)])
 
 
 def _format_usage(expert: StoredExpert, usage: VersionUsage) -> list[str]:
-    """Say whether this version is used where none is named; nothing where that is clear."""
+    """Return whether this version is used where none is named; nothing where that is clear."""
     if usage.used and not (usage.others or usage.pinned) and usage.yanked is None:
         return []
     if usage.used:
-        line = "used where no version is named"
+        line = "used if no version is named"
     elif usage.used_instead is not None:
-        line = f"not used where no version is named: {usage.used_instead} is"
+        line = f"not used if no version is named: {usage.used_instead} is"
     else:
-        line = "used only where it is named: it is a prerelease"
+        line = "used only if named: it is a prerelease"
     if usage.pinned is not None:
-        line += f"; {usage.pinned} names it"
+        line += f"; pinned by {usage.pinned}"
     if usage.yanked is not None:
         why = f": {usage.yanked}" if usage.yanked else ""
         line += f"; it was yanked{why}, `expertctl remove {expert.ref}` removes it"
@@ -359,7 +356,7 @@ def _format_usage(expert: StoredExpert, usage: VersionUsage) -> list[str]:
 
 
 def _format_requirers(found: InstallReason) -> list[str]:
-    """Write each chain from the requirer down: ``acme/top@1.0.0 → acme/middle@^1 → acme/sql``."""
+    """Format each chain from the requirer down: ``acme/top@1.0.0 → acme/middle@^1 → acme/sql``."""
     chains = [
         " → ".join([requirer.ref, *(link.wanted for link in requirer.chain)])
         for requirer in found.required_by
@@ -368,17 +365,17 @@ def _format_requirers(found: InstallReason) -> list[str]:
 
 
 def _format_source(registry: str) -> str:
-    return "it came from a file" if registry == LOCAL else f"it came from {registry}"
+    return "installed from a file" if registry == LOCAL else f"installed from {registry}"
 
 
 def _format_vouching(vouching: SignerTrust | None, namespace: str) -> str:
     if vouching is None:
-        return "nobody signed it: it was installed with --allow-unsigned"
+        return "not signed: installed with --allow-unsigned"
     key = f"{vouching.name or 'a key'} ({vouching.key_id})"
     if vouching.revoked is not None:
         return f"signed by {key}, which was revoked: {vouching.revoked or 'no reason given'}"
     if vouching.grant is None:
-        return f"signed by {key}, which is not trusted for {namespace}/* any more"
+        return f"signed by {key}, which is no longer trusted for {namespace}/*"
     limits = ", for listed contents only" if vouching.grant.content_digests is not None else ""
     return f"signed by {key}, which is trusted for {namespace}/*{limits}"
 
@@ -387,6 +384,6 @@ def _format_base(found: InstallReason) -> str:
     base = found.expert.base
     label = base.name + (f"@{base.revision[:12]}" if base.revision else "")
     if not found.bases:
-        return f"made for the base {label}, which is not here"
+        return f"made for the base {label}, which is not registered"
     others = [name for name in found.bases if name != base.name]
-    return f"made for the base {label}, which is here{f' as {others[0]}' if others else ''}"
+    return f"made for the base {label}, which is registered{f' as {others[0]}' if others else ''}"

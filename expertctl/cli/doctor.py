@@ -1,9 +1,4 @@
-"""How ``doctor --memory`` shows what holds memory; fits a terminal of 80 columns.
-
-``expertctl doctor``: what is wrong, and the way out; ``--memory``: what holds memory.
-
-``expertctl gc``: files that nothing needs.
-"""
+"""``expertctl doctor`` and ``gc``: check what is installed, show memory, delete unused files."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +12,7 @@ from expertctl.cli.output import (
     format_table,
     make_note_once,
     show_progress,
+    truncate,
 )
 from expertctl.cli.process import FAILURE, UNREACHABLE, UNTRUSTED
 from expertctl.errors import ExpertError, OfflineError
@@ -55,7 +51,7 @@ _DTYPES = ("float32", "bf16", "int8", "int4")
 
 
 def build_memory_document(report: "MemoryReport") -> dict[str, object]:
-    """Return what ``--json`` prints, in bytes."""
+    """Return the document of ``doctor --memory --json``; sizes in bytes."""
     limits = report.limits
     return {
         "limits": {
@@ -85,7 +81,7 @@ def build_memory_document(report: "MemoryReport") -> dict[str, object]:
 
 
 def format_memory_report(report: "MemoryReport") -> str:
-    """Return the report as a person reads it."""
+    """Return the memory report as text, at most 80 columns wide."""
     parts = [
         _format_limits(report.limits),
         _format_engines(report.engines),
@@ -95,7 +91,7 @@ def format_memory_report(report: "MemoryReport") -> str:
         *_format_caches(report),
     ]
     if not report.has_sizes:
-        parts.append("what bases and experts take in memory is known with the engine:\n"
+        parts.append("the memory sizes of bases and experts need the engine:\n"
                      "  pip install 'expertctl[engine]'")  # fmt: skip
     return "\n\n".join(parts)
 
@@ -118,7 +114,7 @@ def _format_limits(limits: "MemoryLimits") -> str:
     lines = [("machine", f"{format_size(limits.machine)}{free}")]
     if limits.container is not None:
         lines.append(("container", format_size(limits.container)))
-    whose = "chosen" if limits.chosen else "four fifths of that, as nobody chose one"
+    whose = "chosen" if limits.chosen else "the default, four fifths of that"
     lines.append(("budget", f"{format_limit(limits.budget)} for each engine: {whose}"))
     return "\n".join(f"{name:<9}  {text}" for name, text in lines)
 
@@ -146,7 +142,7 @@ def _format_engine_contents(engine: "EngineRecord") -> str:
 
 
 def _format_waiting_runs(report: "MemoryReport") -> Iterator[str]:
-    """Describe the queue of runs, if there is one."""
+    """Yield a line about the queue of runs, if there is one."""
     waiting = [run.size for run in report.runs if run.is_waiting]
     inside = [run.size for run in report.runs if not run.is_waiting]
     if waiting:
@@ -164,7 +160,12 @@ def _format_bases(report: "MemoryReport") -> Iterator[str]:
 def _format_base_row(base: "BaseSize") -> tuple[str, ...]:
     weights = (_format_size(base.weights.get(dtype)) for dtype in _DTYPES)
     tokens = None if base.token is None else _TOKENS * base.token
-    return (_shorten(base.name), format_size(base.on_disk), *weights, _format_size(tokens))
+    return (
+        truncate(base.name, _MAX_NAME),
+        format_size(base.on_disk),
+        *weights,
+        _format_size(tokens),
+    )
 
 
 def _format_experts(report: "MemoryReport") -> Iterator[str]:
@@ -188,23 +189,22 @@ def _format_size(size: int | None) -> str:
     return "-" if size is None else format_size(size)
 
 
-def _shorten(name: str) -> str:
-    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"
-
-
 def doctor(
     memory: Annotated[
-        bool, typer.Option("--memory", help="Say what holds which memory, and check nothing.")
+        bool, typer.Option("--memory", help="Show memory use instead of checking.")
     ] = False,
     online: Annotated[
-        bool, typer.Option("--online", help="Also ask registries what was revoked or yanked.")
+        bool,
+        typer.Option(
+            "--online", help="Also query registries for revoked keys and yanked versions."
+        ),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Check everything that is installed, byte by byte.
 
     Exit 1 when something is broken, 5 when a key was revoked or a version changed, 6 when a
-    registry could not be asked.
+    registry could not be reached.
 
     Example: expertctl doctor --online --json
     """
@@ -249,7 +249,7 @@ def _check_health(settings: Settings, *, online: bool, as_json: bool) -> None:
 def _query_registries(settings: Settings, store: Store) -> tuple[Finding, ...]:
     if settings.offline:
         raise OfflineError(
-            "`doctor --online` asks registries, and expertctl is offline",
+            "`doctor --online` queries registries, and expertctl is offline",
             hint="leave out EXPERT_OFFLINE and the setting `offline`",
         )
     trust = TrustStore(settings.home.trust)
@@ -257,7 +257,7 @@ def _query_registries(settings: Settings, store: Store) -> tuple[Finding, ...]:
         with open_sources(settings, trust, notify=make_note_once()) as sources:
             return query_registries(store, sources)
     except ExpertError as error:  # `examine` reports a file that cannot be read
-        problem = f"none was asked: {to_single_line(error.message)}"
+        problem = f"none was queried: {to_single_line(error.message)}"
         return (Finding("registries", problem, error.hint, broken=False, unchecked=True),)
 
 
@@ -288,7 +288,7 @@ def _format_diagnosis(diagnosis: Diagnosis) -> str:
     looked = f"checked {things}, {size}"
     verdict = "nothing is broken" if diagnosis.healthy else "something is broken"
     if diagnosis.unchecked:
-        verdict += ", but not every registry could be asked"
+        verdict += ", but not every registry could be reached"
     return "\n".join([*map(_format_finding, diagnosis.findings), f"{looked}: {verdict}"])
 
 
@@ -299,10 +299,12 @@ def _format_finding(finding: Finding) -> str:
 
 
 def gc(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be deleted.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Delete files that nothing needs. What killed installs left is among them.
+    """Delete files that nothing needs. Leftovers of interrupted installs are included.
 
     Example: expertctl gc --dry-run
     """

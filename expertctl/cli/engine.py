@@ -1,11 +1,8 @@
-"""Opens what a model needs to run: the home, with the starter pack if new, and the engine.
+"""Opens what a command needs to run a model: the home, the base of ``--base``, and the engine.
 
-The value of ``--base``: the name of a base, or its folder.
-
-One rule for every command: a known name comes first, so ``./NAME`` means the folder of that name.
-Commands that run a base add a folder that is not known; `build` and `init` only read it.
-
-What goes on around an answer of ``chat``: reading files for it, and saving its plan.
+A new home gets the starter pack. ``--base`` takes a name or a folder; a known name comes first, so
+``./NAME`` means the folder of that name. Commands that run a base register an unknown folder;
+`build` and `init` only read it. `chat` also uses `LoadingProgress` and `save_plan`.
 """
 
 import json
@@ -35,9 +32,9 @@ UNFINISHED_MARKER = "starter.unfinished"
 
 
 def open_planner(settings: Settings, *, as_json: bool) -> "Planner":
-    """Open the home; a new one gets the starter pack first, through the ordinary install.
+    """Open the home; a new one first gets the starter pack, as an ordinary install.
 
-    A file marks the home until that is done, so that an interrupted first run is completed later.
+    A marker file stays until that is done, so an interrupted first run is completed later.
     """
     from expertctl.messages import ignore_notification
     from expertctl.routing.base_choice import is_home_empty
@@ -52,7 +49,7 @@ def open_planner(settings: Settings, *, as_json: bool) -> "Planner":
 
 
 def install_demo(settings: Settings, *, as_json: bool) -> None:
-    """Install the starter pack where neither its base nor any of its experts is here."""
+    """Install the starter pack if neither its base nor any of its experts is installed."""
     from expertctl.routing.base_choice import lacks_starter
     from expertctl.routing.planner import Planner
 
@@ -90,7 +87,7 @@ def open_engine(
     device: "DeviceName" = "cpu",
     moe: "WarmupConfig | None" = None,
 ) -> "LocalEngine":
-    """Open the engine with nothing loaded, importing torch. ``moe``: how routed experts start."""
+    """Open the engine with nothing loaded; imports torch. ``moe``: warm-up of routed experts."""
     try:
         from expertctl.engine.local_engine import LocalEngine
         from expertctl.engine.moe.warmup import DEFAULT_WARMUP
@@ -109,7 +106,7 @@ def open_engine(
 
 @contextmanager
 def guard_engine_import(*, as_json: bool) -> Iterator[None]:
-    """Show a bar around imports of the engine: torch takes a while.
+    """Show a progress bar around imports of the engine: torch takes a while.
 
     Raises:
         NotFoundError: when a library that the engine needs is not installed.
@@ -137,13 +134,13 @@ def build_missing_engine_error(error: ModuleNotFoundError) -> ExpertError:
 
 
 def resolve_base(wanted: str | None, settings: Settings, *, as_json: bool) -> str | None:
-    """Return the name of the base that an option means; None without the option.
+    """Return the name of the base of ``--base``, None without it; registers an unknown folder.
 
-    The demo comes with the first run, or when it is named and the starter pack is not here.
+    The demo base is installed by the first run, or when it is named and missing.
 
     Raises:
         NotFoundError: when there is neither such a base nor such a folder.
-        ConflictError: when the name of the folder is that of another base.
+        ConflictError: when the folder's name is taken by another base.
         ExpertError: when the folder holds no base.
     """
     if wanted is None:
@@ -166,7 +163,7 @@ def resolve_base(wanted: str | None, settings: Settings, *, as_json: bool) -> st
 
 
 def find_base_or_folder(bases: "BaseStore", wanted: str) -> "StoredBase | Path":
-    """Return the base of a name, or whose files lie in a folder; else that folder.
+    """Return the base with this name or this folder; else the folder itself.
 
     Raises:
         NotFoundError: when there is neither such a base nor such a folder.
@@ -194,33 +191,33 @@ def _add_base(bases: "BaseStore", folder: Path, *, as_json: bool) -> str:
     known = next((base for base in bases.list_bases() if base.name == name), None)
     if known is not None:
         raise ConflictError(
-            f"{folder} is not known, and another base is called {name}: {known.path}",
+            f"{folder} is not registered, and the name {name} is taken by {known.path}",
             hint=f"expertctl base add {folder} --name ANOTHER-NAME",
         )
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     with show_progress("hashing base", size or None, as_json=as_json) as report:
         base = bases.add(folder, progress=report)
-    note(f"added the base {base.name}; `expertctl base remove {base.name}` forgets it")
+    note(f"registered the base {base.name}; `expertctl base remove {base.name}` unregisters it")
     return base.name
 
 
 class LoadingCancelledError(Exception):
-    """The user stopped an answer while files were read for it."""
+    """The user stopped an answer while files were loaded for it."""
 
 
 class LoadingProgress:
-    """Shows the progress of reading for an answer; stops it when the user stops the answer."""
+    """Reports bytes loaded for an answer, and stops loading when the user cancels the answer."""
 
     def __init__(self) -> None:
-        """Show nothing yet."""
+        """Start without a progress bar."""
         self.report: Progress | None = None
         self.is_cancelled: Callable[[], bool] = lambda: False
 
     def __call__(self, count: int) -> None:
-        """Count bytes that were read.
+        """Count loaded bytes.
 
         Raises:
-            StoppedError: when the user does not want the answer any more.
+            LoadingCancelledError: when the user cancelled the answer.
         """
         if self.is_cancelled():
             raise LoadingCancelledError
@@ -232,7 +229,7 @@ def save_plan(path: Path, document: dict[str, object]) -> None:
     """Write a plan as JSON.
 
     Raises:
-        DiskFullError: when there is no room.
+        DiskFullError: when there is no space left.
         NotFoundError: when the file cannot be written.
     """
     text = json.dumps(document, ensure_ascii=False, indent=2)

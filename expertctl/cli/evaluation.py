@@ -1,15 +1,10 @@
-"""How an evaluation is shown: the document of ``eval --json``, and the same for people.
-
-``expertctl eval --routing``: how often the router is right about labelled prompts.
-
-``expertctl eval``, and what ``build --eval`` puts into a package.
+"""``expertctl eval``, ``eval --routing`` and ``build --eval``: measure experts, or the router.
 
 Torch is imported inside the functions, after all checks that can be made without it.
 """
 
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,21 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from expertctl.cli.engine import guard_engine_import, open_planner, resolve_base
-from expertctl.cli.output import JsonFlag, emit, format_table, note, show_counter, warn
+from expertctl.cli.help import expand_flags
+from expertctl.cli.output import JsonFlag, emit, format_table, note, quote, show_counter, warn
 from expertctl.cli.process import FAILURE
 from expertctl.cli.run_options import (
-    AdapterDtype,
     Base,
-    Deterministic,
-    Dtype,
     MemoryBudget,
-    MoeMiss,
-    MoeSkipCap,
-    NumericsOptions,
+    MissFlags,
+    NumericsFlags,
     check_cpu_only,
     resolve_memory_budget,
-    resolve_numerics,
-    resolve_skip_cap,
 )
 from expertctl.cli.run_view import format_routed_report
 from expertctl.errors import UsageError
@@ -44,7 +34,7 @@ from expertctl.package.evaluation import (
     read_evaluation_data,
 )
 from expertctl.schema.manifest import Evaluation
-from expertctl.settings import Settings, load_settings
+from expertctl.settings import load_settings
 
 if TYPE_CHECKING:
     from expertctl.engine.evaluation_result import (
@@ -56,13 +46,10 @@ if TYPE_CHECKING:
     from expertctl.package.evaluation import Interval
 
 
-_SHOWN_CHARACTERS = 300
-
-
 def build_evaluation_document(
     result: "EvaluationResult", *, show: int, min_gain: float | None
 ) -> dict[str, object]:
-    """Return all results, with the first few wrong answers of the last score."""
+    """Return the document of ``eval --json``, with ``show`` wrong answers of the last score."""
     gain = result.gains[-1].value
     return {
         "ref": result.expert.experts[-1].ref,
@@ -88,7 +75,7 @@ def build_evaluation_document(
 
 
 def format_scores(result: "EvaluationResult", *, show: int) -> str:
-    """Return the scores, the gains, and the first wrong answers of the last score."""
+    """Return the scores, the gains, and the first ``show`` wrong answers of the last score."""
     n, data = len(result.data.samples), result.data
     head = (
         f"{data.path}: n = {n}, {data.metric}, base {result.base_name} in {result.dtype}, "
@@ -110,26 +97,27 @@ def format_scores(result: "EvaluationResult", *, show: int) -> str:
 
 
 def find_answer_warnings(result: "EvaluationResult") -> Iterator[str]:
-    """Warn of answers of experts that had no room to end, or say nothing."""
+    """Yield a warning for experts whose answers are empty or were cut off."""
     for score in result.scores:
+        n = len(score.answers)
         if score.experts and score.empty_count:
-            yield f"{score.name}: {score.empty_count} of {len(score.answers)} answers are empty"
+            yield f"{score.name}: {score.empty_count} of {n} answers are empty"
         if score.experts and score.truncated_count:
             yield (
-                f"{score.name}: {score.truncated_count} of {len(score.answers)} answers were cut at "
+                f"{score.name}: {score.truncated_count} of {n} answers were cut at "
                 f"{result.max_tokens} tokens; see --max-tokens and decoding.max_tokens"
             )
 
 
 def describe_gain_shortfall(result: "EvaluationResult", min_gain: float | None) -> str:
-    """Say how a gain is too small; empty if it is not, or none was demanded."""
+    """Say that the gain is below ``min_gain``; empty if it is not, or if there is no minimum."""
     gain = result.gains[-1]
     if min_gain is None or gain.value >= min_gain:
         return ""
     score, over, n = gain.score, gain.over, len(gain.score.answers)
     return (
         f"{score.name}: a gain of {gain.value:+.3f} over {over.name}, at least {min_gain:+g} was "
-        f"demanded ({score.right_count} of {n} right against {over.right_count} of {n})"
+        f"required ({score.right_count} of {n} right against {over.right_count} of {n})"
     )
 
 
@@ -183,35 +171,19 @@ def _format_gain(gain: "AccuracyGain") -> str:
 
 
 def _format_wrong_answers(score: "AccuracyScore", show: int) -> list[str]:
-    """Show wrong answers, quoted so that spaces and line ends are visible."""
+    """Format wrong answers, quoted so that spaces and line ends are visible."""
     shown = score.wrong_answers[:show]
     lines = ["", f"wrong answers of {score.name}, {len(shown)} of {len(score.wrong_answers)}:"]
     for answer in shown:
         sample = answer.sample
         texts = {"prompt": sample.prompt, "wanted": sample.answer, "got": answer.text}
         lines.append(f"  line {sample.line}" + (f" ({sample.id})" if sample.id else ""))
-        lines += [f"    {label.ljust(6)}  {_quote(value)}" for label, value in texts.items()]
+        lines += [f"    {label.ljust(6)}  {quote(value)}" for label, value in texts.items()]
     return lines if shown else []
 
 
-def _quote(value: str) -> str:
-    cut = value if len(value) <= _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}…"
-    return json.dumps(cut, ensure_ascii=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingEvaluationOptions:
-    """What the user wants to measure, demand and see."""
-
-    data: Path
-    base: str | None
-    min_accuracy: float | None
-    show: int
-    plot: Path | None
-
-
-def evaluate_routing(options: RoutingEvaluationOptions, *, as_json: bool) -> str:
-    """Measure and print; return how the figures fall short of the demand, if they do."""
+def _evaluate_routing(path: Path, options: "EvaluationFlags", *, as_json: bool) -> str:
+    """Measure the router and print the result; return how it misses ``min_accuracy``, if so."""
     from expertctl.cli.routing_evaluation import (
         build_routing_document,
         describe_accuracy_shortfall,
@@ -224,7 +196,7 @@ def evaluate_routing(options: RoutingEvaluationOptions, *, as_json: bool) -> str
         from expertctl.cli.plot import check_plot_path
 
         check_plot_path(options.plot)
-    data = read_labelled_prompts(options.data)
+    data = read_labelled_prompts(path)
     settings = load_settings()
     base = resolve_base(options.base, settings, as_json=as_json)
     planner = open_planner(settings, as_json=as_json)
@@ -236,161 +208,133 @@ def evaluate_routing(options: RoutingEvaluationOptions, *, as_json: bool) -> str
         from expertctl.cli.routing_plot import build_routing_figure
 
         write_figure(lambda: build_routing_figure(found), options.plot)
-    told = build_routing_document(found, show=options.show, min_accuracy=options.min_accuracy)
-    emit(told, format_routing_evaluation(found, show=options.show), as_json=as_json)
+    document = build_routing_document(found, show=options.show, min_accuracy=options.min_accuracy)
+    emit(document, format_routing_evaluation(found, show=options.show), as_json=as_json)
     return describe_accuracy_shortfall(found, options.min_accuracy)
 
 
-EvaluationTarget = Annotated[
-    str | None,
-    typer.Argument(metavar="FILE|REF", help="A .expert file, or an installed expert."),
-]
-Data = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help='JSON Lines: {"prompt": "3 + 4", "answer": "7"} and more.'),
-]
-RoutingData = Annotated[
-    Path | None,
-    typer.Option(
-        "--routing",
-        metavar="FILE",
-        help='Measure routing: {"prompt": "Sort 2, 1", "expert": "acme/sorting"} or null.',
-    ),
-]
-Compose = Annotated[
-    list[str] | None,
-    typer.Option(metavar="REF[:WEIGHT]", help="Put this expert after it, too; repeatable."),
-]
 MetricOption = Annotated[
-    Metric, typer.Option(help="When an answer is right: equal, in it, or the same JSON value.")
+    Metric,
+    typer.Option(help="When an answer is right: equal, contained in it, or the same JSON value."),
 ]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option("--max-tokens", min=1, max=200_000, help="Else what the expert says, or 256."),
-]
-MinGain = Annotated[
-    float | None,
-    typer.Option("--min-gain", min=-1, max=1, help="Exit 1 when the gain is less than this."),
-]
-MinAccuracy = Annotated[
-    float | None,
-    typer.Option("--min-accuracy", min=0, max=1, help="Of --routing: exit 1 when it is less."),
-]
-Show = Annotated[int, typer.Option(min=0, help="How many wrong answers to show.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the figures: .svg or .png.")]
-
-
-def evaluate(
-    target: EvaluationTarget = None,
-    data: Data = None,
-    routing: RoutingData = None,
-    compose: Compose = None,
-    metric: MetricOption = "exact_match",
-    max_tokens: MaxTokens = None,
-    min_gain: MinGain = None,
-    min_accuracy: MinAccuracy = None,
-    show: Show = 3,
-    plot: Plot = None,
-    base: Base = None,
-    memory_budget: MemoryBudget = None,
-    dtype: Dtype = None,
-    adapter_dtype: AdapterDtype = None,
-    deterministic: Deterministic = None,
-    moe_miss: MoeMiss = "exact",
-    moe_skip_cap: MoeSkipCap = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Measure an expert against its base, or routing.
-
-    Example: expertctl eval starter/sorting --data held-out.jsonl --min-gain 0.5
-    """
-    answering = {
-        "FILE|REF": target,
-        "--data": data,
-        "--compose": compose,
-        "--max-tokens": max_tokens,
-        "--min-gain": min_gain,
-        "--memory-budget": memory_budget,
-        "--dtype": dtype,
-        "--adapter-dtype": adapter_dtype,
-        "--deterministic": deterministic,
-        "--moe-miss": None if moe_miss == "exact" else moe_miss,
-        "--moe-skip-cap": moe_skip_cap,
-    }
-    if routing is not None:
-        _reject_options(
-            answering, "--routing measures which expert is chosen, and generates nothing"
-        )
-        wished = RoutingEvaluationOptions(
-            data=routing, base=base, min_accuracy=min_accuracy, show=show, plot=plot
-        )
-        _exit_on_shortfall(evaluate_routing(wished, as_json=as_json), wrong="decisions")
-        return
-    _reject_options({"--min-accuracy": min_accuracy}, "without --routing answers are measured")
-    if target is None or data is None:
-        raise UsageError(
-            f"{'FILE|REF' if target is None else '--data'} is missing",
-            hint="eval REF --data FILE measures an expert, eval --routing FILE which is chosen",
-        )
-    settings = load_settings()
-    held = resolve_numerics(
-        settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
-    )
-    budget = resolve_memory_budget(memory_budget, settings)
-    asked = _EvaluationOptions(
-        target,
-        data,
-        compose or (),
-        metric,
-        max_tokens,
-        min_gain,
-        show,
-        base,
-        held,
-        budget,
-        moe_miss,
-        resolve_skip_cap(moe_skip_cap, (moe_miss,)),
-    )
-    _evaluate_answers(asked, settings, plot=plot, as_json=as_json)
 
 
 @dataclass(frozen=True, slots=True)
-class _EvaluationOptions:
-    """Which expert is measured on which data, and what is demanded and shown."""
+class EvaluationFlags:
+    """What to measure, which minimum to require, and what to show."""
 
-    target: str
-    data: Path
-    compose: Sequence[str]
-    metric: Metric
-    max_tokens: int | None
-    min_gain: float | None
-    show: int
-    base: str | None
-    numerics: NumericsOptions
-    memory_budget: int | None
-    moe_miss: MoeMiss
-    moe_skip_cap: float
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="FILE|REF", help="A .expert file, or an installed expert."),
+    ] = None
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help='JSON Lines: {"prompt": "3 + 4", "answer": "7"} and more.'
+        ),
+    ] = None
+    routing: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='Measure routing: {"prompt": "Sort 2, 1", "expert": "acme/sorting"} or null.',
+        ),
+    ] = None
+    compose: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="REF[:WEIGHT]",
+            help="Also apply this expert after it, as a chain; repeatable.",
+        ),
+    ] = None
+    metric: MetricOption = "exact_match"
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, max=200_000, help="Default: the expert's setting, or 256."),
+    ] = None
+    min_gain: Annotated[
+        float | None, typer.Option(min=-1, max=1, help="Exit 1 when the gain is less than this.")
+    ] = None
+    min_accuracy: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="With --routing: exit 1 when the accuracy is less than this."
+        ),
+    ] = None
+    show: Annotated[int, typer.Option(min=0, help="How many wrong answers to show.")] = 3
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Plot the scores to a .svg or .png file."),
+    ] = None
+    base: Base = None
+    memory_budget: MemoryBudget = None
+
+
+@expand_flags
+def evaluate(
+    options: EvaluationFlags, numerics: NumericsFlags, miss: MissFlags, as_json: JsonFlag = False
+) -> None:
+    """Measure an expert against its base, or routing.
+
+    Example: expertctl eval starter/sorting --data resolved-out.jsonl --min-gain 0.5
+    """
+    answering = {
+        "FILE|REF": options.target,
+        "--data": options.data,
+        "--compose": options.compose,
+        "--max-tokens": options.max_tokens,
+        "--min-gain": options.min_gain,
+        "--memory-budget": options.memory_budget,
+        "--dtype": numerics.dtype,
+        "--adapter-dtype": numerics.adapter_dtype,
+        "--deterministic": numerics.deterministic,
+        "--moe-miss": None if miss.moe_miss == "exact" else miss.moe_miss,
+        "--moe-skip-cap": miss.moe_skip_cap,
+    }
+    if options.routing is not None:
+        _reject_options(
+            answering, "--routing measures which expert is chosen, and generates nothing"
+        )
+        shortfall = _evaluate_routing(options.routing, options, as_json=as_json)
+        _exit_on_shortfall(shortfall, wrong="decisions")
+        return
+    _reject_options({"--min-accuracy": options.min_accuracy}, "applies only to --routing")
+    if options.target is None or options.data is None:
+        raise UsageError(
+            f"{'FILE|REF' if options.target is None else '--data'} is missing",
+            hint="eval REF --data FILE measures an expert, eval --routing FILE the router",
+        )
+    _evaluate_answers(options.target, options.data, options, numerics, miss, as_json=as_json)
 
 
 def _reject_options(options: Mapping[str, object], why: str) -> None:
-    """Refuse options that would be ignored."""
+    """Raise `UsageError` for options that would be ignored."""
     given = [name for name, value in options.items() if value not in (None, [])]
     if given:
         raise UsageError(f"{', '.join(given)}: {why}", hint="see `expertctl eval --help`")
 
 
 def _evaluate_answers(
-    options: _EvaluationOptions, settings: Settings, *, plot: Path | None, as_json: bool
+    target: str,
+    data: Path,
+    options: EvaluationFlags,
+    numerics: NumericsFlags,
+    miss: MissFlags,
+    *,
+    as_json: bool,
 ) -> None:
     from expertctl.engine.request import parse_expert
 
+    settings = load_settings()
+    resolved = numerics.resolve(settings)
+    budget, cap = resolve_memory_budget(options.memory_budget, settings), miss.resolve_cap()
     check_cpu_only(settings, "eval")
-    if plot is not None:
+    if options.plot is not None:
         from expertctl.cli.plot import check_plot_path
 
-        check_plot_path(plot)
-    experts = [parse_expert(word) for word in (options.target, *options.compose)]
-    samples = read_evaluation_data(options.data, metric=options.metric)
+        check_plot_path(options.plot)
+    experts = [parse_expert(word) for word in (target, *(options.compose or ()))]
+    samples = read_evaluation_data(data, metric=options.metric)
     with guard_engine_import(as_json=as_json):
         from expertctl.engine.evaluation import EvaluationRequest
         from expertctl.engine.evaluation import evaluate as measure
@@ -400,30 +344,27 @@ def _evaluate_answers(
         compose=tuple(experts[1:]),
         base=resolve_base(options.base, settings, as_json=as_json),
         max_tokens=options.max_tokens,
-        dtype=options.numerics.dtype,
-        adapter_dtype=options.numerics.adapter_dtype,
-        deterministic=options.numerics.deterministic,
-        moe_miss=options.moe_miss,
-        moe_skip_cap=options.moe_skip_cap,
+        dtype=resolved.dtype,
+        adapter_dtype=resolved.adapter_dtype,
+        deterministic=resolved.deterministic,
+        moe_miss=miss.moe_miss,
+        moe_skip_cap=cap,
     )
-    planner, budget = open_planner(settings, as_json=as_json), options.memory_budget
+    planner = open_planner(settings, as_json=as_json)
     with show_counter("evaluating", request.answers, as_json=as_json) as report:
         found = measure(planner, request, budget=budget, progress=report, notify=note)
     warn((*found.warnings, *find_answer_warnings(found)))
-    if plot is not None:
+    if options.plot is not None:
         from expertctl.cli.plot import draw_evaluation
 
-        draw_evaluation(found, plot)
-    told, show = (
-        build_evaluation_document(found, show=options.show, min_gain=options.min_gain),
-        options.show,
-    )
-    emit(told, format_scores(found, show=show), as_json=as_json)
+        draw_evaluation(found, options.plot)
+    document = build_evaluation_document(found, show=options.show, min_gain=options.min_gain)
+    emit(document, format_scores(found, show=options.show), as_json=as_json)
     _exit_on_shortfall(describe_gain_shortfall(found, options.min_gain), wrong="answers")
 
 
 def _exit_on_shortfall(why: str, *, wrong: str) -> None:
-    """Exit with 1 if the figures are below what was demanded."""
+    """Exit with 1 if ``why`` says that a minimum was missed."""
     if why:
         sys.stdout.flush()  # the figures come before the error about them
         note(f"error: {why}\n\nhint: --show N shows more of the wrong {wrong}")
@@ -433,7 +374,7 @@ def _exit_on_shortfall(why: str, *, wrong: str) -> None:
 def measure_build(
     plan: BuildPlan, data: EvaluationData, *, task: str | None, output: Path, as_json: bool
 ) -> BuildPlan:
-    """Return a planned build with the scores of its expert and of its base alone."""
+    """Return a planned build with an evaluation entry: the scores of its expert and of its base."""
     from expertctl.package.build import add_evaluation, choose_build_date
     from expertctl.package.evaluation import describe_evaluation
 

@@ -1,13 +1,15 @@
-"""The layout of ``--help``: sections of commands and options, short metavars, up to 100 columns.
+"""Formats ``--help``: commands and options by section, short metavars, up to 100 columns.
 
-`CommandGroup` replaces `typer.Typer` for every group, `Command` and `HelpGroup` draw the pages. Options
-name their section with ``rich_help_panel``. A paragraph that begins with ``Example:`` is a command
-line and is never folded.
+`CommandGroup` replaces `typer.Typer` for every group; `HelpCommand` and `HelpGroup` write the
+pages. An option names its section with ``rich_help_panel``. A docstring paragraph that begins with
+``Example:`` is a command line and is never folded.
 """
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from typing import Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -23,7 +25,7 @@ _Rows = list[tuple[str, str]]
 
 
 def get_metavar(parameter: Any) -> str:
-    """Return what stands for the value of an option or argument, such as ``FILE`` or ``a|b``."""
+    """Return the placeholder of an option or argument, such as ``FILE`` or ``a|b``."""
     if parameter.metavar is not None:
         return str(parameter.metavar)
     if parameter.param_type_name == "argument":
@@ -43,7 +45,7 @@ def format_argument_usage(argument: Any) -> str:
 
 
 def build_help_row(parameter: Any, context: Any) -> tuple[str, str] | None:
-    """Return names and help of an option or argument; None for a hidden one."""
+    """Return the names and the help of an option or argument; None for a hidden one."""
     record = parameter.get_help_record(context)
     if record is None:
         return None
@@ -60,7 +62,7 @@ def build_help_row(parameter: Any, context: Any) -> tuple[str, str] | None:
 
 
 def _clean_defaults(text: str) -> str:
-    """Write defaults without a second pair of brackets, and say nothing of what usage shows."""
+    """Write defaults without a second pair of brackets, and leave out what the usage line shows."""
     text = text.replace("[default: (", "[default: ").replace(")]", "]").replace("); ", "; ")
     return text.replace("  [required]", "").replace("; required]", "]")
 
@@ -103,7 +105,7 @@ def write_description(command: Any, formatter: Any) -> None:
 
 
 class HelpCommand(TyperCommand):
-    """One command, with help as this module draws it."""
+    """A command whose help this module formats."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return what follows the name in the usage line."""
@@ -119,7 +121,7 @@ class HelpCommand(TyperCommand):
 
 
 class HelpGroup(TyperGroup):
-    """A group of commands, with help as this module draws it."""
+    """A group of commands whose help this module formats."""
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         """Write description and examples."""
@@ -146,7 +148,7 @@ class CommandGroup(typer.Typer):
     """A `typer.Typer` whose commands and help are those of this module."""
 
     def __init__(self, text: str | None = None, *, no_args_is_help: bool = True) -> None:
-        """Make an empty group; ``text`` is its help."""
+        """Create an empty group; ``text`` is its help."""
         super().__init__(
             cls=HelpGroup,
             help=text or Default(None),
@@ -160,8 +162,36 @@ class CommandGroup(typer.Typer):
         return super().command(name, **({"cls": HelpCommand} | options))
 
 
+def expand_flags(function: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter whose type is a dataclass by its fields, which become options.
+
+    The function is called with instances of the dataclasses.
+    """
+    given = inspect.signature(function).parameters.values()
+    groups: dict[str, Any] = {p.name: p.annotation for p in given if is_dataclass(p.annotation)}
+
+    @wraps(function)
+    def command(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
+        function(**values)
+
+    keyword, parameters = inspect.Parameter.KEYWORD_ONLY, list[inspect.Parameter]()
+    for parameter in given:
+        if (group := groups.get(parameter.name)) is None:
+            parameters.append(parameter.replace(kind=keyword))
+            continue
+        hints = get_type_hints(group, include_extras=True)
+        parameters += [
+            inspect.Parameter(f.name, keyword, default=f.default, annotation=hints[f.name])
+            for f in fields(group)
+        ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by typer
+    return command
+
+
 def build_single_command(name: str, function: Callable[..., None]) -> Any:
-    """Make the command of one function."""
+    """Create the command of one function."""
     app = CommandGroup(no_args_is_help=False)
     app.command(name)(function)
     return typer.main.get_command(app)

@@ -1,4 +1,4 @@
-"""``expertctl install``, ``import``, ``remove``, ``reindex``: change what is installed."""
+"""``expertctl install``, ``import``, ``remove`` and ``reindex``: change what is installed."""
 
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,14 +61,15 @@ AcceptChanged = Annotated[
     typer.Option(
         "--accept-changed",
         metavar="NAME@VERSION",
-        help="Take another content for this version than it had before.",
+        help="Accept that the content of this version changed.",
     ),
 ]
 Locked = Annotated[
-    bool, typer.Option("--locked", help="Install exactly what expert.lock says, or fail.")
+    bool, typer.Option("--locked", help="Install exactly the versions of expert.lock, or fail.")
 ]
 Offline = Annotated[
-    bool, typer.Option("--offline", help="Use what is here and what registries said last.")
+    bool,
+    typer.Option("--offline", help="Use only local files and the last known state of registries."),
 ]
 
 
@@ -87,9 +88,9 @@ def install(
     accept_changed: AcceptChanged = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Install experts and what they require. All that are given count together, all or none.
+    """Install experts and what they require. They are resolved together, and all or none installed.
 
-    Without arguments: what experts.toml in this folder wants, else your own list.
+    Without arguments, installs the experts.toml of this folder, else your own list.
 
     Example: expertctl install acme/sql@^1.2 english.expert
     """
@@ -104,21 +105,21 @@ def install(
     references, files = split_targets(targets or [])
     _check_options(worklist, references, files, locked=locked, save=save)
     with open_sources(settings, target.trust, notify=make_note_once()) as sources:
-        lend = make_progress_factory("installing", as_json=as_json)
+        open_progress = make_progress_factory("installing", as_json=as_json)
         if locked:
-            done = install_locked(worklist, references, target, sources, lend)
+            done = install_locked(worklist, references, target, sources, open_progress)
         elif references or files:
             done = _install_named(
-                worklist, references, files, target, sources, settings, lend, save=save
+                worklist, references, files, target, sources, settings, open_progress, save=save
             )
         else:
             done, _ = install_requirement_list(
-                worklist, target, sources, lend, get_release_age(settings)
+                worklist, target, sources, open_progress, get_release_age(settings)
             )
     done = replace(done, notes=(*done.notes, *_describe_unused(done.installed, settings.home)))
     learnt = build_findings_document(done, sources)
     if worklist.is_project and references and not (save or locked):
-        note(f"{worklist.file.path.name} stays as it is; --save writes there what you asked for")
+        note(f"{worklist.file.path.name} is unchanged; --save adds what you asked for")
     print_notices(done)
     print_notes(done, target)
     document = {"installed": build_installed_documents(done.installed, settings.home), **learnt}
@@ -152,7 +153,7 @@ def _install_named(
 
 
 def _describe_unused(installed: Iterable[InstalledPackage], home: Home) -> Iterator[str]:
-    """Say of new versions that another one is used all the same where no version is named."""
+    """Yield a note for each new version that is not the one used if no version is named."""
     preference, experts = (
         read_preference(home, find_working_folder()),
         Store(home.store).list_experts(),
@@ -161,7 +162,7 @@ def _describe_unused(installed: Iterable[InstalledPackage], home: Home) -> Itera
         usage = describe_version_usage(item.expert, experts, preference)
         if item.outcome == "installed" and usage.used_instead is not None:
             yield (
-                f"{item.expert.ref} is used only where it is named; else {usage.used_instead} is, "
+                f"{item.expert.ref} is used only if named; otherwise {usage.used_instead} is, "
                 f"`expertctl why {usage.used_instead}` says why"
             )
 
@@ -174,7 +175,7 @@ def _check_options(
     locked: bool,
     save: bool,
 ) -> None:
-    """Refuse options that contradict each other."""
+    """Raise `UsageError` for options that contradict each other."""
     if (locked or save) and not worklist.is_project:
         flag = "--locked" if locked else "--save"
         hint = "`expertctl lock` needs an experts.toml, too"
@@ -182,12 +183,10 @@ def _check_options(
     if locked and (files or save):
         raise UsageError(
             "--locked installs what is locked: no files, no --save",
-            hint="`expertctl lock` writes expert.lock again",
+            hint="`expertctl lock` updates expert.lock",
         )
     if save and not references:
-        raise UsageError(
-            "--save writes references, and there are none", hint="expertctl install acme/sql --save"
-        )
+        raise UsageError("--save needs references", hint="expertctl install acme/sql --save")
 
 
 def _check_lockable(
@@ -197,7 +196,7 @@ def _check_lockable(
     sources: RegistrySources,
     settings: Settings,
 ) -> None:
-    """Refuse references with which the project could not be locked, before any is installed."""
+    """Raise for references with which the project could not be locked, before any is installed."""
     project = worklist.file.read().with_wanted(references)
     resolved = resolve_requirement_list(
         worklist, target, sources, get_release_age(settings), project=project
@@ -215,7 +214,7 @@ def _record_wanted(
     *,
     save: bool,
 ) -> InstallReport:
-    """Write down what was asked for: with --save in the project, else in the user's own list."""
+    """Write down the references: with ``--save`` in the project, else in the user's own list."""
     wanted = {reference.package: reference for reference in references}
     if not wanted:
         return done
@@ -236,20 +235,20 @@ def _record_wanted(
 def _describe_exact_references(
     references: Iterable[Reference], worklist: RequirementList
 ) -> Iterator[str]:
-    """Say of exact references that they stay in the list, and how to follow newer versions."""
+    """Yield a note for each exact reference: how to follow newer versions instead."""
     save = " --save" if worklist.is_project else ""
     for reference in references:
         exact = reference.digest or reference.constraint.pinned
         if exact is not None:
             follow = replace(reference, constraint=ANY, digest=None)
             yield (
-                f"{worklist.file.path} names exactly {exact}: `expertctl update` keeps it, "
+                f"{worklist.file.path} pins {exact}: `expertctl update` keeps it, "
                 f"`expertctl install {follow}{save}` follows newer versions"
             )
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `expertctl export` made.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file of `expertctl export`.")],
     allow_unsigned: AllowUnsigned = False,
     allow_base_mismatch: AllowBaseMismatch = False,
     accept_changed: AcceptChanged = None,
@@ -286,11 +285,11 @@ def import_(
 def remove(
     ref: Annotated[str, typer.Argument(metavar="REF", help="An expert, or sha256:… of one.")],
     force: Annotated[
-        bool, typer.Option("--force", help="Also when other experts require it.")
+        bool, typer.Option("--force", help="Remove it even if other experts require it.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove an installed expert. Files that nothing else needs go with it.
+    """Remove an installed expert. Files that nothing else needs are deleted with it.
 
     Example: expertctl remove acme/sql@1.0.0
     """
@@ -313,7 +312,7 @@ def remove(
 
 
 def reindex(as_json: JsonFlag = False) -> None:
-    """Rebuild the catalogue and the routing vectors. Both come from what is installed.
+    """Rebuild the catalogue and the routing vectors. Both are derived from the installed experts.
 
     Example: expertctl reindex
     """
@@ -327,7 +326,7 @@ def reindex(as_json: JsonFlag = False) -> None:
 
 
 def _drop_from_user_list(ref: str, home: Home) -> None:
-    """Take an expert out of the user's own list when no version of it is left."""
+    """Remove an expert from the user's own list when no version of it is left."""
     package = PackageName.parse(ref.partition("@")[0])
     if not any(expert.package == package for expert in Store(home.store).list_experts()):
         user_requirement_list(home).file.remove(package)
@@ -346,7 +345,7 @@ def build_install_context(
     mismatch: bool = False,
     accept_changed: Iterable[str] = (),
 ) -> InstallContext:
-    """Return where experts are installed to, and what the user tolerates."""
+    """Return where experts are installed to, and which checks the user relaxes."""
     home = settings.home
     return InstallContext(
         Store(home.store),
@@ -382,7 +381,7 @@ def make_progress_factory(label: str, *, as_json: bool) -> OpenProgress:
 
 
 def split_targets(texts: Sequence[str]) -> tuple[list[Reference], list[Path]]:
-    """Separate references from files; a text that is neither counts as a missing file."""
+    """Separate references from files; a text that is neither is reported as a missing file."""
     references: list[Reference] = []
     files: list[Path] = []
     for text in texts:
@@ -410,13 +409,13 @@ def _open_index(settings: Settings) -> RoutingIndex:
 
 
 def print_notices(done: InstallReport) -> None:
-    """Warn of what was installed, and of what registries say against anything chosen."""
+    """Print the warnings of an install, and the notices of registries about chosen versions."""
     warnings = [warning for item in done.installed for warning in item.warnings]
     warn(dict.fromkeys([*warnings, *(notice.text for notice in done.notices)]))
 
 
 def build_findings_document(done: InstallReport, sources: RegistrySources) -> dict[str, object]:
-    """Return what an install learnt, as ``--json`` shows it; the pinned keys were told before."""
+    """Return notes, notices and newly pinned keys of an install, as ``--json`` shows them."""
     return {
         "notes": [*sources.told, *done.notes],
         "notices": [build_notice_document(notice) for notice in done.notices],
@@ -449,7 +448,7 @@ def build_notice_document(notice: Notice) -> dict[str, object]:
 
 
 def print_notes(done: InstallReport, target: InstallContext) -> None:
-    """Say what is worth knowing beside the result."""
+    """Print the notes of an install and of the catalogue."""
     for text in (*done.notes, *(target.catalogue.notes if target.catalogue else ())):
         note(text)
 

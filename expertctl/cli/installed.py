@@ -1,4 +1,4 @@
-"""``expertctl list``: what is installed. Imports none of the libraries of other commands."""
+"""``expertctl list``: the installed experts. Imports none of the libraries of other commands."""
 
 from expertctl.cli.output import JsonFlag, emit, format_table, note, warn
 from expertctl.settings import format_size, load_settings
@@ -18,7 +18,7 @@ from expertctl.store.store import Store
 def list_experts(as_json: JsonFlag = False) -> None:
     """List the installed experts.
 
-    Versions that were yanked, are named exactly by a list or lock file, or are not used are marked.
+    Versions that are yanked, pinned by a list or lock file, or not used are marked.
 
     Example: expertctl list --json
     """
@@ -27,7 +27,7 @@ def list_experts(as_json: JsonFlag = False) -> None:
     flagged = read_flags(home.flagged)
     warn([*(ref.warning for ref in now.damaged), *preference.pins.problems])
     if not (now.experts or now.damaged):
-        note("no experts yet; `expertctl install REF`, or `expertctl install FILE`, brings one")
+        note("no experts yet; `expertctl install REF`, or `expertctl install FILE`, installs one")
     emit(
         _build_document(now, preference, flagged),
         _format_experts(now, preference, flagged),
@@ -87,7 +87,7 @@ def list_flags(expert: StoredExpert, signers: SignerNames, flagged: FlagsByDiges
 def _list_all_flags(
     expert: StoredExpert, preference: VersionPreference, flagged: FlagsByDigest
 ) -> list[str]:
-    """Return the same, and whether it was yanked or is named exactly."""
+    """Return the flags of an expert, with ``yanked`` and ``pinned``."""
     yanked = ["yanked"] if preference.find_yank_reason(expert) is not None else []
     pinned = ["pinned"] if preference.find_pin(expert) is not None else []
     return [*list_flags(expert, preference.signers, flagged), *yanked, *pinned]
@@ -99,7 +99,7 @@ def _format_flags(
     preference: VersionPreference,
     flagged: FlagsByDigest,
 ) -> str:
-    """Return the flags of an expert, and ``unused`` where another version is meant by its name."""
+    """Return the flags of an expert, with ``unused`` where its name selects another version."""
     unused = ["unused"] if used != expert else []
     return " ".join([*_list_all_flags(expert, preference, flagged), *unused])
 

@@ -1,17 +1,12 @@
 """What goes to the terminal: data on stdout, everything else on stderr.
 
-With ``--json`` stdout holds one JSON document and nothing else. Text that comes from packages is
-stripped of control characters before a terminal sees it.
+With ``--json``, stdout holds one JSON document and nothing else. Text from packages is stripped of
+control characters before a terminal sees it.
 
-Files that the user names for a command to write.
-
-Wraps an answer for a terminal while it is written: lines are broken between words.
-
-A word is held back until it is complete. Text that is written without spaces, such as Chinese, is
-broken between any two characters. Lines of a fenced block stay as they are, because their line
-ends mean something, and so does a word that is wider than the terminal.
-
-An answer on stdout while it is written: as it is for a program, wrapped for a terminal.
+Answers are wrapped for a terminal while they are written, and left as they are for a program. A
+word is held back until it is complete, so lines break between words. Text without spaces, such as
+Chinese, may break between any two characters. Lines of a fenced block are not wrapped, because
+their line ends mean something, nor is a word wider than the terminal.
 """
 
 import json
@@ -42,15 +37,16 @@ if TYPE_CHECKING:
 _MIN_WIDTH = 20
 """Fewest columns of folded text."""
 LINE_SECONDS = 10.0
-"""How often a line tells the progress where there is no terminal."""
+"""Seconds between two lines of progress where there is no terminal."""
 _MAX_LINES = 60
-"""How many lines tell the first ten minutes; later ones are further and further apart."""
+"""Most progress lines in the first ten minutes; later ones come less and less often."""
 _GAP, _BELOW_INDENT = "  ", "    "
 _UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?i?B|ms|s|%)(?!\w))")
 """The space between a number and its unit, where no line is broken."""
+_QUOTED_CHARACTERS = 300
 _PRINT_LOCK = Lock()
 _UNBROKEN_SPACE = "\0"
-"""Stands for a space at which no line is broken; `printable` replaces it in any text."""
+"""Stands for a space at which no line is broken; `make_printable` removes it from any text."""
 
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout.", show_default=False)
@@ -80,7 +76,7 @@ def write_piece(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Say something that is not data."""
+    """Print a line on stderr."""
     _print_line(_fold_for_stream(text, sys.stderr), sys.stderr)
 
 
@@ -103,7 +99,7 @@ def warn(messages: Iterable[str]) -> None:
 
 
 def fail(error: ExpertError, *, as_json: bool) -> None:
-    """Print an error as the contract says: the fact, a blank line, the way out."""
+    """Print an error: the message, a blank line, the hint; with ``--json`` also as a document."""
     hint = f"\n\nhint: {error.hint}" if error.hint else ""
     note(f"error: {error.message}{hint}")
     if as_json:
@@ -114,25 +110,25 @@ def fail(error: ExpertError, *, as_json: bool) -> None:
 
 
 def make_printable(text: str) -> str:
-    """Replace what could control a terminal or reorder text; line ends and tabs stay."""
+    """Replace characters that could control a terminal or reorder text; line ends and tabs stay."""
     return replace_unsafe(text)
 
 
 def _print_line(text: str, stream: TextIO) -> None:
-    """Print a line at once: those of several threads, and of progress bars, must not mix."""
+    """Print a line at once, so that lines of several threads and progress bars do not mix."""
     with _PRINT_LOCK:
         stream.write(f"{_escape_unencodable(text, stream)}\n")
 
 
 def _fold_for_stream(text: str, stream: TextIO) -> str:
-    """Return a text as a person shall see it, folded on a terminal so that no word is broken."""
+    """Return printable text, folded at spaces if the stream is a terminal."""
     width = terminal_width(stream)
     shown = make_printable(text)
     return "\n".join(fold(line, width) for line in shown.split("\n")) if width else shown
 
 
 def terminal_width(stream: TextIO) -> int:
-    """Return the columns of a terminal; 0 for a pipe or a file, which take lines of any length."""
+    """Return the columns of a terminal; 0 for a pipe or a file, where lines may have any length."""
     if not stream.isatty():
         return 0
     try:
@@ -144,7 +140,7 @@ def terminal_width(stream: TextIO) -> int:
 def fold(line: str, width: int) -> str:
     """Break a line at spaces; the rest is indented to the last column of the left half.
 
-    Two spaces separate cells; a cell such as ``2.6 MB`` is broken only if wider than a line.
+    Two spaces separate cells; a cell such as ``2.6 MB`` is broken only if it is wider than a line.
     """
     if len(line) <= width:
         return line
@@ -165,7 +161,7 @@ def fold(line: str, width: int) -> str:
 
 
 def _escape_unencodable(text: str, stream: TextIO) -> str:
-    """Escape what the encoding of a stream lacks, else it would end a command with a traceback."""
+    """Escape what the encoding of a stream lacks, which would otherwise raise."""
     encoding = stream.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -173,8 +169,8 @@ def _escape_unencodable(text: str, stream: TextIO) -> str:
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Align columns with two spaces between them; readable without colour.
 
-    If a terminal has no room for all columns but the last, the ones that do not fit go to a line
-    below, the same ones in each row.
+    If all columns but the last do not fit a terminal, those that do not fit go to a second line,
+    the same ones in each row.
     """
     lines = [list(header), *[list(row) for row in rows]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
@@ -201,6 +197,27 @@ def format_count(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
+def format_percent(share: float | None) -> str:
+    """Return a share of 1 as a percentage; ``-`` for None."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def format_rate(number: float) -> str:
+    """Return a rate with one decimal, or none from 100 on."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
+
+
+def truncate(text: str, limit: int) -> str:
+    """Return a text of at most ``limit`` characters; an ellipsis ends one that was cut."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def quote(text: str) -> str:
+    """Return the first 300 characters as a JSON string, so that spaces and line ends show."""
+    cut = text if len(text) <= _QUOTED_CHARACTERS else f"{text[:_QUOTED_CHARACTERS]}…"
+    return json.dumps(cut, ensure_ascii=False)
+
+
 @contextmanager
 def show_progress(label: str, total: int | None, *, as_json: bool = False) -> Iterator[Progress]:
     """Show a progress bar on stderr while bytes are handled; only on a terminal.
@@ -213,7 +230,7 @@ def show_progress(label: str, total: int | None, *, as_json: bool = False) -> It
 
 @contextmanager
 def show_counter(label: str, total: int, *, as_json: bool) -> Iterator[Progress]:
-    """Show a progress bar while things are handled one by one; without a terminal, some lines."""
+    """Show a progress bar while items are handled one by one; lines where there is no terminal."""
     if not sys.stderr.isatty():
         yield make_line_reporter(label, total)
         return
@@ -224,21 +241,21 @@ def show_counter(label: str, total: int, *, as_json: bool) -> Iterator[Progress]
 def make_line_reporter(
     label: str, total: int, *, clock: Callable[[], float] = time.monotonic
 ) -> Progress:
-    """Return a progress that says how far it is, in a line every `LINE_SECONDS` at most.
+    """Return a progress callback that prints a line at most every `LINE_SECONDS`.
 
-    What takes more than ten minutes has a line each sixtieth of the time that it took until then.
+    After ten minutes, a line follows when another sixtieth of the elapsed time has passed.
     """
-    start = told = clock()
+    start = printed_at = clock()
     done = 0
 
     def report(count: int) -> None:
-        nonlocal told, done
+        nonlocal printed_at, done
         done += count
         now = clock()
         spent = now - start
-        if now - told < max(LINE_SECONDS, spent / _MAX_LINES) or done >= total:
+        if now - printed_at < max(LINE_SECONDS, spent / _MAX_LINES) or done >= total:
             return
-        told = now
+        printed_at = now
         left = f", about {_format_duration(spent / done * (total - done))} left" if done else ""
         note(f"{label}: {done} of {total}{left}")
 
@@ -268,19 +285,19 @@ def _show_bar(
     from rich.progress import Progress as Bars
 
     amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    told = (
+    amount_columns = (
         (amount, TimeRemainingColumn())
         if total
         else (_build_read_size_column(), TimeElapsedColumn())
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), *told)
+    columns = (TextColumn("{task.description}"), BarColumn(), *amount_columns)
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(label, total=total)
         yield lambda count: bars.update(task, advance=count)
 
 
 def _build_read_size_column() -> "FileSizeColumn":
-    """Return a column with what was read; it is empty before the first byte."""
+    """Return a column with the bytes read; it is empty before the first byte."""
     from rich.progress import FileSizeColumn, Task
     from rich.text import Text
 
@@ -292,11 +309,11 @@ def _build_read_size_column() -> "FileSizeColumn":
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Write to the path that the user named, through links and into pipes.
+    """Write to a path that the user named, through links and into pipes.
 
     Raises:
-        DiskFullError: when there is no room.
-        NotFoundError: when it cannot be written there for any other reason.
+        DiskFullError: when there is no space left.
+        NotFoundError: when it cannot be written for any other reason.
     """
     try:
         write_to_path(path, data, mode=mode)
@@ -305,7 +322,7 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
             hint = "free some space, or name a file elsewhere"
             raise DiskFullError(f"{path}: no space left", hint=hint) from error
         message = f"{path} cannot be written: {error.strerror or error}"
-        raise NotFoundError(message, hint="name a file in a folder that you may write") from error
+        raise NotFoundError(message, hint="name a file in a writable folder") from error
 
 
 _MIN_WRAP_WIDTH = 20
@@ -316,10 +333,10 @@ _SKIN_TONES = range(0x1F3FB, 0x1F400)
 
 
 class WordWrap:
-    """The state of one answer on one terminal."""
+    """Wraps one answer on one terminal."""
 
     def __init__(self, width: Callable[[], int]) -> None:
-        """Begin at the left margin; ``width`` returns the columns, 0 where there is no margin."""
+        """Start at the left margin; ``width`` returns the columns, 0 for unlimited."""
         self._width = width
         self._column = 0
         self._gap, self._word = "", ""
@@ -328,14 +345,14 @@ class WordWrap:
         self._is_fenced, self._overflows = False, False
 
     def feed(self, text: str) -> str:
-        """Take the next piece of an answer, return what can be printed now."""
+        """Take the next piece of an answer and return what can be printed now."""
         room = self._width()
         if room < _MIN_WRAP_WIDTH:
             return self.finish() + text
         return "".join(self._feed_character(character, room) for character in text)
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the text that was held back."""
         return self._place_word(self._width())
 
     def _feed_character(self, character: str, room: int) -> str:
@@ -388,7 +405,7 @@ def count_columns(text: str, start: int = 0) -> int:
 
 
 def _find_last_column(taken: int, room: int) -> int:
-    """Return the column behind a text that the terminal breaks where it has no room for it."""
+    """Return the column after ``taken`` columns of text that the terminal breaks at ``room``."""
     return (taken - 1) % room + 1 if taken and room else 0
 
 
@@ -401,7 +418,7 @@ def _measure_character(character: str) -> int:
 
 
 def _can_break(word: str, character: str) -> bool:
-    """Tell whether a line may end between a word and the character behind it."""
+    """Return whether a line may end between a word and the character after it."""
     if not word or word.endswith(_JOINER) or ord(character) in _SKIN_TONES:
         return False
     if _measure_character(character) == 2:
@@ -410,15 +427,15 @@ def _can_break(word: str, character: str) -> bool:
 
 
 class AnswerStream:
-    """Writes the pieces of one answer; `end` must follow the last one."""
+    """Writes the pieces of one answer to stdout; `end` must follow the last one."""
 
     def __init__(self) -> None:
-        """Write nothing yet."""
+        """Start with nothing written."""
         self._wrap = WordWrap(lambda: terminal_width(sys.stdout))
         self._last_piece = ""
 
     def write(self, piece: str) -> None:
-        """Print what can be printed of a piece now."""
+        """Print as much of a piece as can be printed now."""
         self._last_piece = piece or self._last_piece
         self._print(self._wrap.feed(piece))
 
@@ -437,7 +454,7 @@ class AnswerStream:
 
 @contextmanager
 def open_answer_stream() -> Iterator[AnswerStream]:
-    """Lend a stream for one answer, and end it however the answer ends."""
+    """Open a stream for one answer, and end it however the answer ends."""
     stream = AnswerStream()
     try:
         yield stream

@@ -1,9 +1,4 @@
-"""FILE or REF, an argument of several commands, read with a progress bar.
-
-How packages are shown: the JSON documents of the package commands, and the same for people.
-
-``expertctl diff``: what changed between two packages.
-"""
+"""Formats packages for the package commands, reads their FILE|REF argument; ``expertctl diff``."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from expertctl.cli.output import JsonFlag, emit, format_table, note, show_progress
+from expertctl.cli.output import JsonFlag, emit, format_table, note, show_progress, truncate
 from expertctl.digest import FileDigest, Progress
 from expertctl.messages import to_single_line
 from expertctl.package.adapter import KIND_NAMES, AdapterSpec, Dora, Ia3, Lora, SoftPrompt
@@ -48,13 +43,13 @@ PackageTarget = Annotated[
 
 
 def open_store() -> Store:
-    """Return the store of this home; it prefers the versions that the working folder names."""
+    """Return the store of this home; it prefers the versions that the working folder pins."""
     home = load_settings().home
     return Store(home.store, read_preference(home, find_working_folder()))
 
 
 def read_target(target: str, *, label: str, as_json: bool) -> PackageContents:
-    """Read a file or an installed expert whole."""
+    """Read a file or an installed expert completely, with a progress bar."""
     if is_file_name(target):
         with show_reading_progress(label, Path(target), as_json=as_json) as report:
             return read_package(Path(target), progress=report)
@@ -84,7 +79,7 @@ def build_contents_document(contents: PackageContents, target: str | Path) -> di
 
 
 def build_built_document(built: BuildResult) -> dict[str, object]:
-    """Return what was built."""
+    """Return the document of ``build --json``, without its further warnings."""
     return {
         "path": str(built.path),
         "ref": built.manifest.ref,
@@ -99,7 +94,7 @@ def build_built_document(built: BuildResult) -> dict[str, object]:
 
 
 def build_inspect_document(contents: PackageContents, target: str | Path) -> dict[str, object]:
-    """Return everything that a package says about itself."""
+    """Return the document of ``inspect --json``."""
     return {
         **build_contents_document(contents, target),
         "verified": False,
@@ -124,7 +119,7 @@ def read_signer(contents: PackageContents) -> str | None:
 
 
 def format_built(built: BuildResult) -> str:
-    """Return what was built, for people."""
+    """Return a built package as text."""
     size = format_size(built.path.stat().st_size)
     lines = [
         f"{built.path}  {built.manifest.ref}  {size}",
@@ -135,7 +130,7 @@ def format_built(built: BuildResult) -> str:
 
 
 def format_contents(contents: PackageContents) -> str:
-    """Return what a package says about itself, for people."""
+    """Return the manifest, the adapters and the files of a package as text."""
     rows = [["name", contents.manifest.ref], *build_manifest_rows(contents.manifest)]
     rows += [["adapter", _format_adapter(spec)] for spec in contents.adapters]
     rows += [
@@ -150,7 +145,7 @@ def format_contents(contents: PackageContents) -> str:
 
 
 def build_manifest_rows(manifest: Manifest) -> list[list[str]]:
-    """Return the fields of a manifest as rows, without those that it leaves out."""
+    """Return the fields of a manifest as rows, without empty ones."""
     base, routing = manifest.base, manifest.routing
     rows = [
         ["description", manifest.description],
@@ -216,7 +211,7 @@ def diff(old: PackageTarget, new: PackageTarget, as_json: JsonFlag = False) -> N
         ]
         found = diff_packages(sides[0], sides[1], progress=report)
     if not (first.signer and second.signer):
-        note("not verified: files say about themselves what they like; see `expertctl verify`")
+        note("not verified: files can claim anything about themselves; see `expertctl verify`")
     named = [
         _build_side_document(target, package, side)
         for target, package, side in zip((old, new), (first, second), sides, strict=True)
@@ -225,12 +220,12 @@ def diff(old: PackageTarget, new: PackageTarget, as_json: JsonFlag = False) -> N
 
 
 def _build_side_document(target: str, package: OpenPackage, side: DiffSide) -> dict[str, object]:
-    told = build_contents_document(side.contents, target)
+    contents = build_contents_document(side.contents, target)
     return {
         "target": target,
-        "ref": told["ref"],
-        "content_digest": told["content_digest"],
-        "package_digest": told["package_digest"],
+        "ref": contents["ref"],
+        "content_digest": contents["content_digest"],
+        "package_digest": contents["package_digest"],
         "signed_by": read_signer(side.contents),
         "verified": package.signer is not None,
     }
@@ -326,9 +321,8 @@ def _format_value(value: JsonValue) -> str:
 
 
 def _shorten(text: str) -> str:
-    """Put a package's text on one line, cut if it is long."""
-    line = " ".join(text.split())
-    return line if len(line) <= _MAX_VALUE else f"{line[: _MAX_VALUE - 1]}…"
+    """Return a package's text on one line, cut if it is long."""
+    return truncate(" ".join(text.split()), _MAX_VALUE)
 
 
 def _format_file_change(change: FileChange) -> str:

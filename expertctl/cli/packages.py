@@ -1,10 +1,8 @@
-"""``expertctl export``: experts in a form for elsewhere.
-
-Make and inspect packages, from ``init`` to ``unpack``.
-"""
+"""Commands that create and inspect packages, from ``init`` and ``build`` to ``unpack``."""
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +10,7 @@ import typer
 
 from expertctl.cli.engine import find_base_or_folder
 from expertctl.cli.evaluation import MetricOption, measure_build
+from expertctl.cli.help import expand_flags
 from expertctl.cli.output import JsonFlag, emit, note, show_progress, warn
 from expertctl.cli.package_view import (
     PackageTarget,
@@ -51,8 +50,7 @@ from expertctl.package.evaluation import read_evaluation_data
 from expertctl.package.frame import FASTEST_LEVEL, LEVELS
 from expertctl.package.read import is_file_name
 from expertctl.package.verify import verify_contents
-from expertctl.package.write import check_target, sign_package
-from expertctl.package.write import unpack_package as unpack_package
+from expertctl.package.write import check_target, sign_package, unpack_package
 from expertctl.reference import PackageName, Reference, Version
 from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.settings import Settings, load_settings
@@ -76,27 +74,24 @@ def export(
         typer.Option("--output", "-o", metavar="PATH", help="Default: NAME-VERSION here."),
     ] = None,
     oci: Annotated[
-        bool, typer.Option("--oci", help="As an OCI archive, which registries' tools read.")
+        bool, typer.Option("--oci", help="Write an OCI archive, which OCI tools read.")
     ] = False,
-    peft: Annotated[bool, typer.Option("--peft", help="As a directory that PEFT loads.")] = False,
+    peft: Annotated[
+        bool, typer.Option("--peft", help="Write a directory that PEFT loads.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write experts to a file. Several, and all they require, go into one.
+    """Write experts to a file. Several experts, and all they require, go into one file.
 
     Example: expertctl export acme/sql acme/english -o mine.experts
     """
     if oci and peft:
-        raise UsageError("--oci and --peft are two forms", hint="choose one of them")
+        raise UsageError("--oci and --peft contradict each other", hint="choose one of them")
     if len(targets) > 1 or (output is not None and output.suffix == SET_SUFFIX):
         _export_set(targets, output, "oci" if oci else "set", peft=peft, as_json=as_json)
     else:
-        _export_one(targets[0], output, _get_format(oci=oci, peft=peft), as_json=as_json)
-
-
-def _get_format(*, oci: bool, peft: bool) -> ExportFormat:
-    if peft:
-        return "peft"
-    return "oci" if oci else "expert"
+        form: ExportFormat = "peft" if peft else "oci" if oci else "expert"
+        _export_one(targets[0], output, form, as_json=as_json)
 
 
 def _export_one(target: str, output: Path | None, form: ExportFormat, *, as_json: bool) -> None:
@@ -112,9 +107,9 @@ def _export_one(target: str, output: Path | None, form: ExportFormat, *, as_json
 
 
 def _note_unverified(target: str) -> None:
-    """Say that a file's signature was not checked; the directory holds none to check later."""
+    """Print that a file's signature was not checked; the directory has none to check later."""
     if is_file_name(target):
-        note("not verified: digests are right, the signature was not checked")
+        note("not verified: digests are correct, the signature was not checked")
 
 
 def _export_set(
@@ -150,7 +145,7 @@ def _choose_output(target: str, form: ExportFormat, store: Store) -> Path:
         expert = store.find(parse_wanted(target))
         return Path(f"{expert.package.name}-{expert.version}{suffix}")
     if form == "expert" and Path(target).is_file():
-        hint = "--oci or --peft writes it in another form, -o FILE writes it anew"
+        hint = "--oci or --peft writes it in another format, -o FILE writes a copy"
         raise UsageError(f"{target} is a file already", hint=hint)
     return Path(target).parent / f"{Path(target).stem}{suffix}"
 
@@ -159,56 +154,69 @@ Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="The directory that PEFT saved the adapter to.")
 ]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A .expert file.")]
-Name = Annotated[
-    str | None,
-    typer.Option("--name", metavar="NS/NAME", help="The package's name; default local/DIR."),
-]
-VersionOption = Annotated[
-    str | None, typer.Option("--version", metavar="X.Y.Z", help="Its version; default 0.1.0.")
-]
-Description = Annotated[
-    str | None, typer.Option("--description", metavar="TEXT", help="What the expert does.")
-]
-License = Annotated[
-    str | None, typer.Option("--license", metavar="SPDX", help="Its licence, such as Apache-2.0.")
-]
-Base = Annotated[
-    str | None,
-    typer.Option(
-        "--base",
-        metavar="NAME|DIR",
-        help="The base it was trained on: one you added, or a Hugging Face directory; "
-        "./NAME is always the directory.",
-    ),
-]
 
 
+@dataclass(frozen=True, slots=True)
+class ManifestFlags:
+    """Values of the manifest; they replace those of expert.json."""
+
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NS/NAME", help="The package's name; default local/DIR."),
+    ] = None
+    version: Annotated[
+        str | None, typer.Option(metavar="X.Y.Z", help="Its version; default 0.1.0.")
+    ] = None
+    description: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What the expert does.")
+    ] = None
+    license_: Annotated[
+        str | None,
+        typer.Option("--license", metavar="SPDX", help="Its licence, such as Apache-2.0."),
+    ] = None
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|DIR",
+            help="The base it was trained on: one you added, or a Hugging Face directory; "
+            "./NAME is always the directory.",
+        ),
+    ] = None
+
+    def parse(self) -> ManifestOverrides:
+        """Return the parsed values; those of files are checked later."""
+        return ManifestOverrides(
+            str(PackageName.parse(self.name)) if self.name is not None else None,
+            str(Version.parse(self.version)) if self.version is not None else None,
+            self.description,
+            self.license_,
+        )
+
+
+@expand_flags
 def init(
     directory: Directory,
-    name: Name = None,
-    version: VersionOption = None,
-    description: Description = None,
-    license_: License = None,
-    base: Base = None,
+    *,
+    manifest: ManifestFlags,
     examples: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Prompts that are for it, one a line or JSON Lines with a prompt.",
+            help="Example prompts for it, one a line or JSON Lines with a prompt.",
         ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a draft of expert.json beside an adapter. It is filled in as far as the files tell.
+    """Write a draft of expert.json beside an adapter. Fields that the files reveal are filled in.
 
     Example: expertctl init my-lora --name acme/sql-gen --base Qwen/Qwen3-0.6B
     """
-    overrides = _parse_overrides(name, version, description, license_)
+    overrides = manifest.parse()
     path = directory / MANIFEST_PATH
     if path.exists():
         raise UsageError(f"{path} exists already", hint="edit it, or remove it first")
     prompts = read_example_prompts(examples) if examples is not None else []
-    facts = _find_base_facts(directory, base, as_json=as_json)
+    facts = _find_base_facts(directory, manifest.base, as_json=as_json)
     draft = building.draft_manifest(directory, overrides, base=facts, examples=prompts)
     _note_shortened_name(directory, overrides)
     write_atomic(path, encode_manifest(draft))
@@ -218,8 +226,10 @@ def init(
     emit(document, f"wrote {path}", as_json=as_json)
 
 
+@expand_flags
 def build(
     directory: Directory,
+    *,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Default: NAME-VERSION.expert here."),
@@ -227,11 +237,7 @@ def build(
     sign: Annotated[
         str | None, typer.Option("--sign", metavar="KEY", help="Sign with one of your keys.")
     ] = None,
-    name: Name = None,
-    version: VersionOption = None,
-    description: Description = None,
-    license_: License = None,
-    base: Base = None,
+    manifest: ManifestFlags,
     level: Annotated[
         int,
         typer.Option(
@@ -243,11 +249,15 @@ def build(
     ] = FASTEST_LEVEL,
     evaluate: Annotated[
         Path | None,
-        typer.Option("--eval", metavar="DATA", help="Measure it first; expert.json will say it."),
+        typer.Option(
+            "--eval", metavar="DATA", help="Measure it first, and record the result in expert.json."
+        ),
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option("--task", metavar="NAME", help="What --eval measures; default DATA's name."),
+        typer.Option(
+            "--task", metavar="NAME", help="The name of the evaluated task; default DATA's name."
+        ),
     ] = None,
     metric: MetricOption = "exact_match",
     as_json: JsonFlag = False,
@@ -256,13 +266,13 @@ def build(
 
     Example: expertctl build my-lora/ -o my.expert --sign me
     """
-    overrides = _parse_overrides(name, version, description, license_)
+    overrides = manifest.parse()
     settings = load_settings()
     key = _load_private_key(settings, sign) if sign else None
     if task is not None and evaluate is None:
         raise UsageError("--task names what --eval measures", hint="add --eval DATA")
     samples = read_evaluation_data(evaluate, metric=metric) if evaluate is not None else None
-    facts = _find_base_facts(directory, base, as_json=as_json)
+    facts = _find_base_facts(directory, manifest.base, as_json=as_json)
     with show_progress("checking", _measure_weights(directory), as_json=as_json) as report:
         plan = building.plan_build(directory, overrides, base=facts, progress=report)
     _note_shortened_name(directory, overrides)
@@ -342,7 +352,7 @@ def unpack(
     """
     with show_reading_progress("unpacking", file, as_json=as_json) as report:
         contents = unpack_package(file, directory, progress=report)
-    note("not verified: digests are right, the signature was not checked")
+    note("not verified: digests are correct, the signature was not checked")
     count = len(contents.layout.layers)
     document = {**build_contents_document(contents, file), "directory": str(directory)}
     emit(document, f"wrote {count} files to {directory}", as_json=as_json)
@@ -353,20 +363,8 @@ def _parse_expected(target: str) -> Reference | None:
     return wanted if isinstance(wanted, Reference) else None
 
 
-def _parse_overrides(
-    name: str | None, version: str | None, description: str | None, license_: str | None
-) -> ManifestOverrides:
-    """Return the values of options, parsed; those of files are checked later."""
-    return ManifestOverrides(
-        str(PackageName.parse(name)) if name is not None else None,
-        str(Version.parse(version)) if version is not None else None,
-        description,
-        license_,
-    )
-
-
 def _find_base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFacts | None:
-    """Find the base: the one that is named, else the one that the adapter names, if known."""
+    """Find the base: the one of ``--base``, else the one that the adapter names, if known."""
     label = find_base_label(directory)
     bases = BaseStore(load_settings().home.bases)
     if base is not None:
@@ -382,7 +380,7 @@ def _find_base_facts(directory: Path, base: str | None, *, as_json: bool) -> Bas
             note(f"the adapter names the base {label[:200]!r}; known here, for --base: {names}")
         return None
     if found.name != label:
-        note(f"the adapter's base {label!r} is taken to be {found.name}")
+        note(f"the adapter's base {label!r} was matched to {found.name}")
     return _build_base_facts(found)
 
 
@@ -417,27 +415,27 @@ def _warn_missing_grant(settings: Settings, name: str, package: PackageName) -> 
 
 
 def _find_routing_warnings(settings: Settings, plan: building.BuildPlan) -> list[str]:
-    """Return what keeps the router from choosing an expert, here or where others install it."""
+    """Return reasons why the router may not choose an expert, here or where others install it."""
     from expertctl.install.publication import find_own_packages
     from expertctl.routing.encoder import open_encoder
     from expertctl.routing.index import RoutingIndex
     from expertctl.routing.manifest_lint import advise_publisher, describe_missing_examples
     from expertctl.routing.vetting import preview_flags
 
-    manifest, told = plan.manifest, list[str]()
+    manifest, found = plan.manifest, list[str]()
     if not manifest.routing.examples:
         add = f"add some with `expertctl init {shlex.quote(str(plan.directory))} --examples FILE`"
         if (plan.directory / MANIFEST_PATH).exists():
             add = f"add some to {plan.directory / MANIFEST_PATH}"
         named = f"`--expert {manifest.package}`"
-        told.append(describe_missing_examples(manifest.name, name_option=named, add=add))
+        found.append(describe_missing_examples(manifest.name, name_option=named, add=add))
     try:
         home = settings.home
         index = RoutingIndex(home.root, open_encoder(settings.encoder, home=home))
         own = find_own_packages(Store(home.store).list_experts(), KeyRing(home.keys))
-        return [*told, *advise_publisher(manifest, preview_flags(manifest, index, own=own))]
+        return [*found, *advise_publisher(manifest, preview_flags(manifest, index, own=own))]
     except ExpertError:  # the index or its encoder cannot be read, as `doctor` says
-        return told
+        return found
 
 
 def _print_build_notes(built: building.BuildResult) -> None:

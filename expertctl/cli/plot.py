@@ -1,11 +1,7 @@
-"""The picture of an evaluation: one bar a score, with its interval.
+"""Plots of ``eval`` (one bar a score), ``bench`` (roofline) and ``bench moe`` (hit rates).
 
-The only module that imports matplotlib, which is the extra ``plot``. The same figures give the same
-bytes of SVG.
-
-The roofline of a machine: what it allows work of each intensity, and what was reached.
-
-Plot of the hit rate of each layer, over the tokens that were written.
+The only module, with `expertctl.cli.routing_plot`, that uses matplotlib, the extra ``plot``. The
+same figures give the same bytes of SVG.
 """
 
 import textwrap
@@ -18,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from expertctl.cli.output import format_count, make_printable, write_file
+from expertctl.cli.output import format_count, make_printable, truncate, write_file
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.package.evaluation import format_correct_count
 from expertctl.package.write import require_folder
@@ -35,41 +31,42 @@ if TYPE_CHECKING:
 
 _FORMATS = (".svg", ".png")
 _AXIS_END = 1.42
-"""Where the axis of shares ends: beyond 1 there is room for the figures beside the bars."""
-_INK, _FAINT = "#222222", "#dddddd"
+"""End of the axis of shares: beyond 1 there is room for the figures beside the bars."""
+INK, FAINT = "#222222", "#dddddd"
 _ROW, _BAR = 0.55, 0.34
 _TITLE_CHARACTERS, _LABEL_CHARACTERS = 64, 30
 _BASE, _EXPERT, _OTHER, _CHAIN = "#9aa0a6", "#2a6fb0", "#8fb8de", "#d9822b"
 
 
 def check_plot_path(path: Path, *, example: str = "scores") -> None:
-    """Refuse a picture that could not be drawn or written, before the work for it is done.
+    """Raise if a plot could not be drawn or written there, before the work for it is done.
 
-    ``example`` is how a person may call it.
+    ``example`` is a file name for the hint.
 
     Raises:
-        UsageError: when its name has another ending, or is that of a directory.
+        UsageError: when the file has another extension, or is a directory.
         NotFoundError: when its directory or matplotlib is missing.
     """
     hint = f"--plot {example}.svg, or {example}.png"
     if path.suffix.lower() not in _FORMATS:
-        raise UsageError(f"{path}: no picture ends so", hint=hint)
+        raise UsageError(f"{path}: unsupported plot format", hint=hint)
     require_folder(path)
     if path.is_dir():
         raise UsageError(f"{path} is a directory", hint=hint)
     if find_spec("matplotlib") is None:
         raise NotFoundError(
-            "drawing needs matplotlib, which is not installed", hint="pip install 'expertctl[plot]'"
+            "plotting needs matplotlib, which is not installed",
+            hint="pip install 'expertctl[plot]'",
         )
 
 
 def draw_evaluation(result: "EvaluationResult", path: Path) -> None:
-    """Draw the scores into a file, written atomically."""
+    """Write the plot of an evaluation, atomically."""
     write_figure(lambda: build_evaluation_figure(result), path)
 
 
 def write_figure(make: Callable[[], "Figure"], path: Path) -> None:
-    """Draw a figure into a file, written atomically."""
+    """Write a figure to a file, atomically."""
     import matplotlib as mpl
 
     kind, picture = path.suffix.lower().removeprefix("."), BytesIO()
@@ -82,7 +79,7 @@ def write_figure(make: Callable[[], "Figure"], path: Path) -> None:
 
 
 def build_evaluation_figure(result: "EvaluationResult") -> "Figure":
-    """Return the picture: shares as bars from above, intervals over them, figures beside them."""
+    """Return the plot: shares as bars from the top, intervals over them, figures beside them."""
     from matplotlib.figure import Figure
 
     scores, labels = result.scores, list(map(_format_label, result.scores))
@@ -95,13 +92,13 @@ def build_evaluation_figure(result: "EvaluationResult") -> "Figure":
     above = [score.interval.high - score.share for score in scores]
     axes.barh(places, shares, color=_choose_colours(result), height=_BAR, zorder=2)
     axes.errorbar(
-        shares, places, xerr=[below, above], fmt="none", ecolor=_INK, elinewidth=1.2, capsize=3.5
+        shares, places, xerr=[below, above], fmt="none", ecolor=INK, elinewidth=1.2, capsize=3.5
     )
     axes.set_yticks(places, labels, parse_math=False)
     _write_shares(axes, zip(places, scores, strict=True))
     _style_axes(axes, result)
     figure.suptitle(
-        _format_title(result), x=0.01, ha="left", fontsize=12, color=_INK, parse_math=False
+        _format_title(result), x=0.01, ha="left", fontsize=12, color=INK, parse_math=False
     )
     return figure
 
@@ -113,7 +110,7 @@ def _write_shares(axes: "Axes", placed: Iterable[tuple[float, "AccuracyScore"]])
             place,
             format_correct_count(score.right_count, len(score.answers)),
             va="center",
-            color=_INK,
+            color=INK,
             fontsize=10,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
@@ -121,13 +118,13 @@ def _write_shares(axes: "Axes", placed: Iterable[tuple[float, "AccuracyScore"]])
 
 def _style_axes(axes: "Axes", result: "EvaluationResult") -> None:
     measured = f"right answers ({result.data.metric}), with 95 % intervals"
-    axes.set_xlabel(measured, color=_INK, fontsize=10)
+    axes.set_xlabel(measured, color=INK, fontsize=10)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
-    axes.grid(axis="x", color=_FAINT, linewidth=0.8, zorder=0)
-    axes.tick_params(length=0, labelcolor=_INK, labelsize=10)
+    axes.grid(axis="x", color=FAINT, linewidth=0.8, zorder=0)
+    axes.tick_params(length=0, labelcolor=INK, labelsize=10)
     for side in ("top", "right", "bottom"):
         axes.spines[side].set_visible(False)
-    axes.spines["left"].set_color(_INK)
+    axes.spines["left"].set_color(INK)
 
 
 def _choose_colours(result: "EvaluationResult") -> list[str]:
@@ -136,14 +133,13 @@ def _choose_colours(result: "EvaluationResult") -> list[str]:
 
 
 def _format_title(result: "EvaluationResult") -> str:
-    data = result.data.path.name
-    shown = data if len(data) <= _TITLE_CHARACTERS else f"{data[: _TITLE_CHARACTERS - 1]}…"
+    shown = truncate(result.data.path.name, _TITLE_CHARACTERS)
     named = f"{result.expert.name} on {shown}, n = {len(result.data.samples)}"
     return "\n".join(textwrap.wrap(make_printable(named), _TITLE_CHARACTERS))
 
 
 def _format_label(score: "AccuracyScore") -> str:
-    """Write a chain with one line for each expert, and a very long name on several."""
+    """Format a chain with one line an expert, and a very long name on several lines."""
     joined = "\n+\N{NO-BREAK SPACE}"  # keeps the plus with its expert
     lines = score.name.replace(" + ", joined).split("\n") if score.experts else ["base alone"]
     return "\n".join(part for line in lines for part in textwrap.wrap(line, _LABEL_CHARACTERS))
@@ -153,7 +149,7 @@ def _build_metadata(kind: str) -> dict[str, str | None]:
     return {"Date": None} if kind == "svg" else {"Software": None}
 
 
-_ROOFLINE_INK, _ROOFLINE_FAINT, _ROOFLINE_GREY = "#222222", "#e4e4e4", "#8a8f94"
+_ROOFLINE_FAINT, _ROOFLINE_GREY = "#e4e4e4", "#8a8f94"
 _WRITE, _READ = "#d9822b", "#2a6fb0"
 _MARKS, _DASHES = "osD^vP*X", ("--", "-.", ":")
 _MARGIN_FACTOR = 5.0
@@ -161,12 +157,12 @@ _MARGIN_FACTOR = 5.0
 
 
 def draw_roofline(result: "BenchResult", path: Path) -> None:
-    """Draw the roofline into a file, written atomically."""
+    """Write the roofline plot, atomically."""
     write_figure(lambda: build_roofline_figure(result), path)
 
 
 def build_roofline_figure(result: "BenchResult") -> "Figure":
-    """Return the picture: a roof for each number of threads, a point for each text."""
+    """Return the plot: a roof for each number of threads, a point for each measured case."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 5.4), layout="constrained")
@@ -182,7 +178,7 @@ def build_roofline_figure(result: "BenchResult") -> "Figure":
 def _find_intensity_range(
     result: "BenchResult", texts: Sequence["BenchRow"]
 ) -> tuple[float, float]:
-    """Return the lowest and highest intensity of the picture."""
+    """Return the lowest and highest intensity of the plot, in operations per byte."""
     ridges = [result.make_roofline(threads).ridge_intensity for threads in result.threads]
     seen = [row.work.intensity for row in texts if row.work is not None] + ridges
     return min(seen) / _MARGIN_FACTOR, max(seen) * _MARGIN_FACTOR
@@ -192,21 +188,21 @@ def _draw_roofs(axes: "Axes", result: "BenchResult", span: tuple[float, float]) 
     for number, threads in enumerate(result.threads):
         roof, last = result.make_roofline(threads), threads == result.threads[-1]
         intensities = [span[0], roof.ridge_intensity, span[1]]
-        told = f"{_format_number(roof.nbytes / 1e9)} GB/s, {_format_number(roof.operations / 1e9)} GFLOP/s"
+        memory, compute = _format_number(roof.nbytes / 1e9), _format_number(roof.operations / 1e9)
         axes.plot(
             intensities,
             [roof.attainable_rate(each) / 1e9 for each in intensities],
-            color=_ROOFLINE_INK if last else _ROOFLINE_GREY,
+            color=INK if last else _ROOFLINE_GREY,
             linewidth=1.8 if last else 1.2,
             linestyle="-" if last else _DASHES[number % len(_DASHES)],
             zorder=2,
-            label=f"roof, {format_count(threads, 'thread')}: {told}",
+            label=f"roof, {format_count(threads, 'thread')}: {memory} GB/s, {compute} GFLOP/s",
         )
     axes.set_xlim(*span)
 
 
 def _draw_point(axes: "Axes", row: "BenchRow", mark: str) -> None:
-    """Draw one text, with what was reached in the middle half of the rounds."""
+    """Draw one case, with the interquartile range of its rounds."""
     assert row.work is not None
     assert row.reach is not None
     share = row.reach.share
@@ -230,33 +226,33 @@ def _draw_point(axes: "Axes", row: "BenchRow", mark: str) -> None:
 
 def _format_point_label(row: "BenchRow") -> str:
     assert row.reach is not None
-    share = 100 * row.reach.share.median
+    share, rate = 100 * row.reach.share.median, _format_number(row.rate.median)
     return (
-        f"{row.case}, {format_count(row.threads, 'thread')}: {_format_number(row.rate.median)} {row.unit}, "
+        f"{row.case}, {format_count(row.threads, 'thread')}: {rate} {row.unit}, "
         f"{share:.0f} % of {row.reach.bound}"
     )
 
 
 def _format_number(value: float) -> str:
-    """Write a figure for people: ``1,370``, ``52``, ``4.7``, ``0.1``."""
+    """Format a figure for people: ``1,370``, ``52``, ``4.7``, ``0.1``."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _style_roofline_axes(axes: "Axes", result: "BenchResult") -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: _format_number(value))
-    axes.set_xlabel("operations for each byte that is read", color=_ROOFLINE_INK, fontsize=10)
-    axes.set_ylabel("GFLOP/s", color=_ROOFLINE_INK, fontsize=10)
+    axes.set_xlabel("operations per byte read", color=INK, fontsize=10)
+    axes.set_ylabel("GFLOP/s", color=INK, fontsize=10)
     axes.grid(which="major", color=_ROOFLINE_FAINT, linewidth=0.8, zorder=0)
-    axes.tick_params(which="both", length=0, labelcolor=_ROOFLINE_INK, labelsize=9)
-    axes.legend(loc="lower right", frameon=False, fontsize=8.5, labelcolor=_ROOFLINE_INK)
+    axes.tick_params(which="both", length=0, labelcolor=INK, labelsize=9)
+    axes.legend(loc="lower right", frameon=False, fontsize=8.5, labelcolor=INK)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     title = make_printable(f"{result.what}, {result.dtype}\non {result.cpu}")
-    axes.set_title(title, loc="left", fontsize=11, color=_ROOFLINE_INK, parse_math=False)
+    axes.set_title(title, loc="left", fontsize=11, color=INK, parse_math=False)
 
 
-_HIT_RATE_INK, _NEVER, _COUNTED_LINE = "#222222", "#d9d9d9", "#d03b2f"
+_NEVER, _COUNTED_LINE = "#d9d9d9", "#d03b2f"
 _COLOUR_MAP = "viridis"
 _PANEL, _LAYER = 1.1, 0.16
 """Height of a panel without its layers, and of one layer, in inches."""
@@ -264,12 +260,12 @@ _MAX_LABELS = 8
 
 
 def draw_hit_rates(result: "RoutedBenchResult", path: Path) -> None:
-    """Draw the hit rates into a file, written atomically."""
+    """Write the plot of hit rates, atomically."""
     write_figure(lambda: build_hit_rate_figure(result), path)
 
 
 def build_hit_rate_figure(result: "RoutedBenchResult") -> "Figure":
-    """Return a figure, a panel for each way to hold experts: layers downwards, tokens rightwards.
+    """Return the plot, a panel for each number of resident experts: layers down, tokens right.
 
     Raises:
         UsageError: when no expert could be missing in what was measured.
@@ -279,18 +275,20 @@ def build_hit_rate_figure(result: "RoutedBenchResult") -> "Figure":
     rows = [row for row in result.rows if row.timeline.tokens]
     if not rows:
         raise UsageError(
-            "--plot: nothing fitted in which an expert can be missing",
+            "--plot: in every case that fitted, all experts were resident",
             hint="give a larger --memory-budget, or --resident a smaller share",
         )
     height = _PANEL + _LAYER * min(result.layers, 24)
     figure = Figure(figsize=(8.0, 0.9 + height * len(rows)), layout="constrained")
     panels = list(figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0])
     meshes = [_draw_panel(axes, row) for axes, row in zip(panels, rows, strict=True)]
-    told = "; the figures are of what lies right of the line" if rows[0].first_counted_token else ""
-    panels[-1].set_xlabel(f"tokens written{told}", color=_HIT_RATE_INK, fontsize=9)
+    scope = (
+        "; the figures count only what is right of the line" if rows[0].first_counted_token else ""
+    )
+    panels[-1].set_xlabel(f"tokens generated{scope}", color=INK, fontsize=9)
     _draw_colour_bar(figure, panels, meshes[-1])
     title = make_printable(f"{result.what}, {result.dtype}: {result.texts}")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=_HIT_RATE_INK, parse_math=False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK, parse_math=False)
     return figure
 
 
@@ -311,33 +309,31 @@ def _draw_panel(axes: "Axes", row: "RoutedBenchRow") -> "QuadMesh":
     axes.invert_yaxis()
     places = _choose_label_places(len(line.layers))
     axes.set_yticks([place + 0.5 for place in places], [str(line.layers[p]) for p in places])
-    axes.set_ylabel("layer", color=_HIT_RATE_INK, fontsize=9)
-    axes.tick_params(length=0, labelcolor=_HIT_RATE_INK, labelsize=8.5)
+    axes.set_ylabel("layer", color=INK, fontsize=9)
+    axes.tick_params(length=0, labelcolor=INK, labelsize=8.5)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.set_title(
-        _format_panel_title(row), loc="left", fontsize=9.5, color=_HIT_RATE_INK, parse_math=False
-    )
+    axes.set_title(_format_panel_title(row), loc="left", fontsize=9.5, color=INK, parse_math=False)
     return mesh
 
 
 def _format_panel_title(row: "RoutedBenchRow") -> str:
-    """Name the way to hold the experts, with the figures of the rounds that count."""
+    """Return the configuration of a panel, with the figures of the rounds that count."""
     residence = row.report.residence
-    told = f"{row.case.label} ({residence.slots} of {residence.experts} slots): "
-    told += f"{100 * row.hit_rate:.0f} % hits, {row.decode_rate.median:.1f} tok/s"
+    title = f"{row.case.label} ({residence.slots} of {residence.experts} slots): "
+    title += f"{100 * row.hit_rate:.0f} % hits, {row.decode_rate.median:.1f} tok/s"
     left_out = f", {100 * row.report.skipped_share:.1f} % left out"
-    return told if row.case.miss == "exact" else f"{told}{left_out}"
+    return title if row.case.miss == "exact" else f"{title}{left_out}"
 
 
 def _choose_label_places(layers: int) -> list[int]:
-    """Return the places of layers that get a label: all, every second, every third or so."""
+    """Return the positions of layers that get a label: all, every second, every third and so on."""
     return list(range(0, layers, -(-layers // _MAX_LABELS) or 1))
 
 
 def _draw_colour_bar(figure: "Figure", panels: list["Axes"], mesh: "QuadMesh") -> None:
     scale = figure.colorbar(mesh, ax=panels, fraction=0.04, pad=0.02, aspect=30)
     scale.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0 %", "25 %", "50 %", "75 %", "100 %"])
-    scale.set_label("routed slots whose expert was in memory", color=_HIT_RATE_INK, fontsize=9)
-    scale.ax.tick_params(length=0, labelcolor=_HIT_RATE_INK, labelsize=8.5)
+    scale.set_label("routed slots whose expert was in memory", color=INK, fontsize=9)
+    scale.ax.tick_params(length=0, labelcolor=INK, labelsize=8.5)
     scale.outline.set_visible(False)

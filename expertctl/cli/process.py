@@ -1,15 +1,13 @@
-"""Exit codes, in one table. The most specific class of an error decides.
+"""The process of a command: exit codes, signals, garbage collection.
 
-How a command is ended: Ctrl-C, or SIGTERM from elsewhere, both cleanly and with a message.
+The most specific class of an error decides its exit code. Ctrl-C and SIGTERM raise
+`KeyboardInterrupt` inside the command, so that resources are released and progress bars removed;
+`expertctl.cli.app` then prints a message. While text is generated, a `CancellationFlag` ends
+generation instead, and the text so far is kept.
 
-Either raises `KeyboardInterrupt` inside the command, so that resources are released, bars are taken
-off the terminal, and `expertctl.cli.app` says so. An answer is ended where it is instead, by an
-`CancellationFlag`, so that its text is kept.
-
-When Python collects garbage: seldom while a command imports modules, not at all at its end.
-
-Importing torch makes hundreds of thousands of objects that stay, and each collection goes through
-all of them. A process that only calls `expertctl.cli.app.run` keeps its own settings.
+Garbage is collected rarely while a command imports modules, and not at exit: importing torch
+creates hundreds of thousands of objects that stay, and each collection traverses all of them. A
+process that calls `expertctl.cli.app.run` itself keeps its own settings.
 """
 
 import gc
@@ -64,18 +62,18 @@ _FOREIGN_HANDLERS = (signal.SIG_IGN, None)
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM came: it ends the command even where Ctrl-C must be pressed twice."""
+    """SIGTERM was received; it ends the command even where Ctrl-C must be pressed twice."""
 
 
 def install_signal_handlers() -> None:
-    """Let both signals raise, unless they are ignored or have a handler of others."""
+    """Let SIGINT and SIGTERM raise, unless they are ignored or have a handler of someone else."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler}:
             signal.signal(number, _raise_interruption)
 
 
 def report_stopped() -> None:
-    """Say that a command was stopped; a further signal kills the process at once."""
+    """Print that the command was stopped; a further signal kills the process at once."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     note(
@@ -84,24 +82,24 @@ def report_stopped() -> None:
 
 
 class CancellationFlag:
-    """Whether the user wants an answer to end; the engine asks between two steps."""
+    """Whether the user wants an answer to end; the engine calls it between two steps."""
 
     def __init__(self) -> None:
-        """Begin with an answer that is wanted."""
+        """Start without a request."""
         self._requested = False
 
     def __call__(self) -> bool:
-        """Tell whether the answer shall end."""
+        """Return whether the answer is to end."""
         return self._requested
 
     @contextmanager
     def catch_signals(self, *signals: signal.Signals) -> Iterator[None]:
-        """Take these signals as the wish to end the answer; a second one ends the command.
+        """Let these signals request the end of the answer; a second one ends the command.
 
         An ignored signal stays ignored, as in a command that a script started in the background.
         """
-        heeded = [number for number in signals if signal.getsignal(number) not in _FOREIGN_HANDLERS]
-        before = {number: signal.signal(number, self._handle_signal) for number in heeded}
+        caught = [number for number in signals if signal.getsignal(number) not in _FOREIGN_HANDLERS]
+        before = {number: signal.signal(number, self._handle_signal) for number in caught}
         try:
             yield
         finally:
@@ -125,7 +123,7 @@ def _raise_interruption(number: int, frame: FrameType | None) -> None:
 
 
 def _has_native_caller(frame: FrameType | None) -> bool:
-    """Tell whether LLVM, which calls back while it compiles kernels, is among the callers."""
+    """Return whether LLVM, which calls back while it compiles kernels, is among the callers."""
     while frame is not None:
         if _CALLBACK_LIBRARY in frame.f_code.co_filename:
             return True
@@ -139,7 +137,7 @@ _STARTUP_THRESHOLD = 50_000
 
 
 def reduce_collections() -> None:
-    """Collect seldom while a command starts."""
+    """Collect rarely while a command starts."""
     gc.set_threshold(_STARTUP_THRESHOLD)
 
 
@@ -151,6 +149,6 @@ def restore_collections() -> None:
 
 
 def disable_collections() -> None:
-    """Collect no more at exit: the system frees the memory as a whole."""
+    """Stop collecting at exit: the system frees the memory as a whole."""
     gc.disable()
     gc.freeze()

@@ -1,10 +1,4 @@
-"""Text on stdin that is no terminal: of a pipe, a file or another program.
-
-A command that can do without stdin must not hang on one that it only inherited: a service, ssh or
-an editor may hold a pipe open and never write to it. Nor may it leave out what a slow program is
-about to write. So it waits for the first byte for `PATIENCE_SECONDS`, and refuses to go on then.
-
-From the words of a command line and stdin to a prompt, its body, and a saved plan.
+"""Reads prompts, bodies, saved plans and chat messages from arguments, stdin and files.
 
 ::
 
@@ -14,13 +8,14 @@ From the words of a command line and stdin to a prompt, its body, and a saved pl
     echo "Sort 3, 1" | run                piped text as the prompt; also run -
     echo 3, 1 | run "Sort these:" --body -
 
-One thing at most is read from stdin.
+Only one of them can come from stdin. A command that does not need stdin must not hang on one that
+it only inherited: a service, ssh or an editor may hold a pipe open and never write to it. Nor may
+it ignore the text of a slow program. So it waits `PATIENCE_SECONDS` for the first byte, and then
+fails.
 
-What the user of a chat says: one line, or several that belong together.
-
-A line that ends in a backslash goes on in the next one. Three quotation marks at the beginning of
-a line open a block that lasts until a line ends with three. A text pasted into a terminal is one
-message. A single line that begins with a slash is a command.
+A chat message is one line, or several: a line that ends in a backslash continues on the next one,
+and three quotation marks begin and end a block. A text pasted into a terminal is one message. A
+single line that begins with a slash is a command.
 """
 
 import io
@@ -42,15 +37,15 @@ if TYPE_CHECKING:
 
 
 PATIENCE_SECONDS = 60.0
-"""How long to wait for the first byte where stdin may be of no use."""
+"""Seconds to wait for the first byte where stdin may be unused."""
 _SILENT_SECONDS = 2.0
-"""How long to wait before a person is told what is waited for."""
+"""Seconds to wait before a note says what the command waits for."""
 _MAX_TEXT_BYTES = 4 * 500_000
 """More bytes than the longest prompt can have in UTF-8."""
 
 
 def read_text(what: str) -> str:
-    """Return all of stdin as text, without its last line end; of a terminal, up to Ctrl-D.
+    """Return all of stdin as text, without its last line end; from a terminal, up to Ctrl-D.
 
     Raises:
         UsageError: when stdin is closed or cannot be read, or is longer than a prompt may be.
@@ -68,19 +63,19 @@ def read_text(what: str) -> str:
 
 
 def is_terminal() -> bool:
-    """Tell whether stdin is a terminal, where a person types."""
+    """Return whether stdin is a terminal."""
     return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
 
 
 def is_piped() -> bool:
-    """Tell whether stdin is there and is no terminal."""
+    """Return whether stdin is open and not a terminal."""
     return sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
 
 
 def read_piped_text(what: str, *, timeout: float = PATIENCE_SECONDS) -> str | None:
-    """Return the text that was piped into a command that can do without; None if there is none.
+    """Return text that was piped into a command that does not need it; None if there is none.
 
-    Nothing is read of a terminal. Raises as `read_text` does, and:
+    Nothing is read from a terminal. Raises as `read_text` does, and:
 
     Raises:
         UsageError: when nothing comes, although stdin is open.
@@ -115,7 +110,7 @@ def read_bounded_text(stream: BinaryIO, what: str) -> str:
 
 
 def _make_blocking(stdin: TextIO) -> None:
-    """Have reading wait for the end, even where another program left the pipe non-blocking."""
+    """Make reads wait for the end, even where another program left the pipe non-blocking."""
     with suppress(OSError, ValueError, AttributeError):  # no descriptor; Windows before Python 3.12
         os.set_blocking(stdin.fileno(), True)
 
@@ -138,7 +133,7 @@ def _readable_descriptor() -> int | None:
 
 
 def _wait_for_input(descriptor: int, what: str, timeout: float) -> None:
-    """Wait until there is a first byte or an end."""
+    """Wait until there is a first byte or the end."""
     silent = min(_SILENT_SECONDS, timeout)
     if _is_ready(descriptor, silent):
         return
@@ -164,14 +159,14 @@ _PROMPT_HINT = 'expertctl run "Sort these numbers: 3, 1, 2"; a prompt may be pip
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
-    """What a user wants to be read: the prompt, and the text that follows it."""
+    """The prompt, and the body that is appended to it."""
 
     prompt: str
     body: str | None
 
 
 def read_prompt(words: Sequence[str] | None) -> str:
-    """Return the prompt of a command that reads nothing else: of its words, else of stdin.
+    """Return the prompt of a command that reads nothing else: from its words, else from stdin.
 
     Raises:
         UsageError: when there is none.
@@ -232,7 +227,7 @@ def load_saved_plan(source: Path | None) -> "SavedPlan | None":
 
 
 def _join_words(words: Sequence[str] | None) -> str | None:
-    """Return the prompt of a command line; None where it is to come from stdin."""
+    """Return the prompt of a command line; None if it is to come from stdin."""
     return None if not words or list(words) == [STDIN] else " ".join(words)
 
 
@@ -261,7 +256,7 @@ _MAX_LINE_BYTES = 4 * 500_001
 """More bytes than the longest prompt can have in UTF-8."""
 
 ReadLine = Callable[[str], str | None]
-"""Shows a prompt, returns a line without its end; ``None`` at the end of the input."""
+"""Shows a prompt and returns a line without its end; ``None`` at the end of the input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +268,7 @@ class ChatInput:
 
 
 def read_chat_input(read_line: ReadLine) -> ChatInput | None:
-    """Return what the user says next; ``None`` at the end of the input.
+    """Return the next message or command; ``None`` at the end of the input.
 
     Raises:
         UsageError: when the input ends within a block.
@@ -337,7 +332,7 @@ def _read_edited_line(prompt: str) -> str | None:
 
 
 def _read_terminal_line(prompt: str) -> str | None:
-    """Read from a terminal, with the prompt on stderr: stdout is for answers alone."""
+    """Read from a terminal, with the prompt on stderr: stdout is for answers only."""
     sys.stderr.write(prompt)
     sys.stderr.flush()
     return _read_piped_line(prompt)

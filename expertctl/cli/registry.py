@@ -1,8 +1,6 @@
-"""``expertctl registry user``, ``namespace`` and ``keys``: who may do what, on a registry.
+"""``expertctl registry``: run a registry, and administer its users, namespaces and keys.
 
-``expertctl registry``: run a registry of one's own.
-
-The server is an extra, imported only by the commands that need it.
+The server is an optional extra, imported only by the commands that need it.
 """
 
 import sys
@@ -26,14 +24,9 @@ from expertctl.settings import format_size, load_settings, parse_size
 from expertctl.trust.keys import KeyRing
 from expertctl.trust.trust_store import PublisherIdentity, TrustStore
 
-
-def _make_group(text: str) -> CommandGroup:
-    return CommandGroup(text)
-
-
-user_app = _make_group("Who has an account on a registry.")
-namespace_app = _make_group("Who publishes, who reads, and how much fits.")
-keys_app = _make_group("The keys whose signatures count in a namespace.")
+user_app = CommandGroup("Manage the accounts of a registry.")
+namespace_app = CommandGroup("Manage namespaces: publishers, readers and quotas.")
+keys_app = CommandGroup("Manage the keys that may sign in a namespace.")
 
 NamespaceName = Annotated[str, typer.Argument(metavar="NAMESPACE", help="Such as acme.")]
 NamespaceOption = Annotated[
@@ -41,10 +34,11 @@ NamespaceOption = Annotated[
 ]
 ReadOption = Annotated[
     ReadAccess | None,
-    typer.Option("--read", help="Who may read: public, or token for users alone."),
+    typer.Option("--read", help="Who may read: everyone (public), or users (token)."),
 ]
 QuotaOption = Annotated[
-    str | None, typer.Option("--quota", metavar="SIZE", help="What fits: 20GB, or default.")
+    str | None,
+    typer.Option("--quota", metavar="SIZE", help="Maximum size, such as 20GB, or default."),
 ]
 
 
@@ -55,7 +49,7 @@ def add_user(
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make an account. Its first token is shown once, on stdout.
+    """Create an account. Its first token is shown once, on stdout.
 
     Example: expertctl registry user add alice
     """
@@ -88,14 +82,14 @@ def remove_user(
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Close an account. Its tokens end at once; its name is never given to another.
+    """Close an account. Its tokens end at once; its name is never reassigned.
 
     Example: expertctl registry user remove alice
     """
     with connect(load_settings(), None, registry) as connection:
         accounts.remove_user(connection.api, name)
     document = {"registry": connection.host, "removed": name}
-    emit(document, f"{name} has no account on {connection.host} any more", as_json=as_json)
+    emit(document, f"{name} no longer has an account on {connection.host}", as_json=as_json)
 
 
 @namespace_app.command("add")
@@ -103,17 +97,19 @@ def add_namespace(
     name: NamespaceName,
     owner: Annotated[
         list[str] | None,
-        typer.Option("--owner", metavar="USER", help="Manages it; default: you; repeatable."),
+        typer.Option(
+            "--owner", metavar="USER", help="A user who manages it (default: you); repeatable."
+        ),
     ] = None,
     kind: Annotated[
-        str, typer.Option(help="expert, or oci for anything but experts.", metavar="expert|oci")
+        str, typer.Option(help="expert, or oci for other artifacts.", metavar="expert|oci")
     ] = "expert",
     read: ReadOption = None,
     quota: QuotaOption = None,
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a namespace. Its name is never given to others later.
+    """Create a namespace. Its name is never reassigned.
 
     Example: expertctl registry namespace add acme --owner alice
     """
@@ -150,7 +146,7 @@ def set_namespace(
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Change who may read a namespace, or how much fits into it.
+    """Change who may read a namespace, or its quota.
 
     Example: expertctl registry namespace set acme --read public --quota 20GB
     """
@@ -171,18 +167,18 @@ def set_member(
     name: NamespaceName,
     who: Annotated[str, typer.Argument(metavar="USER", help="Such as bob.")],
     role: Annotated[
-        Role | None, typer.Option("--role", help="publisher publishes; owner manages, too.")
+        Role | None, typer.Option("--role", help="publisher may publish; owner may manage, too.")
     ] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Take all rights away.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove all rights.")] = False,
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Let somebody publish in a namespace, or manage it, or neither.
+    """Set or remove the role of a user in a namespace.
 
     Example: expertctl registry namespace member acme bob --role publisher
     """
     if (role is None) != remove:
-        raise UsageError("say which rights", hint="--role publisher, --role owner or --remove")
+        raise UsageError("no role is given", hint="--role publisher, --role owner or --remove")
     with connect(load_settings(), None, registry) as connection:
         if role is None:
             accounts.remove_member(connection.api, name, who)
@@ -249,7 +245,7 @@ def revoke_key(
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Revoke a key for a namespace, for good. What it signed must be signed by another.
+    """Revoke a key for a namespace, for good. What it signed must be signed by another key.
 
     Example: expertctl registry keys revoke me --namespace acme --reason "laptop stolen"
     """
@@ -330,24 +326,24 @@ def init(
     data: DataFolder,
     url: Annotated[
         str | None,
-        typer.Option(help="The address that users see, such as https://experts.acme.io."),
+        typer.Option(help="The public address, such as https://experts.acme.io."),
     ] = None,
     read: Annotated[
         Literal["public", "token"],
-        typer.Option(help="Who may read namespaces that do not say so themselves."),
+        typer.Option(help="Who may read namespaces by default."),
     ] = "token",
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on.")] = 8080,
     index_interval_days: Annotated[
         int,
-        typer.Option(help="How often index documents are signed anew at least, which they state."),
+        typer.Option(help="Index documents are signed again after at most so many days."),
     ] = 7,
     new_admin_token: Annotated[
-        bool, typer.Option("--new-admin-token", help="Only make another admin token.")
+        bool, typer.Option("--new-admin-token", help="Only create another admin token.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a registry. Its first admin token is shown once, on stdout.
+    """Create a registry. Its first admin token is shown once, on stdout.
 
     Example: expertctl registry init /srv/registry --url https://experts.example.org
     """
@@ -357,7 +353,7 @@ def init(
     if new_admin_token:
         secret = new_registry.create_admin_token(data.absolute())
         emit({"user": "admin", "token": secret}, secret, as_json=as_json)
-        note("this is a new token of admin; the older ones still work, not shown again")
+        note("this is a new admin token, not shown again; the older ones still work")
         return
     settings = ServerSettings(
         data=data.absolute(),
@@ -374,9 +370,9 @@ def init(
     document |= {"user": "admin", "token": made.token, "trust": trust}
     emit(document, made.token, as_json=as_json)
     note(
-        f"this is the token of admin, not shown again: `expertctl login {address}` takes it\n"
+        f"this is the admin token, not shown again; `expertctl login {address}` takes it\n"
         f"fingerprint {fingerprint}\n"
-        f"whoever installs from here trusts it first:\n  {trust}\n"
+        f"users must trust it before they install from here:\n  {trust}\n"
         f"start it with `expertctl registry serve {data}`"
     )
 
@@ -386,7 +382,7 @@ def serve(
     data: DataFolder,
     host: Annotated[str | None, typer.Option(help="Listen on this address.")] = None,
     port: Annotated[int | None, typer.Option(help="Listen on this port; 0 is a free one.")] = None,
-    workers: Annotated[int, typer.Option(help="How many processes answer.")] = 1,
+    workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1,
     tls_cert: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The certificate chain, PEM.")
     ] = None,
@@ -394,11 +390,11 @@ def serve(
         Path | None, typer.Option(metavar="FILE", help="The certificate's key, PEM.")
     ] = None,
     insecure_http: Annotated[
-        bool, typer.Option("--insecure-http", help="Let tokens cross a network in clear text.")
+        bool, typer.Option("--insecure-http", help="Allow tokens over unencrypted HTTP.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Serve a registry until SIGTERM or Ctrl-C. Says where on stderr; the log goes there too.
+    """Serve a registry until SIGTERM or Ctrl-C. Its address and its log go to stderr.
 
     Example: expertctl registry serve /srv/registry --port 8080
     """
@@ -425,7 +421,7 @@ def backup(
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="The folder of the backup.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Copy a registry, running or not. The same target again takes only what is new.
+    """Copy a registry, running or not. A repeated backup copies only what is new.
 
     The copy holds the index key: keep it as safe as the registry.
 
@@ -448,7 +444,7 @@ def restore(
     data: Annotated[Path, typer.Argument(metavar="DIR", help="A new, or an empty folder.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a registry out of a backup; every digest is checked first.
+    """Restore a registry from a backup; every digest is checked first.
 
     Example: expertctl registry restore /mnt/backup/registry /srv/registry
     """
@@ -462,10 +458,12 @@ def restore(
 @app.command()
 def gc(
     data: DataFolder,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be removed.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove blobs and uploads that nothing needs any more. The server may run.
+    """Remove blobs and uploads that nothing needs any more. The server may be running.
 
     Example: expertctl registry gc /srv/registry --dry-run
     """

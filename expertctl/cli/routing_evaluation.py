@@ -1,10 +1,9 @@
-"""How an evaluation of routing is shown: the document of ``--json``, and the same for people."""
+"""Formats a routing evaluation: the document of ``eval --routing --json``, and the text."""
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from expertctl.cli.output import format_count, format_table
+from expertctl.cli.output import format_count, format_percent, format_table, quote
 from expertctl.routing.score import (
     OperatingPoint,
     bin_by_confidence,
@@ -26,9 +25,8 @@ if TYPE_CHECKING:
     )
 
 NO_EXPERT = "none"
-"""The name of the base alone, in a list of experts."""
+"""Stands for the base alone in a list of experts."""
 
-_SHOWN_CHARACTERS = 300
 _SHOWN_PAIRS = 10
 _SHOWN_COVERAGES = (1.0, 0.9, 0.8, 0.7, 0.5)
 
@@ -36,7 +34,7 @@ _SHOWN_COVERAGES = (1.0, 0.9, 0.8, 0.7, 0.5)
 def build_routing_document(
     result: "RoutingEvaluation", *, show: int, min_accuracy: float | None
 ) -> dict[str, object]:
-    """Return all results, with the first few wrong decisions."""
+    """Return all results, with the first ``show`` wrong decisions."""
     return {
         "data": str(result.data.path),
         "dataset_sha256": result.data.digest.hex,
@@ -68,33 +66,32 @@ def build_routing_document(
 
 
 def format_routing_evaluation(result: "RoutingEvaluation", *, show: int) -> str:
-    """Return the shares, the confusions, the curve, the times, and the first wrong decisions."""
+    """Return shares, confusions, the risk curve, latencies, and the first wrong decisions."""
     n, data = len(result.decisions), result.data
     head = (
         f"{data.path}: n = {n}, {format_count(result.experts, 'expert')} installed, "
-        f"encoder {result.encoder}, threshold {result.threshold:.2f}, base {', '.join(result.bases)}"
+        f"encoder {result.encoder}, threshold {result.threshold:.2f}, "
+        f"base {', '.join(result.bases)}"
     )
     blocks = [head, _format_shares(result), *_format_confusions(result), _format_risk_curve(result)]
     return "\n\n".join([*blocks, _format_latencies(result), *_format_wrong_decisions(result, show)])
 
 
 def describe_accuracy_shortfall(result: "RoutingEvaluation", min_accuracy: float | None) -> str:
-    """Say how the accuracy is too low; empty if it is not, or none was demanded."""
+    """Say that the accuracy is below ``min_accuracy``; empty if not, or if there is no minimum."""
     share = result.accuracy
     if min_accuracy is None or share.value >= min_accuracy:
         return ""
     return (
         f"{result.data.path}: an accuracy of {share.value:.3f}, at least {min_accuracy:g} was "
-        f"demanded ({share.correct} of {share.n} decisions are right)"
+        f"required ({share.correct} of {share.n} decisions are right)"
     )
 
 
 def list_confusions(result: "RoutingEvaluation") -> list[tuple[str, str, int]]:
-    """Return wanted expert, answering expert and count of each confusion, commonest first."""
+    """Return wanted expert, answering expert and count of each confusion, most frequent first."""
     cells = [
-        (_format_expert(w), _format_expert(g), n)
-        for (w, g), n in result.confusion.items()
-        if w != g
+        (format_expert(w), format_expert(g), n) for (w, g), n in result.confusion.items() if w != g
     ]
     return sorted(cells, key=lambda cell: (-cell[2], cell))
 
@@ -126,7 +123,7 @@ def _build_expert_document(score: "ExpertScore") -> dict[str, object]:
 
 def _build_confusion_document(result: "RoutingEvaluation") -> list[dict[str, object]]:
     cells = [
-        (_format_expert(w), _format_expert(g), w, g, n) for (w, g), n in result.confusion.items()
+        (format_expert(w), format_expert(g), w, g, n) for (w, g), n in result.confusion.items()
     ]
     return [
         {"wanted": w and str(w), "got": g and str(g), "n": n} for _, _, w, g, n in sorted(cells)
@@ -187,7 +184,8 @@ def _build_wrong_document(decision: "EvaluatedPrompt") -> dict[str, object]:
     }
 
 
-def _format_expert(expert: "PackageName | None") -> str:
+def format_expert(expert: "PackageName | None") -> str:
+    """Return the name of an expert, or `NO_EXPERT`."""
     return NO_EXPERT if expert is None else str(expert)
 
 
@@ -229,7 +227,7 @@ def _format_risk_curve(result: "RoutingEvaluation") -> str:
     rows = [
         [
             f"{100 * point.coverage:.0f} %",
-            "-" if point.risk is None else f"{100 * point.risk:.1f} %",
+            format_percent(point.risk),
             "-" if point.threshold is None else f"{point.threshold:.2f}",
         ]
         for point in shown
@@ -249,28 +247,23 @@ def _format_latencies(result: "RoutingEvaluation") -> str:
 
 
 def _format_wrong_decisions(result: "RoutingEvaluation", show: int) -> list[str]:
-    """Show wrong decisions, prompts quoted so that spaces and line ends are visible."""
+    """Format wrong decisions, prompts quoted so that spaces and line ends are visible."""
     wrong = result.mistakes
     shown = wrong[:show]
     lines = [f"wrong decisions, {len(shown)} of {len(wrong)}:"]
     for decision in shown:
         prompt = decision.prompt
         lines.append(f"  line {prompt.line}" + (f" ({prompt.id})" if prompt.id else ""))
-        lines.append(f"    prompt  {_quote(prompt.prompt)}")
-        lines.append(f"    wanted  {_format_expert(prompt.expert)}")
+        lines.append(f"    prompt  {quote(prompt.prompt)}")
+        lines.append(f"    wanted  {format_expert(prompt.expert)}")
         lines.append(f"    got     {_format_outcome(decision)}")
     return ["\n".join(lines)] if shown else []
 
 
 def _format_outcome(decision: "EvaluatedPrompt") -> str:
-    """Say which expert answered and why, or which came first and why it did not answer."""
+    """Return the expert that answered and why, or the first candidate and why it did not."""
     if decision.first is None:
         return f"{NO_EXPERT}; no expert may answer"
     if decision.expert is None:
         return f"{NO_EXPERT}; first was {decision.first}: {decision.reason}"
     return f"{decision.expert}: {decision.reason}"
-
-
-def _quote(value: str) -> str:
-    cut = value if len(value) <= _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}…"
-    return json.dumps(cut, ensure_ascii=False)

@@ -1,9 +1,7 @@
-"""The confusion matrix of a routing evaluation, as it is drawn: wanted and answering experts.
+"""The plot of a routing evaluation: confusion matrix, risk-coverage curve, confidence histogram.
 
-Experts that are confused stand beside each other. If there are more than fit, those with the most
-wrong decisions have rows of their own, and one row and one column hold the others.
-
-The picture of a routing evaluation: confused experts, risk, and confidence.
+Experts that are confused are placed side by side. If there are more than `MAX_ROWS`, those with
+the most wrong decisions have rows of their own, and one row and one column hold the others.
 """
 
 import textwrap
@@ -12,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from expertctl.cli.output import format_count, make_printable
-from expertctl.cli.routing_evaluation import NO_EXPERT
+from expertctl.cli.output import format_count, make_printable, truncate
+from expertctl.cli.plot import FAINT, INK
+from expertctl.cli.routing_evaluation import NO_EXPERT, format_expert
 from expertctl.routing.score import compute_risk_coverage
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-    from expertctl.reference import PackageName
     from expertctl.routing.evaluation import EvaluatedPrompt, RoutingEvaluation
 
 
@@ -43,13 +41,13 @@ class ConfusionMatrix:
 
     @property
     def row_sums(self) -> list[int]:
-        """How many prompts each row shows."""
+        """The number of prompts of each row."""
         return [sum(row) for row in self.counts]
 
 
 def build_confusion_matrix(result: "RoutingEvaluation") -> ConfusionMatrix:
-    """Return the matrix: confused experts side by side, then all others as one, then ``zeros``."""
-    cells = {(_format_expert(w), _format_expert(g)): n for (w, g), n in result.confusion.items()}
+    """Return the matrix: confused experts side by side, then all others as one, then no expert."""
+    cells = {(format_expert(w), format_expert(g)): n for (w, g), n in result.confusion.items()}
     experts = sorted({name for pair in cells for name in pair} - {NO_EXPERT})
     kept = order_by_confusion(_select_most_confused(experts, cells), cells)
     others = sorted(set(experts) - set(kept))
@@ -66,7 +64,7 @@ def build_confusion_matrix(result: "RoutingEvaluation") -> ConfusionMatrix:
 
 
 def order_by_confusion(names: Sequence[str], cells: ConfusionCounts) -> list[str]:
-    """Order names so that each stands beside the one that it is confused with most.
+    """Order names so that each is next to the one that it is confused with most.
 
     Next comes the expert that is confused most with the last one, else with any before, else the
     first one in ``names``.
@@ -78,9 +76,11 @@ def order_by_confusion(names: Sequence[str], cells: ConfusionCounts) -> list[str
         following = min(
             rest,
             key=lambda name: (
-                -_measure_confusion(name, last, links), -_measure_confusion(name, placed, links), ranks[name]
+                -_measure_confusion(name, last, links),
+                -_measure_confusion(name, placed, links),
+                ranks[name],
             ),
-        )  # fmt: skip
+        )
         del rest[following]
         placed.append(following)
     return placed
@@ -109,11 +109,7 @@ def _measure_confusion(
     return max((links.get(frozenset((name, other)), 0) for other in others), default=0)
 
 
-def _format_expert(expert: "PackageName | None") -> str:
-    return NO_EXPERT if expert is None else str(expert)
-
-
-_INK, _FAINT, _GREY = "#222222", "#dddddd", "#9aa0a6"
+_GREY = "#9aa0a6"
 _RIGHT, _WRONG = (42, 111, 176), (217, 130, 43)
 _CELL, _MIN_SIDE, _PANELS = 0.24, 4.2, 4.6  # in inches
 _PER_CHARACTER = 0.075
@@ -123,7 +119,7 @@ _STEPS = 20
 
 
 def build_routing_figure(result: "RoutingEvaluation") -> "Figure":
-    """Return the picture: the matrix on the left, the curve and the histogram on the right."""
+    """Return the plot: the matrix on the left, the curve and the histogram on the right."""
     from matplotlib.figure import Figure
 
     matrix = build_confusion_matrix(result)
@@ -137,7 +133,7 @@ def build_routing_figure(result: "RoutingEvaluation") -> "Figure":
     _draw_risk(figure.add_subplot(grid[0, 1]), result)
     _draw_confidence(figure.add_subplot(grid[1, 1]), result)
     figure.suptitle(
-        _format_title(result), x=0.01, ha="left", fontsize=12, color=_INK, parse_math=False
+        _format_title(result), x=0.01, ha="left", fontsize=12, color=INK, parse_math=False
     )
     return figure
 
@@ -148,14 +144,14 @@ def _draw_matrix(axes: "Axes", matrix: ConfusionMatrix, labels: Sequence[str]) -
     axes.set_xticks(places, labels, rotation=90, parse_math=False)
     axes.set_yticks(places, labels, parse_math=False)
     size = 8 if len(labels) > 12 else 9
-    axes.tick_params(length=0, labelcolor=_INK, labelsize=size)
+    axes.tick_params(length=0, labelcolor=INK, labelsize=size)
     for i, row in enumerate(matrix.counts):
         for j, count in enumerate(row):
             if count:
                 _write_count(axes, (j, i), count, dark=i == j and 2 * count > sum(row))
-    axes.set_xlabel(_format_note(matrix), color=_INK, fontsize=9)
-    axes.set_ylabel("wanted", color=_INK, fontsize=10)
-    axes.set_title("which was wanted, and which answered", loc="left", fontsize=10, color=_INK)
+    axes.set_xlabel(_format_note(matrix), color=INK, fontsize=9)
+    axes.set_ylabel("wanted", color=INK, fontsize=10)
+    axes.set_title("which was wanted, and which answered", loc="left", fontsize=10, color=INK)
     axes.set_xticks([place - 0.5 for place in places][1:], minor=True)
     axes.set_yticks([place - 0.5 for place in places][1:], minor=True)
     axes.grid(which="minor", color="white", linewidth=1)
@@ -171,12 +167,12 @@ def _write_count(axes: "Axes", place: tuple[int, int], count: int, *, dark: bool
         ha="center",
         va="center",
         fontsize=min(7, 24 / len(shown)),
-        color="white" if dark else _INK,
+        color="white" if dark else INK,
     )
 
 
 def _compute_cell_colours(matrix: ConfusionMatrix) -> "NDArray[np.float64]":
-    """Return each cell's colour: blue where right, orange where wrong, paler where rarer."""
+    """Return the colour of each cell: blue for right, orange for wrong, paler where rarer."""
     import numpy as np
 
     counts = np.array(matrix.counts, dtype=np.float64)
@@ -200,18 +196,20 @@ def _draw_risk(axes: "Axes", result: "RoutingEvaluation") -> None:
     )
     precision, coverage = result.precision, result.coverage
     if precision is not None:
-        told = f"{100 * coverage.value:.0f} % answered\n{100 * (1 - precision.value):.1f} % wrong"
+        caption = (
+            f"{100 * coverage.value:.0f} % answered\n{100 * (1 - precision.value):.1f} % wrong"
+        )
         now = coverage.value, 1 - precision.value
         axes.plot(*now, "o", color=_format_rgb(_WRONG), zorder=3, clip_on=False)
         axes.annotate(
-            told, now, xytext=(-8, 8), textcoords="offset points", ha="right", fontsize=8,
-            color=_INK,
+            caption, now, xytext=(-8, 8), textcoords="offset points", ha="right", fontsize=8,
+            color=INK,
         )  # fmt: skip
     top = max([risk for _, risk in drawn], default=0.0)
     axes.set_xlim(0, 1.02)
     axes.set_ylim(0, max(0.05, 1.15 * top))
-    axes.set_xlabel("prompts that an expert answers", fontsize=9, color=_INK)
-    axes.set_title("wrong ones among the answered", loc="left", fontsize=10, color=_INK)
+    axes.set_xlabel("prompts that an expert answers", fontsize=9, color=INK)
+    axes.set_title("wrong ones among the answered", loc="left", fontsize=10, color=INK)
     axes.xaxis.set_major_formatter(_format_percent)
     axes.yaxis.set_major_formatter(_format_percent)
     _style_axes(axes)
@@ -239,11 +237,11 @@ def _draw_confidence(axes: "Axes", result: "RoutingEvaluation") -> None:
         rwidth=0.92,
     )
     axes.locator_params(axis="y", integer=True)
-    axes.axvline(result.threshold, color=_INK, linewidth=1.2, linestyle="--")
+    axes.axvline(result.threshold, color=INK, linewidth=1.2, linestyle="--")
     axes.set_xlim(0, 1)
-    axes.set_xlabel(f"confidence, threshold {result.threshold:.2f}", fontsize=9, color=_INK)
-    axes.set_title("confidence in the first candidate", loc="left", fontsize=10, color=_INK)
-    axes.legend(frameon=False, fontsize=8, labelcolor=_INK)
+    axes.set_xlabel(f"confidence, threshold {result.threshold:.2f}", fontsize=9, color=INK)
+    axes.set_title("confidence in the first candidate", loc="left", fontsize=10, color=INK)
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     _style_axes(axes)
 
 
@@ -253,9 +251,9 @@ def _clamp_confidences(decisions: Sequence["EvaluatedPrompt"]) -> list[float]:
 
 
 def _style_axes(axes: "Axes") -> None:
-    axes.grid(axis="y", color=_FAINT, linewidth=0.8)
+    axes.grid(axis="y", color=FAINT, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelcolor=_INK, labelsize=8)
+    axes.tick_params(length=0, labelcolor=INK, labelsize=8)
     _hide_frame(axes)
 
 
@@ -273,7 +271,7 @@ def _format_rgb(colour: tuple[int, int, int]) -> str:
 
 
 def _format_note(matrix: ConfusionMatrix) -> str:
-    """Say what is not drawn, below the matrix."""
+    """Return the caption, with what is not drawn."""
     lines = ["answered"]
     others = next((name for name in matrix.names if name.endswith(" others")), "")
     if others:
@@ -287,12 +285,11 @@ def _format_labels(matrix: ConfusionMatrix) -> list[str]:
     """Return the names, without the namespace if all experts share one."""
     spaces = {name.partition("/")[0] for name in matrix.names if "/" in name}
     shown = [n.partition("/")[2] or n if len(spaces) == 1 else n for n in matrix.names]
-    return [n if len(n) <= _LABEL_CHARACTERS else f"{n[: _LABEL_CHARACTERS - 1]}…" for n in shown]
+    return [truncate(name, _LABEL_CHARACTERS) for name in shown]
 
 
 def _format_title(result: "RoutingEvaluation") -> str:
-    data, n = result.data.path.name, len(result.decisions)
-    shown = data if len(data) <= _TITLE_CHARACTERS else f"{data[: _TITLE_CHARACTERS - 1]}…"
+    shown, n = truncate(result.data.path.name, _TITLE_CHARACTERS), len(result.decisions)
     share = result.accuracy
     named = f"{shown}: {share.correct} of {n} decisions as wanted ({100 * share.value:.1f} %)"
     return "\n".join(textwrap.wrap(make_printable(named), _TITLE_CHARACTERS))

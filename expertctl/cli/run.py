@@ -1,17 +1,19 @@
-"""``expertctl route`` and ``run``: from a prompt to a plan, and to its text.
+"""``expertctl route`` and ``run``: plan a prompt, and answer it.
 
-Torch is imported by `run` alone, inside the function: `route` only reads what is installed.
+Only `run` imports torch, inside the function; `route` reads what is installed and loads nothing.
 """
 
 import signal
 import sys
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from expertctl.cli.engine import open_engine, open_planner, resolve_base
+from expertctl.cli.help import expand_flags
 from expertctl.cli.output import (
     JsonFlag,
     emit,
@@ -25,49 +27,26 @@ from expertctl.cli.output import (
 from expertctl.cli.process import INTERRUPTED, CancellationFlag
 from expertctl.cli.prompt_input import load_saved_plan, read_input, read_prompt
 from expertctl.cli.run_options import (
-    AdapterDtype,
     Base,
-    BaseMismatchOption,
     Body,
-    Deterministic,
     Device,
-    Dtype,
     EngineOption,
-    Exclude,
-    Expert,
-    Greedy,
-    MaxExperts,
-    MaxTokens,
+    ExpertFlags,
     MemoryBudget,
-    MinP,
-    MoeCold,
-    MoeExchange,
+    MissFlags,
     MoeLearn,
-    MoeMiss,
-    MoePin,
-    MoeProfile,
-    MoeSkipCap,
-    MoeWarmup,
-    NoExperts,
+    NumericsFlags,
     OnBudget,
     Prompt,
-    RepetitionPenalty,
-    Seed,
+    SamplingFlags,
     Stats,
-    Stop,
-    Temperature,
     Template,
-    TopK,
-    TopP,
     Trace,
     Truncate,
     VerifyBase,
+    WarmupFlags,
+    build_route_request,
     resolve_device,
-    resolve_memory_budget,
-    resolve_moe_cold,
-    resolve_moe_start,
-    resolve_numerics,
-    resolve_skip_cap,
 )
 from expertctl.settings import Settings, load_settings
 
@@ -77,33 +56,20 @@ if TYPE_CHECKING:
     from expertctl.engine.result import RunResult
 
 
+@expand_flags
 def route(
     prompt: Prompt = None,
-    expert: Expert = None,
-    exclude: Exclude = None,
-    max_experts: MaxExperts = 10,
-    no_experts: NoExperts = False,
+    *,
+    experts: ExpertFlags,
     base: Base = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    max_tokens: MaxTokens = None,
-    stop: Stop = None,
-    seed: Seed = None,
-    greedy: Greedy = False,
+    sampling: SamplingFlags,
     device: Device = None,
-    dtype: Dtype = None,
-    adapter_dtype: AdapterDtype = None,
-    deterministic: Deterministic = None,
-    moe_miss: MoeMiss = "exact",
-    moe_skip_cap: MoeSkipCap = None,
+    numerics: NumericsFlags,
+    miss: MissFlags,
     engine: EngineOption = "native",
     memory_budget: MemoryBudget = None,
-    allow_base_mismatch: BaseMismatchOption = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show experts of other bases one by one.")
+        bool, typer.Option("--verbose", "-v", help="List experts of other bases, too.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -112,40 +78,22 @@ def route(
     Example: expertctl route "Sort these numbers: 41, 17, 23"
     """
     from expertctl.cli.run_view import format_routing
-    from expertctl.routing.request import RouteRequest, check_request, parse_forced, parse_target
-    from expertctl.routing.sampling_presets import SamplingOverrides
+    from expertctl.routing.request import check_request, parse_forced
 
     settings = load_settings()
-    held = resolve_numerics(
-        settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
-    )
-    request = RouteRequest(
-        prompt=read_prompt(prompt),
-        force=tuple(parse_forced(text) for text in expert or ()),
-        exclude=tuple(parse_target(text) for text in exclude or ()),
-        max_experts=max_experts,
-        base_alone=no_experts,
-        seed=seed,
-        sampling=SamplingOverrides(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            max_tokens=max_tokens,
-            stop=tuple(stop) if stop else None,
-            greedy=greedy,
-        ),
-        dtype=held.dtype,
-        adapter_dtype=held.adapter_dtype,
-        deterministic=held.deterministic,
-        moe_miss=moe_miss,
-        moe_skip_cap=resolve_skip_cap(moe_skip_cap, (moe_miss,)),
+    resolved = numerics.resolve(settings)
+    request = build_route_request(
+        read_prompt(prompt),
+        settings,
+        experts=experts,
+        sampling=sampling,
+        numerics=resolved,
+        miss=miss,
         device=resolve_device(device, settings),
-        engine=engine,
-        memory_budget=resolve_memory_budget(memory_budget, settings),
-        allow_base_mismatch=allow_base_mismatch,
+        memory_budget=memory_budget,
     )
+    forced = tuple(map(parse_forced, experts.expert or ()))
+    request = replace(request, force=forced, engine=engine)
     check_request(request)
     named = resolve_base(base, settings, as_json=as_json)
     planned = open_planner(settings, as_json=as_json).plan(request, base=named)
@@ -154,48 +102,31 @@ def route(
     emit(planned.result.to_json(), shown, as_json=as_json)
 
 
+@expand_flags
 def run(
     prompt: Prompt = None,
-    expert: Expert = None,
-    exclude: Exclude = None,
-    max_experts: MaxExperts = 10,
-    no_experts: NoExperts = False,
+    *,
+    experts: ExpertFlags,
     plan: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Answer as a saved plan says; - is stdin."),
+        typer.Option(metavar="FILE", help="Use a saved plan; - is stdin."),
     ] = None,
     base: Base = None,
     body: Body = None,
     template: Template = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    max_tokens: MaxTokens = None,
-    stop: Stop = None,
-    seed: Seed = None,
-    greedy: Greedy = False,
+    sampling: SamplingFlags,
     truncate: Truncate = False,
     device: Device = None,
     memory_budget: MemoryBudget = None,
     on_budget: OnBudget = "refuse",
-    dtype: Dtype = None,
-    adapter_dtype: AdapterDtype = None,
-    deterministic: Deterministic = None,
-    moe_miss: MoeMiss = "exact",
-    moe_skip_cap: MoeSkipCap = None,
-    moe_cold: MoeCold = None,
-    moe_profile: MoeProfile = None,
-    moe_pin: MoePin = None,
-    moe_warmup: MoeWarmup = None,
-    moe_exchange: MoeExchange = 0.0,
+    numerics: NumericsFlags,
+    miss: MissFlags,
+    warmup: WarmupFlags,
     moe_learn: MoeLearn = None,
     engine: EngineOption = "native",
     verify_base: VerifyBase = False,
-    allow_base_mismatch: BaseMismatchOption = False,
     stream: Annotated[
-        bool, typer.Option("--stream/--no-stream", help="Print the text as it comes.")
+        bool, typer.Option("--stream/--no-stream", help="Print the text as it is generated.")
     ] = True,
     as_json: JsonFlag = False,
     stats: Stats = False,
@@ -207,47 +138,29 @@ def run(
     """
     from expertctl.engine.request import RunRequest, parse_expert
     from expertctl.engine.text.prompt import UserMessage
-    from expertctl.routing.request import RouteRequest, check_request, parse_target
-    from expertctl.routing.sampling_presets import SamplingOverrides
+    from expertctl.routing.request import check_request
 
     settings = load_settings()
-    held = resolve_numerics(
-        settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
-    )
+    resolved = numerics.resolve(settings)
     chosen = resolve_device(device, settings)
     texts = read_input(prompt, body, plan=plan)
     message = UserMessage(prompt=texts.prompt, body=texts.body, template=template)
     message.text()
+    named = tuple(map(parse_expert, experts.expert or ()))
+    route = build_route_request(
+        message.prompt,
+        settings,
+        experts=experts,
+        sampling=sampling,
+        numerics=resolved,
+        miss=miss,
+        device=chosen,
+        memory_budget=memory_budget,
+    )
     request = RunRequest(
         message=message,
-        experts=tuple(parse_expert(text) for text in expert or ()),
-        route=RouteRequest(
-            prompt=message.prompt,
-            exclude=tuple(parse_target(text) for text in exclude or ()),
-            max_experts=max_experts,
-            base_alone=no_experts,
-            seed=seed,
-            sampling=SamplingOverrides(
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                max_tokens=max_tokens,
-                stop=tuple(stop) if stop else None,
-                greedy=greedy,
-            ),
-            dtype=held.dtype,
-            adapter_dtype=held.adapter_dtype,
-            deterministic=held.deterministic,
-            moe_miss=moe_miss,
-            moe_skip_cap=resolve_skip_cap(moe_skip_cap, (moe_miss,)),
-            moe_cold=resolve_moe_cold(moe_cold, settings),
-            device=chosen,
-            engine=engine,
-            memory_budget=resolve_memory_budget(memory_budget, settings),
-            allow_base_mismatch=allow_base_mismatch,
-        ),
+        experts=named,
+        route=replace(route, moe_cold=warmup.resolve_cold(settings), engine=engine),
         base=resolve_base(base, settings, as_json=as_json),
         saved=load_saved_plan(plan),
         truncate=truncate,
@@ -256,14 +169,7 @@ def run(
         trace=trace,
     )
     check_request(request.route)
-    moe = resolve_moe_start(
-        settings,
-        profile=moe_profile,
-        pin=moe_pin,
-        warmup=moe_warmup,
-        exchange=moe_exchange,
-        learn=moe_learn,
-    )
+    moe = warmup.resolve_warmup(settings, learn=moe_learn)
     result = _generate(request, settings, moe, stream=stream and not as_json, as_json=as_json)
     _print_result(result, stream=stream, as_json=as_json, stats=stats or trace)
     if result.generated.finish_reason == "cancelled":
@@ -278,9 +184,9 @@ def _generate(
     stream: bool,
     as_json: bool,
 ) -> "RunResult":
-    """Answer, with a progress bar until the first piece of text; print pieces if wanted.
+    """Generate the answer; show a progress bar until the first piece, then print it if ``stream``.
 
-    After that, a signal ends the answer where it is, so that its text is kept.
+    From then on a signal ends generation early, and the text so far is kept.
     """
     from expertctl.engine.torch_preload import preload_torch
 
@@ -302,7 +208,7 @@ def _generate(
 
 
 class _AnswerIterator:
-    """The pieces of a text, one at a time, then the result."""
+    """Iterates over the pieces of an answer, then holds its result."""
 
     def __init__(self, pieces: "Generator[str, None, RunResult]") -> None:
         self.piece = ""
@@ -310,7 +216,7 @@ class _AnswerIterator:
         self._pieces = pieces
 
     def advance(self) -> None:
-        """Get the next piece, or the result."""
+        """Set ``piece`` to the next piece, or ``result`` at the end."""
         try:
             self.piece = next(self._pieces)
         except StopIteration as end:

@@ -1,10 +1,8 @@
-"""What a person reads of routed experts: how many are kept, missed and left out.
+"""Formats plans, runs and chat turns for people: reasons, timings, memory, routed experts.
 
-What a traced run shows to a person: the time of each layer, and what a token allocates.
-
-What ``route`` and ``run`` show to a person: the plan with its reasons, and the figures.
-
-What a chat shows: the line below an answer, the experts, the help.
+`format_routing` is the output of ``route``, `format_footer` the lines below an answer of ``run``,
+`format_statistics` those of ``--stats``, `format_trace` those of ``--trace``, and `format_turn` the
+line below an answer of ``chat``.
 """
 
 import json
@@ -28,27 +26,27 @@ if TYPE_CHECKING:
 
 
 def format_routed_report(moe: "RoutedExpertStats | None") -> Iterator[str]:
-    """Say how many routed experts were missing and what that cost, if any could be."""
+    """Yield a line about missing routed experts and their cost, if any could be missing."""
     if moe is None or moe.residence.is_whole:
         return
     did = moe.activity
-    told = [f"room for {moe.residence.blocks} of {moe.residence.total}"]
-    told += [f"{100 * moe.fallback_rate:.1f} % of requests missed"]
-    told += [f"{did.mapped} of {did.misses} computed in the file cache"] if did.mapped else []
-    told += [f"{did.waited_ms:.0f} ms waited"]
+    parts = [f"{moe.residence.blocks} of {moe.residence.total} fit in memory"]
+    parts += [f"{100 * moe.fallback_rate:.1f} % of requests missed"]
+    parts += [f"{did.mapped} of {did.misses} computed from the page cache"] if did.mapped else []
+    parts += [f"{did.waited_ms:.0f} ms waited"]
     skips = moe.residence.miss == "skip"
-    told += [f"{100 * moe.skipped_share:.1f} % of weights left out"] if skips else []
-    yield f"routed experts: {', '.join(told)}"
+    parts += [f"{100 * moe.skipped_share:.1f} % of router weight skipped"] if skips else []
+    yield f"routed experts: {', '.join(parts)}"
 
 
 def format_skipped_weight(moe: "RoutedExpertStats | None") -> Iterator[str]:
-    """Say how much was left out, if anything was, since that changes the answer."""
+    """Yield a line about skipped router weight, if any, since that changes the answer."""
     if moe is not None and moe.skipped_share:
-        yield f"{100 * moe.skipped_share:.2g} % of the weights of routed experts were left out"
+        yield f"{100 * moe.skipped_share:.2g} % of the weight of routed experts was skipped"
 
 
 _PARTS = ("attention", "mlp", "experts")
-_TOGETHER = "what experts add is part of the time of their layers"
+_TOGETHER = "the time of experts is included in that of their layers"
 _Rows = dict[str, dict[str, float]]
 
 
@@ -67,7 +65,7 @@ def format_trace(trace: "GenerationTrace") -> str:
 
 
 def _format_layers(title: str, times: "LayerTimer", passes: int) -> str:
-    """Return a row for each layer, and for what comes before and after them."""
+    """Return a row for each layer, and for what comes before and after the layers."""
     rows = _group_by_layer(times, passes)
     parts = [part for part in _PARTS if any(part in cells for cells in rows.values())]
     shown = [
@@ -90,7 +88,7 @@ def _format_layers(title: str, times: "LayerTimer", passes: int) -> str:
 
 
 def _group_by_layer(times: "LayerTimer", passes: int) -> _Rows:
-    """Sort places into rows: a layer by its parts, anything else by its name."""
+    """Group the timed places into rows: a layer by its parts, anything else by its name."""
     rows: _Rows = defaultdict(lambda: defaultdict(float))
     for place, seconds in times.places.items():
         name, _, rest = place.removeprefix("layers.").partition(".")
@@ -102,7 +100,7 @@ def _group_by_layer(times: "LayerTimer", passes: int) -> _Rows:
 
 
 def _format_operations(prompt: "LayerTimer", written: "LayerTimer", tokens: int) -> str:
-    """Return what each kind of operation took, the longest first."""
+    """Return the time of each kind of operation, the longest first."""
     names = sorted(
         {*prompt.kinds, *written.kinds}, key=lambda name: (-written.kinds.get(name, 0.0), name)
     )
@@ -121,7 +119,7 @@ def _format_allocations(trace: "GenerationTrace") -> str:
     found = trace.to_json()["allocations"]
     assert isinstance(found, dict)
     if not found["tokens"]:
-        return "allocations of a token were not counted: too few were written"
+        return "allocations per token were not counted: too few tokens were generated"
     python, native = (format_size(int(str(found[key]))) for key in ("python_bytes", "native_bytes"))
     return (
         f"a token allocates {python} in Python, {native} natively and "
@@ -140,7 +138,7 @@ _SHOWN_CANDIDATES = 12
 _MIN_TEXT_WIDTH = 30
 """Fewest columns for which a text that must be cut is shown at all."""
 _UNLIMITED = 1 << 16
-_CHECK_RESULTS = {True: "as called for", False: "not as called for", None: "none called for"}
+_CHECK_RESULTS = {True: "as requested", False: "not as requested", None: "none requested"}
 _EMPTY_ANSWER = "the answer is empty"
 
 
@@ -148,7 +146,7 @@ def format_routing(result: "RoutingResult", *, width: int, verbose: bool = False
     """Return the plan, then the best candidates, each with its figures and the decision.
 
     Experts of other bases are only counted, unless ``verbose``. The closest text of an expert is
-    cut where a line of ``width`` columns ends; 0: without limit.
+    cut at ``width`` columns; 0 means no limit.
     """
     lines = [f"base {result.plan.base}, encoder {result.encoder}", *_format_plan(result)]
     looked_at = [c for c in result.candidates if verbose or not c.other_base]
@@ -163,7 +161,7 @@ def format_routing(result: "RoutingResult", *, width: int, verbose: bool = False
 
 
 def _format_other_bases(counts: Mapping[str, int], here: str) -> list[str]:
-    """Return a line for each base that experts were made for and that does not answer."""
+    """Return a line for each other base, with the number of its experts."""
     return [
         f"{format_count(count, 'expert')} {'is' if count == 1 else 'are'} for "
         + (f"{name}, not {here}" if name != here else f"another {name} than the one here")
@@ -205,23 +203,22 @@ def _format_reason(candidate: "RoutingCandidate", room: int) -> str:
 
 
 def format_footer(result: "RunResult") -> str:
-    """Return a run in a few lines: experts and why, base, how much, how fast."""
+    """Return a run in a few lines: experts and why, base, tokens, speed."""
     lost = _indent("\n".join(format_skipped_weight(result.moe)))
     return "\n".join(["", *_format_plan(result.planned.result), _format_figures(result), *lost])
 
 
 def format_statistics(result: "RunResult") -> str:
-    """Return everything that is known of a run."""
-
+    """Return everything that is known about a run."""
     plan, document = result.planned.result.plan, result.to_json()
-    moved = {"from files": result.bytes_read.ssd, "made for computing": result.bytes_read.ram}
+    moved = {"from files": result.bytes_read.ssd, "compiled in memory": result.bytes_read.ram}
     numerics = result.numerics
     held = f"{numerics.dtype}, experts {numerics.adapter_dtype}, by {numerics.backend}"
     lines = [
         format_footer(result),
         f"{_INDENT}job {result.job_id}, plan {plan.identity}",
         f"{_INDENT}base {plan.base}, seed {plan.seed}, threads {result.threads}",
-        f"{_INDENT}held in {held}{', deterministic' if numerics.deterministic else ''}",
+        f"{_INDENT}computed in {held}{', deterministic' if numerics.deterministic else ''}",
         *_indent("\n".join(format_routed_report(result.moe))),
         "",
         *_indent(_format_steps(result)),
@@ -231,7 +228,7 @@ def format_statistics(result: "RunResult") -> str:
         f"{_INDENT}bytes {_format_pairs({k: format_size(size) for k, size in moved.items()})}",
         f"{_INDENT}cache {_format_pairs(document['cache'])}",
         f"{_INDENT}sampling {_format_pairs(plan.params.to_json())}",
-        f"{_INDENT}form {_format_check(result)}",
+        f"{_INDENT}format {_format_check(result)}",
     ]
     if plan.experts:  # without experts the footer has the notes
         lines += [f"{_INDENT}{note}" for note in result.planned.result.notes]
@@ -241,7 +238,7 @@ def format_statistics(result: "RunResult") -> str:
 
 
 def _format_check(result: "RunResult") -> str:
-    """Return the result of the form check; an empty answer fails it whatever the form."""
+    """Return the result of the format check; an empty answer fails it whatever the format."""
     failed = result.validation_passed is False
     return (
         _EMPTY_ANSWER
@@ -251,7 +248,7 @@ def _format_check(result: "RunResult") -> str:
 
 
 def _format_steps(result: "RunResult") -> str:
-    """Return a row for each step of a run; steps of the model also have their tokens."""
+    """Return a row for each stage of a run; prefill and decode also have their tokens."""
     generated = result.generated
     counts = {
         "prefill": (generated.prefill_tokens, generated.prefill_tokens_per_s),
@@ -260,13 +257,13 @@ def _format_steps(result: "RunResult") -> str:
     rows = []
     for name, ms in result.timings_ms.items():
         count, rate = counts.get(name, (0, 0.0))
-        told = [str(count), f"{rate:.1f}"] if count else ["", ""]
-        rows.append([name, f"{ms:.1f} ms", *told])
+        cells = [str(count), f"{rate:.1f}"] if count else ["", ""]
+        rows.append([name, f"{ms:.1f} ms", *cells])
     return format_table(["STEP", "TIME", "TOKENS", "TOKENS/S"], rows)
 
 
 def _format_memory(result: "RunResult") -> str:
-    """Return how much of the budget each purpose holds."""
+    """Return the bytes of the budget that each purpose holds."""
     sizes = {str(purpose): size for purpose, size in result.memory.held.items()}
     rows = [[name, format_size(size)] for name, size in sizes.items()]
     rows += [["peak", format_size(result.memory.peak)]]
@@ -317,26 +314,26 @@ def _format_value(value: object) -> str:
 
 
 CHAT_HELP = '''\
-/experts              the installed experts that fit the base; * marks those that answer
-/experts REF[:W] ...  let these answer from now on
-/experts none         let the base answer alone from now on
-/experts auto         choose them by each message again
-/plan                 which experts answered the last message, and why
+/experts              list the installed experts that fit the base; * marks those in use
+/experts REF[:W] ...  answer with these experts from now on
+/experts none         answer with the base alone from now on
+/experts auto         choose experts automatically for each message
+/plan                 show which experts answered the last message, and why
 /plan FILE            save that plan, for `expertctl run --plan FILE`
-/feedback good        say what the last answer was: good, or bad
-/reset                forget what was said
+/feedback good        rate the last answer: good or bad
+/reset                clear the conversation
 /exit, /quit          leave, as the end of the input (Ctrl-D) does
-A line that ends in \\ goes on in the next one; """ begins and ends a text of several lines.
-Ctrl-C stops an answer. What was written of it stays in the conversation.'''
+A line that ends in \\ continues on the next one; """ begins and ends a text of several lines.
+Ctrl-C stops an answer. The text so far stays in the conversation.'''
 
 
 def format_turn(turn: "Turn") -> str:
-    """Return a turn in one line: experts, how much was read, written and left out, how fast."""
+    """Return a turn in one line: experts, tokens read and written, skipped weight, speed."""
     result, generated = turn.result, turn.result.generated
     ends = {"stop": "", "length": " (cut at the limit)", "cancelled": " (interrupted)"}
     parts = [
         format_plan_experts(turn.plan)
-        + (", kept from the turn before" if turn.kept_experts else ""),
+        + (", kept from the previous turn" if turn.kept_experts else ""),
         f"{format_count(result.prompt_tokens, 'token')} of prompt{_format_reuse(turn)}",
         f"{len(generated.tokens) or 'nothing'} written{ends[generated.finish_reason]}",
     ]
@@ -360,7 +357,7 @@ def format_fitting_experts(conversation: "Conversation", planner: "Planner") -> 
     name = conversation.base
     base = planner.bases.find(name) if name else planner.base_selector.find_default()
     if base is None:
-        return "no base model is known that a chat can use"
+        return "no base model is registered that a chat can use"
     installed = planner.read_inventory().experts
     fitting = [e for e in installed if not explain_misfit(e, base.identity, allow_mismatch=False)]
     rows = [
@@ -381,8 +378,8 @@ def format_fitting_experts(conversation: "Conversation", planner: "Planner") -> 
 
 
 def _format_reuse(turn: "Turn") -> str:
-    """Say how much of the prompt was reused, or why none was if the experts changed."""
+    """Return how much of the prompt was reused, or why nothing was if the experts changed."""
     reused = turn.result.kv_reused_tokens
     if reused:
-        return f" ({reused} kept from before)"
+        return f" ({reused} reused)"
     return " (all read again: the experts changed)" if turn.replanned else ""

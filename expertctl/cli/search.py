@@ -1,7 +1,4 @@
-"""How ``expertctl info`` shows a package: what the registry says, and what is known here.
-
-``expertctl search`` and ``info``: what a registry offers, shown as plain text only.
-"""
+"""``expertctl search`` and ``info``: what a registry offers, shown as plain text only."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,7 +7,7 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.connection import Connection, RegistryOption, connect, has_registry
-from expertctl.cli.output import JsonFlag, emit, format_table, note
+from expertctl.cli.output import JsonFlag, emit, format_table, note, truncate
 from expertctl.cli.package_view import build_manifest_rows
 from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError, NotFoundError, RegistryError, TrustError, UsageError
@@ -65,7 +62,7 @@ class PackageOffer:
 
 @dataclass(frozen=True, slots=True)
 class InstalledVersions:
-    """The installed versions of a package, and what is known of them."""
+    """The installed versions of a package, and what is known about them."""
 
     experts: tuple[StoredExpert, ...]
     flagged: FlagsByDigest
@@ -85,7 +82,7 @@ class OfferAssessment:
     trusted: bool
     """Whether the key of its signer is trusted here."""
     to_be_pinned: bool
-    """Whether the first install from there takes the namespace's keys from its index."""
+    """Whether the first install from there pins the namespace's keys from its index."""
     base: str | None
     """The base on this machine that it fits."""
     flags: tuple[Flag, ...]
@@ -93,7 +90,7 @@ class OfferAssessment:
 
 
 def assess_offer(offer: PackageOffer, home: Home) -> OfferAssessment:
-    """Compare a version on offer with what is trusted and added here."""
+    """Compare a version on offer with the keys and bases of this machine."""
     what = f"{offer.host}: expert.json of {offer.page.name[:80]}"
     manifest = build_manifest(offer.version.manifest, what=what)
     record = TrustStore(home.trust).read()
@@ -133,7 +130,7 @@ def build_info_document(
     assessment: OfferAssessment | None,
     local: InstalledVersions,
 ) -> dict[str, object]:
-    """Return the document of a package."""
+    """Return the document of ``info --json``."""
     installed = [
         {
             "version": str(expert.version),
@@ -171,14 +168,14 @@ def format_info(
     assessment: OfferAssessment | None,
     local: InstalledVersions,
 ) -> str:
-    """Return the same for people."""
+    """Return the package, its offer and its installed versions as text."""
     rows = [["name", str(package)]]
     if offer is not None and assessment is not None:
         rows += _build_offer_rows(offer, assessment)
     rows += [["installed", _format_installed(expert, local)] for expert in local.experts]
-    odd = [flag for e in local.experts for flag in local.flagged.get(e.content_digest, ())]
-    odd = odd or list(assessment.flags if assessment is not None else ())
-    rows += [["suspicious", flag.sentence] for flag in odd]
+    suspicions = [flag for e in local.experts for flag in local.flagged.get(e.content_digest, ())]
+    suspicions = suspicions or list(assessment.flags if assessment is not None else ())
+    rows += [["suspicious", flag.sentence] for flag in suspicions]
     width = max(len(name) for name, _ in rows)
     head = "\n".join(f"{name.ljust(width)}  {to_single_line(value)}" for name, value in rows)
     return f"{head}\n\n{_format_versions(offer.page)}" if offer is not None else head
@@ -238,10 +235,10 @@ def _format_release_state(release: PackageVersion) -> str:
 
 
 def _format_state(*, yanked: str | None, revoked: str | None) -> str:
-    """Say what speaks against a version, with the reasons; empty when nothing does."""
+    """Return why not to use a version, with the reasons; empty if there is nothing."""
     facts = [("yanked", yanked), ("key revoked", revoked)]
-    told = [f"{what}: {why}" if why else what for what, why in facts if why is not None]
-    return f" ({', '.join(told)})" if told else ""
+    reasons = [f"{what}: {why}" if why else what for what, why in facts if why is not None]
+    return f" ({', '.join(reasons)})" if reasons else ""
 
 
 def _format_install_command(offer: PackageOffer) -> str | None:
@@ -254,13 +251,15 @@ def _format_install_command(offer: PackageOffer) -> str | None:
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
 _MAX_DESCRIPTION = 60
-"""Most letters of a description in a table."""
+"""Most characters of a description in a table."""
 
 
 def search(
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="A word of what it is or does.")],
+    text: Annotated[
+        str, typer.Argument(metavar="TEXT", help="A word of the name, description or keywords.")
+    ],
     limit: Annotated[
-        int, typer.Option("--limit", min=1, max=MAX_LIMIT, help="How many to show.")
+        int, typer.Option("--limit", min=1, max=MAX_LIMIT, help="Maximum number of results.")
     ] = DEFAULT_LIMIT,
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
@@ -281,10 +280,10 @@ def search(
         "more": found.next is not None,
     }
     if not hits:
-        note(f"nothing on {connection.host} fits {text!r}{_format_login_hint(connection)}")
+        note(f"nothing on {connection.host} matches {text!r}{_format_login_hint(connection)}")
     emit(document, _format_hits(hits), as_json=as_json)
     if found.next is not None:
-        note(f"there are more than {limit}; `--limit {MAX_LIMIT}`, or say more exactly what")
+        note(f"there are more than {limit}; use `--limit {MAX_LIMIT}` or a more specific text")
 
 
 def info(
@@ -292,13 +291,13 @@ def info(
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what a registry says about a package. What is here of it is shown, too.
+    """Show what a registry says about a package. Installed versions are shown, too.
 
     Example: expertctl info acme/sql
     """
     if is_file_name(ref):
         hint = f"`expertctl inspect {ref}` shows what is in it"
-        raise UsageError(f"{ref} is a file, and info tells of packages by their names", hint=hint)
+        raise UsageError(f"{ref} is a file, and info takes the name of a package", hint=hint)
     settings, wanted = load_settings(), Reference.parse(ref)
     here = _read_installed(settings.home, wanted)
     there = (_fetch_offer_if_any if here.experts else _fetch_offer)(settings, wanted, registry)
@@ -316,19 +315,19 @@ def _fetch_offer(settings: Settings, wanted: Reference, registry: str | None) ->
 def _fetch_offer_if_any(
     settings: Settings, wanted: Reference, registry: str | None
 ) -> PackageOffer | None:
-    """Return the offer for an installed package; if there is none, say why and return None."""
+    """Return the offer for an installed package; if there is none, note why and return None."""
     if not has_registry(settings, wanted, registry):
-        note("only what is installed: no registry is set")
+        note("showing only installed versions: no registry is set")
         return None
     try:
         return _fetch_offer(settings, wanted, registry)
     except (NotFoundError, RegistryError) as error:
-        note(f"only what is installed: {error.message}")
+        note(f"showing only installed versions: {error.message}")
         return None
 
 
 def _fetch_version(connection: Connection, wanted: Reference, record: TrustRecord) -> PackageOffer:
-    """Return a package with one of its versions: the named one, else the newest that is sound."""
+    """Return a package with one version: the named one, else the newest that is not withdrawn."""
     host, package = connection.host, wanted.package
     page = fetch_package(connection.api, package)
     versions = mark_revoked_versions(page.versions, record, namespace=package.namespace, host=host)
@@ -364,10 +363,10 @@ def _read_installed(home: Home, wanted: Reference) -> InstalledVersions:
 
 
 def _format_login_hint(connection: Connection) -> str:
-    """Say that a login may show more, if the user is not logged in."""
+    """Return a hint that a login may show more, if the user is not logged in."""
     if connection.logged_in:
         return ""
-    return f" for everybody to read; `expertctl login {connection.host}` may show more"
+    return f" in public; `expertctl login {connection.host}` may show more"
 
 
 def _format_hits(hits: Sequence[PackageHit]) -> str:
@@ -378,7 +377,7 @@ def _format_hits(hits: Sequence[PackageHit]) -> str:
             to_single_line("+".join(hit.kinds)),
             to_single_line(hit.base),
             str(hit.downloads),
-            _truncate(_format_hit_state(hit) + to_single_line(hit.description)),
+            truncate(_format_hit_state(hit) + to_single_line(hit.description), _MAX_DESCRIPTION),
         ]
         for hit in hits
     ]
@@ -391,7 +390,3 @@ def _format_hit_state(hit: PackageHit) -> str:
         return ""
     why = f": {to_single_line(hit.revoked)}" if hit.revoked else ""
     return f"(key revoked{why}) "
-
-
-def _truncate(text: str) -> str:
-    return text if len(text) <= _MAX_DESCRIPTION else f"{text[: _MAX_DESCRIPTION - 1]}…"

@@ -1,6 +1,6 @@
-"""``expertctl serve``: generate for programs, over HTTP; and the API keys of these programs.
+"""``expertctl serve``: the OpenAI- and Anthropic-compatible server, and its API keys.
 
-The server is an extra, imported only by the commands that need it.
+The server is an optional extra, imported only by the commands that need it.
 """
 
 import os
@@ -14,31 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 import typer
 
 from expertctl.cli.engine import build_missing_engine_error, open_planner, resolve_base
-from expertctl.cli.help import CommandGroup
+from expertctl.cli.help import CommandGroup, expand_flags
 from expertctl.cli.output import JsonFlag, emit, format_table, note, warn
 from expertctl.cli.run_options import (
     ADVANCED,
     PLACEMENT,
-    AdapterDtype,
     Base,
-    Deterministic,
     Device,
-    Dtype,
     MemoryBudget,
-    MoeCold,
-    MoeExchange,
+    MissFlags,
     MoeLearn,
-    MoeMiss,
-    MoePin,
-    MoeProfile,
-    MoeSkipCap,
-    MoeWarmup,
+    NumericsFlags,
+    WarmupFlags,
     resolve_device,
     resolve_memory_budget,
-    resolve_moe_cold,
-    resolve_moe_start,
-    resolve_numerics,
-    resolve_skip_cap,
 )
 from expertctl.errors import UsageError
 from expertctl.settings import load_settings, parse_age, parse_size
@@ -56,8 +45,10 @@ KeyName = Annotated[str, typer.Argument(metavar="NAME", help="Such as alice-lapt
 
 
 @app.callback(invoke_without_command=True)
+@expand_flags
 def serve(
     context: typer.Context,
+    *,
     host: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Address to listen on.", show_default="127.0.0.1"),
@@ -67,9 +58,7 @@ def serve(
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(
-            help="Public address, where users see another one; API keys are then required."
-        ),
+        typer.Option(help="Public address, if it is another one; API keys are then required."),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
@@ -83,7 +72,7 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="ORIGIN",
-            help="Answer web pages of this origin; repeatable.",
+            help="Allow web pages of this origin; repeatable.",
             rich_help_panel=ACCESS,
         ),
     ] = None,
@@ -106,20 +95,24 @@ def serve(
         bool | None,
         typer.Option(
             "--json-instruction/--no-json-instruction",
-            help="Tell the model the form of JSON that a request asks for by a schema.",
+            help="Tell the model about the JSON schema that a request asks for.",
             show_default="--json-instruction",
         ),
     ] = None,
     rows: Annotated[
         int | None,
         typer.Option(
-            help="The most sequences in a batch.", show_default="16", rich_help_panel=SCHEDULING
+            help="Maximum number of sequences in a batch.",
+            show_default="16",
+            rich_help_panel=SCHEDULING,
         ),
     ] = None,
     queue: Annotated[
         int | None,
         typer.Option(
-            help="The most requests that may wait.", show_default="128", rich_help_panel=SCHEDULING
+            help="Maximum number of waiting requests.",
+            show_default="128",
+            rich_help_panel=SCHEDULING,
         ),
     ] = None,
     memory_budget: MemoryBudget = None,
@@ -127,7 +120,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="The most memory for the KV cache of finished requests.",
+            help="Maximum memory for the KV cache of finished requests.",
             show_default="a quarter of the budget",
             rich_help_panel=PLACEMENT,
         ),
@@ -140,17 +133,10 @@ def serve(
             rich_help_panel=PLACEMENT,
         ),
     ] = "queue",
-    dtype: Dtype = None,
-    adapter_dtype: AdapterDtype = None,
     device: Device = None,
-    deterministic: Deterministic = None,
-    moe_miss: MoeMiss = "exact",
-    moe_skip_cap: MoeSkipCap = None,
-    moe_cold: MoeCold = None,
-    moe_profile: MoeProfile = None,
-    moe_pin: MoePin = None,
-    moe_warmup: MoeWarmup = None,
-    moe_exchange: MoeExchange = 0.0,
+    numerics: NumericsFlags,
+    miss: MissFlags,
+    warmup: WarmupFlags,
     moe_learn: MoeLearn = None,
     warm: Annotated[
         list[str] | None,
@@ -164,7 +150,7 @@ def serve(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Time limit of requests that state none.",
+            help="Time limit for requests without one of their own.",
             rich_help_panel=SCHEDULING,
         ),
     ] = None,
@@ -218,7 +204,7 @@ def serve(
         bool,
         typer.Option(
             "--insecure-http",
-            help="Let API keys cross a network in clear text.",
+            help="Allow API keys over unencrypted HTTP.",
             rich_help_panel=ACCESS,
         ),
     ] = False,
@@ -243,56 +229,47 @@ def serve(
     if traced_to is not None:
         _check_tracing_extra()
     settings = load_settings()
-    held = resolve_numerics(
-        settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
-    )
-    kept, usual = settings.serve, ServeSettings()
+    resolved = numerics.resolve(settings)
+    configured, defaults = settings.serve, ServeSettings()
     wanted = ServeSettings(
-        host=_choose_value(host, kept.host, usual.host),
-        port=_choose_value(port, kept.port, usual.port),
-        url=url or kept.url,
-        allowed_hosts=_normalise_names(allow_host or kept.allowed_hosts),
-        allowed_origins=_normalise_names(allow_origin or kept.allowed_origins),
-        aliases=parse_aliases(alias or kept.aliases),
-        strict_fields=kept.strict_fields if strict_fields is None else strict_fields,
+        host=_choose_value(host, configured.host, defaults.host),
+        port=_choose_value(port, configured.port, defaults.port),
+        url=url or configured.url,
+        allowed_hosts=_normalise_names(allow_host or configured.allowed_hosts),
+        allowed_origins=_normalise_names(allow_origin or configured.allowed_origins),
+        aliases=parse_aliases(alias or configured.aliases),
+        strict_fields=configured.strict_fields if strict_fields is None else strict_fields,
         json_instruction=_choose_value(
-            json_instruction, kept.json_instruction, usual.json_instruction
+            json_instruction, configured.json_instruction, defaults.json_instruction
         ),
-        certificate=tls_cert or kept.tls_cert,
-        private_key=tls_key or kept.tls_key,
-        timeout=_choose_value(timeout, kept.timeout, usual.timeout),
-        behind_seconds=_choose_value(behind, kept.behind, usual.behind_seconds),
+        certificate=tls_cert or configured.tls_cert,
+        private_key=tls_key or configured.tls_key,
+        timeout=_choose_value(timeout, configured.timeout, defaults.timeout),
+        behind_seconds=_choose_value(behind, configured.behind, defaults.behind_seconds),
         completions_special_tokens=_choose_value(
             completions_special_tokens,
-            kept.completions_special_tokens,
-            usual.completions_special_tokens,
+            configured.completions_special_tokens,
+            defaults.completions_special_tokens,
         ),
         log_prompts=log_prompts,
         traces=traced_to,
         validators=parse_validators(validator or ()),
         batch=EngineConfig(
-            base=resolve_base(base or kept.base, settings, as_json=as_json),
+            base=resolve_base(base or configured.base, settings, as_json=as_json),
             budget=resolve_memory_budget(memory_budget, settings),
             kept_kv=_choose_value(
-                _parse_optional_size(prefix_cache_memory), kept.prefix_cache_memory, None
+                _parse_optional_size(prefix_cache_memory), configured.prefix_cache_memory, None
             ),
             device=resolve_device(device, settings),
-            dtype=held.dtype,
-            adapter_dtype=held.adapter_dtype,
-            deterministic=held.deterministic,
-            moe_miss=moe_miss,
-            moe_skip_cap=resolve_skip_cap(moe_skip_cap, (moe_miss,)),
-            moe_cold=resolve_moe_cold(moe_cold, settings),
-            moe=resolve_moe_start(
-                settings,
-                profile=moe_profile,
-                pin=moe_pin,
-                warmup=moe_warmup,
-                exchange=moe_exchange,
-                learn=moe_learn,
-            ),
-            rows=_choose_value(rows, kept.rows, usual.batch.rows),
-            queue=_choose_value(queue, kept.queue, usual.batch.queue),
+            dtype=resolved.dtype,
+            adapter_dtype=resolved.adapter_dtype,
+            deterministic=resolved.deterministic,
+            moe_miss=miss.moe_miss,
+            moe_skip_cap=miss.resolve_cap(),
+            moe_cold=warmup.resolve_cold(settings),
+            moe=warmup.resolve_warmup(settings, learn=moe_learn),
+            rows=_choose_value(rows, configured.rows, defaults.batch.rows),
+            queue=_choose_value(queue, configured.queue, defaults.batch.queue),
             on_budget=on_budget,
             warm=tuple(warm or ()),
         ),
@@ -314,21 +291,23 @@ def serve(
 def new_key(
     name: KeyName,
     per_minute: Annotated[
-        int | None, typer.Option("--per-minute", help="The most requests in a minute.")
+        int | None, typer.Option("--per-minute", help="Maximum number of requests per minute.")
     ] = None,
     max_tokens_per_minute: Annotated[
-        int | None, typer.Option("--max-tokens-per-minute", help="The most tokens in a minute.")
+        int | None,
+        typer.Option("--max-tokens-per-minute", help="Maximum number of tokens per minute."),
     ] = None,
     expires: Annotated[
         str | None,
         typer.Option(metavar="AGE", help="When the key expires, such as 12h, 30d or 52w."),
     ] = None,
     manages: Annotated[
-        bool, typer.Option("--manage", help="Let the key change server settings, too (POST /moe).")
+        bool,
+        typer.Option("--manage", help="Also allow the key to change server settings (POST /moe)."),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a key. It is shown once, on stdout; from now on everybody needs one.
+    """Create a key. It is shown once, on stdout; from now on every request needs one.
 
     Example: expertctl serve key new alice-laptop --per-minute 60
     """
@@ -349,7 +328,7 @@ def new_key(
 
 @key_app.command("list")
 def list_keys(as_json: JsonFlag = False) -> None:
-    """List the keys; no secret is kept.
+    """List the keys. Secrets are not stored.
 
     Example: expertctl serve key list
     """
@@ -373,10 +352,10 @@ def list_keys(as_json: JsonFlag = False) -> None:
 
 @key_app.command("revoke")
 def revoke_key(
-    name: Annotated[str, typer.Argument(metavar="NAME|ID", help="As the list shows it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME|ID", help="As `key list` shows it.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """End a key, on servers that run, too.
+    """Revoke a key, on running servers too.
 
     Example: expertctl serve key revoke alice-laptop
     """
@@ -386,7 +365,9 @@ def revoke_key(
     gone = keys.revoke(name)
     emit({"revoked": _build_key_document(gone)}, f"revoked {gone.name}", as_json=as_json)
     if not keys.list_keys():
-        warn([f"no key is left, so nobody may ask; remove {keys.path} to answer without keys"])
+        warn(
+            [f"no key is left: all requests are refused; remove {keys.path} to serve without keys"]
+        )
 
 
 def _build_key_document(one: "ApiKey") -> dict[str, object]:
@@ -417,7 +398,9 @@ def _format_date(moment: float | None) -> str:
 def _parse_expiry(text: str) -> float:
     seconds = parse_age(text).total_seconds()
     if seconds <= 0:
-        raise UsageError(f"--expires {text}: a key ends later than now", hint="write 12h or 30d")
+        raise UsageError(
+            f"--expires {text}: the key would be expired already", hint="write 12h or 30d"
+        )
     return seconds
 
 
@@ -430,13 +413,13 @@ def _parse_optional_size(text: str | None) -> int | None:
 
 
 def _choose_value(option: _Value | None, setting: _Value | None, default: _Value) -> _Value:
-    """Return the value of an option, else of a setting, else the default."""
+    """Return the option, else the setting, else the default."""
     chosen = setting if option is None else option
     return default if chosen is None else chosen
 
 
 def _check_tracing_extra() -> None:
-    """Refuse traces if the extra is not installed."""
+    """Raise `UsageError` if the extra for traces is not installed."""
     try:
         import expertctl.server.tracing.exporter  # noqa: F401  # nothing else tells whether it can be
     except ModuleNotFoundError as error:
@@ -448,7 +431,7 @@ def _check_tracing_extra() -> None:
 
 @contextmanager
 def _guard_server_import() -> Iterator[None]:
-    """Say which library is missing if the extra is not installed."""
+    """Translate a failed import of the server into an error that names the missing library."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,10 +1,7 @@
-"""Bars and sparklines of characters, in ASCII where the terminal lacks blocks.
+"""``expertctl stats`` and ``feedback``: how experts were used, and user ratings of answers.
 
-What ``expertctl stats`` shows to a person: bars for experts, sparklines for days.
-
-``expertctl stats``: how often experts were used, how well they did, how long it took.
-
-``expertctl feedback``: a person says whether an answer was good.
+Statistics are shown as bars and sparklines of block characters, in ASCII where stdout cannot
+encode them.
 """
 
 import json
@@ -43,14 +40,14 @@ _DEFAULT_COLUMNS = 80
 
 @dataclass(frozen=True, slots=True)
 class TerminalCanvas:
-    """What a terminal can show."""
+    """The width of a terminal, and whether it can show block characters."""
 
     columns: int
     has_blocks: bool
 
     @classmethod
     def for_stdout(cls) -> "TerminalCanvas":
-        """Return what stdout can show; a pipe is 80 columns wide."""
+        """Return the canvas of stdout; a pipe is 80 columns wide."""
         columns = shutil.get_terminal_size((_DEFAULT_COLUMNS, 24)).columns
         width = columns if sys.stdout.isatty() or "COLUMNS" in os.environ else _DEFAULT_COLUMNS
         return cls(width, _can_encode(_EIGHTHS + _LEVELS + NO_VALUE, sys.stdout.encoding))
@@ -113,7 +110,7 @@ def format_stats(tally: RunStatistics, canvas: TerminalCanvas) -> str:
 def _format_summary(runs: RunSummary) -> str:
     count = len(runs.jobs)
     said = [f"{runs.good} good, {runs.bad} bad"] if runs.good + runs.bad else []
-    form = [f"form held {runs.passed} of {runs.checked}"] if runs.checked else []
+    form = [f"format passed {runs.passed} of {runs.checked}"] if runs.checked else []
     errors = [format_count(runs.errors, "error")] if runs.errors else []
     since = datetime.fromtimestamp(runs.jobs[-1].at).astimezone().date().isoformat()
     return ", ".join([f"{format_count(count, 'run')} since {since}", *errors, *said, *form])
@@ -137,8 +134,8 @@ def _format_experts(tally: RunStatistics, canvas: TerminalCanvas) -> list[str]:
         for name, uses, success, runs in lines
     ]
     more = len(tally.experts) - len(shown)
-    told = [f"and {format_count(more, 'more expert')}: see --json"] if more else []
-    return [format_table(_HEADER[: room.cells], rows), *told]
+    remainder = [f"and {format_count(more, 'more expert')}: see --json"] if more else []
+    return [format_table(_HEADER[: room.cells], rows), *remainder]
 
 
 def _format_run_figures(runs: RunSummary) -> list[str]:
@@ -148,7 +145,7 @@ def _format_run_figures(runs: RunSummary) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _TableLayout:
-    """How wide names and bars may be, and how many cells a row has."""
+    """The widths of names and bars, and the number of cells in a row."""
 
     name: int
     bar: int
@@ -173,8 +170,9 @@ def _format_days(tally: RunStatistics, canvas: TerminalCanvas) -> list[str]:
         return [f"no runs in {format_count(len(days), 'day')}"]
     totals = [day.runs.total_ms for day in days]
     slowest = max((ms for ms in totals if ms is not None), default=0.0)
+    first, last = days[0].day.isoformat(), days[-1].day.isoformat()
     return [
-        f"{format_count(len(days), 'day')}, {days[0].day.isoformat()} to {days[-1].day.isoformat()}",
+        f"{format_count(len(days), 'day')}, {first} to {last}",
         _format_sparkline("runs", [n or None for n in counts], f"most {max(counts)}", canvas),
         _format_sparkline(
             "success", [day.runs.success for day in days], "of 1", canvas, maximum=1.0
@@ -233,38 +231,36 @@ def stats(
         str | None, typer.Argument(metavar="REF", help="Only this expert.", show_default=False)
     ] = None,
     days: Annotated[int, typer.Option(min=1, max=366, help="How many days to draw.")] = 14,
-    clear: Annotated[bool, typer.Option("--clear", help="Forget all runs and judgements.")] = False,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Delete the history of runs and ratings.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show how often experts were used and how well they did. It is known on this machine alone.
+    """Show how often experts were used and how well they did. The data stays on this machine.
 
     Example: expertctl stats --days 30
     """
     catalogue = Catalogue(load_settings().home.index)
     if clear and ref is not None:
         raise UsageError(
-            "--clear forgets all runs, not those of one expert", hint="expertctl stats --clear"
+            "--clear deletes all runs, not those of one expert", hint="expertctl stats --clear"
         )
     if clear:
         count = catalogue.history.clear()
         warn(catalogue.notes)
-        emit({"cleared": count}, f"forgot {format_count(count, 'run')}", as_json=as_json)
+        emit({"cleared": count}, f"deleted {format_count(count, 'run')}", as_json=as_json)
         return
     tally = RunStatistics.from_history(catalogue.history, days=days, today=_get_today(), only=ref)
     gains = catalogue.history.list_gains()
     warn(catalogue.notes)
     if not tally.runs.jobs:
-        note("no runs yet; `expertctl run PROMPT` makes one")
-    emit(_build_stats_document(tally, gains), _render_stats(tally), as_json=as_json)
+        note("no runs yet; try `expertctl run PROMPT`")
+    text = format_stats(tally, TerminalCanvas.for_stdout()) if tally.runs.jobs else ""
+    emit(_build_stats_document(tally, gains), text, as_json=as_json)
 
 
 def _get_today() -> date:
     return datetime.now().astimezone().date()
-
-
-def _render_stats(tally: RunStatistics) -> str:
-
-    return format_stats(tally, TerminalCanvas.for_stdout()) if tally.runs.jobs else ""
 
 
 def _build_stats_document(tally: RunStatistics, gains: Sequence[PairGain]) -> _Document:
@@ -351,7 +347,7 @@ def _round(value: float | None, digits: int) -> float | None:
 
 
 def _format_time(seconds: float | None) -> str | None:
-    """Return a time as ISO 8601, with the offset of this machine."""
+    """Return a time as ISO 8601, with the UTC offset of this machine."""
     if seconds is None:
         return None
     return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
@@ -365,8 +361,8 @@ def feedback(
         list[str],
         typer.Argument(
             metavar="JOB good|bad",
-            help="The id of a run, its beginning, or last; - or none: it is piped, as an id or as "
-            "what `run --json` prints. Then what the answer was.",
+            help="The id of a run, its first characters, or last; - or none reads it from stdin, "
+            "as an id or as the output of `run --json`. Then the rating.",
             show_default=False,
         ),
     ],
@@ -386,7 +382,7 @@ def feedback(
 def _parse_words(words: Sequence[str]) -> tuple[str, UserVerdict]:
     *jobs, verdict = words
     if len(jobs) > 1:
-        message = f"{len(words)} words are given; feedback takes a run and good or bad"
+        message = f"feedback takes a run and good or bad, not {len(words)} words"
         raise UsageError(message, hint=_HINT)
     if verdict not in ("good", "bad"):
         raise UsageError(f"{verdict[:40]!r} is neither good nor bad", hint=_HINT)
@@ -395,7 +391,7 @@ def _parse_words(words: Sequence[str]) -> tuple[str, UserVerdict]:
 
 
 def _read_piped_job_id() -> str:
-    """Return the id of a run that was piped: alone, or in what ``run --json`` prints.
+    """Return the id of a run that was piped: alone, or in the output of ``run --json``.
 
     Raises:
         UsageError: when nothing was piped.
@@ -407,12 +403,12 @@ def _read_piped_job_id() -> str:
             str(document["job_id"]) if isinstance(document, dict) and "job_id" in document else text
         )
     if not text:
-        raise UsageError("it is not said which run is meant", hint=_HINT)
+        raise UsageError("no run is named", hint=_HINT)
     return text
 
 
 def parse_verdict(words: Sequence[str]) -> UserVerdict:
-    """Read what a person says in a chat.
+    """Parse the argument of ``/feedback`` in a chat.
 
     Raises:
         UsageError: when it is neither good nor bad.
@@ -427,10 +423,10 @@ def parse_verdict(words: Sequence[str]) -> UserVerdict:
 
 
 def record_verdict(catalogue: Catalogue, job: str, verdict: UserVerdict) -> str:
-    """Record that an answer was good or bad; return the new rates of its experts.
+    """Record that an answer was good or bad; return the new success rates of its experts.
 
     Raises:
-        NotFoundError: when the run is not remembered.
+        NotFoundError: when the run is not in the history.
         StoreError: when the file cannot be written.
         DiskFullError: when there is no space left.
     """
@@ -439,7 +435,7 @@ def record_verdict(catalogue: Catalogue, job: str, verdict: UserVerdict) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Judgement:
-    """A run that was judged, and the rates before and after."""
+    """A rated run, and the success rates before and after."""
 
     job: RunRecord
     before: SuccessRates
@@ -472,13 +468,13 @@ def _build_expert_document(used: UsedExpert, judgement: _Judgement) -> dict[str,
     return {
         "ref": used.ref,
         "content_digest": str(used.content_digest),
-        "success_before": _round_rate(before),
-        "success": _round_rate(after),
+        "success_before": _round(before, 4),
+        "success": _round(after, 4),
     }
 
 
 def _format_feedback(judgement: _Judgement) -> str:
-    head = f"job {judgement.job.job_id[:8]} was {judgement.job.verdict}"
+    head = f"job {judgement.job.job_id[:8]} was rated {judgement.job.verdict}"
     if not judgement.job.experts:
         return f"{head}; the base answered alone"
     return "\n".join([head, *(_format_expert(used, judgement) for used in judgement.job.experts)])
@@ -486,12 +482,8 @@ def _format_feedback(judgement: _Judgement) -> str:
 
 def _format_expert(used: UsedExpert, judgement: _Judgement) -> str:
     before, after = judgement.compare_rates(used)
-    told = f"success at {judgement.job.task} {_format_rate(after)}, before {_format_rate(before)}"
-    return f"  {used.ref}: {told}"
-
-
-def _round_rate(rate: float | None) -> float | None:
-    return None if rate is None else round(rate, 4)
+    rates = f"success at {judgement.job.task} {_format_rate(after)}, before {_format_rate(before)}"
+    return f"  {used.ref}: {rates}"
 
 
 def _format_rate(rate: float | None) -> str:

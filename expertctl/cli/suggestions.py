@@ -1,11 +1,7 @@
-"""Suggestions for an expert that was named by less than its whole name.
+"""Adds suggestions to errors, and translates errors of the command-line parser into ours.
 
-What a chat tells of an error besides what a run does: what was said takes memory, too.
-
-Turns the errors of the command-line parser into ours: what is wrong, in which option, and why.
-
-Imported only once a call was refused. Typer raises its own exceptions, and validates values with
-pydantic; both are told apart by name, because their classes are private.
+Imported only after a call was refused. Typer raises its own exceptions and validates values with
+pydantic; both are recognised by class name, because their classes are private.
 """
 
 import re
@@ -41,15 +37,17 @@ def _find_similar_names(name: str) -> list[str]:
     return []
 
 
-_RESET_HINT = "/reset forgets what was said, which takes memory, too"
+_RESET_HINT = "/reset clears the conversation, which also takes memory"
 
 
 def add_chat_hint(error: ExpertError, conversation: "Conversation") -> ExpertError:
-    """Return an error with what a person who is in a chat can do."""
-    told = add_name_suggestions(error)
-    if type(told) is BudgetError and conversation.turns:  # not of a full disk, or a large file
-        return BudgetError(told.message, hint="; ".join(filter(None, (told.hint, _RESET_HINT))))
-    return told
+    """Return an error with the hint that applies in a chat: the conversation takes memory, too."""
+    suggested = add_name_suggestions(error)
+    if type(suggested) is BudgetError and conversation.turns:  # not of a full disk, or a large file
+        return BudgetError(
+            suggested.message, hint="; ".join(filter(None, (suggested.hint, _RESET_HINT)))
+        )
+    return suggested
 
 
 COMMAND_SYNONYMS: Mapping[str, str] = {
@@ -77,7 +75,7 @@ COMMAND_SYNONYMS: Mapping[str, str] = {
     "settings": "config",
     "whoami": "login",
 }
-"""What other tools call a command → what it is called here."""
+"""Names in other tools → the command here."""
 
 _NO_COMMAND = re.compile(r"No such command '(.*?)'", re.S)
 _EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", re.S)
@@ -93,11 +91,11 @@ _TYPE_MESSAGES = {
     "finite_number": "is not a finite number",
     "bool_parsing": "is neither true nor false",
 }
-"""Types of pydantic's errors → what is wrong with the value."""
+"""Types of pydantic's errors → the message about the value."""
 _BOUND_MESSAGES = {
-    "greater_than_equal": ("ge", "is less than {}, the least that is allowed"),
+    "greater_than_equal": ("ge", "is less than {}, the minimum"),
     "greater_than": ("gt", "is not more than {}"),
-    "less_than_equal": ("le", "is more than {}, the most that is allowed"),
+    "less_than_equal": ("le", "is more than {}, the maximum"),
     "less_than": ("lt", "is not less than {}"),
 }
 
@@ -105,7 +103,7 @@ _BOUND_MESSAGES = {
 def convert_parser_error(
     error: TyperException, words: Iterable[str], commands: list[str]
 ) -> UsageError:
-    """Return a refused call as an error of ours; ``words`` are those of the call."""
+    """Return a refused call as a `UsageError`; ``words`` are its arguments."""
     context: Any = getattr(error, "ctx", None)
     path = context.command_path if context is not None else _find_command_path(words, commands)
     unknown = _NO_COMMAND.match(error.format_message())
@@ -155,13 +153,13 @@ def _format_message(error: TyperException) -> str:
         case "BadOptionUsage" if "does not take a value" in text:
             return f"{getattr(error, 'option_name', 'the option')} takes no value"
         case _ if extra is not None:
-            return f"{_shorten(extra[1])}: nothing more is expected here"
+            return f"{_shorten(extra[1])}: unexpected argument"
         case _:
             return text
 
 
 def _get_parameter_name(error: TyperException) -> str:
-    """Return the option or argument at fault: ``--max-tokens``, ``PROMPT``."""
+    """Return the option or argument that is wrong: ``--max-tokens``, ``PROMPT``."""
     parameter: Any = getattr(error, "param", None)
     if parameter is None:
         return "a value"
@@ -170,7 +168,7 @@ def _get_parameter_name(error: TyperException) -> str:
 
 
 def _format_validation_error(cause: Any) -> str:
-    """Return what pydantic's first error says, with the value."""
+    """Return pydantic's first error, with the value."""
     first = cause.errors()[0]
     kind, value, limits = first["type"], first.get("input"), first.get("ctx", {})
     if str(value).strip("+-").lower() == "nan":

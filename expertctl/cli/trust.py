@@ -1,7 +1,4 @@
-"""``expertctl keys``: the user's own signing keys.
-
-``expertctl trust``: whose signatures count, and for what.
-"""
+"""``expertctl keys`` and ``trust``: own signing keys, and whose signatures are accepted."""
 
 from pathlib import Path
 from typing import Annotated
@@ -35,7 +32,7 @@ NamespacesOption = Annotated[
     typer.Option(
         "--namespace",
         metavar="NAMESPACE",
-        help="Trust the key for this namespace too, beside local; repeatable.",
+        help="Also trust the key for this namespace; repeatable.",
     ),
 ]
 
@@ -49,7 +46,7 @@ def new(
     ] = "ecdsa-p256",
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a key and trust it for local/* and the namespaces given.
+    """Create a key and trust it for local/* and the namespaces given.
 
     Example: expertctl keys new me --namespace acme
     """
@@ -65,7 +62,7 @@ def import_(
     namespace: NamespacesOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Take in a private key. It is then trusted as one that `keys new` makes.
+    """Import a private key. It is then trusted like one of `keys new`.
 
     Example: expertctl keys import work work-key.pem --namespace acme
     """
@@ -79,7 +76,9 @@ def grant(
     name: OwnKeyName,
     namespace: Annotated[
         list[str],
-        typer.Option("--namespace", metavar="NAMESPACE", help="Also for this one; repeatable."),
+        typer.Option(
+            "--namespace", metavar="NAMESPACE", help="Also trust it for this namespace; repeatable."
+        ),
     ],
     as_json: JsonFlag = False,
 ) -> None:
@@ -107,14 +106,14 @@ def list_keys(as_json: JsonFlag = False) -> None:
 def export(
     name: OwnKeyName,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write a new file, not to stdout.")
+        Path | None, typer.Option("--output", "-o", help="Write to a new file instead of stdout.")
     ] = None,
     private: Annotated[
         bool, typer.Option("--private", help="Write the secret key; needs -o FILE.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print the public half of a key. Give it to those who shall trust you.
+    """Print the public half of a key. Share it with people who should trust you.
 
     Example: expertctl keys export me -o me.pub.pem
     """
@@ -195,7 +194,7 @@ def _print_key(publisher: PublisherIdentity, trusted: TrustedKey, *, as_json: bo
         "path": str(path),
     }
     covered = ", ".join(f"{namespace}/*" for namespace in trusted.namespaces)
-    text = f"{trusted.name}  {trusted.key_id}\ntrusted for {covered}\nkept in {path}"
+    text = f"{trusted.name}  {trusted.key_id}\ntrusted for {covered}\nstored in {path}"
     emit(document, text, as_json=as_json)
 
 
@@ -229,14 +228,15 @@ def list_trusted(as_json: JsonFlag = False) -> None:
 def add(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The publisher's public key, PEM.")],
     namespace: Annotated[
-        list[str], typer.Option("--namespace", help="What the key may sign; repeatable.")
+        list[str],
+        typer.Option("--namespace", help="A namespace that the key may sign; repeatable."),
     ],
     name: Annotated[
         str | None, typer.Option(help="What to call the key; by default the file's name.")
     ] = None,
     registry: Annotated[
         str | None,
-        typer.Option(metavar="HOST", help="Only for packages from there; else from anywhere."),
+        typer.Option(metavar="HOST", help="Only for packages of this registry (default: any)."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -259,16 +259,14 @@ def remove(
     name: Annotated[str, typer.Argument(metavar="NAME|KEYID", help="A trusted key.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Trust a key no longer. A revocation of it stays.
+    """Stop trusting a key. A revocation of it stays.
 
     Example: expertctl trust remove acme
     """
     store = _open_trust_store()
     trusted = store.find_key(name)
     store.remove(trusted.key_id)
-    emit(
-        _build_trusted_document(trusted), f"{trusted.name} is not trusted any more", as_json=as_json
-    )
+    emit(_build_trusted_document(trusted), f"{trusted.name} is no longer trusted", as_json=as_json)
 
 
 def _open_trust_store() -> TrustStore:
@@ -278,7 +276,7 @@ def _open_trust_store() -> TrustStore:
 def _parse_host(text: str) -> str:
     host = RegistryAddress.parse(text, allow_http=True).host
     if host == FROM_FILE:
-        raise UsageError(f"{FROM_FILE!r} stands for what came from files, not for a registry")
+        raise UsageError(f"{FROM_FILE!r} stands for files, not for a registry")
     return host
 
 

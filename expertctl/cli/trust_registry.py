@@ -1,4 +1,4 @@
-"""``expertctl trust registry``: which indexes are trusted, and whose a namespace is."""
+"""``expertctl trust registry``: registries whose index is trusted, and their namespaces."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,21 +22,21 @@ def add(
     url: Annotated[str, typer.Argument(metavar="URL", help="The registry: a host or a URL.")],
     fingerprint: Annotated[
         str | None,
-        typer.Option(metavar="sha256:…", help="Of its index key, from whoever runs it."),
+        typer.Option(metavar="sha256:…", help="Fingerprint of its index key, from its operator."),
     ] = None,
     root: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Its index key itself, PEM; no network.")
+        Path | None, typer.Option(metavar="FILE", help="Its index key, PEM; no network access.")
     ] = None,
     namespace: Annotated[
         list[str] | None,
-        typer.Option("--namespace", help="A namespace that means this registry; repeatable."),
+        typer.Option("--namespace", help="A namespace that belongs to this registry; repeatable."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Believe the index that a registry signs with this key.
+    """Trust the index that a registry signs with this key.
 
-    It counts for that registry's own packages. The fingerprint comes from whoever runs the
-    registry, never from the registry itself.
+    It applies to that registry's own packages. Get the fingerprint from the registry's operator,
+    never from the registry itself.
 
     Example: expertctl trust registry add registry.example.com --fingerprint sha256:…
     """
@@ -51,19 +51,19 @@ def add(
     known = trust.add_registry(accepted.known)
     if accepted.replaced is not None:
         warn([f"{known.host} had another index key before: {accepted.replaced}"])
-    warn(f"{name} meant {host} before" for name, host in accepted.moved)
+    warn(f"{name} belonged to {host} before" for name, host in accepted.moved)
     emit(build_registry_document(known), _format_added(known), as_json=as_json)
 
 
 @app.command("list")
 def list_registries(as_json: JsonFlag = False) -> None:
-    """List the registries whose index is believed.
+    """List the trusted registries.
 
     Example: expertctl trust registry list
     """
     registries = TrustStore(load_settings().home.trust).read().registries
     if not registries:
-        note("no registry is known; `expertctl trust registry add URL --fingerprint sha256:…`")
+        note("no registry is trusted; `expertctl trust registry add URL --fingerprint sha256:…`")
     emit(
         {"registries": [build_registry_document(r) for r in registries]},
         format_registries(registries),
@@ -76,7 +76,7 @@ def remove(
     host: Annotated[str, typer.Argument(metavar="HOST", help="A known registry.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Believe a registry no longer, nor keys pinned from it. What it revoked stays revoked.
+    """Stop trusting a registry and the keys pinned from it. What it revoked stays revoked.
 
     Example: expertctl trust registry remove registry.example.com
     """
@@ -85,7 +85,7 @@ def remove(
     known = trust.read().find_registry(name)
     trust.remove_registry(name)
     assert known is not None
-    emit(build_registry_document(known), f"{known.host} is not believed any more", as_json=as_json)
+    emit(build_registry_document(known), f"{known.host} is no longer trusted", as_json=as_json)
 
 
 def build_registry_document(known: KnownRegistry) -> dict[str, object]:
@@ -105,7 +105,7 @@ def format_registries(registries: tuple[KnownRegistry, ...]) -> str:
         [r.host, " ".join(r.namespaces) or "-", " ".join(r.pinned) or "-", r.index_key.key_id]
         for r in registries
     ]
-    return format_table(["REGISTRY", "MEANT BY", "PINNED", "INDEX KEY"], rows) if rows else ""
+    return format_table(["REGISTRY", "NAMESPACES", "PINNED", "INDEX KEY"], rows) if rows else ""
 
 
 def _obtain_index_key(
@@ -121,8 +121,8 @@ def _obtain_index_key(
             raise UsageError(f"{root} holds {key.key_id}, not {fingerprint}")
         return key
     if fingerprint is None:
-        hint = "add `--fingerprint sha256:…` or `--root FILE`; whoever runs the registry has it"
-        raise UsageError(f"what {address.host} says of itself proves nothing", hint=hint)
+        hint = "add `--fingerprint sha256:…` or `--root FILE`; the registry's operator has it"
+        raise UsageError(f"{address.host} cannot vouch for its own key", hint=hint)
     wanted = parse_fingerprint(fingerprint)
     with open_http(settings, notify=make_note_once()) as http:
         return fetch_index_key(http, address, fingerprint=wanted)
@@ -131,5 +131,5 @@ def _obtain_index_key(
 def _format_added(known: KnownRegistry) -> str:
     lines = [f"{known.host}  {known.index_key.key_id}"]
     if known.namespaces:
-        lines.append(f"meant by {', '.join(f'{name}/*' for name in known.namespaces)}")
+        lines.append(f"for {', '.join(f'{name}/*' for name in known.namespaces)}")
     return "\n".join(lines)

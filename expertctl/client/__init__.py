@@ -1,4 +1,4 @@
-"""A client of a generation server, for programs: neither torch nor numpy is imported by it.
+"""A client of a generation server, for programs; imports neither torch nor numpy.
 
 ::
 
@@ -17,10 +17,10 @@
         print(client.jobs.wait(job.job_id).demand_result().text)
 
 `AsyncExpertClient` is the same with ``await`` and ``async with``. An API key comes from the
-argument ``api_key`` or from ``EXPERT_API_KEY``; it is sent to that server alone, and a redirect is
-never followed. Whatever goes wrong is an error of `expertctl.errors`: `RateLimitError` when the
-server has too much to do, `UnauthenticatedError` without a valid key, `NotFoundError` for an expert
-that is not installed, `UnreachableError` when no server answers.
+argument ``api_key`` or from ``EXPERT_API_KEY``; it is sent to that server only, and redirects are
+never followed. Every failure is an error of `expertctl.errors`: `RateLimitError` when the server
+is overloaded, `UnauthenticatedError` without a valid key, `NotFoundError` for an expert that is
+not installed, `UnreachableError` when no server answers.
 """
 
 from expertctl.client.async_client import AsyncExpertClient

@@ -1,10 +1,7 @@
-"""Asking a server from an event loop: as `expertctl.client.client`, with ``await``.
+"""`AsyncExpertClient`: the API of a generation server, for an event loop.
 
-Answers that come piece by piece, read in an event loop: as `expertctl.client.client`.
-
-Jobs, asked about from an event loop: as `expertctl.client.client`, with ``await``.
-
-`AsyncExpertClient`: the API of a generation server, for an event loop.
+As `expertctl.client.client`, with ``await``: methods of the same name do the same and raise the
+same errors.
 """
 
 import asyncio
@@ -47,6 +44,7 @@ from expertctl.client.protocol import (
     translate_network_errors,
 )
 from expertctl.client.result import (
+    Document,
     Expert,
     ExpertList,
     InferResult,
@@ -59,9 +57,7 @@ from expertctl.client.result import (
 )
 from expertctl.errors import RateLimitError, UnreachableError
 
-_Kind = TypeVar(
-    "_Kind", InferResult, RouteResult, Job, ExpertList, ModelList, MoeActivity, InferStarted
-)
+_Kind = TypeVar("_Kind", bound=Document)
 _Result = TypeVar("_Result")
 
 
@@ -76,27 +72,19 @@ class AsyncTransport:
         sleep: Callable[[float], Awaitable[object]],
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
-        """Open nothing yet."""
+        """Create the HTTP client; no connection is opened yet."""
         self.server = server
         self.sleep = sleep
         self._retries = retries
         self._client = httpx2.AsyncClient(**server.http_options, transport=transport)
 
     async def fetch(self, call: ApiRequest, kind: type[_Kind]) -> _Kind:
-        """Send a request and read its answer.
-
-        Raises:
-            ExpertError: when it is refused, or no answer comes.
-        """
+        """Send a request and decode its response; see `Transport.fetch`."""
         body = await self._retry(call, lambda: self._fetch_body(call))
         return decode_response(body, kind, what=call.what)
 
     async def open_stream(self, call: ApiRequest) -> httpx2.Response:
-        """Send a request and return its answer unread; the caller closes it.
-
-        Raises:
-            ExpertError: as `ask`.
-        """
+        """Send a request and return its unread response; the caller closes it."""
         return await self._retry(call, lambda: self._send(call))
 
     async def close(self) -> None:
@@ -108,16 +96,14 @@ class AsyncTransport:
             try:
                 return await attempt()
             except (RateLimitError, UnreachableError) as error:
-                again = call.is_repeatable
-                pause = self._retries.pause_after(number, error, repeatable=again)
+                pause = self._retries.pause_after(number, error, repeatable=call.is_repeatable)
                 if pause is None:
                     raise
             await self.sleep(pause)
         raise AssertionError("counting has no end")
 
     async def _fetch_body(self, call: ApiRequest) -> bytes:
-        response = await self._send(call)
-        return await self._read_body(call, response)
+        return await self._read_body(call, await self._send(call))
 
     async def _send(self, call: ApiRequest) -> httpx2.Response:
         request = self._client.build_request(call.method, call.path, **encode_request(call))
@@ -139,47 +125,39 @@ class AsyncTransport:
 
 
 class AsyncInferStream:
-    """An answer as it is written: read its chunks by ``async for``, then its ``result``.
+    """An answer while it is generated: read its chunks by ``async for``, then ``result``.
 
-    Leaving early, by ``aclose`` or the end of an ``async with`` block, ends the work of the server,
-    too.
+    Leaving early, by ``aclose`` or the end of an ``async with`` block, cancels the request on the
+    server.
     """
 
     def __init__(
         self, open_response: Callable[[], Awaitable[httpx2.Response]], server: Server
     ) -> None:
-        """Send nothing before the first chunk is wanted."""
+        """Prepare the stream; the request is sent when the first chunk is read."""
         self._state = InferStreamState()
         self._chunks = self._read(open_response, server)
 
     @property
     def started(self) -> InferStarted | None:
-        """The job and its plan, once the first chunk is here."""
+        """The job and its plan; None before the first chunk."""
         return self._state.started
 
     @property
     def result(self) -> InferResult:
-        """The whole answer.
-
-        Raises:
-            NoAnswerError: when the stream was not read to its end.
-        """
+        """The complete answer; raises `NoAnswerError` before the end of the stream."""
         return self._state.require_result()
 
     def __aiter__(self) -> Self:
-        """Read on from here."""
+        """Return the stream itself."""
         return self
 
     async def __anext__(self) -> Chunk:
-        """Wait for more text.
-
-        Raises:
-            ExpertError: when it is refused, or fails on the way.
-        """
+        """Wait for the next chunk."""
         return await anext(self._chunks)
 
     async def __aenter__(self) -> Self:
-        """Begin; nothing is sent yet."""
+        """Return the stream; nothing is sent yet."""
         return self
 
     async def __aexit__(
@@ -188,11 +166,11 @@ class AsyncInferStream:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave, wherever it is."""
+        """Close the stream."""
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End it where it is."""
+        """Close the connection, which cancels an unfinished request."""
         await self._chunks.aclose()
 
     async def _read(
@@ -210,39 +188,24 @@ class AsyncInferStream:
 
 
 class AsyncJobsClient:
-    """The jobs of whoever has this key."""
+    """The jobs of the owner of this API key."""
 
     def __init__(self, transport: AsyncTransport) -> None:
-        """Keep how to ask."""
+        """Use a transport."""
         self._transport = transport
 
     async def submit(self, prompt: str, **options: Unpack[InferOptions]) -> Job:
-        """Put a prompt into the queue; it is answered whether or not anybody asks.
-
-        Raises:
-            RateLimitError: when the queue is full.
-            ExpertError: when it is refused, or no answer comes.
-        """
+        """Queue a prompt; it is answered even if nobody polls the job."""
         return await self._transport.fetch(
             ApiRequest("POST", JOBS_PATH, build_body(prompt, options)), Job
         )
 
     async def get(self, job_id: str) -> Job:
-        """Look at a job.
-
-        Raises:
-            NotFoundError: when there is none, it is somebody else's, or ended long ago.
-            ExpertError: when no answer comes.
-        """
+        """Return the current state of a job."""
         return await self._transport.fetch(ApiRequest("GET", build_job_path(job_id)), Job)
 
     async def wait(self, job_id: str, *, timeout: float | None = None) -> Job:
-        """Look at a job until it is over, for so many seconds at most.
-
-        Raises:
-            TimedOutError: when it is not over by then; it goes on.
-            ExpertError: as `get`.
-        """
+        """Poll a job until it is over, for at most ``timeout`` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_POLL_SECONDS
         while not (job := await self.get(job_id)).is_over:
@@ -252,20 +215,12 @@ class AsyncJobsClient:
         return job
 
     async def cancel(self, job_id: str) -> Job:
-        """End a job where it is; one that is over stays as it is.
-
-        Raises:
-            ExpertError: as `get`.
-        """
+        """Cancel a job; one that is over stays as it is."""
         return await self._transport.fetch(ApiRequest("DELETE", build_job_path(job_id)), Job)
 
     @asynccontextmanager
     async def running(self, prompt: str, **options: Unpack[InferOptions]) -> AsyncIterator[Job]:
-        """Begin a job for the length of a ``async with`` block, and cancel it at its end.
-
-        Raises:
-            ExpertError: as `submit`.
-        """
+        """Submit a job for the length of an ``async with`` block, and cancel it at the end."""
         job = await self.submit(prompt, **options)
         try:
             yield job
@@ -292,15 +247,7 @@ class AsyncExpertClient:
         transport: httpx2.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """Keep where to ask; nothing is sent yet.
-
-        ``base_url`` is by default that of ``EXPERT_SERVER``, else of this machine; ``api_key`` that
-        of ``EXPERT_API_KEY``, if any. ``transport`` is for proxies and certificates of one's own:
-        ``httpx2.AsyncHTTPTransport(proxy=…, verify=…)``.
-
-        Raises:
-            UsageError: when the address or the key cannot be one.
-        """
+        """Create a client; nothing is sent yet. The arguments are those of `ExpertClient`."""
         server = find_server(base_url, api_key=api_key, timeout=timeout)
         self._transport = AsyncTransport(
             server, retries=retries or Retries(), transport=transport, sleep=sleep
@@ -308,66 +255,36 @@ class AsyncExpertClient:
         self.jobs = AsyncJobsClient(self._transport)
 
     async def infer(self, prompt: str, **options: Unpack[InferOptions]) -> InferResult:
-        """Answer a prompt.
-
-        Raises:
-            UsageError: when the request is wrong.
-            RateLimitError: when the server has too much to do.
-            UnreachableError: when no server answers.
-            ExpertError: whatever else the server refuses it for.
-        """
+        """Answer a prompt."""
         return await self._transport.fetch(
             ApiRequest("POST", "/v1/infer", build_body(prompt, options)), InferResult
         )
 
     def infer_stream(self, prompt: str, **options: Unpack[InferOptions]) -> AsyncInferStream:
-        """Answer a prompt piece by piece; what goes wrong is raised where it is read."""
+        """Answer a prompt piece by piece; errors are raised where the stream is read."""
         call = ApiRequest("POST", "/v1/infer", build_body(prompt, options, stream=True))
         return AsyncInferStream(lambda: self._transport.open_stream(call), self._transport.server)
 
     async def route(self, prompt: str, **options: Unpack[RouteOptions]) -> RouteResult:
-        """Say which experts would answer a prompt, and why; nothing is loaded.
-
-        Raises:
-            ExpertError: as `infer`.
-        """
+        """Return which experts would answer a prompt, and why; nothing is loaded."""
         return await self._transport.fetch(
             ApiRequest("POST", "/v1/route", build_body(prompt, options)), RouteResult
         )
 
     async def experts(self) -> tuple[Expert, ...]:
-        """List the experts that are installed.
-
-        Raises:
-            ExpertError: when no answer comes.
-        """
+        """List the installed experts."""
         return (await self._transport.fetch(ApiRequest("GET", "/v1/experts"), ExpertList)).experts
 
     async def models(self) -> tuple[Model, ...]:
-        """List what the ``model`` of the OpenAI and Anthropic calls can be.
-
-        Raises:
-            ExpertError: when no answer comes.
-        """
+        """List the valid values of ``model`` in OpenAI and Anthropic calls."""
         return (await self._transport.fetch(ApiRequest("GET", "/v1/models"), ModelList)).data
 
     async def moe(self) -> MoeActivity:
-        """Tell what was counted of the routed experts of the base; nothing changes by it.
-
-        Raises:
-            ExpertError: when no answer comes.
-        """
+        """Return the counters of the base's routed experts, without changing them."""
         return await self._transport.fetch(ApiRequest("GET", "/moe"), MoeActivity)
 
     async def change_moe(self, **options: Unpack[MoeOptions]) -> MoeActivity:
-        """Count routed experts otherwise, or let a profile say which stay; tell what holds then.
-
-        Raises:
-            UsageError: when that would change nothing, or cannot be.
-            IncompatibleError: when the base has none that could be missing, or does not fit.
-            NotFoundError: when nothing was learnt of the base.
-            ExpertError: when no answer comes.
-        """
+        """Change how routed experts are counted, or apply a usage profile; return the new state."""
         return await self._transport.fetch(
             ApiRequest("POST", "/moe", drop_unset_options(options)), MoeActivity
         )
@@ -377,7 +294,7 @@ class AsyncExpertClient:
         await self._transport.close()
 
     async def __aenter__(self) -> Self:
-        """Begin; connections are opened when they are needed."""
+        """Return the client; connections are opened when they are needed."""
         return self
 
     async def __aexit__(

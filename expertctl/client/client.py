@@ -1,10 +1,8 @@
-"""Asking a server from a thread: one request at a time, again where that may help.
+"""`ExpertClient`: the API of a generation server, for threads.
 
-Answers that come piece by piece: what their events mean, and reading them in a thread.
-
-Jobs: requests that go on by themselves, and are asked about.
-
-`ExpertClient`: the API of a generation server, for threads.
+A `Transport` sends one request at a time per call and retries it where that may help;
+`InferStream` reads an answer piece by piece; `JobsClient` submits and polls jobs.
+`expertctl.client.async_client` is the same for an event loop.
 """
 
 import time
@@ -37,6 +35,7 @@ from expertctl.client.protocol import (
     translate_network_errors,
 )
 from expertctl.client.result import (
+    Document,
     Expert,
     ExpertList,
     InferPiece,
@@ -51,14 +50,12 @@ from expertctl.client.result import (
 )
 from expertctl.errors import NoAnswerError, RateLimitError, TimedOutError, UnreachableError
 
-_Kind = TypeVar(
-    "_Kind", InferResult, RouteResult, Job, ExpertList, ModelList, MoeActivity, InferStarted
-)
+_Kind = TypeVar("_Kind", bound=Document)
 _Result = TypeVar("_Result")
 
 
 class Transport:
-    """The owner of the connections to one server; any thread may ask."""
+    """The owner of the connections to one server; thread-safe."""
 
     def __init__(
         self,
@@ -68,26 +65,26 @@ class Transport:
         sleep: Callable[[float], object],
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
-        """Open nothing yet."""
+        """Create the HTTP client; no connection is opened yet."""
         self.server = server
         self.sleep = sleep
         self._retries = retries
         self._client = httpx2.Client(**server.http_options, transport=transport)
 
     def fetch(self, call: ApiRequest, kind: type[_Kind]) -> _Kind:
-        """Send a request and read its answer.
+        """Send a request and decode its response.
 
         Raises:
-            ExpertError: when it is refused, or no answer comes.
+            ExpertError: when it is refused, or there is no response.
         """
         body = self._retry(call, lambda: self._fetch_body(call))
         return decode_response(body, kind, what=call.what)
 
     def open_stream(self, call: ApiRequest) -> httpx2.Response:
-        """Send a request and return its answer unread; the caller closes it.
+        """Send a request and return its unread response; the caller closes it.
 
         Raises:
-            ExpertError: as `ask`.
+            ExpertError: as `fetch`.
         """
         return self._retry(call, lambda: self._send(call))
 
@@ -100,16 +97,14 @@ class Transport:
             try:
                 return attempt()
             except (RateLimitError, UnreachableError) as error:
-                again = call.is_repeatable
-                pause = self._retries.pause_after(number, error, repeatable=again)
+                pause = self._retries.pause_after(number, error, repeatable=call.is_repeatable)
                 if pause is None:
                     raise
             self.sleep(pause)
         raise AssertionError("counting has no end")
 
     def _fetch_body(self, call: ApiRequest) -> bytes:
-        response = self._send(call)
-        return self._read_body(call, response)
+        return self._read_body(call, self._send(call))
 
     def _send(self, call: ApiRequest) -> httpx2.Response:
         request = self._client.build_request(call.method, call.path, **encode_request(call))
@@ -135,24 +130,24 @@ INFER_REQUEST = "POST /v1/infer"
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Text that has become certain."""
+    """A piece of generated text that will not change."""
 
     text: str
 
 
 class InferStreamState:
-    """What the events of one stream have told so far."""
+    """The state of one stream, updated by its events."""
 
     def __init__(self) -> None:
-        """Begin before the first event."""
+        """Start before the first event."""
         self.started: InferStarted | None = None
         self.result: InferResult | None = None
 
     def handle_event(self, event: httpx2.ServerSentEvent) -> Chunk | None:
-        """Take an event; return text if it has some.
+        """Handle an event; return its text, if any. Unknown events of newer servers are ignored.
 
         Raises:
-            ExpertError: when it says that there is no more of the answer.
+            ExpertError: when the event says that the request failed.
         """
         data = event.data.encode("utf-8", "replace")
         match event.event:
@@ -165,48 +160,48 @@ class InferStreamState:
             case "failed" | "error":
                 raise build_stream_error(data)
             case _:
-                pass  # what newer servers tell besides
+                pass  # an event of a newer server
         return None
 
     def require_result(self) -> InferResult:
-        """Return the whole answer.
+        """Return the complete answer.
 
         Raises:
             NoAnswerError: when the stream is not at its end.
         """
         if self.result is None:
-            raise NoAnswerError("the answer is not whole yet", hint="read the stream to its end")
+            raise NoAnswerError("the answer is not complete yet", hint="read the stream to its end")
         return self.result
 
     def check_complete(self) -> None:
-        """Say that no more events come.
+        """Check the state at the end of the events.
 
         Raises:
-            UnreachableError: when the answer is not whole.
+            UnreachableError: when the answer is not complete.
         """
         if self.result is None:
-            raise UnreachableError(f"{INFER_REQUEST}: the answer broke off", hint="ask again")
+            raise UnreachableError(f"{INFER_REQUEST}: the answer was cut off", hint="ask again")
 
 
 class InferStream:
-    """An answer as it is written: iterate over its chunks, then its ``result`` is at hand.
+    """An answer while it is generated: iterate over its chunks, then read ``result``.
 
-    Leaving early, by ``close`` or the end of a ``with`` block, ends the work of the server, too.
+    Leaving early, by ``close`` or the end of a ``with`` block, cancels the request on the server.
     """
 
     def __init__(self, open_response: Callable[[], httpx2.Response], server: Server) -> None:
-        """Send nothing before the first chunk is wanted."""
+        """Prepare the stream; the request is sent when the first chunk is read."""
         self._state = InferStreamState()
         self._chunks = self._read(open_response, server)
 
     @property
     def started(self) -> InferStarted | None:
-        """The job and its plan, once the first chunk is here."""
+        """The job and its plan; None before the first chunk."""
         return self._state.started
 
     @property
     def result(self) -> InferResult:
-        """The whole answer.
+        """The complete answer.
 
         Raises:
             NoAnswerError: when the stream was not read to its end.
@@ -214,19 +209,19 @@ class InferStream:
         return self._state.require_result()
 
     def __iter__(self) -> Self:
-        """Read on from here."""
+        """Return the stream itself."""
         return self
 
     def __next__(self) -> Chunk:
-        """Wait for more text.
+        """Wait for the next chunk.
 
         Raises:
-            ExpertError: when it is refused, or fails on the way.
+            ExpertError: when the request is refused, or fails later.
         """
         return next(self._chunks)
 
     def __enter__(self) -> Self:
-        """Begin; nothing is sent yet."""
+        """Return the stream; nothing is sent yet."""
         return self
 
     def __exit__(
@@ -235,11 +230,11 @@ class InferStream:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave, wherever it is."""
+        """Close the stream."""
         self.close()
 
     def close(self) -> None:
-        """End it where it is."""
+        """Close the connection, which cancels an unfinished request."""
         self._chunks.close()
 
     def _read(
@@ -257,43 +252,43 @@ class InferStream:
 
 
 FIRST_POLL_SECONDS = 0.05
-"""Seconds until a job is looked at again; then twice as long each time."""
+"""Seconds before a job is polled again; doubled each time up to `MAX_POLL_SECONDS`."""
 MAX_POLL_SECONDS = 2.0
 JOBS_PATH = "/v1/jobs"
 
 
 class JobsClient:
-    """The jobs of whoever has this key."""
+    """The jobs of the owner of this API key."""
 
     def __init__(self, transport: Transport) -> None:
-        """Keep how to ask."""
+        """Use a transport."""
         self._transport = transport
 
     def submit(self, prompt: str, **options: Unpack[InferOptions]) -> Job:
-        """Put a prompt into the queue; it is answered whether or not anybody asks.
+        """Queue a prompt; it is answered even if nobody polls the job.
 
         Raises:
             RateLimitError: when the queue is full.
-            ExpertError: when it is refused, or no answer comes.
+            ExpertError: when it is refused, or there is no response.
         """
         return self._transport.fetch(
             ApiRequest("POST", JOBS_PATH, build_body(prompt, options)), Job
         )
 
     def get(self, job_id: str) -> Job:
-        """Look at a job.
+        """Return the current state of a job.
 
         Raises:
-            NotFoundError: when there is none, it is somebody else's, or ended long ago.
-            ExpertError: when no answer comes.
+            NotFoundError: when it is unknown, belongs to another key, or ended long ago.
+            ExpertError: when there is no response.
         """
         return self._transport.fetch(ApiRequest("GET", build_job_path(job_id)), Job)
 
     def wait(self, job_id: str, *, timeout: float | None = None) -> Job:
-        """Look at a job until it is over, for so many seconds at most.
+        """Poll a job until it is over, for at most ``timeout`` seconds.
 
         Raises:
-            TimedOutError: when it is not over by then; it goes on.
+            TimedOutError: when it is not over by then; the job continues.
             ExpertError: as `get`.
         """
         end = None if timeout is None else time.monotonic() + timeout
@@ -305,7 +300,7 @@ class JobsClient:
         return job
 
     def cancel(self, job_id: str) -> Job:
-        """End a job where it is; one that is over stays as it is.
+        """Cancel a job; one that is over stays as it is.
 
         Raises:
             ExpertError: as `get`.
@@ -314,7 +309,7 @@ class JobsClient:
 
     @contextmanager
     def running(self, prompt: str, **options: Unpack[InferOptions]) -> Iterator[Job]:
-        """Begin a job for the length of a ``with`` block, and cancel it at its end.
+        """Submit a job for the length of a ``with`` block, and cancel it at the end.
 
         Raises:
             ExpertError: as `submit`.
@@ -327,17 +322,13 @@ class JobsClient:
 
 
 def check_deadline(job: Job, deadline: float | None) -> None:
-    """Go on waiting only until then.
-
-    Raises:
-        TimedOutError: when that is over.
-    """
+    """Raise `TimedOutError` after the deadline, a value of `time.monotonic`."""
     if deadline is not None and time.monotonic() >= deadline:
         raise TimedOutError(f"the job {job.job_id} is still {job.status}", hint="wait for longer")
 
 
 DEFAULT_TIMEOUT = 600.0
-"""Seconds that a server may be silent."""
+"""Seconds without a byte from the server."""
 
 
 class ExpertClient:
@@ -359,14 +350,14 @@ class ExpertClient:
         transport: httpx2.BaseTransport | None = None,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Keep where to ask; nothing is sent yet.
+        """Create a client; nothing is sent yet.
 
-        ``base_url`` is by default that of ``EXPERT_SERVER``, else of this machine; ``api_key`` that
-        of ``EXPERT_API_KEY``, if any. ``transport`` is for proxies and certificates of one's own:
+        ``base_url`` defaults to ``EXPERT_SERVER``, else to this machine, and ``api_key`` to
+        ``EXPERT_API_KEY``, if set. ``transport`` is for proxies and certificates of your own:
         ``httpx2.HTTPTransport(proxy=…, verify=…)``.
 
         Raises:
-            UsageError: when the address or the key cannot be one.
+            UsageError: when the address or the key is invalid.
         """
         server = find_server(base_url, api_key=api_key, timeout=timeout)
         self._transport = Transport(
@@ -378,22 +369,22 @@ class ExpertClient:
         """Answer a prompt.
 
         Raises:
-            UsageError: when the request is wrong.
-            RateLimitError: when the server has too much to do.
+            UsageError: when the request is invalid.
+            RateLimitError: when the server is overloaded.
             UnreachableError: when no server answers.
-            ExpertError: whatever else the server refuses it for.
+            ExpertError: when the server refuses it for any other reason.
         """
         return self._transport.fetch(
             ApiRequest("POST", "/v1/infer", build_body(prompt, options)), InferResult
         )
 
     def infer_stream(self, prompt: str, **options: Unpack[InferOptions]) -> InferStream:
-        """Answer a prompt piece by piece; what goes wrong is raised where it is read."""
+        """Answer a prompt piece by piece; errors are raised where the stream is read."""
         call = ApiRequest("POST", "/v1/infer", build_body(prompt, options, stream=True))
         return InferStream(lambda: self._transport.open_stream(call), self._transport.server)
 
     def route(self, prompt: str, **options: Unpack[RouteOptions]) -> RouteResult:
-        """Say which experts would answer a prompt, and why; nothing is loaded.
+        """Return which experts would answer a prompt, and why; nothing is loaded.
 
         Raises:
             ExpertError: as `infer`.
@@ -403,37 +394,37 @@ class ExpertClient:
         )
 
     def experts(self) -> tuple[Expert, ...]:
-        """List the experts that are installed.
+        """List the installed experts.
 
         Raises:
-            ExpertError: when no answer comes.
+            ExpertError: when there is no response.
         """
         return self._transport.fetch(ApiRequest("GET", "/v1/experts"), ExpertList).experts
 
     def models(self) -> tuple[Model, ...]:
-        """List what the ``model`` of the OpenAI and Anthropic calls can be.
+        """List the valid values of ``model`` in OpenAI and Anthropic calls.
 
         Raises:
-            ExpertError: when no answer comes.
+            ExpertError: when there is no response.
         """
         return self._transport.fetch(ApiRequest("GET", "/v1/models"), ModelList).data
 
     def moe(self) -> MoeActivity:
-        """Tell what was counted of the routed experts of the base; nothing changes by it.
+        """Return the counters of the base's routed experts, without changing them.
 
         Raises:
-            ExpertError: when no answer comes.
+            ExpertError: when there is no response.
         """
         return self._transport.fetch(ApiRequest("GET", "/moe"), MoeActivity)
 
     def change_moe(self, **options: Unpack[MoeOptions]) -> MoeActivity:
-        """Count routed experts otherwise, or let a profile say which stay; tell what holds then.
+        """Change how routed experts are counted, or apply a usage profile; return the new state.
 
         Raises:
-            UsageError: when that would change nothing, or cannot be.
-            IncompatibleError: when the base has none that could be missing, or does not fit.
+            UsageError: when nothing would change, or an option is invalid.
+            IncompatibleError: when all routed experts are resident, or the profile does not fit.
             NotFoundError: when nothing was learnt of the base.
-            ExpertError: when no answer comes.
+            ExpertError: when there is no response.
         """
         return self._transport.fetch(
             ApiRequest("POST", "/moe", drop_unset_options(options)), MoeActivity
@@ -444,7 +435,7 @@ class ExpertClient:
         self._transport.close()
 
     def __enter__(self) -> Self:
-        """Begin; connections are opened when they are needed."""
+        """Return the client; connections are opened when they are needed."""
         return self
 
     def __exit__(

@@ -1,11 +1,6 @@
-"""What can be asked of a server besides the prompt; what is left out is the server's to choose.
+"""What both clients share: request options, retries, server address, encoding and decoding.
 
-When a request is sent again: what the server could not take, after growing, random pauses.
-
-`Server`: where requests go, who asks, how long; and what an answer means.
-
-All that the client with threads and the one with an event loop have in common. Nothing is sent
-here.
+Nothing is sent here. An option that is left out gets the server's default.
 """
 
 import os
@@ -13,26 +8,14 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 from urllib.parse import quote
 
 import httpx2
 import msgspec
 
 from expertctl import __version__
-from expertctl.client.result import (
-    Document,
-    ExpertList,
-    InferPiece,
-    InferResult,
-    InferStarted,
-    Job,
-    ModelList,
-    MoeActivity,
-    RouteResult,
-    build_response_error,
-    sanitise_text,
-)
+from expertctl.client.result import Document, MoeActivity, build_response_error, sanitise_text
 from expertctl.errors import (
     ExpertError,
     RateLimitError,
@@ -43,7 +26,7 @@ from expertctl.errors import (
 
 
 class RouteOptions(TypedDict, total=False):
-    """What a plan depends on."""
+    """Options that affect a plan."""
 
     temperature: float
     max_tokens: int
@@ -60,58 +43,58 @@ class RouteOptions(TypedDict, total=False):
 
 
 class InferOptions(RouteOptions, total=False):
-    """What an answer depends on, and how it is wanted."""
+    """Options that affect an answer and how it is delivered."""
 
     template: str
     """With ``{prompt}`` and ``{body}``, each at most once."""
     body: str
     context_size: int
-    """How many tokens prompt and answer may have together."""
+    """Most tokens of prompt and answer together."""
     response_format: Mapping[str, Any]
     """``{"type": "json"}``, ``{"type": "json_schema", "schema": {…}}``, ``{"type": "sql"}`` …"""
     user_id: str
     session_id: str
     cache_key: str
-    """Whose earlier prompts may begin this one; seen by nobody with another API key."""
+    """Allows reuse of the KV cache of earlier prompts with this key; never across API keys."""
     metadata: Mapping[str, str]
     priority: int
     """0 to 9; 9 is served first."""
     timeout_ms: int
-    """After so long the answer is what is there by then."""
+    """Then generation stops and the text so far is returned."""
 
 
 class MoeOptions(TypedDict, total=False):
-    """What a server is to count of its routed experts, and which profile says which stay."""
+    """How a server counts its routed experts, and which usage profile selects the resident ones."""
 
     mode: Literal["full", "update", "off"]
-    """Another one begins to count again."""
+    """A change resets the counters."""
     reset: bool
-    """Whether to begin again in any case."""
+    """Whether to reset the counters in any case."""
     profile: str | Mapping[str, Any] | MoeActivity
-    """A profile, or the name of the base, for what was learnt of it."""
+    """A usage profile, or the name of the base for what was learnt of it."""
     pin: int | str
-    """So many experts of each layer stay, or, as ``"50%"``, those that half of all tokens want."""
+    """Experts to pin per layer: a number, or ``"50%"`` for those that serve half of all tokens."""
     exchange: float
-    """The share of residents that an update may exchange for others of the profile."""
+    """The share of resident experts that an update may swap for others of the profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """How often and after how long; ``chance`` can be given by tests."""
+    """How often and after which pauses a request is retried; tests replace ``chance``."""
 
     attempts: int = 3
     """How often a request is sent at most; 1 never repeats it."""
     first_pause: float = 0.5
     longest_pause: float = 8.0
     longest_asked: float = 60.0
-    """A server that asks for a longer pause is not waited for."""
+    """Most seconds to wait for a server that asks for a pause."""
     chance: Callable[[], float] = random.random
 
     def pause_after(self, attempt: int, error: ExpertError, *, repeatable: bool) -> float | None:
-        """Return how long to wait after an attempt, the first being 1; None: do not try again.
+        """Return the seconds to wait after an attempt, the first being 1; None: do not retry.
 
-        What the server refused for now, or never got, may be sent again; what it may have begun
-        only if that does no harm.
+        A request that the server rejected for now or never received is retried; one that it may
+        have started only if ``repeatable``.
         """
         if attempt >= self.attempts:
             return None
@@ -123,7 +106,7 @@ class Retries:
 
 
 def _get_requested_pause(error: ExpertError, *, repeatable: bool) -> float | None:
-    """Return for how long the server wants no request, None where another one would not help."""
+    """Return the pause that the server asks for; None if a retry would not help."""
     match error:
         case RateLimitError():
             return float(error.retry_after)
@@ -136,33 +119,13 @@ def _get_requested_pause(error: ExpertError, *, repeatable: bool) -> float | Non
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
 MAX_RESPONSE_BYTES = 64 << 20
-"""Bytes of an answer, or of one event of a stream."""
-_KINDS = (
-    InferResult,
-    RouteResult,
-    Job,
-    ExpertList,
-    ModelList,
-    MoeActivity,
-    InferStarted,
-    InferPiece,
-)
-_DECODERS: Mapping[type[Document], msgspec.json.Decoder[Document]] = {
-    kind: msgspec.json.Decoder(kind) for kind in _KINDS
+"""Most bytes of a response, or of one event of a stream."""
+_DECODERS: Mapping[type[object], msgspec.json.Decoder[Document]] = {
+    kind: msgspec.json.Decoder(kind) for kind in get_args(Document)
 }
-"""Made as this is imported, by one thread: msgspec prepares a class when it is first used."""
+"""Created at import, by one thread: msgspec prepares a class when it is first used."""
 _NEVER_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
-_Kind = TypeVar(
-    "_Kind",
-    InferResult,
-    RouteResult,
-    Job,
-    ExpertList,
-    ModelList,
-    MoeActivity,
-    InferStarted,
-    InferPiece,
-)
+_Kind = TypeVar("_Kind", bound=Document)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +138,7 @@ class ApiRequest:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether it does no harm twice; a prompt would be answered twice."""
+        """Whether it may be sent twice; a prompt would be answered twice."""
         return self.method != "POST"
 
     @property
@@ -185,7 +148,7 @@ class ApiRequest:
 
 
 class HttpClientOptions(TypedDict):
-    """What both kinds of client are made with."""
+    """The arguments of both kinds of HTTP client."""
 
     base_url: str
     headers: dict[str, str]
@@ -196,7 +159,7 @@ class HttpClientOptions(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One server, and how it is asked."""
+    """The address of a server, the API key and the timeout."""
 
     url: str
     key: str | None = field(repr=False)
@@ -204,7 +167,7 @@ class Server:
 
     @property
     def http_options(self) -> HttpClientOptions:
-        """What a client of httpx is made with: no proxy, cookie or login of its own."""
+        """The arguments of an httpx client: no proxy, cookie or login from the environment."""
         headers = {"User-Agent": f"expertctl/{__version__}", "Accept-Encoding": "identity"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -224,20 +187,22 @@ def find_server(
     timeout: float,
     environment: Mapping[str, str] = os.environ,
 ) -> Server:
-    """Return the server that is meant, by the arguments, else by the environment.
+    """Return the server that the arguments name, else the environment.
 
-    The key of the environment is for the server of the environment, and never sent to another one.
+    The key of the environment belongs to the server of the environment and is sent to no other.
 
     Raises:
-        UsageError: when the address or the key cannot be one.
+        UsageError: when the address or the key is invalid.
     """
     named = environment.get("EXPERT_SERVER") or DEFAULT_URL
     own = base_url is None or _parse_origin(base_url) == _parse_origin(named)
     key = api_key if api_key is not None or not own else environment.get("EXPERT_API_KEY") or None
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key and key):
-        raise UsageError("the API key has characters that no key has", hint="copy it again")
+        raise UsageError("the API key has invalid characters", hint="copy it again")
     if not timeout > 0:
-        raise UsageError(f"a timeout of {timeout} seconds is none", hint="give seconds above 0")
+        raise UsageError(
+            f"a timeout of {timeout} seconds is not possible", hint="give seconds above 0"
+        )
     return Server(_parse_address(base_url or named), key, timeout)
 
 
@@ -250,7 +215,7 @@ def _parse_address(text: str) -> str:
     try:
         url = httpx2.URL(text)
     except httpx2.InvalidURL as error:
-        raise UsageError(f"{sanitise_text(text)!r} is no address: {error}") from error
+        raise UsageError(f"{sanitise_text(text)!r} is not an address: {error}") from error
     if url.scheme not in {"http", "https"} or not url.host or url.userinfo or url.query:
         raise UsageError(
             f"{sanitise_text(text)!r} is not the address of a server", hint=f"such as {DEFAULT_URL}"
@@ -264,7 +229,7 @@ def build_body(prompt: str, options: Mapping[str, Any], **more: object) -> dict[
 
 
 def drop_unset_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of a change; an option that is None is left out."""
+    """Return the options without those that are None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -272,7 +237,7 @@ def build_job_path(job_id: str) -> str:
     """Return the path of a job.
 
     Raises:
-        UsageError: when no job has such an id.
+        UsageError: when no job can have this id.
     """
     if job_id in {"", ".", ".."}:
         raise UsageError(f"no job has the id {job_id!r}")
@@ -280,31 +245,31 @@ def build_job_path(job_id: str) -> str:
 
 
 def encode_request(call: ApiRequest) -> dict[str, Any]:
-    """Return the content of a request and its type.
+    """Return the content of a request and its headers.
 
     Raises:
-        UsageError: when it cannot be written as JSON.
+        UsageError: when it cannot be encoded as JSON.
     """
     if call.body is None:
         return {}
     try:
         content = msgspec.json.encode(call.body)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"{call.what}: the request is no JSON: {error}") from error
+        raise UsageError(f"{call.what}: the request cannot be encoded as JSON: {error}") from error
     return {"content": content, "headers": {"Content-Type": "application/json"}}
 
 
 def decode_response(body: bytes, kind: type[_Kind], *, what: str) -> _Kind:
-    """Read an answer.
+    """Decode a response.
 
     Raises:
-        RegistryError: when it is none of this kind.
+        RegistryError: when it is not a response of this kind.
     """
     try:
         answer = _DECODERS[kind].decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RegistryError(
-            f"{what}: the answer is not understood: {error}",
+            f"{what}: the response cannot be decoded: {error}",
             hint="is that an expertctl server, and of this version?",
         ) from error
     assert isinstance(answer, kind)
@@ -312,37 +277,37 @@ def decode_response(body: bytes, kind: type[_Kind], *, what: str) -> _Kind:
 
 
 def build_refusal_error(call: ApiRequest, response: httpx2.Response, body: bytes) -> ExpertError:
-    """Return what an answer that is none means."""
+    """Return the error of a response that is not a success."""
     return build_response_error(response.status_code, response.headers, body, what=call.what)
 
 
 def is_answer(response: httpx2.Response) -> bool:
-    """Tell whether an answer is what was asked for."""
+    """Return whether a response is a success."""
     return response.status_code in {200, 202}
 
 
 class ResponseBuffer:
-    """The body of an answer, as far as it came."""
+    """The body of a response, as far as it was received."""
 
     def __init__(self, what: str) -> None:
-        """Begin with nothing."""
+        """Start empty."""
         self.data = bytearray()
         self._what = what
 
     def add(self, chunk: bytes) -> None:
-        """Take more of it.
+        """Append a chunk.
 
         Raises:
-            RegistryError: when it is too much.
+            RegistryError: when the body exceeds `MAX_RESPONSE_BYTES`.
         """
         self.data += chunk
         if len(self.data) > MAX_RESPONSE_BYTES:
-            raise RegistryError(f"{self._what}: the answer has over {MAX_RESPONSE_BYTES} bytes")
+            raise RegistryError(f"{self._what}: the response has over {MAX_RESPONSE_BYTES} bytes")
 
 
 @contextmanager
 def translate_network_errors(what: str, server: Server) -> Iterator[None]:
-    """Turn what the network does into errors of ours."""
+    """Raise network errors of httpx as `UnreachableError`."""
     try:
         yield
     except _NEVER_SENT as error:

@@ -1,6 +1,7 @@
-"""What a refusal of the server means: its code, else its status, becomes an error of ours.
+"""Responses of the server as frozen values, and its errors as `ExpertError`.
 
-What a server answers, as frozen values; fields that are new to this client are left out.
+Fields that are newer than this client are ignored. An error is chosen by its code, else by the
+HTTP status.
 """
 
 import math
@@ -63,7 +64,7 @@ _ERROR_DECODER = msgspec.json.Decoder(_ErrorResponse)  # made as this is importe
 def build_response_error(
     status: int, headers: Mapping[str, str], body: bytes, *, what: str
 ) -> ExpertError:
-    """Return the error for an answer that is none of those that were hoped for."""
+    """Return the error for a response that is not a success."""
     error = _decode_error(body)
     message = sanitise_text(error.message) or f"{what}: the server answers with status {status}"
     hint = sanitise_text(error.hint)
@@ -80,7 +81,7 @@ def build_response_error(
 def build_error_for_code(
     code: str, message: str, *, hint: str = "", status: int = 500
 ) -> ExpertError:
-    """Return the error that a server tells by its code; one that is not known by its status."""
+    """Return the error for a server's error code; for an unknown code, that of the status."""
     kind = _BY_CODE.get(code) or _BY_STATUS.get(status, RegistryError)
     if kind is InvalidPackageError:
         return InvalidPackageError("the server", [message], hint=hint)
@@ -88,21 +89,21 @@ def build_error_for_code(
 
 
 def build_stream_error(event: bytes) -> ExpertError:
-    """Return the error that ends a stream."""
+    """Return the error of an event that ends a stream."""
     error = _decode_error(event)
     return build_error_for_code(
-        error.code or "", sanitise_text(error.message) or "the answer broke off"
+        error.code or "", sanitise_text(error.message) or "the answer was cut off"
     )
 
 
 def sanitise_text(text: str) -> str:
-    """Return a text of a server as it may be printed: bounded, one line, nothing to obey."""
+    """Return a server's text that can be printed: bounded, one line, no control characters."""
     clean = " ".join(_UNSAFE_CHARACTERS.sub(" ", text[:MAX_ERROR_TEXT]).split())
     return clean if len(text) <= MAX_ERROR_TEXT else f"{clean}…"
 
 
 def parse_retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds of ``Retry-After``; a date, which needs a right clock, counts as none."""
+    """Return the seconds of ``Retry-After``; None for a date, which would need a correct clock."""
     text = headers.get("retry-after", "").strip()
     return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
@@ -110,8 +111,8 @@ def parse_retry_after(headers: Mapping[str, str]) -> float | None:
 def _build_redirect_error(headers: Mapping[str, str], what: str) -> ExpertError:
     place = sanitise_text(headers.get("location", "")) or "another address"
     return UnreachableError(
-        f"{what}: the server sends requests on to {place}",
-        hint="if that is right, give it as base_url: a key is not sent to where a server points",
+        f"{what}: the server redirects to {place}",
+        hint="if that is right, give it as base_url: API keys are not sent to redirect targets",
     )
 
 
@@ -142,7 +143,7 @@ JobStatus = Literal["queued", "processing", "finished", "failed", "cancelled"]
 
 
 class PlanExpert(Struct, frozen=True, kw_only=True):
-    """One expert of a plan and why it is there."""
+    """One expert of a plan and why it was chosen."""
 
     ref: str
     content_digest: str
@@ -154,7 +155,7 @@ class PlanExpert(Struct, frozen=True, kw_only=True):
 
 
 class PlanSampling(Struct, frozen=True, kw_only=True):
-    """How tokens are drawn."""
+    """The sampling parameters."""
 
     temperature: float
     top_p: float
@@ -168,7 +169,7 @@ class PlanSampling(Struct, frozen=True, kw_only=True):
 
 
 class RoutePlan(Struct, frozen=True, kw_only=True):
-    """Experts in order on one base; none means that the base answers alone."""
+    """Experts in order on one base; without experts the base answers alone."""
 
     identity: str
     seed: int
@@ -178,7 +179,7 @@ class RoutePlan(Struct, frozen=True, kw_only=True):
 
 
 class Tokens(Struct, frozen=True, kw_only=True):
-    """How many tokens there were, and which were generated."""
+    """The numbers of tokens, and the ids of the generated ones."""
 
     prompt: int
     generated: int
@@ -186,7 +187,7 @@ class Tokens(Struct, frozen=True, kw_only=True):
 
 
 class Stages(Struct, frozen=True, kw_only=True):
-    """Milliseconds of each stage; waiting for a turn is none of them."""
+    """Milliseconds of each stage; queueing time is in none of them."""
 
     reception: float
     reasoning: float
@@ -196,7 +197,7 @@ class Stages(Struct, frozen=True, kw_only=True):
 
 
 class CacheUse(Struct, frozen=True, kw_only=True):
-    """What was there already."""
+    """What was found in caches."""
 
     experts_hit: int
     experts_loaded: int
@@ -204,24 +205,24 @@ class CacheUse(Struct, frozen=True, kw_only=True):
 
 
 class MoeUse(Struct, frozen=True, kw_only=True):
-    """What became of the routed experts of a base, of all that was answered in the same time."""
+    """Counters of the base's routed experts, for all requests answered in the same time."""
 
     miss: MoeMiss
     cold: MoeCold
     layers: int
     experts: int
-    """Of each layer."""
+    """Per layer."""
     slots: int
-    """Of each layer: how many are kept."""
+    """Resident experts per layer."""
     in_memory: int
-    """Of all layers, at most."""
+    """Resident experts in all layers, at most."""
     requests: int
-    """Experts that were asked for, each once for a pass and layer."""
+    """Requested experts, each once per pass and layer."""
     misses: int
-    """Those of them that were not in memory then."""
+    """Requested experts that were not in memory."""
     fallback_rate: float
     skipped_mass: float
-    """The share of the routers' weights that was left out."""
+    """The share of router weight that was skipped."""
     loads: int
     read_ahead: int
     bytes_read: int
@@ -236,25 +237,25 @@ class MoeResidence(Struct, frozen=True, kw_only=True):
     miss: MoeMiss
     layers: int
     experts: int
-    """Of each layer."""
+    """Per layer."""
     slots: int
-    """Of each layer: how many are kept; the mean, where layers differ."""
+    """Resident experts per layer; the mean, where layers differ."""
     in_memory: int
-    """Of all layers, at most."""
+    """Resident experts in all layers, at most."""
     cold: MoeCold
 
 
 class MoeGuide(Struct, frozen=True, kw_only=True):
-    """What a profile says of which experts stay."""
+    """How a usage profile controls which routed experts stay in memory."""
 
     exchange: float
-    """The share of all residents that an update may exchange for others of it."""
+    """The share of all resident experts that an update may swap for others of the profile."""
     pinned: dict[str, tuple[int, ...]]
-    """The experts that keep their slots, by the number of the layer."""
+    """The pinned experts, by the number of the layer."""
 
 
 class MoeLayer(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one layer was asked for; hot is what was in memory. Times are microseconds of a call."""
+    """Counters of one layer; hot experts were in memory, cold ones were not. Times: µs per call."""
 
     layer: int
     calls: int = 0
@@ -262,28 +263,28 @@ class MoeLayer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cold_slots_total: int = 0
     hot_slot_ratio: float = 0.0
     requests: int = 0
-    """Experts that calls asked for, each once for a call."""
+    """Requested experts, each once per call."""
     missed_requests: int = 0
     fallback_rate: float = 0.0
-    """Missed requests by requests."""
+    """Missed requests divided by requests."""
     swaps: int = 0
     parallel_hot_lane_wall_time_per_call_us: float = 0.0
-    """Computing."""
+    """Time spent computing."""
     parallel_cold_lane_wall_time_per_call_us: float = 0.0
-    """Waiting for experts that were not there."""
+    """Time spent waiting for missing experts."""
     experts: tuple[tuple[int, int], ...] = ()
-    """How often each was asked for."""
+    """Pairs of expert and number of requests."""
     hot_experts: tuple[tuple[int, int], ...] = ()
     cold_experts: tuple[tuple[int, int], ...] = ()
 
 
 class MoeActivity(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a server counted of its routed experts; a profile, too."""
+    """The counters of a server's routed experts; also a usage profile."""
 
     schema: str
     mode: MoeMode
     layers: tuple[MoeLayer, ...]
-    """Empty where nothing is counted."""
+    """Empty if nothing is counted."""
     n_expert: int = 0
     n_expert_used: int = 0
     updates: int = 0
@@ -291,11 +292,11 @@ class MoeActivity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     base: str | None = None
     residence: MoeResidence | None = None
     guide: MoeGuide | None = None
-    """None where no expert could be missing."""
+    """None if all routed experts are resident."""
 
 
 class OmittedExpert(Struct, frozen=True, kw_only=True):
-    """An expert that was left out, and why."""
+    """An expert that was dropped from a plan, and why."""
 
     ref: str
     content_digest: str
@@ -303,7 +304,7 @@ class OmittedExpert(Struct, frozen=True, kw_only=True):
 
 
 class InferResult(Struct, frozen=True, kw_only=True):
-    """One answer, and how it came about."""
+    """One answer, with its plan and statistics."""
 
     job_id: str
     submitted_at: str
@@ -315,7 +316,7 @@ class InferResult(Struct, frozen=True, kw_only=True):
     stopped_by: str | None
     """The stop string that ended it."""
     validation_passed: bool | None
-    """Whether the answer has the form that was asked for; None where none was."""
+    """Whether the answer has the requested format; None if none was requested."""
     stages: Stages
     plan: RoutePlan
     dropped: tuple[OmittedExpert, ...]
@@ -326,7 +327,7 @@ class InferResult(Struct, frozen=True, kw_only=True):
     memory: dict[str, int]
     cache: CacheUse
     moe: MoeUse | None = None
-    """None where the base has no routed experts."""
+    """None if the base has no routed experts."""
     numerics: dict[str, Any]
     threads: int
     seed: int
@@ -335,7 +336,7 @@ class InferResult(Struct, frozen=True, kw_only=True):
 
 
 class RouteCandidate(Struct, frozen=True, kw_only=True):
-    """An expert that the router looked at."""
+    """An expert that the router considered."""
 
     ref: str
     content_digest: str
@@ -365,7 +366,7 @@ class JobFailure(Struct, frozen=True, kw_only=True):
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """A job as it was when the server was asked."""
+    """A snapshot of a job."""
 
     job_id: str
     status: JobStatus
@@ -373,23 +374,23 @@ class Job(Struct, frozen=True, kw_only=True):
     started_at: str | None
     ended_at: str | None
     estimated_wait_ms: float | None
-    """About how long until it begins; None once it has."""
+    """Estimated milliseconds until it starts; None once it has."""
     text: str
-    """As much of the answer as is certain."""
+    """The text so far."""
     result: InferResult | None
     error: JobFailure | None
 
     @property
     def is_over(self) -> bool:
-        """Whether it will change no more."""
+        """Whether its state is final."""
         return self.ended_at is not None
 
     def demand_result(self) -> InferResult:
-        """Return the answer; of a job that was cancelled, what was there by then.
+        """Return the answer; of a cancelled job, the text so far.
 
         Raises:
-            NoAnswerError: when it is not over yet, or was cancelled before it began.
-            ExpertError: why it failed.
+            NoAnswerError: when it is not over yet, or was cancelled before it started.
+            ExpertError: when it failed.
         """
         if self.result is not None:
             return self.result
@@ -401,7 +402,7 @@ class Job(Struct, frozen=True, kw_only=True):
 
 
 class Expert(Struct, frozen=True, kw_only=True):
-    """One version of an installed expert, and what it is to the server."""
+    """One version of an installed expert, and its state on the server."""
 
     ref: str
     name: str
@@ -420,14 +421,14 @@ class Expert(Struct, frozen=True, kw_only=True):
 
 
 class ExpertList(Struct, frozen=True, kw_only=True):
-    """All that are installed."""
+    """All installed experts."""
 
     base: str
     experts: tuple[Expert, ...]
 
 
 class Model(Struct, frozen=True, kw_only=True):
-    """What the ``model`` of the OpenAI and Anthropic calls can be."""
+    """A valid value of ``model`` in OpenAI and Anthropic calls."""
 
     id: str
     created: int
@@ -435,13 +436,13 @@ class Model(Struct, frozen=True, kw_only=True):
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
-    """All of them."""
+    """All models."""
 
     data: tuple[Model, ...]
 
 
 class InferStarted(Struct, frozen=True, kw_only=True):
-    """What is known of an answer before its first token."""
+    """What is known about an answer before its first token."""
 
     job_id: str
     submitted_at: str
@@ -449,7 +450,7 @@ class InferStarted(Struct, frozen=True, kw_only=True):
 
 
 class InferPiece(Struct, frozen=True, kw_only=True):
-    """Text that has become certain."""
+    """A piece of generated text that will not change."""
 
     text: str
 

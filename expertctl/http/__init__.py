@@ -1,1 +1,1 @@
-"""What both HTTP servers, the registry and the one that generates, have in common."""
+"""What both HTTP servers, the registry and the generation server, share."""

@@ -1,4 +1,4 @@
-"""Where a server listens: who can reach it there, and which port it really is."""
+"""Listening addresses: who can reach them, and which port they use."""
 
 import ipaddress
 import socket
@@ -11,7 +11,7 @@ from expertctl.errors import RegistryError
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """An address that is held for the server: ``host`` is an IP address, ``port`` the real one."""
+    """A reserved address: ``host`` is an IP address, ``port`` the actual port."""
 
     host: str
     port: int
@@ -30,7 +30,7 @@ def build_url(host: str, port: int, *, secure: bool) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach an address."""
+    """Return whether an address can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -41,10 +41,10 @@ def is_loopback(host: str) -> bool:
 
 @contextmanager
 def reserve_address(host: str, port: int, *, secure: bool) -> Iterator[ListenAddress]:
-    """Find a free port, or check the wanted one, and hold it; the server binds it beside.
+    """Find a free port, or check the wanted one, and hold it while the server binds it as well.
 
-    Workers share a port by ``SO_REUSEPORT``, which would also let two servers share one in
-    silence; so the first look is without it.
+    Workers share a port by ``SO_REUSEPORT``, which would also let two servers share one
+    unnoticed; so the port is first probed without it.
 
     Raises:
         RegistryError: when the address cannot be used.
@@ -66,7 +66,7 @@ def reserve_address(host: str, port: int, *, secure: bool) -> Iterator[ListenAdd
 
 
 def is_answering(address: ListenAddress) -> bool:
-    """Tell whether something accepts connections there."""
+    """Return whether something accepts connections there."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.settimeout(1)

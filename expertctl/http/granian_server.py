@@ -1,24 +1,18 @@
-"""How many connections one worker holds at once, and the open files that they need.
+"""Runs an ASGI application under granian, in worker processes.
 
-A connection that says nothing is closed after `hosting.HEADER_MILLISECONDS`, one whose body stalls
-after `limits.STALL_SECONDS`. Until then it takes a place, and others wait when no place is left:
-so there are many. A proxy in front can limit how many come from one address.
+One process handles signals, its workers answer requests. If it is killed, the workers end with it;
+if it is told to stop, running requests are finished first, within ``drain_seconds``.
 
-How a server is told to end: by signals, any number of them, at any moment.
+Connections: one that sends nothing is closed after `HEADER_MILLISECONDS`, one whose body stalls
+after `expertctl.http.limits.STALL_SECONDS`. Until then it occupies a place, and others wait when
+none is left: so there are many. A proxy in front can limit how many come from one address.
 
-granian sets a `threading.Event` in its signal handlers. A handler that runs while the main thread
-is inside that event, waiting for it or setting it for an earlier signal, deadlocks; and when two
-signals come together, other threads may take both, which does not wake the main thread. Here the
-thread that takes a signal writes it into a pipe, without Python, and one thread passes on what it
-reads.
-
-In a worker, granian breaks off what runs at the second signal, which always comes when a terminal
-signals all processes. Here a worker heeds only the first.
-
-Running an application under granian, in processes of its own.
-
-One process listens for signals, its workers answer. When it is killed, the workers end with it;
-when it is told to end, running requests are finished first, for some seconds at most.
+Signals: granian sets a `threading.Event` in its signal handlers. A handler that runs while the main
+thread is inside that event, waiting for it or setting it for an earlier signal, deadlocks; and when
+two signals arrive together, other threads may take both, which does not wake the main thread. Here
+the thread that takes a signal writes it into a pipe, without Python, and one thread forwards what
+it reads. In a worker, granian aborts running requests at the second signal, which always comes when
+a terminal signals all processes; here a worker handles only the first.
 """
 
 import asyncio
@@ -53,7 +47,7 @@ _RESERVED_FILES = 1024
 
 
 def raise_file_limit() -> None:
-    """Let this process and its workers open as many files, where the system allows it."""
+    """Let this process and its workers open enough files, where the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + _RESERVED_FILES
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -67,34 +61,34 @@ _READ_BYTES = 4096
 
 
 def install_signal_handlers(server: MPServer) -> None:
-    """End ``server`` at SIGINT and SIGTERM, renew its workers at SIGHUP; a hook of its start."""
-    told, tell = os.pipe()
-    os.set_blocking(tell, False)
-    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    """Stop ``server`` at SIGINT and SIGTERM, reload its workers at SIGHUP; a startup hook."""
+    receiver, sender = os.pipe()
+    os.set_blocking(sender, False)
+    signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
     for number in _SIGNALS:
         signal.signal(number, operator.is_)  # does nothing, in C: no signal can interrupt it
-    threading.Thread(target=_forward_signals, args=(told, server), daemon=True).start()
+    threading.Thread(target=_forward_signals, args=(receiver, server), daemon=True).start()
 
 
 def ignore_signals() -> None:
-    """Let no late signal change how the process ends; a hook of the server's end."""
+    """Ignore late signals, so that they do not change the exit status; a shutdown hook."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def forward_first_signal(loop: asyncio.AbstractEventLoop, on_stop: Callable[[], None]) -> None:
-    """Pass on only the first of all signals to the handlers that a worker will add to its loop.
+    """Forward only the first signal to the handlers that a worker will add to its loop.
 
-    ``stop_apps``, which must return at once, is called before that handler.
+    ``on_stop``, which must return at once, is called before that handler.
     """
     signal.set_wakeup_fd(-1)
     add = loop.add_signal_handler
-    told: list[int] = []
+    received: list[int] = []
 
     def add_once(number: int, handler: Callable[..., object], *values: object) -> None:
         def run_handler_once() -> None:
-            told.append(number)
-            if len(told) == 1:
+            received.append(number)
+            if len(received) == 1:
                 on_stop()
                 handler(*values)
 
@@ -104,9 +98,9 @@ def forward_first_signal(loop: asyncio.AbstractEventLoop, on_stop: Callable[[], 
 
 
 def _forward_signals(pipe: int, server: MPServer) -> None:
-    """Pass signals on to the server; once it was told to end, repeat that until it has ended.
+    """Forward signals to the server; repeat a stop until the server has ended.
 
-    Once is not enough: a reload that begins just then forgets it, and a worker that was just forked
+    Once is not enough: a reload that begins just then loses it, and a worker that was just forked
     has the handlers of its parent, which do nothing there.
     """
     while set(os.read(pipe, _READ_BYTES)) == {signal.SIGHUP}:
@@ -130,29 +124,29 @@ OnStop = Callable[[Starlette], None]
 
 
 def do_nothing(_: Starlette) -> None:
-    """End as soon as requests that run are answered."""
+    """Stop as soon as running requests are answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GranianOptions:
-    """How an application is run; ``log`` is that of `expertctl.http.log.build_log_config`."""
+    """How an application is run; ``log`` is from `expertctl.http.log.build_log_config`."""
 
     name: str
     log: dict[str, Any]
     drain_seconds: int
-    """How long requests that run may take when the server is told to end."""
+    """Most seconds that running requests may take when the server is told to stop."""
     workers: int = 1
     certificate: Path | None = None
     private_key: Path | None = None
     on_stop: OnStop = do_nothing
-    """Called in a worker that was told to end, before anything else; it returns at once."""
+    """Called first in a worker that is told to stop; it returns at once."""
 
 
 def build_server(options: GranianOptions, address: ListenAddress) -> MPServer:
-    """Return a server that does not run yet.
+    """Create a server that is not running yet.
 
     Raises:
-        UsageError: when the certificate and its key are none.
+        UsageError: when the certificate or its key is invalid.
     """
     try:
         return MPServer(
@@ -173,12 +167,12 @@ def build_server(options: GranianOptions, address: ListenAddress) -> MPServer:
         )
     except (OSError, ValueError, ConfigurationError) as error:
         named = f"{options.certificate} and {options.private_key}"
-        message = f"{named} are no certificate and its key: {error}"
+        message = f"{named} are not a certificate and its key: {error}"
         raise UsageError(message, hint="both in PEM form, the key without passphrase") from error
 
 
 def run_server(server: MPServer, options: GranianOptions, load: LoadApp) -> None:
-    """Serve what ``load`` returns in each worker, until SIGTERM or SIGINT.
+    """Serve the application of ``load`` in each worker, until SIGTERM or SIGINT.
 
     Raises:
         RegistryError: when a worker ended by itself.
@@ -196,7 +190,7 @@ def run_server(server: MPServer, options: GranianOptions, load: LoadApp) -> None
 
 
 def report_when_ready(address: ListenAddress, report: ReportAddress) -> None:
-    """Tell the address when the first worker accepts connections, in a thread."""
+    """Call ``report`` when the first worker accepts connections, from a thread."""
 
     def watch() -> None:
         ended = time.monotonic() + START_SECONDS
@@ -210,7 +204,7 @@ def report_when_ready(address: ListenAddress, report: ReportAddress) -> None:
 
 
 def _load_worker(load: LoadApp, options: GranianOptions, parent: int) -> Starlette:
-    """Make the application in a worker process, which is to end with its parent."""
+    """Create the application in a worker process, which ends with its parent."""
     _exit_with_parent(parent)
     made: list[Starlette] = []
 

@@ -1,23 +1,23 @@
-"""How often something may happen: one token bucket for each of many keys.
+"""Limits on requests: rates, disconnects, host and origin, headers, bodies.
 
-The buckets live in the memory of one process and are bounded in number; the one that was taken
-from longest ago is forgotten first. A forgotten bucket counts as full, so a flood of addresses can
-refill buckets, but it never takes more memory than the bound.
+`RateLimiter` has one token bucket a key, in the memory of one process, and a bounded number of
+them; the least recently used is dropped first. A dropped bucket counts as full, so a flood of
+addresses can refill buckets, but never takes more memory than the bound.
 
-Clients that go away: what is done for them ends at once.
+`run_until_disconnect` cancels work as soon as its client disconnects.
 
-What a request must be like before anything else looks at it.
+`LimitsMiddleware` checks every request before anything else does:
 
-- ``Host`` is a name of this server: a page elsewhere cannot reach it by a name of its own. Nor
-  can it use the login that the browser remembers, or that the browser runs on this machine: its
-  ``Origin`` is not ours.
-- Headers are bounded, and a body comes as it is: no ``Content-Encoding``, no more bytes than its
-  route takes, no longer pause than `STALL_SECONDS` between two pieces, and after as many seconds
-  no slower than `MIN_BYTES_PER_SECOND` on the whole.
-- Where a server keeps bodies until it has answered, large ones are bounded in sum. Small ones are
-  not counted, so a client that sends many large ones, or halves of them, does not block the others.
-- The path has one reading: encoded slashes, empty or dot segments, and control characters are
-  refused, so that a proxy in front and the routes behind never mean different things.
+- ``Host`` is a name of this server: a page elsewhere cannot reach it by a name of its own (DNS
+  rebinding). Nor can such a page use the login that the browser stores, or that the browser runs
+  on this machine: its ``Origin`` is not allowed.
+- Headers are bounded. A body has no ``Content-Encoding`` and no more bytes than its route accepts.
+  No two pieces are more than `STALL_SECONDS` apart, and after that time the body must have arrived
+  at `MIN_BYTES_PER_SECOND` on average.
+- Where a server keeps bodies until it has answered, large ones are bounded in total. Small ones
+  are not counted, so a client that sends many large ones, or halves of them, does not block others.
+- A path has one reading: encoded slashes, empty or dot segments, and control characters are
+  refused, so that a proxy in front and the routes behind never interpret it differently.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ MINUTE = 60.0
 
 @dataclass(slots=True)
 class RateLimiter:
-    """Buckets of ``per_minute`` each, which fill again evenly; times come from ``clock``."""
+    """Buckets of ``per_minute`` tokens that refill evenly; ``clock`` returns seconds."""
 
     per_minute: int
     clock: Callable[[], float]
@@ -62,7 +62,7 @@ class RateLimiter:
     _buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)
 
     def take(self, key: str) -> int:
-        """Take one from the bucket of ``key``; return 0, or the seconds until there is one."""
+        """Take a token from the bucket of ``key``; return 0, or the seconds until there is one."""
         now = self.clock()
         level = self._compute_level(key, now)
         if level < 1:
@@ -74,7 +74,7 @@ class RateLimiter:
         return 0
 
     def spend(self, key: str, amount: int) -> None:
-        """Take so much from the bucket of ``key``, more than there is, if need be."""
+        """Take ``amount`` tokens from the bucket of ``key``; it may become negative."""
         now = self.clock()
         self._buckets[key] = (self._compute_level(key, now) - amount, now)
         self._buckets.move_to_end(key)
@@ -82,19 +82,19 @@ class RateLimiter:
             self._buckets.popitem(last=False)
 
     def get_wait(self, key: str) -> int:
-        """Return the seconds until something can be taken, 0 when it can; takes nothing."""
+        """Return the seconds until a token can be taken, 0 if now; takes nothing."""
         level = self._compute_level(key, self.clock())
         return 0 if level >= 1 else self._compute_wait(level)
 
     def get_status(self, key: str) -> tuple[int, float]:
-        """Return how much can be taken now, and the seconds until the bucket is full again."""
+        """Return the tokens that can be taken now, and the seconds until the bucket is full."""
         level = self._compute_level(key, self.clock())
         lacking = self.per_minute - level
         seconds = lacking * MINUTE / self.per_minute if self.per_minute else MINUTE
         return max(0, math.floor(level)), seconds
 
     def __len__(self) -> int:
-        """Return how many buckets are remembered."""
+        """Return the number of buckets in memory."""
         return len(self._buckets)
 
     def _compute_level(self, key: str, now: float) -> float:
@@ -111,10 +111,10 @@ _Result = TypeVar("_Result")
 
 
 async def run_until_disconnect(receive: Receive, work: Awaitable[_Result]) -> _Result:
-    """Do something as long as the client is there; its body must have been read.
+    """Await ``work`` while the client is connected; the request body must have been read.
 
     Raises:
-        ClientDisconnect: when it went away first; ``work`` was cancelled and is at its end.
+        ClientDisconnect: when it disconnected first; ``work`` was cancelled and has ended.
     """
     working, leaving = (
         asyncio.ensure_future(work),
@@ -141,10 +141,10 @@ MAX_HEADERS = 100
 MAX_PATH = 4096
 STALL_SECONDS = 30.0
 MIN_BYTES_PER_SECOND = 1024
-"""Bytes of a body in a second."""
+"""Slowest average rate of a body."""
 SMALL_BODY = 64 << 10
 RETRY_SECONDS = 5
-"""When to come again where there is no room for a large body."""
+"""``Retry-After`` where there is no room for a large body."""
 READ_METHODS = frozenset({"GET", "HEAD"})
 _LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 _AMBIGUOUS_PATH = re.compile(rb"//|%2f|%5c|\\|;|[\x00-\x20\x7f]|%[01][0-9a-f]|%7f", re.IGNORECASE)
@@ -153,7 +153,7 @@ _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]{2,45})\]|([A-Za-z0-9.-]{1,253}))(?::[0-
 
 @dataclass(frozen=True, slots=True)
 class RequestRefusal:
-    """Why a request is not looked at, and the status that says so."""
+    """Why a request is refused, and the status of the response."""
 
     status: int
     error: ExpertError
@@ -161,51 +161,51 @@ class RequestRefusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPolicy:
-    """What requests one server takes, and how it refuses others."""
+    """Which requests a server accepts, and how it refuses others."""
 
     names: frozenset[str]
-    """What ``Host`` may be, in lower case; see `build_host_names`."""
+    """Valid names in ``Host``, in lower case; see `build_host_names`."""
     accepts_addresses: bool
-    """Whether it may be any IP address, too."""
+    """Whether ``Host`` may also be any IP address."""
     origins: frozenset[str]
-    """Whose pages may ask for all that there is."""
+    """Origins whose pages may use all methods."""
     open_methods: frozenset[str] = READ_METHODS
-    """What pages of others may ask for."""
+    """Methods that pages of other origins may use."""
     body_limit: Callable[[str], int | None]
-    """The most bytes of a body, by the path; None where its route has a limit of its own."""
+    """The most bytes of a body, by path; None if the route has a limit of its own."""
     media_type: str | None = None
-    """What a body must be; None: each route says."""
+    """The media type of every body; None: each route checks it."""
     build_response: Callable[[RequestRefusal, Scope], Response]
     server_label: str
-    """What messages call the server: ``this registry``."""
+    """The server's name in messages: ``this registry``."""
     host_hint: str = ""
-    """How it gets another name."""
+    """The hint for a wrong ``Host``."""
     origin_hint: str = ""
-    """How a page of its own gets another address."""
+    """The hint for a page whose origin is not allowed."""
     stall_seconds: float = STALL_SECONDS
     large_bodies: int | None = None
-    """The most bytes of bodies above `SMALL_BODY`, of all requests together; None: any number."""
+    """The most bytes above `SMALL_BODY` of all bodies in memory together; None: unlimited."""
     name_prefix: bytes | None = None
-    """The path below which one name is all that follows: clients may escape its slashes."""
+    """The path before a name that clients may send with escaped slashes."""
 
 
 def build_host_names(host: str, url: str) -> frozenset[str]:
-    """Return what a server that listens on ``host`` is called, by those who use it at ``url``."""
+    """Return the names of a server that listens on ``host`` and is used at ``url``."""
     own = urlsplit(url).hostname or host
     return frozenset({*_LOOPBACK_NAMES, host.lower(), own.lower()})
 
 
 class LimitsMiddleware:
-    """ASGI middleware that refuses what no client of ours sends."""
+    """ASGI middleware that refuses requests beyond its policy."""
 
     def __init__(self, app: ASGIApp, policy: RequestPolicy) -> None:
-        """Guard ``app``."""
+        """Protect ``app``."""
         self.app = app
         self.policy = policy
         self._body_budget = _BodyBudget(policy.large_bodies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         if scope["type"] == "websocket":
             return
         if scope["type"] != "http":
@@ -225,7 +225,7 @@ class LimitsMiddleware:
             self._body_budget.release(body.reserved)
 
     async def _run_limited(self, body: "_LimitedBody", scope: Scope, send: Send) -> None:
-        """Run the request; if its body is refused, answer with that refusal instead of the app."""
+        """Run the request; if its body is refused, send the refusal instead of the response."""
         started = False
         sent_body = _has_body(Headers(scope=scope))
 
@@ -269,7 +269,7 @@ class LimitsMiddleware:
         return None
 
     def _check_body_headers(self, scope: Scope, headers: Headers) -> RequestRefusal | None:
-        """Refuse a body that is compressed, of another kind, or too large."""
+        """Refuse a body that is compressed, of another type, or too large."""
         if headers.get("content-encoding", "identity").lower() != "identity":
             return RequestRefusal(
                 415, MediaTypeError("the body of a request must not be compressed")
@@ -303,20 +303,20 @@ class LimitsMiddleware:
 
 
 class _BodyBudget:
-    """What large bodies take together."""
+    """The bytes that all large bodies may take together."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit, self._taken = limit, 0
 
     def reserve(self, size: int) -> bool:
-        """Take so much more, if that is there."""
+        """Reserve ``size`` bytes, if they are available."""
         if self._limit is not None and self._taken + size > self._limit:
             return False
         self._taken += size
         return True
 
     def release(self, size: int) -> None:
-        """Give back what was taken."""
+        """Return reserved bytes."""
         self._taken -= size
 
 
@@ -339,7 +339,7 @@ class _LimitedBody:
         self._waited = 0.0
 
     async def receive(self) -> Message:
-        """Return the next piece; a disconnect once the body is refused."""
+        """Return the next message; a disconnect once the body is refused."""
         if self.refusal is not None:
             return {"type": "http.disconnect"}
         if self.is_complete:
@@ -363,12 +363,12 @@ class _LimitedBody:
             return self._set_refusal(RequestRefusal(429, full))
         if not self.is_complete and self._is_slow():
             return self._refuse_slow(
-                408, f"the body comes slower than {MIN_BYTES_PER_SECOND} bytes a second"
+                408, f"the body is slower than {MIN_BYTES_PER_SECOND} bytes a second"
             )
         return message
 
     def _reserve_room(self) -> bool:
-        """Count what is kept: where routes have limits of their own, they read it as it comes."""
+        """Reserve the bytes above `SMALL_BODY`, unless the route has its own limit and streams."""
         large = self._size - SMALL_BODY if self._limit is not None else 0
         more = max(0, large - self.reserved)
         has_room = self._budget.reserve(more)
@@ -400,7 +400,7 @@ def _check_path(scope: Scope, name_prefix: bytes | None) -> RequestRefusal | Non
     if name_prefix is not None and path.startswith(name_prefix):
         path = path.replace(b"%2f", b"/").replace(b"%2F", b"/")
     if not _is_unambiguous(path):
-        return RequestRefusal(400, UsageError("the path of the request has more than one reading"))
+        return RequestRefusal(400, UsageError("the path of the request is ambiguous"))
     return None
 
 
@@ -413,7 +413,7 @@ def _build_size_error(limit: int) -> TooLargeError:
 
 
 def _is_unambiguous(path: bytes) -> bool:
-    """Tell whether a path, as it was sent, means the same to every reader."""
+    """Return whether a raw path means the same to every reader."""
     if not path.startswith(b"/") or _AMBIGUOUS_PATH.search(path):
         return False
     segments = path.lower().replace(b"%2e", b".").split(b"/")
@@ -421,7 +421,7 @@ def _is_unambiguous(path: bytes) -> bool:
 
 
 def _is_address(name: str) -> bool:
-    """Tell whether this is an IP address, which others cannot point here as they can a name."""
+    """Return whether this is an IP address; unlike a name, others cannot point one here."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -1,12 +1,10 @@
-"""The log: one JSON object a line, on stderr.
+"""The log of both HTTP servers, one JSON object a line on stderr, and its middleware.
 
-Nothing that a client sends can begin a new line, colour a terminal, or leave a secret: text is
-ASCII with escapes, bounded, and tokens are cut out. Queries and headers are not logged at all.
+Nothing that a client sends can begin a new line, colour a terminal, or leak a secret: text is
+ASCII with escapes, bounded, and tokens are removed. Queries and headers are not logged at all.
 
-Around every request: an id, one line in the log, and the counters.
-
-It is the outermost layer, so it also answers unexpected errors: with 500 and no detail; the
-traceback goes to the log under the same id.
+`RequestLogMiddleware` gives each request an id, a log line and counters. It is the outermost layer,
+so it also answers unexpected errors: with 500 and no detail; the traceback is logged with the id.
 """
 
 import json
@@ -28,7 +26,7 @@ _SECRET = re.compile(r"(xp[tsk]_|Bearer\s+|Basic\s+)[\w.~+/=-]{4,}", re.IGNORECA
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes a record and the fields that came with it as one line."""
+    """Formats a record and its ``fields`` as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of one record."""
@@ -52,7 +50,7 @@ def redact(text: str) -> str:
 
 
 def build_log_config(*names: str) -> dict[str, Any]:
-    """Return the settings that send what these loggers say, and granian's troubles, to stderr."""
+    """Return the settings that send these loggers, and warnings of granian, to stderr."""
     levels = {**dict.fromkeys(names, "INFO"), "_granian": "WARNING"}
     return {
         "version": 1,
@@ -73,13 +71,13 @@ def build_log_config(*names: str) -> dict[str, Any]:
 
 
 def configure_log(config: dict[str, Any]) -> None:
-    """Send the log of this process where the settings say."""
+    """Apply log settings to this process."""
     logging.config.dictConfig(config)
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, as far as it has come."""
+    """One request and what was counted of it so far."""
 
     id: str
     started_at: float
@@ -87,11 +85,11 @@ class RequestRecord:
     sent: int = 0
     status: int = 0
     promised: int = 0
-    """The ``Content-Length`` of the answer, which is what a file sent by its path counts as."""
+    """The response's ``Content-Length``, counted for a file that is sent by its path."""
 
     @property
     def seconds(self) -> float:
-        """How long it has taken so far."""
+        """Seconds since it started."""
         return time.perf_counter() - self.started_at
 
     def fields(self, scope: Scope) -> dict[str, object]:
@@ -109,35 +107,35 @@ class RequestRecord:
 
 
 class RequestObserver(Protocol):
-    """What a server wants to know of its requests, and says of them."""
+    """Counts and logs the requests of one server, and answers unexpected errors."""
 
     log: logging.Logger
     id_headers: tuple[str, ...]
-    """In which headers an answer has its id."""
+    """The response headers that carry the request id."""
 
     def new_id(self) -> str:
         """Return the id of a request."""
 
     def request_started(self) -> None:
-        """Count a request that is being answered."""
+        """Count a request that starts."""
 
     def request_finished(self, scope: Scope, exchange: RequestRecord) -> None:
-        """Count and log a request that was answered."""
+        """Count and log a request that ended."""
 
     def build_error_response(self, scope: Scope, exchange: RequestRecord) -> Response:
-        """Return the answer to an unexpected error."""
+        """Return the response to an unexpected error."""
 
 
 class RequestLogMiddleware:
-    """ASGI middleware that watches and never changes a request."""
+    """ASGI middleware that observes requests and changes nothing but the response's id headers."""
 
     def __init__(self, app: ASGIApp, observer: RequestObserver) -> None:
-        """Watch ``app``."""
+        """Observe ``app``."""
         self.app = app
         self.observer = observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -163,7 +161,7 @@ class RequestLogMiddleware:
 
         try:
             await self.app(scope, counted_receive, counted_send)
-        except Exception:  # the last resort of the server: whatever it is, it is told and answered
+        except Exception:  # last resort: log it and answer with 500
             self.observer.log.exception("unexpected", extra={"fields": {"id": exchange.id}})
             if exchange.status:
                 raise
@@ -185,6 +183,6 @@ class RequestLogMiddleware:
 
 
 def get_route_path(scope: Scope) -> str:
-    """Return the path of the route that answered, which is one of a few."""
+    """Return the path pattern of the route that answered, one of a small set."""
     route = scope.get("route")
     return str(getattr(route, "path", "")) if isinstance(route, BaseRoute) else "none"

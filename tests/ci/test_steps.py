@@ -173,7 +173,7 @@ def test_the_same_run_again_is_no_error(pipeline: Pipeline) -> None:
 def test_an_expert_below_the_gain_is_not_published(pipeline: Pipeline) -> None:
     failed, output = run_action(pipeline, data="plurals.jsonl")
     assert failed == "evaluate"
-    assert "was demanded" in output
+    assert "was required" in output
     assert pipeline.released() == []
     assert pipeline.left_secrets() == []
 

@@ -126,7 +126,7 @@ def test_the_help_imports_no_command() -> None:
 def test_the_line_of_a_command_is_the_first_sentence_of_its_help(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = {n: entry.summary for section in app.SECTIONS.values() for n, entry in section.items()}
+    lines = {n: line for section in app.SECTIONS.values() for n, (_, line) in section.items()}
     assert app.run([name, "-h"]) == 0
     paragraph = capsys.readouterr().out.split("\n\n")[1]
     assert " ".join(paragraph.split()).startswith(lines[name])
@@ -314,7 +314,7 @@ def test_a_home_that_is_a_file_is_an_error_with_a_way_out(
         out, err = capsys.readouterr()
         assert out == ""
         assert err.startswith(f"error: {home}")
-        assert f"\n\nhint: EXPERT_HOME is {home}: set it to a folder" in err
+        assert f"\n\nhint: EXPERT_HOME is {home}: set it to a writable folder" in err
 
 
 GROUPS = [

@@ -68,7 +68,7 @@ def test_what_was_learnt_is_shown_written_taken_over_and_forgotten(
     assert (shown["experts"], shown["used"], len(shown["layers"])) == (32, 4, 4)
     assert shown["counted"] == "tokens"
     assert shown["tokens"] > 24
-    assert "tokens; the older" in expertctl("base", "profile", "show", "moe").out
+    assert "tokens; older ones" in expertctl("base", "profile", "show", "moe").out
     activity, prompts = tmp_path / "activity.json", tmp_path / "prompts.json"
     said = expertctl("base", "profile", "export", "moe", activity)
     assert "history" in said.err
@@ -83,7 +83,7 @@ def test_what_was_learnt_is_shown_written_taken_over_and_forgotten(
     assert (document["model"], usage.prompts, usage.preset) == ("moe", shown["tokens"], "tokens")
     assert [layer.hits for layer in found.layers] == [dict(c) for c in usage.layers.values()]
     assert expertctl("base", "profile", "forget", "moe", "--json").document["forgotten"]
-    assert "nothing was learnt" in expertctl("base", "profile", "show", "moe").out
+    assert "there is no usage profile" in expertctl("base", "profile", "show", "moe").out
     expertctl("base", "profile", "export", "moe", activity, exit_code=3)
     for file in (activity, prompts):
         expertctl("base", "profile", "import", "moe", file)
@@ -158,7 +158,7 @@ def test_a_device_that_is_set_plans_no_processor(
     house.bases.add(base_dir)
     expertctl("config", "set", "device", "cuda")
     said = expertctl("base", "plan", "moe", exit_code=2)
-    assert "base plan computes on the processor alone" in said.err
+    assert "base plan runs on the CPU only" in said.err
     assert "hint: " in said.err
 
 
@@ -189,7 +189,9 @@ def test_a_plan_says_how_much_of_what_was_asked_for_is_served(
     assert plan["served"] == pytest.approx(sum(in_slots) / whole, abs=1e-6)
     assert plan["served_with_pool"] == pytest.approx((sum(in_slots) + pool) / whole, abs=1e-6)
     both = [f"{100 * plan[name]:.1f} %" for name in ("served", "served_with_pool")]
-    assert f"\nslots serve {both[0]} of it in all, and {both[1]} with a pool of those" in text
+    assert (
+        f"\nslots serve {both[0]} of all uses, and {both[1]} with a pool of the most used" in text
+    )
     first = plan["layers"][0]
     assert f"SERVED BY SLOTS  BY {first['slots_even']} EACH\n" in text
     assert re.search(rf"\n0 .*  {100 * first['served_even']:.1f} %\n", text)
@@ -251,7 +253,7 @@ def test_up_to_three_lanes_are_planned(learnt: Any, expertctl: CommandRunner) ->
     plan = expertctl("base", "plan", "moe", "--lane", f"{long}=1MB", "--json").document
     assert plan["weightings"][0]["lanes"][0]["name"] == long
     text = expertctl("base", "plan", "moe", "--memory", "1GB", *lanes).out
-    assert "all of it fits" in text
+    assert "the whole base fits" in text
     assert re.search(r"flat +\d+\.\d %  gpu +\d+ ", text)
 
 
@@ -264,7 +266,7 @@ def test_a_memory_in_which_no_run_can_begin_is_told_as_one(
     least = plan["least_bytes"]
     assert least == plan["planned_bytes"] + plan["texts_bytes"]
     text = expertctl("base", "plan", "moe", "--memory", "20MB").out
-    typed = re.search(r"too little: (\d+MB) is the least for a usual text", text)
+    typed = re.search(r"too little: a typical context needs (\d+MB)", text)
     assert typed is not None
     assert 0 <= parse_size(typed[1]) - least < 10**6
     assert format_size(plan["texts_bytes"]) in text
@@ -292,7 +294,7 @@ def test_a_base_of_which_nothing_is_known_is_planned_too(
     plan = expertctl("base", "plan", "moe", "--memory", BUDGET, "--json").document
     assert plan["known"] is None
     assert [each["served"] for each in plan["weightings"]] == [None]
-    assert "all of it fits" in expertctl("base", "plan", "moe", "--memory", "1GB").out
+    assert "the whole base fits" in expertctl("base", "plan", "moe", "--memory", "1GB").out
     said = expertctl("base", "plan", "moe", "--memory", BUDGET, "--moe-pin", "4")
     assert "pins no expert" in said.err
 

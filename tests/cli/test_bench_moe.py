@@ -44,7 +44,7 @@ def test_the_newest_base_with_routed_experts_is_measured(
     rows = lines[header + 1 : header + 4]
     assert [row.split("  ")[0] for row in rows] == ["8 of 8", "4 of 8", "4 of 8"]
     assert "100.0 %" in rows[0]
-    assert "leaves out up to 0.25 of a token's weights" in lines
+    assert "skips up to 0.25 of a token's router weight" in lines
     assert [row.split()[3] for row in rows[1:]] == ["exact", "skip"]
     assert max(map(len, lines)) <= 80
 
@@ -75,7 +75,7 @@ def test_hit_rates_are_drawn(added: Path, expertctl: CommandRunner) -> None:
     drawn = (added / "hits.svg").read_text()
     for told in ("75 % resident, exact (6 of 8 slots): ", "50 % resident, skip (4 of 8 slots): "):
         assert told in drawn
-    assert "tokens written; the figures are of what lies right of the line" in drawn
+    assert "tokens generated; the figures count only what is right of the line" in drawn
 
 
 def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: CommandRunner) -> None:
@@ -85,8 +85,8 @@ def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: CommandRun
     words = ("--resident", "0.5", "--moe-profile", "profile.json", "--moe-pin", "50%")
     more = ("--moe-warmup", "full", "--moe-cold", "read", "--moe-exchange", "0.2")
     lines = expertctl("bench", "moe", *words, *more, *QUICK).out.splitlines()
-    told = "begins with profile.json; pins 50%; exchanges 0.2; all slots filled first; "
-    assert told + "leaves out up to 0.25 of a token's weights; cold experts: read" in lines
+    told = "starts with profile.json; pins 50%; exchanges 0.2; all slots filled first; "
+    assert told + "skips up to 0.25 of a token's router weight; cold experts: read" in lines
     document = expertctl("bench", "moe", *words, "--json", *QUICK).document
     start = document["measured"]["start"]
     assert (start["profile"], start["pin"], start["warmup"]) == ("profile.json", "50%", "hybrid")
@@ -96,11 +96,11 @@ def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: CommandRun
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (["--resident", "0"], 2, "--resident '0': not up to 16 numbers above 0, up to 1"),
+        (["--resident", "0"], 2, "--resident '0': must be up to 16 numbers above 0, up to 1"),
         (["--resident", "1.5"], 2, "--resident '1.5'"),
         (["--resident", "nan"], 2, "--resident 'nan'"),
         (["--resident", "half"], 2, "--resident 'half'"),
-        (["--resident", ",".join(f"0.{n}" for n in range(10, 30))], 2, "not up to 16 numbers"),
+        (["--resident", ",".join(f"0.{n}" for n in range(10, 30))], 2, "must be up to 16 numbers"),
         (["--moe-miss", "guess"], 2, "--moe-miss 'guess'"),
         (["--moe-skip-cap", "2"], 2, "--moe-skip-cap 2.0 is not a share"),
         (["--moe-skip-cap", "nan"], 2, "--moe-skip-cap nan is not a share"),
@@ -113,9 +113,9 @@ def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: CommandRun
         (["--base", "dense"], 4, "dense has no routed experts"),
         (["--base", "nobody"], 3, "no base is called 'nobody'"),
         (["--memory-budget", "100KB"], 7, "the budget of 100 kB"),
-        (["--plot", "hits.gif"], 2, "no picture ends so"),
+        (["--plot", "hits.gif"], 2, "unsupported plot format"),
         (["--plot", "hits.png", "--resident", "1"], 2, "with all resident none is"),
-        (["--threads", str(count_usable_cores() + 1)], 2, "can be used here"),
+        (["--threads", str(count_usable_cores() + 1)], 2, "can be used"),
         (["--prompt-tokens", "600"], 2, "exceed the context of the base, 512 tokens"),
     ],
 )  # fmt: skip
@@ -172,5 +172,5 @@ def test_without_a_base_of_routed_experts_there_is_a_way_out(
     monkeypatch.setenv("EXPERT_ENCODER", "lexical")
     expertctl("base", "add", write_base(tmp_path / "dense", head_dim=16))
     err = expertctl("bench", "moe", exit_code=3).err
-    assert "no base of this home has routed experts" in err
+    assert "no registered base has routed experts" in err
     assert "expertctl base add DIR" in err

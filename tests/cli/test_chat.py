@@ -101,7 +101,7 @@ def test_a_follow_up_reuses_what_was_read_and_keeps_the_experts(
     assert expert["reason"] == "kept from the previous turn"
     told = expertctl("chat", *QUIET, stdin=f"{PROMPT}\n{OTHER}\n".encode()).err
     assert "kept from the previous turn; " in told
-    assert f"({second['cache']['kv_reused_tokens']} kept from before)" in told
+    assert f"({second['cache']['kv_reused_tokens']} reused)" in told
 
 
 def test_experts_are_changed_within_a_chat_and_that_is_said(
@@ -174,14 +174,14 @@ def test_a_plan_is_shown_and_saved_and_answers_again(
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
-        ("/nonsense", 2, "/nonsense is no command"),
+        ("/nonsense", 2, "/nonsense is not a command"),
         ("/experts nobody/there", 3, "nobody/there is not installed"),
         ("/experts acme/sorting:heavy", 2, "is not a weight"),
         ("/experts ./missing.expert", 3, "missing.expert"),
-        ("/reset now", 2, "'now' is too much here"),
-        ("/exit now", 2, "'now' is too much here"),
-        ("/quit now", 2, "'now' is too much here"),
-        ("/quitting", 2, "/quitting is no command"),
+        ("/reset now", 2, "unexpected argument 'now'"),
+        ("/exit now", 2, "unexpected argument 'now'"),
+        ("/quit now", 2, "unexpected argument 'now'"),
+        ("/quitting", 2, "/quitting is not a command"),
         ("y" * 600, 2, "the context of the base is 512"),
     ],
 )
@@ -369,12 +369,12 @@ def test_ctrl_c_ends_an_answer_and_twice_at_the_prompt_the_chat(terminal: ChatTe
 
 
 def test_lines_are_edited_recalled_and_continued(terminal: ChatTerminal) -> None:
-    terminal.wait_for("/help shows what else can be said")
+    terminal.wait_for("/help lists the commands")
     terminal.wait_for("> ")
     terminal.type("/hexx\x7f\x7flp\n")
     assert "/experts auto" in terminal.wait_for("> ")
     terminal.type("/nothing\n")
-    terminal.wait_for("is no command")
+    terminal.wait_for("is not a command")
     terminal.wait_for("> ")
     terminal.type("/exi\\\n")
     terminal.wait_for(". ")
@@ -471,7 +471,7 @@ def test_ctrl_c_at_the_prompt_leaves_only_when_pressed_twice_in_a_row(
     outcome = expertctl("chat", *QUIET)
     assert outcome.code == 0
     assert outcome.err.count("press Ctrl-C again to leave") == 2
-    assert "/nonsense is no command" in outcome.err
+    assert "/nonsense is not a command" in outcome.err
     assert "ends within a block" in outcome.err
     monkeypatch.setattr(sys, "stdin", Typist(key, key, "/nonsense\n"))
     outcome = expertctl("chat", *QUIET)
@@ -481,8 +481,10 @@ def test_ctrl_c_at_the_prompt_leaves_only_when_pressed_twice_in_a_row(
 def test_an_answer_of_a_chat_is_judged_in_it(workshop: RunWorkspace, expertctl: Expertctl) -> None:
     script = f"{PROMPT}\n/feedback good\n/feedback bad\n"
     told = expertctl("chat", *QUIET, stdin=script.encode()).err
-    assert " was good\n  acme/sorting@1.2.0: success at default 0.60, before unknown\n" in told
-    assert " was bad\n  acme/sorting@1.2.0: success at default 0.40, before 0.60\n" in told
+    assert (
+        " was rated good\n  acme/sorting@1.2.0: success at default 0.60, before unknown\n" in told
+    )
+    assert " was rated bad\n  acme/sorting@1.2.0: success at default 0.40, before 0.60\n" in told
     [job] = expertctl("stats", "--json").document["jobs"]
     assert (job["verdict"], job["experts"]) == ("bad", ["acme/sorting@1.2.0"])
 

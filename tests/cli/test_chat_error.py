@@ -19,7 +19,7 @@ def test_a_chat_that_has_grown_beyond_its_memory_is_told_how_to_begin_anew(
     assert refused == last
     assert refused["error"]["code"] == "budget"
     assert refused["error"]["hint"].endswith(
-        "/reset forgets what was said, which takes memory, too"
+        "/reset clears the conversation, which also takes memory"
     )
     at_first = turns(expertctl, *limit[:2], str(alone["peak"] - 1024), said=f"{OTHER}\n", code=7)
     assert "/reset" not in at_first[0]["error"]["hint"]

@@ -104,7 +104,7 @@ def test_the_environment_wins_and_that_is_said(
 ) -> None:
     monkeypatch.setenv("EXPERT_DEVICE", "cuda")
     said = expertctl("config", "set", "device", "cpu")
-    assert "EXPERT_DEVICE is set in the environment and wins" in said.err
+    assert "EXPERT_DEVICE is set in the environment and takes precedence" in said.err
     assert expertctl("config", "get", "device").out == "cuda\n"
 
 

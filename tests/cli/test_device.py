@@ -55,7 +55,7 @@ def test_what_the_processor_alone_does_says_so(
 ) -> None:
     monkeypatch.setenv("EXPERT_DEVICE", "cuda")
     said = expertctl("bench", "--shape", "qwen3-0.6b", exit_code=2)
-    assert "bench computes on the processor alone" in said.err
+    assert "bench runs on the CPU only" in said.err
     assert "EXPERT_DEVICE=cpu" in said.err
 
 

@@ -142,7 +142,7 @@ def test_who_waits_for_memory_is_told(expertctl: CommandRunner, house: HomeFixtu
 def test_limits_and_the_budget_of_the_settings_are_told(
     expertctl: CommandRunner, house: HomeFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "four fifths of that, as nobody chose one" in expertctl("doctor", "--memory").out
+    assert "the default, four fifths of that" in expertctl("doctor", "--memory").out
     monkeypatch.setenv("EXPERT_MEMORY_BUDGET", "512MB")
     assert "512 MB for each engine: chosen" in expertctl("doctor", "--memory").out
     limits = expertctl("doctor", "--memory", "--json").document["limits"]

@@ -89,9 +89,9 @@ def test_where_all_registries_answer_nothing_is_unchecked(scene: DoctorScene) ->
 @pytest.mark.parametrize(
     "said",
     [make_reply(body=b"{"), make_reply(body=b"[]"), make_reply(404), make_reply(401),
-    make_reply(403), make_reply(429),
-     make_reply(500), make_reply(302, Location="http://169.254.169.254/x"), make_reply(body=b"x",
-     length=99)],
+     make_reply(403), make_reply(429),
+     make_reply(500), make_reply(302, Location="http://169.254.169.254/x"),
+     make_reply(body=b"x", length=99)],
     ids=["cut", "no object", "404", "401", "403", "429", "500", "leads elsewhere", "ends early"],
 )  # fmt: skip
 def test_one_index_that_cannot_be_had_is_one_line_and_ends_nothing(

@@ -181,7 +181,7 @@ def test_a_chain_is_judged_against_its_best_part(
         (["acme/sums", "--base", "nobody"], 3, "no base is called"),
         (["acme/sums", "--memory-budget", "10kB"], 7, "budget"),
         (["acme/sums", "--metric", "json"], 8, "line 1: answer: not strict JSON"),
-        (["acme/sums", "--plot", "x.jpg"], 2, "no picture ends so"),
+        (["acme/sums", "--plot", "x.jpg"], 2, "unsupported plot format"),
         (["acme/sums", "--plot", "nowhere/x.svg"], 3, "nowhere: no such directory"),
         (["acme/sums", "--data", "nowhere.jsonl"], 3, "nowhere.jsonl: no such file"),
         (["acme/sums", "--data", "."], 8, "not a regular file"),
@@ -219,7 +219,7 @@ def test_without_matplotlib_the_extra_is_named_before_anything_is_answered(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     picture = workshop.folder / "scores.svg"
     said = expertctl("eval", "x/y", "--data", "nowhere", "--plot", picture, exit_code=3)
-    assert said.err.startswith("error: drawing needs matplotlib")
+    assert said.err.startswith("error: plotting needs matplotlib")
     assert "hint: pip install 'expertctl[plot]'" in said.err
 
 

@@ -58,8 +58,8 @@ def test_skipping_is_said_beside_the_figures(data: Path, expertctl: CommandRunne
     assert document["moe"]["miss"] == "skip"
     assert 0 < document["moe"]["skipped_mass"] < 1
     capped = expertctl(*words, *skip, "0")
-    assert " of weights left out" in capped.out
-    assert ", 0.0 % of weights left out" in capped.out
+    assert " of router weight skipped" in capped.out
+    assert ", 0.0 % of router weight skipped" in capped.out
     assert "routed experts: " not in expertctl("eval", "./sums.expert", "--data", data).out
 
 
@@ -91,5 +91,5 @@ def test_a_cap_of_nothing_is_refused(
     cap: str, words: tuple[str, ...], expertctl: CommandRunner
 ) -> None:
     """Whoever gives one wants experts to be left out, and none is; no file is looked for."""
-    told = f"--moe-skip-cap {cap}: nothing is left out of a token with --moe-miss exact"
+    told = f"--moe-skip-cap {cap}: no routed expert is skipped with --moe-miss exact"
     assert told in expertctl(*words, "--moe-skip-cap", cap, exit_code=2).err

@@ -82,7 +82,7 @@ def test_what_was_demanded_and_missed_is_said_with_its_figures(
     data: Path, expertctl: CommandRunner
 ) -> None:
     said = expertctl("eval", "--routing", data, "--min-accuracy", "0.9", exit_code=1)
-    assert f"{data}: an accuracy of 0.750, at least 0.9 was demanded (3 of 4 decisions" in said.err
+    assert f"{data}: an accuracy of 0.750, at least 0.9 was required (3 of 4 decisions" in said.err
 
 
 def test_unknown_experts_are_all_named(
@@ -141,7 +141,7 @@ def test_a_picture_is_drawn(data: Path, tmp_path: Path, expertctl: CommandRunner
     expertctl("eval", "--routing", data, "--plot", picture)
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
     said = expertctl("eval", "--routing", data, "--plot", tmp_path / "routing.gif", exit_code=2)
-    assert "no picture ends so" in said.err
+    assert "unsupported plot format" in said.err
 
 
 def test_warnings_go_to_stderr_and_into_the_document(

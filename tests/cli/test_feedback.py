@@ -31,7 +31,7 @@ def test_a_person_says_what_an_answer_was(expertctl: CommandRunner, catalogue: C
     job_id = make_run(1).job_id
     said = expertctl("feedback", job_id[:6], "good")
     assert said.out.splitlines() == [
-        f"job {job_id[:8]} was good",
+        f"job {job_id[:8]} was rated good",
         "  acme/x@1.0.0: success at default 0.56, before unknown",
         "  acme/y@1.0.0: success at default 0.56, before unknown",
     ]
@@ -46,7 +46,7 @@ def test_a_person_says_what_an_answer_was(expertctl: CommandRunner, catalogue: C
 def test_the_base_alone_can_be_judged(expertctl: CommandRunner, catalogue: Catalogue) -> None:
     catalogue.history.record_run(make_run(1, alone=True))
     said = expertctl("feedback", "last", "bad")
-    assert said.out == f"job {make_run(1).job_id[:8]} was bad; the base answered alone\n"
+    assert said.out == f"job {make_run(1).job_id[:8]} was rated bad; the base answered alone\n"
 
 
 def test_a_run_that_is_not_remembered_is_not_found(
@@ -123,7 +123,9 @@ def test_a_run_is_piped_as_an_id_or_as_what_run_prints(
 ) -> None:
     catalogue.history.record_run(make_run(1))
     stdin.pipe(form.format(make_run(1).job_id).encode())
-    assert expertctl("feedback", *words).out.startswith(f"job {make_run(1).job_id[:8]} was good")
+    assert expertctl("feedback", *words).out.startswith(
+        f"job {make_run(1).job_id[:8]} was rated good"
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,5 +146,5 @@ def test_without_a_run_and_without_a_pipe_the_way_out_is_named(
     for given in (stdin.terminal, stdin.closed):
         given()
         told = expertctl("feedback", "good", exit_code=2).err
-        assert "it is not said which run is meant\n\nhint: `expertctl feedback last good`" in told
-    assert "3 words are given" in expertctl("feedback", "last", "very", "good", exit_code=2).err
+        assert "no run is named\n\nhint: `expertctl feedback last good`" in told
+    assert "not 3 words" in expertctl("feedback", "last", "very", "good", exit_code=2).err

@@ -61,7 +61,7 @@ def test_new_says_what_the_key_is_trusted_for(
     assert out.splitlines() == [
         f"me  {key.key_id}",
         "trusted for local/*",
-        f"kept in {home / 'keys' / 'me.pem'}",
+        f"stored in {home / 'keys' / 'me.pem'}",
     ]
     assert err == ""
 

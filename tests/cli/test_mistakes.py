@@ -191,7 +191,7 @@ def test_a_home_that_cannot_exist_is_told_by_every_command(
     said = expertctl(*words, exit_code=1).err
     assert problem in said
     assert "\n\nhint: EXPERT_HOME is " in said
-    assert "set it to a folder that you may write" in said
+    assert "set it to a writable folder" in said
 
 
 def test_a_home_that_cannot_be_made_is_told_with_the_way_out(
@@ -199,9 +199,7 @@ def test_a_home_that_cannot_be_made_is_told_with_the_way_out(
 ) -> None:
     monkeypatch.setenv("EXPERT_HOME", "/proc/nowhere")
     said = expertctl("base", "add", base, exit_code=1).err
-    assert said.endswith(
-        "hint: EXPERT_HOME is /proc/nowhere: set it to a folder that you may write\n"
-    )
+    assert said.endswith("hint: EXPERT_HOME is /proc/nowhere: set it to a writable folder\n")
 
 
 def test_a_grant_is_kept_where_trust_is(home: Path, expertctl: CommandRunner) -> None:

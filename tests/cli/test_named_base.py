@@ -57,7 +57,7 @@ def test_a_folder_that_was_never_added_is_added_where_it_is(
     [base] = BaseStore(settings.home.bases).list_bases()
     assert (base.name, base.path, base.copied) == ("mine", folder, False)
     assert capsys.readouterr().err.splitlines() == [
-        "added the base mine; `expertctl base remove mine` forgets it",
+        "registered the base mine; `expertctl base remove mine` unregisters it",
         "the starter pack was not installed; `--base starter/base` installs it",
     ]
 

@@ -122,7 +122,7 @@ def test_what_cannot_be_drawn_is_refused_first(
 ) -> None:
     check_plot_path(tmp_path / "x.SVG")
     for name in ("x.pdf", "x", ".svg", "x.svg.gz"):
-        with pytest.raises(UsageError, match="no picture ends so"):
+        with pytest.raises(UsageError, match="unsupported plot format"):
             check_plot_path(tmp_path / name)
     with pytest.raises(NotFoundError, match="no such directory") as error:
         check_plot_path(tmp_path / "no where" / "x.png")

@@ -93,7 +93,7 @@ def test_a_dry_run_shows_what_would_travel_and_sends_nothing(
     assert said.out.startswith(f"would be published: acme/sql@1.1.0 on {live.host}, 2 of 5 blobs")
     assert "acme: " in said.out
     assert "50.0 GB used, 50.0 GB left" in said.out
-    states = {line.split()[0]: "travels" in line for line in said.out.splitlines()[3:]}
+    states = {line.split()[0]: "to upload" in line for line in said.out.splitlines()[3:]}
     assert states == {
         "(configuration)": False,
         "adapter_config.json": False,
@@ -161,8 +161,9 @@ def test_a_registry_that_is_not_there_is_named(
 
 
 def test_a_fresh_administrator_is_led_from_error_to_error_to_a_published_package(
-    expertctl: CommandRunner, live: LiveRegistry, admin: str, home: Path, workshop:
-    PackageWorkspace, monkeypatch: pytest.MonkeyPatch,
+    expertctl: CommandRunner, live: LiveRegistry, admin: str, home: Path,
+    workshop: PackageWorkspace,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     store_credential(live, home, admin)
     monkeypatch.setenv("EXPERT_REGISTRY", live.host)
@@ -176,8 +177,9 @@ def test_a_fresh_administrator_is_led_from_error_to_error_to_a_published_package
 
 
 def test_a_dry_run_tells_all_that_is_missing_at_once(
-    expertctl: CommandRunner, live: LiveRegistry, admin: str, home: Path, workshop:
-    PackageWorkspace, monkeypatch: pytest.MonkeyPatch,
+    expertctl: CommandRunner, live: LiveRegistry, admin: str, home: Path,
+    workshop: PackageWorkspace,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     store_credential(live, home, admin)
     monkeypatch.setenv("EXPERT_REGISTRY", live.host)
@@ -289,7 +291,7 @@ def test_yank_and_back(
     expected = {"ref": "acme/sql@1.0.0", "registry": live.host, "yanked": "drops rows"}
     assert said.document == expected
     assert "(yanked: drops rows)" in expertctl("info", "acme/sql@1.0.0").out
-    assert "counts again" in expertctl("yank", "acme/sql@1.0.0", "--undo").out
+    assert "is available again" in expertctl("yank", "acme/sql@1.0.0", "--undo").out
     assert "yanked" not in expertctl("info", "acme/sql").out
 
 
@@ -333,8 +335,9 @@ def test_a_yank_that_says_too_little_or_too_much_is_a_slip(
 
 
 def test_the_registry_that_a_namespace_was_given_to_is_the_one_that_is_meant(
-    expertctl: CommandRunner, live: LiveRegistry, key: str, workshop: PackageWorkspace, trust:
-    TrustStore, monkeypatch: pytest.MonkeyPatch,
+    expertctl: CommandRunner, live: LiveRegistry, key: str, workshop: PackageWorkspace,
+    trust: TrustStore,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     index_key = live.served.registry.index_key.public
     trust.add_registry(KnownRegistry(live.host, live.url, index_key, namespaces=("acme",)))

@@ -57,7 +57,7 @@ def test_without_an_index_others_are_told_the_bytes(
     assert (said.document["user"], package["outcome"]) == (None, "published")
     assert (package["quota"], package["used"]) == (None, None)
     assert package["install"] == f"expertctl install {plain.host}/acme/sql@{digest}"
-    assert f"{plain.host} has no index of experts" in said.err
+    assert f"{plain.host} has no signed index" in said.err
 
 
 def test_there_too_a_version_never_changes(

@@ -53,7 +53,7 @@ def test_a_removed_user_is_let_in_no_more_and_the_name_stays_taken(
     expertctl: CommandRunner, live: LiveRegistry, chief: str
 ) -> None:
     secret = expertctl("registry", "user", "add", "bob").out.strip()
-    assert "bob has no account" in expertctl("registry", "user", "remove", "bob").out
+    assert "bob no longer has an account" in expertctl("registry", "user", "remove", "bob").out
     assert live.served.client(secret).get("/api/v1/whoami").status_code == 401
     expertctl("registry", "user", "add", "bob", exit_code=4)
     expertctl("registry", "user", "remove", "nobody-here", exit_code=3)

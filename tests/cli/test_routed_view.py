@@ -30,15 +30,15 @@ def test_nothing_is_told_where_none_could_be_missing(moe: RoutedExpertStats | No
 def test_shares_are_of_what_was_asked_for_and_of_what_routers_gave() -> None:
     moe = report(PART, requests=8, misses=2, mass=40.0, skipped=0.1, waited_ms=7.6)
     assert list(format_routed_report(moe)) == [
-        "routed experts: room for 8 of 16, 25.0 % of requests missed, 8 ms waited, "
-        "0.2 % of weights left out"
+        "routed experts: 8 of 16 fit in memory, 25.0 % of requests missed, 8 ms waited, "
+        "0.2 % of router weight skipped"
     ]
     assert list(format_routed_report(report(ROOMY, requests=8, misses=4, lent=3))) == [
-        "routed experts: room for 16 of 16, 50.0 % of requests missed, "
-        "3 of 4 computed in the file cache, 0 ms waited"
+        "routed experts: 16 of 16 fit in memory, 50.0 % of requests missed, "
+        "3 of 4 computed from the page cache, 0 ms waited"
     ], "nothing is left out unless that was asked for"
     assert list(format_skipped_weight(moe)) == [
-        "0.25 % of the weights of routed experts were left out"
+        "0.25 % of the weight of routed experts was skipped"
     ]
     assert list(format_skipped_weight(report(PART, requests=8, mass=40.0))) == []
 
@@ -48,9 +48,9 @@ def test_a_run_tells_what_was_left_out_and_its_statistics_what_was_missed(
 ) -> None:
     asked = (*ASKED[:-1], *base, "--no-moe-learn")
     assert "routed experts" not in expertctl(*asked).err
-    assert re.search(r"routed experts: room for \d+ of \d+,", expertctl(*asked, "--stats").err)
+    assert re.search(r"routed experts: \d+ of \d+ fit in memory,", expertctl(*asked, "--stats").err)
     told = expertctl(*asked, "--moe-miss", "skip", "--moe-skip-cap", "1").err
-    assert "% of the weights of routed experts were left out" in told
+    assert "% of the weight of routed experts was skipped" in told
 
 
 def test_a_chat_tells_below_each_answer_what_was_left_out(
@@ -63,7 +63,7 @@ def test_a_chat_tells_below_each_answer_what_was_left_out(
         lines = expertctl(*chat, *words).err.splitlines()
         turns = [line for line in lines if line.startswith("  [")]
         assert len(turns) == 2
-        left_out = "% of the weights of routed experts were left out]"
+        left_out = "% of the weight of routed experts was skipped]"
         assert sum(turn.endswith(left_out) for turn in turns) == told
 
 

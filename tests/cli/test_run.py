@@ -206,7 +206,7 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(
 def test_stats_show_every_figure(workshop: RunWorkspace, expertctl: Expertctl) -> None:
     err = expertctl("run", PROMPT, "--stats", "--memory-budget", "64MiB", *QUIET).err
     assert "stop none" in err
-    held = "held in float32, experts published, by torch"
+    held = "computed in float32, experts published, by torch"
     for word in ("plan sha256:", "base my-base", held, "prefill", "67.1 MB", "experts_hit"):
         assert word in err
 

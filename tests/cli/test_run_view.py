@@ -147,9 +147,9 @@ def test_of_a_hundred_experts_the_best_are_shown_and_all_that_were_chosen() -> N
     [
         (False, "", "the answer is empty"),
         (False, " \n", "the answer is empty"),
-        (False, "{", "not as called for"),
-        (True, "{}", "as called for"),
-        (None, "", "none called for"),
+        (False, "{", "not as requested"),
+        (True, "{}", "as requested"),
+        (None, "", "none requested"),
     ],
 )
 def test_the_form_of_an_answer_is_told_as_it_is(passed: bool | None, text: str, told: str) -> None:

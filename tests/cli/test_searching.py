@@ -82,7 +82,7 @@ def test_a_search_without_a_hit_says_where_it_looked(
     expertctl: CommandRunner, live: LiveRegistry, published: Path
 ) -> None:
     said = expertctl("search", "nothing-of-it")
-    assert (said.out, said.err) == ("", f"nothing on {live.host} fits 'nothing-of-it'\n")
+    assert (said.out, said.err) == ("", f"nothing on {live.host} matches 'nothing-of-it'\n")
     assert expertctl("search", "nothing-of-it", "--json").document["results"] == []
 
 
@@ -148,15 +148,16 @@ def test_info_of_a_version_shows_that_one(expertctl: CommandRunner, published: P
 
 
 def test_info_of_what_only_this_machine_has(
-    expertctl: CommandRunner, live: LiveRegistry, published: Path, workshop: PackageWorkspace, home:
-    Path, trust: TrustStore,
+    expertctl: CommandRunner, live: LiveRegistry, published: Path,
+    workshop: PackageWorkspace, home: Path,
+    trust: TrustStore,
 ) -> None:  # fmt: skip
     places, path = Home(home), workshop.package("acme/secret")
     store, bases = Store(places.store), BaseStore(places.bases)
     install_files([path], store=store, bases=bases, trust=trust)
     said = expertctl("info", "acme/secret")
     assert "1.0.0 from local" in said.out
-    assert "only what is installed" in said.err
+    assert "showing only installed versions" in said.err
     assert expertctl("info", "acme/secret", "--json").document["offer"] is None
 
 
@@ -170,7 +171,7 @@ def test_info_of_what_is_installed_needs_no_registry(
     monkeypatch.delenv("EXPERT_REGISTRY", raising=False)
     said = expertctl("info", "acme/secret")
     assert "1.0.0 from local" in said.out
-    assert "only what is installed: no registry is set" in said.err
+    assert "showing only installed versions: no registry is set" in said.err
     assert "no registry is set" in expertctl("info", "acme/none", exit_code=2).err
 
 

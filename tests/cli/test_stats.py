@@ -67,7 +67,7 @@ def test_it_has_an_example(expertctl: CommandRunner) -> None:
 
 def test_an_empty_home_has_no_runs_and_stays_empty(expertctl: CommandRunner, home: Path) -> None:
     said = expertctl("stats")
-    assert (said.out, said.err) == ("", "no runs yet; `expertctl run PROMPT` makes one\n")
+    assert (said.out, said.err) == ("", "no runs yet; try `expertctl run PROMPT`\n")
     document = expertctl("stats", "--days", "2", "--json").document
     assert find_problems(document, "stats") == []
     assert (document["runs"], document["experts"], len(document["days"])) == (0, [], 2)
@@ -77,7 +77,7 @@ def test_an_empty_home_has_no_runs_and_stays_empty(expertctl: CommandRunner, hom
 
 def test_runs_are_drawn(expertctl: CommandRunner, used: Catalogue) -> None:
     lines = expertctl("stats", "--days", "4").out.splitlines()
-    assert lines[0].endswith(", 1 good, 0 bad, form held 1 of 1")
+    assert lines[0].endswith(", 1 good, 0 bad, format passed 1 of 1")
     assert lines[2].split() == ["EXPERT", "USES", "SUCCESS", "SAID", "FIRST", "TOTAL"]
     figures = ["0.60", "+1", "-0", "40", "ms", "300", "ms"]
     assert lines[3].split() == ["acme/x@1.0.0", "4", "█" * 24, *figures]
@@ -159,7 +159,7 @@ def test_a_terminal_without_blocks_gets_ascii(
 def test_what_was_remembered_is_forgotten_when_it_is_asked_for(
     expertctl: CommandRunner, used: Catalogue
 ) -> None:
-    assert expertctl("stats", "--clear").out == "forgot 5 runs\n"
+    assert expertctl("stats", "--clear").out == "deleted 5 runs\n"
     assert expertctl("stats", "--json").document["runs"] == 0
     assert used.find_success_rate(EXPERT_X.content_digest) is None
     assert used.find_usage(EXPERT_X.content_digest) is None
@@ -198,5 +198,5 @@ def test_an_expert_without_a_run_is_not_found(expertctl: CommandRunner, used: Ca
 
 def test_only_all_runs_are_forgotten(expertctl: CommandRunner, used: Catalogue) -> None:
     said = expertctl("stats", "acme/x", "--clear", exit_code=2)
-    assert "--clear forgets all runs" in said.err
+    assert "--clear deletes all runs" in said.err
     assert len(used.history.list_runs()) == 5

@@ -42,6 +42,6 @@ def test_a_decoder_that_knows_no_kinds_and_an_answer_of_one_token_are_told_as_su
     known.add("layers.0.mlp", 0.001)
     text = format_trace(GenerationTrace(prefill=known))
     assert "OPERATION" not in text
-    assert "what experts add is part of the time of their layers" in text.splitlines()
+    assert "the time of experts is included in that of their layers" in text.splitlines()
     assert "A TOKEN" not in text
-    assert text.endswith("allocations of a token were not counted: too few were written")
+    assert text.endswith("allocations per token were not counted: too few tokens were generated")

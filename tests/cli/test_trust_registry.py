@@ -90,7 +90,7 @@ def test_a_key_in_a_file_needs_no_network(
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ([HOST], 2, "proves nothing"),
+        ([HOST], 2, "cannot vouch"),
         ([HOST, "--fingerprint", "abc"], 2, "not a fingerprint"),
         (["http://10.0.0.1", "--root", "FILE"], 2, "unencrypted"),
         ([f"https://{HOST}/path", "--root", "FILE"], 2, "not the address"),
@@ -131,8 +131,8 @@ def test_a_new_key_and_a_moved_namespace_are_told(
     words = ["add", "two.example.com", "--root", str(root), "--namespace", "acme"]
     assert app.run(["trust", "registry", *words]) == 0
     out, err = capsys.readouterr()
-    assert f"acme meant {HOST} before" in err
-    assert out.splitlines() == [f"two.example.com  {KEY.key_id}", "meant by acme/*"]
+    assert f"acme belonged to {HOST} before" in err
+    assert out.splitlines() == [f"two.example.com  {KEY.key_id}", "for acme/*"]
     listed = run(capsys, "registry", "list")["registries"]
     assert [(r["host"], r["namespaces"]) for r in listed] == [
         (HOST, []),
@@ -192,14 +192,14 @@ def test_keys_are_added_for_one_registry_and_listed_with_it(
         ["root", "acme/*", "of", HOST, "revoked", "for", "zoo/*", "of", HOST, KEY.key_id],
         ["-", "-", "revoked", "for", "zoo/*", "of", HOST, lost],
         [],
-        ["REGISTRY", "MEANT", "BY", "PINNED", "INDEX", "KEY"],
+        ["REGISTRY", "NAMESPACES", "PINNED", "INDEX", "KEY"],
         [HOST, "-", "-", KEY.key_id],
     ]
 
 
 def test_no_registry_is_called_as_files_are(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["add", str(root), "--namespace", "acme", "--registry", "local"]
-    assert "came from files" in run(capsys, *words, code=2)["error"]["message"]
+    assert "stands for files" in run(capsys, *words, code=2)["error"]["message"]
     error = add(capsys, "local", "--root", str(root), code=2)["error"]
     assert "came from files" in error["message"]
 

@@ -23,9 +23,9 @@ def test_all_that_is_known_is_said(
     assert expertctl("why", "acme/low").out.splitlines() == [
         "acme/low@1.0.0",
         "  required by acme/top@1.0.0 → acme/low@^1",
-        "  it came from a file",
+        "  installed from a file",
         f"  signed by acme ({key}), which is trusted for acme/*",
-        f"  made for the base {BASE_NAME}, which is not here",
+        f"  made for the base {BASE_NAME}, which is not registered",
         "  without it these will not run: acme/top@1.0.0",
     ]
     house.bases.add(shop.base_dir, name=BASE_NAME)
@@ -33,10 +33,10 @@ def test_all_that_is_known_is_said(
     assert expertctl("why", "acme/top").out.splitlines() == [
         "acme/top@1.0.0",
         "  nothing requires it",
-        "  it came from a file",
+        "  installed from a file",
         f"  signed by acme ({key}), which was revoked: lost",
-        f"  made for the base {BASE_NAME}, which is here",
-        "  nothing stops running without it",
+        f"  made for the base {BASE_NAME}, which is registered",
+        "  nothing else needs it to run",
     ]
 
 
@@ -76,10 +76,10 @@ def test_a_key_that_is_trusted_no_more_and_no_signature_at_all(
     expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
 ) -> None:
     house.trust.remove(make_key("acme").public.key_id)
-    assert "which is not trusted for acme/* any more" in expertctl("why", "acme/low").out
+    assert "which is no longer trusted for acme/*" in expertctl("why", "acme/low").out
     house.install(shop.package("acme/unsigned", key=None), allow_unsigned=True)
     said = expertctl("why", "acme/unsigned")
-    assert "nobody signed it: it was installed with --allow-unsigned" in said.out
+    assert "not signed: installed with --allow-unsigned" in said.out
     assert expertctl("why", "acme/unsigned", "--json").document["signature"] is None
 
 

@@ -178,7 +178,7 @@ def test_an_older_installed_version_whose_key_was_revoked_is_warned_of(
     [entry] = expertctl("outdated", "--json").document["experts"]
     assert not entry["revoked"]
     expertctl("remove", "acme/sql@1.0.0")
-    assert "all is current" in expertctl("update").err
+    assert "everything is up to date" in expertctl("update").err
 
 
 def test_an_older_version_whose_key_was_revoked_is_refused_where_it_is_locked(

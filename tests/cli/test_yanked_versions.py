@@ -207,7 +207,7 @@ def test_the_list_marks_versions_that_are_yanked_and_unused(scene: YankScene) ->
     assert "unused" not in new
     document = json.loads(scene.expertctl("list", "--json").out)["experts"]
     assert [(e["yanked"], e["used"]) for e in document] == [("wrong joins", False), (None, True)]
-    assert f"not used where no version is named: {NEW} is" in scene.expertctl("why", OLD).out
+    assert f"not used if no version is named: {NEW} is" in scene.expertctl("why", OLD).out
 
 
 def test_outdated_never_shows_a_yanked_version_as_the_newest(scene: YankScene) -> None:
@@ -247,11 +247,11 @@ def test_every_update_tells_of_a_yanked_version_that_stays_installed(scene: Yank
         told = f"warning: {NEW} was yanked: wrong joins; it is still installed beside"
         assert said.err.count(told) == 1
         assert f"`expertctl remove {NEW}` removes it" in said.err
-        assert "all is current" not in said.err
+        assert "everything is up to date" not in said.err
     [notice] = scene.expertctl("update", "--json").document["notices"]
     assert (notice["kind"], notice["ref"], notice["in_use"]) == ("yanked", NEW, False)
     scene.expertctl("remove", NEW)
-    assert "all is current" in scene.expertctl("update").err
+    assert "everything is up to date" in scene.expertctl("update").err
 
 
 def test_an_update_that_keeps_a_yanked_version_says_so(scene: YankScene) -> None:
@@ -261,7 +261,7 @@ def test_an_update_that_keeps_a_yanked_version_says_so(scene: YankScene) -> None
     for _ in range(2):
         said = scene.expertctl("update")
         assert f"warning: {OLD} was yanked: wrong joins; `expertctl update` takes" in said.err
-        assert "all is current" not in said.err
+        assert "everything is up to date" not in said.err
     [notice] = scene.expertctl("update", "--json").document["notices"]
     assert (notice["kind"], notice["ref"], notice["in_use"]) == ("yanked", OLD, True)
 
@@ -282,9 +282,9 @@ def test_who_installs_a_version_that_will_not_be_used_is_told(scene: YankScene) 
     scene.expertctl("install", OLD)
     Path("experts.toml").write_text('[experts]\n"acme/sql" = "1.0.0"\n')
     scene.expertctl("lock")
-    told = f"{NEW} is used only where it is named; else {OLD} is, `expertctl why {OLD}` says why"
+    told = f"{NEW} is used only if named; otherwise {OLD} is, `expertctl why {OLD}` says why"
     document = scene.expertctl("install", NEW, "--json").document
     assert told in document["notes"]
     why = scene.expertctl("why", OLD).out
-    assert f"used where no version is named; {Path('expert.lock').absolute()} names it" in why
+    assert f"used if no version is named; pinned by {Path('expert.lock').absolute()}" in why
     assert not scene.expertctl("install", NEW, "--json").document["notes"]

@@ -131,15 +131,15 @@ STARTED = b'event: piece\ndata: {"text": "1, "}\n\n'
 @pytest.mark.parametrize(
     ("body", "kind", "text"),
     [
-        (STARTED, UnreachableError, "broke off"),
-        (STARTED + b"event: piece\ndata: {", UnreachableError, "broke off"),
-        (STARTED + b"event: piece\ndata: {\n\n", RegistryError, "not understood"),
+        (STARTED, UnreachableError, "was cut off"),
+        (STARTED + b"event: piece\ndata: {", UnreachableError, "was cut off"),
+        (STARTED + b"event: piece\ndata: {\n\n", RegistryError, "cannot be decoded"),
         (
             STARTED + b'event: failed\ndata: {"error": {"code": "budget", "message": "full"}}\n\n',
             errors.BudgetError,
             "full",
         ),
-        (STARTED + b"event: failed\ndata: ?\n\n", RegistryError, "broke off"),
+        (STARTED + b"event: failed\ndata: ?\n\n", RegistryError, "was cut off"),
     ],
     ids=["no end", "half an event", "no json", "failed", "failed unreadably"],
 )
@@ -217,7 +217,7 @@ def test_no_path_can_be_made_of_the_id_of_a_job(job_id: str) -> None:
 
 
 def test_what_is_no_json_is_not_sent() -> None:
-    with pytest.raises(UsageError, match="no JSON"):
+    with pytest.raises(UsageError, match="as JSON"):
         ScriptedTransport().make_client().infer("x", metadata={"a": object()})  # type: ignore[dict-item]  # wrong
 
 

@@ -196,7 +196,7 @@ def test_experts_that_come_back_find_what_was_kept_of_their_turns(packed: LocalE
     assert back.replanned
     assert back.result.kv_reused_tokens >= first.result.prompt_tokens
     assert "all read again" in format_turn(changed)
-    assert f"({back.result.kv_reused_tokens} kept from before)" in format_turn(back)
+    assert f"({back.result.kv_reused_tokens} reused)" in format_turn(back)
 
 
 def after(steps: int) -> Callable[[], bool]:

@@ -170,7 +170,7 @@ def test_a_certificate_that_is_none_is_refused_before_anything_listens(tmp_path:
         certificate=tmp_path / "certificate",
         private_key=tmp_path / "key",
     )
-    with pytest.raises(UsageError, match="no certificate and its key"):
+    with pytest.raises(UsageError, match="not a certificate and its key"):
         serve(settings, workers=1, insecure=False, report=never)
 
 

@@ -54,7 +54,7 @@ def test_a_model_that_is_not_there_is_not_found(client: Client, name: str) -> No
 def test_a_path_with_two_readings_stays_refused(scripted: ServerHarness, path: str) -> None:
     answer = scripted.client().get(path)
     assert answer.status_code == 400
-    assert "more than one reading" in answer.text
+    assert "is ambiguous" in answer.text
 
 
 def test_experts_that_cannot_answer_are_no_models(scripted: ServerHarness) -> None:
