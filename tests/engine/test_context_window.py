@@ -79,7 +79,9 @@ TALK = ("aaaa", "bbb", "cccc", "ddd", "eee")
 
 def test_a_conversation_that_does_not_fit_is_refused_unless_it_may_be_cut() -> None:
     assert fit(*TALK, context=33, max_tokens=9, truncate=False).max_tokens == 1
-    with pytest.raises(UsageError, match=r"the conversation has 32 tokens, .* base is 32") as caught:
+    with pytest.raises(
+        UsageError, match=r"the conversation has 32 tokens, .* base is 32"
+    ) as caught:
         fit(*TALK, context=32, max_tokens=9, truncate=False)
     assert "oldest turns" in caught.value.hint
 
