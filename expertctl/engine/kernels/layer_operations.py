@@ -1,13 +1,11 @@
-"""What happens to each token on its own between two products; one item is one token.
+"""Per-token operations between two GEMMs: norms, SwiGLU, affine, RoPE tables and KV writes.
 
-The rotations of the tokens of a run: cosines and sines of their positions.
+An item is one token, or one head of one token for `rope_kv_write_kernel`. Rotary tables (cosines
+and sines of the positions) are computed once per run, not cached by position: every layer uses the
+same ones.
 
-They are worked out once a run, not kept by position: every layer uses the same.
-
-Queries, keys and values of a layer: head norms, rotation, and keys and values into their pages.
-
-A page holds sixteen tokens of one KV head as two packed matrices: keys ``[dim][16]``, so that the
-scores of sixteen keys are one vector, and values ``[dim / 16][16][16]``, so that a product with
+A KV page holds sixteen tokens of one KV head as two packed matrices: keys ``[dim][16]``, so that
+the scores of sixteen keys are one vector, and values ``[dim / 16][16][16]``, so that a product with
 sixteen probabilities is one too.
 """
 
@@ -70,9 +68,9 @@ def _rms_norm_rows(first: int, last: int, arguments: int) -> None:  # pragma: no
         rms_norm_row(row, float32_view(weight, width), normed, float32_view(eps, 1)[0])
 
 
-@numba.njit(fastmath={"reassoc", "contract"})  # the sum in lanes; NaN stays NaN
+@numba.njit(fastmath={"reassoc", "contract"})  # vectorises the sum; NaN stays NaN
 def rms_norm_row(row: Any, weight: Any, out: Any, eps: Any) -> None:  # pragma: no cover - compiled
-    """RMSNorm of one row, in compiled code."""
+    """Compute the RMSNorm of one row, in compiled code."""
     total = np.float32(0)
     for k in range(len(row)):
         total += row[k] * row[k]
@@ -106,7 +104,7 @@ def _swiglu_rows(first: int, last: int, arguments: int) -> None:  # pragma: no c
 
 @intrinsic
 def vector_swiglu(_context: Any, gate: Any, up: Any, out: Any, vectors: Any) -> Any:
-    """Do what `_swiglu_scalar` does, with the same bits, for so many vectors at these addresses."""
+    """Do the same as `_swiglu_scalar`, with the same bits, for whole vectors at these addresses."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         lanes, (gates, ups, outs, count) = SimdBuilder(builder), values
@@ -182,12 +180,12 @@ def _add_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cove
 
 @cache
 def gated_add_kernel() -> Kernel:
-    """Return the kernel of ``out += sigmoid(share) * x``, one share for each token."""
+    """Return the kernel of ``out += sigmoid(gate) * x``, with one gate per token."""
     return compile_kernel("share", _gated_add_rows)
 
 
 def gated_add_arguments(*, gates: AnyArray, rows: AnyArray, out: AnyArray, width: int) -> AnyArray:
-    """Return its arguments, all float32; of ``shares`` the first column counts."""
+    """Return its arguments, all float32; only the first column of ``gates`` is used."""
     return encode_operands(*row_address(gates), *row_address(rows), *row_address(out), width)
 
 
@@ -204,7 +202,7 @@ def _gated_add_rows(first: int, last: int, arguments: int) -> None:  # pragma: n
 
 @cache
 def rope_table_kernel() -> Kernel:
-    """Return the kernel; one item is one token."""
+    """Return the kernel that computes rotary tables; one item is one token."""
     return compile_kernel("angles", _write_rope_table)
 
 
@@ -213,8 +211,8 @@ def rope_table_arguments(
 ) -> AnyArray:
     """Return its arguments: ``out`` float32 [tokens, 2, dim], cosines then sines.
 
-    ``positions`` is int64 [tokens], ``frequencies`` float32 [dim / 2] as of `rope`; cosines and
-    sines are repeated for both halves of a head and multiplied with ``factor``, float32 [1].
+    ``positions`` is int64 [tokens], ``frequencies`` float32 [dim / 2] as in `rope`; cosines and
+    sines are repeated for both halves of a head and multiplied by ``factor``, float32 [1].
     """
     assert out.shape[1:] == (2, 2 * len(frequencies))
     return encode_operands(
@@ -233,7 +231,7 @@ def _write_rope_table(first: int, last: int, arguments: int) -> None:  # pragma:
         position = np.float32(int64_view(positions, token + 1)[token])
         row = float32_view(out + token * half * 16, 4 * half)
         for k in range(half):
-            # The angle is rounded as transformers rounds it; its cosine is as good as exact.
+            # The angle is rounded as in transformers; its cosine is computed in float64.
             angle = np.float64(position * float32_view(frequencies, half)[k])
             cosine, sine = np.float32(math.cos(angle)), np.float32(math.sin(angle))
             row[k] = row[half + k] = cosine * factor
@@ -241,12 +239,12 @@ def _write_rope_table(first: int, last: int, arguments: int) -> None:  # pragma:
 
 
 KV_PAGE_TOKENS = 16
-"""Tokens in a page."""
+"""Tokens per KV page."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Query heads, KV heads, numbers in a head, and what pages hold: float32 or float16."""
+    """Query heads, KV heads, head size, and the scheme of KV pages: float32 or float16."""
 
     query_heads: int
     kv_heads: int
@@ -254,7 +252,7 @@ class AttentionShape:
     kv_scheme: Scheme = Scheme.FLOAT32
 
     def __post_init__(self) -> None:
-        """Check that heads are whole vectors and KV heads have equally many query heads."""
+        """Check that heads are whole vectors and that KV heads have equally many query heads."""
         assert self.head_dim % KV_PAGE_TOKENS == 0
         assert self.query_heads % self.kv_heads == 0
         assert self.kv_scheme in (Scheme.FLOAT32, Scheme.FLOAT16)
@@ -272,11 +270,11 @@ class AttentionShape:
 
 @cache
 def rope_kv_write_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
-    """Return the kernel for pages of these numbers.
+    """Return the kernel that normalises and rotates heads and writes keys and values into pages.
 
-    One item is one head of one token. Of each sixteen tokens, the items of one head come first, for
-    its keys share cache lines, then those of the next: heads of queries, then keys, then values.
-    Numbers beyond 65504 are infinite in float16.
+    One item is one head of one token. For each sixteen tokens, the items of one head come first,
+    because their keys share cache lines, then those of the next: query heads, then keys, then
+    values. Numbers beyond 65504 become infinite in float16.
     """
     return compile_kernel(
         f"heads {numbers.value}", _rope_kv_write_function(int(numbers is Scheme.FLOAT16))
@@ -297,10 +295,10 @@ def rope_kv_write_arguments(
 ) -> AnyArray:
     """Return its arguments.
 
-    ``rows`` is float32 [tokens, heads * dim]; ``norms`` of queries and keys are [dim] or None,
-    ``rotations`` [tokens, 2, dim] as `rope_table_kernel` writes them, ``tables`` addresses of page
-    lists, ``offsets`` the bytes from the address of a page to a layer's keys and values;
-    ``count``, int64 [1], the tokens of the run.
+    ``rows`` is float32 [tokens, heads * dim]; ``norms`` of queries and keys are [dim] or None;
+    ``rotations`` [tokens, 2, dim] as `rope_table_kernel` writes them; ``tables`` holds addresses of
+    page lists; ``offsets`` are the bytes from the address of a page to a layer's keys and values;
+    ``count``, int64 [1], is the number of tokens of the run.
     """
     return encode_operands(
         *row_address(rows),
@@ -366,7 +364,7 @@ def _rotate_head(row: Any, rotation: Any, dim: Any) -> None:  # pragma: no cover
 
 @intrinsic
 def vector_rotate(_context: Any, row: Any, rotation: Any, half: Any, vectors: Any) -> Any:
-    """Do the same for so many vectors; a half of a head has ``half`` bytes."""
+    """Do the same as `_rotate_head` for whole vectors; half a head has ``half`` bytes."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         lanes, (numbers, turns, step, count) = SimdBuilder(builder), values
@@ -408,7 +406,7 @@ def _write_key(half: Any, key: Any, place: Any, slot: Any) -> None:  # pragma: n
 
 @intrinsic(prefer_literal=True)
 def write_value(_context: Any, half: Any, row: Any, place: Any, slot: Any, vectors: Any) -> Any:
-    """Write a value into its rows of [dim / 16][16][16]; ``half`` is a constant."""
+    """Write a value into its rows of [dim / 16][16][16]; ``half`` is a compile-time constant."""
     if not isinstance(half, types.IntegerLiteral):
         raise RequireLiteralValue("the numbers of pages are a constant")
     is_half = bool(half.literal_value)

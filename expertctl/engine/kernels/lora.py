@@ -1,19 +1,17 @@
-"""The product of tokens with a packed matrix: ``out = rows W^T`` or ``out += rows W^T``.
+"""GEMM and LoRA kernels over a batch in which rows may belong to different adapter plans.
 
-One item is four blocks of sixteen rows, which are read once for all tokens.
+`gemm_kernel` computes ``out = rows W^T`` or ``out += rows W^T``; one item is four blocks of sixteen
+rows, which are read once for all tokens.
 
-Which rows of a batch belong to which plan, as kernels read it: two tables of int64.
+A *plan table* (int64) has a record for each linear layer of the base: the addresses of the plan's
+matrices and vectors for it. A *batch table* (int64) starts with the addresses of the rows between A
+and B, followed by an entry per plan: the address of its table, its first row and its number of
+rows. Rows without a plan have no entry.
 
-A *plan table* has a record for each linear layer of the base: where the plan's matrices and
-vectors for it lie. A *batch table* begins with where the rows between A and B lie and goes on with
-an entry for each plan: its table, its first row, how many rows. Rows without a plan have none.
-
-The low-rank products of all plans of a batch, in two operations for layers that share an input.
-
-``inner = rows A^T``, then ``out += inner B^T``: the rows of a plan are multiplied with its own
-matrices, which are read once for all of them. However many plans there are, the items of an
-operation are the blocks of all of them. The tile is that of every product, so a row's bits do not
-depend on other rows.
+LoRA takes two operations for all layers that share an input: shrink, ``inner = rows A^T``, and
+expand, ``out += inner B^T``. The rows of a plan are multiplied with its own matrices, which are
+read once for all of them; the items of an operation are the blocks of all plans. All use the GEMM
+tile, so the bits of a row do not depend on other rows.
 """
 
 from collections.abc import Sequence
@@ -55,13 +53,13 @@ AnyArray = np.ndarray[Any, Any]
 
 @cache
 def gemm_kernel(scheme: Scheme, *, portable: bool = False) -> Kernel:
-    """Return the kernel for matrices of one scheme; ``plain`` keeps to what every processor has."""
+    """Return the kernel for matrices of one scheme; ``portable``: baseline instructions only."""
     function = gemm_function(scheme, portable=portable)
     return compile_kernel(f"multiply {scheme.value}{' plainly' * portable}", function)
 
 
 def gemm_items(matrix: PackedMatrix) -> int:
-    """Return how many items the product with a matrix has."""
+    """Return the number of items of the product with a matrix."""
     return -(-matrix.blocks // BLOCKS_PER_ITEM)
 
 
@@ -98,7 +96,7 @@ def gemm_arguments(
 
 
 def gemm_function(scheme: Scheme, *, portable: bool = False) -> KernelFunction:
-    """Return what is compiled, for kernels that do more with the same items."""
+    """Return the uncompiled function, for kernels that extend it."""
     strips = gemm_blocks_function(scheme, portable=portable)
 
     def multiply(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
@@ -117,9 +115,9 @@ def gemm_function(scheme: Scheme, *, portable: bool = False) -> KernelFunction:
 
 RECORD_WORDS, RECORD_BYTES = 11, 88
 A_BLOCKS_WORD, B_VECTORS_WORD = 2, 6
-"""Words of a record: 0 where there is no A, no B."""
+"""Words of a record that are 0 if there is no A, or no B."""
 SCALE_WORDS = slice(8, 11)
-"""Words of a record: factors of the input, the output and the bias, each 0 or an address."""
+"""Words of a record: input, output and bias scales, each an address or 0."""
 SCALES_OFFSET = 64
 HEADER_WORDS, HEADER_BYTES = 8, 64
 ENTRY_WORDS, ENTRY_BYTES = 3, 24
@@ -127,7 +125,7 @@ ENTRY_WORDS, ENTRY_BYTES = 3, 24
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ModuleAdapter:
-    """What a plan has for one linear layer; ``column`` is where its rows between A and B begin."""
+    """A plan's tensors for one linear layer; ``column`` is the first one between A and B."""
 
     a: PackedMatrix | None = None
     b: PackedMatrix | None = None
@@ -137,7 +135,7 @@ class ModuleAdapter:
     bias_scale: AnyArray | None = None
 
     def to_record(self) -> list[int]:
-        """Return its record."""
+        """Return the record of a plan table."""
         return [
             *((0, 0, 0) if self.a is None else (*_matrix_addresses(self.a), self.a.blocks)),
             self.column,
@@ -151,15 +149,15 @@ class ModuleAdapter:
 
 
 def lora_column_step(scheme: Scheme) -> int:
-    """Return the multiple at which columns between A and B begin: modules share no group."""
+    """Return the alignment of ``column``, so that modules share no quantisation group."""
     return GROUP_SIZE if scheme.layout.is_grouped else LANES
 
 
 class AdapterBatchTable:
-    """The table of one batch, and the rows between A and B of adapters in one scheme."""
+    """The batch table, and the rows between A and B of adapters in one scheme."""
 
     def __init__(self, scheme: Scheme, *, rows: int) -> None:
-        """Make room for so many rows, each of which may have a plan of its own."""
+        """Allocate for a maximum number of rows, each of which may have its own plan."""
         self.words = aligned_zeros(HEADER_WORDS + ENTRY_WORDS * rows, np.int64)
         self._scheme, self._rows, self._width = scheme, rows, 0
         self._inner = aligned_zeros((rows, 0), np.float32)
@@ -167,11 +165,11 @@ class AdapterBatchTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it and of the rows between A and B."""
+        """Bytes of the table and of the rows between A and B."""
         return batch_table_bytes(self._scheme, rows=self._rows, width=self._width)
 
     def set_entries(self, entries: Sequence[tuple[int, int, int]], *, width: int) -> None:
-        """Write the entries: the address of a plan's table, its first row, how many rows."""
+        """Write the entries: the address of a plan's table, its first row, its row count."""
         if width > self._width:
             self._grow_width(width)
         self.words[0] = len(entries)
@@ -190,7 +188,7 @@ class AdapterBatchTable:
 
 
 def batch_table_bytes(scheme: Scheme, *, rows: int, width: int) -> int:
-    """Return the bytes of a table whose plans are so wide."""
+    """Return the bytes of a table for plans of this width."""
     layout = scheme.layout
     ready = (
         0 if scheme in FLOAT_SCHEMES else layout.row_bytes * width + 8 * layout.count_groups(width)
@@ -226,15 +224,15 @@ def _group_addresses(ready: PreparedActivations) -> tuple[int, int, int]:
 
 
 EXPAND_BLOCKS = 8
-"""Blocks of B in an item."""
+"""Blocks of B per item."""
 _SPINS = 500
-"""How often to look whether other workers are done before giving way to other threads."""
+"""How often to check whether other workers are done before yielding to other threads."""
 
 
 def shrink_blocks(scheme: Scheme, *, single_sequence: bool) -> int:
-    """Return how many blocks of A an item has; few where single tokens are read.
+    """Return the blocks of A per item; few for single tokens.
 
-    Where rows between A and B are int8 by groups of 128, an item has whole groups.
+    If rows between A and B are int8 in groups of 128, an item has whole groups.
     """
     if scheme.layout.is_grouped:
         return GROUP_SIZE // LANES
@@ -245,8 +243,8 @@ def shrink_blocks(scheme: Scheme, *, single_sequence: bool) -> int:
 def lora_shrink_kernel(scheme: Scheme, *, portable: bool = False) -> Kernel:
     """Return the kernel of ``inner = rows A^T``, which writes inner in the form that B takes.
 
-    Items are blocks of the A of all modules of all plans; `shrink_blocks` of them make one.
-    ``plain`` keeps to what every processor has, here and below.
+    An item is `shrink_blocks` blocks of the A of any module of any plan. Here and below,
+    ``portable`` uses baseline instructions only.
     """
     name = f"reduce {scheme.value}{' plainly' * portable}"
     return compile_kernel(name, _shrink_function(scheme, portable=portable))
@@ -286,11 +284,11 @@ def lora_expand_kernel(scheme: Scheme, *, portable: bool = False) -> Kernel:
 
 @cache
 def fused_lora_kernel(base: Scheme, scheme: Scheme, *, portable: bool = False) -> Kernel:
-    """Return the kernel of ``out = rows W^T``, or ``+=``, and all that plans add to it.
+    """Return the kernel of ``out = rows W^T`` (or ``+=``) plus the LoRA products of all plans.
 
-    Items are those of `lora_shrink_kernel`, then those of `gemm_kernel`, each of which adds to its
-    own blocks what `lora_expand_kernel` would. A worker that gets there before all of the former are
-    done waits: they were claimed before, by workers that do not wait.
+    Its items are those of `lora_shrink_kernel`, then those of `gemm_kernel`, each of which adds to
+    its own blocks what `lora_expand_kernel` would. A worker that arrives before all shrink items
+    are done waits for them: they were claimed earlier, by workers that do not wait.
     """
     name = f"multiply {base.value}, adapted {scheme.value}{' plainly' * portable}"
     return compile_kernel(name, _fused_function(base, scheme, portable=portable))
@@ -305,9 +303,9 @@ def fused_lora_arguments(
     reduce_items: AnyArray,
     done: AnyArray,
 ) -> AnyArray:
-    """Return its arguments: those of the three, and how many items the former two have.
+    """Return its arguments: those of the three kernels, and the item counts of the first two.
 
-    ``done``, int64 [1], begins with 0; the worker that finishes last in a run sets it to 0 again.
+    ``done``, int64 [1], starts at 0; the worker that finishes last in a run resets it to 0.
     """
     parts = (reduce, multiply, expand, reduce_items, done)
     return encode_operands(*(array_address(part, np.int64) for part in parts), multiply_items)
@@ -316,7 +314,7 @@ def fused_lora_arguments(
 def lora_expand_arguments(
     *, batch: AnyArray, first_module: int, outs: AnyArray, out_stride: int
 ) -> AnyArray:
-    """Return its arguments; ``outs`` int64 [modules, 2]: where a module's output is, its blocks."""
+    """Return its arguments; ``outs`` int64 [modules, 2]: address and blocks of each output."""
     return encode_operands(
         array_address(batch, np.int64),
         first_module,
@@ -420,7 +418,7 @@ def _fused_function(base: Scheme, scheme: Scheme, *, portable: bool) -> KernelFu
 
 @register_jitable
 def _wait_for_items(done: Any, items: Any) -> None:  # pragma: no cover - compiled
-    """Wait until so many items are done."""
+    """Wait until this many items are done."""
     spins = 0
     while atomic_load(done) < items:
         if spins < _SPINS:
@@ -436,7 +434,7 @@ def _has_b(record: Any) -> Any:  # pragma: no cover - compiled
 
 
 def _make_expand_block(scheme: Scheme, *, portable: bool) -> Any:
-    """Return what adds ``inner B^T`` of one entry and one module, for some blocks of B."""
+    """Return the function that adds ``inner B^T`` of one entry and module, by blocks of B."""
     strips, size = gemm_blocks_function(scheme, portable=portable), scheme.layout.row_bytes
     ready = scheme not in FLOAT_SCHEMES
 
@@ -460,7 +458,7 @@ def _make_expand_block(scheme: Scheme, *, portable: bool) -> Any:
 
 
 def _make_prepare_inner(scheme: Scheme) -> Any:
-    """Return what turns some columns of rows between A and B into the form that B takes."""
+    """Return the function that converts rows between A and B to the form that B takes."""
     if scheme in FLOAT_SCHEMES:
 
         @register_jitable

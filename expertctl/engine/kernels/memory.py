@@ -1,14 +1,11 @@
-"""The arguments of kernels: int64 that compiled code reads in the order in which they stand.
+"""Kernel arguments, memory access by address, and atomics, in compiled code.
 
-An array is only an address there, so a wrong one in its place would go unnoticed. That is why
-functions that return arguments take arrays by name, and why dtypes are checked here.
+Arguments are int64 words that compiled code reads in order. An array is only an address there, so a
+wrong one would go unnoticed; functions that return arguments therefore take arrays by keyword, and
+dtypes are checked here.
 
-Reading memory by its address, in compiled code; and memory that begins where a vector does.
-
-Numbers that several threads change at once, and how a thread waits, in compiled code.
-
-Addresses are of int64 at multiples of eight. A thread that reads a number sees all that the thread
-that stored it had written before.
+Atomics act on int64 at multiples of eight bytes. A thread that reads a number sees everything that
+the storing thread had written before.
 """
 
 from typing import Any
@@ -29,12 +26,12 @@ AnyArray = np.ndarray[Any, Any]
 
 
 def encode_operands(*words: int) -> AnyArray:
-    """Return arguments, int64 [words]."""
+    """Return arguments as int64 [words]."""
     return np.array(words, np.int64)
 
 
 def array_address(array: AnyArray | None, kind: Any = np.float32) -> int:
-    """Return where an array of such numbers begins; 0 where there is none."""
+    """Return the address of an array with this dtype, or 0 for None."""
     if array is None:
         return 0
     assert array.dtype == kind, f"{array.dtype} in the place of {np.dtype(kind)}"
@@ -42,7 +39,7 @@ def array_address(array: AnyArray | None, kind: Any = np.float32) -> int:
 
 
 def row_address(rows: AnyArray) -> tuple[int, int]:
-    """Return where float32 [rows, columns] begin, and the bytes from each row to the next."""
+    """Return the address of float32 [rows, columns], and the stride between rows in bytes."""
     lie_together = rows.strides[1] == rows.itemsize or rows.shape[1] == 1 or rows.size == 0
     assert lie_together, "the columns of a row lie apart"
     return array_address(rows), rows.strides[0]
@@ -61,7 +58,7 @@ def aligned_zeros(shape: int | tuple[int, ...], dtype: Any) -> "np.ndarray[Any, 
 
 @intrinsic(prefer_literal=True)
 def load_int64s(_context: Any, address: Any, count: Any) -> Any:
-    """Return the ``count`` int64 that begin at an address, as a tuple."""
+    """Return ``count`` int64 starting at an address, as a tuple."""
     if not isinstance(count, types.IntegerLiteral):
         raise RequireLiteralValue("the number of words is a constant")
     number = count.literal_value
@@ -75,7 +72,7 @@ def load_int64s(_context: Any, address: Any, count: Any) -> Any:
 
 
 def _make_array_view(dtype: Any) -> Any:
-    """Return what gives compiled code the array of a dtype that begins at an address."""
+    """Return the compiled-code function that views memory at an address as an array."""
     kind = types.CPointer(dtype)
 
     @intrinsic
@@ -103,7 +100,7 @@ int64_view = _make_array_view(types.int64)
 
 @intrinsic(prefer_literal=True)
 def allocate_stack_floats(_context: Any, count: Any) -> Any:
-    """Return the address of so many float32 on the stack of the calling kernel."""
+    """Return the address of ``count`` float32 on the stack of the calling kernel."""
     if not isinstance(count, types.IntegerLiteral):
         raise RequireLiteralValue("the room on the stack is a constant")
     kind = ir.ArrayType(ir.FloatType(), count.literal_value)
@@ -119,7 +116,7 @@ def allocate_stack_floats(_context: Any, count: Any) -> Any:
 
 @intrinsic
 def copy_bytes(_context: Any, target: Any, source: Any, count: Any) -> Any:
-    """Copy so many bytes from one address to another; they may not overlap."""
+    """Copy ``count`` bytes from one address to another; they must not overlap."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         places = [builder.inttoptr(value, ir.IntType(8).as_pointer()) for value in values[:2]]
@@ -131,7 +128,7 @@ def copy_bytes(_context: Any, target: Any, source: Any, count: Any) -> Any:
 
 @intrinsic
 def float32_to_half_bits(_context: Any, number: Any) -> Any:
-    """Return the bits of a float32 rounded to float16; what is too large becomes infinite."""
+    """Return the float16 bits of a float32; overflow becomes infinity."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         return emit_float_to_half(builder, values[0], native=get_host_cpu().has_float16)
@@ -141,7 +138,7 @@ def float32_to_half_bits(_context: Any, number: Any) -> Any:
 
 @intrinsic
 def half_bits_to_float32(_context: Any, bits: Any) -> Any:
-    """Return the float32 that the bits of a float16 stand for."""
+    """Return the float32 value of float16 bits."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         return emit_half_to_float(builder, values[0], native=get_host_cpu().has_float16)
@@ -180,7 +177,7 @@ def atomic_store(_context: Any, address: Any, number: Any) -> Any:
 
 @intrinsic
 def atomic_fetch_add(_context: Any, address: Any, number: Any) -> Any:
-    """Add to the number at an address; return what it was."""
+    """Add to the number at an address; return the previous value."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         return builder.atomic_rmw("add", _int_pointer(builder, values[0]), values[1], "acq_rel")
@@ -190,7 +187,7 @@ def atomic_fetch_add(_context: Any, address: Any, number: Any) -> Any:
 
 @intrinsic
 def atomic_compare_exchange(_context: Any, address: Any, old: Any, new: Any) -> Any:
-    """Set the number at an address if it is ``old``; return whether it was."""
+    """Set the number at an address if it equals ``old``; return whether it did."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         place = _int_pointer(builder, values[0])
@@ -202,7 +199,7 @@ def atomic_compare_exchange(_context: Any, address: Any, old: Any, new: Any) -> 
 
 @intrinsic
 def pause_cpu(_context: Any) -> Any:
-    """Tell the processor that this thread only waits, so its core can serve another or rest."""
+    """Tell the processor that this thread spins, so its core can do other work or rest."""
 
     def emit(context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
         machine = binding.get_default_triple().partition("-")[0]
@@ -225,7 +222,7 @@ def _external_function(builder: Any, name: str, *arguments: Any) -> Any:
 
 @intrinsic
 def call_kernel(_context: Any, function: Any, first: Any, last: Any, arguments: Any) -> Any:
-    """Call the kernel that is at an address."""
+    """Call the kernel at an address."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [_INT64] * 3)
@@ -236,4 +233,4 @@ def call_kernel(_context: Any, function: Any, first: Any, last: Any, arguments: 
 
 
 yield_thread = types.ExternalFunction("sched_yield", types.int32())
-"""Let the system run another thread on this processor."""
+"""Let the operating system run another thread on this processor."""

@@ -1,12 +1,11 @@
-"""The most arithmetic that the processor can do: what tiles are made of, on registers alone.
+"""Upper bounds of a machine: peak arithmetic, and memory read bandwidth.
 
-It is the upper bound of products that never wait for their operands. Every number is one, so the
-sums say how many products were added.
+`PeakArithmetic` runs the inner operation of a tile on registers alone, the bound for products that
+never wait for operands. Every number is one, so the sums count the products.
 
-What memory gives: every byte of some matrices is read once, and nothing else is done with it.
-
-This has to be as fast as reading can be, for other speeds are told as shares of it. So all matrices
-are one operation, whose workers claim long stretches and wait for each other once.
+`MemoryReadBenchmark` reads every byte of some matrices once and does nothing else. It must be as
+fast as reading can be, because other speeds are reported as fractions of it: all matrices are one
+operation, whose workers claim long ranges and synchronise once.
 """
 
 from collections.abc import Iterable
@@ -35,7 +34,7 @@ from expertctl.engine.kernels.thread_pool import ThreadPool
 AnyArray = np.ndarray[Any, Any]
 
 LOOP_COUNT = 4096
-"""How often each sum of an item is added to; float32 holds the result exactly."""
+"""Additions to each sum of an item; float32 holds the result exactly."""
 
 _ITEMS_PER_WORKER = 64
 _FMA, _BF16, _BYTES = range(3)
@@ -49,14 +48,14 @@ _ONES: dict[int, AnyArray] = {
 
 
 class PeakArithmetic:
-    """A program of nothing but arithmetic: that of products with matrices of one scheme."""
+    """A program that only computes, with the instruction used for matrices of one scheme."""
 
     def __init__(self, scheme: Scheme, *, workers: int) -> None:
-        """Make the program; each of so many workers gets enough to do for some milliseconds."""
+        """Build the program; each worker gets some milliseconds of work."""
         way = _fastest_instruction(scheme)
         items = _ITEMS_PER_WORKER * workers
         self.operations = 2 * _PRODUCTS[way] * LANES * _independent_sums() * LOOP_COUNT * items
-        """How many a run does; a product and its addition are two."""
+        """Floating-point operations per run; a multiplication and its addition count as two."""
         self._sums = aligned_zeros((items, LANES), np.float32)
         ones = aligned_zeros(VECTOR_BYTES, np.uint8)
         ones[...] = _ONES[way].view(np.uint8)
@@ -68,12 +67,12 @@ class PeakArithmetic:
 
     @property
     def products_added(self) -> int:
-        """How many products the last run added, as its sums say."""
+        """The number of products that the last run added, from its sums."""
         return int(self._sums.astype(np.float64).sum())
 
 
 def _fastest_instruction(scheme: Scheme) -> int:
-    """Return how this processor multiplies numbers of a scheme fastest."""
+    """Return the fastest way to multiply numbers of a scheme on this processor."""
     cpu = get_host_cpu()
     if scheme is Scheme.BFLOAT16 and cpu.bf16_dot:
         return _BF16
@@ -101,7 +100,7 @@ def _peak_function(way: int) -> KernelFunction:
 
 @intrinsic(prefer_literal=True)
 def _emit_products(_context: Any, way: Any, ones: Any, loops: Any, out: Any) -> Any:
-    """Add products of ones to all sums so many times; write the total of the sums."""
+    """Add products of ones to all sums ``loops`` times; write the total of the sums."""
     if not isinstance(way, types.IntegerLiteral):
         raise RequireLiteralValue("how products are added is a constant")
     number = way.literal_value
@@ -146,14 +145,14 @@ def _total_as_floats(lanes: SimdBuilder, way: int, total: Value) -> Value:
 ITEM_BYTES = 64 << 10
 
 _VECTORS_PER_STEP = 8
-"""Vectors that are read without waiting for each other."""
+"""Vectors that are read independently of each other."""
 
 
 class MemoryReadBenchmark:
-    """Reads numbers and scales of matrices, in whole items; what is left of either is not read."""
+    """Reads the data and scales of matrices in whole items; a partial last item is not read."""
 
     def __init__(self, matrices: Iterable[PackedMatrix]) -> None:
-        """Make the program that reads them."""
+        """Build the program that reads them."""
         parts = tuple(matrices)
         arrays = (array for matrix in parts for array in (matrix.data, matrix.scales))
         places = np.concatenate([_item_addresses(array) for array in arrays])
@@ -166,17 +165,17 @@ class MemoryReadBenchmark:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it reads."""
+        """Bytes read per run."""
         return len(self._found) * ITEM_BYTES
 
     def run(self, pool: ThreadPool) -> int:
-        """Read everything once; return the exclusive or of all its words."""
+        """Read everything once; return the exclusive or of all 64-bit words."""
         pool.run(self._program)
         return int(np.bitwise_xor.reduce(self._found, axis=None))
 
 
 def _item_addresses(array: AnyArray) -> AnyArray:
-    """Return the addresses of its items."""
+    """Return the addresses of the items of an array."""
     offsets = np.arange(array.nbytes // ITEM_BYTES, dtype=np.int64) * ITEM_BYTES
     return array.ctypes.data + offsets
 
@@ -189,7 +188,7 @@ def _read_items(first: int, last: int, arguments: int) -> None:  # pragma: no co
 
 @intrinsic
 def emit_item_read(_context: Any, place: Any, out: Any) -> Any:
-    """Write the exclusive or of an item's vectors."""
+    """Write the exclusive or of the vectors of an item."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         lanes, (place, out) = SimdBuilder(builder), values

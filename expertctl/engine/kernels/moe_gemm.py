@@ -1,15 +1,13 @@
-"""The products of rows with the matrices of the experts that they were routed to.
+"""GEMMs of rows with the matrices of the routed experts they were assigned to.
 
-Rows lie in the order of `permute_kernel`, so an expert's matrix is read once for all of its rows. The
-tile is that of every product: a row's bits do not depend on other rows. ``places``, int64
-[experts], has the address of each expert's block, 0 where there is none; an expert that has rows
-and no place is not read, and ``absent``, int64 [1], is then 1 + its id.
+Rows are in the order of `permute_kernel`, so an expert's matrix is read once for all of its rows.
+The tile is that of every GEMM: the bits of a row do not depend on other rows. ``block_addresses``,
+int64 [experts], holds the address of each expert's block, or 0 if it is not in memory; an expert
+that has rows but no address is not read, and ``absent``, int64 [1], is set to 1 + its id.
 
-The products of rows with compact experts in bfloat16, which are read as they lie in memory.
-
-A compact expert is the stretches of gate and up, then of down (`compact`). A stretch is unpacked
-chunk by chunk on the stack and multiplied there; each sum goes on where it was. So a sum runs over
-the columns from first to last as in every product, and has the same bits.
+Compact experts are bfloat16 packed by `exponent_packing`: the panels of gate and up, then those of
+down. A panel is unpacked chunk by chunk on the stack and multiplied there, continuing each sum. So
+a sum runs over the columns from first to last as in every GEMM, and has the same bits.
 """
 
 from dataclasses import dataclass
@@ -50,18 +48,18 @@ _SCRATCH_FLOATS = _ROWS_PER_PASS * _ITEM_COLUMNS
 
 @cache
 def moe_gemm_kernel(scheme: Scheme, *, portable: bool = False) -> Kernel:
-    """Return the kernel of ``out = rows W^T``, with W of the expert of each row.
+    """Return the kernel of ``out = rows W^T``, with the W of the expert of each row.
 
-    Which experts have rows is known only when it runs. So an item is an even share of all blocks
-    that there are then, whatever `moe_gemm_items` said. An expert without a place makes zeros.
-    ``plain`` keeps to what every processor has, here and below.
+    Which experts have rows is known only at run time. So an item is an even share of all blocks
+    there are then, whatever `moe_gemm_items` returned. An expert without an address produces zeros.
+    Here and below, ``portable`` uses baseline instructions only.
     """
     name = f"routed {scheme.value}{' plainly' * portable}"
     return compile_kernel(name, _moe_gemm_function(scheme, portable=portable))
 
 
 def moe_gemm_items(part: ExpertMatrix, *, active: int) -> int:
-    """Return how many items it has, where at most so many experts have rows."""
+    """Return the number of items if at most ``active`` experts have rows."""
     return active * -(-part.blocks // BLOCKS_PER_ITEM)
 
 
@@ -77,7 +75,7 @@ def moe_gemm_arguments(
 ) -> AnyArray:
     """Return its arguments; ``out`` is float32 [positions, at least blocks * 16].
 
-    ``items``, int64 [1], is how many items the operation has, read at each run.
+    ``items``, int64 [1], is the item count of the operation, read at each run.
     """
     assert out.shape[1] >= part.blocks * LANES
     return encode_operands(
@@ -136,7 +134,7 @@ def list_expert_operands(
     rows: PreparedActivations,
     absent: AnyArray,
 ) -> tuple[int, ...]:
-    """Return the first fourteen arguments, which all kernels of routed products share."""
+    """Return the first fourteen arguments, which all routed GEMM kernels share."""
     assert len(block_addresses) == order.expert_count
     layout = part.scheme.layout
     return (
@@ -250,7 +248,7 @@ def _add_weighted_rows(
 
 
 def compact_chunk_sizes(shape: ExpertShape) -> AnyArray:
-    """Return how many blocks each stretch of an expert has, and vectors these: int64 [n, 2]."""
+    """Return the blocks of each panel of an expert, and the vectors of each block: int64 [n, 2]."""
     sizes = [
         (min(BLOCKS_PER_ITEM, part.blocks - block), part.scheme.layout.count_vectors(part.columns))
         for part in (shape.gate_up_matrix, shape.down_matrix)
@@ -261,7 +259,7 @@ def compact_chunk_sizes(shape: ExpertShape) -> AnyArray:
 
 @dataclass(frozen=True, slots=True)
 class CompactMatrix:
-    """One matrix of experts that take at most so many bytes: where its stretches begin."""
+    """One matrix of compact experts: the index of its first panel, and bytes per expert."""
 
     matrix: ExpertMatrix
     first: int
@@ -269,7 +267,7 @@ class CompactMatrix:
 
     @classmethod
     def create(cls, shape: ExpertShape, *, down: bool) -> "CompactMatrix":
-        """Return the part of gate and up, or that of down."""
+        """Return the matrix of gate and up, or that of down."""
         before = -(-shape.gate_up_matrix.blocks // BLOCKS_PER_ITEM) if down else 0
         part = shape.down_matrix if down else shape.gate_up_matrix
         return cls(part, before, shape.compact_bytes)
@@ -277,9 +275,9 @@ class CompactMatrix:
 
 @cache
 def moe_gemm_compact_kernel(*, portable: bool = False) -> Kernel:
-    """Return the kernel of ``out = rows W^T`` of `moe_gemm_kernel`, for experts that are compact.
+    """Return the kernel of ``out = rows W^T`` of `moe_gemm_kernel`, for compact experts.
 
-    An expert whose bytes are malformed makes zeros, as one without a place does.
+    An expert whose bytes are malformed produces zeros, as one without an address does.
     """
     name = f"routed compact{' plainly' * portable}"
     return compile_kernel(name, _moe_gemm_compact_function(portable=portable))
@@ -295,7 +293,7 @@ def moe_gemm_compact_arguments(
     items: AnyArray,
     absent: AnyArray,
 ) -> AnyArray:
-    """Return its arguments; all but ``compact`` are those of `moe_gemm_arguments`."""
+    """Return its arguments; all except ``compact`` are those of `moe_gemm_arguments`."""
     part = compact.matrix
     assert out.shape[1] >= part.blocks * LANES
     return encode_operands(

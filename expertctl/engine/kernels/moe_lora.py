@@ -1,14 +1,13 @@
-"""Factors of inputs, outputs and biases, where each row of a batch has those of its own plan.
+"""Adapter kernels for routed experts, and IA3 scales of rows of several adapter plans.
 
-What plans change in the products of routed experts: each position has what its token's plan has.
+A row uses the scales of its own plan; a routed position uses the plan of its token. The records of
+routed experts are consecutive in a plan's table: those of a layer's experts in ascending order,
+each with its gate, up and down. A batch table for them points to the first record and lists only
+the plans that change routed experts.
 
-Records of routed experts follow one another in a plan's table: those of a layer's experts in the
-order of their numbers, each with its gate, its up and its down. A batch table for them points to
-the first of all, and has only the plans that change routed experts.
-
-Positions of an expert lie together and their tokens ascend, so rows that share a plan share its
-matrices. The tile is that of every product and rows are always taken by groups of columns, so a
-row's bits do not depend on other rows. Between A and B everything is on the stack.
+Positions of an expert are consecutive and their tokens ascend, so rows that share a plan share its
+matrices. The tile is that of every GEMM, and rows are always processed in groups of columns, so the
+bits of a row do not depend on other rows. Intermediate results between A and B stay on the stack.
 """
 
 from functools import cache
@@ -46,14 +45,14 @@ AnyArray = np.ndarray[Any, Any]
 
 @cache
 def input_scale_kernel() -> Kernel:
-    """Return the kernel of ``out = u * x``, or of a copy where a plan has no u; items are rows."""
+    """Return the kernel of ``out = u * x``, or of a copy if a plan has no u; items are rows."""
     return compile_kernel("scale", _scale_input_rows)
 
 
 def input_scale_arguments(
     *, batch: AnyArray, module: int, rows: AnyArray, out: AnyArray
 ) -> AnyArray:
-    """Return its arguments; ``out`` is float32 [rows, columns], ``rows`` as wide at least."""
+    """Return its arguments; ``out`` is float32 [rows, columns], ``rows`` at least as wide."""
     return encode_operands(
         array_address(batch, np.int64), module, *row_address(rows), *row_address(out), out.shape[1]
     )
@@ -75,7 +74,7 @@ def _scale_input_rows(first: int, last: int, arguments: int) -> None:  # pragma:
 def write_scaled_row(
     row: Any, factors: Any, out: Any, adds: Any, width: Any
 ) -> None:  # pragma: no cover - compiled
-    """Write, or add, a row times its factors if there are any, in compiled code."""
+    """Write or add a row, multiplied by its scales if there are any, in compiled code."""
     if factors != 0:
         scale = float32_view(factors, width)
         if adds != 0:
@@ -96,7 +95,7 @@ def write_scaled_row(
 def output_scale_kernel() -> Kernel:
     """Return the kernel of ``out = d * x + e * b`` or ``out += d * x``, ``+= e * b``.
 
-    Items are rows. What a plan does not have is neutral, and b may be missing.
+    Items are rows. Scales that a plan does not have are 1, and b may be missing.
     """
     return compile_kernel("settle", _scale_output_rows)
 
@@ -140,26 +139,26 @@ def _scale_output_rows(
 
 
 EXPERT_MODULES = 3
-"""Records of an expert."""
+"""Records per expert."""
 GATE, DOWN = 0, 2
-"""Which of them are those of gate and of down; that of up follows gate's."""
+"""Index of the gate and down records; up follows gate."""
 _EXPERT_BYTES = EXPERT_MODULES * RECORD_BYTES
 _ROWS_PER_PASS = 24
-"""Rows of one expert and plan that are on the stack; whole tiles."""
+"""Maximum rows of one expert and plan on the stack; whole tiles."""
 _SCRATCH_FLOATS = _ROWS_PER_PASS * GROUP_SIZE
 _ADDRESS_WORDS = 2 * _ROWS_PER_PASS
-"""In float32: room for their addresses."""
+"""Buffer for their addresses, in float32."""
 _SCRATCH_ROW_BYTES = GROUP_SIZE * 4
-"""Bytes from one row to the next on the stack."""
+"""Stride between rows on the stack, in bytes."""
 _BLOCKS_PER_PASS = GROUP_SIZE // LANES
 
 
 @cache
 def moe_lora_kernel(scheme: Scheme, *, portable: bool = False) -> Kernel:
-    """Return the kernel of ``out = d * out + B (A x)``, with what a position's plan has.
+    """Return the kernel of ``out = d * out + B (A x)``, with the plan of each position.
 
-    Items are positions; there may be more of them than the order has. ``plain`` keeps to what every
-    processor has.
+    Items are positions; there may be more of them than the permutation has. ``portable`` uses
+    baseline instructions only.
     """
     name = f"routed delta {scheme.value}{' plainly' * portable}"
     return compile_kernel(name, _moe_lora_function(scheme, portable=portable))
@@ -181,9 +180,9 @@ def moe_lora_arguments(
 ) -> AnyArray:
     """Return its arguments.
 
-    ``layer`` counts routed layers; so many modules from the ``first`` share rows, and write
-    ``width`` columns each, side by side. ``rows`` are float32, one per token or, where not
-    ``of_tokens``, one per position; ``out`` is float32 [positions, at least blocks * 16].
+    ``layer`` counts routed layers. The ``modules`` modules from ``first`` on share rows and write
+    ``width`` columns each, side by side. ``rows`` are float32, one per token if ``by_token``, else
+    one per position; ``out`` is float32 [positions, at least blocks * 16].
     """
     columns = rows.shape[1]
     assert modules == 1 or width % LANES == 0
@@ -203,9 +202,9 @@ def moe_lora_arguments(
 
 @cache
 def moe_input_scale_kernel() -> Kernel:
-    """Return the kernel of ``out = u * x``, or of a copy where a plan has no u.
+    """Return the kernel of ``out = u * x``, or of a copy if a plan has no u.
 
-    Items are positions, as above.
+    Items are positions, as for `moe_lora_kernel`.
     """
     return compile_kernel("routed scale", _scale_positions)
 
@@ -233,7 +232,7 @@ def moe_input_scale_arguments(
 def _list_position_operands(
     batch: AnyArray, order: MoePermutation, top_k: int, layer: int, module: int
 ) -> tuple[int, ...]:
-    """Return the arguments that both kernels have."""
+    """Return the arguments that both kernels share."""
     record = EXPERT_MODULES * layer * order.expert_count + module
     return (
         array_address(batch, np.int64),
@@ -299,7 +298,10 @@ def _scale_positions(first: int, last: int, arguments: int) -> None:  # pragma: 
 def _find_plan_run(
     batch: Any, sources: Any, used: Any, begin: Any, end: Any
 ) -> Any:  # pragma: no cover - compiled
-    """Return the plan of a position, or 0, and how many from it on are sure to have the same."""
+    """Return the plan of a position or 0, and how many positions from it on have the same plan.
+
+    The number is a lower bound.
+    """
     found = int64_view(sources, end)
     token = found[begin] // used
     for entry in range(load_int64s(batch, 1)[0]):
@@ -316,7 +318,7 @@ def _find_plan_run(
 def _find_row_addresses(
     places: Any, rows: Any, stride: Any, sources: Any, of_tokens: Any, begin: Any, count: Any
 ) -> None:  # pragma: no cover - compiled
-    """Write where the rows of positions are; ``of_tokens``: how many share a token's row, or 0."""
+    """Write each position's row address; ``of_tokens``: positions per token's row, or 0."""
     found, sourced = int64_view(places, count), int64_view(sources, begin + count)
     for k in range(count):
         row = sourced[begin + k] // of_tokens if of_tokens > 0 else begin + k
@@ -324,7 +326,7 @@ def _find_row_addresses(
 
 
 def _make_add_lora(scheme: Scheme, *, portable: bool) -> Any:
-    """Return what changes the rows of one module, of positions that share an expert and a plan."""
+    """Return the function that updates one module's rows for one expert and plan."""
     spans, take = gemm_panel_function(scheme, portable=portable), _make_prepare_row(scheme)
     layout = scheme.layout
     each, vector_bytes, row_bytes = layout.columns, layout.vector_bytes, layout.row_bytes
@@ -381,13 +383,13 @@ def _make_add_lora(scheme: Scheme, *, portable: bool) -> Any:
 
 @register_jitable
 def _zero_bytes(place: Any, count: Any) -> None:  # pragma: no cover - compiled
-    """Write so many bytes of 0, for what fills a vector must not be NaN."""
+    """Zero ``count`` bytes, because the padding of a vector must not be NaN."""
     for k in range(count):
         int8_view(place, count)[k] = 0
 
 
 def _make_prepare_row(scheme: Scheme) -> Any:
-    """Return what turns some columns of a row into the form that matrices of a scheme take."""
+    """Return the function that converts columns of a row to the form that a scheme takes."""
     if scheme is Scheme.BFLOAT16:
         return round_row
     return _copy_row if scheme in FLOAT_SCHEMES else quantise_row

@@ -1,16 +1,13 @@
-"""A matrix whose rows lie in blocks of sixteen, in one of the schemes.
+"""Matrices packed in blocks of sixteen rows, routed experts made of them, and embedding lookup.
 
-Float schemes round to the nearest; integers have one float32 scale per row and group of 128
-columns: in int8 a group's largest is 127 steps, in int4 the scale is the one that fits best
-(`nibbles`). A group with a NaN or an infinity in it stands for NaN as a whole; one whose largest is
-below 2^-100 stands for zeros.
+Float schemes round to nearest. Integers have one float32 scale per row and group of 128 columns: in
+int8 the largest of a group is 127 steps, in int4 the scale is the best fit (`quantisation`). A
+group that contains NaN or infinity becomes NaN as a whole; one whose largest is below 2^-100
+becomes zeros.
 
-A routed expert in one block of memory: gate and up as one matrix, then down.
-
-Of each matrix the numbers come first, then the scales, and both begin at multiples of 64. So an
-expert is one read, and one address says where it is.
-
-The rows of a packed embedding, as float32.
+A routed expert is one block of memory: gate and up as one matrix, then down. For each matrix the
+data come first, then the scales; both begin at multiples of 64 bytes. So an expert is one read and
+has one address.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,12 +42,12 @@ from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
 
 ArrayShape = int | tuple[int, ...]
 AllocateArray = Callable[[ArrayShape, Any], "np.ndarray[Any, Any]"]
-"""Gives memory of a shape and dtype that begins where a vector may, such as `aligned_zeros`."""
+"""Allocates vector-aligned memory of a shape and dtype, as `aligned_zeros` does."""
 _STORED = {Scheme.FLOAT32: np.float32, Scheme.FLOAT16: np.float16, Scheme.BFLOAT16: np.uint16}
 _AT_ONCE = 1 << 17
-"""Numbers that are packed in one go, so that intermediate data fits a core's cache."""
+"""Numbers packed at once, so that intermediate data fits the cache of a core."""
 _SIGN_BITS = 0x80808080
-"""Flipping the upper bit of a signed byte adds 128 and makes it unsigned."""
+"""Flipping the sign bit of a signed byte adds 128 and makes it unsigned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,16 +62,16 @@ class PackedMatrix:
 
     @property
     def blocks(self) -> int:
-        """Blocks of sixteen rows; the last is filled with zeros."""
+        """Blocks of sixteen rows; the last is padded with zeros."""
         return -(-self.rows // LANES)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of numbers and scales."""
+        """Bytes of data and scales."""
         return self.data.nbytes + self.scales.nbytes
 
     def row_slice(self, first: int, rows: int) -> "PackedMatrix":
-        """Return some of its rows, in the same memory; ``first`` begins a block."""
+        """Return a view of some rows; ``first`` must begin a block."""
         assert first % LANES == 0, f"row {first} is within a block"
         begin, end = first // LANES, -(-(first + rows) // LANES)
         data = self.data.reshape(self.blocks, -1)[begin:end].reshape(-1)
@@ -84,7 +81,7 @@ class PackedMatrix:
 def allocate_matrix(
     scheme: Scheme, rows: int, columns: int, *, allocate: AllocateArray = aligned_zeros
 ) -> PackedMatrix:
-    """Return room into which a matrix, or some of its rows, can be packed."""
+    """Return an empty matrix into which all or some rows can be packed."""
     high, layout = -(-rows // LANES), scheme.layout
     data = allocate(high * layout.count_vectors(columns) * layout.vector_bytes, np.uint8)
     scales = allocate((high, layout.count_groups(columns), LANES), np.float32)
@@ -92,9 +89,9 @@ def allocate_matrix(
 
 
 def pack_matrix(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> PackedMatrix:
-    """Pack ``[rows, columns]`` of float32, float16 or bfloat16, which is given as uint16.
+    """Pack ``[rows, columns]`` of float32, float16 or bfloat16 (given as uint16).
 
-    Beside the result it takes a few megabytes.
+    It needs a few megabytes on top of the result.
     """
     matrix = allocate_matrix(scheme, *numbers.shape)
     pack_rows(matrix, numbers)
@@ -102,7 +99,7 @@ def pack_matrix(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> PackedMatrix
 
 
 def pack_rows(matrix: PackedMatrix, numbers: "np.ndarray[Any, Any]") -> None:
-    """Pack numbers into existing room: that of a matrix, or of a part of one."""
+    """Pack numbers into an existing matrix, or a slice of one."""
     assert numbers.shape == (matrix.rows, matrix.columns)
     for first, some in _iter_portions(numbers):
         part = matrix.row_slice(first, len(some))
@@ -113,14 +110,14 @@ def pack_rows(matrix: PackedMatrix, numbers: "np.ndarray[Any, Any]") -> None:
 
 
 def rows_per_portion(columns: int) -> int:
-    """Return how many rows of so many columns are packed in one go, whole blocks."""
+    """Return how many rows are packed at once, in whole blocks."""
     return max(1, _AT_ONCE // max(1, columns) // LANES) * LANES
 
 
 def _iter_portions(
     numbers: "np.ndarray[Any, Any]",
 ) -> "Iterator[tuple[int, np.ndarray[Any, Any]]]":
-    """Return parts of whole blocks with their first row; the last is filled with zeros."""
+    """Yield portions of whole blocks with their first row; the last is padded with zeros."""
     rows, columns = numbers.shape
     height = rows_per_portion(columns)
     for first in range(0, rows, height):
@@ -130,7 +127,7 @@ def _iter_portions(
 
 
 def _convert_floats(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> "np.ndarray[Any, Any]":
-    """Return rows as a float scheme keeps them; float16 ends at 65504."""
+    """Convert rows to the dtype of a float scheme; float16 overflows at 65504."""
     if scheme is Scheme.BFLOAT16:
         return (
             numbers
@@ -144,7 +141,7 @@ def _convert_floats(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> "np.ndar
 
 
 def widen_to_float32(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """Return float32 of what can be packed."""
+    """Convert float32, float16 or bfloat16 (uint16) to float32."""
     if numbers.dtype == np.uint16:
         return bfloat16_to_float32(numbers)
     return numbers.astype(np.float32, copy=False)
@@ -178,7 +175,7 @@ def _interleave_rows(
 
 @cache
 def _interleave_kernel(scheme: Scheme) -> Kernel:
-    """Return the kernel that lays rows beside each other; one item is a block of sixteen."""
+    """Return the kernel that interleaves rows; one item is a block of sixteen."""
     match scheme:
         case Scheme.FLOAT16:
             return compile_kernel("interleave halves", _interleave_halves)
@@ -228,16 +225,16 @@ def _interleave_nibbles(
             begin = (block * LANES + lane) * (stride // 4)
             end = block * vectors * LANES + lane
             for vector in range(vectors):
-                # Flipping the upper one of a step's lower four bits adds 8.
+                # Flipping the highest of a step's four bits adds 8.
                 low = (source[begin + 2 * vector] & nibbles) ^ zeros
                 high = (source[begin + 2 * vector + 1] & nibbles) ^ zeros
                 target[end + vector * LANES] = low | (high << np.uint32(4))
 
 
 def unpack_matrix(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
-    """Return what a packed matrix stands for, float32 [rows, columns].
+    """Return the values of a packed matrix, float32 [rows, columns].
 
-    Beside the result it takes a few megabytes.
+    It needs a few megabytes on top of the result.
     """
     numbers = np.empty((matrix.rows, matrix.columns), np.float32)
     height = rows_per_portion(matrix.columns)
@@ -262,7 +259,7 @@ def _unpack_rows(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
 
 
 def float32_to_bfloat16(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """Round float32 rows to the nearest bfloat16, ties to even, as uint16 of whole vectors."""
+    """Round float32 rows to the nearest bfloat16, ties to even, as uint16."""
     rows = np.ascontiguousarray(numbers, np.float32)
     rounded = allocate_activations(Scheme.BFLOAT16, *rows.shape)
     arguments = activation_arguments(rows=rows, columns=rows.shape[1], prepared=rounded)
@@ -282,7 +279,7 @@ AnyArray = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrix:
-    """One matrix of an expert: its shape, and the bytes from the start of the block to it."""
+    """One matrix of a routed expert: its shape and its offset in the block, in bytes."""
 
     scheme: Scheme
     rows: int
@@ -296,16 +293,16 @@ class ExpertMatrix:
 
     @property
     def scales_offset(self) -> int:
-        """Bytes from the start of the block to its scales."""
+        """Offset of its scales in the block, in bytes."""
         return self.offset + _align_to_vector(self._data_bytes)
 
     @property
     def end_offset(self) -> int:
-        """Bytes from the start of the block to what comes after it."""
+        """Offset of the end of the matrix in the block, in bytes."""
         return self.scales_offset + _align_to_vector(self._scales_bytes)
 
     def view(self, memory: AnyArray | memoryview) -> PackedMatrix:
-        """Return the matrix that lies in the memory of a block; it can be written if that can."""
+        """Return the matrix in the memory of a block; it is writable if the memory is."""
         octets, groups = (
             np.frombuffer(memory, np.uint8),
             self.scheme.layout.count_groups(self.columns),
@@ -329,42 +326,42 @@ class ExpertMatrix:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """What every routed expert of a base looks like."""
+    """The shape of every routed expert of a base."""
 
     scheme: Scheme
     hidden: int
     intermediate: int
     compact_bytes: int = 0
-    """Bytes of the block of a compact expert; 0: experts lie there as they are computed."""
+    """Bytes of the block of a compact expert; 0 if experts are stored uncompacted."""
 
     @property
     def gate_up_matrix(self) -> ExpertMatrix:
-        """Return its first matrix: the rows of gate, then those of up."""
+        """The first matrix: the rows of gate, then those of up."""
         return ExpertMatrix(self.scheme, 2 * self.intermediate, self.hidden, 0)
 
     @property
     def down_matrix(self) -> ExpertMatrix:
-        """Return its second matrix."""
+        """The second matrix."""
         return ExpertMatrix(
             self.scheme, self.hidden, self.intermediate, self.gate_up_matrix.end_offset
         )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of an expert as it is computed."""
+        """Bytes of an uncompacted expert."""
         return self.down_matrix.end_offset
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
+        """Bytes of a stored block."""
         return self.compact_bytes or self.nbytes
 
     def view_gate_up(self, memory: AnyArray | memoryview) -> PackedMatrix:
-        """Return the gate and up that lie in the memory of a block."""
+        """Return the gate and up matrix in the memory of a block."""
         return self.gate_up_matrix.view(memory)
 
     def view_down(self, memory: AnyArray | memoryview) -> PackedMatrix:
-        """Return the down that lies in the memory of a block."""
+        """Return the down matrix in the memory of a block."""
         return self.down_matrix.view(memory)
 
 
@@ -374,7 +371,7 @@ def _align_to_vector(count: int) -> int:
 
 @cache
 def embedding_kernel(scheme: Scheme) -> Kernel:
-    """Return the kernel for an embedding of one scheme; one item is one token."""
+    """Return the kernel that looks up float32 rows of an embedding; one item is one token."""
     function = {
         Scheme.FLOAT32: _embed_float32,
         Scheme.FLOAT16: _embed_float16,
@@ -386,7 +383,7 @@ def embedding_kernel(scheme: Scheme) -> Kernel:
 
 
 def embedding_arguments(*, matrix: PackedMatrix, tokens: AnyArray, out: AnyArray) -> AnyArray:
-    """Return the arguments: ``tokens`` int64 [n], ``out`` float32 [n, at least columns]."""
+    """Return its arguments: ``tokens`` int64 [n], ``out`` float32 [n, at least columns]."""
     layout = matrix.scheme.layout
     return encode_operands(
         array_address(matrix.data, matrix.data.dtype),

@@ -1,15 +1,14 @@
-"""Tokens as a product wants them: float32 as they are, rounded to bfloat16, or int8 by groups.
+"""Quantisation of activations (bfloat16, int8) and of int4 weights.
 
-int8 is symmetric, with a scale per token and group of 128 columns; a group's largest is 127 steps.
-A group with a NaN or an infinity in it has NaN for its scale, so its products are NaN; one whose
+int8 is symmetric, with a scale per token and group of 128 columns; the largest of a group is 127
+steps. A group that contains NaN or infinity has a NaN scale, so its products are NaN; one whose
 largest is below 2^-100 counts as zero.
 
-int4 of a group of columns, with the scale that fits it best.
-
-Steps go from -8 to 7. A group's largest is stretched to -7, ..., -10, and what is beyond -8 or 7 is
-clipped: a finer step for most may be worth a larger error of a few. Of these choices, each with its
-best scale, ``sum(x q) / sum(q q)``, the one with the smallest sum of squared errors is taken. So a
-scale may be negative. The error is a sixth smaller than with the largest at 7.
+int4 steps range from -8 to 7, with the scale that fits a group best. The largest of a group is
+mapped to -7, ..., -10, and values beyond -8 or 7 are clipped: a finer step for most values may
+outweigh a larger error of a few. Of these candidates, each with its best scale, ``sum(x q) / sum(q
+q)``, the one with the smallest sum of squared errors wins. So a scale may be negative. The error is
+a sixth smaller than with the largest mapped to 7.
 """
 
 from dataclasses import dataclass
@@ -43,15 +42,15 @@ INT8_MAX = 127
 
 _NUMBERS = {Scheme.BFLOAT16: np.uint16, Scheme.INT8: np.int8, Scheme.INT4: np.int8}
 _MAGNITUDE, _INFINITY, _LEAST = 0x7FFFFFFF, 0x7F800000, (127 - 100) << 23
-"""Bits of a float32 magnitude, which are in the order of the numbers."""
+"""Bits of a float32 magnitude, which have the order of the numbers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedActivations:
-    """Room for the tokens that one product takes, [tokens, columns] in the scheme's numbers.
+    """The activations of one GEMM, [tokens, columns] in the number format of the scheme.
 
-    ``scales`` float32 and ``sums`` int32 [tokens, groups] belong to int8; columns are filled with
-    zeros to whole vectors.
+    int8 also has ``scales`` float32 and ``sums`` int32, both [tokens, groups]; columns are padded
+    with zeros to whole vectors.
     """
 
     data: "np.ndarray[Any, Any]"
@@ -60,12 +59,12 @@ class PreparedActivations:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of all arrays."""
         return self.data.nbytes + self.scales.nbytes + self.sums.nbytes
 
 
 def allocate_activations(scheme: Scheme, tokens: int, columns: int) -> PreparedActivations:
-    """Return room for tokens of products with matrices in bfloat16, int8 or int4."""
+    """Return buffers for GEMMs with matrices in bfloat16, int8 or int4."""
     layout = scheme.layout
     wide, groups = layout.count_vectors(columns) * layout.columns, layout.count_groups(columns)
     return PreparedActivations(
@@ -76,7 +75,7 @@ def allocate_activations(scheme: Scheme, tokens: int, columns: int) -> PreparedA
 
 
 def wrap_float_activations(rows: "np.ndarray[Any, Any]") -> PreparedActivations:
-    """Return float32 rows [tokens, columns] for a scheme that takes them as they are."""
+    """Wrap float32 rows [tokens, columns] for a scheme that takes them unchanged."""
     nothing = (len(rows), 0)
     return PreparedActivations(
         rows, aligned_zeros(nothing, np.float32), aligned_zeros(nothing, np.int32)
@@ -90,7 +89,7 @@ def activation_arguments(
     prepared: PreparedActivations,
     largest_step: int = INT8_MAX,
 ) -> "np.ndarray[Any, Any]":
-    """Return the arguments of either kernel below; ``rows`` is float32 [tokens, >= columns]."""
+    """Return the arguments of either kernel; ``rows`` is float32 [tokens, at least columns]."""
     place, stride = row_address(rows)
     return encode_operands(
         place,
@@ -106,7 +105,7 @@ def activation_arguments(
 
 
 def activation_kernel(scheme: Scheme) -> Kernel:
-    """Return the kernel that prepares rows for a scheme; one item is one token."""
+    """Return the kernel that converts activations for a scheme; one item is one token."""
     return _rounding_kernel() if scheme is Scheme.BFLOAT16 else _quantising_kernel()
 
 
@@ -130,10 +129,10 @@ def _round_rows(first: int, last: int, arguments: int) -> None:  # pragma: no co
 def round_row(
     row: Any, columns: Any, out: Any, _scales: Any, _sums: Any
 ) -> None:  # pragma: no cover - compiled
-    """Round one row to bfloat16, in compiled code; all are addresses."""
+    """Round one row to bfloat16, in compiled code; all arguments are addresses."""
     bits, rounded = int32_view(row, columns), uint16_view(out, columns)
     for k in range(columns):
-        # The bits of float32: to the nearest bfloat16, ties to even.
+        # Round the bits of float32 to the nearest bfloat16, ties to even.
         number = np.uint32(bits[k])
         if (number & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
             rounded[k] = np.uint16((number >> np.uint32(16)) | np.uint32(0x40))
@@ -156,7 +155,7 @@ def _quantise_rows(first: int, last: int, arguments: int) -> None:  # pragma: no
 def quantise_row(
     row: Any, columns: Any, out: Any, scales: Any, sums: Any
 ) -> None:  # pragma: no cover - compiled
-    """Quantise one row to int8 by groups, in compiled code; all are addresses."""
+    """Quantise one row to int8 by groups, in compiled code; all arguments are addresses."""
     _quantise_row(row, columns, out, scales, sums, np.float32(INT8_MAX))
 
 
@@ -175,7 +174,7 @@ def _quantise_row(
 
 @numba.njit
 def _largest_magnitude(row: Any, count: Any) -> Any:  # pragma: no cover - compiled
-    """Return the bits of the largest magnitude; infinity is above numbers, NaN above that."""
+    """Return the bits of the largest magnitude; infinity is above numbers, NaN above infinity."""
     largest = vector_largest_magnitude(row, count // LANES)
     bits = int32_view(row, count)
     for k in range(count // LANES * LANES, count):
@@ -185,7 +184,7 @@ def _largest_magnitude(row: Any, count: Any) -> Any:  # pragma: no cover - compi
 
 @intrinsic
 def vector_largest_magnitude(_context: Any, row: Any, vectors: Any) -> Any:
-    """Do the same for so many vectors at an address."""
+    """Do the same as `_largest_magnitude` for whole vectors at an address."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         lanes, (place, count) = SimdBuilder(builder), values
@@ -202,7 +201,7 @@ def vector_largest_magnitude(_context: Any, row: Any, vectors: Any) -> Any:
 
 @numba.njit
 def _group_scale(largest: Any, steps: Any) -> Any:  # pragma: no cover - compiled
-    """Return what a step is worth and how many steps 1 is; 0 steps where that is no number."""
+    """Return the value of a step and the steps per 1; 0 steps where that is not a number."""
     if largest >= _INFINITY:
         return np.float32(np.nan), np.float32(0)
     if largest < _LEAST:
@@ -217,7 +216,7 @@ def _quantise_group(
 ) -> Any:  # pragma: no cover - compiled
     """Write the steps of a group at an address; return their sum."""
     numbers, stored, total = float32_view(row, count), int8_view(steps, count), np.int32(0)
-    if not factor > 0:  # the products may be NaN, which has no integer
+    if not factor > 0:  # the products may be NaN, which has no integer value
         for k in range(count):
             stored[k] = 0
         return total
@@ -231,7 +230,7 @@ def _quantise_group(
 
 @intrinsic
 def vector_quantise(_context: Any, row: Any, steps: Any, vectors: Any, factor: Any) -> Any:
-    """Do the same for so many vectors, where there is a factor."""
+    """Do the same as `_quantise_group` for whole vectors, where the factor is positive."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         lanes, (place, out, count, number) = SimdBuilder(builder), values
@@ -247,7 +246,7 @@ def vector_quantise(_context: Any, row: Any, steps: Any, vectors: Any, factor: A
 
 
 INT4_SCALE_CANDIDATES = (7.0, 7.6, 8.0, 8.6, 9.2, 10.0)
-"""Where the largest of a group may be put, never half-way between two steps."""
+"""Steps that the largest of a group may map to, never half-way between two steps."""
 _LOWEST, _HIGHEST = -8, 7
 _VECTORS, _STEP_FLOATS = GROUP_SIZE // LANES, GROUP_SIZE // 4
 _INFINITY_BITS, _MIN_MAGNITUDE_BITS = 0x7F800000, (127 - 100) << 23
@@ -255,7 +254,10 @@ _INFINITY_BITS, _MIN_MAGNITUDE_BITS = 0x7F800000, (127 - 100) << 23
 
 @cache
 def int4_kernel() -> Kernel:
-    """Return the kernel that quantises rows; arguments as for `rows`, one item is one row."""
+    """Return the kernel that quantises rows to int4; its arguments are `activation_arguments`.
+
+    One item is one row.
+    """
     return compile_kernel("quantise to int4", _quantise_int4_rows)
 
 
@@ -279,7 +281,7 @@ def _quantise_int4_rows(
 
 @numba.njit
 def _load_group(place: Any, count: Any, room: Any) -> None:  # pragma: no cover - compiled
-    """Copy the columns that there are, and fill the group with zeros."""
+    """Copy the existing columns and pad the group with zeros."""
     numbers, filled = float32_view(place, count), float32_view(room, GROUP_SIZE)
     for k in range(GROUP_SIZE):
         filled[k] = numbers[k] if k < count else np.float32(0)
@@ -294,7 +296,7 @@ def _copy_steps(steps: Any, target: Any, count: Any) -> None:  # pragma: no cove
 
 @numba.njit
 def _fit_group(place: Any, out: Any) -> Any:  # pragma: no cover - compiled
-    """Write the steps of a group; return what a step is worth."""
+    """Write the steps of a group; return its scale."""
     bits = vector_largest_magnitude(place, _VECTORS)
     if bits >= _INFINITY_BITS or bits < _MIN_MAGNITUDE_BITS:
         steps = int8_view(out, GROUP_SIZE)
