@@ -1,16 +1,14 @@
-"""What folding multiplies: the factors of layers that are alike, in float32, as if they were one.
+"""Compiling folded layers to tensors: A, B and scales, written into one arena.
 
-A plan of ten experts has thousands of small vectors, and a call for each would take longer than
-all of its numbers. Layers that the same kinds of steps change with the same numbers are laid end
-to end, multiplied together and cut apart again.
+Blocks have the dtype of the activations: widening a bfloat16 or float16 adapter once is exact,
+narrowing a fused one would not be. If a single expert changes a layer, has that dtype and nothing
+multiplies it, its published tensors are used in place, without a copy. Several B are stored as
+rows, [rank, out], which takes less than half the time for a single token. A plan for another device
+is compiled in host memory and moved as one block.
 
-The tensors of a compiled plan: A, B and factors of folded layers, written into one arena.
-
-Blocks are kept in the dtype of the activations: widening a bfloat16 or float16 adapter once is
-exact, narrowing a folded one would not be. Where one expert alone changes a layer, has that dtype
-and nothing multiplies it, its published tensors are used as they lie in memory, with no copy.
-Several B are written as rows, [rank, out]: one token then takes less than half the time. What is
-for another device is compiled in the machine's memory and moved there as one block.
+Factors are multiplied in float32. A plan of ten experts has thousands of small vectors, and a call
+for each would take longer than the arithmetic; so the vectors of alike layers (same kinds of steps,
+same weights) are concatenated, multiplied together and split again.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -32,15 +30,15 @@ from expertctl.engine.model.functional import Ia3Tensors, LinearDelta
 T = TypeVar("T")
 _FLOAT_BYTES = 4
 _PASSING = 3
-"""How many vectors of all layers exist for a moment beside those that are kept."""
+"""Temporary vectors of all layers, on top of those that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class FactorProducts:
-    """For one layer: element n - 1 is the product of the n factors from the end of the chain.
+    """For one layer: element n - 1 is the product of the last n factors of the chain.
 
-    ``b_scales`` has an entry for each block: all that multiplies its B, [out]; None where that is
-    its number alone.
+    ``b_scales`` has an entry for each block: the scale of its B, [out], or None if that is only a
+    number.
     """
 
     inputs: Sequence[Tensor]
@@ -49,12 +47,12 @@ class FactorProducts:
     b_scales: Sequence[Tensor | None]
 
     def a_scale(self, block: LowRankBlock) -> Tensor | None:
-        """Return what multiplies A of a block, [in]."""
+        """Return the scale of a block's A, [in]."""
         return self.inputs[block.inputs_after - 1] if block.inputs_after else None
 
 
 def batch_key(layer: FoldedChain) -> Hashable:
-    """Return what layers must have in common to be multiplied together."""
+    """Return a key that is equal for layers whose factors can be multiplied together."""
     blocks = [
         (b.factor, b.dora_scale is None, b.inputs_after, b.outputs_after) for b in layer.blocks
     ]
@@ -64,7 +62,7 @@ def batch_key(layer: FoldedChain) -> Hashable:
 
 
 def factor_scratch_bytes(layers: Sequence[FoldedChain]) -> int:
-    """Return what `multiply_factors` of layers that are alike takes at most, its result included."""
+    """Return the maximum bytes of `multiply_factors` for alike layers, including its result."""
     first = layers[0]
     scaled = [
         block for block in first.blocks if block.outputs_after or block.dora_scale is not None
@@ -76,7 +74,7 @@ def factor_scratch_bytes(layers: Sequence[FoldedChain]) -> int:
 
 
 def multiply_factors(layers: Sequence[FoldedChain]) -> list[FactorProducts]:
-    """Multiply the factors of layers that are alike."""
+    """Multiply the factors of alike layers."""
     inputs = _running_products([layer.inputs for layer in layers])
     outputs = _running_products([layer.outputs for layer in layers])
     bias = _running_products([layer.bias_factors for layer in layers])
@@ -100,36 +98,36 @@ def multiply_factors(layers: Sequence[FoldedChain]) -> list[FactorProducts]:
 
 
 def _running_products(rows: Sequence[Sequence[ChainStep]]) -> list[Tensor]:
-    """Return the running products of factors, all layers end to end."""
+    """Return the running products of factors, with all layers concatenated."""
     return list(accumulate((_link_factor(column) for column in zip(*rows, strict=True)), torch.mul))
 
 
 def _link_factor(links: Sequence[ChainStep]) -> Tensor:
-    """Return ``1 + w * (vector - 1)`` of links with one weight, end to end; exact where w is 1."""
+    """Return ``1 + w * (vector - 1)`` of steps with one weight, concatenated; exact if w is 1."""
     together = torch.cat([get_factor_vector(link) for link in links]).to(torch.float32)
     one = torch.ones(1, device=together.device)
     return torch.lerp(one, together, links[0].weight)
 
 
 def _b_scales(layers: Sequence[FoldedChain], outputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Multiply, for each block, the factors after it, its gain if it is DoRA, and its number."""
+    """Multiply, for each block, the factors after it, its DoRA scale if any, and its number."""
     found: list[Tensor | None] = []
     for place in zip(*(layer.blocks for layer in layers), strict=True):
         block = place[0]
-        gains = [each.gain for each in place if each.gain is not None]
+        scales = [each.dora_scale for each in place if each.dora_scale is not None]
         vectors = [outputs[block.outputs_after - 1]] if block.outputs_after else []
-        vectors += [torch.cat(gains)] if gains else []
+        vectors += [torch.cat(scales)] if scales else []
         found.append(reduce(torch.mul, vectors) * block.factor if vectors else None)
     return found
 
 
 def _input_width(layer: FoldedChain) -> int:
-    """Return how many inputs a layer has, as far as anything multiplies them."""
+    """Return the length of a layer's input factors, or 0."""
     return len(get_factor_vector(layer.inputs[0])) if layer.inputs else 0
 
 
 def _output_height(layer: FoldedChain) -> int:
-    """Return how many outputs a layer has, as far as anything multiplies them."""
+    """Return the number of outputs of a layer, or 0 if nothing multiplies them."""
     if layer.blocks:
         return len(layer.blocks[0].step.b)
     return len(get_factor_vector(layer.outputs[0])) if layer.outputs else 0
@@ -140,17 +138,17 @@ def _split_layers(together: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
 
 
 def _transpose_layers(columns: Sequence[Sequence[T]], layers: int) -> list[tuple[T, ...]]:
-    """Turn what each factor has for all layers into what each layer has of all factors."""
+    """Regroup values from factor by layer to layer by factor."""
     return list(zip(*columns, strict=True)) if columns else [()] * layers
 
 
 _GROUP_LAYERS = 16
-"""How many layers have their factors multiplied at a time."""
+"""Layers whose factors are multiplied together."""
 
 
 @dataclass(frozen=True)
 class DeltaCompiler:
-    """Folded layers that are to become tensors; what that costs is known before."""
+    """Folded layers to be compiled to tensors; the cost is known in advance."""
 
     layers: Mapping[str, FoldedChain]
     dtype: torch.dtype
@@ -158,7 +156,7 @@ class DeltaCompiler:
 
     @cached_property
     def element_counts(self) -> Mapping[str, int]:
-        """How many numbers each layer takes."""
+        """The number of elements of each layer."""
         return {
             name: count_elements(each, self.dtype, self.device)
             for name, each in self.layers.items()
@@ -166,28 +164,28 @@ class DeltaCompiler:
 
     @cached_property
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """Names of layers that are alike, some at a time."""
+        """Groups of names of alike layers."""
         return group_alike_layers(self.layers)
 
     @property
     def nbytes(self) -> int:
-        """What `compile` will allocate."""
+        """The bytes that `compile` will allocate."""
         return sum(self.element_counts.values()) * self.dtype.itemsize
 
     @property
     def width(self) -> int:
-        """How wide rows between A and B are; 1 where there are factors alone."""
+        """Maximum number of columns between A and B; 1 if there are only scales."""
         return max((max(folded.rank, 1) for folded in self.layers.values()), default=0)
 
     @property
     def shares_adapter_memory(self) -> bool:
-        """Whether published tensors are used as they lie in memory."""
+        """Whether published tensors are used in place."""
         return any(
             any(_shares_tensors(each, self.dtype, self.device)) for each in self.layers.values()
         )
 
     def scratch_bytes(self, workers: int) -> int:
-        """Return what so many workers need besides in the machine's memory, at most."""
+        """Return the maximum additional bytes of host memory that this many workers need."""
         each = [
             factor_scratch_bytes([self.layers[name] for name in group]) for group in self.groups
         ]
@@ -195,14 +193,14 @@ class DeltaCompiler:
         return staged + sum(sorted(each, reverse=True)[:workers])
 
     def compile(self, workers: int) -> dict[str, LinearDelta]:
-        """Compile group after group; each copy is small, so torch's own threads stay out of it."""
+        """Compile each group; torch's own threads are off, because each copy is small."""
         sizes = [sum(self.element_counts[name] for name in group) for group in self.groups]
         data = _allocate(sum(sizes), self.dtype)
         arena = TensorArena(data, self.device)
         shares = [arena.split(size) for size in sizes]
         folded = [[self.layers[name] for name in group] for group in self.groups]
         with use_torch_threads(1), ExitStack() as stack:
-            # a new thread has its caches to fill and its heap to grow: not worth it for one alone
+            # a new thread has cold caches and a new heap: not worth it for a single worker
             each = stack.enter_context(ThreadPoolExecutor(workers)).map if workers > 1 else map
             done = list(each(compile_layer_group, folded, shares))
         names = chain.from_iterable(self.groups)
@@ -213,10 +211,10 @@ class DeltaCompiler:
 
 
 class TensorArena:
-    """Memory that tensors are cut from."""
+    """Memory that tensors are allocated from."""
 
     def __init__(self, data: Tensor, device: torch.device | None = None) -> None:
-        """Cut from these numbers, [elements]; ``device`` is where they go, if that is elsewhere."""
+        """Allocate from ``data``, [elements]; ``device`` is the final device if it differs."""
         self.dtype, self.device = data.dtype, device or data.device
         self._data, self._taken = data, 0
 
@@ -227,12 +225,12 @@ class TensorArena:
         return self._data[begin : self._taken].view(shape)
 
     def split(self, elements: int) -> "TensorArena":
-        """Return an arena of the next numbers."""
+        """Return an arena for the next elements."""
         return TensorArena(self.allocate(elements), self.device)
 
 
 def group_alike_layers(layers: Mapping[str, FoldedChain]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of layers that are alike, some at a time."""
+    """Return groups of names of alike layers, at most `_GROUP_LAYERS` each."""
     alike: dict[Hashable, list[str]] = {}
     for name, folded in layers.items():
         alike.setdefault(batch_key(folded), []).append(name)
@@ -244,7 +242,7 @@ def group_alike_layers(layers: Mapping[str, FoldedChain]) -> tuple[tuple[str, ..
 
 
 def count_elements(folded: FoldedChain, dtype: torch.dtype, device: torch.device) -> int:
-    """Return how many numbers `compile_layer_group` takes for a layer."""
+    """Return the number of elements that `compile_layer_group` allocates for a layer."""
     share_a, share_b = _shares_tensors(folded, dtype, device)
     a = 0 if share_a else sum(block.step.a.numel() for block in folded.blocks)
     b = 0 if share_b else sum(block.step.b.numel() for block in folded.blocks)
@@ -253,7 +251,7 @@ def count_elements(folded: FoldedChain, dtype: torch.dtype, device: torch.device
 
 @torch.inference_mode()
 def compile_layer_group(layers: Sequence[FoldedChain], arena: TensorArena) -> list[LinearDelta]:
-    """Compile layers that are alike; few, so that what is multiplied stays in the caches."""
+    """Compile a few alike layers, so that the vectors being multiplied stay in the caches."""
     pairs = zip(layers, multiply_factors(layers), strict=True)
     return [_compile_delta(folded, factors, arena) for folded, factors in pairs]
 
@@ -289,7 +287,7 @@ def _stack_a(
 def _stack_b(
     blocks: Sequence[LowRankBlock], factors: FactorProducts, arena: TensorArena
 ) -> Tensor | None:
-    """Return B, [out, sum of ranks], each block times all that multiplies it."""
+    """Return B, [out, sum of ranks], each block times its scale."""
     if not blocks:
         return None
     ranks, out = [block.step.rank for block in blocks], len(blocks[0].step.b)
@@ -301,7 +299,7 @@ def _stack_b(
 
 
 def _write_product(target: Tensor, source: Tensor, scale: Tensor | float) -> None:
-    """Write the product, multiplied in the type of the target; of one type it takes one pass."""
+    """Write the product in the dtype of the target; if the dtypes are equal this is one pass."""
     if source.dtype == target.dtype and source.device == target.device:
         torch.mul(source, scale, out=target)
     else:
@@ -309,14 +307,14 @@ def _write_product(target: Tensor, source: Tensor, scale: Tensor | float) -> Non
 
 
 def _store_product(running: Sequence[Tensor], arena: TensorArena) -> Tensor | None:
-    """Return the product of all factors as part of the plan; None when there is none."""
+    """Return the product of all factors, stored in the arena; None if there are no factors."""
     return arena.allocate(len(running[-1])).copy_(running[-1]) if running else None
 
 
 def _shares_tensors(
     folded: FoldedChain, dtype: torch.dtype, device: torch.device
 ) -> tuple[bool, bool]:
-    """Whether A, and whether B, can be the published tensor itself."""
+    """Return whether A, and whether B, can be the published tensor itself."""
     if len(folded.blocks) != 1:
         return False, False
     [block] = folded.blocks
@@ -325,7 +323,7 @@ def _shares_tensors(
 
 
 def _rebase_deltas(deltas: Mapping[str, LinearDelta], block: Tensor) -> dict[str, LinearDelta]:
-    """Return the same parts of another block, which is a copy of the one they were cut from."""
+    """Return the same tensors in a copy of the block that they were allocated from."""
 
     def there(part: Tensor | None) -> Tensor | None:
         if part is None:

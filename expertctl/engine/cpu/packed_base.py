@@ -1,11 +1,9 @@
-"""The layers of a packed base: which matrices and vectors there are, and which rows lie where.
+"""A base model in packed matrices, and the place of each tensor in them.
 
-A base in packed matrices: what the kernels read; queries, keys and values lie in one.
-
-Its size follows from its configuration: room is made first, in one block, then every tensor of the
-files is packed into its place there, so that no second base is in memory meanwhile. Routed experts
-lie behind all else, one block each; where not all of them fit into memory, none is here: `moe` has
-them.
+Queries, keys and values are one matrix, and so are gate and up. The size follows from the
+configuration: memory is allocated first, in one block, then every tensor of the files is packed
+into its place, so no second copy is in memory meanwhile. Routed experts follow everything else, one
+block each; if not all of them fit into memory, none is here and `moe` owns them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +41,7 @@ from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelC
 
 AnyArray = np.ndarray[Any, Any]
 TensorPlace = PackedMatrix | AnyArray
-"""Where a tensor lies: rows of a matrix that begin a block, or float32 of a vector."""
+"""The memory of a tensor: rows of a matrix that begin a block, or a float32 vector."""
 ATTENTION_OUTPUT = ("self_attn.o_proj",)
 MLP_OUTPUT = ("mlp.down_proj",)
 ROUTER, SELECTION_BIAS = "mlp.gate.weight", "mlp.gate.e_score_correction_bias"
@@ -67,10 +65,10 @@ class PackedMlp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRouting:
-    """What chooses the experts of a token, and the expert that all tokens share, if there is one.
+    """The router of a layer, and the expert that all tokens share, if there is one.
 
-    ``router`` and ``shared_gate`` are float32 in every base, for the choice hangs on their last
-    bits.
+    ``router`` and ``shared_gate`` are float32 in every base, because the selection depends on their
+    last bits.
     """
 
     router: PackedMatrix
@@ -108,7 +106,7 @@ class PackedLayer:
         return tuple(part for part in parts if isinstance(part, PackedMatrix | np.ndarray))
 
     def tensor_places(self, rows: Mapping[str, int]) -> dict[str, TensorPlace]:
-        """Return where each of its tensors lies, by its name; ``rows`` are those of modules."""
+        """Return the place of each of its tensors by name; ``rows`` gives the rows of modules."""
         vectors = {
             "input_layernorm.weight": self.input_norm,
             "post_attention_layernorm.weight": self.mlp_norm,
@@ -126,7 +124,7 @@ class PackedLayer:
 def _split_modules(
     modules: Sequence[str], matrix: PackedMatrix, bias: AnyArray | None, rows: Mapping[str, int]
 ) -> dict[str, TensorPlace]:
-    """Return the places of modules that lie in one matrix, one after another."""
+    """Return the places of modules that are consecutive in one matrix."""
     found: dict[str, TensorPlace] = {}
     ends = list(accumulate(rows[module] for module in modules))
     for module, end in zip(modules, ends, strict=True):
@@ -156,16 +154,16 @@ def _routing_places(mlp: PackedRouting, rows: Mapping[str, int]) -> dict[str, Te
 
 
 TRY_TRANSFORMERS = "try --engine transformers, which runs bases of every size, with one expert"
-"""The way out for a run whose base does not fill blocks."""
+"""Hint for a base whose sizes do not fill blocks."""
 _FINAL_NORM = "model.norm.weight"
 _LAYERS, EXPERTS = "model.layers.", "mlp.experts."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBase:
-    """A base, packed; a tied head is the embedding.
+    """A packed base; a tied head is the embedding.
 
-    ``warnings`` say what its numbers lost, ``read_bytes`` how much was read of files for it.
+    ``warnings`` describe lost precision, ``read_bytes`` counts the bytes of files read for it.
     """
 
     config: ModelConfig
@@ -175,20 +173,20 @@ class PackedBase:
     norm: AnyArray
     layers: tuple[PackedLayer, ...]
     experts: Mapping[tuple[int, int], AnyArray] = field(default_factory=dict)
-    """By layer and number, the block of each routed expert; all of them, or none is here."""
+    """The block of each routed expert by layer and number; all of them, or none."""
     warnings: tuple[str, ...] = ()
     read_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all matrices and vectors, each once, and what fills them up to vectors."""
+        """Bytes of all matrices and vectors, each once, including alignment."""
         heads = () if self.head is self.embedding else (self.head,)
         layers = (part for layer in self.layers for part in layer.arrays)
         blocks = sum(block.nbytes for block in self.experts.values())
         return blocks + sum(map(_array_bytes, (self.embedding, self.norm, *heads, *layers)))
 
     def tensor_places(self) -> dict[str, TensorPlace]:
-        """Return where each tensor of the files lies, by its name."""
+        """Return the place of each tensor of the files, by name."""
         found: dict[str, TensorPlace] = {EMBEDDING_TENSOR: self.embedding, _FINAL_NORM: self.norm}
         if self.head is not self.embedding:
             found[HEAD_TENSOR] = self.head
@@ -199,7 +197,7 @@ class PackedBase:
         return found
 
     def unpack_weights(self, module: str) -> Tensor:
-        """Return the weights of a linear layer as they are used, as a new float32 [out, in]."""
+        """Return the effective weights of a linear layer, as a new float32 [out, in]."""
         if module == HEAD_TENSOR.removesuffix(".weight"):
             return torch.from_numpy(unpack_matrix(self.head))
         routed = parse_routed_expert(module)
@@ -222,10 +220,10 @@ class PackedBase:
 
 
 def packed_base_bytes(config: ModelConfig, scheme: Scheme, *, experts: bool = True) -> int:
-    """Return the bytes that a packed base will have, with its routed experts or without.
+    """Return the bytes of a packed base, with or without its routed experts.
 
     Raises:
-        IncompatibleError: for heads or a middle of an MLP that do not fill blocks.
+        IncompatibleError: for head or MLP sizes that do not fill blocks.
     """
     counting = _SizeCounter()
     _allocate_parts(config, scheme, counting.allocate, experts=experts)
@@ -239,10 +237,10 @@ def allocate_base(
     *,
     experts: bool = True,
 ) -> PackedBase:
-    """Return room for a base in one block of `packed_base_bytes`, to be filled by its places.
+    """Return an empty base in one block of `packed_base_bytes`, to be filled through its places.
 
     Raises:
-        IncompatibleError: for heads or a middle of an MLP that do not fill blocks.
+        IncompatibleError: for head or MLP sizes that do not fill blocks.
     """
     if memory is None:
         memory = allocate(packed_base_bytes(config, scheme, experts=experts))
@@ -250,13 +248,13 @@ def allocate_base(
 
 
 def make_expert_shape(config: ModelConfig, scheme: Scheme) -> ExpertShape:
-    """Return what the block of a routed expert holds."""
+    """Return the shape of the block of a routed expert."""
     assert config.experts is not None, "a base with routed experts"
     return ExpertShape(scheme, config.hidden_size, config.experts.intermediate_size)
 
 
 def parse_routed_expert(module: str) -> tuple[int, int] | None:
-    """Return the layer and the number of the routed expert that a linear layer is of, if it is."""
+    """Return the layer and the number of the routed expert that a module belongs to, or None."""
     number, _, name = module.removeprefix(_LAYERS).partition(".")
     if not name.startswith(EXPERTS):
         return None
@@ -264,7 +262,7 @@ def parse_routed_expert(module: str) -> tuple[int, int] | None:
 
 
 def expert_tensor_places(at: str, shape: ExpertShape, block: AnyArray) -> dict[str, TensorPlace]:
-    """Return where the tensors of a routed expert lie in its block; ``at`` is its name."""
+    """Return the places of a routed expert's tensors in its block; ``at`` is its name."""
     gate_up, wide = shape.view_gate_up(block), shape.intermediate
     return {
         f"{at}.gate_proj.weight": gate_up.row_slice(0, wide),
@@ -274,10 +272,10 @@ def expert_tensor_places(at: str, shape: ExpertShape, block: AnyArray) -> dict[s
 
 
 def pack_base(config: ModelConfig, weights: BaseWeights, scheme: Scheme) -> PackedBase:
-    """Pack a base that is in memory; see `packed_load` for one that is not.
+    """Pack a base that is in memory; see `base_loader` for one that is not.
 
     Raises:
-        IncompatibleError: for heads or a middle of an MLP that do not fill blocks.
+        IncompatibleError: for head or MLP sizes that do not fill blocks.
     """
     base = allocate_base(config, scheme)
     for name, place in base.tensor_places().items():
@@ -286,7 +284,7 @@ def pack_base(config: ModelConfig, weights: BaseWeights, scheme: Scheme) -> Pack
 
 
 def write_tensor(target: TensorPlace, numbers: AnyArray) -> None:
-    """Put the numbers of a tensor where they belong."""
+    """Write the numbers of a tensor to its place."""
     if isinstance(target, PackedMatrix):
         pack_rows(target, numbers)
     else:
@@ -294,7 +292,7 @@ def write_tensor(target: TensorPlace, numbers: AnyArray) -> None:
 
 
 def _check_sizes(config: ModelConfig) -> None:
-    """Check that each of several matrices that lie in one begins a block there."""
+    """Check that each of several matrices stored in one begins a block there."""
     sizes = {"head_dim": config.head_dim}
     routed = config.experts
     if routed is None or len(routed.layers) < config.layers:
@@ -314,7 +312,7 @@ def _check_sizes(config: ModelConfig) -> None:
 def _allocate_parts(
     config: ModelConfig, scheme: Scheme, take: AllocateArray, *, experts: bool
 ) -> PackedBase:
-    """Take the memory of each part, in the order in which they are read."""
+    """Allocate each part, in the order in which they are read."""
     _check_sizes(config)
     rooms = _LayerAllocator(config.tensor_shapes(), scheme, take)
     embedding = rooms.allocate_tensor(EMBEDDING_TENSOR)
@@ -330,7 +328,7 @@ def _allocate_parts(
 
 
 class _BlockAllocator:
-    """Gives memory from a block, each piece at a multiple of 64 bytes."""
+    """Allocates from one block of memory, each piece at a multiple of 64 bytes."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory, self._taken = memory, 0
@@ -342,7 +340,7 @@ class _BlockAllocator:
 
 
 class _SizeCounter:
-    """Gives nothing, and counts what `_BlockAllocator` would give."""
+    """Allocates nothing, but counts what `_BlockAllocator` would allocate."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -359,12 +357,12 @@ def _array_bytes(part: TensorPlace) -> int:
 
 
 def _align_size(size: int) -> int:
-    """Return a number of bytes, rounded up to where the next vector may begin."""
+    """Round a number of bytes up to whole vectors."""
     return -(-size // VECTOR_BYTES) * VECTOR_BYTES
 
 
 class _LayerAllocator:
-    """Makes room for tensors by their shapes; what has no shape is not there."""
+    """Allocates tensors by their shapes; a tensor without a shape does not exist."""
 
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, take: AllocateArray
@@ -416,7 +414,7 @@ class _LayerAllocator:
         return allocate_matrix(scheme or self._scheme, *self._shapes[name], allocate=self._take)
 
     def allocate_matrix_of(self, at: str, modules: Sequence[str]) -> PackedMatrix:
-        """Make room for some matrices as one, their rows behind each other."""
+        """Allocate several matrices as one, with consecutive rows."""
         shapes = [self._shapes[f"{at}.{module}.weight"] for module in modules]
         rows = sum(shape[0] for shape in shapes)
         return allocate_matrix(self._scheme, rows, shapes[0][1], allocate=self._take)
@@ -434,7 +432,7 @@ class _LayerAllocator:
 
 @lru_cache(maxsize=8)
 def _module_rows(config: ModelConfig) -> list[dict[str, int]]:
-    """Return how many rows each module of each layer has, by its name in the layer."""
+    """Return the rows of each module of each layer, by its name in the layer."""
     found: list[dict[str, int]] = [{} for _ in range(config.layers)]
     for name, shape in config.linear_shapes().items():
         if name.startswith(_LAYERS):
@@ -444,5 +442,5 @@ def _module_rows(config: ModelConfig) -> list[dict[str, int]]:
 
 
 def _tensor_to_numpy(tensor: Tensor) -> AnyArray:
-    """Return a tensor as it can be packed: bfloat16 as uint16."""
+    """Return a tensor as an array that can be packed; bfloat16 becomes uint16."""
     return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
