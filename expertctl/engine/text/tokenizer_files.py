@@ -1,11 +1,11 @@
-"""The small files beside ``tokenizer.json``: special tokens, end tokens, the chat template's text.
+"""The small files next to ``tokenizer.json``, and the bytes of tokens.
 
-They are read leniently where the world is lenient (``model_max_length`` of 10³⁰), but bounded.
+Special tokens, end tokens and the chat template are read leniently where published files are
+irregular (``model_max_length`` of 10³⁰), but bounded.
 
-The bytes of tokens, of which some are only a part of a letter: no text can tell them.
-
-Byte-level tokenizers spell each byte as a letter of an alphabet of their own, the one of GPT-2.
-Others spell single bytes as ``<0xE2>``, where their file says that it does.
+Some tokens are only part of a character, so their bytes cannot be seen from text. Byte-level
+tokenizers spell each byte as a letter of GPT-2's alphabet; others spell single bytes as ``<0xE2>``,
+if their file says so.
 """
 
 import json
@@ -36,7 +36,7 @@ Document = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    """The text of a chat template and the file it stands in."""
+    """The text of a chat template and its file."""
 
     text: str
     file: Path
@@ -44,7 +44,7 @@ class TemplateSource:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
-    """What a base says about its tokens."""
+    """The tokenizer settings of a base."""
 
     special_tokens: Mapping[str, str]  # "bos_token" -> "<s>"
     end_ids: tuple[int, ...]  # of generation_config.json, else config.json
@@ -52,10 +52,10 @@ class TokenizerConfig:
 
 
 def read_tokenizer_config(directory: Path) -> TokenizerConfig:
-    """Read what there is; every file but ``tokenizer.json`` may be missing.
+    """Read the existing files; each except ``tokenizer.json`` may be missing.
 
     Raises:
-        InvalidPackageError: when a file is malformed.
+        InvalidPackageError: if a file is malformed.
     """
     config = _read_document(directory / _CONFIG_FILE)
     legacy = _read_document(directory / "special_tokens_map.json")
@@ -107,7 +107,7 @@ def _read_end_ids(directory: Path) -> tuple[int, ...]:
 
 
 def _read_template(directory: Path, config: Document) -> TemplateSource | None:
-    """The file of its own wins over the key, a list of named ones has a default."""
+    """Prefer the separate file to the key; of a list of named templates, take the default."""
     file = directory / _TEMPLATE_FILE
     if file.is_file():
         return TemplateSource(_read_template_text(file), file)
@@ -134,13 +134,13 @@ def _read_template_text(file: Path) -> str:
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-"""Bytes that are spelt as the letter of that number; all others come behind."""
+"""Bytes spelled as the letter of the same number; all others follow them."""
 
 
 def decode_token_bytes(piece: str, decoder: str | None) -> bytes | None:
-    """Return the bytes that a token of the file spells; None where it spells letters.
+    """Return the bytes that a token of the file spells; None if it spells letters.
 
-    ``decoder`` is how the file has tokens read, as JSON.
+    ``decoder`` is the decoder of the file, as JSON.
     """
     kinds = _decoder_types(decoder)
     if "ByteLevel" in kinds:
@@ -156,7 +156,7 @@ def _decode_byte_level(piece: str) -> bytes | None:
 
 @cache
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the bytes by their letters."""
+    """Return the byte of each letter."""
     rest = (byte for byte in range(256) if byte not in _PRINTABLE)
     own = {chr(byte): byte for byte in _PRINTABLE}
     return {**own, **{chr(256 + number): byte for number, byte in enumerate(rest)}}
