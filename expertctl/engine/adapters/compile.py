@@ -205,31 +205,25 @@ def _choose_deltas(
 ) -> "DeltaCompiler | PackedPlanCompiler":
     if spec.packing is None:
         return DeltaCompiler(layers, spec.dtype, spec.device)
-    from expertctl.engine.cpu.packed_plan import (  # imports numba, which takes 0.4 s
-        PackedPlanCompiler,
-    )
+    # Imports numba, which takes 0.4 s.
+    from expertctl.engine.cpu.packed_plan import PackedPlanCompiler
 
     return PackedPlanCompiler(layers, spec.shapes, spec.packing)
 
 
 def _choose_workers(size: int) -> int:
-    """Return the number of threads for compiling a plan of this size."""
     return count_usable_cores() if size >= _MIN_PARALLEL_BYTES else 1
 
 
 def _fold_layers(experts: Sequence[WeightedAdapter]) -> dict[str, FoldedChain]:
-    """Fold every layer that the plan changes."""
-    links: dict[str, list[ChainStep]] = {}
+    chains: dict[str, list[ChainStep]] = {}
     for expert in experts:
         for module, steps in expert.adapter.modules.items():
-            gains = iter(expert.dora_scales.get(module, ()))
-            links.setdefault(module, []).extend(
-                ChainStep(
-                    step, expert.weight, next(gains) if isinstance(step, DoraTensors) else None
-                )
-                for step in steps
-            )
-    return {module: fold_chain(steps) for module, steps in links.items()}
+            scales = iter(expert.dora_scales.get(module, ()))
+            for step in steps:
+                scale = next(scales) if isinstance(step, DoraTensors) else None
+                chains.setdefault(module, []).append(ChainStep(step, expert.weight, scale))
+    return {module: fold_chain(steps) for module, steps in chains.items()}
 
 
 def _check_soft_prompts(expert: WeightedAdapter) -> None:

@@ -23,7 +23,6 @@ from expertctl.engine.adapters.compile import (
     CompiledPlan,
     CompileSpec,
     DoraScales,
-    FoldedPlan,
     WeightedAdapter,
     check_adapter_fits,
     fold_plan,
@@ -93,13 +92,12 @@ class DoraScaleSource:
             values = torch.frombuffer(bytearray(kept), dtype=torch.float32)
             return _group_by_module(adapter, values.split_with_sizes(sizes))
         values = torch.empty(sum(sizes))
-        for (module, dora), part in zip(
-            _iter_dora_modules(adapter), values.split_with_sizes(sizes), strict=True
-        ):
+        parts = values.split_with_sizes(sizes)
+        for (module, dora), part in zip(_iter_dora_modules(adapter), parts, strict=True):
             what = f"{adapter.ref}: {module}"
             part.copy_(compute_dora_scales(self.matrix(module), dora, what=what))
         self.derived.write(package, key, values.numpy().tobytes())
-        return _group_by_module(adapter, values.split_with_sizes(sizes))
+        return _group_by_module(adapter, parts)
 
 
 def has_dora(adapter: LoadedAdapter) -> bool:
@@ -120,9 +118,7 @@ def placeholder_dora_scales(adapter: LoadedAdapter) -> DoraScales:
 
 def estimate_dora_scratch(adapter: LoadedAdapter, form: CompileSpec | None = None) -> int:
     """Return the maximum additional bytes for bringing the scales of one expert into memory."""
-    each = (
-        _layer_scratch_bytes(module, dora, form) for module, dora in _iter_dora_modules(adapter)
-    )
+    each = (_layer_scratch_bytes(*place, form) for place in _iter_dora_modules(adapter))
     return max(each, default=0) + _COPIES * dora_scale_bytes(adapter)
 
 
@@ -132,9 +128,8 @@ def _layer_scratch_bytes(module: str, dora: DoraTensors, form: CompileSpec | Non
     if form is None or form.packing is None or module not in form.shapes:
         return merging + _device_copy_bytes(module, form)
     out, inputs = form.shapes[module]
-    at_once = min(
-        max(_UNPACKED_AT_ONCE, _PACKED_BLOCK_ROWS * inputs), (out + _PACKED_BLOCK_ROWS) * inputs
-    )
+    at_once = max(_UNPACKED_AT_ONCE, _PACKED_BLOCK_ROWS * inputs)
+    at_once = min(at_once, (out + _PACKED_BLOCK_ROWS) * inputs)
     read = form.routed_bytes if is_routed_module(module) else 0
     return read + _FLOAT_BYTES * out * inputs + max(merging, _UNPACKING * at_once)
 
@@ -198,10 +193,8 @@ def make_stored_source(
     paths = {file.path: (store.paths.blob(file.digest), file) for file in expert.files}
     sizes = {file.path: file.size for file in expert.files}
     files = StoredFiles(expert.ref, paths, progress)
-    cost = estimate_adapter_bytes(manifest, sizes)
-    return ExpertSource(
-        manifest, expert.content_digest, cost, lambda: load_adapter(manifest, files)
-    )
+    nbytes, digest = estimate_adapter_bytes(manifest, sizes), expert.content_digest
+    return ExpertSource(manifest, digest, nbytes, lambda: load_adapter(manifest, files))
 
 
 class MemorySink:
@@ -338,13 +331,17 @@ def _compile_plan(
             )
             for adapter, (source, weight) in zip(adapters, chain, strict=True)
         ]
-        composition = fold_plan(links, target.form)
-        wanted = _make_plan_request(
-            key, links, [source.cache_request.key for source, _ in chain], composition
+        folded = fold_plan(links, target.form)
+        experts = [source.cache_request.key for source, _ in chain]
+        request = CacheRequest(
+            key=key,
+            nbytes=folded.nbytes,
+            description=f"the plan of {', '.join(link.adapter.ref for link in links)}",
+            load=folded.compile,
+            depends_on=tuple(experts) if folded.shares_adapter_memory else (),
         )
-        scratch = composition.scratch_bytes
-        with _reserve_scratch(tiers, scratch, what=wanted.description):
-            [plan] = pins.enter_context(tiers.pin([wanted]))
+        with _reserve_scratch(tiers, folded.scratch_bytes, what=request.description):
+            [plan] = pins.enter_context(tiers.pin([request]))
     return plan
 
 
@@ -379,18 +376,3 @@ def _borrow_dora_scales(
     with _reserve_scratch(tiers, scratch, what=wanted.description):
         [found] = pins.enter_context(tiers.pin([wanted]))
     return found
-
-
-def _make_plan_request(
-    key: CacheKey,
-    links: Sequence[WeightedAdapter],
-    experts: Sequence[CacheKey],
-    composition: FoldedPlan,
-) -> CacheRequest[CompiledPlan]:
-    return CacheRequest(
-        key=key,
-        nbytes=composition.nbytes,
-        description=f"the plan of {', '.join(link.adapter.ref for link in links)}",
-        load=composition.compile,
-        depends_on=tuple(experts) if composition.shares_adapter_memory else (),
-    )

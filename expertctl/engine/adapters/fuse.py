@@ -57,9 +57,8 @@ def apply_chain(
             scaled = x * weighted_ia3_vector(ia3, share, dtype=x.dtype)
             return apply_chain(scaled, weight, bias, before)
         case Ia3Tensors() as ia3:
-            return weighted_ia3_vector(ia3, share, dtype=x.dtype) * apply_chain(
-                x, weight, bias, before
-            )
+            vector = weighted_ia3_vector(ia3, share, dtype=x.dtype)
+            return vector * apply_chain(x, weight, bias, before)
         case DoraTensors() as dora:
             f = apply_chain(x, weight, bias, before)
             g = f if bias is None else apply_chain(x, weight, None, before)
@@ -132,9 +131,8 @@ def fold_chain(steps: Sequence[ChainStep]) -> FoldedChain:
                 blocks.append(LowRankBlock(lora, factor, None, len(inputs), len(outputs)))
             case DoraTensors() as dora:
                 factor = link.weight * dora.scale
-                blocks.append(
-                    LowRankBlock(dora, factor, link.dora_scale, len(inputs), len(outputs))
-                )
+                after = (len(inputs), len(outputs))
+                blocks.append(LowRankBlock(dora, factor, link.dora_scale, *after))
                 outputs.append(link)
     return FoldedChain(tuple(reversed(blocks)), tuple(inputs), tuple(outputs))
 

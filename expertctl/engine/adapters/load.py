@@ -155,10 +155,8 @@ def _read_and_hash(stream: BinaryIO, target: memoryview, progress: Progress) -> 
         progress(len(target))
         return Digest.compute(target)
     hasher = hashlib.sha256()
-    chunks = [
-        target[begin : begin + READ_CHUNK_BYTES]
-        for begin in range(0, len(target), READ_CHUNK_BYTES)
-    ]
+    begins = range(0, len(target), READ_CHUNK_BYTES)
+    chunks = [target[begin : begin + READ_CHUNK_BYTES] for begin in begins]
     with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as reader:
         ahead: list[Future[None]] = [reader.submit(_read_into, stream, chunk) for chunk in chunks]
         for chunk, done in zip(chunks, ahead, strict=True):
@@ -190,12 +188,9 @@ def _load_entry(manifest: Manifest, entry: AdapterEntry, files: PackageFiles) ->
     spec = build_adapter_spec(config, table, what=what)
     _check_manifest_entry(spec, entry, what)
     tensors = _view_tensors(buffer, size, table)
-    modules = {
-        part.module: (_make_step(part, tensors),)
-        for part in spec.parts
-        if not isinstance(part, SoftPrompt)
-    }
     prompts = [tensors[part.embeddings] for part in spec.parts if isinstance(part, SoftPrompt)]
+    parts = (part for part in spec.parts if not isinstance(part, SoftPrompt))
+    modules = {part.module: (_make_step(part, tensors),) for part in parts}
     ends = (part.module_after_stack for part in spec.parts if isinstance(part, Lora))
     beyond = frozenset(end for end in ends if end is not None)
     return LoadedAdapter(manifest.ref, modules, tuple(prompts), spec.tensors, len(buffer), beyond)

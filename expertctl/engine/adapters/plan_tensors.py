@@ -14,10 +14,10 @@ same weights) are concatenated, multiplied together and split again.
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, reduce
 from itertools import accumulate, chain
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from expertctl.engine.devices import use_torch_threads
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.model.functional import Ia3Tensors, LinearDelta
 
-T = TypeVar("T")
 _FLOAT_BYTES = 4
 _PASSING = 3
 """Temporary vectors of all layers, on top of those that are kept."""
@@ -64,10 +63,8 @@ def batch_key(layer: FoldedChain) -> Hashable:
 def factor_scratch_bytes(layers: Sequence[FoldedChain]) -> int:
     """Return the maximum bytes of `multiply_factors` for alike layers, including its result."""
     first = layers[0]
-    scaled = [
-        block for block in first.blocks if block.outputs_after or block.dora_scale is not None
-    ]
-    across = len(first.outputs) + len(first.bias_factors) + len(scaled)
+    scaled = sum(b.outputs_after > 0 or b.dora_scale is not None for b in first.blocks)
+    across = len(first.outputs) + len(first.bias_factors) + scaled
     height = sum(map(_output_height, layers)) if across else 0
     width = sum(map(_input_width, layers))
     return _FLOAT_BYTES * ((across + _PASSING) * height + (len(first.inputs) + _PASSING) * width)
@@ -75,23 +72,15 @@ def factor_scratch_bytes(layers: Sequence[FoldedChain]) -> int:
 
 def multiply_factors(layers: Sequence[FoldedChain]) -> list[FactorProducts]:
     """Multiply the factors of alike layers."""
-    inputs = _running_products([layer.inputs for layer in layers])
+    widths, heights = list(map(_input_width, layers)), list(map(_output_height, layers))
     outputs = _running_products([layer.outputs for layer in layers])
-    bias = _running_products([layer.bias_factors for layer in layers])
-    b_scales = _b_scales(layers, outputs)
-    widths = [_input_width(layer) for layer in layers]
-    heights = [_output_height(layer) for layer in layers]
-    nothing: tuple[None, ...] = (None,) * len(layers)
     return [
         FactorProducts(*each)
         for each in zip(
-            _transpose_layers([_split_layers(one, widths) for one in inputs], len(layers)),
-            _transpose_layers([_split_layers(one, heights) for one in outputs], len(layers)),
-            _transpose_layers([_split_layers(one, heights) for one in bias], len(layers)),
-            _transpose_layers(
-                [_split_layers(s, heights) if s is not None else nothing for s in b_scales],
-                len(layers),
-            ),
+            _split_layers(_running_products([layer.inputs for layer in layers]), widths),
+            _split_layers(outputs, heights),
+            _split_layers(_running_products([layer.bias_factors for layer in layers]), heights),
+            _split_layers(_b_scales(layers, outputs), heights),
             strict=True,
         )
     ]
@@ -133,13 +122,11 @@ def _output_height(layer: FoldedChain) -> int:
     return len(get_factor_vector(layer.outputs[0])) if layer.outputs else 0
 
 
-def _split_layers(together: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    return together.split_with_sizes(list(sizes))
-
-
-def _transpose_layers(columns: Sequence[Sequence[T]], layers: int) -> list[tuple[T, ...]]:
-    """Regroup values from factor by layer to layer by factor."""
-    return list(zip(*columns, strict=True)) if columns else [()] * layers
+def _split_layers(columns: Sequence[Any], sizes: list[int]) -> list[tuple[Any, ...]]:
+    """Split tensors of concatenated layers, or None; return those of each layer."""
+    none = (None,) * len(sizes)
+    split = [none if each is None else each.split_with_sizes(sizes) for each in columns]
+    return list(zip(*split, strict=True)) if split else [()] * len(sizes)
 
 
 _GROUP_LAYERS = 16
@@ -157,10 +144,8 @@ class DeltaCompiler:
     @cached_property
     def element_counts(self) -> Mapping[str, int]:
         """The number of elements of each layer."""
-        return {
-            name: count_elements(each, self.dtype, self.device)
-            for name, each in self.layers.items()
-        }
+        dtype, device = self.dtype, self.device
+        return {name: count_elements(each, dtype, device) for name, each in self.layers.items()}
 
     @cached_property
     def groups(self) -> tuple[tuple[str, ...], ...]:
@@ -180,15 +165,13 @@ class DeltaCompiler:
     @property
     def shares_adapter_memory(self) -> bool:
         """Whether published tensors are used in place."""
-        return any(
-            any(_shares_tensors(each, self.dtype, self.device)) for each in self.layers.values()
-        )
+        layers, dtype, device = self.layers.values(), self.dtype, self.device
+        return any(any(_shares_tensors(each, dtype, device)) for each in layers)
 
     def scratch_bytes(self, workers: int) -> int:
         """Return the maximum additional bytes of host memory that this many workers need."""
-        each = [
-            factor_scratch_bytes([self.layers[name] for name in group]) for group in self.groups
-        ]
+        groups = ([self.layers[name] for name in group] for group in self.groups)
+        each = map(factor_scratch_bytes, groups)
         staged = 0 if self.device.type == "cpu" else self.nbytes
         return staged + sum(sorted(each, reverse=True)[:workers])
 
@@ -331,13 +314,7 @@ def _rebase_deltas(deltas: Mapping[str, LinearDelta], block: Tensor) -> dict[str
         return block.as_strided(part.shape, part.stride(), part.storage_offset())
 
     return {
-        module: LinearDelta(
-            a=there(delta.a),
-            b=there(delta.b),
-            input_scale=there(delta.input_scale),
-            output_scale=there(delta.output_scale),
-            bias_scale=there(delta.bias_scale),
-        )
+        module: LinearDelta(*(there(getattr(delta, each.name)) for each in fields(delta)))
         for module, delta in deltas.items()
     }
 

@@ -117,20 +117,19 @@ class PackedBackend:
         held = cls(config, dtype, adapter_dtype, whole)
         if config.experts is None or memory_limit is None:
             return held
-        texts = max(held.sequence_bytes(rows=rows), headroom)
-        if fits_in_memory(whole, memory_limit, sequence_bytes=texts):
+        sequence_bytes = max(held.sequence_bytes(rows=rows), headroom)
+        if fits_in_memory(whole, memory_limit, sequence_bytes=sequence_bytes):
             return held
         rest, block = held.min_weight_bytes, make_expert_shape(config, scheme)
-        layers, experts = len(config.experts.layers), config.experts.count
         plan = plan_cache(
-            layers=layers,
-            experts=experts,
+            layers=len(config.experts.layers),
+            experts=config.experts.count,
             block_bytes=block.nbytes,
             other_bytes=rest,
             limit=memory_limit,
             miss=miss,
             cap=cap,
-            sequence_bytes=texts,
+            sequence_bytes=sequence_bytes,
         )
         weight_bytes = rest + plan.blocks * block.nbytes
         return cls(config, dtype, adapter_dtype, weight_bytes, replace(plan, cold=cold))
@@ -144,10 +143,10 @@ class PackedBackend:
         config, routed = self.config, self.config.experts
         if self.cache is None or routed is None:
             return self
-        begins, before = start(routed), self.cache
-        plan = begins.adapt_cache_plan(before, routed.layers)
-        fewer = (before.blocks - plan.blocks) * make_expert_shape(config, self.scheme).nbytes
-        return replace(self, weight_bytes=self.weight_bytes - fewer, cache=plan, start=begins)
+        warmup = start(routed)
+        plan = warmup.adapt_cache_plan(self.cache, routed.layers)
+        fewer = (self.cache.blocks - plan.blocks) * make_expert_shape(config, self.scheme).nbytes
+        return replace(self, weight_bytes=self.weight_bytes - fewer, cache=plan, start=warmup)
 
     @property
     def name(self) -> BackendName:
@@ -184,11 +183,9 @@ class PackedBackend:
     def compile_spec(self) -> CompileSpec:
         """What adapter plans are compiled for."""
         config, packing = self.config, PlanPacking(self.scheme, self.adapter_dtype)
-        shapes, cpu = config.linear_shapes(), torch.device("cpu")
         read = 0 if self.cache is None else make_expert_shape(config, self.scheme).nbytes
-        return CompileSpec(
-            shapes, config.hidden_size, torch.float32, cpu, packing, routed_bytes=read
-        )
+        shapes, width, cpu = config.linear_shapes(), config.hidden_size, torch.device("cpu")
+        return CompileSpec(shapes, width, torch.float32, cpu, packing, routed_bytes=read)
 
     def kv_bytes(self, tokens: int) -> int:
         """Return the bytes of the keys and values of this many tokens, in whole pages."""
@@ -264,9 +261,8 @@ class PackedBackend:
         self, plan: CachePlan, context: LoadContext
     ) -> StoredExperts | CopiedExperts:
         """Return the reader of routed experts: that of the quantised copy, if there is one."""
-        stored = StoredExperts(
-            read_base_tensors(context.directory, self.config), self.config, self.scheme
-        )
+        tensors = read_base_tensors(context.directory, self.config)
+        stored = StoredExperts(tensors, self.config, self.scheme)
         if context.copies is None or not uses_quantised_copy(self.scheme, cold=plan.cold):
             return stored
         found = open_copied_experts(
@@ -278,9 +274,10 @@ class PackedBackend:
         self, plan: CachePlan, reader: StoredExperts | CopiedExperts
     ) -> ExpertCache:
         """Allocate the cache of routed experts and warm it up."""
-        config, scheme, routed = self.config, self.scheme, self.config.experts
+        routed = self.config.experts
         assert routed is not None
-        shape = replace(make_expert_shape(config, scheme), compact_bytes=reader.compact)
+        shape = make_expert_shape(self.config, self.scheme)
+        shape = replace(shape, compact_bytes=reader.compact)
         total, most = plan.blocks * shape.nbytes, plan.layers * plan.experts
         blocks = HostBlockStorage.from_budget(total, shape, max_count=most)
         memory = ExpertMemory(shape, layers=plan.layers, experts=plan.experts, blocks=blocks)

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from expertctl.engine.cpu.tensor_packing import (
     packing_thread_count,
     slice_tensor,
 )
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import AnyArray, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix, widen_to_float32
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.model.weights import list_rounding_warnings, make_tied_head_error
@@ -39,8 +38,6 @@ from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelC
 from expertctl.routing.request import MoeColdOption
 from expertctl.store.quantised_cache import QuantisedCache
 from expertctl.store.quantised_file import QuantisedPiece, iterate_pieces
-
-AnyArray = np.ndarray[Any, Any]
 
 WEIGHT_STD = 0.02
 """Approximate standard deviation of random weights."""
@@ -66,13 +63,11 @@ def create_random_base(
 
 def decode_bytes_per_token(base: PackedBase) -> int:
     """Return the bytes read to decode a token, with as many routed experts as a token uses."""
-    routed = base.config.experts
-    of_experts = 0
+    routed, size = base.config.experts, sum(matrix.nbytes for matrix in list_matrices(base))
     if routed is not None:
-        of_experts = (
-            len(routed.layers) * routed.used * make_expert_shape(base.config, base.scheme).nbytes
-        )
-    return of_experts + sum(matrix.nbytes for matrix in list_matrices(base))
+        shape = make_expert_shape(base.config, base.scheme)
+        size += len(routed.layers) * routed.used * shape.nbytes
+    return size
 
 
 def list_matrices(base: PackedBase) -> tuple[PackedMatrix, ...]:
@@ -149,9 +144,9 @@ def load_packed_base(
     warnings = _rounding_warnings([stored[name] for name in config.tensor_shapes()], scheme)
     is_kept = scheme.layout.is_grouped if experts else uses_quantised_copy(scheme, cold=cold)
     kept = copies if is_kept else None
-    told, shape, read = _OnceProgress(progress), compute_copy_shape(config, scheme), len(memory)
-    if kept is None or not kept.read(scheme.value, shape, memory, progress=told.count):
-        read = _read_files(base, stored, memory, kept, told.restart().count)
+    once, shape, read = _OnceProgress(progress), compute_copy_shape(config, scheme), len(memory)
+    if kept is None or not kept.read(scheme.value, shape, memory, progress=once.count):
+        read = _read_files(base, stored, memory, kept, once.restart().count)
     return replace(base, warnings=warnings, read_bytes=read)
 
 
@@ -173,28 +168,20 @@ class _OnceProgress:
             self._progress(self._counted - before)
 
     def restart(self) -> "_OnceProgress":
-        """Start counting again from 0."""
         return _OnceProgress(self._progress, max(self._counted, self._already))
 
 
 def _rounding_warnings(stored: Sequence[StoredTensor], scheme: Scheme) -> tuple[str, ...]:
     """Warn about rounding that was not requested by name; int8 and int4 are always requested."""
-    if scheme.layout.is_grouped:
-        return ()
-    return list_rounding_warnings(stored, scheme.value)
+    return () if scheme.layout.is_grouped else list_rounding_warnings(stored, scheme.value)
 
 
 def _check_tied_head(directory: Path, stored: Mapping[str, StoredTensor]) -> None:
     """Check that a tied head stored in the files equals the embedding."""
-    pairs = zip(
-        iter_row_portions(stored[EMBEDDING_TENSOR]),
-        iter_row_portions(stored[HEAD_TENSOR]),
-        strict=True,
-    )
-    if not all(
-        np.array_equal(widen_to_float32(ours), widen_to_float32(other)) for ours, other in pairs
-    ):
-        raise make_tied_head_error(directory)
+    tensors = (stored[EMBEDDING_TENSOR], stored[HEAD_TENSOR])
+    for pair in zip(*map(iter_row_portions, tensors), strict=True):
+        if not np.array_equal(*map(widen_to_float32, pair)):
+            raise make_tied_head_error(directory)
 
 
 def _read_files(

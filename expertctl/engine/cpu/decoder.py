@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from expertctl.engine.cpu.packed_base import PackedBase
 from expertctl.engine.cpu.program_cache import ProgramCache, ThreadTuner
 from expertctl.engine.cpu.workspace import Workspace, group_rows_by_plan
 from expertctl.engine.kernels.jit import Program
-from expertctl.engine.kernels.packed_format import PackedDeltas
+from expertctl.engine.kernels.packed_format import AnyArray, PackedDeltas
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.model.decoder import (
@@ -45,8 +44,6 @@ from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.resident_experts import make_resident_experts
 from expertctl.engine.moe.routed_experts import RoutedExperts
 from expertctl.engine.text.prompt import RecordLogits
-
-AnyArray = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,6 @@ of rows are not part of a program but of each run, so plans may alternate or sha
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -39,6 +38,7 @@ from expertctl.engine.kernels.packed_format import (
     SHARED_GATE,
     SHARED_INPUTS,
     SHARED_OUTPUT,
+    AnyArray,
     Scheme,
     find_fused_projections,
 )
@@ -56,8 +56,6 @@ from expertctl.engine.model.functional import compute_inverse_frequencies
 from expertctl.engine.moe.routed_experts import RoutedExperts
 from expertctl.engine.moe.routed_operations import RoutedOperations
 from expertctl.package.model_config import ModelConfig
-
-FloatArray = np.ndarray[Any, Any]
 
 _LAYER_BYTES, _SCHEME_BYTES, _SCALES_BYTES = 10 << 10, 6 << 10, 11 << 10
 _ROUTED_BYTES, _ROUTED_SCHEME_BYTES, _LANES_BYTES = 12 << 10, 3 << 10, 26 << 10
@@ -229,10 +227,10 @@ class _ProgramBuilder:
         self._add_norm(base.norm)
         head = self._select_layers("lm_head", base.head, (base.config.vocab_size,), None)
         self._linear.add(head, room.normed, room.logits)
-        wanted = self._variant
-        used = _list_tables(wanted.adapters, wanted.scales)
+        variant = self._variant
+        used = _list_tables(variant.adapters, variant.scales)
         tables = {scheme: room.get_batch_table(scheme) for scheme in used}
-        used = _list_tables(wanted.routed, wanted.scales_routed)
+        used = _list_tables(variant.routed, variant.scales_routed)
         routed = {scheme: room.get_routed_batch_table(scheme) for scheme in used}
         wide = self._wide or len(self._stages)
         layers, last = self._stages[:wide], self._stages[wide:]
@@ -272,9 +270,7 @@ class _ProgramBuilder:
         else:
             self._add_routing(number, layer.mlp)
 
-    def _add_mlp(
-        self, mlp: PackedMlp, first: str, last: str, out: FloatArray, *, adds: bool
-    ) -> None:
+    def _add_mlp(self, mlp: PackedMlp, first: str, last: str, out: AnyArray, *, adds: bool) -> None:
         """Add ``down (silu(gate x) * up x)``; ``first`` and ``last`` are names of modules."""
         room, wide, rows = self._room, mlp.down.columns, mlp.down.rows
         gates = room.gates[:, : 2 * wide]
@@ -283,9 +279,8 @@ class _ProgramBuilder:
         gate, up = gates[:, :wide], gates[:, wide:]
         arguments = swiglu_arguments(gate=gate, up=up, out=gate, width=wide)
         self._builder.add(swiglu_kernel(), arguments, self._counts.tokens)
-        self._linear.add(
-            self._select_layers(last, mlp.down, (rows,), mlp.down_bias), gate, out, adds=adds
-        )
+        down = self._select_layers(last, mlp.down, (rows,), mlp.down_bias)
+        self._linear.add(down, gate, out, adds=adds)
 
     def _add_routing(self, number: int, routing: PackedRouting) -> None:
         """Add the shared expert first, because it needs no routed expert to be in memory."""
@@ -361,9 +356,8 @@ class _ProgramBuilder:
             scale=self._scale,
             count=tokens,
         )
-        attend = (
-            prefill_attention_kernel if self._variant.single_sequence else decode_attention_kernel
-        )
+        is_prefill = self._variant.single_sequence
+        attend = prefill_attention_kernel if is_prefill else decode_attention_kernel
         self._builder.add(attend(numbers), arguments, self._counts.attending)
 
     def _drops_unscored_rows(self, number: int) -> bool:
@@ -382,13 +376,13 @@ class _ProgramBuilder:
         return False
 
     def _select_layers(
-        self, first: str, matrix: PackedMatrix, rows: Sequence[int], bias: FloatArray | None
+        self, first: str, matrix: PackedMatrix, rows: Sequence[int], bias: AnyArray | None
     ) -> FusedLinearLayers:
         """Return the fused layers whose first module is ``first``."""
         site = self._numbers[first]
         return FusedLinearLayers(site, self._sites[site].first, matrix, rows, bias)
 
-    def _add_full_norms(self, layer: PackedLayer) -> tuple[FloatArray | None, FloatArray | None]:
+    def _add_full_norms(self, layer: PackedLayer) -> tuple[AnyArray | None, AnyArray | None]:
         """Normalise queries and keys if the norm spans all heads; else return the head norms."""
         config, begin = self._base.config, 0
         if layer.query_norm is None or layer.key_norm is None:
@@ -402,7 +396,7 @@ class _ProgramBuilder:
             begin += len(weight)
         return None, None
 
-    def _add_norm(self, weight: FloatArray) -> None:
+    def _add_norm(self, weight: AnyArray) -> None:
         rows, out = self._room.hidden, self._room.normed
         arguments = rms_norm_arguments(rows=rows, weight=weight, out=out, eps=self._eps)
         self._builder.add(rms_norm_kernel(), arguments, self._counts.tokens)

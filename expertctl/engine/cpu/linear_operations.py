@@ -8,7 +8,6 @@ gets the same bits either way.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from expertctl.engine.kernels.moe_lora import (
     output_scale_arguments,
     output_scale_kernel,
 )
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import AnyArray, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
 from expertctl.engine.kernels.quantisation import (
     PreparedActivations,
@@ -43,7 +42,6 @@ from expertctl.engine.kernels.quantisation import (
 )
 from expertctl.engine.kernels.simd import LANES
 
-AnyArray = np.ndarray[Any, Any]
 _EXPERTS = "experts"
 """The part name of operations that only adapters need."""
 

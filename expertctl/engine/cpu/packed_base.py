@@ -21,6 +21,7 @@ from expertctl.engine.kernels.packed_format import (
     MLP_INPUTS,
     SHARED_INPUTS,
     SHARED_OUTPUT,
+    AnyArray,
     Scheme,
 )
 from expertctl.engine.kernels.packed_matrix import (
@@ -28,18 +29,18 @@ from expertctl.engine.kernels.packed_matrix import (
     ArrayShape,
     ExpertShape,
     PackedMatrix,
+    align_to_vector,
     allocate_matrix,
     pack_rows,
     unpack_matrix,
     widen_to_float32,
 )
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
+from expertctl.engine.kernels.simd import LANES
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.model.weights import BaseWeights
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
 
-AnyArray = np.ndarray[Any, Any]
 TensorPlace = PackedMatrix | AnyArray
 """The memory of a tensor: rows of a matrix that begin a block, or a float32 vector."""
 ATTENTION_OUTPUT = ("self_attn.o_proj",)
@@ -244,7 +245,7 @@ def allocate_base(
     """
     if memory is None:
         memory = allocate(packed_base_bytes(config, scheme, experts=experts))
-    return _allocate_parts(config, scheme, _BlockAllocator(memory).allocate, experts=experts)
+    return _allocate_parts(config, scheme, BlockAllocator(memory).allocate, experts=experts)
 
 
 def make_expert_shape(config: ModelConfig, scheme: Scheme) -> ExpertShape:
@@ -327,38 +328,35 @@ def _allocate_parts(
     return replace(base, experts={number: take(size, np.uint8) for number in numbers})
 
 
-class _BlockAllocator:
+class BlockAllocator:
     """Allocates from one block of memory, each piece at a multiple of 64 bytes."""
 
     def __init__(self, memory: memoryview) -> None:
+        """Start at the beginning of the block."""
         self._memory, self._taken = memory, 0
 
     def allocate(self, shape: ArrayShape, dtype: Any) -> AnyArray:
+        """Return the next array."""
         begin, size = self._taken, int(np.prod(shape)) * np.dtype(dtype).itemsize
-        self._taken += _align_size(size)
+        self._taken += align_to_vector(size)
         return np.frombuffer(self._memory[begin : begin + size], dtype).reshape(shape)
 
 
 class _SizeCounter:
-    """Allocates nothing, but counts what `_BlockAllocator` would allocate."""
+    """Allocates nothing, but counts what `BlockAllocator` would allocate."""
 
     def __init__(self) -> None:
         self.size = 0
 
     def allocate(self, shape: ArrayShape, dtype: Any) -> AnyArray:
-        self.size += _align_size(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        self.size += align_to_vector(int(np.prod(shape)) * np.dtype(dtype).itemsize)
         return np.empty(0, dtype)
 
 
 def _array_bytes(part: TensorPlace) -> int:
     if isinstance(part, PackedMatrix):
-        return _align_size(part.data.nbytes) + _align_size(part.scales.nbytes)
-    return _align_size(part.nbytes)
-
-
-def _align_size(size: int) -> int:
-    """Round a number of bytes up to whole vectors."""
-    return -(-size // VECTOR_BYTES) * VECTOR_BYTES
+        return align_to_vector(part.data.nbytes) + align_to_vector(part.scales.nbytes)
+    return align_to_vector(part.nbytes)
 
 
 class _LayerAllocator:
@@ -371,8 +369,7 @@ class _LayerAllocator:
 
     def allocate_layer(self, config: ModelConfig, number: int) -> PackedLayer:
         at = f"model.layers.{number}"
-        heads = f"{at}.self_attn"
-        routed = config.experts is not None and number in config.experts.layers
+        heads, routed = f"{at}.self_attn", config.is_routed(number)
         return PackedLayer(
             input_norm=self.allocate_vector(f"{at}.input_layernorm.weight"),
             inputs=self.allocate_matrix_of(at, ATTENTION_INPUTS),
@@ -382,13 +379,13 @@ class _LayerAllocator:
             output=self.allocate_matrix_of(at, ATTENTION_OUTPUT),
             output_bias=self._allocate_bias(at, ATTENTION_OUTPUT),
             mlp_norm=self.allocate_vector(f"{at}.post_attention_layernorm.weight"),
-            mlp=self._allocate_routing(at)
-            if routed
-            else self._allocate_mlp(at, MLP_INPUTS, MLP_OUTPUT),
+            mlp=self._allocate_routing(at) if routed else self._allocate_mlp(at),
             window=config.windows[number],
         )
 
-    def _allocate_mlp(self, at: str, inputs: Sequence[str], output: Sequence[str]) -> PackedMlp:
+    def _allocate_mlp(
+        self, at: str, inputs: Sequence[str] = MLP_INPUTS, output: Sequence[str] = MLP_OUTPUT
+    ) -> PackedMlp:
         return PackedMlp(
             gate_up=self.allocate_matrix_of(at, inputs),
             gate_up_bias=self._allocate_bias(at, inputs),
@@ -398,16 +395,12 @@ class _LayerAllocator:
 
     def _allocate_routing(self, at: str) -> PackedRouting:
         shared = f"{at}.{SHARED_OUTPUT}.weight" in self._shapes
-        gated = f"{at}.{SHARED_GATE}" in self._shapes
+        has_gate = (gate := f"{at}.{SHARED_GATE}") in self._shapes
         return PackedRouting(
             router=self.allocate_tensor(f"{at}.{ROUTER}", scheme=Scheme.FLOAT32),
             selection_bias=self._allocate_optional_vector(f"{at}.{SELECTION_BIAS}"),
             shared=self._allocate_mlp(at, SHARED_INPUTS, (SHARED_OUTPUT,)) if shared else None,
-            shared_gate=(
-                self.allocate_tensor(f"{at}.{SHARED_GATE}", scheme=Scheme.FLOAT32)
-                if gated
-                else None
-            ),
+            shared_gate=self.allocate_tensor(gate, scheme=Scheme.FLOAT32) if has_gate else None,
         )
 
     def allocate_tensor(self, name: str, *, scheme: Scheme | None = None) -> PackedMatrix:

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from expertctl.engine.adapters.plan_tensors import (
     factor_scratch_bytes,
     group_alike_layers,
 )
+from expertctl.engine.cpu.packed_base import BlockAllocator
 from expertctl.engine.devices import use_torch_threads
 from expertctl.engine.kernels.lora import (
     A_BLOCKS_WORD,
@@ -37,6 +37,7 @@ from expertctl.engine.kernels.lora import (
 from expertctl.engine.kernels.memory import aligned_zeros
 from expertctl.engine.kernels.packed_format import (
     AdapterItemCounts,
+    AnyArray,
     FusedProjection,
     PackedDeltas,
     PlanPacking,
@@ -56,7 +57,6 @@ from expertctl.engine.memory.host import allocate
 from expertctl.engine.model.functional import LinearDelta
 from expertctl.errors import IncompatibleError
 
-AnyArray = np.ndarray[Any, Any]
 _CPU, _FLOAT_BYTES = torch.device("cpu"), 4
 _PACKING_BYTES = 16
 """Bytes per number packed at once: original, padded, rounded, and as steps."""
@@ -90,7 +90,7 @@ class PackedPlanCompiler:
     @cached_property
     def routed_layers(self) -> tuple[str, ...]:
         """The modules of all routed experts of the base, if the plan changes any."""
-        changes = any(is_routed_module(name) for name in self.layers)
+        changes = any(map(is_routed_module, self.layers))
         return list_routed_modules(self.shapes.keys()) if changes else ()
 
     @property
@@ -112,7 +112,7 @@ class PackedPlanCompiler:
     def scratch_bytes(self, workers: int) -> int:
         """Return the maximum additional bytes that this many workers need."""
         each = [self._group_scratch_bytes(group) for group in group_alike_layers(self.layers)]
-        routed = sum(is_routed_module(name) for name in self.layers)
+        routed = sum(map(is_routed_module, self.layers))
         return sum(sorted(each, reverse=True)[:workers]) + routed * _PART_BYTES
 
     def compile(self, workers: int) -> PackedDeltas:
@@ -144,17 +144,15 @@ class PackedPlanCompiler:
             for (name, sizes), a in zip(there, all_a, strict=True):
                 b = memory.allocate_matrix(self.scheme, *sizes.b)
                 vectors = [memory.allocate_vector(size) for size in sizes.vectors]
-                yield (
-                    name,
-                    ModuleAdapter(
-                        a=a,
-                        b=b,
-                        column=column,
-                        input_scale=vectors[0],
-                        output_scale=vectors[1],
-                        bias_scale=vectors[2],
-                    ),
+                adapter = ModuleAdapter(
+                    a=a,
+                    b=b,
+                    column=column,
+                    input_scale=vectors[0],
+                    output_scale=vectors[1],
+                    bias_scale=vectors[2],
                 )
+                yield name, adapter
                 column += _round_up(sizes.rank, lora_column_step(self.scheme))
 
     def _layer_sizes(self, name: str) -> "_LayerSizes":
@@ -237,20 +235,14 @@ class _PlanMemory:
     """One block of memory that matrices and vectors are allocated from."""
 
     def __init__(self, size: int) -> None:
-        self._data = np.frombuffer(allocate(size), np.uint8)
-        self._taken = 0
+        self._allocator = BlockAllocator(allocate(size))
 
     def allocate_matrix(self, scheme: Scheme, rows: int, columns: int) -> PackedMatrix | None:
-        return allocate_matrix(scheme, rows, columns, allocate=self._allocate) if rows else None
+        allocate = self._allocator.allocate
+        return allocate_matrix(scheme, rows, columns, allocate=allocate) if rows else None
 
     def allocate_vector(self, size: int) -> AnyArray | None:
-        return self._allocate(size, np.float32) if size else None
-
-    def _allocate(self, shape: int | tuple[int, ...], dtype: Any) -> AnyArray:
-        begin, size = self._taken, int(np.prod(shape)) * np.dtype(dtype).itemsize
-        self._taken += _round_up(size, VECTOR_BYTES)
-        taken: AnyArray = self._data[begin : begin + size].view(dtype)
-        return taken.reshape(shape)
+        return self._allocator.allocate(size, np.float32) if size else None
 
 
 def _check_routed_layers(layers: Mapping[str, FoldedChain]) -> None:
@@ -318,14 +310,13 @@ def _count_items(
         np.add.reduceat(items, firsts, out=summed)
         return summed
 
-    def reduce(*, together: bool) -> AnyArray:
-        return by_site(
-            -(-table[:, A_BLOCKS_WORD] // shrink_blocks(scheme, single_sequence=together))
-        )
+    def shrink(*, single_sequence: bool) -> AnyArray:
+        blocks = shrink_blocks(scheme, single_sequence=single_sequence)
+        return by_site(-(-table[:, A_BLOCKS_WORD] // blocks))
 
     return AdapterItemCounts(
-        shrink_decode=reduce(together=False),
-        shrink_prefill=reduce(together=True),
+        shrink_decode=shrink(single_sequence=False),
+        shrink_prefill=shrink(single_sequence=True),
         expand=by_site(np.where(table[:, B_VECTORS_WORD] > 0, out_items, 0)),
         scales=by_site((table[:, SCALE_WORDS] != 0).sum(axis=1)),
     )

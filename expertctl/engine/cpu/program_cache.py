@@ -61,21 +61,15 @@ class ThreadTuner:
     def __init__(self, limit: int) -> None:
         """Choose between one worker and ``limit``."""
         self.limit = max(limit, 1)
-        self._courses: dict[Hashable, StepTuner] = {}
+        self._tuners: dict[Hashable, StepTuner] = {}
 
     @contextmanager
     def measure_step(self, kind: Hashable) -> Iterator[int]:
         """Yield the workers for one step, and measure it; steps of a kind do equal work."""
-        course = self._courses.setdefault(kind, StepTuner(self.limit))
-        workers = course.workers
-        begun = time.perf_counter()
+        tuner = self._tuners.setdefault(kind, StepTuner(self.limit))
+        workers, started = tuner.workers, time.perf_counter()
         yield workers
-        course.record(workers, time.perf_counter() - begun)
-
-    def choose_workers(self, kind: Hashable) -> int:
-        """Return the number of workers for the next step of a kind."""
-        course = self._courses.get(kind)
-        return self.limit if course is None else course.workers
+        tuner.record(workers, time.perf_counter() - started)
 
 
 class StepTuner:

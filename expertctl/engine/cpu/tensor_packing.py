@@ -25,14 +25,12 @@ from expertctl.engine.kernels.exponent_packing import (
 )
 from expertctl.engine.kernels.memory import array_address, encode_operands
 from expertctl.engine.kernels.moe_gemm import compact_chunk_sizes
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import AnyArray, Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape, PackedMatrix, rows_per_portion
 from expertctl.engine.kernels.simd import VECTOR_BYTES
 from expertctl.engine.model.weights import make_unreadable_error
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.store.quantised_file import ALIGNED
-
-AnyArray = np.ndarray[Any, Any]
 
 
 def compact_expert(block: AnyArray, shape: ExpertShape) -> AnyArray:

@@ -6,7 +6,7 @@ in advance. `ItemCounts` holds the item counts of a run, which depend on its tok
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from expertctl.engine.kernels.lora import AdapterBatchTable, batch_table_bytes
 from expertctl.engine.kernels.memory import aligned_zeros
 from expertctl.engine.kernels.packed_format import (
     FLOAT_SCHEMES,
+    AnyArray,
     FusedProjection,
     PackedDeltas,
     Scheme,
@@ -63,9 +64,6 @@ def choose_variant(
     return ProgramVariant(single_sequence, numbers, adapters, scales, fused, routed, scales_routed)
 
 
-CountArray = np.ndarray[Any, Any]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RowRange:
     """Consecutive rows of a batch that share a plan."""
@@ -97,19 +95,18 @@ class ItemCounts:
         self._places, self._has = places, np.zeros(len(sites), np.int64)
         self.plain, self.scaled, self.whole, self._whole = np.zeros((4, len(sites)), np.int64)
         self.apart, self._apart = np.zeros((2, len(places)), np.int64)
-        self.reduce = {scheme: np.zeros(len(sites), np.int64) for scheme in adapters}
-        self.expand = {scheme: np.zeros(len(sites), np.int64) for scheme in adapters}
-        self.reduce_apart = {scheme: np.zeros(len(sites), np.int64) for scheme in adapters}
-        self.expand_apart = {scheme: np.zeros(len(sites), np.int64) for scheme in adapters}
+        self.reduce, self.expand, self.reduce_apart, self.expand_apart = (
+            {scheme: np.zeros(len(sites), np.int64) for scheme in adapters} for _ in range(4)
+        )
         self.adapted, self.done = np.zeros((2, len(sites)), np.int64)
         """Items of each fused operation, and how many of them are done while it runs."""
 
-    def set_fused_items(self, site: int, items: int) -> CountArray:
+    def set_fused_items(self, site: int, items: int) -> AnyArray:
         """Set the items of a projection's product; return the count that a run reads."""
         self._whole[site] = items
         return self.whole[site : site + 1]
 
-    def set_module_items(self, module: int, items: int) -> CountArray:
+    def set_module_items(self, module: int, items: int) -> AnyArray:
         """Set the items of a module's product; return the count that a run reads."""
         self._apart[module] = items
         return self.apart[module : module + 1]
@@ -141,26 +138,22 @@ class ItemCounts:
         work = plan.item_counts
         self._has += work.scales
         if plan.width:
-            self.reduce[plan.scheme] += (
-                work.shrink_prefill if self._together else work.shrink_decode
-            )
+            shrink = work.shrink_prefill if self._together else work.shrink_decode
+            self.reduce[plan.scheme] += shrink
             self.expand[plan.scheme] += work.expand
 
 
 def group_rows_by_plan(plans: Sequence[PackedDeltas | None]) -> list[RowRange]:
     """Return the ranges of rows that have a plan; rows of one plan must be adjacent."""
-    found: list[RowRange] = []
-    begin = 0
-    for place, plan in enumerate(plans):
-        if place + 1 < len(plans) and plans[place + 1] is plan:
-            continue
+    found, first = list[RowRange](), 0
+    for _, group in groupby(plans, key=id):
+        plan, *others = group
         if plan is not None:
-            found.append(RowRange(plan, begin, place + 1 - begin))
-        begin = place + 1
+            found.append(RowRange(plan, first, 1 + len(others)))
+        first += 1 + len(others)
     return found
 
 
-WorkArray = np.ndarray[Any, Any]
 _FLOAT32_BYTES, _LONG_BYTES = 4, 8
 
 
@@ -196,16 +189,12 @@ class Workspace:
         """Bytes of all buffers, including those added for plans so far."""
         tokens, rows = self.size
         prepared = [key for key in self._prepared if key[0] is not self._scheme]
-        of_plans = sum(
-            _estimate_prepared_rows(each, columns) * tokens for each, columns in prepared
-        )
+        of_plans = sum(_estimate_prepared_rows(*key) * tokens for key in prepared)
         batches = (*self._batches.values(), *self._routed_batches.values())
         tables = sum(batch.nbytes for batch in batches)
-        return (
-            estimate_base_workspace_bytes(self._config, self._scheme, tokens=tokens, rows=rows)
-            + of_plans
-            + tables
-        )
+        config, scheme = self._config, self._scheme
+        own = estimate_base_workspace_bytes(config, scheme, tokens=tokens, rows=rows)
+        return own + of_plans + tables
 
     def reset_errors(self) -> None:
         """Clear the errors of the previous pass."""
@@ -249,9 +238,7 @@ def estimate_base_workspace_bytes(
 ) -> int:
     """Return the bytes of a workspace without plans."""
     widths = sum(_compute_buffer_widths(config).values()) + 2 * config.head_dim
-    prepared = sum(
-        _estimate_prepared_rows(scheme, columns) for columns in _list_operand_columns(config)
-    )
+    prepared = sum(_estimate_prepared_rows(scheme, n) for n in _list_operand_columns(config))
     each = 3 * _LONG_BYTES + _FLOAT32_BYTES * widths + prepared
     routed = estimate_workspace_bytes(config, scheme, tokens=tokens)
     return tokens * each + routed + rows * _FLOAT32_BYTES * round_up_rows(config.vocab_size)
@@ -261,13 +248,10 @@ def estimate_plan_bytes(
     config: ModelConfig, scheme: Scheme, adapters: Scheme, *, tokens: int, width: int
 ) -> int:
     """Return the bytes that the A and B of plans of one scheme and maximum width add."""
-    each = (
-        0
-        if adapters is scheme
-        else sum(_estimate_prepared_rows(adapters, n) for n in _list_operand_columns(config))
-    )
-    prepared = each * tokens
-    return prepared + batch_table_bytes(adapters, rows=tokens, width=width)
+    prepared = 0
+    if adapters is not scheme:
+        prepared = sum(_estimate_prepared_rows(adapters, n) for n in _list_operand_columns(config))
+    return prepared * tokens + batch_table_bytes(adapters, rows=tokens, width=width)
 
 
 def estimate_factor_bytes(config: ModelConfig, *, tokens: int, schemes: int) -> int:
@@ -316,6 +300,5 @@ def _estimate_prepared_rows(scheme: Scheme, columns: int) -> int:
     if scheme in FLOAT_SCHEMES:
         return 0
     layout = scheme.layout
-    return layout.count_vectors(
-        columns
-    ) * layout.columns * layout.row_bytes + 8 * layout.count_groups(columns)
+    width = layout.count_vectors(columns) * layout.columns
+    return width * layout.row_bytes + 8 * layout.count_groups(columns)

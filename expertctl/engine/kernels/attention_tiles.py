@@ -10,11 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from numba import types
-from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
 from expertctl.engine.kernels.jit import get_host_cpu
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder, Value, emit_tiles
+from expertctl.engine.kernels.simd import (
+    LANES,
+    VECTOR_BYTES,
+    SimdBuilder,
+    Value,
+    emit_tiles,
+    require_literal,
+)
 
 PAGES_PER_CHUNK = 4
 """Pages per chunk; all keys of a chunk share one softmax correction."""
@@ -91,24 +97,15 @@ def vector_sum(_context: Any, address: Any) -> Any:
 
 def _make_intrinsic(part: Any, half: Any, operands: Any) -> Any:
     """Return the signature and the code generator of an intrinsic for one emitter class."""
-    is_half = _literal_flag(half)
+    is_half = bool(require_literal(half, "whether pages hold float16"))
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         found = (builder.extract_value(values[1], place) for place in range(len(operands)))
         part(SimdBuilder(builder), is_half, *found).emit()
         return context.get_dummy_value()
 
-    return types.void(half, _int64_tuple(len(operands))), emit
-
-
-def _literal_flag(half: Any) -> bool:
-    if not isinstance(half, types.IntegerLiteral):
-        raise RequireLiteralValue("the numbers of pages are a constant")
-    return bool(half.literal_value)
-
-
-def _int64_tuple(count: int) -> Any:
-    return types.StarArgTuple.from_types((types.int64,) * count)
+    rest = types.StarArgTuple.from_types((types.int64,) * len(operands))
+    return types.void(half, rest), emit
 
 
 def _emit_softmax(
@@ -121,15 +118,11 @@ def _emit_softmax(
     sums: Value,
 ) -> Value:
     nothing, factor = lanes.float_constant(MIN_SCORE), lanes.splat_float(scale)
-    places = [
-        lanes.offset(scores, lanes.int_constant(page), VECTOR_BYTES)
-        for page in range(PAGES_PER_CHUNK)
-    ]
-    seen = [lanes.range_mask(low, high, page * LANES) for page in range(PAGES_PER_CHUNK)]
+    pages = range(PAGES_PER_CHUNK)
+    places = [lanes.offset(scores, lanes.int_constant(page), VECTOR_BYTES) for page in pages]
+    seen = [lanes.range_mask(low, high, page * LANES) for page in pages]
     found = [lanes.multiply_floats(lanes.load_floats(place), factor) for place in places]
-    found = [
-        lanes.select_lanes(mask, score, nothing) for mask, score in zip(seen, found, strict=True)
-    ]
+    found = [lanes.select_lanes(*each, nothing) for each in zip(seen, found, strict=True)]
     before = lanes.broadcast_float(largest)
     top = lanes.splat_float(lanes.reduce_max_floats(_lanewise_max(lanes, [before, *found])))
     correction = lanes.select_lanes(
@@ -245,9 +238,8 @@ class _GatherEmitter:
             out = lanes.offset(self.out, page, GATHER_PAGE_BYTES)
             with lanes.loop(self.count) as number:
                 vector = lanes.add_int(self.first, number)
-                lanes.store_floats(
-                    pages.load(start, vector), lanes.offset(out, number, VECTOR_BYTES)
-                )
+                loaded = pages.load(start, vector)
+                lanes.store_floats(loaded, lanes.offset(out, number, VECTOR_BYTES))
                 lanes.prefetch(pages.at(near, vector))
 
 
@@ -289,9 +281,8 @@ class _ScoreEmitter:
         out = lanes.offset(lanes.offset(self.out, first, CHUNK_BYTES), page, VECTOR_BYTES)
 
         def place(query: int, number: int) -> Value:
-            return lanes.add_int(
-                out, lanes.int_constant(query * CHUNK_BYTES + number * VECTOR_BYTES)
-            )
+            offset = query * CHUNK_BYTES + number * VECTOR_BYTES
+            return lanes.add_int(out, lanes.int_constant(offset))
 
         def before(query: int, number: int) -> Value:
             found = lanes.load_floats(place(query, number))
@@ -370,11 +361,8 @@ class _ValueEmitter:
 
     def _add_values(self, vector: Value, first: Value, sums: _Accumulators, height: int) -> None:
         """Add the values of all pages that any query of the tile sees."""
-        lanes, pages, sixteen = (
-            self.lanes,
-            _PageReader(self.lanes, self.is_half),
-            self.lanes.int_constant(LANES),
-        )
+        lanes, pages = self.lanes, _PageReader(self.lanes, self.is_half)
+        sixteen = lanes.int_constant(LANES)
         last = lanes.add_int(first, lanes.int_constant(sums.queries - 1))
         seen_by_all = (
             lanes.offset(self.low, last, self.query_step),
@@ -407,7 +395,6 @@ class _ValueEmitter:
         sums: _Accumulators,
         add: Callable[[int, list[Value], Value], None],
     ) -> None:
-        """Add the values of one token."""
         lanes, pages = self.lanes, _PageReader(self.lanes, self.is_half)
         values = [pages.load(start, lanes.int_constant(number * LANES)) for number in range(high)]
         for query in range(sums.queries):

@@ -110,30 +110,22 @@ class Bf16TileEmitter:
         for begin, size in emit_tiles(lanes, count, (LANES, 1)):
             pairs, place = lanes.offset(row, begin, 4), lanes.offset(out, begin, 4)
             second = lanes.add_int(place, lanes.int_constant(_SIDE_BYTES))
-            load, store = (
-                (lanes.load_ints, lanes.store_floats)
-                if size > 1
-                else (lanes.broadcast_int, lanes.store_first_float)
-            )
+            load = lanes.load_ints if size > 1 else lanes.broadcast_int
+            store = lanes.store_floats if size > 1 else lanes.store_first_float
             for numbers, to in zip(self._split_pairs(load(pairs)), (place, second), strict=True):
                 store(numbers, to)
 
     def _split_pairs(self, pairs: Value) -> tuple[Value, Value]:
         """Return the first and the second halves of bfloat16 pairs as float32."""
         lanes = self.lanes
-        return lanes.bitcast_to_floats(lanes.shift_left(pairs, 16)), lanes.bitcast_to_floats(
-            lanes.mask_ints(pairs, HIGH_HALF)
-        )
+        first = lanes.bitcast_to_floats(lanes.shift_left(pairs, 16))
+        return first, lanes.bitcast_to_floats(lanes.mask_ints(pairs, HIGH_HALF))
 
     def _add_columns(self, block: Value, first: Value, count: Value) -> None:
-        """Add some columns to the sums of a block."""
         lanes, at = self.lanes, self.operands
-        places = [
-            self._sum_address(block, lanes.int_constant(token)) for token in range(self.tokens)
-        ]
-        starts = [
-            self._initial_sum(block, lanes.int_constant(token)) for token in range(self.tokens)
-        ]
+        tokens = [lanes.int_constant(token) for token in range(self.tokens)]
+        places = [self._sum_address(block, token) for token in tokens]
+        starts = [self._initial_sum(block, token) for token in tokens]
         begin = [
             lanes.select_int(first, lanes.load_floats(place), start)
             for place, start in zip(places, starts, strict=True)
@@ -141,31 +133,24 @@ class Bf16TileEmitter:
         sums = [lanes.create_variable(start) for start in begin]
         for each, start in zip(sums, begin, strict=True):
             lanes.store_variable(start, each)
-        weights = lanes.offset(
-            lanes.offset(at.weights, block, at.weights_stride), first, VECTOR_BYTES
-        )
+        weights = lanes.offset(at.weights, block, at.weights_stride)
+        weights = lanes.offset(weights, first, VECTOR_BYTES)
         with lanes.loop(count) as vector:
             stored = lanes.load_ints(lanes.offset(weights, vector, VECTOR_BYTES))
             for side, numbers in enumerate(self._split_pairs(stored)):
                 for token, total in enumerate(sums):
                     offset = lanes.int_constant(token * _ROW_BYTES + side * _SIDE_BYTES)
-                    number = lanes.broadcast_float(
-                        lanes.offset(lanes.add_int(self._rows, offset), vector, 4)
-                    )
-                    lanes.store_variable(
-                        lanes.fma(numbers, number, lanes.load_variable(total)), total
-                    )
+                    row = lanes.offset(lanes.add_int(self._rows, offset), vector, 4)
+                    number = lanes.broadcast_float(row)
+                    value = lanes.fma(numbers, number, lanes.load_variable(total))
+                    lanes.store_variable(value, total)
         for place, total in zip(places, sums, strict=True):
             lanes.store_floats(lanes.load_variable(total), place)
 
     def _initial_sum(self, block: Value, token: Value) -> Value:
-        """Return the start value of a sum."""
-        lanes = self.lanes
-        return (
-            lanes.load_floats(self._output_address(block, token))
-            if self.accumulates
-            else lanes.zero_floats()
-        )
+        if self.accumulates:
+            return self.lanes.load_floats(self._output_address(block, token))
+        return self.lanes.zero_floats()
 
     def _write(self, block: Value, token: Value) -> None:
         lanes, place = self.lanes, self._output_address(block, token)

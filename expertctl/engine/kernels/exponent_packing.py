@@ -72,13 +72,10 @@ def exponent_pack_kernel() -> Kernel:
     return compile_kernel("pack compact", _pack_chunks)
 
 
-def _pack_chunks(_first: int, _last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _pack_chunks(_first: int, _last: int, arguments: int) -> None:
     numbers, sizes_at, stretches, out = load_int64s(arguments, 4)
-    begins, chunk, seen = (
-        uint32_view(out, stretches + 1),
-        allocate_stack_floats(CHUNK_FLOATS),
-        allocate_exponent_counts(),
-    )
+    begins, chunk = uint32_view(out, stretches + 1), allocate_stack_floats(CHUNK_FLOATS)
+    seen = allocate_exponent_counts()
     at = align_to_vector_bytes(4 * (stretches + 1))
     for stretch in range(stretches):
         begins[stretch] = at
@@ -94,13 +91,13 @@ def _pack_chunks(_first: int, _last: int, arguments: int) -> None:  # pragma: no
 
 
 @register_jitable
-def align_to_vector_bytes(count: Any) -> Any:  # pragma: no cover - compiled
+def align_to_vector_bytes(count: Any) -> Any:
     """Round a number of bytes up to whole cache lines."""
     return (count + _AT_ONCE - 1) // _AT_ONCE * _AT_ONCE
 
 
 @register_jitable
-def _pack_chunk(numbers: Any, size: Any, out: Any, seen: Any) -> Any:  # pragma: no cover - compiled
+def _pack_chunk(numbers: Any, size: Any, out: Any, seen: Any) -> Any:
     """Pack a chunk; return its size in bytes."""
     head, window, beyond = uint8_view(out, CHUNK_HEADER_BYTES), 0, UNPACKED
     if size % GROUP == 0:
@@ -125,7 +122,7 @@ def _pack_chunk(numbers: Any, size: Any, out: Any, seen: Any) -> Any:  # pragma:
 
 
 @register_jitable
-def _find_window(numbers: Any, size: Any, seen_at: Any) -> Any:  # pragma: no cover - compiled
+def _find_window(numbers: Any, size: Any, seen_at: Any) -> Any:
     """Return the first exponent of the window that covers most numbers, and the outliers."""
     whole, seen = uint16_view(numbers, size), int32_view(seen_at, _EXPONENTS)
     for k in range(_EXPONENTS):
@@ -154,7 +151,7 @@ def exponent_check_kernel() -> Kernel:
     return compile_kernel("check compact", _check_chunks)
 
 
-def _check_chunks(_first: int, _last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _check_chunks(_first: int, _last: int, arguments: int) -> None:
     place, most, sizes_at, stretches, found = load_int64s(arguments, 5)
     ends, sound = uint32_view(place, stretches + 1), 1
     for stretch in range(stretches):
@@ -171,7 +168,7 @@ def _check_chunks(_first: int, _last: int, arguments: int) -> None:  # pragma: n
 
 
 @register_jitable
-def read_chunk_bytes(packed: Any, end: Any, size: Any) -> Any:  # pragma: no cover - compiled
+def read_chunk_bytes(packed: Any, end: Any, size: Any) -> Any:
     """Return the size in bytes of a chunk of ``size`` numbers, or 0 if it is malformed.
 
     Nothing at or after ``end`` is read.
@@ -194,14 +191,14 @@ def read_chunk_bytes(packed: Any, end: Any, size: Any) -> Any:  # pragma: no cov
 
 
 @register_jitable
-def _count_outliers(packed: Any) -> Any:  # pragma: no cover - compiled
+def _count_outliers(packed: Any) -> Any:
     """Return how many numbers of a chunk are outside its window."""
     head = uint8_view(packed, CHUNK_HEADER_BYTES)
     return widen_byte(head[0]) | widen_byte(head[1]) << 8
 
 
 @register_jitable
-def unpack_chunk(packed: Any, end: Any, size: Any, out: Any) -> Any:  # pragma: no cover - compiled
+def unpack_chunk(packed: Any, end: Any, size: Any, out: Any) -> Any:
     """Unpack a chunk of ``size`` numbers; return its length in bytes, or 0 if it is malformed.
 
     Whatever the data, nothing at or after ``end`` is read, and only the numbers are written.
@@ -225,7 +222,7 @@ def unpack_chunk(packed: Any, end: Any, size: Any, out: Any) -> Any:  # pragma: 
 
 
 @register_jitable
-def widen_byte(number: Any) -> Any:  # pragma: no cover - compiled
+def widen_byte(number: Any) -> Any:
     """Return a byte as int64, because shifting a byte would not widen it."""
     return number + 0
 

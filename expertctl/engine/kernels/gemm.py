@@ -19,7 +19,6 @@ from functools import cache
 from typing import Any
 
 from numba import types
-from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic, register_jitable
 
 from expertctl.engine.kernels.bf16_tiles import HIGH_HALF, Bf16TileEmitter, TileOperands
@@ -31,6 +30,7 @@ from expertctl.engine.kernels.simd import (
     Value,
     emit_even_tiles,
     emit_tiles,
+    require_literal,
 )
 
 _SCHEMES = tuple(Scheme)
@@ -61,9 +61,9 @@ def gemm_panel(
     sums of floats start from the values in ``out``.
     """
     constants = (code, portable, blocks, accumulates)
-    if not all(isinstance(each, types.IntegerLiteral) for each in constants):
-        raise RequireLiteralValue("the shape of a strip is a constant")
-    number, without, high, on = (each.literal_value for each in constants)
+    number, without, high, on = (
+        require_literal(each, "the shape of a panel") for each in constants
+    )
     scheme, cpu = _SCHEMES[number], _select_cpu(bool(without))
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
@@ -93,16 +93,12 @@ def _emit_token_tiles(
         each = lanes.int_constant(blocks)
         enough = lanes.divide_int(tokens, lanes.int_constant(_MIN_PREFETCH_TOKENS * blocks))
         fetching = lanes.select_int(enough, each, lanes.int_constant(0))
-        several = lanes.max_int(
-            lanes.ceil_divide_int(tokens, lanes.int_constant(layout.tile_tokens)), fetching
-        )
+        fewest = lanes.ceil_divide_int(tokens, lanes.int_constant(layout.tile_tokens))
+        several = lanes.max_int(fewest, fetching)
         yield from emit_even_tiles(lanes, tokens, parts=several, largest=layout.tile_tokens)
         return
-    sizes = (
-        (layout.tile_tokens, 2, 1)
-        if cpu.has_512_bit_registers
-        else _NARROW_TOKENS[layout.is_grouped]
-    )
+    wide = cpu.has_512_bit_registers
+    sizes = (layout.tile_tokens, 2, 1) if wide else _NARROW_TOKENS[layout.is_grouped]
     for first, size in emit_tiles(lanes, tokens, sizes):
         yield lanes.divide_int(first, lanes.int_constant(size)), first, size
 
@@ -187,16 +183,11 @@ class _TileEmitter:
         self._store_sums(sums)
 
     def _initial_sum(self, block: int, token: int) -> Value:
-        """Return the start value of a sum."""
-        goes_on, lanes = self._shape.accumulates, self._lanes
-        return (
-            lanes.load_floats(self._output_address(block, token))
-            if goes_on
-            else lanes.zero_floats()
-        )
+        if self._shape.accumulates:
+            return self._lanes.load_floats(self._output_address(block, token))
+        return self._lanes.zero_floats()
 
     def _create_variables(self, start: Callable[[int], Value]) -> list[list[Value]]:
-        """Return a variable per block and token."""
         return [[self._lanes.create_variable(start(t)) for t in self._tokens] for _ in self._blocks]
 
     def _add_vector(self, vector: Value, sums: list[list[Value]]) -> None:
@@ -223,11 +214,8 @@ class _TileEmitter:
             lambda pair: lanes.shift_left(pair, 16),
             lambda pair: lanes.mask_ints(pair, HIGH_HALF),
         ):
-            total = lanes.fma(
-                lanes.bitcast_to_floats(column(weights)),
-                lanes.bitcast_to_floats(column(row)),
-                total,
-            )
+            pair = (lanes.bitcast_to_floats(column(each)) for each in (weights, row))
+            total = lanes.fma(*pair, total)
         return total
 
     def _sum_groups(self, sums: list[list[Value]]) -> None:
@@ -276,20 +264,18 @@ class _TileEmitter:
                 weights = self._extract_bytes(stored[block], part)
                 for token in self._tokens:
                     place = totals[part % len(totals)][block][token]
-                    lanes.store_variable(
-                        add(lanes.load_variable(place), weights, rows[token]), place
-                    )
+                    total = add(lanes.load_variable(place), weights, rows[token])
+                    lanes.store_variable(total, place)
 
     def _merge_totals(self, totals: list[list[list[Value]]]) -> None:
         """Add the other totals to the first, exactly."""
         lanes = self._lanes
-        add = lanes.add_ints if self._in_ints else lanes.add_floats
+        add = lanes.add_int if self._in_ints else lanes.add_floats
         for some in totals[1:]:
             for column, other in zip(totals[0], some, strict=True):
                 for place, more in zip(column, other, strict=True):
-                    lanes.store_variable(
-                        add(lanes.load_variable(place), lanes.load_variable(more)), place
-                    )
+                    total = add(lanes.load_variable(place), lanes.load_variable(more))
+                    lanes.store_variable(total, place)
 
     def _extract_bytes(self, stored: Value, part: int) -> Value:
         """Return four columns as bytes; int4 has four in the low nibbles and four in the high."""
@@ -303,11 +289,8 @@ class _TileEmitter:
             return self._lanes.byte_dot
         if not self._shape.cpu.short_dot:
             return self._add_byte_products
-        return (
-            self._add_int16_products
-            if self._shape.scheme is Scheme.INT8
-            else self._lanes.small_byte_dot
-        )
+        is_int8 = self._shape.scheme is Scheme.INT8
+        return self._add_int16_products if is_int8 else self._lanes.small_byte_dot
 
     def _add_int16_products(self, total: Value, unsigned: Value, signed: Value) -> Value:
         """Add the products of even bytes, then of odd bytes: two may not fit into int16."""
@@ -331,9 +314,8 @@ class _TileEmitter:
         places = [self._group_address(self._at.row_scales, group, token) for token in self._tokens]
         rows = [lanes.broadcast_float(place) for place in places]
         for block in self._blocks:
-            scales = lanes.offset(
-                self._at.scales, lanes.int_constant(block), self._at.scales_stride
-            )
+            number = lanes.int_constant(block)
+            scales = lanes.offset(self._at.scales, number, self._at.scales_stride)
             scale = lanes.load_floats(lanes.offset(scales, group, VECTOR_BYTES))
             for token in self._tokens:
                 total = lanes.load_variable(totals[block][token])
@@ -348,11 +330,8 @@ class _TileEmitter:
         place = lanes.offset(first, vector, self._layout.vector_bytes)
         if self._shape.scheme is Scheme.FLOAT16:
             return lanes.load_halves(place)
-        return (
-            lanes.load_floats(place)
-            if self._shape.scheme is Scheme.FLOAT32
-            else lanes.load_ints(place)
-        )
+        load = lanes.load_floats if self._shape.scheme is Scheme.FLOAT32 else lanes.load_ints
+        return load(place)
 
     def _row_address(self, vector: Value, token: int) -> Value:
         lanes = self._lanes
@@ -361,18 +340,15 @@ class _TileEmitter:
 
     def _group_address(self, numbers: Value, group: Value, token: int) -> Value:
         lanes = self._lanes
-        return lanes.offset(
-            lanes.offset(numbers, lanes.int_constant(token), self._at.groups_stride), group, 4
-        )
+        first = lanes.offset(numbers, lanes.int_constant(token), self._at.groups_stride)
+        return lanes.offset(first, group, 4)
 
     def _store_sums(self, sums: list[list[Value]]) -> None:
         lanes = self._lanes
         for token in self._tokens:
             for block in self._blocks:
-                place, total = (
-                    self._output_address(block, token),
-                    lanes.load_variable(sums[block][token]),
-                )
+                place = self._output_address(block, token)
+                total = lanes.load_variable(sums[block][token])
                 if not self._shape.accumulates:
                     added = lanes.add_floats(lanes.load_floats(place), total)
                     total = lanes.select_int(self._at.adds, added, total)
@@ -402,7 +378,7 @@ def gemm_blocks_function(scheme: Scheme, *, portable: bool) -> Any:
         data: Any, scales: Any, block: Any, end: Any, vectors: Any, groups: Any,
         rows: Any, rows_stride: Any, row_scales: Any, row_sums: Any, wide: Any,
         out: Any, out_stride: Any, tokens: Any, adds: Any,
-    ) -> None:  # fmt: skip # pragma: no cover - compiled
+    ) -> None:  # fmt: skip
         high, high_scales = vectors * vector_bytes, groups * VECTOR_BYTES
         while block + PANEL_BLOCKS <= end:
             gemm_panel(
@@ -439,7 +415,7 @@ def gemm_panel_function(scheme: Scheme, *, portable: bool, accumulates: bool = F
         data: Any, high: Any, scales: Any, high_scales: Any, blocks: Any, vectors: Any,
         rows: Any, rows_stride: Any, row_scales: Any, row_sums: Any, wide: Any,
         out: Any, out_stride: Any, tokens: Any, adds: Any,
-    ) -> None:  # fmt: skip # pragma: no cover - compiled
+    ) -> None:  # fmt: skip
         block = 0
         while block + PANEL_BLOCKS <= blocks:
             gemm_panel(

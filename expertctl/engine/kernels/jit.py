@@ -46,6 +46,7 @@ from numba.core.ccallback import CFunc
 from numba.core.codegen import get_host_cpu_features
 from numba.core.sigutils import normalize_signature
 
+from expertctl.engine.kernels.packed_format import AnyArray
 from expertctl.files import make_folders
 from expertctl.messages import Notify, ignore_notification
 from expertctl.settings import Home
@@ -370,9 +371,6 @@ class _NamedFunctionCache(FunctionCache):
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
         return sig, codegen.magic_tuple(), self._name_of_kernel
-
-
-AnyArray = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,6 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
-from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic, register_jitable
 
 from expertctl.engine.kernels.jit import Kernel, KernelFunction, compile_kernel
@@ -32,10 +31,8 @@ from expertctl.engine.kernels.memory import (
     row_address,
     uint16_view,
 )
-from expertctl.engine.kernels.packed_format import Scheme
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder
-
-AnyArray = np.ndarray[Any, Any]
+from expertctl.engine.kernels.packed_format import AnyArray, Scheme
+from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder, require_literal
 
 
 @cache
@@ -60,7 +57,7 @@ def rms_norm_arguments(
     )
 
 
-def _rms_norm_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _rms_norm_rows(first: int, last: int, arguments: int) -> None:
     rows, stride, weight, width, out, out_stride, eps = load_int64s(arguments, 7)
     for token in range(first, last):
         row = float32_view(rows + token * stride, width)
@@ -69,7 +66,7 @@ def _rms_norm_rows(first: int, last: int, arguments: int) -> None:  # pragma: no
 
 
 @numba.njit(fastmath={"reassoc", "contract"})  # vectorises the sum; NaN stays NaN
-def rms_norm_row(row: Any, weight: Any, out: Any, eps: Any) -> None:  # pragma: no cover - compiled
+def rms_norm_row(row: Any, weight: Any, out: Any, eps: Any) -> None:
     """Compute the RMSNorm of one row, in compiled code."""
     total = np.float32(0)
     for k in range(len(row)):
@@ -90,7 +87,7 @@ def swiglu_arguments(*, gate: AnyArray, up: AnyArray, out: AnyArray, width: int)
     return encode_operands(*row_address(gate), *row_address(up), *row_address(out), width)
 
 
-def _swiglu_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _swiglu_rows(first: int, last: int, arguments: int) -> None:
     gates, stride, ups, up_stride, outs, out_stride, width = load_int64s(arguments, 7)
     for token in range(first, last):
         gate, up, out = gates + token * stride, ups + token * up_stride, outs + token * out_stride
@@ -120,7 +117,7 @@ def vector_swiglu(_context: Any, gate: Any, up: Any, out: Any, vectors: Any) -> 
 
 
 @numba.njit
-def _swiglu_scalar(gate: Any, up: Any, out: Any) -> None:  # pragma: no cover - compiled
+def _swiglu_scalar(gate: Any, up: Any, out: Any) -> None:
     for k in range(len(gate)):
         out[k] = gate[k] / (np.float32(1) + exponential(-gate[k])) * up[k]
 
@@ -140,7 +137,7 @@ def affine_arguments(
     )
 
 
-def _affine_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _affine_rows(first: int, last: int, arguments: int) -> None:
     rows, stride, scales, shifts, outs, out_stride, width = load_int64s(arguments, 7)
     for token in range(first, last):
         row = float32_view(rows + token * stride, width)
@@ -159,26 +156,6 @@ def _affine_rows(first: int, last: int, arguments: int) -> None:  # pragma: no c
 
 
 @cache
-def residual_add_kernel() -> Kernel:
-    """Return the kernel of ``out += x``."""
-    return compile_kernel("add", _add_rows)
-
-
-def residual_add_arguments(*, rows: AnyArray, out: AnyArray, width: int) -> AnyArray:
-    """Return its arguments; both are float32 [tokens, at least width]."""
-    return encode_operands(*row_address(rows), *row_address(out), width)
-
-
-def _add_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
-    rows, stride, outs, out_stride, width = load_int64s(arguments, 5)
-    for token in range(first, last):
-        row = float32_view(rows + token * stride, width)
-        out = float32_view(outs + token * out_stride, width)
-        for k in range(width):
-            out[k] += row[k]
-
-
-@cache
 def gated_add_kernel() -> Kernel:
     """Return the kernel of ``out += sigmoid(gate) * x``, with one gate per token."""
     return compile_kernel("share", _gated_add_rows)
@@ -189,7 +166,7 @@ def gated_add_arguments(*, gates: AnyArray, rows: AnyArray, out: AnyArray, width
     return encode_operands(*row_address(gates), *row_address(rows), *row_address(out), width)
 
 
-def _gated_add_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _gated_add_rows(first: int, last: int, arguments: int) -> None:
     shares, share_stride, rows, stride, outs, out_stride, width = load_int64s(arguments, 7)
     for token in range(first, last):
         logit = float32_view(shares + token * share_stride, 1)[0]
@@ -224,7 +201,7 @@ def rope_table_arguments(
     )
 
 
-def _write_rope_table(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _write_rope_table(first: int, last: int, arguments: int) -> None:
     positions, frequencies, half, factors, out = load_int64s(arguments, 5)
     factor = float32_view(factors, 1)[0]
     for token in range(first, last):
@@ -276,9 +253,8 @@ def rope_kv_write_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
     because their keys share cache lines, then those of the next: query heads, then keys, then
     values. Numbers beyond 65504 become infinite in float16.
     """
-    return compile_kernel(
-        f"heads {numbers.value}", _rope_kv_write_function(int(numbers is Scheme.FLOAT16))
-    )
+    function = _rope_kv_write_function(int(numbers is Scheme.FLOAT16))
+    return compile_kernel(f"heads {numbers.value}", function)
 
 
 def rope_kv_write_arguments(
@@ -317,7 +293,7 @@ def rope_kv_write_arguments(
 
 
 def _rope_kv_write_function(half: int) -> KernelFunction:
-    def heads(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def heads(first: int, last: int, arguments: int) -> None:
         (
             rows, stride, queries, keys, dim, query_norm, key_norm, eps,
             rotations, positions, tables, key_offset, value_offset, head_bytes, count,
@@ -350,7 +326,7 @@ def _rope_kv_write_function(half: int) -> KernelFunction:
 
 
 @register_jitable
-def _rotate_head(row: Any, rotation: Any, dim: Any) -> None:  # pragma: no cover - compiled
+def _rotate_head(row: Any, rotation: Any, dim: Any) -> None:
     """Rotate the halves of one head: cosines then sines, each [dim]."""
     half = dim // 2
     vectors = half // LANES
@@ -391,12 +367,10 @@ def vector_rotate(_context: Any, row: Any, rotation: Any, half: Any, vectors: An
 
 
 @register_jitable
-def _write_key(half: Any, key: Any, place: Any, slot: Any) -> None:  # pragma: no cover - compiled
+def _write_key(half: Any, key: Any, place: Any, slot: Any) -> None:
     """Write a key into its column of [dim][16]."""
-    floats, halves = (
-        float32_view(place, len(key) * KV_PAGE_TOKENS),
-        uint16_view(place, len(key) * KV_PAGE_TOKENS),
-    )
+    size = len(key) * KV_PAGE_TOKENS
+    floats, halves = float32_view(place, size), uint16_view(place, size)
     for k in range(len(key)):
         if half:
             halves[k * KV_PAGE_TOKENS + slot] = float32_to_half_bits(key[k])
@@ -407,9 +381,7 @@ def _write_key(half: Any, key: Any, place: Any, slot: Any) -> None:  # pragma: n
 @intrinsic(prefer_literal=True)
 def write_value(_context: Any, half: Any, row: Any, place: Any, slot: Any, vectors: Any) -> Any:
     """Write a value into its rows of [dim / 16][16][16]; ``half`` is a compile-time constant."""
-    if not isinstance(half, types.IntegerLiteral):
-        raise RequireLiteralValue("the numbers of pages are a constant")
-    is_half = bool(half.literal_value)
+    is_half = bool(require_literal(half, "whether pages hold float16"))
     size = VECTOR_BYTES // 2 if is_half else VECTOR_BYTES
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:

@@ -36,7 +36,7 @@ from expertctl.engine.kernels.memory import (
     row_address,
     yield_thread,
 )
-from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, Scheme
+from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, AnyArray, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
 from expertctl.engine.kernels.quantisation import (
     PreparedActivations,
@@ -47,8 +47,6 @@ from expertctl.engine.kernels.quantisation import (
 from expertctl.engine.kernels.simd import LANES
 
 BLOCKS_PER_ITEM = PANEL_BLOCKS
-
-AnyArray = np.ndarray[Any, Any]
 
 
 @cache
@@ -99,7 +97,7 @@ def gemm_function(scheme: Scheme, *, portable: bool = False) -> KernelFunction:
     """Return the uncompiled function, for kernels that extend it."""
     strips = gemm_blocks_function(scheme, portable=portable)
 
-    def multiply(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def multiply(first: int, last: int, arguments: int) -> None:
         (
             weights, scales, rows, row_scales, row_sums, out,
             blocks, vectors, groups, count, rows_stride, out_stride, adds,
@@ -136,16 +134,15 @@ class ModuleAdapter:
 
     def to_record(self) -> list[int]:
         """Return the record of a plan table."""
+        a, b, b_sizes = self.a, self.b, (0, 0)
+        if b is not None:
+            layout = b.scheme.layout
+            b_sizes = layout.count_vectors(b.columns), layout.count_groups(b.columns)
+        vectors = (self.input_scale, self.output_scale, self.bias_scale)
         return [
-            *((0, 0, 0) if self.a is None else (*_matrix_addresses(self.a), self.a.blocks)),
-            self.column,
-            *(
-                (0, 0, 0, 0)
-                if self.b is None
-                else (*_matrix_addresses(self.b), *_matrix_lengths(self.b))
-            ),
-            *(_vector_address(v) for v in (self.input_scale, self.output_scale, self.bias_scale)),
-        ]
+            *_matrix_addresses(a), 0 if a is None else a.blocks, self.column,
+            *_matrix_addresses(b), *b_sizes, *map(array_address, vectors),
+        ]  # fmt: skip
 
 
 def lora_column_step(scheme: Scheme) -> int:
@@ -182,22 +179,21 @@ class AdapterBatchTable:
         begin = [0, self._inner.ctypes.data, self._inner.strides[0], *[0] * 5]
         if self._scheme not in FLOAT_SCHEMES:
             ready = self._ready = allocate_activations(self._scheme, self._rows, width)
-            places = (ready.data.ctypes.data, ready.data.strides[0])
-            begin[3:] = [*places, *_group_addresses(ready)]
+            groups = (ready.scales.ctypes.data, ready.sums.ctypes.data, ready.scales.strides[0])
+            begin[3:] = [ready.data.ctypes.data, ready.data.strides[0], *groups]
         self.words[:HEADER_WORDS] = begin
 
 
 def batch_table_bytes(scheme: Scheme, *, rows: int, width: int) -> int:
     """Return the bytes of a table for plans of this width."""
-    layout = scheme.layout
-    ready = (
-        0 if scheme in FLOAT_SCHEMES else layout.row_bytes * width + 8 * layout.count_groups(width)
-    )
+    layout, ready = scheme.layout, 0
+    if scheme not in FLOAT_SCHEMES:
+        ready = layout.row_bytes * width + 8 * layout.count_groups(width)
     return 8 * (HEADER_WORDS + ENTRY_WORDS * rows) + rows * (4 * width + ready)
 
 
 @register_jitable
-def find_row_plan(batch: Any, row: Any) -> Any:  # pragma: no cover - compiled
+def find_row_plan(batch: Any, row: Any) -> Any:
     """Return the address of the plan table of a row, or 0."""
     for entry in range(load_int64s(batch, 1)[0]):
         plan, begin, count = load_int64s(batch + HEADER_BYTES + entry * ENTRY_BYTES, 3)
@@ -206,21 +202,8 @@ def find_row_plan(batch: Any, row: Any) -> Any:  # pragma: no cover - compiled
     return 0
 
 
-def _matrix_addresses(matrix: PackedMatrix) -> tuple[int, int]:
-    return matrix.data.ctypes.data, matrix.scales.ctypes.data
-
-
-def _matrix_lengths(matrix: PackedMatrix) -> tuple[int, int]:
-    layout = matrix.scheme.layout
-    return layout.count_vectors(matrix.columns), layout.count_groups(matrix.columns)
-
-
-def _vector_address(vector: AnyArray | None) -> int:
-    return 0 if vector is None else vector.ctypes.data
-
-
-def _group_addresses(ready: PreparedActivations) -> tuple[int, int, int]:
-    return ready.scales.ctypes.data, ready.sums.ctypes.data, ready.scales.strides[0]
+def _matrix_addresses(matrix: PackedMatrix | None) -> tuple[int, int]:
+    return (0, 0) if matrix is None else (matrix.data.ctypes.data, matrix.scales.ctypes.data)
 
 
 EXPAND_BLOCKS = 8
@@ -327,7 +310,7 @@ def lora_expand_arguments(
 def _shrink_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
     strips, prepare = gemm_blocks_function(scheme, portable=portable), _make_prepare_inner(scheme)
 
-    def reduce(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def reduce(first: int, last: int, arguments: int) -> None:
         (
             batch, place, modules, height, rows, rows_stride, row_scales, row_sums,
             vectors, groups,
@@ -359,7 +342,7 @@ def _shrink_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
 def _expand_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
     add = _make_expand_block(scheme, portable=portable)
 
-    def expand(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def expand(first: int, last: int, arguments: int) -> None:
         batch, place, modules, outs, out_stride = load_int64s(arguments, 5)
         number = 0
         for entry in range(load_int64s(batch, 1)[0]):
@@ -386,7 +369,7 @@ def _fused_function(base: Scheme, scheme: Scheme, *, portable: bool) -> KernelFu
     multiply = register_jitable(gemm_function(base, portable=portable))
     add = _make_expand_block(scheme, portable=portable)
 
-    def adapted(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def adapted(first: int, last: int, arguments: int) -> None:
         reducing, multiplying, expanding, counted, done, others = load_int64s(arguments, 6)
         items = load_int64s(counted, 1)[0]
         if first < items:
@@ -417,8 +400,7 @@ def _fused_function(base: Scheme, scheme: Scheme, *, portable: bool) -> KernelFu
 
 
 @register_jitable
-def _wait_for_items(done: Any, items: Any) -> None:  # pragma: no cover - compiled
-    """Wait until this many items are done."""
+def _wait_for_items(done: Any, items: Any) -> None:
     spins = 0
     while atomic_load(done) < items:
         if spins < _SPINS:
@@ -429,7 +411,7 @@ def _wait_for_items(done: Any, items: Any) -> None:  # pragma: no cover - compil
 
 
 @register_jitable
-def _has_b(record: Any) -> Any:  # pragma: no cover - compiled
+def _has_b(record: Any) -> Any:
     return load_int64s(record + B_VECTORS_WORD * 8, 1)[0] > 0
 
 
@@ -441,7 +423,7 @@ def _make_expand_block(scheme: Scheme, *, portable: bool) -> Any:
     @register_jitable
     def adding(
         batch: Any, entry: Any, record: Any, block: Any, end: Any, out: Any, out_stride: Any
-    ) -> None:  # pragma: no cover - compiled
+    ) -> None:
         _, rows, stride, ready_rows, ready_stride, scales, sums, wide = load_int64s(batch, 8)
         if ready:
             rows, stride = ready_rows, ready_stride
@@ -462,9 +444,7 @@ def _make_prepare_inner(scheme: Scheme) -> Any:
     if scheme in FLOAT_SCHEMES:
 
         @register_jitable
-        def nothing(
-            batch: Any, begin: Any, count: Any, column: Any, columns: Any
-        ) -> None:  # pragma: no cover - compiled
+        def nothing(batch: Any, begin: Any, count: Any, column: Any, columns: Any) -> None:
             pass
 
         return nothing
@@ -472,9 +452,7 @@ def _make_prepare_inner(scheme: Scheme) -> Any:
     prepare = round_row if scheme is Scheme.BFLOAT16 else quantise_row
 
     @register_jitable
-    def preparing(
-        batch: Any, begin: Any, count: Any, column: Any, columns: Any
-    ) -> None:  # pragma: no cover - compiled
+    def preparing(batch: Any, begin: Any, count: Any, column: Any, columns: Any) -> None:
         _, inner, stride, ready, ready_stride, scales, sums, wide = load_int64s(batch, 8)
         for row in range(begin, begin + count):
             group = row * wide + column // GROUP_SIZE * 4

@@ -15,14 +15,12 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
-from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic, register_jitable
 
 from expertctl.engine.kernels.jit import get_host_cpu
 from expertctl.engine.kernels.llvm_math import emit_float_to_half, emit_half_to_float
-from expertctl.engine.kernels.simd import VECTOR_BYTES
-
-AnyArray = np.ndarray[Any, Any]
+from expertctl.engine.kernels.packed_format import AnyArray
+from expertctl.engine.kernels.simd import INT, VECTOR_BYTES, require_literal
 
 
 def encode_operands(*words: int) -> AnyArray:
@@ -45,9 +43,6 @@ def row_address(rows: AnyArray) -> tuple[int, int]:
     return array_address(rows), rows.strides[0]
 
 
-_INT = ir.IntType(64)
-
-
 def aligned_zeros(shape: int | tuple[int, ...], dtype: Any) -> "np.ndarray[Any, Any]":
     """Return zeros whose first byte is at a multiple of 64."""
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -59,13 +54,11 @@ def aligned_zeros(shape: int | tuple[int, ...], dtype: Any) -> "np.ndarray[Any, 
 @intrinsic(prefer_literal=True)
 def load_int64s(_context: Any, address: Any, count: Any) -> Any:
     """Return ``count`` int64 starting at an address, as a tuple."""
-    if not isinstance(count, types.IntegerLiteral):
-        raise RequireLiteralValue("the number of words is a constant")
-    number = count.literal_value
+    number = require_literal(count, "the number of words")
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        pointer = builder.inttoptr(values[0], _INT.as_pointer())
-        found = [builder.load(builder.gep(pointer, [ir.Constant(_INT, k)])) for k in range(number)]
+        pointer = builder.inttoptr(values[0], INT.as_pointer())
+        found = [builder.load(builder.gep(pointer, [ir.Constant(INT, k)])) for k in range(number)]
         return cgutils.pack_array(builder, found)
 
     return types.UniTuple(types.int64, number)(types.int64, count), emit
@@ -83,7 +76,7 @@ def _make_array_view(dtype: Any) -> Any:
         return kind(address), emit
 
     @register_jitable
-    def array_at(address: int, length: int) -> Any:  # pragma: no cover - compiled
+    def array_at(address: int, length: int) -> Any:
         return numba.carray(pointer(address), (length,))
 
     return array_at
@@ -101,15 +94,13 @@ int64_view = _make_array_view(types.int64)
 @intrinsic(prefer_literal=True)
 def allocate_stack_floats(_context: Any, count: Any) -> Any:
     """Return the address of ``count`` float32 on the stack of the calling kernel."""
-    if not isinstance(count, types.IntegerLiteral):
-        raise RequireLiteralValue("the room on the stack is a constant")
-    kind = ir.ArrayType(ir.FloatType(), count.literal_value)
+    kind = ir.ArrayType(ir.FloatType(), require_literal(count, "the size on the stack"))
 
     def emit(_context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
         with builder.goto_entry_block():
             room = builder.alloca(kind)
             room.align = VECTOR_BYTES
-        return builder.ptrtoint(room, _INT)
+        return builder.ptrtoint(room, INT)
 
     return types.int64(count), emit
 
@@ -146,12 +137,8 @@ def half_bits_to_float32(_context: Any, bits: Any) -> Any:
     return types.float32(types.uint16), emit
 
 
-_INT64 = ir.IntType(64)
-_BYTES = 8
-
-
 def _int_pointer(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, _INT64.as_pointer())
+    return builder.inttoptr(address, INT.as_pointer())
 
 
 @intrinsic
@@ -159,7 +146,7 @@ def atomic_load(_context: Any, address: Any) -> Any:
     """Return the number at an address."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.load_atomic(_int_pointer(builder, values[0]), "acquire", _BYTES)
+        return builder.load_atomic(_int_pointer(builder, values[0]), "acquire", 8)
 
     return types.int64(address), emit
 
@@ -169,7 +156,7 @@ def atomic_store(_context: Any, address: Any, number: Any) -> Any:
     """Set the number at an address."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        builder.store_atomic(values[1], _int_pointer(builder, values[0]), "release", _BYTES)
+        builder.store_atomic(values[1], _int_pointer(builder, values[0]), "release", 8)
         return context.get_dummy_value()
 
     return types.void(address, types.int64), emit
@@ -225,7 +212,7 @@ def call_kernel(_context: Any, function: Any, first: Any, last: Any, arguments: 
     """Call the kernel at an address."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_INT64] * 3)
+        kind = ir.FunctionType(ir.VoidType(), [INT] * 3)
         builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
         return context.get_dummy_value()
 

@@ -9,12 +9,11 @@ operation, whose workers claim long ranges and synchronise once.
 """
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
 from numba import types
-from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
 from expertctl.engine.kernels.jit import (
@@ -26,12 +25,10 @@ from expertctl.engine.kernels.jit import (
     get_host_cpu,
 )
 from expertctl.engine.kernels.memory import aligned_zeros, int64_view, load_int64s
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import AnyArray, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder, Value
+from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder, Value, require_literal
 from expertctl.engine.kernels.thread_pool import ThreadPool
-
-AnyArray = np.ndarray[Any, Any]
 
 LOOP_COUNT = 4096
 """Additions to each sum of an item; float32 holds the result exactly."""
@@ -90,7 +87,7 @@ def _peak_kernel(way: int) -> Kernel:
 
 
 def _peak_function(way: int) -> KernelFunction:
-    def peak(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def peak(first: int, last: int, arguments: int) -> None:
         ones, sums, turns = load_int64s(arguments, 3)
         for item in range(first, last):
             _emit_products(way, ones, turns, sums + item * VECTOR_BYTES)
@@ -101,45 +98,30 @@ def _peak_function(way: int) -> KernelFunction:
 @intrinsic(prefer_literal=True)
 def _emit_products(_context: Any, way: Any, ones: Any, loops: Any, out: Any) -> Any:
     """Add products of ones to all sums ``loops`` times; write the total of the sums."""
-    if not isinstance(way, types.IntegerLiteral):
-        raise RequireLiteralValue("how products are added is a constant")
-    number = way.literal_value
+    number = require_literal(way, "the instruction")
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         _, source, times, place = values
         lanes = SimdBuilder(builder)
-        load = lanes.load_floats if number == _FMA else lanes.load_ints
-        one = load(source)
-        totals = [
-            lanes.create_variable(_zero_total(lanes, number)) for _ in range(_independent_sums())
-        ]
+        one = lanes.load_floats(source) if number == _FMA else lanes.load_ints(source)
+        zero = lanes.zero_ints() if number == _BYTES else lanes.zero_floats()
+        totals = [lanes.create_variable(zero) for _ in range(_independent_sums())]
         with lanes.loop(times):
             for total in totals:
-                lanes.store_variable(
-                    _add_product(lanes, number, lanes.load_variable(total), one), total
-                )
-        found = [_total_as_floats(lanes, number, lanes.load_variable(total)) for total in totals]
-        together = found[0]
-        for each in found[1:]:
-            together = lanes.add_floats(together, each)
-        lanes.store_floats(together, place)
+                added = _add_product(lanes, number, lanes.load_variable(total), one)
+                lanes.store_variable(added, total)
+        found = [lanes.load_variable(total) for total in totals]
+        floats = [lanes.convert_to_floats(each) for each in found] if number == _BYTES else found
+        lanes.store_floats(reduce(lanes.add_floats, floats), place)
         return context.get_dummy_value()
 
     return types.void(way, types.int64, types.int64, types.int64), emit
-
-
-def _zero_total(lanes: SimdBuilder, way: int) -> Value:
-    return lanes.zero_ints() if way == _BYTES else lanes.zero_floats()
 
 
 def _add_product(lanes: SimdBuilder, way: int, total: Value, one: Value) -> Value:
     if way == _FMA:
         return lanes.fma(one, one, total)
     return lanes.bf16_dot(total, one, one) if way == _BF16 else lanes.byte_dot(total, one, one)
-
-
-def _total_as_floats(lanes: SimdBuilder, way: int, total: Value) -> Value:
-    return lanes.convert_to_floats(total) if way == _BYTES else total
 
 
 ITEM_BYTES = 64 << 10
@@ -175,12 +157,11 @@ class MemoryReadBenchmark:
 
 
 def _item_addresses(array: AnyArray) -> AnyArray:
-    """Return the addresses of the items of an array."""
     offsets = np.arange(array.nbytes // ITEM_BYTES, dtype=np.int64) * ITEM_BYTES
     return array.ctypes.data + offsets
 
 
-def _read_items(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _read_items(first: int, last: int, arguments: int) -> None:
     places, out = load_int64s(arguments, 2)
     for item in range(first, last):
         emit_item_read(int64_view(places, last)[item], out + item * VECTOR_BYTES)
@@ -197,9 +178,8 @@ def emit_item_read(_context: Any, place: Any, out: Any) -> Any:
         with lanes.loop(lanes.int_constant(ITEM_BYTES // step)) as turn:
             begin = lanes.offset(place, turn, step)
             for number, bits in enumerate(found):
-                vector = lanes.load_ints(
-                    lanes.add_int(begin, lanes.int_constant(number * VECTOR_BYTES))
-                )
+                offset = lanes.int_constant(number * VECTOR_BYTES)
+                vector = lanes.load_ints(lanes.add_int(begin, offset))
                 lanes.store_variable(lanes.xor_ints(lanes.load_variable(bits), vector), bits)
         every = lanes.zero_ints()
         for bits in found:

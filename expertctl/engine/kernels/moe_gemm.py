@@ -27,23 +27,15 @@ from expertctl.engine.kernels.memory import (
     atomic_store,
     encode_operands,
     float32_view,
-    int64_view,
     load_int64s,
     row_address,
     uint32_view,
 )
 from expertctl.engine.kernels.moe_routing import MoePermutation
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import AnyArray, Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertMatrix, ExpertShape
 from expertctl.engine.kernels.quantisation import PreparedActivations
 from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
-
-AnyArray = np.ndarray[Any, Any]
-
-_ROWS_PER_PASS = 48
-"""Rows of an expert that wait on the stack to be added to those of tokens; whole tiles."""
-_ITEM_COLUMNS = BLOCKS_PER_ITEM * LANES
-_SCRATCH_FLOATS = _ROWS_PER_PASS * _ITEM_COLUMNS
 
 
 @cache
@@ -85,48 +77,6 @@ def moe_gemm_arguments(
     )
 
 
-@cache
-def moe_gemm_combine_kernel(scheme: Scheme, *, portable: bool = False) -> Kernel:
-    """Return the kernel of ``out[token] += weight * row W^T``, added expert by expert.
-
-    One item is some blocks of all experts, so no two add to the same numbers. It equals what
-    `moe_gemm_kernel` and `combine_kernel` do, except for the order of additions.
-    """
-    name = f"routed merge {scheme.value}{' plainly' * portable}"
-    return compile_kernel(name, _moe_gemm_combine_function(scheme, portable=portable))
-
-
-def moe_gemm_combine_items(part: ExpertMatrix) -> int:
-    """Return how many items it has."""
-    return -(-part.blocks // BLOCKS_PER_ITEM)
-
-
-def moe_gemm_combine_arguments(
-    *,
-    part: ExpertMatrix,
-    block_addresses: AnyArray,
-    order: MoePermutation,
-    rows: PreparedActivations,
-    weights: AnyArray,
-    out: AnyArray,
-    absent: AnyArray,
-) -> AnyArray:
-    """Return its arguments; ``weights`` is float32 [tokens, used].
-
-    ``out`` is float32 [tokens, at least the rows of the part].
-    """
-    assert weights.flags.c_contiguous
-    assert out.shape[1] >= part.rows
-    return encode_operands(
-        *list_expert_operands(part, block_addresses, order, rows, absent),
-        *row_address(out),
-        part.rows,
-        array_address(order.sources, np.int64),
-        weights.shape[1],
-        array_address(weights),
-    )
-
-
 def list_expert_operands(
     part: ExpertMatrix,
     block_addresses: AnyArray,
@@ -158,7 +108,7 @@ def list_expert_operands(
 def _moe_gemm_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
     strips = gemm_blocks_function(scheme, portable=portable)
 
-    def routed(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def routed(first: int, last: int, arguments: int) -> None:
         (
             places, data, scales, blocks, vectors, groups, active, actives, begins,
             rows, stride, row_scales, row_sums, absent, out, out_stride, counted,
@@ -186,65 +136,12 @@ def _moe_gemm_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
 
 
 @register_jitable
-def zero_blocks(
-    out: Any, stride: Any, rows: Any, blocks: Any
-) -> None:  # pragma: no cover - compiled
+def zero_blocks(out: Any, stride: Any, rows: Any, blocks: Any) -> None:
     """Write zeros into some blocks of rows."""
     for row in range(rows):
         numbers = float32_view(out + row * stride, blocks * LANES)
         for k in range(blocks * LANES):
             numbers[k] = 0
-
-
-def _moe_gemm_combine_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
-    strips = gemm_blocks_function(scheme, portable=portable)
-
-    def merge(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
-        (
-            places, data, scales, blocks, vectors, groups, active, actives, begins,
-            rows, stride, row_scales, row_sums, absent, out, out_stride, height,
-            sources, used, weights,
-        ) = load_int64s(arguments, 20)  # fmt: skip
-        made, wide = allocate_stack_floats(_SCRATCH_FLOATS), groups * 4
-        for item in range(first, last):
-            block, above = item * BLOCKS_PER_ITEM, min((item + 1) * BLOCKS_PER_ITEM, blocks)
-            columns = min(above * LANES, height) - block * LANES
-            for number in range(load_int64s(actives, 1)[0]):
-                expert = load_int64s(active + number * 8, 1)[0]
-                begin, end = load_int64s(begins + expert * 8, 2)
-                place = load_int64s(places + expert * 8, 1)[0]
-                if place == 0:
-                    atomic_store(absent, expert + 1)
-                    continue
-                while begin < end:
-                    count = min(end - begin, _ROWS_PER_PASS)
-                    strips(
-                        place + data, place + scales, block, above, vectors, groups,
-                        rows + begin * stride, stride,
-                        row_scales + begin * wide, row_sums + begin * wide, wide,
-                        made - block * VECTOR_BYTES, _ITEM_COLUMNS * 4, count, 0,
-                    )  # fmt: skip
-                    _add_weighted_rows(
-                        made, sources + begin * 8, count, used, weights,
-                        out + block * VECTOR_BYTES, out_stride, columns,
-                    )  # fmt: skip
-                    begin += count
-
-    return merge
-
-
-@register_jitable
-def _add_weighted_rows(
-    made: Any, sources: Any, rows: Any, used: Any, weights: Any, out: Any, stride: Any, columns: Any
-) -> None:  # pragma: no cover - compiled
-    """Add rows, times their weights, to the rows of their tokens."""
-    for row in range(rows):
-        src = int64_view(sources, rows)[row]
-        weight = float32_view(weights, src + 1)[src]
-        numbers = float32_view(made + row * _ITEM_COLUMNS * 4, columns)
-        token = float32_view(out + src // used * stride, columns)
-        for k in range(columns):
-            token[k] += weight * numbers[k]
 
 
 def compact_chunk_sizes(shape: ExpertShape) -> AnyArray:
@@ -308,7 +205,7 @@ def moe_gemm_compact_arguments(
 def _moe_gemm_compact_function(*, portable: bool) -> KernelFunction:
     spans = gemm_panel_function(Scheme.BFLOAT16, portable=portable, accumulates=True)
 
-    def routed(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def routed(first: int, last: int, arguments: int) -> None:
         (
             places, _, _, blocks, vectors, _, active, actives, begins,
             rows, stride, _, _, absent, out, out_stride, counted, stretch, size,

@@ -36,11 +36,9 @@ from expertctl.engine.kernels.memory import (
     row_address,
 )
 from expertctl.engine.kernels.moe_routing import MoePermutation
-from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, Scheme
+from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, AnyArray, Scheme
 from expertctl.engine.kernels.quantisation import quantise_row, round_row
 from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
-
-AnyArray = np.ndarray[Any, Any]
 
 
 @cache
@@ -58,7 +56,7 @@ def input_scale_arguments(
     )
 
 
-def _scale_input_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _scale_input_rows(first: int, last: int, arguments: int) -> None:
     batch, module, rows, stride, outs, out_stride, width = load_int64s(arguments, 7)
     for item in range(first, last):
         row = float32_view(rows + item * stride, width)
@@ -71,9 +69,7 @@ def _scale_input_rows(first: int, last: int, arguments: int) -> None:  # pragma:
 
 
 @register_jitable
-def write_scaled_row(
-    row: Any, factors: Any, out: Any, adds: Any, width: Any
-) -> None:  # pragma: no cover - compiled
+def write_scaled_row(row: Any, factors: Any, out: Any, adds: Any, width: Any) -> None:
     """Write or add a row, multiplied by its scales if there are any, in compiled code."""
     if factors != 0:
         scale = float32_view(factors, width)
@@ -122,9 +118,7 @@ def output_scale_arguments(
     )
 
 
-def _scale_output_rows(
-    first: int, last: int, arguments: int
-) -> None:  # pragma: no cover - compiled
+def _scale_output_rows(first: int, last: int, arguments: int) -> None:
     batch, module, rows, stride, biases, outs, out_stride, width, adds = load_int64s(arguments, 9)
     for item in range(first, last):
         row = float32_view(rows + item * stride, width)
@@ -232,7 +226,6 @@ def moe_input_scale_arguments(
 def _list_position_operands(
     batch: AnyArray, order: MoePermutation, top_k: int, layer: int, module: int
 ) -> tuple[int, ...]:
-    """Return the arguments that both kernels share."""
     record = EXPERT_MODULES * layer * order.expert_count + module
     return (
         array_address(batch, np.int64),
@@ -248,7 +241,7 @@ def _list_position_operands(
 def _moe_lora_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
     add = _make_add_lora(scheme, portable=portable)
 
-    def delta(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def delta(first: int, last: int, arguments: int) -> None:
         (
             batch, active, actives, begins, sources, used, records,
             modules, rows, stride, of_tokens, columns, vectors, groups, out, out_stride, width,
@@ -274,7 +267,7 @@ def _moe_lora_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
     return delta
 
 
-def _scale_positions(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _scale_positions(first: int, last: int, arguments: int) -> None:
     (
         batch, active, actives, begins, sources, used, records,
         rows, stride, out, out_stride, width,
@@ -295,9 +288,7 @@ def _scale_positions(first: int, last: int, arguments: int) -> None:  # pragma: 
 
 
 @register_jitable
-def _find_plan_run(
-    batch: Any, sources: Any, used: Any, begin: Any, end: Any
-) -> Any:  # pragma: no cover - compiled
+def _find_plan_run(batch: Any, sources: Any, used: Any, begin: Any, end: Any) -> Any:
     """Return the plan of a position or 0, and how many positions from it on have the same plan.
 
     The number is a lower bound.
@@ -317,7 +308,7 @@ def _find_plan_run(
 @register_jitable
 def _find_row_addresses(
     places: Any, rows: Any, stride: Any, sources: Any, of_tokens: Any, begin: Any, count: Any
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Write each position's row address; ``of_tokens``: positions per token's row, or 0."""
     found, sourced = int64_view(places, count), int64_view(sources, begin + count)
     for k in range(count):
@@ -336,7 +327,7 @@ def _make_add_lora(scheme: Scheme, *, portable: bool) -> Any:
     def adding(
         record: Any, places: Any, count: Any, columns: Any, vectors: Any, groups: Any,
         out: Any, out_stride: Any, width: Any,
-    ) -> None:  # fmt: skip # pragma: no cover - compiled
+    ) -> None:  # fmt: skip
         (
             a, a_scales, a_blocks, _, b, b_scales, b_vectors, b_groups, _, factors, _,
         ) = load_int64s(record, 11)  # fmt: skip
@@ -344,10 +335,8 @@ def _make_add_lora(scheme: Scheme, *, portable: bool) -> Any:
             for k in range(count):
                 row = float32_view(out + k * out_stride, width)
                 write_scaled_row(row, factors, row, 0, width)
-        taken, inner = (
-            allocate_stack_floats(_SCRATCH_FLOATS),
-            allocate_stack_floats(_SCRATCH_FLOATS),
-        )
+        taken = allocate_stack_floats(_SCRATCH_FLOATS)
+        inner = allocate_stack_floats(_SCRATCH_FLOATS)
         scales, sums = allocate_stack_floats(_ROWS_PER_PASS), allocate_stack_floats(_ROWS_PER_PASS)
         for block in range(0, a_blocks, _BLOCKS_PER_PASS):
             blocks = min(_BLOCKS_PER_PASS, a_blocks - block)
@@ -382,7 +371,7 @@ def _make_add_lora(scheme: Scheme, *, portable: bool) -> Any:
 
 
 @register_jitable
-def _zero_bytes(place: Any, count: Any) -> None:  # pragma: no cover - compiled
+def _zero_bytes(place: Any, count: Any) -> None:
     """Zero ``count`` bytes, because the padding of a vector must not be NaN."""
     for k in range(count):
         int8_view(place, count)[k] = 0
@@ -396,9 +385,7 @@ def _make_prepare_row(scheme: Scheme) -> Any:
 
 
 @register_jitable
-def _copy_row(
-    row: Any, columns: Any, out: Any, _scales: Any, _sums: Any
-) -> None:  # pragma: no cover - compiled
+def _copy_row(row: Any, columns: Any, out: Any, _scales: Any, _sums: Any) -> None:
     found, copied = float32_view(row, columns), float32_view(out, columns)
     for k in range(columns):
         copied[k] = found[k]

@@ -10,7 +10,7 @@ Choices of resident experts may be permuted first and the others appended once t
 loaded: both write positions of one list, so the combined result is the same.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
 
@@ -30,9 +30,9 @@ from expertctl.engine.kernels.memory import (
     row_address,
     uint32_view,
 )
+from expertctl.engine.kernels.packed_format import AnyArray
 from expertctl.engine.kernels.quantisation import PreparedActivations
 
-AnyArray = np.ndarray[Any, Any]
 Scoring = Literal["softmax", "sigmoid"]
 
 MIN_WEIGHT_SUM = 2.0**-14
@@ -84,13 +84,11 @@ def topk_routing_arguments(
 
 
 def _topk_function(scoring: Scoring) -> KernelFunction:
-    begin, score = (
-        (_softmax_terms, _softmax_score)
-        if scoring == "softmax"
-        else (_no_normaliser, _sigmoid_score)
-    )
+    is_softmax = scoring == "softmax"
+    begin = _softmax_terms if is_softmax else _no_normaliser
+    score = _softmax_score if is_softmax else _sigmoid_score
 
-    def route(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def route(first: int, last: int, arguments: int) -> None:
         (
             rows, stride, biases, scale, normalised, experts, used, ids, shares,
         ) = load_int64s(arguments, 9)  # fmt: skip
@@ -113,7 +111,7 @@ def _topk_function(scoring: Scoring) -> KernelFunction:
 
 
 @register_jitable
-def _softmax_terms(logits: Any) -> Any:  # pragma: no cover - compiled
+def _softmax_terms(logits: Any) -> Any:
     """Return the maximum and the sum that softmax subtracts and divides by."""
     largest, total = logits[0], np.float32(0)
     for k in range(len(logits)):
@@ -124,30 +122,28 @@ def _softmax_terms(logits: Any) -> Any:  # pragma: no cover - compiled
 
 
 @register_jitable
-def _softmax_score(logit: Any, largest: Any, total: Any) -> Any:  # pragma: no cover - compiled
+def _softmax_score(logit: Any, largest: Any, total: Any) -> Any:
     return exponential(logit - largest) / total
 
 
 @register_jitable
-def _no_normaliser(_logits: Any) -> Any:  # pragma: no cover - compiled
+def _no_normaliser(_logits: Any) -> Any:
     return np.float32(0), np.float32(0)
 
 
 @register_jitable
-def _sigmoid_score(logit: Any, _largest: Any, _total: Any) -> Any:  # pragma: no cover - compiled
+def _sigmoid_score(logit: Any, _largest: Any, _total: Any) -> Any:
     return np.float32(1) / (np.float32(1) + exponential(-logit))
 
 
 @register_jitable
-def _ranks_before(a: Any, b: Any) -> Any:  # pragma: no cover - compiled
+def _ranks_before(a: Any, b: Any) -> Any:
     """Return whether a number ranks before another: it is larger, or only it is NaN."""
     return a > b or (a != a and b == b)
 
 
 @register_jitable
-def _insert_ranked(
-    selected: Any, orders: Any, found: Any, expert: Any, order: Any
-) -> None:  # pragma: no cover - compiled
+def _insert_ranked(selected: Any, orders: Any, found: Any, expert: Any, order: Any) -> None:
     """Insert an expert among the best ``found``, after equally good ones."""
     place = found
     if found == len(selected):
@@ -161,9 +157,7 @@ def _insert_ranked(
 
 
 @register_jitable
-def _scale_weights(
-    weights: Any, normalised: Any, factor: Any
-) -> None:  # pragma: no cover - compiled
+def _scale_weights(weights: Any, normalised: Any, factor: Any) -> None:
     """Normalise weights if requested, and multiply them by a factor."""
     total = np.float32(1)
     if normalised != 0:
@@ -206,7 +200,7 @@ def drop_experts_arguments(
     )
 
 
-def _drop_experts(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _drop_experts(first: int, last: int, arguments: int) -> None:
     mask, used, ids, shares, skipped = load_int64s(arguments, 5)
     for token in range(first, last):
         selected = int64_view(ids + token * used * 8, used)
@@ -227,9 +221,7 @@ def _drop_experts(first: int, last: int, arguments: int) -> None:  # pragma: no 
 
 
 @register_jitable
-def _rescale_weights(
-    selected: Any, weights: Any, kept: Any, total: Any
-) -> None:  # pragma: no cover - compiled
+def _rescale_weights(selected: Any, weights: Any, kept: Any, total: Any) -> None:
     """Scale the remaining weights, in sum ``kept``, to the sum of all; it may be tiny."""
     for place in range(len(weights)):
         if selected[place] == NO_EXPERT or kept == 0:
@@ -265,17 +257,14 @@ class MoePermutation:
         return len(self.counts)
 
     @property
+    def arrays(self) -> list[AnyArray]:
+        """All arrays, in this order."""
+        return [getattr(self, each.name) for each in fields(self)]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        lists = (
-            self.counts,
-            self.offsets,
-            self.active,
-            self.active_count,
-            self.sources,
-            self.inverse,
-        )
-        return sum(each.nbytes for each in lists)
+        return sum(each.nbytes for each in self.arrays)
 
 
 def allocate_permutation(experts: int, positions: int) -> MoePermutation:
@@ -310,41 +299,26 @@ def permute_arguments(
     """
     assert selected.flags.c_contiguous
     assert selected.size <= min(len(order.sources), len(order.inverse))
-    lists = (
-        order.counts,
-        order.offsets,
-        order.active,
-        order.active_count,
-        order.sources,
-        order.inverse,
-    )
     return encode_operands(
         array_address(selected, np.int64),
         selected.shape[1],
         array_address(tokens, np.int64),
         order.expert_count,
-        *(array_address(each, np.int64) for each in lists),
+        *(array_address(each, np.int64) for each in order.arrays),
         0 if block_addresses is None else array_address(block_addresses, np.int64),
         array_address(order.offsets, np.int64) + order.expert_count * 8 if append else 0,
     )
 
 
-def _permute(_first: int, _last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _permute(_first: int, _last: int, arguments: int) -> None:
     (
         ids, used, tokens, experts, numbers, starts, present, presents, places, inverses,
         there, before,
     ) = load_int64s(arguments, 12)  # fmt: skip
     total = load_int64s(tokens, 1)[0] * used
-    selected, counts, begins = (
-        int64_view(ids, total),
-        int64_view(numbers, experts),
-        int64_view(starts, experts + 1),
-    )
-    active, sources, inverse = (
-        int64_view(present, experts),
-        int64_view(places, total),
-        int64_view(inverses, total),
-    )
+    selected, counts = int64_view(ids, total), int64_view(numbers, experts)
+    begins, active = int64_view(starts, experts + 1), int64_view(present, experts)
+    sources, inverse = int64_view(places, total), int64_view(inverses, total)
     for expert in range(experts):
         counts[expert] = 0
     if before == 0:
@@ -373,7 +347,7 @@ def _permute(_first: int, _last: int, arguments: int) -> None:  # pragma: no cov
 
 
 @register_jitable
-def _is_selected(expert: Any, experts: Any, there: Any) -> Any:  # pragma: no cover - compiled
+def _is_selected(expert: Any, experts: Any, there: Any) -> Any:
     """Return whether an expert exists and, if only resident ones are requested, is resident."""
     if not 0 <= expert < experts:
         return False
@@ -415,7 +389,7 @@ def gather_rows_arguments(
     )
 
 
-def _gather_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _gather_rows(first: int, last: int, arguments: int) -> None:
     (
         places, positions, used, wide, rows, stride, outs, out_stride,
         groups, scales, out_scales, sums, out_sums,
@@ -429,8 +403,7 @@ def _gather_rows(first: int, last: int, arguments: int) -> None:  # pragma: no c
 
 
 @register_jitable
-def _copy_words(source: Any, target: Any, count: Any) -> None:  # pragma: no cover - compiled
-    """Copy ``count`` words of four bytes."""
+def _copy_words(source: Any, target: Any, count: Any) -> None:
     found, out = uint32_view(source, count), uint32_view(target, count)
     for k in range(count):
         out[k] = found[k]
@@ -471,7 +444,7 @@ def combine_arguments(
     )
 
 
-def _combine_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _combine_rows(first: int, last: int, arguments: int) -> None:
     inverses, used, shares, rows, stride, outs, out_stride, width = load_int64s(arguments, 8)
     sums = float32_view(allocate_stack_floats(_COLUMNS_PER_PASS), _COLUMNS_PER_PASS)
     for token in range(first, last):

@@ -61,20 +61,12 @@ class VectorLayout:
         return -(-columns // GROUP_SIZE) if self.is_grouped else 0
 
 
-_LAYOUTS = {
-    Scheme.FLOAT32: VectorLayout(
-        columns=1, vector_bytes=64, row_bytes=4, zero_point=0, tile_tokens=6
-    ),
-    Scheme.FLOAT16: VectorLayout(
-        columns=1, vector_bytes=32, row_bytes=4, zero_point=0, tile_tokens=6
-    ),
-    Scheme.BFLOAT16: VectorLayout(
-        columns=2, vector_bytes=64, row_bytes=2, zero_point=0, tile_tokens=6
-    ),
-    Scheme.INT8: VectorLayout(
-        columns=4, vector_bytes=64, row_bytes=1, zero_point=128, tile_tokens=6
-    ),
-    Scheme.INT4: VectorLayout(columns=8, vector_bytes=64, row_bytes=1, zero_point=8, tile_tokens=4),
+_LAYOUTS = {  # columns, vector_bytes, row_bytes, zero_point, tile_tokens
+    Scheme.FLOAT32: VectorLayout(1, 64, 4, 0, 6),
+    Scheme.FLOAT16: VectorLayout(1, 32, 4, 0, 6),
+    Scheme.BFLOAT16: VectorLayout(2, 64, 2, 0, 6),
+    Scheme.INT8: VectorLayout(4, 64, 1, 128, 6),
+    Scheme.INT4: VectorLayout(8, 64, 1, 8, 4),
 }
 
 FLOAT_SCHEMES = frozenset({Scheme.FLOAT32, Scheme.FLOAT16})
@@ -152,11 +144,8 @@ class PackedDeltas:
     @property
     def routed_address(self) -> int:
         """Address of the records of routed experts, or 0 if it changes none."""
-        return (
-            0
-            if self.first_routed_record is None
-            else self.table[self.first_routed_record :].ctypes.data
-        )
+        first = self.first_routed_record
+        return 0 if first is None else self.table[first:].ctypes.data
 
     @property
     def has_scales(self) -> bool:
@@ -172,7 +161,7 @@ def find_fused_projections(names: Collection[str]) -> tuple[FusedProjection, ...
     """
     layers = sorted({int(name.split(".")[2]) for name in names if name.count(".") > _IN_LAYER})
     found = [
-        _projection_modules(f"model.layers.{layer}.", *each)
+        tuple(f"model.layers.{layer}.{module}" for module in each)
         for layer in layers
         for each in _PROJECTIONS
     ]
@@ -220,7 +209,3 @@ _PROJECTIONS = (
     (SHARED_OUTPUT,),
     (SHARED_GATE,),
 )
-
-
-def _projection_modules(at: str, *modules: str) -> tuple[str, ...]:
-    return tuple(f"{at}{module}" for module in modules)

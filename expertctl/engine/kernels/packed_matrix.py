@@ -31,7 +31,7 @@ from expertctl.engine.kernels.memory import (
     uint16_view,
     uint32_view,
 )
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, Scheme
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, AnyArray, Scheme
 from expertctl.engine.kernels.quantisation import (
     activation_arguments,
     activation_kernel,
@@ -41,7 +41,7 @@ from expertctl.engine.kernels.quantisation import (
 from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
 
 ArrayShape = int | tuple[int, ...]
-AllocateArray = Callable[[ArrayShape, Any], "np.ndarray[Any, Any]"]
+AllocateArray = Callable[[ArrayShape, Any], AnyArray]
 """Allocates vector-aligned memory of a shape and dtype, as `aligned_zeros` does."""
 _STORED = {Scheme.FLOAT32: np.float32, Scheme.FLOAT16: np.float16, Scheme.BFLOAT16: np.uint16}
 _AT_ONCE = 1 << 17
@@ -57,8 +57,8 @@ class PackedMatrix:
     scheme: Scheme
     rows: int
     columns: int
-    data: "np.ndarray[Any, Any]"
-    scales: "np.ndarray[Any, Any]"
+    data: AnyArray
+    scales: AnyArray
 
     @property
     def blocks(self) -> int:
@@ -88,7 +88,7 @@ def allocate_matrix(
     return PackedMatrix(scheme, rows, columns, data, scales)
 
 
-def pack_matrix(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> PackedMatrix:
+def pack_matrix(numbers: AnyArray, scheme: Scheme) -> PackedMatrix:
     """Pack ``[rows, columns]`` of float32, float16 or bfloat16 (given as uint16).
 
     It needs a few megabytes on top of the result.
@@ -98,7 +98,7 @@ def pack_matrix(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> PackedMatrix
     return matrix
 
 
-def pack_rows(matrix: PackedMatrix, numbers: "np.ndarray[Any, Any]") -> None:
+def pack_rows(matrix: PackedMatrix, numbers: AnyArray) -> None:
     """Pack numbers into an existing matrix, or a slice of one."""
     assert numbers.shape == (matrix.rows, matrix.columns)
     for first, some in _iter_portions(numbers):
@@ -115,8 +115,8 @@ def rows_per_portion(columns: int) -> int:
 
 
 def _iter_portions(
-    numbers: "np.ndarray[Any, Any]",
-) -> "Iterator[tuple[int, np.ndarray[Any, Any]]]":
+    numbers: AnyArray,
+) -> Iterator[tuple[int, AnyArray]]:
     """Yield portions of whole blocks with their first row; the last is padded with zeros."""
     rows, columns = numbers.shape
     height = rows_per_portion(columns)
@@ -126,35 +126,32 @@ def _iter_portions(
         yield first, np.pad(some, ((0, missing), (0, 0))) if missing else some
 
 
-def _convert_floats(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> "np.ndarray[Any, Any]":
+def _convert_floats(numbers: AnyArray, scheme: Scheme) -> AnyArray:
     """Convert rows to the dtype of a float scheme; float16 overflows at 65504."""
     if scheme is Scheme.BFLOAT16:
-        return (
-            numbers
-            if numbers.dtype == np.uint16
-            else float32_to_bfloat16(widen_to_float32(numbers))
-        )
+        is_stored = numbers.dtype == np.uint16
+        return numbers if is_stored else float32_to_bfloat16(widen_to_float32(numbers))
     if numbers.dtype == _STORED[scheme]:
         return numbers
     with np.errstate(over="ignore", invalid="ignore"):
         return widen_to_float32(numbers).astype(_STORED[scheme], copy=False)
 
 
-def widen_to_float32(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+def widen_to_float32(numbers: AnyArray) -> AnyArray:
     """Convert float32, float16 or bfloat16 (uint16) to float32."""
     if numbers.dtype == np.uint16:
         return bfloat16_to_float32(numbers)
     return numbers.astype(np.float32, copy=False)
 
 
-def _pack_float_rows(stored: "np.ndarray[Any, Any]", part: PackedMatrix) -> None:
+def _pack_float_rows(stored: AnyArray, part: PackedMatrix) -> None:
     layout = part.scheme.layout
     missing = -part.columns % layout.columns
     filled = np.pad(stored, ((0, 0), (0, missing))) if missing else np.ascontiguousarray(stored)
     _interleave_rows(_interleave_kernel(part.scheme), filled, part, flipped_bits=0)
 
 
-def _pack_quantised_rows(numbers: "np.ndarray[Any, Any]", part: PackedMatrix) -> None:
+def _pack_quantised_rows(numbers: AnyArray, part: PackedMatrix) -> None:
     rows = np.ascontiguousarray(numbers)
     steps = allocate_activations(part.scheme, len(rows), part.columns)
     arguments = activation_arguments(rows=rows, columns=part.columns, prepared=steps)
@@ -165,7 +162,7 @@ def _pack_quantised_rows(numbers: "np.ndarray[Any, Any]", part: PackedMatrix) ->
 
 
 def _interleave_rows(
-    kernel: Kernel, rows: "np.ndarray[Any, Any]", part: PackedMatrix, *, flipped_bits: int
+    kernel: Kernel, rows: AnyArray, part: PackedMatrix, *, flipped_bits: int
 ) -> None:
     vectors = part.scheme.layout.count_vectors(part.columns)
     where = (rows.ctypes.data, rows.strides[0], vectors, part.data.ctypes.data, flipped_bits)
@@ -190,7 +187,7 @@ def _interleave_words_kernel() -> Kernel:
     return compile_kernel("interleave words", _interleave_words)
 
 
-def _interleave_words(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _interleave_words(first: int, last: int, arguments: int) -> None:
     rows, stride, vectors, out, turned = load_int64s(arguments, 5)
     source, target = uint32_view(rows, 1 << 40), uint32_view(out, 1 << 40)
     for block in range(first, last):
@@ -201,9 +198,7 @@ def _interleave_words(first: int, last: int, arguments: int) -> None:  # pragma:
                 target[end + vector * LANES] = source[begin + vector] ^ np.uint32(turned)
 
 
-def _interleave_halves(
-    first: int, last: int, arguments: int
-) -> None:  # pragma: no cover - compiled
+def _interleave_halves(first: int, last: int, arguments: int) -> None:
     rows, stride, vectors, out, _ = load_int64s(arguments, 5)
     source, target = uint16_view(rows, 1 << 40), uint16_view(out, 1 << 40)
     for block in range(first, last):
@@ -214,9 +209,7 @@ def _interleave_halves(
                 target[end + vector * LANES] = source[begin + vector]
 
 
-def _interleave_nibbles(
-    first: int, last: int, arguments: int
-) -> None:  # pragma: no cover - compiled
+def _interleave_nibbles(first: int, last: int, arguments: int) -> None:
     rows, stride, vectors, out, _ = load_int64s(arguments, 5)
     source, target = uint32_view(rows, 1 << 40), uint32_view(out, 1 << 40)
     nibbles, zeros = np.uint32(0x0F0F0F0F), np.uint32(0x08080808)
@@ -231,7 +224,7 @@ def _interleave_nibbles(
                 target[end + vector * LANES] = low | (high << np.uint32(4))
 
 
-def unpack_matrix(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
+def unpack_matrix(matrix: PackedMatrix) -> AnyArray:
     """Return the values of a packed matrix, float32 [rows, columns].
 
     It needs a few megabytes on top of the result.
@@ -244,7 +237,7 @@ def unpack_matrix(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
     return numbers
 
 
-def _unpack_rows(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
+def _unpack_rows(matrix: PackedMatrix) -> AnyArray:
     layout = matrix.scheme.layout
     vectors, high = layout.count_vectors(matrix.columns), matrix.blocks
     apart = matrix.data.view(_STORED.get(matrix.scheme, np.uint8)).reshape(high, vectors, LANES, -1)
@@ -258,7 +251,7 @@ def _unpack_rows(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
     return (flat.astype(np.float32) - layout.zero_point) * each
 
 
-def float32_to_bfloat16(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+def float32_to_bfloat16(numbers: AnyArray) -> AnyArray:
     """Round float32 rows to the nearest bfloat16, ties to even, as uint16."""
     rows = np.ascontiguousarray(numbers, np.float32)
     rounded = allocate_activations(Scheme.BFLOAT16, *rows.shape)
@@ -267,14 +260,11 @@ def float32_to_bfloat16(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any
     return rounded.data[:, : rows.shape[1]]
 
 
-def bfloat16_to_float32(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+def bfloat16_to_float32(numbers: AnyArray) -> AnyArray:
     """Widen bfloat16, given as uint16, to float32."""
     wide = numbers.astype(np.uint32)
     wide <<= 16
     return wide.view(np.float32)
-
-
-AnyArray = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,25 +284,21 @@ class ExpertMatrix:
     @property
     def scales_offset(self) -> int:
         """Offset of its scales in the block, in bytes."""
-        return self.offset + _align_to_vector(self._data_bytes)
+        return self.offset + align_to_vector(self._data_bytes)
 
     @property
     def end_offset(self) -> int:
         """Offset of the end of the matrix in the block, in bytes."""
-        return self.scales_offset + _align_to_vector(self._scales_bytes)
+        return self.scales_offset + align_to_vector(self._scales_bytes)
 
     def view(self, memory: AnyArray | memoryview) -> PackedMatrix:
         """Return the matrix in the memory of a block; it is writable if the memory is."""
-        octets, groups = (
-            np.frombuffer(memory, np.uint8),
-            self.scheme.layout.count_groups(self.columns),
-        )
+        octets = np.frombuffer(memory, np.uint8)
         data = octets[self.offset : self.offset + self._data_bytes]
         scales = octets[self.scales_offset : self.scales_offset + self._scales_bytes]
-        shape = (self.blocks, groups, LANES)
-        return PackedMatrix(
-            self.scheme, self.rows, self.columns, data, scales.view(np.float32).reshape(shape)
-        )
+        shape = (self.blocks, self.scheme.layout.count_groups(self.columns), LANES)
+        scales = scales.view(np.float32).reshape(shape)
+        return PackedMatrix(self.scheme, self.rows, self.columns, data, scales)
 
     @property
     def _data_bytes(self) -> int:
@@ -342,9 +328,8 @@ class ExpertShape:
     @property
     def down_matrix(self) -> ExpertMatrix:
         """The second matrix."""
-        return ExpertMatrix(
-            self.scheme, self.hidden, self.intermediate, self.gate_up_matrix.end_offset
-        )
+        offset = self.gate_up_matrix.end_offset
+        return ExpertMatrix(self.scheme, self.hidden, self.intermediate, offset)
 
     @property
     def nbytes(self) -> int:
@@ -365,7 +350,8 @@ class ExpertShape:
         return self.down_matrix.view(memory)
 
 
-def _align_to_vector(count: int) -> int:
+def align_to_vector(count: int) -> int:
+    """Round a number of bytes up to whole vectors."""
     return -(-count // VECTOR_BYTES) * VECTOR_BYTES
 
 
@@ -396,7 +382,7 @@ def embedding_arguments(*, matrix: PackedMatrix, tokens: AnyArray, out: AnyArray
     )
 
 
-def _embed_float32(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _embed_float32(first: int, last: int, arguments: int) -> None:
     data, _, columns, vectors, _, tokens, out, stride = load_int64s(arguments, 8)
     for item in range(first, last):
         token = int64_view(tokens, item + 1)[item]
@@ -406,7 +392,7 @@ def _embed_float32(first: int, last: int, arguments: int) -> None:  # pragma: no
             row[k] = block[k * LANES + token % LANES]
 
 
-def _embed_float16(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _embed_float16(first: int, last: int, arguments: int) -> None:
     data, _, columns, vectors, _, tokens, out, stride = load_int64s(arguments, 8)
     for item in range(first, last):
         token = int64_view(tokens, item + 1)[item]
@@ -416,19 +402,18 @@ def _embed_float16(first: int, last: int, arguments: int) -> None:  # pragma: no
             row[k] = half_bits_to_float32(block[k * LANES + token % LANES])
 
 
-def _embed_bfloat16(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _embed_bfloat16(first: int, last: int, arguments: int) -> None:
     data, _, columns, vectors, _, tokens, out, stride = load_int64s(arguments, 8)
     for item in range(first, last):
         token = int64_view(tokens, item + 1)[item]
         block = uint16_view(data + token // LANES * vectors * 64, vectors * 2 * LANES)
         bits = uint32_view(out + item * stride, columns)
         for k in range(columns):
-            bits[k] = np.uint32(block[(k // 2 * LANES + token % LANES) * 2 + k % 2]) << np.uint32(
-                16
-            )
+            number = block[(k // 2 * LANES + token % LANES) * 2 + k % 2]
+            bits[k] = np.uint32(number) << np.uint32(16)
 
 
-def _embed_int8(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _embed_int8(first: int, last: int, arguments: int) -> None:
     data, scales, columns, vectors, groups, tokens, out, stride = load_int64s(arguments, 8)
     for item in range(first, last):
         token = int64_view(tokens, item + 1)[item]
@@ -440,7 +425,7 @@ def _embed_int8(first: int, last: int, arguments: int) -> None:  # pragma: no co
             row[k] = np.float32(step) * scale[k // GROUP_SIZE * LANES + token % LANES]
 
 
-def _embed_int4(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _embed_int4(first: int, last: int, arguments: int) -> None:
     data, scales, columns, vectors, groups, tokens, out, stride = load_int64s(arguments, 8)
     for item in range(first, last):
         token = int64_view(tokens, item + 1)[item]

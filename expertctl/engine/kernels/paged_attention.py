@@ -36,13 +36,12 @@ from expertctl.engine.kernels.memory import (
     load_int64s,
     row_address,
 )
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import AnyArray, Scheme
 from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
 
 TOKENS_PER_ITEM, HEADS_PER_ITEM = 36, 4
 """Tokens of a prompt, and query heads of one KV head, that read a page together."""
 
-AnyArray = np.ndarray[Any, Any]
 
 _MAX_QUERY_HEADS = 24
 """Query heads of one KV head that read a page together for a single token."""
@@ -120,7 +119,7 @@ def attention_arguments(
 
 
 def _prefill_function(half: int) -> KernelFunction:
-    def prompt(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def prompt(first: int, last: int, arguments: int) -> None:
         (
             rows, stride, queries, keys, dim, positions, tables, key_offset, value_offset,
             out, out_stride, window, scale, count, head_bytes,
@@ -144,7 +143,7 @@ def _prefill_function(half: int) -> KernelFunction:
 
 
 def _decode_function(half: int) -> KernelFunction:
-    def step(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def step(first: int, last: int, arguments: int) -> None:
         (
             rows, stride, queries, keys, dim, positions, tables, key_offset, value_offset,
             out, out_stride, window, scale, count, head_bytes,
@@ -170,7 +169,7 @@ def _decode_function(half: int) -> KernelFunction:
 def _attend_tokens(
     half: Any, rows: Any, stride: Any, count: Any, heads: Any, position: Any, table: Any,
     keys: Any, values: Any, out: Any, out_stride: Any, dim: Any, window: Any, scale: Any,
-) -> None:  # fmt: skip # pragma: no cover - compiled
+) -> None:  # fmt: skip
     """Compute attention for some heads of ``count`` tokens at consecutive positions."""
     pages, near = allocate_stack_floats(_PAGES), allocate_stack_floats(_PAGES)
     gathered, scores, totals = (
@@ -219,7 +218,7 @@ def _attend_tokens(
 def _score_chunk(
     half: Any, pages: Any, near: Any, keys: Any, values: Any, rows: Any, stride: Any, scores: Any,
     dim: Any, count: Any, heads: Any,
-) -> None:  # fmt: skip # pragma: no cover - compiled
+) -> None:  # fmt: skip
     """Write the scores of a chunk for some heads; the keys are gathered once."""
     for begin in range(0, dim, GATHER_VECTORS):
         numbers = min(dim - begin, GATHER_VECTORS)
@@ -236,7 +235,7 @@ def _add_chunk(
     half: Any, pages: Any, near: Any, skipped: Any, tokens: Any, low: Any, high: Any, keys: Any,
     values: Any, scores: Any, corrections: Any, out: Any, out_stride: Any, dim: Any, count: Any,
     heads: Any,
-) -> None:  # fmt: skip # pragma: no cover - compiled
+) -> None:  # fmt: skip
     """Add the weighted values of a chunk for some heads; they are gathered once."""
     for begin in range(0, dim // LANES, _BLOCKS):
         blocks = min(dim // LANES - begin, _BLOCKS)
@@ -257,7 +256,7 @@ def _add_chunk(
 def _attend_token(
     half: Any, rows: Any, count: Any, position: Any, table: Any,
     keys: Any, values: Any, out: Any, dim: Any, window: Any, scale: Any,
-) -> None:  # fmt: skip # pragma: no cover - compiled
+) -> None:  # fmt: skip
     """Compute attention for ``count`` heads of one token."""
     scores, pages = allocate_stack_floats(_SCORES), allocate_stack_floats(_PAGES)
     largest, totals, corrections = (
@@ -291,7 +290,7 @@ def _attend_token(
 def _softmax_chunk(
     scores: Any, low: Any, high: Any, ahead: Any, scale: Any, largest: Any, totals: Any,
     corrections: Any, count: Any,
-) -> None:  # fmt: skip # pragma: no cover - compiled
+) -> None:  # fmt: skip
     """Turn the scores of queries into weights; positions increase by ``ahead`` per query."""
     for query in range(count):
         float32_view(corrections, count)[query] = softmax_scores(
@@ -301,9 +300,7 @@ def _softmax_chunk(
 
 
 @register_jitable
-def _divide_by_totals(
-    out: Any, stride: Any, dim: Any, totals: Any, count: Any
-) -> None:  # pragma: no cover - compiled
+def _divide_by_totals(out: Any, stride: Any, dim: Any, totals: Any, count: Any) -> None:
     """Divide the weighted sums of queries by the sums of their weights."""
     for query in range(count):
         factor = _ONE / vector_sum(totals + query * VECTOR_BYTES)
@@ -313,22 +310,20 @@ def _divide_by_totals(
 
 
 @register_jitable
-def _reset_softmax(largest: Any, totals: Any) -> None:  # pragma: no cover - compiled
+def _reset_softmax(largest: Any, totals: Any) -> None:
     for query in range(len(largest)):
         largest[query] = _MIN_SCORE
     _fill_zeros(totals)
 
 
 @register_jitable
-def _fill_zeros(row: Any) -> None:  # pragma: no cover - compiled
+def _fill_zeros(row: Any) -> None:
     for k in range(len(row)):
         row[k] = _ZERO
 
 
 @register_jitable
-def _find_pages(
-    pages: Any, table: Any, chunk: Any, first: Any, last: Any
-) -> None:  # pragma: no cover - compiled
+def _find_pages(pages: Any, table: Any, chunk: Any, first: Any, last: Any) -> None:
     """Find the pages of a chunk and of the next; the nearest read page replaces an unread one."""
     for number in range(2 * PAGES_PER_CHUNK):
         pages[number] = table[min(max(chunk * PAGES_PER_CHUNK + number, first), last)]

@@ -35,7 +35,7 @@ from expertctl.engine.kernels.memory import (
     row_address,
     uint16_view,
 )
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, Scheme
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, AnyArray, Scheme
 from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder, Value
 
 INT8_MAX = 127
@@ -53,9 +53,9 @@ class PreparedActivations:
     with zeros to whole vectors.
     """
 
-    data: "np.ndarray[Any, Any]"
-    scales: "np.ndarray[Any, Any]"
-    sums: "np.ndarray[Any, Any]"
+    data: AnyArray
+    scales: AnyArray
+    sums: AnyArray
 
     @property
     def nbytes(self) -> int:
@@ -74,21 +74,19 @@ def allocate_activations(scheme: Scheme, tokens: int, columns: int) -> PreparedA
     )
 
 
-def wrap_float_activations(rows: "np.ndarray[Any, Any]") -> PreparedActivations:
+def wrap_float_activations(rows: AnyArray) -> PreparedActivations:
     """Wrap float32 rows [tokens, columns] for a scheme that takes them unchanged."""
-    nothing = (len(rows), 0)
-    return PreparedActivations(
-        rows, aligned_zeros(nothing, np.float32), aligned_zeros(nothing, np.int32)
-    )
+    none = (len(rows), 0)
+    return PreparedActivations(rows, aligned_zeros(none, np.float32), aligned_zeros(none, np.int32))
 
 
 def activation_arguments(
     *,
-    rows: "np.ndarray[Any, Any]",
+    rows: AnyArray,
     columns: int,
     prepared: PreparedActivations,
     largest_step: int = INT8_MAX,
-) -> "np.ndarray[Any, Any]":
+) -> AnyArray:
     """Return the arguments of either kernel; ``rows`` is float32 [tokens, at least columns]."""
     place, stride = row_address(rows)
     return encode_operands(
@@ -119,16 +117,14 @@ def _quantising_kernel() -> Kernel:
     return compile_kernel("quantise to int8", _quantise_rows)
 
 
-def _round_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _round_rows(first: int, last: int, arguments: int) -> None:
     rows, stride, columns, out, wide, scales, sums, _, _ = load_int64s(arguments, 9)
     for token in range(first, last):
         round_row(rows + token * stride * 4, columns, out + token * wide * 2, scales, sums)
 
 
 @numba.njit
-def round_row(
-    row: Any, columns: Any, out: Any, _scales: Any, _sums: Any
-) -> None:  # pragma: no cover - compiled
+def round_row(row: Any, columns: Any, out: Any, _scales: Any, _sums: Any) -> None:
     """Round one row to bfloat16, in compiled code; all arguments are addresses."""
     bits, rounded = int32_view(row, columns), uint16_view(out, columns)
     for k in range(columns):
@@ -141,7 +137,7 @@ def round_row(
             rounded[k] = np.uint16((number + np.uint32(0x7FFF) + tie) >> np.uint32(16))
 
 
-def _quantise_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _quantise_rows(first: int, last: int, arguments: int) -> None:
     rows, stride, columns, out, wide, scales, sums, groups, most = load_int64s(arguments, 9)
     for token in range(first, last):
         group = token * groups * 4
@@ -152,17 +148,13 @@ def _quantise_rows(first: int, last: int, arguments: int) -> None:  # pragma: no
 
 
 @numba.njit
-def quantise_row(
-    row: Any, columns: Any, out: Any, scales: Any, sums: Any
-) -> None:  # pragma: no cover - compiled
+def quantise_row(row: Any, columns: Any, out: Any, scales: Any, sums: Any) -> None:
     """Quantise one row to int8 by groups, in compiled code; all arguments are addresses."""
     _quantise_row(row, columns, out, scales, sums, np.float32(INT8_MAX))
 
 
 @numba.njit
-def _quantise_row(
-    place: Any, columns: Any, out: Any, scales: Any, sums: Any, steps: Any
-) -> None:  # pragma: no cover - compiled
+def _quantise_row(place: Any, columns: Any, out: Any, scales: Any, sums: Any, steps: Any) -> None:
     groups = (columns + GROUP_SIZE - 1) // GROUP_SIZE
     for group in range(groups):
         begin = group * GROUP_SIZE
@@ -173,7 +165,7 @@ def _quantise_row(
 
 
 @numba.njit
-def _largest_magnitude(row: Any, count: Any) -> Any:  # pragma: no cover - compiled
+def _largest_magnitude(row: Any, count: Any) -> Any:
     """Return the bits of the largest magnitude; infinity is above numbers, NaN above infinity."""
     largest = vector_largest_magnitude(row, count // LANES)
     bits = int32_view(row, count)
@@ -190,17 +182,16 @@ def vector_largest_magnitude(_context: Any, row: Any, vectors: Any) -> Any:
         lanes, (place, count) = SimdBuilder(builder), values
         largest = lanes.create_variable(lanes.zero_ints())
         with lanes.loop(count) as vector:
-            bits = lanes.mask_ints(
-                lanes.load_ints(lanes.offset(place, vector, VECTOR_BYTES)), _MAGNITUDE
-            )
-            lanes.store_variable(lanes.max_ints(lanes.load_variable(largest), bits), largest)
+            bits = lanes.load_ints(lanes.offset(place, vector, VECTOR_BYTES))
+            bits = lanes.mask_ints(bits, _MAGNITUDE)
+            lanes.store_variable(lanes.max_int(lanes.load_variable(largest), bits), largest)
         return lanes.reduce_max_ints(lanes.load_variable(largest))
 
     return types.int32(types.int64, types.int64), emit
 
 
 @numba.njit
-def _group_scale(largest: Any, steps: Any) -> Any:  # pragma: no cover - compiled
+def _group_scale(largest: Any, steps: Any) -> Any:
     """Return the value of a step and the steps per 1; 0 steps where that is not a number."""
     if largest >= _INFINITY:
         return np.float32(np.nan), np.float32(0)
@@ -211,9 +202,7 @@ def _group_scale(largest: Any, steps: Any) -> Any:  # pragma: no cover - compile
 
 
 @numba.njit
-def _quantise_group(
-    row: Any, steps: Any, count: Any, factor: Any
-) -> Any:  # pragma: no cover - compiled
+def _quantise_group(row: Any, steps: Any, count: Any, factor: Any) -> Any:
     """Write the steps of a group at an address; return their sum."""
     numbers, stored, total = float32_view(row, count), int8_view(steps, count), np.int32(0)
     if not factor > 0:  # the products may be NaN, which has no integer value
@@ -239,7 +228,7 @@ def vector_quantise(_context: Any, row: Any, steps: Any, vectors: Any, factor: A
             floats = lanes.load_floats(lanes.offset(place, vector, VECTOR_BYTES))
             found = lanes.round_to_ints(lanes.multiply_floats(floats, every))
             lanes.store_bytes(found, lanes.offset(out, vector, LANES))
-            lanes.store_variable(lanes.add_ints(lanes.load_variable(total), found), total)
+            lanes.store_variable(lanes.add_int(lanes.load_variable(total), found), total)
         return lanes.reduce_add_ints(lanes.load_variable(total))
 
     return types.int32(*[types.int64] * 3, types.float32), emit
@@ -249,7 +238,6 @@ INT4_SCALE_CANDIDATES = (7.0, 7.6, 8.0, 8.6, 9.2, 10.0)
 """Steps that the largest of a group may map to, never half-way between two steps."""
 _LOWEST, _HIGHEST = -8, 7
 _VECTORS, _STEP_FLOATS = GROUP_SIZE // LANES, GROUP_SIZE // 4
-_INFINITY_BITS, _MIN_MAGNITUDE_BITS = 0x7F800000, (127 - 100) << 23
 
 
 @cache
@@ -261,9 +249,7 @@ def int4_kernel() -> Kernel:
     return compile_kernel("quantise to int4", _quantise_int4_rows)
 
 
-def _quantise_int4_rows(
-    first: int, last: int, arguments: int
-) -> None:  # pragma: no cover - compiled
+def _quantise_int4_rows(first: int, last: int, arguments: int) -> None:
     rows, stride, columns, out, wide, scales, _, groups, _ = load_int64s(arguments, 9)
     numbers, steps = allocate_stack_floats(GROUP_SIZE), allocate_stack_floats(_STEP_FLOATS)
     for row in range(first, last):
@@ -280,7 +266,7 @@ def _quantise_int4_rows(
 
 
 @numba.njit
-def _load_group(place: Any, count: Any, room: Any) -> None:  # pragma: no cover - compiled
+def _load_group(place: Any, count: Any, room: Any) -> None:
     """Copy the existing columns and pad the group with zeros."""
     numbers, filled = float32_view(place, count), float32_view(room, GROUP_SIZE)
     for k in range(GROUP_SIZE):
@@ -288,21 +274,21 @@ def _load_group(place: Any, count: Any, room: Any) -> None:  # pragma: no cover 
 
 
 @numba.njit
-def _copy_steps(steps: Any, target: Any, count: Any) -> None:  # pragma: no cover - compiled
+def _copy_steps(steps: Any, target: Any, count: Any) -> None:
     source, out = int8_view(steps, GROUP_SIZE), int8_view(target, count)
     for k in range(count):
         out[k] = source[k]
 
 
 @numba.njit
-def _fit_group(place: Any, out: Any) -> Any:  # pragma: no cover - compiled
+def _fit_group(place: Any, out: Any) -> Any:
     """Write the steps of a group; return its scale."""
     bits = vector_largest_magnitude(place, _VECTORS)
-    if bits >= _INFINITY_BITS or bits < _MIN_MAGNITUDE_BITS:
+    if bits >= _INFINITY or bits < _LEAST:
         steps = int8_view(out, GROUP_SIZE)
         for k in range(GROUP_SIZE):
             steps[k] = 0
-        return np.float32(np.nan) if bits >= _INFINITY_BITS else np.float32(0)
+        return np.float32(np.nan) if bits >= _INFINITY else np.float32(0)
     largest = np.int32(bits).view(np.float32)
     if vector_signed_extreme(place) < largest:
         largest = -largest
@@ -325,9 +311,8 @@ def vector_signed_extreme(_context: Any, place: Any) -> Any:
         lanes = SimdBuilder(builder)
         most = lanes.load_floats(values[0])
         for vector in range(1, _VECTORS):
-            other = lanes.load_floats(
-                lanes.offset(values[0], lanes.int_constant(vector), VECTOR_BYTES)
-            )
+            place = lanes.offset(values[0], lanes.int_constant(vector), VECTOR_BYTES)
+            other = lanes.load_floats(place)
             most = lanes.select_lanes(lanes.less_than(most, other), other, most)
         return lanes.reduce_max_floats(most)
 

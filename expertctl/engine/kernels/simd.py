@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
+from numba.core.errors import RequireLiteralValue
 
 from expertctl.engine.kernels.jit import get_host_cpu
 from expertctl.engine.kernels.llvm_math import (
@@ -53,6 +55,13 @@ Value: TypeAlias = Any
 """A value of LLVM's intermediate representation, known at run time of the kernel."""
 
 
+def require_literal(value: Any, name: str) -> int:
+    """Return the value of a literal type; if it is none, numba types the call again with one."""
+    if not isinstance(value, types.IntegerLiteral):
+        raise RequireLiteralValue(f"{name} is a constant")
+    return int(value.literal_value)
+
+
 class SimdBuilder:
     """Emits vector code at the position of a builder; addresses and indices are int64 values."""
 
@@ -79,9 +88,8 @@ class SimdBuilder:
 
     def load_halves(self, address: Value) -> Value:
         """Load sixteen float16, widened to float32."""
-        return emit_half_to_float(
-            self._b, self._load(address, _HALVES), native=get_host_cpu().has_float16
-        )
+        bits = self._load(address, _HALVES)
+        return emit_half_to_float(self._b, bits, native=get_host_cpu().has_float16)
 
     def store_floats(self, floats: Value, address: Value) -> None:
         """Store sixteen float32."""
@@ -127,10 +135,6 @@ class SimdBuilder:
         """Return sixteen int32 zeros."""
         return ir.Constant(_INTS, [0] * LANES)
 
-    def add_ints(self, a: Value, b: Value) -> Value:
-        """Add sixteen int32."""
-        return self._b.add(a, b)
-
     def scale_ints(self, ints: Value, factor: int) -> Value:
         """Multiply sixteen int32 by a constant."""
         return self._b.mul(ints, ir.Constant(_INTS, [factor] * LANES))
@@ -166,15 +170,11 @@ class SimdBuilder:
         whole = self._call("llvm.rint.v16f32", _FLOATS, floats)
         return self._b.fptosi(whole, _INTS)
 
-    def max_ints(self, a: Value, b: Value) -> Value:
-        """Return the maximum of int32."""
-        return self._b.select(self._b.icmp_signed(">", a, b), a, b)
-
     def clamp_ints(self, ints: Value, low: int, high: int) -> Value:
         """Clamp int32 to two constants."""
         least, most = (ir.Constant(_INTS, [end] * LANES) for end in (low, high))
         small = self._b.icmp_signed("<", ints, most)
-        return self.max_ints(self._b.select(small, ints, most), least)
+        return self.max_int(self._b.select(small, ints, most), least)
 
     def reduce_max_ints(self, ints: Value) -> Value:
         """Return the largest of sixteen int32."""
@@ -278,9 +278,8 @@ class SimdBuilder:
         pairs = (self._b.bitcast(each, _SHORTS) for each in (a, b))
         halves = zip(*(self._split_halves(each) for each in pairs), strict=True)
         name = "llvm.x86.avx2.pmadd.wd"
-        return self.add_ints(
-            ints, self._join_halves([self._call(name, _HALF_INTS, *h) for h in halves])
-        )
+        sums = self._join_halves([self._call(name, _HALF_INTS, *h) for h in halves])
+        return self.add_int(ints, sums)
 
     def small_byte_dot(self, ints: Value, unsigned: Value, signed: Value) -> Value:
         """Add four products of unsigned and signed bytes to each lane; two must fit int16."""
@@ -291,7 +290,7 @@ class SimdBuilder:
         for pair in halves:
             shorts = self._call("llvm.x86.avx2.pmadd.ub.sw", _HALF_SHORTS, *pair)
             found.append(self._call("llvm.x86.avx2.pmadd.wd", _HALF_INTS, shorts, ones))
-        return self.add_ints(ints, self._join_halves(found))
+        return self.add_int(ints, self._join_halves(found))
 
     def select_int(self, flag: Value, yes: Value, no: Value) -> Value:
         """Return ``yes`` if an int64 is not 0, else ``no``."""
@@ -302,18 +301,17 @@ class SimdBuilder:
         return self._b.select(self._b.icmp_signed("<", a, b), a, b)
 
     def max_int(self, a: Value, b: Value) -> Value:
-        """Return the larger of two int64."""
+        """Return the larger of two int64, or of each two int32."""
         return self._b.select(self._b.icmp_signed(">", a, b), a, b)
 
     def is_range_within(self, begin: Value, end: Value, low: Value, high: Value) -> Value:
         """Return a flag: whether all int64 in [begin, end) are in [low, high]."""
         above = self._b.icmp_signed(">=", begin, low)
-        return self._b.and_(
-            above, self._b.icmp_signed("<=", end, self.add_int(high, self.int_constant(1)))
-        )
+        above_high = self.add_int(high, self.int_constant(1))
+        return self._b.and_(above, self._b.icmp_signed("<=", end, above_high))
 
     def add_int(self, a: Value, b: Value) -> Value:
-        """Add int64."""
+        """Add int64, or sixteen int32."""
         return self._b.add(a, b)
 
     def subtract_int(self, a: Value, b: Value) -> Value:
@@ -330,9 +328,8 @@ class SimdBuilder:
 
     def ceil_divide_int(self, count: Value, size: Value) -> Value:
         """Divide int64, rounding up."""
-        return self.divide_int(
-            self.add_int(count, self.subtract_int(size, self.int_constant(1))), size
-        )
+        less = self.subtract_int(size, self.int_constant(1))
+        return self.divide_int(self.add_int(count, less), size)
 
     def allocate_vectors(self, vectors: int) -> Value:
         """Return the address of vectors on the stack of the kernel."""
@@ -368,17 +365,14 @@ class SimdBuilder:
                 yield no
 
     def _split_halves(self, vector: Value) -> list[Value]:
-        """Return the first and the second half of a vector."""
         count = vector.type.count // 2
         undefined = ir.Constant(vector.type, ir.Undefined)
         parts = ([first + lane for lane in range(count)] for first in (0, count))
         kind = ir.VectorType(_I32, count)
-        return [
-            self._b.shuffle_vector(vector, undefined, ir.Constant(kind, part)) for part in parts
-        ]
+        masks = [ir.Constant(kind, part) for part in parts]
+        return [self._b.shuffle_vector(vector, undefined, mask) for mask in masks]
 
     def _join_halves(self, halves: list[Value]) -> Value:
-        """Return sixteen int32 from two halves."""
         return self._b.shuffle_vector(*halves, ir.Constant(_INTS, list(range(LANES))))
 
     def _load(self, address: Value, kind: ir.Type) -> Value:

@@ -45,6 +45,7 @@ from expertctl.engine.kernels.memory import (
     pause_cpu,
     yield_thread,
 )
+from expertctl.engine.kernels.packed_format import AnyArray
 
 MAILBOX_BYTES = 256
 CLOSED = -1
@@ -62,14 +63,14 @@ _notify_condition = types.ExternalFunction("pthread_cond_broadcast", types.int32
 
 
 @numba.njit
-def initialise_mailbox(post: Any) -> None:  # pragma: no cover (compiled)
+def initialise_mailbox(post: Any) -> None:
     """Initialise a mailbox in zeroed memory."""
     _init_lock(post + _LOCK, 0)
     _init_condition(post + _CONDITION, 0)
 
 
 @numba.njit
-def post_message(post: Any, number: Any) -> None:  # pragma: no cover (compiled)
+def post_message(post: Any, number: Any) -> None:
     """Post a number and wake the thread that waits; a closed mailbox stays closed."""
     _lock(post + _LOCK)
     if atomic_load(post) != CLOSED:
@@ -79,7 +80,7 @@ def post_message(post: Any, number: Any) -> None:  # pragma: no cover (compiled)
 
 
 @numba.njit
-def wait_for_message(post: Any, seen: Any) -> Any:  # pragma: no cover (compiled)
+def wait_for_message(post: Any, seen: Any) -> Any:
     """Wait until a number other than ``seen`` is posted; return it."""
     for _ in range(_SPIN_COUNT):
         if atomic_load(post) != seen:
@@ -91,8 +92,6 @@ def wait_for_message(post: Any, seen: Any) -> Any:  # pragma: no cover (compiled
     _unlock(post + _LOCK)
     return atomic_load(post)
 
-
-AnyArray = np.ndarray[Any, Any]
 
 _LINE = 64
 _TICKET, _DONE, _LENGTH, _BUFFER, _TIMES, _LAST_TIME, _CLOCK, _SHARE = (k * _LINE for k in range(8))
@@ -112,9 +111,6 @@ _SPINS = 500
 """How often to check whether other workers are done before yielding to other threads."""
 _CLOCK_NUMBER = time.CLOCK_MONOTONIC
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
-
-
-_LONG = types.int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +142,11 @@ def _compile(cached: bool) -> PoolFunctions:
         return numba.njit(signature, nogil=True, cache=cached)(function)
 
     return PoolFunctions(
-        compile_one(types.void(*[_LONG] * 4), _run_single_threaded),
-        compile_one(types.boolean(*[_LONG] * 6), _run_threaded),
-        compile_one(types.void(_LONG, _LONG), _serve_worker),
-        compile_one(types.void(_LONG), initialise_mailbox.py_func),
-        compile_one(types.void(_LONG, _LONG), post_message.py_func),
+        compile_one(types.void(*[types.int64] * 4), _run_single_threaded),
+        compile_one(types.boolean(*[types.int64] * 6), _run_threaded),
+        compile_one(types.void(types.int64, types.int64), _serve_worker),
+        compile_one(types.void(types.int64), initialise_mailbox.py_func),
+        compile_one(types.void(types.int64, types.int64), post_message.py_func),
     )
 
 
@@ -167,7 +163,7 @@ def is_idle(shared: AnyArray) -> bool:
 
 def _run_single_threaded(
     table: int, operations: int, shared: int, times: int
-) -> None:  # pragma: no cover (compiled)
+) -> None:  # pragma: no cover - compiled
     """Run every operation on this thread."""
     _start_clock(shared, times)
     for place in range(operations):
@@ -180,7 +176,7 @@ def _run_single_threaded(
 
 def _run_threaded(
     table: int, operations: int, shared: int, posts: int, others: int, times: int
-) -> bool:  # pragma: no cover (compiled)
+) -> bool:  # pragma: no cover - compiled
     """Run every operation with the first ``others`` of the workers that wait at mailboxes.
 
     Returns False, and runs nothing, if there is more than a ticket can count.
@@ -200,7 +196,7 @@ def _run_threaded(
     return True
 
 
-def _serve_worker(shared: int, post: int) -> None:  # pragma: no cover (compiled)
+def _serve_worker(shared: int, post: int) -> None:  # pragma: no cover - compiled
     """Take part in every posted run until the mailbox is closed."""
     run = 0
     while run != CLOSED:
@@ -210,9 +206,7 @@ def _serve_worker(shared: int, post: int) -> None:  # pragma: no cover (compiled
 
 
 @numba.njit
-def _write_operations(
-    table: int, operations: int, buffer: int
-) -> int:  # pragma: no cover (compiled)
+def _write_operations(table: int, operations: int, buffer: int) -> int:
     """Write the operations that have items; return how many, or -1 if one has too many."""
     length = 0
     for place in range(operations):
@@ -232,7 +226,7 @@ def _write_operations(
 
 
 @numba.njit(error_model="numpy")  # never divides by 0, and must not raise
-def _claim_items(shared: int, run: int) -> None:  # pragma: no cover (compiled)
+def _claim_items(shared: int, run: int) -> None:
     """Claim and process items until the run is over."""
     spins = 0
     while True:
@@ -259,7 +253,7 @@ def _claim_items(shared: int, run: int) -> None:  # pragma: no cover (compiled)
 
 
 @numba.njit
-def _is_finished(ticket: int, length: int) -> bool:  # pragma: no cover (compiled)
+def _is_finished(ticket: int, length: int) -> bool:
     """Return whether the ticket's run has no more operations.
 
     The length of the next run is written before its ticket, so a worker that sees it has read an
@@ -269,7 +263,7 @@ def _is_finished(ticket: int, length: int) -> bool:  # pragma: no cover (compile
 
 
 @numba.njit
-def _spin_or_yield(spins: int) -> int:  # pragma: no cover (compiled)
+def _spin_or_yield(spins: int) -> int:
     if spins < _SPINS:
         pause_cpu()
         return spins + 1
@@ -278,14 +272,14 @@ def _spin_or_yield(spins: int) -> int:  # pragma: no cover (compiled)
 
 
 @numba.njit
-def _start_clock(shared: int, times: int) -> None:  # pragma: no cover (compiled)
+def _start_clock(shared: int, times: int) -> None:
     atomic_store(shared + _TIMES, times)
     if times != 0:
         atomic_store(shared + _LAST_TIME, _read_clock(shared))
 
 
 @numba.njit
-def _record_operation_time(shared: int, place: int) -> None:  # pragma: no cover (compiled)
+def _record_operation_time(shared: int, place: int) -> None:
     """Record the duration of the operation that has just ended, if requested."""
     times = atomic_load(shared + _TIMES)
     if times != 0:
@@ -295,7 +289,7 @@ def _record_operation_time(shared: int, place: int) -> None:  # pragma: no cover
 
 
 @numba.njit
-def _read_clock(shared: int) -> int:  # pragma: no cover (compiled)
+def _read_clock(shared: int) -> int:
     _clock_gettime(_CLOCK_NUMBER, shared + _CLOCK)
     seconds, nanoseconds = load_int64s(shared + _CLOCK, 2)
     return seconds * 1_000_000_000 + nanoseconds
@@ -415,9 +409,7 @@ class _WorkerGroup:
     def _grow_buffer(self, operations: int) -> None:
         room = self._rooms[-1].nbytes if self._rooms else 0
         if operations * OPERATION_BYTES > room:
-            size = max(
-                operations * OPERATION_BYTES, 2 * room, _INITIAL_OPERATIONS * OPERATION_BYTES
-            )
+            size = max(OPERATION_BYTES * max(operations, _INITIAL_OPERATIONS), 2 * room)
             self._rooms.append(aligned_zeros(size, np.uint8))
             set_operation_buffer(self._shared, self._rooms[-1].ctypes.data)
 

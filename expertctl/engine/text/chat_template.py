@@ -75,17 +75,9 @@ _FAMILIES: tuple[tuple[str, str, str | None], ...] = (
     ("[PREFIX]", "[SUFFIX]", None),  # Codestral
 )
 _ENDS = (
-    "<|endoftext|>",
-    "<|fim_pad|>",
-    "<|file_sep|>",
-    "<|file_separator|>",
-    "<|repo_name|>",
-    "<fim_pad>",
-    "<file_sep>",
-    "<fim-pad>",
-    "▁<EOT>",
-    "<EOT>",
-)
+    "<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|file_separator|>", "<|repo_name|>",
+    "<fim_pad>", "<file_sep>", "<fim-pad>", "▁<EOT>", "<EOT>",
+)  # fmt: skip
 """Padding of such prompts and file separators: after one of them the middle is complete."""
 
 
@@ -300,12 +292,8 @@ def _collect_texts(
     messages: Sequence[ConversationMessage], variables: Mapping[str, JsonValue] | None
 ) -> list[str]:
     """Return every user text that a template may write, including names of fields."""
-    given = [m.content for m in messages]
-    return (
-        given
-        + [t for m in messages for t in _collect_strings(m.fields)]
-        + _collect_strings(variables or {})
-    )
+    fields = (text for message in messages for text in _collect_strings(message.fields))
+    return [*(m.content for m in messages), *fields, *_collect_strings(variables or {})]
 
 
 def _collect_strings(value: Mapping[str, JsonValue] | JsonValue) -> list[str]:
@@ -325,9 +313,8 @@ def _mark_message(
     message: ConversationMessage, tokenizer: Tokenizer, marks: ControlTokenMarks
 ) -> ConversationMessage:
     content = tokenizer.mark_control_tokens(message.content, marks)
-    return ConversationMessage(
-        message.role, content, _mark_object(message.fields, tokenizer, marks)
-    )
+    fields = _mark_object(message.fields, tokenizer, marks)
+    return ConversationMessage(message.role, content, fields)
 
 
 def _mark_object(
@@ -342,10 +329,8 @@ def _mark_object(
             case list():
                 return [marked(item) for item in value]
             case dict():
-                return {
-                    tokenizer.mark_control_tokens(key, marks): marked(item)
-                    for key, item in value.items()
-                }
+                mark = tokenizer.mark_control_tokens
+                return {mark(key, marks): marked(item) for key, item in value.items()}
             case _:
                 return value
 
@@ -442,12 +427,8 @@ def encode_raw_prompt(tokenizer: Tokenizer, raw: RawPrompt) -> EncodedPrompt:
         return _encode_fim(tokenizer, raw, raw.suffix)
     ids = raw.ids
     if ids is None:
-        encoded = tokenizer.encode_raw(
-            raw.text,
-            parse_special=raw.parse_special,
-            add_special_tokens=raw.add_special_tokens,
-        )
-        ids = tuple(encoded)
+        parse, add = raw.parse_special, raw.add_special_tokens
+        ids = tuple(tokenizer.encode_raw(raw.text, parse_special=parse, add_special_tokens=add))
     if not ids:
         raise UsageError("the prompt is empty", hint="send at least one token")
     return EncodedPrompt(raw.text, ids)

@@ -68,12 +68,12 @@ class UserMessage:
             ContextLengthError: if it is too long.
         """
         check_prompt(self.prompt)
-        text = self._join_parts() if self.template is None else self._fill_template(self.template)
+        if self.template is not None:
+            text = self._fill_template(self.template)
+        else:
+            text = self.prompt if self.body is None else f"{self.prompt}\n\n{self.body}"
         _check_text(text)
         return text
-
-    def _join_parts(self) -> str:
-        return self.prompt if self.body is None else f"{self.prompt}\n\n{self.body}"
 
     def _fill_template(self, template: str) -> str:
         places = _PLACEHOLDERS.findall(template)

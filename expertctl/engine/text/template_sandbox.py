@@ -184,13 +184,11 @@ class _MeteringTransformer(NodeTransformer):
         items = nodes.List(node.nodes, lineno=node.lineno, environment=node.environment)
         return _wrap_filter(items, "join")
 
-    def visit_List(self, node: nodes.List) -> nodes.Node:  # noqa: N802 - Jinja's naming
+    def visit_List(self, node: nodes.Expr) -> nodes.Node:  # noqa: N802 - Jinja's naming
         self.generic_visit(node)
         return _wrap_filter(node, "_weighed")
 
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802 - Jinja's naming
-        self.generic_visit(node)
-        return _wrap_filter(node, "_weighed")
+    visit_Dict = visit_List  # noqa: N815 - Jinja's naming
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802 - Jinja's naming
         self.generic_visit(node)

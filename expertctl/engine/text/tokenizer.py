@@ -138,12 +138,8 @@ class Tokenizer:
             return _encode_ids(self._backend, text, add_special_tokens=False)
         ids: list[int] = []
         for number, (piece, marked) in enumerate(marks.split(text)):
-            after = _ANCHOR if number else ""
-            ids += (
-                self._encode_as_letters(piece, after=after)
-                if marked
-                else self._encode_plain(piece, after=after)
-            )
+            encode = self._encode_as_letters if marked else self._encode_plain
+            ids += encode(piece, after=_ANCHOR if number else "")
         return ids
 
     def choose_marks(self, texts: Sequence[str], *, template: str = "") -> ControlTokenMarks | None:
@@ -233,7 +229,6 @@ class Tokenizer:
 
     @cached_property
     def _decoder_json(self) -> str | None:
-        """The decoder of the file, as JSON."""
         decoder = self._backend.decoder
         return None if decoder is None else bytes(decoder.__getstate__()).decode()
 

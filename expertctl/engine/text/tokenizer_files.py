@@ -19,14 +19,8 @@ from typing import Any
 from expertctl.errors import InvalidPackageError
 
 _MAX_BYTES = 32 << 20
-_SPECIAL_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
+_SPECIAL_NAMES = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 _TEMPLATE_FILE = "chat_template.jinja"
 _CONFIG_FILE = "tokenizer_config.json"
@@ -69,16 +63,20 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
 def _read_document(path: Path) -> Document:
     if not path.is_file():
         return {}
-    data = path.read_bytes()
-    if len(data) > _MAX_BYTES:
-        raise InvalidPackageError(str(path), [f"{len(data)} bytes, at most {_MAX_BYTES} allowed"])
     try:
-        document = json.loads(data)
+        document = json.loads(_read_bounded(path))
     except (ValueError, RecursionError) as error:
         raise InvalidPackageError(str(path), [f"not JSON: {error}"]) from error
     if not isinstance(document, dict):
         raise InvalidPackageError(str(path), ["the document is not a JSON object"])
     return document
+
+
+def _read_bounded(path: Path) -> bytes:
+    data = path.read_bytes()
+    if len(data) > _MAX_BYTES:
+        raise InvalidPackageError(str(path), [f"{len(data)} bytes, at most {_MAX_BYTES} allowed"])
+    return data
 
 
 def _read_special_tokens(document: Document, file: Path) -> dict[str, str]:
@@ -123,11 +121,8 @@ def _read_template(directory: Path, config: Document) -> TemplateSource | None:
 
 
 def _read_template_text(file: Path) -> str:
-    data = file.read_bytes()
-    if len(data) > _MAX_BYTES:
-        raise InvalidPackageError(str(file), [f"{len(data)} bytes, at most {_MAX_BYTES} allowed"])
     try:
-        return data.decode("utf-8")
+        return _read_bounded(file).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidPackageError(str(file), [f"not UTF-8 at byte {error.start}"]) from error
 
@@ -156,7 +151,6 @@ def _decode_byte_level(piece: str) -> bytes | None:
 
 @cache
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each letter."""
     rest = (byte for byte in range(256) if byte not in _PRINTABLE)
     own = {chr(byte): byte for byte in _PRINTABLE}
     return {**own, **{chr(256 + number): byte for number, byte in enumerate(rest)}}
