@@ -66,7 +66,7 @@ def _find_misfits(adapter: LoadedAdapter, shapes: LayerShapes, width: int) -> It
         yield from filter(None, (_describe_misfit(module, step, shapes[module]) for step in steps))
     for module in adapter.past_end_modules:
         if find_base_name(module, shapes) in shapes:
-            yield f"{module}: the base has it, and stacks of the adapter end before it"
+            yield f"{module}: the base has it, but the stacks of the adapter end before it"
     for prompt in adapter.soft_prompts:
         if prompt.shape[1] != width:
             yield f"a soft prompt is {prompt.shape[1]} wide, tokens of the base are {width}"

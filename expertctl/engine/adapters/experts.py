@@ -80,7 +80,7 @@ class DoraScaleSource:
         return CacheRequest(
             key=(Tier.RAM, key),
             nbytes=dora_scale_bytes(adapter),
-            description=f"the gains of {adapter.ref}",
+            description=f"the DoRA scales of {adapter.ref}",
             load=lambda: self._load_scales(adapter, package, key),
             traffic=False,
         )

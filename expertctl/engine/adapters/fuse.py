@@ -140,5 +140,5 @@ def fold_chain(steps: Sequence[ChainStep]) -> FoldedChain:
 def get_factor_vector(link: ChainStep) -> Tensor:
     """Return l of IA³ or c of DoRA; with weight w the factor is ``1 + w * (vector - 1)``."""
     vector = link.step.vector if isinstance(link.step, Ia3Tensors) else link.dora_scale
-    assert vector is not None, "the gains of DoRA come before its plan"
+    assert vector is not None, "DoRA scales are computed before the plan"
     return vector

@@ -143,8 +143,8 @@ def read_verified(
 def _make_changed_error(owner: str, expected: FileDigest, size: int) -> DigestError:
     detail = "" if size == expected.size else f" ({size} bytes instead of {expected.size})"
     return DigestError(
-        f"{owner}: {expected.path} is not what was installed{detail}",
-        hint="find the damage with `expertctl doctor`, then install the expert again",
+        f"{owner}: {expected.path} differs from the installed file{detail}",
+        hint="run `expertctl doctor`, then reinstall the expert",
     )
 
 
@@ -203,7 +203,7 @@ def _check_manifest_entry(spec: AdapterSpec, entry: AdapterEntry, what: str) -> 
     if spec.kind != entry.kind:
         problems.append(f"it is of kind {spec.kind}, the manifest says {entry.kind}")
     if not used == spec.tensors == entry.tensors:
-        problems.append(f"{used} of {entry.tensors} promised tensors have a use")
+        problems.append(f"{used} of the {entry.tensors} declared tensors are used")
     if problems:
         raise InvalidPackageError(what, problems)
 

@@ -313,8 +313,9 @@ def _rebase_deltas(deltas: Mapping[str, LinearDelta], block: Tensor) -> dict[str
             return None
         return block.as_strided(part.shape, part.stride(), part.storage_offset())
 
+    names = [each.name for each in fields(LinearDelta)]
     return {
-        module: LinearDelta(*(there(getattr(delta, each.name)) for each in fields(delta)))
+        module: LinearDelta(**{name: there(getattr(delta, name)) for name in names})
         for module, delta in deltas.items()
     }
 

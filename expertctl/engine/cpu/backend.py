@@ -366,7 +366,7 @@ class PackedModel:
         self, reading: DecodeSession, ids: Sequence[int], *, between_layers: Callable[[], None]
     ) -> PrefillResult:
         """Process part of a prompt; ``between_layers`` may call `step` with other sequences."""
-        assert isinstance(reading, DecoderSession), "a text of a base that kernels hold"
+        assert isinstance(reading, DecoderSession), "a session of another backend"
         if self.prefill_parts == 1:
             return reading.prefill(ids)
         assert isinstance(reading.cache, PagedKVCache)
@@ -446,5 +446,5 @@ class PackedModel:
 
 
 def _make_decode_row(reading: DecodeSession, token: int) -> DecodeRow:
-    assert isinstance(reading, DecoderSession), "a text of a base that kernels hold"
+    assert isinstance(reading, DecoderSession), "a session of another backend"
     return DecodeRow(token, reading.cache, reading.deltas)

@@ -158,7 +158,7 @@ class PackedDecoder:
         for plan in {id(row.deltas): row.deltas for row in rows}.values():
             self._check_plan(plan)
         tokens = check_tokens([row.token for row in rows], self.config.vocab_size).numpy()
-        assert len({id(row.cache) for row in rows}) == len(rows), "each text has its own cache"
+        assert len({id(row.cache) for row in rows}) == len(rows), "each sequence has its own cache"
         shape = (len(rows), self.config.vocab_size)
         assert out is None or tuple(out.shape) == shape, f"scores are {shape}"
         for row in rows:
@@ -341,7 +341,7 @@ class PackedDecoder:
         self, stages: Sequence[ProgramStage], count: int, between_layers: Callable[[], None]
     ) -> None:
         """Run stages layer by layer, and let other sequences step in between."""
-        assert self._experts is None, "routed experts are brought for one pass at a time"
+        assert self._experts is None, "routed experts are loaded for one pass at a time"
         parts = [part for stage in stages for part in split_program_by_layer(stage.program)]
         for number, part in enumerate(parts):
             if number:
@@ -374,7 +374,7 @@ class PackedDecoder:
     def _finish_pass(self, room: Workspace, tokens: int, *, phase: Phase) -> None:
         """Notify the owner of routed experts that all layers have run."""
         if self._experts is not None and room.routed is not None:
-            assert not room.routed.absent[0], "no missing expert is computed"
+            assert not room.routed.absent[0], "missing experts are not computed"
             self._experts.end_pass(room.routed, tokens, phase=phase)
 
     def _run_expert_lanes(

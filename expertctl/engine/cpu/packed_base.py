@@ -154,7 +154,9 @@ def _routing_places(mlp: PackedRouting, rows: Mapping[str, int]) -> dict[str, Te
     return found
 
 
-TRY_TRANSFORMERS = "try --engine transformers, which runs bases of every size, with one expert"
+TRY_TRANSFORMERS = (
+    "try --engine transformers, which supports any size, but only one expert"
+)
 """Hint for a base whose sizes do not fill blocks."""
 _FINAL_NORM = "model.norm.weight"
 _LAYERS, EXPERTS = "model.layers.", "mlp.experts."
@@ -304,7 +306,7 @@ def _check_sizes(config: ModelConfig) -> None:
     wrong = [f"{name} is {size}" for name, size in sizes.items() if size % LANES]
     if wrong:
         raise IncompatibleError(
-            f"the kernels of this machine cannot run this base: {' and '.join(wrong)}, "
+            f"the CPU kernels cannot run this base: {' and '.join(wrong)}, "
             f"not a multiple of {LANES}",
             hint=TRY_TRANSFORMERS,
         )

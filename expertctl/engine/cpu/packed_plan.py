@@ -250,9 +250,8 @@ def _check_routed_layers(layers: Mapping[str, FoldedChain]) -> None:
     for name, folded in layers.items():
         if folded.inputs and is_routed_module(name) and not name.endswith(".down_proj"):
             raise IncompatibleError(
-                f"{name}: the plan has factors of its input, which a routed expert reads once for "
-                "its gate and its up",
-                hint="leave out the expert that scales it; what they write may be scaled",
+                f"{name}: the plan scales its input, but gate and up of a routed expert share one",
+                hint="leave out the expert that scales it; outputs may be scaled",
             )
 
 
@@ -290,8 +289,8 @@ def _check_range(scheme: Scheme, block: Tensor, *, what: str) -> None:
     largest = float(block.abs().max())
     if _LARGEST_HALF < largest < float("inf"):
         raise IncompatibleError(
-            f"{what}: the plan's numbers reach {largest:.3g}, float16 ends at {_LARGEST_HALF:.0f}",
-            hint="give the experts smaller weights, or try --adapter-dtype int8",
+            f"{what}: the plan's values reach {largest:.3g}, float16 ends at {_LARGEST_HALF:.0f}",
+            hint="use the experts with smaller weights, or try --adapter-dtype int8",
         )
 
 

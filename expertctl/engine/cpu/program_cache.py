@@ -229,7 +229,7 @@ class ProgramCache:
         ``together``: consecutive tokens of one sequence; ``fused`` as in `ProgramVariant`.
         """
         numbers = caches[0].numbers
-        assert all(cache.numbers is numbers for cache in caches), "pages of one kind"
+        assert all(cache.numbers is numbers for cache in caches), "all KV pages have one scheme"
         there = [plan for plan in plans if plan is not None]
         wanted = choose_variant(single_sequence=together, numbers=numbers, plans=there, fused=fused)
         program = self._programs.pop(wanted, None)

@@ -123,14 +123,10 @@ def cpu_model_name() -> str:
     return next(iter(names), platform.processor() or sys.platform)
 
 
-COMPILING = "compiling kernels for this machine; later runs of this kind load them"
-COMPILING_MORE = "compiling kernels for another dtype or way of running; later runs load them"
-COMPILING_WITHOUT_CACHE = (
-    "compiling kernels; they are not kept: the home is not yours alone to write"
-)
-COMPILING_WITH_UNKNOWN_NUMBA = (
-    "compiling kernels; they are not kept: this numba is newer than what is known"
-)
+COMPILING = "compiling kernels for this machine; later runs load them from the cache"
+COMPILING_MORE = "compiling kernels for another dtype or mode; later runs load them from the cache"
+COMPILING_WITHOUT_CACHE = "compiling kernels, not cached: other users can write to the home"
+COMPILING_WITH_UNKNOWN_NUMBA = "compiling kernels, not cached: this version of numba is unknown"
 
 Code = TypeVar("Code")
 
@@ -196,9 +192,7 @@ def load_or_compile(name: str, compile_code: Callable[[bool], Code]) -> Code:
             _CACHE.check()
         folder, are_apart = _CACHE.folder, _number_functions_uniquely()
         if folder is None or not are_apart:
-            _notify_once(
-                COMPILING_WITHOUT_CACHE if folder is None else COMPILING_WITH_UNKNOWN_NUMBA
-            )
+            _notify_once(COMPILING_WITH_UNKNOWN_NUMBA if folder else COMPILING_WITHOUT_CACHE)
             return compile_code(False)
         try:
             with FileLock(folder.with_suffix(".lock"), timeout=_LOCK_TIMEOUT, mode=0o600):

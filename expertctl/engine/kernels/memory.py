@@ -32,14 +32,14 @@ def array_address(array: AnyArray | None, kind: Any = np.float32) -> int:
     """Return the address of an array with this dtype, or 0 for None."""
     if array is None:
         return 0
-    assert array.dtype == kind, f"{array.dtype} in the place of {np.dtype(kind)}"
+    assert array.dtype == kind, f"dtype {array.dtype} instead of {np.dtype(kind)}"
     return array.ctypes.data
 
 
 def row_address(rows: AnyArray) -> tuple[int, int]:
     """Return the address of float32 [rows, columns], and the stride between rows in bytes."""
     lie_together = rows.strides[1] == rows.itemsize or rows.shape[1] == 1 or rows.size == 0
-    assert lie_together, "the columns of a row lie apart"
+    assert lie_together, "the columns of a row are not adjacent"
     return array_address(rows), rows.strides[0]
 
 

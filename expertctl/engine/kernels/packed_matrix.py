@@ -72,7 +72,7 @@ class PackedMatrix:
 
     def row_slice(self, first: int, rows: int) -> "PackedMatrix":
         """Return a view of some rows; ``first`` must begin a block."""
-        assert first % LANES == 0, f"row {first} is within a block"
+        assert first % LANES == 0, f"row {first} does not begin a block"
         begin, end = first // LANES, -(-(first + rows) // LANES)
         data = self.data.reshape(self.blocks, -1)[begin:end].reshape(-1)
         return PackedMatrix(self.scheme, rows, self.columns, data, self.scales[begin:end])

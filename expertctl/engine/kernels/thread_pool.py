@@ -353,7 +353,7 @@ class ThreadPool:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValueError("the crew was closed")
+            raise ValueError("the thread pool was closed")
 
 
 class _WorkerGroup:
@@ -385,7 +385,7 @@ class _WorkerGroup:
         self._grow_buffer(len(table))
         posts = self._addresses.ctypes.data
         if not self._sharing.run_threaded(*what, posts, workers - 1, times):
-            raise ValueError(f"over {MAX_ITEMS} items or {MAX_OPERATIONS} operations in a run")
+            raise ValueError(f"more than {MAX_ITEMS} items or {MAX_OPERATIONS} operations in a run")
 
     def stop(self) -> None:
         with self.lock:
@@ -393,7 +393,7 @@ class _WorkerGroup:
 
     def check_integrity(self) -> None:
         with self.lock:
-            assert is_idle(self._shared), "a run was left halfway"
+            assert is_idle(self._shared), "a run was left unfinished"
 
     def _start_workers(self, others: int) -> None:
         while len(self._threads) < others:

@@ -224,9 +224,7 @@ def ignore_truncation(found: FormatCheck, *, finish_reason: str) -> FormatCheck:
     """Return a check result, undecided if a failed answer was cut at the token limit."""
     if found.passed is not False or finish_reason != "length":
         return found
-    return FormatCheck(
-        None, "the answer was cut at the limit of tokens, so its form is not checked"
-    )
+    return FormatCheck(None, "the answer was cut at the token limit, so its format is not checked")
 
 
 def _declared_format(manifest: Manifest) -> AnswerFormat | None:
@@ -266,7 +264,7 @@ def _find_problem(text: str, form: AnswerFormat) -> str:
     except SyntaxError as error:
         return f"{error.msg}, line {error.lineno}"
     except (ValueError, RecursionError, MemoryError) as error:
-        return str(error) or "nested too deep"
+        return str(error) or "nested too deeply"
     return ""
 
 

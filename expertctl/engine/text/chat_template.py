@@ -97,10 +97,8 @@ def find_fim_tokens(vocabulary: _TokenLookup) -> FimTokens | None:
 
 
 MAX_TEMPLATE_CHARACTERS = 256 << 10
-NO_TEMPLATE = "the base has no chat template, the prompt is used as it is"
-TEMPLATE_USES_CLOCK = (
-    "the base's chat template writes the date, so the prompt differs from day to day"
-)
+NO_TEMPLATE = "the base has no chat template; the prompt is used unchanged"
+TEMPLATE_USES_CLOCK = "the base's chat template writes the date, so the prompt changes every day"
 _SAMPLE_MESSAGES = (ConversationMessage("user", "?"),)
 _MAX_REASON_CHARACTERS = 500
 _STRFTIME = re.compile(r"(%[-#]?[A-Za-z%]|[^%]){0,100}")
@@ -185,8 +183,8 @@ class ChatTemplate:
             str(cause) if is_said else f"it fails: {type(cause).__name__}: {cause}"
         )
         return UsageError(
-            f"the chat template takes no such conversation: {said[:_MAX_REASON_CHARACTERS]}",
-            hint="change roles, order or contents of the messages, or of the tools, as it says",
+            f"the chat template does not accept this conversation: {said[:_MAX_REASON_CHARACTERS]}",
+            hint="change the roles, order or contents of the messages or tools accordingly",
         )
 
     def _render_sandboxed(self, sandbox: ChatSandbox, values: Mapping[str, object]) -> str:
@@ -200,7 +198,7 @@ class ChatTemplate:
         except _RefusalError as error:
             raise IncompatibleError(
                 f"{self.source.file}: the chat template refuses this conversation: {error}",
-                hint="change the conversation as it says",
+                hint="change the conversation accordingly",
             ) from error
         except Exception as error:  # a template can raise whatever Python can
             raise self._make_package_error(f"fails: {type(error).__name__}: {error}") from error
@@ -283,7 +281,7 @@ def _cut_after_tag(text: str, tag: str) -> str:
     if at < 0:
         raise UsageError(
             "the last message cannot be continued: the chat template of the base does not write it",
-            hint="end the conversation with a message of the user",
+            hint="end the conversation with a user message",
         )
     return text[:at] if text.startswith(tag, at) else text[:at].rstrip()
 
@@ -342,7 +340,7 @@ def _encode_without_template(
 ) -> EncodedPrompt:
     if len(messages) != 1:
         raise UsageError(
-            "the base has no chat template, so it takes one prompt and no conversation",
+            "the base has no chat template, so it accepts one prompt but no conversation",
             hint="use a base with a chat_template in tokenizer_config.json",
         )
     text = messages[0].content

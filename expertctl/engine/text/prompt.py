@@ -24,7 +24,7 @@ from expertctl.routing.sampling_presets import MAX_PROMPT_CHARACTERS, check_prom
 from expertctl.schema.strict_json import JsonValue
 
 PROMPT_NOT_IN_TEMPLATE = (
-    "the template has no {prompt}: the prompt chose the experts, the model does not read it"
+    "the template has no {prompt}: the prompt selects experts, but the model does not see it"
 )
 _PLACEHOLDERS = re.compile(r"\{(prompt|body)\}")
 
@@ -80,11 +80,13 @@ class UserMessage:
         for name in ("prompt", "body"):
             if places.count(name) > 1:
                 raise UsageError(
-                    f"the template has {{{name}}} {places.count(name)} times, not once",
-                    hint="leave it there once",
+                    f"the template has {{{name}}} {places.count(name)} times; it may occur once",
+                    hint="use it only once",
                 )
         if self.body is None and "body" in places:
-            raise UsageError("the template has {body}, but there is none", hint="give --body FILE")
+            raise UsageError(
+                "the template has {body}, but there is none", hint="give --body FILE"
+            )
         if self.body is not None and "body" not in places:
             raise UsageError(
                 "the body would be lost: the template has no {body}",
@@ -113,7 +115,7 @@ class RawPrompt:
 def _check_text(text: str) -> None:
     if not text.strip():
         raise UsageError(
-            "the message is empty: the template leaves nothing to read",
+            "the message is empty: the template contains no text",
             hint="put {prompt} into the template",
         )
     if len(text) > MAX_PROMPT_CHARACTERS:
@@ -183,7 +185,7 @@ class PromptLogprobs:
         with np.errstate(under="ignore", invalid="ignore"):
             total = np.exp(row - best).sum(dtype=np.float64)
         if not np.isfinite(total):
-            raise IncompatibleError("the base gives scores of a prompt that are not numbers")
+            raise IncompatibleError("the base computed logits of the prompt that are not finite")
         least = float(best) + float(np.log(total))
         self._logprobs[place] = float(row[self.ids[place]]) - least
         found = _largest_indices(row, self.top)

@@ -255,9 +255,9 @@ class Tokenizer:
         if self.control_ids.isdisjoint(ids):
             return ids
         raise UsageError(
-            f"the prompt holds {text[:80]!r}, a control token of the base that its tokenizer "
-            "cannot read as letters",
-            hint="leave it out of the prompt",
+            f"the prompt contains {text[:80]!r}, a control token of the base that its tokenizer "
+            "cannot encode as letters",
+            hint="remove it from the prompt",
         )
 
 
@@ -281,7 +281,7 @@ def _wrap_library_errors(name: str, fact: str) -> Iterator[None]:
 def _encode_text(
     backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = True
 ) -> tokenizers.Encoding:
-    with _wrap_library_errors(TOKENIZER_FILE, "a text cannot be read by it"):
+    with _wrap_library_errors(TOKENIZER_FILE, "it cannot encode a text"):
         return backend.encode(text, add_special_tokens=add_special_tokens)
 
 
@@ -294,7 +294,7 @@ def _encode_ids(
 def _decode_ids(
     backend: tokenizers.Tokenizer, ids: Iterable[int], *, skip_special_tokens: bool
 ) -> str:
-    with _wrap_library_errors(TOKENIZER_FILE, "tokens cannot be written by it"):
+    with _wrap_library_errors(TOKENIZER_FILE, "it cannot decode tokens"):
         return str(backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
 
@@ -303,7 +303,7 @@ def _check_unicode(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"the prompt is not Unicode text at character {error.start}", hint="pass it as UTF-8"
+            f"the prompt is not valid Unicode at character {error.start}", hint="pass it as UTF-8"
         ) from error
 
 

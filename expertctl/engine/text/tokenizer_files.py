@@ -116,7 +116,7 @@ def _read_template(directory: Path, config: Document) -> TemplateSource | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise InvalidPackageError(str(file), ["chat_template is not a text"])
+        raise InvalidPackageError(str(file), ["chat_template is not a string"])
     return TemplateSource(value, file)
 
 
