@@ -180,7 +180,8 @@ def _check_tied_head(directory: Path, stored: Mapping[str, StoredTensor]) -> Non
     """Check that a tied head stored in the files equals the embedding."""
     tensors = (stored[EMBEDDING_TENSOR], stored[HEAD_TENSOR])
     for pair in zip(*map(iter_row_portions, tensors), strict=True):
-        if not np.array_equal(*map(widen_to_float32, pair)):
+        ours, other = map(widen_to_float32, pair)
+        if not np.array_equal(ours, other):
             raise make_tied_head_error(directory)
 
 

@@ -154,9 +154,7 @@ def _routing_places(mlp: PackedRouting, rows: Mapping[str, int]) -> dict[str, Te
     return found
 
 
-TRY_TRANSFORMERS = (
-    "try --engine transformers, which supports any size, but only one expert"
-)
+TRY_TRANSFORMERS = "try --engine transformers, which supports any size, but only one expert"
 """Hint for a base whose sizes do not fill blocks."""
 _FINAL_NORM = "model.norm.weight"
 _LAYERS, EXPERTS = "model.layers.", "mlp.experts."

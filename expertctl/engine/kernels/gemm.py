@@ -214,8 +214,8 @@ class _TileEmitter:
             lambda pair: lanes.shift_left(pair, 16),
             lambda pair: lanes.mask_ints(pair, HIGH_HALF),
         ):
-            pair = (lanes.bitcast_to_floats(column(each)) for each in (weights, row))
-            total = lanes.fma(*pair, total)
+            a, b = (lanes.bitcast_to_floats(column(each)) for each in (weights, row))
+            total = lanes.fma(a, b, total)
         return total
 
     def _sum_groups(self, sums: list[list[Value]]) -> None:

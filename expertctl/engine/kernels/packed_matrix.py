@@ -295,9 +295,9 @@ class ExpertMatrix:
         """Return the matrix in the memory of a block; it is writable if the memory is."""
         octets = np.frombuffer(memory, np.uint8)
         data = octets[self.offset : self.offset + self._data_bytes]
-        scales = octets[self.scales_offset : self.scales_offset + self._scales_bytes]
+        stored = octets[self.scales_offset : self.scales_offset + self._scales_bytes]
         shape = (self.blocks, self.scheme.layout.count_groups(self.columns), LANES)
-        scales = scales.view(np.float32).reshape(shape)
+        scales = stored.view(np.float32).reshape(shape)
         return PackedMatrix(self.scheme, self.rows, self.columns, data, scales)
 
     @property

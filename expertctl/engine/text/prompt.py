@@ -84,9 +84,7 @@ class UserMessage:
                     hint="use it only once",
                 )
         if self.body is None and "body" in places:
-            raise UsageError(
-                "the template has {body}, but there is none", hint="give --body FILE"
-            )
+            raise UsageError("the template has {body}, but there is none", hint="give --body FILE")
         if self.body is not None and "body" not in places:
             raise UsageError(
                 "the body would be lost: the template has no {body}",

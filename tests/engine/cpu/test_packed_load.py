@@ -395,7 +395,8 @@ Path("/proc/self/clear_refs").write_text("5")
 before = kilobytes("VmRSS")
 config = read_model_config(large)
 base = load_packed_base(large, config, scheme)
-print((kilobytes("VmHWM") - before) * 1024, packed_base_bytes(config, scheme), packing_scratch_bytes(config))
+spent = (kilobytes("VmHWM") - before) * 1024
+print(spent, packed_base_bytes(config, scheme), packing_scratch_bytes(config))
 """
 
 

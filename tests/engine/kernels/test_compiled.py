@@ -238,7 +238,8 @@ from tests.engine.kernels.reference_gemm import multiply_exactly, run_gemm, make
 told = []
 assert use_kernel_cache(Home(Path(sys.argv[1])), notify=told.append)
 for name in sys.argv[2:]:
-    matrix, tokens = pack_matrix(make_random_numbers(1, 80, 256), Scheme(name)), make_random_numbers(2, 7, 256)
+    matrix = pack_matrix(make_random_numbers(1, 80, 256), Scheme(name))
+    tokens = make_random_numbers(2, 7, 256)
     expected, reach = multiply_exactly(matrix, tokens)
     assert (np.abs(run_gemm(matrix, tokens) - expected) <= reach).all(), name
 print(len(told))
