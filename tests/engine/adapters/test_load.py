@@ -202,7 +202,7 @@ def test_fewer_tensors_than_the_manifest_promises_are_refused(lora: Path) -> Non
     manifest = make_adapter_manifest(lora)
     [entry] = manifest.adapters
     more = replace(manifest, adapters=(replace(entry, tensors=30),))
-    with pytest.raises(InvalidPackageError, match="28 of 30"):
+    with pytest.raises(InvalidPackageError, match="28 of the 30"):
         load_adapter(more, list_package_files(lora))
 
 
