@@ -49,7 +49,7 @@ def here(
         ),
         (["run", "-", "--body", "-"], 2, "write one of them to a file: --body FILE, --plan FILE"),
         (["run", "-", "--plan", "-"], 2, "write one of them to a file: --body FILE, --plan FILE"),
-        (["run", "x", "--template", "{prompt}{prompt}"], 2, "leave it there once"),
+        (["run", "x", "--template", "{prompt}{prompt}"], 2, "use it only once"),
         (["run", "x", "--template", " "], 2, "put {prompt} into the template"),
         (["run", "x", "--dtype", "int7"], 2, "see `expertctl run --help`"),
         (["route", "x" * (MAX_PROMPT_CHARACTERS + 1)], 2, "shorten it, or ask in several parts"),

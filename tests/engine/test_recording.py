@@ -63,7 +63,7 @@ def test_an_answer_that_was_cut_at_the_limit_is_not_blamed_for_its_form(
     assert result.generated.finish_reason == "length"
     assert result.validation_passed is None
     assert [w for w in result.warnings if "JSON" in w] == []
-    assert any("cut at the limit" in w for w in result.warnings)
+    assert any("cut at the token limit" in w for w in result.warnings)
     assert newest(house).validation is None
     assert house.catalogue.find_success_rate(installed.expert.content_digest) is None
 

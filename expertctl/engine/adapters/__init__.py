@@ -1,1 +1,1 @@
-"""Adapters on the device: LoRA, DoRA, IA3 and soft prompts, loaded, fused and compiled."""
+"""Adapters: LoRA, DoRA, IA3 and soft prompts, loaded, fused and compiled for a base."""

@@ -1,11 +1,11 @@
-"""Whether an expert's tensors have their places in a base; one that matches nothing is an error.
+"""Compiling a plan: an ordered chain of weighted experts, in the closed form of decision 10.
 
-A plan as the closed form of decision 10: per linear layer, whatever the chain of experts.
+For each linear layer, ``y = d * (W (u * x)) + B (A x) + e * b``. A and B are the stacked blocks of
+the experts: rank concatenation is exact where adding A to A and B to B is not. Every factor is
+multiplied into its own block once per plan, in float32: into tensors for torch, or packed for CPU
+kernels. Soft prompts are concatenated in plan order.
 
-``y = d * (W (u * x)) + B (A x) + e * b``. A and B are the experts' blocks one below (beside) the
-other: rank concatenation is exact where adding A to A and B to B is not. Every factor is folded
-into its own block, in float32, once per plan: into tensors for torch, or packed for kernels. Soft
-prompts stand in plan order too.
+An adapter must fit the base completely; one that changes nothing is an error.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ LayerShapes = Mapping[str, tuple[int, int]]
 
 
 def rename_modules(adapter: LoadedAdapter, shapes: LayerShapes) -> LoadedAdapter:
-    """Return an adapter with its modules called what the base calls them."""
+    """Return an adapter with its modules renamed as in the base."""
     if all(module in shapes for module in adapter.modules):
         return adapter
     modules: dict[str, tuple[AdapterStep, ...]] = {}
@@ -45,10 +45,10 @@ def rename_modules(adapter: LoadedAdapter, shapes: LayerShapes) -> LoadedAdapter
 
 
 def check_adapter_fits(adapter: LoadedAdapter, shapes: LayerShapes, *, width: int) -> None:
-    """Demand that every tensor of an adapter has its place in a base with tokens of that width.
+    """Check that every tensor of an adapter fits a base of the given hidden size.
 
     Raises:
-        IncompatibleError: with everything that does not fit, or when there is nothing at all.
+        IncompatibleError: listing everything that does not fit, or if it changes nothing.
     """
     problems = list(_find_misfits(adapter, shapes, width))
     if not adapter.modules and not adapter.soft_prompts:
@@ -66,7 +66,7 @@ def _find_misfits(adapter: LoadedAdapter, shapes: LayerShapes, width: int) -> It
         yield from filter(None, (_describe_misfit(module, step, shapes[module]) for step in steps))
     for module in adapter.past_end_modules:
         if find_base_name(module, shapes) in shapes:
-            yield f"{module}: the base has it, and stacks of the adapter end before it"
+            yield f"{module}: the base has it, but the stacks of the adapter end before it"
     for prompt in adapter.soft_prompts:
         if prompt.shape[1] != width:
             yield f"a soft prompt is {prompt.shape[1]} wide, tokens of the base are {width}"
@@ -84,15 +84,16 @@ def _describe_misfit(module: str, step: AdapterStep, expected: tuple[int, int]) 
 
 
 DoraScales = Mapping[str, tuple[Tensor, ...]]
-"""The gains of one expert's DoRA steps on one base: per module, one ``c`` [out] each."""
+"""The DoRA magnitude scales of one expert on one base: per module, a ``c`` [out] for each step."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompileSpec:
-    """What a plan is compiled for: the base's layers, a token's width, activations, device.
+    """What a plan is compiled for: the base's layers, hidden size, dtype and device.
 
-    With ``packing`` it is packed for kernels, not made into tensors. To look at a matrix of a
-    routed expert that may not be in memory, ``routed_bytes`` are read first: the whole expert.
+    With ``packing`` the plan is packed for CPU kernels instead of being made into tensors.
+    ``routed_bytes`` is the size of a routed expert that must be read completely to see one of its
+    matrices, because it may not be in memory.
     """
 
     shapes: Mapping[str, tuple[int, int]]
@@ -105,7 +106,7 @@ class CompileSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightedAdapter:
-    """One expert of a chain, its weight in the plan, and its gains if it has DoRA."""
+    """One expert of a chain, its weight in the plan, and its DoRA scales if it has any."""
 
     adapter: LoadedAdapter
     weight: float = 1.0
@@ -114,10 +115,10 @@ class WeightedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """What a plan changes in each linear layer and puts before the first token.
+    """What a plan changes in each linear layer and prepends to the first token.
 
-    ``soft_prompt`` is float32 [virtual tokens, hidden]; ``nbytes`` were allocated for all. A plan
-    for kernels is ``packed`` and has no ``deltas``.
+    ``soft_prompt`` is float32 [virtual tokens, hidden]; ``nbytes`` is the total allocation. A plan
+    for CPU kernels is ``packed`` and has no ``deltas``.
     """
 
     deltas: Mapping[str, LinearDelta]
@@ -127,7 +128,7 @@ class CompiledPlan:
 
     @property
     def width(self) -> int:
-        """How wide rows between A and B are, as the room for them depends on it."""
+        """Number of columns between A and B, which determines buffer sizes."""
         if self.packed is not None:
             return self.packed.width
         ranks = (1 if delta.a is None else len(delta.a) for delta in self.deltas.values())
@@ -137,30 +138,30 @@ class CompiledPlan:
 BASE_ONLY = CompiledPlan({}, None, 0)
 
 _MIN_PARALLEL_BYTES = 128 << 20
-"""Below so many bytes threads that write small blocks wait for each other more than they gain."""
+"""Below this size, threads that write small blocks lose more time than they gain."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoldedPlan:
-    """A chain that fits, folded layer by layer; what it costs is known before it is compiled."""
+    """A folded chain that fits the base; its cost is known before it is compiled."""
 
     deltas: "DeltaCompiler | PackedPlanCompiler"
     soft_prompts: tuple[Tensor, ...]
 
     @property
     def nbytes(self) -> int:
-        """What `compile` will allocate."""
+        """The bytes that `compile` will allocate."""
         virtual = sum(prompt.numel() for prompt in self.soft_prompts)
         return self.deltas.nbytes + virtual * torch.float32.itemsize
 
     @property
     def width(self) -> int:
-        """How wide rows between A and B are, as the room for them depends on it."""
+        """Number of columns between A and B, which determines buffer sizes."""
         return self.deltas.width
 
     @property
     def scratch_bytes(self) -> int:
-        """What `compile` needs besides, at most."""
+        """The maximum additional bytes that `compile` needs."""
         return self.deltas.scratch_bytes(_choose_workers(self.nbytes))
 
     @property
@@ -169,10 +170,10 @@ class FoldedPlan:
         return self.deltas.shares_adapter_memory
 
     def compile(self) -> CompiledPlan:
-        """Multiply every block by its factors and put it in its place.
+        """Multiply every block by its factors and store it in its place.
 
         Raises:
-            IncompatibleError: when numbers are beyond those of the type they are to be kept in.
+            IncompatibleError: for values beyond the range of the storage dtype.
         """
         size = self.nbytes
         prompts = [prompt.to(torch.float32) for prompt in self.soft_prompts]
@@ -187,8 +188,8 @@ def fold_plan(experts: Sequence[WeightedAdapter], spec: CompileSpec) -> FoldedPl
     """Fold an ordered chain of weighted experts; weight 0 equals leaving the expert out.
 
     Raises:
-        IncompatibleError: when a tensor of any expert has no place in the base, or a soft prompt
-            has a weight.
+        IncompatibleError: if a tensor of any expert does not fit the base, or a soft prompt has
+            a weight.
     """
     for expert in experts:
         check_adapter_fits(expert.adapter, spec.shapes, width=spec.width)
@@ -204,31 +205,25 @@ def _choose_deltas(
 ) -> "DeltaCompiler | PackedPlanCompiler":
     if spec.packing is None:
         return DeltaCompiler(layers, spec.dtype, spec.device)
-    from expertctl.engine.cpu.packed_plan import (  # it imports numba, which takes 0.4 s
-        PackedPlanCompiler,
-    )
+    # Imports numba, which takes 0.4 s.
+    from expertctl.engine.cpu.packed_plan import PackedPlanCompiler
 
     return PackedPlanCompiler(layers, spec.shapes, spec.packing)
 
 
 def _choose_workers(size: int) -> int:
-    """Return how many threads compile a plan of so many bytes."""
     return count_usable_cores() if size >= _MIN_PARALLEL_BYTES else 1
 
 
 def _fold_layers(experts: Sequence[WeightedAdapter]) -> dict[str, FoldedChain]:
-    """Return every layer that the plan changes, folded."""
-    links: dict[str, list[ChainStep]] = {}
+    chains: dict[str, list[ChainStep]] = {}
     for expert in experts:
         for module, steps in expert.adapter.modules.items():
-            gains = iter(expert.dora_scales.get(module, ()))
-            links.setdefault(module, []).extend(
-                ChainStep(
-                    step, expert.weight, next(gains) if isinstance(step, DoraTensors) else None
-                )
-                for step in steps
-            )
-    return {module: fold_chain(steps) for module, steps in links.items()}
+            scales = iter(expert.dora_scales.get(module, ()))
+            for step in steps:
+                scale = next(scales) if isinstance(step, DoraTensors) else None
+                chains.setdefault(module, []).append(ChainStep(step, expert.weight, scale))
+    return {module: fold_chain(steps) for module, steps in chains.items()}
 
 
 def _check_soft_prompts(expert: WeightedAdapter) -> None:

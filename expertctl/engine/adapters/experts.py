@@ -1,12 +1,11 @@
-"""DoRA's gains on one base: computed at first use, then resident, and kept on the disk.
+"""Borrowing adapters through the adapter cache: sources, DoRA scales and compiled plans.
 
-They belong to (package, base, dtype of the base): another base gets others. Their bytes are part of
-the budget like an expert's, and so is the scratch memory while they are computed.
+An expert's bytes come from the store, where every file is hashed again while it is read into
+memory, or from a ``.expert`` file that was verified while it was read into memory.
 
-From verified packages to what a plan computes with, through the tiers.
-
-An expert's bytes come from the store, where every file is hashed again on its way into memory, or
-from a ``.expert`` file that was verified while it was read into memory.
+DoRA magnitude scales belong to (package, base, dtype of the base). They are computed at first use,
+kept in memory and cached on disk. Their bytes count towards the budget like an expert's, and so
+does the scratch memory while they are computed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ from expertctl.engine.adapters.compile import (
     CompiledPlan,
     CompileSpec,
     DoraScales,
-    FoldedPlan,
     WeightedAdapter,
     check_adapter_fits,
     fold_plan,
@@ -58,31 +56,31 @@ from expertctl.trust.trust_store import TrustStore
 
 _FLOAT_BYTES = 4
 _COPIES = 2
-"""Their bytes on the way to the disk or from there."""
+"""Copies of their bytes on the way to or from the disk."""
 _UNPACKING = 16
-"""Bytes for each number that is being unpacked, at most, besides the number itself."""
+"""Maximum additional bytes per number that is being unpacked."""
 _UNPACKED_AT_ONCE = 1 << 17
 _PACKED_BLOCK_ROWS = 16
-"""Rows that are unpacked together, however wide they are; as `kernels.packed` does it."""
+"""Minimum rows unpacked together, however wide, as in `kernels.packed_matrix`."""
 _Place = tuple[str, DoraTensors]
 
 
 @dataclass(frozen=True, slots=True)
 class DoraScaleSource:
-    """What gains are computed from and kept in: one base in memory, by content and dtype."""
+    """Computes and caches DoRA scales for one base in memory, identified by content and dtype."""
 
     base: Digest
     matrix: Callable[[str], Tensor]
-    """The weights [out, in] of a linear layer by its module name."""
+    """Returns the weights [out, in] of a linear layer by its module name."""
     derived: DerivedData
 
     def make_request(self, adapter: LoadedAdapter, package: Digest) -> CacheRequest[DoraScales]:
-        """The request for one expert's gains in memory."""
+        """Return the cache request for one expert's scales in memory."""
         key = Digest.compute(f"dora gains {NUMERIC_VERSION} {package} {self.base}".encode())
         return CacheRequest(
             key=(Tier.RAM, key),
             nbytes=dora_scale_bytes(adapter),
-            description=f"the gains of {adapter.ref}",
+            description=f"the DoRA scales of {adapter.ref}",
             load=lambda: self._load_scales(adapter, package, key),
             traffic=False,
         )
@@ -94,54 +92,50 @@ class DoraScaleSource:
             values = torch.frombuffer(bytearray(kept), dtype=torch.float32)
             return _group_by_module(adapter, values.split_with_sizes(sizes))
         values = torch.empty(sum(sizes))
-        for (module, dora), part in zip(
-            _iter_dora_modules(adapter), values.split_with_sizes(sizes), strict=True
-        ):
+        parts = values.split_with_sizes(sizes)
+        for (module, dora), part in zip(_iter_dora_modules(adapter), parts, strict=True):
             what = f"{adapter.ref}: {module}"
             part.copy_(compute_dora_scales(self.matrix(module), dora, what=what))
         self.derived.write(package, key, values.numpy().tobytes())
-        return _group_by_module(adapter, values.split_with_sizes(sizes))
+        return _group_by_module(adapter, parts)
 
 
 def has_dora(adapter: LoadedAdapter) -> bool:
-    """Tell whether an expert needs gains."""
+    """Return whether an expert needs DoRA scales."""
     return any(True for _ in _iter_dora_modules(adapter))
 
 
 def dora_scale_bytes(adapter: LoadedAdapter) -> int:
-    """Return what the gains of one expert take."""
+    """Return the bytes of the scales of one expert."""
     return _FLOAT_BYTES * sum(_scale_sizes(adapter))
 
 
 def placeholder_dora_scales(adapter: LoadedAdapter) -> DoraScales:
-    """Return gains of the right shapes that were never computed."""
+    """Return uninitialised scales of the right shapes, for memory estimates."""
     sizes = _scale_sizes(adapter)
     return _group_by_module(adapter, torch.empty(sum(sizes)).split_with_sizes(sizes))
 
 
 def estimate_dora_scratch(adapter: LoadedAdapter, form: CompileSpec | None = None) -> int:
-    """Return what bringing the gains of one expert into memory needs besides them, at most."""
-    each = (
-        _layer_scratch_bytes(module, dora, form) for module, dora in _iter_dora_modules(adapter)
-    )
+    """Return the maximum additional bytes for bringing the scales of one expert into memory."""
+    each = (_layer_scratch_bytes(*place, form) for place in _iter_dora_modules(adapter))
     return max(each, default=0) + _COPIES * dora_scale_bytes(adapter)
 
 
 def _layer_scratch_bytes(module: str, dora: DoraTensors, form: CompileSpec | None) -> int:
-    """Return what one layer takes; packed weights are unpacked before they are looked at."""
+    """Return the bytes for one layer; packed weights are unpacked first."""
     merging = dora_scale_scratch_bytes(dora)
     if form is None or form.packing is None or module not in form.shapes:
         return merging + _device_copy_bytes(module, form)
     out, inputs = form.shapes[module]
-    at_once = min(
-        max(_UNPACKED_AT_ONCE, _PACKED_BLOCK_ROWS * inputs), (out + _PACKED_BLOCK_ROWS) * inputs
-    )
+    at_once = max(_UNPACKED_AT_ONCE, _PACKED_BLOCK_ROWS * inputs)
+    at_once = min(at_once, (out + _PACKED_BLOCK_ROWS) * inputs)
     read = form.routed_bytes if is_routed_module(module) else 0
     return read + _FLOAT_BYTES * out * inputs + max(merging, _UNPACKING * at_once)
 
 
 def _device_copy_bytes(module: str, form: CompileSpec | None) -> int:
-    """Return what a layer takes that is copied from a device to be read."""
+    """Return the bytes for copying a layer from a device."""
     if form is None or form.device.type == "cpu" or module not in form.shapes:
         return 0
     out, inputs = form.shapes[module]
@@ -166,7 +160,7 @@ def _group_by_module(adapter: LoadedAdapter, parts: tuple[Tensor, ...]) -> DoraS
 
 @dataclass(frozen=True, slots=True)
 class ExpertSource:
-    """One expert that may be used: what it is, how to load it, what that costs in memory."""
+    """An expert that may be used: its manifest, how to load it, and its bytes in memory."""
 
     manifest: Manifest
     content_digest: Digest
@@ -175,7 +169,7 @@ class ExpertSource:
 
     @property
     def cache_request(self) -> CacheRequest[LoadedAdapter]:
-        """The request for its weights in memory."""
+        """The cache request for its weights in memory."""
         return CacheRequest(
             key=(Tier.RAM, self.content_digest),
             nbytes=self.nbytes,
@@ -186,7 +180,7 @@ class ExpertSource:
 
 @dataclass(frozen=True, slots=True)
 class CompileTarget:
-    """What a plan is compiled for: the base's form, and where the gains of DoRA come from."""
+    """What a plan is compiled for: the compile spec, and the source of DoRA scales."""
 
     form: CompileSpec
     dora_scales: DoraScaleSource
@@ -195,30 +189,28 @@ class CompileTarget:
 def make_stored_source(
     store: Store, expert: StoredExpert, manifest: Manifest, *, progress: Progress = ignore_progress
 ) -> ExpertSource:
-    """Offer an installed expert."""
+    """Return the source of an installed expert."""
     paths = {file.path: (store.paths.blob(file.digest), file) for file in expert.files}
     sizes = {file.path: file.size for file in expert.files}
     files = StoredFiles(expert.ref, paths, progress)
-    cost = estimate_adapter_bytes(manifest, sizes)
-    return ExpertSource(
-        manifest, expert.content_digest, cost, lambda: load_adapter(manifest, files)
-    )
+    nbytes, digest = estimate_adapter_bytes(manifest, sizes), expert.content_digest
+    return ExpertSource(manifest, digest, nbytes, lambda: load_adapter(manifest, files))
 
 
 class MemorySink:
-    """Takes the files of one package into memory while the reader hashes them, within a budget."""
+    """Receives the files of one package into memory while they are hashed, within a budget."""
 
     def __init__(self, tiers: AdapterCache, *, what: str) -> None:
-        """Start with no file."""
+        """Start with no files."""
         self.buffers: dict[Digest, memoryview] = {}
         self._tiers, self._what, self._reserved_bytes = tiers, what, 0
 
     @contextmanager
     def open(self, digest: Digest, size: int) -> Iterator[Callable[[memoryview], None]]:
-        """Begin a file.
+        """Start a file.
 
         Raises:
-            BudgetError: when it does not fit.
+            BudgetError: if it does not fit.
         """
         self._tiers.reserve(Tier.RAM, "experts", size + READ_SLACK_BYTES, what=self._what)
         self._reserved_bytes += size + READ_SLACK_BYTES
@@ -233,7 +225,7 @@ class MemorySink:
         self.buffers[digest] = buffer
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Free all files."""
         self.buffers = {}
         self._tiers.release(Tier.RAM, "experts", self._reserved_bytes)
         self._reserved_bytes = 0
@@ -241,21 +233,21 @@ class MemorySink:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFiles:
-    """The files of one package that were hashed on their way into memory."""
+    """The files of one package that were hashed while they were read into memory."""
 
     digests: Mapping[str, FileDigest]
     buffers: Mapping[Digest, memoryview]
 
-    def load_variable(self, path: str) -> memoryview:
-        """Return one file of the package and what follows it in memory.
+    def read_file(self, path: str) -> memoryview:
+        """Return one file of the package, with spare bytes after it.
 
-        Reading its tensors may move its bytes, so they are read once only.
+        Reading its tensors may move its bytes, so they are read only once.
         """
         return self.buffers[self.digests[path].digest]
 
     def copy_file(self, path: str) -> bytes:
         """Return a copy of one small file."""
-        return bytes(self.load_variable(path)[: self.digests[path].size])
+        return bytes(self.read_file(path)[: self.digests[path].size])
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +263,12 @@ class LocalExpert:
 def open_local_expert(
     path: Path, *, trust: TrustStore, tiers: AdapterCache, progress: Progress = ignore_progress
 ) -> Iterator[LocalExpert]:
-    """Read a ``.expert`` file into memory; an unsigned one will do, a signature counts.
+    """Read a ``.expert`` file into memory; it may be unsigned, but a signature must be trusted.
 
     Raises:
-        InvalidPackageError: when the file is malformed.
-        TrustError: when it is signed, but not with a key that is trusted for it.
-        BudgetError: when it does not fit.
+        InvalidPackageError: if the file is malformed.
+        TrustError: if it is signed with a key that is not trusted for it.
+        BudgetError: if it does not fit.
     """
     with ExitStack() as stack:
         sink = MemorySink(tiers, what=path.name)
@@ -291,7 +283,7 @@ def open_local_expert(
 
 
 def _memory_source(contents: PackageContents, files: MemoryFiles) -> ExpertSource:
-    """Offer a package that lies in memory already: loading it costs nothing more."""
+    """Return the source of a package that is already in memory: loading it costs nothing."""
     adapter = load_adapter(contents.manifest, files)
     return ExpertSource(contents.manifest, contents.content_digest, 0, lambda: adapter)
 
@@ -304,14 +296,14 @@ def borrow_compiled_plan(
     identity: Digest,
     target: CompileTarget,
 ) -> Iterator[CompiledPlan]:
-    """Borrow the compiled plan of an ordered chain of weighted experts, loading what is absent.
+    """Borrow the compiled plan of an ordered chain of weighted experts, loading missing ones.
 
     Experts whose bytes the plan does not use in place may be evicted as soon as it is compiled.
 
     Raises:
-        DigestError: when bytes are not those that were verified.
-        IncompatibleError: when an expert does not fit the base.
-        BudgetError: when the experts cannot fit into memory.
+        DigestError: if bytes are not those that were verified.
+        IncompatibleError: if an expert does not fit the base.
+        BudgetError: if the experts do not fit into memory.
     """
     if not chain:
         yield BASE_ONLY
@@ -329,7 +321,7 @@ def _compile_plan(
     target: CompileTarget,
     pins: ExitStack,
 ) -> CompiledPlan:
-    """Compile with the experts pinned; only the plan stays so. All other references end here."""
+    """Compile with the experts pinned; afterwards only the plan stays pinned."""
     with ExitStack() as others:
         loaded = others.enter_context(tiers.pin([source.cache_request for source, _ in chain]))
         adapters = [rename_modules(adapter, target.form.shapes) for adapter in loaded]
@@ -339,19 +331,23 @@ def _compile_plan(
             )
             for adapter, (source, weight) in zip(adapters, chain, strict=True)
         ]
-        composition = fold_plan(links, target.form)
-        wanted = _make_plan_request(
-            key, links, [source.cache_request.key for source, _ in chain], composition
+        folded = fold_plan(links, target.form)
+        experts = [source.cache_request.key for source, _ in chain]
+        request = CacheRequest(
+            key=key,
+            nbytes=folded.nbytes,
+            description=f"the plan of {', '.join(link.adapter.ref for link in links)}",
+            load=folded.compile,
+            depends_on=tuple(experts) if folded.shares_adapter_memory else (),
         )
-        scratch = composition.scratch_bytes
-        with _reserve_scratch(tiers, scratch, what=wanted.description):
-            [plan] = pins.enter_context(tiers.pin([wanted]))
+        with _reserve_scratch(tiers, folded.scratch_bytes, what=request.description):
+            [plan] = pins.enter_context(tiers.pin([request]))
     return plan
 
 
 @contextmanager
 def _reserve_scratch(tiers: AdapterCache, size: int, *, what: str) -> Iterator[None]:
-    """Hold what compiling takes besides; as experts cause it, a shorter prompt is no way out."""
+    """Reserve scratch memory; the hint names experts, because a shorter prompt would not help."""
     try:
         with tiers.reserve_during(Tier.RAM, "buffers", size, what=what):
             yield
@@ -368,7 +364,7 @@ def _borrow_dora_scales(
     target: CompileTarget,
     pins: ExitStack,
 ) -> DoraScales:
-    """Borrow what one expert's DoRA needs on this base, bringing it if it is absent."""
+    """Borrow the DoRA scales of one expert on this base, computing them if they are absent."""
     if weight == 0.0 or not has_dora(adapter):
         return {}
     check_adapter_fits(adapter, target.form.shapes, width=target.form.width)
@@ -380,18 +376,3 @@ def _borrow_dora_scales(
     with _reserve_scratch(tiers, scratch, what=wanted.description):
         [found] = pins.enter_context(tiers.pin([wanted]))
     return found
-
-
-def _make_plan_request(
-    key: CacheKey,
-    links: Sequence[WeightedAdapter],
-    experts: Sequence[CacheKey],
-    composition: FoldedPlan,
-) -> CacheRequest[CompiledPlan]:
-    return CacheRequest(
-        key=key,
-        nbytes=composition.nbytes,
-        description=f"the plan of {', '.join(link.adapter.ref for link in links)}",
-        load=composition.compile,
-        depends_on=tuple(experts) if composition.shares_adapter_memory else (),
-    )

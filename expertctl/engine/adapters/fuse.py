@@ -1,12 +1,11 @@
-"""An ordered, weighted chain of steps on one linear layer, by its plain formula (decision 10).
+"""Chains of adapter steps on one linear layer: the reference formula, and folding (decision 10).
 
-Expert by expert and in the words of the definition: what every faster path is compared with.
+`apply_chain` applies the definition step by step; faster paths are tested against it.
 
-Folding a chain of steps on one linear layer: which factor reaches which block (decision 10).
-
-A step multiplies what stands before it: IA³ on the output and DoRA multiply every earlier block
-and ``W x``, IA³ on the input multiplies their input. So the factors *after* a block reach it, and
-along the chain these are the tails of one list: `fold` only counts them.
+`fold_chain` determines which factor multiplies which block. A step multiplies everything before it:
+IA³ on the output and DoRA multiply every earlier block and ``W x``, IA³ on the input multiplies
+their input. So a block is multiplied by the factors *after* it; along the chain these are suffixes
+of one list, and folding only counts them.
 """
 
 from collections.abc import Sequence
@@ -25,14 +24,14 @@ from expertctl.engine.model.functional import (
 )
 
 AdapterStep = LoraTensors | DoraTensors | Ia3Tensors
-"""What one adapter does to one linear layer."""
+"""The change of one adapter to one linear layer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChainStep:
     """One step of a chain and the weight of its expert; weight 0 leaves it out.
 
-    ``gain`` is DoRA's ``c`` on the base, [out], where it is known already.
+    ``dora_scale`` is DoRA's ``c`` on the base, [out], if it is already known.
     """
 
     step: AdapterStep
@@ -43,7 +42,7 @@ class ChainStep:
 def apply_chain(
     x: Tensor, weight: Tensor, bias: Tensor | None, steps: Sequence[ChainStep]
 ) -> Tensor:
-    """Return f(x), the output of a linear layer after the last link, in the type of ``x``."""
+    """Return the output of a linear layer after the last step, in the dtype of ``x``."""
     if not steps:
         y: Tensor = F.linear(x, weight, bias)
         return y
@@ -58,9 +57,8 @@ def apply_chain(
             scaled = x * weighted_ia3_vector(ia3, share, dtype=x.dtype)
             return apply_chain(scaled, weight, bias, before)
         case Ia3Tensors() as ia3:
-            return weighted_ia3_vector(ia3, share, dtype=x.dtype) * apply_chain(
-                x, weight, bias, before
-            )
+            vector = weighted_ia3_vector(ia3, share, dtype=x.dtype)
+            return vector * apply_chain(x, weight, bias, before)
         case DoraTensors() as dora:
             f = apply_chain(x, weight, bias, before)
             g = f if bias is None else apply_chain(x, weight, None, before)
@@ -70,13 +68,13 @@ def apply_chain(
 
 @dataclass(frozen=True, slots=True)
 class LowRankBlock:
-    """One low-rank part: its step, and how many input and output factors stand after it."""
+    """A low-rank step, and the number of input and output factors after it."""
 
     step: LoraTensors | DoraTensors
     factor: float
     """Weight times scale: the number that multiplies B."""
     dora_scale: Tensor | None
-    """What DoRA multiplies its own B with, [out]."""
+    """DoRA's factor for its own B, [out]."""
     inputs_after: int
     outputs_after: int
 
@@ -102,17 +100,17 @@ class FoldedChain:
 
     @property
     def bias_factors(self) -> list[ChainStep]:
-        """The factors of the output that reach the bias too: DoRA leaves it alone."""
+        """The output factors that also multiply the bias: all except DoRA's."""
         return [link for link in self.outputs if isinstance(link.step, Ia3Tensors)]
 
     @property
     def rank(self) -> int:
-        """The width of all blocks beside each other."""
+        """The sum of the ranks of all blocks."""
         return sum(block.step.rank for block in self.blocks)
 
     @property
     def scale_elements(self) -> int:
-        """How many numbers stand in the products for input, output and bias together."""
+        """The number of elements of the input, output and bias scales together."""
         lists = (self.inputs, self.outputs, self.bias_factors)
         return sum(len(get_factor_vector(links[0])) for links in lists if links)
 
@@ -133,15 +131,14 @@ def fold_chain(steps: Sequence[ChainStep]) -> FoldedChain:
                 blocks.append(LowRankBlock(lora, factor, None, len(inputs), len(outputs)))
             case DoraTensors() as dora:
                 factor = link.weight * dora.scale
-                blocks.append(
-                    LowRankBlock(dora, factor, link.dora_scale, len(inputs), len(outputs))
-                )
+                after = (len(inputs), len(outputs))
+                blocks.append(LowRankBlock(dora, factor, link.dora_scale, *after))
                 outputs.append(link)
     return FoldedChain(tuple(reversed(blocks)), tuple(inputs), tuple(outputs))
 
 
 def get_factor_vector(link: ChainStep) -> Tensor:
-    """Return l of IA³ or c of DoRA; with the weight w the factor is ``1 + w * (vector - 1)``."""
+    """Return l of IA³ or c of DoRA; with weight w the factor is ``1 + w * (vector - 1)``."""
     vector = link.step.vector if isinstance(link.step, Ia3Tensors) else link.dora_scale
-    assert vector is not None, "the gains of DoRA come before its plan"
+    assert vector is not None, "DoRA scales are computed before the plan"
     return vector

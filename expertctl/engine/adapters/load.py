@@ -1,8 +1,8 @@
-"""Adapter weights from disk to tensors: read once, hashed in memory, used from those very bytes.
+"""Loading adapter weights: files are read once, hashed in memory and used from the same bytes.
 
-Decision 14: no mapping of the file and no second read, so what was verified is what is used, even
-if the file is written to meanwhile. Reading runs ahead of hashing in a thread of its own.
-The tensors are views into the buffer; nothing is converted here.
+Decision 14: files are neither mapped nor read twice, so the verified bytes are the used bytes even
+if a file is overwritten meanwhile. A thread reads ahead of hashing. The tensors are views into the
+buffer; nothing is converted here.
 """
 
 import hashlib
@@ -35,22 +35,22 @@ from expertctl.schema.manifest import AdapterEntry, Manifest
 
 READ_CHUNK_BYTES = 4 << 20
 READ_SLACK_BYTES = 8
-"""Spare bytes of a buffer, so that tensors can be moved to an address that fits their type."""
+"""Spare bytes of a buffer, so that tensors can be moved to an aligned address."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class PackageFiles(Protocol):
-    """Where the verified bytes of one package come from: the store, or memory."""
+    """The verified bytes of one package, from the store or from memory."""
 
-    def load_variable(self, path: str) -> memoryview:
-        """Hand over one file's bytes, digest checked, and `READ_SLACK_BYTES` bytes after them."""
+    def read_file(self, path: str) -> memoryview:
+        """Return one file's bytes, digest checked, followed by `READ_SLACK_BYTES` spare bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """The weights of one expert in memory: what changes each module, and its soft prompts.
+    """The weights of one expert in memory: the steps for each module, and its soft prompts.
 
-    Steps stand in the order of the manifest's adapters; tensors are views into what was read.
+    Steps are in the order of the manifest's adapters; tensors are views into the file buffers.
     """
 
     ref: str
@@ -59,7 +59,7 @@ class LoadedAdapter:
     tensors: int
     nbytes: int
     past_end_modules: frozenset[str] = frozenset()
-    """The modules after the last expert of each stack: no base that it fits has them."""
+    """The module after the last expert of each stack: a base that it fits has none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +70,29 @@ class StoredFiles:
     paths: Mapping[str, tuple[Path, FileDigest]]
     progress: Progress = ignore_progress
 
-    def load_variable(self, path: str) -> memoryview:
+    def read_file(self, path: str) -> memoryview:
         """Read one file of the package.
 
         Raises:
-            DigestError: when its bytes are not those that were installed.
-            NotFoundError: when it is gone.
+            DigestError: if its bytes are not those that were installed.
+            NotFoundError: if it is missing.
         """
         blob, expected = self.paths[path]
         return read_verified(blob, expected, owner=self.ref, progress=self.progress)
 
 
 def estimate_adapter_bytes(manifest: Manifest, sizes: Mapping[str, int]) -> int:
-    """Return what an expert will take in memory, with the files that describe its weights."""
+    """Return the bytes of an expert in memory, including the files that describe its weights."""
     files = [path for entry in manifest.adapters for path in (entry.path, entry.config)]
     return sum(sizes[path] + READ_SLACK_BYTES for path in files)
 
 
 def load_adapter(manifest: Manifest, package_files: PackageFiles) -> LoadedAdapter:
-    """Bring the weights of one expert into memory, its adapters in the manifest's order.
+    """Load the weights of one expert into memory, its adapters in the manifest's order.
 
     Raises:
-        DigestError: when bytes are not those that were verified at install.
-        InvalidPackageError: when a file is malformed.
+        DigestError: if bytes are not those that were verified at installation.
+        InvalidPackageError: if a file is malformed.
     """
     loaded = [_load_entry(manifest, entry, package_files) for entry in manifest.adapters]
     modules: dict[str, tuple[AdapterStep, ...]] = {}
@@ -112,12 +112,12 @@ def load_adapter(manifest: Manifest, package_files: PackageFiles) -> LoadedAdapt
 def read_verified(
     path: Path, expected: FileDigest, *, owner: str, progress: Progress = ignore_progress
 ) -> memoryview:
-    """Read a file into a new buffer, hashing while reading; `READ_SLACK_BYTES` bytes are left after it.
+    """Read a file into a new buffer with `READ_SLACK_BYTES` spare bytes, hashing it meanwhile.
 
     Raises:
-        DigestError: when size or digest differ.
-        NotFoundError: when the file is missing.
-        StoreError: when it cannot be read.
+        DigestError: if size or digest differ.
+        NotFoundError: if the file is missing.
+        StoreError: if it cannot be read.
     """
     try:
         with path.open("rb", buffering=0) as stream:
@@ -143,22 +143,20 @@ def read_verified(
 def _make_changed_error(owner: str, expected: FileDigest, size: int) -> DigestError:
     detail = "" if size == expected.size else f" ({size} bytes instead of {expected.size})"
     return DigestError(
-        f"{owner}: {expected.path} is not what was installed{detail}",
-        hint="find the damage with `expertctl doctor`, then install the expert again",
+        f"{owner}: {expected.path} differs from the installed file{detail}",
+        hint="run `expertctl doctor`, then reinstall the expert",
     )
 
 
 def _read_and_hash(stream: BinaryIO, target: memoryview, progress: Progress) -> Digest:
-    """Read ahead of hashing; a thread is not worth it for one chunk."""
+    """Read ahead of hashing, in a thread unless there is only one chunk."""
     if len(target) <= READ_CHUNK_BYTES:
         _read_into(stream, target)
         progress(len(target))
         return Digest.compute(target)
     hasher = hashlib.sha256()
-    chunks = [
-        target[begin : begin + READ_CHUNK_BYTES]
-        for begin in range(0, len(target), READ_CHUNK_BYTES)
-    ]
+    begins = range(0, len(target), READ_CHUNK_BYTES)
+    chunks = [target[begin : begin + READ_CHUNK_BYTES] for begin in begins]
     with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as reader:
         ahead: list[Future[None]] = [reader.submit(_read_into, stream, chunk) for chunk in chunks]
         for chunk, done in zip(chunks, ahead, strict=True):
@@ -169,7 +167,7 @@ def _read_and_hash(stream: BinaryIO, target: memoryview, progress: Progress) -> 
 
 
 def _read_into(stream: BinaryIO, target: memoryview) -> None:
-    """Read until ``target`` is full; what a shrinking file leaves is zeros and fails the digest."""
+    """Fill ``target``; if the file shrinks, zeros remain and the digest check fails."""
     filled = 0
     while filled < len(target):
         count = stream.readinto(target[filled:])  # type: ignore[attr-defined]  # a raw file has it
@@ -180,41 +178,38 @@ def _read_into(stream: BinaryIO, target: memoryview) -> None:
 
 def _load_entry(manifest: Manifest, entry: AdapterEntry, files: PackageFiles) -> LoadedAdapter:
     what = f"{manifest.ref}: {entry.path}"
-    config_bytes = files.load_variable(entry.config)
+    config_bytes = files.read_file(entry.config)
     config = parse_adapter_config(
         bytes(config_bytes[:-READ_SLACK_BYTES]), what=f"{manifest.ref}: {entry.config}"
     )
-    buffer = files.load_variable(entry.path)
+    buffer = files.read_file(entry.path)
     size = len(buffer) - READ_SLACK_BYTES
     table = _read_tensor_table(buffer, size, what)
     spec = build_adapter_spec(config, table, what=what)
     _check_manifest_entry(spec, entry, what)
     tensors = _view_tensors(buffer, size, table)
-    modules = {
-        part.module: (_make_step(part, tensors),)
-        for part in spec.parts
-        if not isinstance(part, SoftPrompt)
-    }
     prompts = [tensors[part.embeddings] for part in spec.parts if isinstance(part, SoftPrompt)]
+    parts = (part for part in spec.parts if not isinstance(part, SoftPrompt))
+    modules = {part.module: (_make_step(part, tensors),) for part in parts}
     ends = (part.module_after_stack for part in spec.parts if isinstance(part, Lora))
     beyond = frozenset(end for end in ends if end is not None)
     return LoadedAdapter(manifest.ref, modules, tuple(prompts), spec.tensors, len(buffer), beyond)
 
 
 def _check_manifest_entry(spec: AdapterSpec, entry: AdapterEntry, what: str) -> None:
-    """Demand that every tensor has a use, and that the manifest says what is there."""
+    """Check that every tensor is used, and that the manifest matches the file."""
     used = len({name for part in spec.parts for name in _tensor_names(part)})
     problems = []
     if spec.kind != entry.kind:
         problems.append(f"it is of kind {spec.kind}, the manifest says {entry.kind}")
     if not used == spec.tensors == entry.tensors:
-        problems.append(f"{used} of {entry.tensors} promised tensors have a use")
+        problems.append(f"{used} of the {entry.tensors} declared tensors are used")
     if problems:
         raise InvalidPackageError(what, problems)
 
 
 def _tensor_names(part: Part) -> tuple[str, ...]:
-    """Return the tensors that a part is made of; a stack of experts serves many parts."""
+    """Return the names of a part's tensors; the stack of several experts belongs to many parts."""
     match part:
         case Lora():
             return part.a, part.b
@@ -257,9 +252,9 @@ def _read_tensor_table(buffer: memoryview, size: int, what: str) -> TensorTable:
 
 
 def _view_tensors(buffer: memoryview, size: int, table: TensorTable) -> dict[str, Tensor]:
-    """Return every tensor as a view; all have one type, as `build_adapter_spec` checked."""
+    """Return every tensor as a view; all have one dtype, as `build_adapter_spec` checked."""
     shift = -table.data_offset % READ_SLACK_BYTES
-    if shift:  # an odd header length: move everything, so that addresses are multiples of 8
+    if shift:  # an odd header length: move everything to multiples of 8
         buffer[shift : shift + size] = buffer[:size]
     dtype = _DTYPES[next(iter(table.tensors.values())).dtype]
     whole = torch.frombuffer(buffer, dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""A base that compiled kernels hold and run: what is large, in int8 or int4, or deterministic.
+"""The packed CPU backend: large bases, int8 and int4, and deterministic results.
 
-Importing this imports numba. Compiled code is kept below the home, and `tell` gets a sentence
-when some has to be made.
+Importing this module imports numba. Compiled code is cached below the home; the load context is
+notified when kernels must be compiled.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,20 +72,20 @@ SCHEMES: dict[Dtype, Scheme] = {
 
 @dataclass(frozen=True, slots=True)
 class PackedBackend:
-    """A base that `PackedDecoder` runs."""
+    """The settings of a base that `PackedDecoder` runs."""
 
     config: ModelConfig
     dtype: Dtype
     adapter_dtype: AdapterDtype
     weight_bytes: int
     cache: CachePlan | None = None
-    """How its routed experts are held where not all are in memory, or some may be left out."""
+    """The expert cache plan if not all routed experts are in memory, or some may be dropped."""
     start: WarmupPlan = field(default=WarmupPlan(), compare=False)
-    """Which of them it begins with."""
+    """The experts that the cache is warmed up with."""
 
     @property
     def kv_scheme(self) -> Scheme:
-        """What keys and values are kept in: half the bytes beside weights that are rounded."""
+        """Scheme of keys and values: float16 unless the weights are float32."""
         return Scheme.FLOAT32 if self.scheme is Scheme.FLOAT32 else Scheme.FLOAT16
 
     @classmethod
@@ -102,13 +102,13 @@ class PackedBackend:
         rows: int = 1,
         headroom: int = 0,
     ) -> "PackedBackend":
-        """Return what runs a base in ``room`` bytes of memory; None: unlimited.
+        """Return the backend for a base within ``memory_limit`` bytes; None: unlimited.
 
-        Of these, enough is left for a text that is asked for without further wishes, in a batch of
-        ``rows``, and for a run that takes ``beside`` bytes besides the base.
+        The limit leaves enough for a sequence with default settings in a batch of ``rows``, and for
+        a run that needs ``headroom`` bytes on top of the base.
 
         Raises:
-            IncompatibleError: when its sizes are not those that kernels support.
+            IncompatibleError: for sizes that the kernels do not support.
         """
         scheme = SCHEMES[dtype]
         whole = packed_base_bytes(config, scheme)
@@ -117,56 +117,58 @@ class PackedBackend:
         held = cls(config, dtype, adapter_dtype, whole)
         if config.experts is None or memory_limit is None:
             return held
-        texts = max(held.sequence_bytes(rows=rows), headroom)
-        if fits_in_memory(whole, memory_limit, sequence_bytes=texts):
+        sequence_bytes = max(held.sequence_bytes(rows=rows), headroom)
+        if fits_in_memory(whole, memory_limit, sequence_bytes=sequence_bytes):
             return held
         rest, block = held.min_weight_bytes, make_expert_shape(config, scheme)
-        layers, experts = len(config.experts.layers), config.experts.count
         plan = plan_cache(
-            layers=layers,
-            experts=experts,
+            layers=len(config.experts.layers),
+            experts=config.experts.count,
             block_bytes=block.nbytes,
             other_bytes=rest,
             limit=memory_limit,
             miss=miss,
             cap=cap,
-            sequence_bytes=texts,
+            sequence_bytes=sequence_bytes,
         )
         weight_bytes = rest + plan.blocks * block.nbytes
         return cls(config, dtype, adapter_dtype, weight_bytes, replace(plan, cold=cold))
 
     def with_warmup(self, start: PlanWarmup) -> "PackedBackend":
-        """Return the same with slots and pins by what is known, where not all experts fit.
+        """Return the same backend with slots and pins from usage data, if not all experts fit.
 
         Raises:
-            ExpertError: when a profile is of another base, or cannot be used.
+            ExpertError: for a profile of another base, or one that cannot be used.
         """
         config, routed = self.config, self.config.experts
         if self.cache is None or routed is None:
             return self
-        begins, before = start(routed), self.cache
-        plan = begins.adapt_cache_plan(before, routed.layers)
-        fewer = (before.blocks - plan.blocks) * make_expert_shape(config, self.scheme).nbytes
-        return replace(self, weight_bytes=self.weight_bytes - fewer, cache=plan, start=begins)
+        warmup = start(routed)
+        plan = warmup.adapt_cache_plan(self.cache, routed.layers)
+        fewer = (self.cache.blocks - plan.blocks) * make_expert_shape(config, self.scheme).nbytes
+        return replace(self, weight_bytes=self.weight_bytes - fewer, cache=plan, start=warmup)
 
     @property
     def name(self) -> BackendName:
-        """Which of the two it is."""
+        """The name of this backend."""
         return "packed"
 
     @property
     def scheme(self) -> Scheme:
-        """How its matrices are stored."""
+        """Storage scheme of its matrices."""
         return SCHEMES[self.dtype]
 
     @property
     def loading_bytes(self) -> int:
-        """What reading its weights takes besides, at most."""
+        """Maximum additional bytes needed while the weights are loaded."""
         return packing_scratch_bytes(self.config)
 
     @property
     def min_weight_bytes(self) -> int:
-        """What all but routed experts takes where not all fit; a run needs some of them, too."""
+        """Bytes of all weights except routed experts; a run also needs some of those.
+
+        If all experts fit, this is `weight_bytes`.
+        """
         if self.config.experts is None:
             return self.weight_bytes
         rest = packed_base_bytes(self.config, self.scheme, experts=False)
@@ -174,27 +176,26 @@ class PackedBackend:
 
     @property
     def host_bytes(self) -> int:
-        """0: they are in no other memory."""
+        """Always 0: the weights are in no other memory."""
         return 0
 
     @property
     def compile_spec(self) -> CompileSpec:
-        """What plans are compiled for."""
+        """What adapter plans are compiled for."""
         config, packing = self.config, PlanPacking(self.scheme, self.adapter_dtype)
-        shapes, cpu = config.linear_shapes(), torch.device("cpu")
         read = 0 if self.cache is None else make_expert_shape(config, self.scheme).nbytes
-        return CompileSpec(
-            shapes, config.hidden_size, torch.float32, cpu, packing, routed_bytes=read
-        )
+        shapes, width, cpu = config.linear_shapes(), config.hidden_size, torch.device("cpu")
+        return CompileSpec(shapes, width, torch.float32, cpu, packing, routed_bytes=read)
 
     def kv_bytes(self, tokens: int) -> int:
-        """What the keys and values of so many tokens take, by whole pages."""
+        """Return the bytes of the keys and values of this many tokens, in whole pages."""
         return estimate_pages_bytes(self.config, tokens, self.kv_scheme)
 
     def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
-        """What a pass over so many tokens, or rows, needs besides weights and cache.
+        """Return the bytes that a pass needs on top of weights and KV cache.
 
-        Plans that meet in a batch may be in any scheme. The scores of a step are copied out.
+        It processes ``tokens``, or ``rows`` sequences. Plans in one batch may have different
+        schemes. The logits of a step are copied out.
         """
         mixed = ADAPTER_SCHEMES if width and rows > 1 else None
         passing = estimate_buffer_bytes(
@@ -204,25 +205,28 @@ class PackedBackend:
         return passing + scores + estimate_sample_bytes(self.config.vocab_size)
 
     def sequence_bytes(self, *, rows: int = 1) -> int:
-        """What a text takes besides weights: of `TYPICAL_SEQUENCE_TOKENS`, or as many as the base reads."""
+        """Return the bytes that a sequence needs on top of the weights.
+
+        Its length is `TYPICAL_SEQUENCE_TOKENS`, or the maximum of the base if that is less.
+        """
         tokens = min(TYPICAL_SEQUENCE_TOKENS, self.config.max_positions)
         passing = max(self.buffer_bytes(tokens, rows=rows), self.loading_bytes)
         return passing + self.kv_bytes(tokens)
 
     @property
     def kv_layout(self) -> str:
-        """Equal where one keeper serves: pages of the same numbers."""
+        """Equal for backends that can share a KV store: pages of the same scheme."""
         return f"pages of {self.kv_scheme.value}"
 
     def create_kv_store(self, tiers: AdapterCache, *, kept_limit: int | None = None) -> BlockPool:
-        """Return an owner of pages."""
+        """Return the owner of KV pages."""
         return BlockPool(tiers, numbers=self.kv_scheme, cached_limit=kept_limit)
 
     def load(self, context: LoadContext, *, progress: Progress = ignore_progress) -> "PackedModel":
-        """Read and pack the weights, or read them as they were packed before.
+        """Read and pack the weights, or read their quantised copy.
 
         Raises:
-            InvalidPackageError: when its tensors are not those of its configuration.
+            InvalidPackageError: if the tensors do not match the configuration.
         """
         use_kernel_cache(context.home, notify=context.tell, check=context.check)
         base = load_packed_base(
@@ -247,7 +251,7 @@ class PackedBackend:
         return PackedModel(base, threads=context.threads, experts=experts, reader=reader)
 
     def _wrap_resident_base(self, base: PackedBase, context: LoadContext) -> "PackedModel":
-        """Return what runs a base that is all in memory."""
+        """Return the model of a base that is completely in memory."""
         experts, routed = make_resident_experts(base), self.config.experts
         if experts is not None and routed is not None:
             context.watch(routed, experts)
@@ -256,10 +260,9 @@ class PackedBackend:
     def _open_expert_reader(
         self, plan: CachePlan, context: LoadContext
     ) -> StoredExperts | CopiedExperts:
-        """Return the reader of experts: that of the base's copy, where there is one."""
-        stored = StoredExperts(
-            read_base_tensors(context.directory, self.config), self.config, self.scheme
-        )
+        """Return the reader of routed experts: that of the quantised copy, if there is one."""
+        tensors = read_base_tensors(context.directory, self.config)
+        stored = StoredExperts(tensors, self.config, self.scheme)
         if context.copies is None or not uses_quantised_copy(self.scheme, cold=plan.cold):
             return stored
         found = open_copied_experts(
@@ -270,10 +273,11 @@ class PackedBackend:
     def _create_expert_cache(
         self, plan: CachePlan, reader: StoredExperts | CopiedExperts
     ) -> ExpertCache:
-        """Make room for some of the routed experts, and begin with those that are known."""
-        config, scheme, routed = self.config, self.scheme, self.config.experts
+        """Allocate the cache of routed experts and warm it up."""
+        routed = self.config.experts
         assert routed is not None
-        shape = replace(make_expert_shape(config, scheme), compact_bytes=reader.compact)
+        shape = make_expert_shape(self.config, self.scheme)
+        shape = replace(shape, compact_bytes=reader.compact)
         total, most = plan.blocks * shape.nbytes, plan.layers * plan.experts
         blocks = HostBlockStorage.from_budget(total, shape, max_count=most)
         memory = ExpertMemory(shape, layers=plan.layers, experts=plan.experts, blocks=blocks)
@@ -287,13 +291,13 @@ class PackedBackend:
         try:
             warm_up_cache(cache, self.start, dict(zip(numbers, slots, strict=True)))
         except BaseException:
-            cache.close()  # first: its threads read
+            cache.close()  # before the reader, which its threads use
             raise
         return cache
 
 
 class PackedModel:
-    """A base in packed memory, and the crew that computes with it."""
+    """A base in packed memory, and the thread pool that computes with it."""
 
     def __init__(
         self,
@@ -304,10 +308,11 @@ class PackedModel:
         reader: StoredExperts | CopiedExperts | None = None,
         resident_experts: ResidentExperts | None = None,
     ) -> None:
-        """Use at most so many threads; others than the caller's start with the first pass.
+        """Use at most ``threads`` threads; all except the caller's start with the first pass.
 
-        ``experts`` owns routed experts that the base does not have; ``reader`` is what they are
-        read by, and closed with this. ``whole`` stands for routed experts that the base has.
+        ``experts`` owns the routed experts that are not in the base; ``reader`` reads them and is
+        closed with this object. ``resident_experts`` stands for routed experts that are in the
+        base.
         """
         self.base, self.experts, self._pool = base, experts, ThreadPool(threads)
         self._reader, self._resident_experts = reader, resident_experts
@@ -317,7 +322,7 @@ class PackedModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights, and of what is known of routed experts."""
+        """Bytes of its weights and of the bookkeeping of routed experts."""
         routed = self.base.config.experts
         if routed is None:
             return self.base.nbytes
@@ -327,7 +332,7 @@ class PackedModel:
 
     @property
     def routed(self) -> RoutedExpertStats | None:
-        """What became of routed experts so far; None where there are none."""
+        """Statistics of routed experts so far; None if there are none."""
         if self.experts is None:
             return None if self._resident_experts is None else self._resident_experts.report()
         report, reader = self.experts.report(), self._reader
@@ -336,32 +341,32 @@ class PackedModel:
 
     @property
     def counters(self) -> Counters | None:
-        """What is counted of routed experts; None where there are none."""
+        """Counters of routed experts; None if there are none."""
         experts = self.experts or self._resident_experts
         return None if experts is None else experts.counters
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a person should know of them."""
+        """Warnings about the weights, for the user."""
         return self.base.warnings
 
     def prepare(
         self, cache: KVCacheBase, plan: CompiledPlan, *, tokens: int, rows: int = 1
     ) -> None:
-        """Make what reads so many tokens, compiling what is not compiled yet."""
+        """Allocate buffers and programs for this many tokens, compiling kernels if necessary."""
         assert isinstance(cache, PagedKVCache)
         self.decoder.prepare(cache, plan.packed, tokens=tokens, rows=rows)
 
     @property
     def prefill_parts(self) -> int:
-        """The number of layers; 1 with routed experts, which are brought for one pass at a time."""
+        """The number of layers; 1 with routed experts, which are loaded for one pass at a time."""
         return 1 if self.base.config.experts is not None else self.base.config.layers
 
     def prefill(
         self, reading: DecodeSession, ids: Sequence[int], *, between_layers: Callable[[], None]
     ) -> PrefillResult:
-        """Read a part of a prompt; ``between_layers`` may call `step` with other texts."""
-        assert isinstance(reading, DecoderSession), "a text of a base that kernels hold"
+        """Process part of a prompt; ``between_layers`` may call `step` with other sequences."""
+        assert isinstance(reading, DecoderSession), "a session of another backend"
         if self.prefill_parts == 1:
             return reading.prefill(ids)
         assert isinstance(reading.cache, PagedKVCache)
@@ -377,7 +382,7 @@ class PackedModel:
         )
 
     def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> Tensor:
-        """Read one more token of each of several texts, in one pass over the weights."""
+        """Process one more token of each sequence, in one pass over the weights."""
         return self.decoder.step([_make_decode_row(reading, token) for reading, token in texts])
 
     def start_session(
@@ -388,26 +393,26 @@ class PackedModel:
         progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> DecodeSession:
-        """Begin or go on with a text."""
+        """Start or continue a sequence."""
         assert isinstance(cache, PagedKVCache)
         return DecoderSession(self.decoder, cache, plan.packed, plan.soft_prompt, progress, scores)
 
     @property
     def read_bytes(self) -> int:
-        """How many bytes of files were read for them."""
+        """Bytes of files read to load the base."""
         return self.base.read_bytes
 
     def time_layers(self, times: LayerTimer) -> AbstractContextManager[None]:
-        """Add to ``times`` how long each part of what is read meanwhile takes."""
+        """Add the duration of each part of all passes within the context to ``times``."""
         return self.decoder.time_layers(times)
 
     def matrix(self, module: str) -> Tensor:
-        """Return the weights of a linear layer as they are used, as a new float32 [out, in].
+        """Return the effective weights of a linear layer, as a new float32 [out, in].
 
-        A routed expert that may be absent is read for it, even if it is in memory now.
+        A routed expert that may be absent is read from its file, even if it is in memory now.
 
         Raises:
-            InvalidPackageError: when a file of the base cannot be read.
+            InvalidPackageError: if a file of the base cannot be read.
         """
         routed = parse_routed_expert(module)
         if self._reader is None or routed is None:
@@ -418,21 +423,21 @@ class PackedModel:
         return replace(self.base, experts={routed: block}).unpack_weights(module)
 
     def free_buffers(self) -> None:
-        """Let go of what the passes of a plan share."""
+        """Free the buffers and programs of the decoder."""
         self.decoder.free_buffers()
 
     @property
     def holds_only_weights(self) -> bool:
-        """Whether it holds nothing but its weights."""
+        """Whether nothing but weights is allocated."""
         return self.decoder.has_no_buffers
 
     def check_integrity(self) -> None:
-        """Assert what always holds between two passes."""
+        """Assert the invariants between two passes."""
         if self.experts is not None:
             self.experts.check_integrity()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads and close the expert cache and reader."""
         self._pool.close()
         if self.experts is not None:
             self.experts.close()
@@ -441,5 +446,5 @@ class PackedModel:
 
 
 def _make_decode_row(reading: DecodeSession, token: int) -> DecodeRow:
-    assert isinstance(reading, DecoderSession), "a text of a base that kernels hold"
+    assert isinstance(reading, DecoderSession), "a session of another backend"
     return DecodeRow(token, reading.cache, reading.deltas)

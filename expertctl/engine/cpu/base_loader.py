@@ -1,18 +1,15 @@
-"""A packed base with random weights, made as it lies in memory: nothing is packed or quantised.
+"""Loading a base into packed matrices from its files or its quantised copy, or with random weights.
 
-It takes as long to run as a trained base of its shape; what it says means nothing.
+Tensors are packed into their final memory as they are read, so the base is in memory only once. If
+some routed experts stay on disk, they are still packed for the copy, one after another.
 
-A base from its files, or from its copy, into packed matrices.
-
-What was read is packed into its place and let go of, so the base is in memory once. Where some of
-its routed experts stay on the disk, they are packed for a copy all the same, one after another.
+A random base takes as long to run as a trained base of its shape; its output means nothing.
 """
 
 import hashlib
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +27,7 @@ from expertctl.engine.cpu.tensor_packing import (
     packing_thread_count,
     slice_tensor,
 )
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import AnyArray, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix, widen_to_float32
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.model.weights import list_rounding_warnings, make_tied_head_error
@@ -42,20 +39,18 @@ from expertctl.routing.request import MoeColdOption
 from expertctl.store.quantised_cache import QuantisedCache
 from expertctl.store.quantised_file import QuantisedPiece, iterate_pieces
 
-AnyArray = np.ndarray[Any, Any]
-
 WEIGHT_STD = 0.02
-"""Standard deviation of weights, about."""
+"""Approximate standard deviation of random weights."""
 
 _RANDOM_NUMBERS = 1 << 20
 _LEVELS = {Scheme.INT8: 255, Scheme.INT4: 15}
-"""How many steps there are, as many below 0 as above; the lowest integer is not one of them."""
+"""Number of steps, symmetric around 0; the lowest integer is not one of them."""
 
 
 def create_random_base(
     config: ModelConfig, scheme: Scheme, *, seed: int = 0, progress: Progress = ignore_progress
 ) -> PackedBase:
-    """Return a base; norms are ones, biases zeros. ``progress`` counts its bytes."""
+    """Return a random base; norms are ones, biases zeros. ``progress`` counts its bytes."""
     base, drawn = allocate_base(config, scheme), _draw_integers(scheme, np.random.default_rng(seed))
     for name, place in base.tensor_places().items():
         if isinstance(place, PackedMatrix):
@@ -67,20 +62,18 @@ def create_random_base(
 
 
 def decode_bytes_per_token(base: PackedBase) -> int:
-    """Return the bytes that decoding a token reads once: of routed experts, as many as it uses."""
-    routed = base.config.experts
-    of_experts = 0
+    """Return the bytes read to decode a token, with as many routed experts as a token uses."""
+    routed, size = base.config.experts, sum(matrix.nbytes for matrix in list_matrices(base))
     if routed is not None:
-        of_experts = (
-            len(routed.layers) * routed.used * make_expert_shape(base.config, base.scheme).nbytes
-        )
-    return of_experts + sum(matrix.nbytes for matrix in list_matrices(base))
+        shape = make_expert_shape(base.config, base.scheme)
+        size += len(routed.layers) * routed.used * shape.nbytes
+    return size
 
 
 def list_matrices(base: PackedBase) -> tuple[PackedMatrix, ...]:
-    """Return its matrices, in the order in which they are read; the head comes last.
+    """Return the matrices of a base in execution order; the head comes last.
 
-    Those of routed experts are not among them: each token reads others.
+    Routed experts are not included, because each token reads others.
     """
     parts = (
         part for layer in base.layers for part in (layer.inputs, layer.output, *layer.mlp.arrays)
@@ -89,7 +82,7 @@ def list_matrices(base: PackedBase) -> tuple[PackedMatrix, ...]:
 
 
 def draw_random_floats(scheme: Scheme, count: int, rng: np.random.Generator) -> AnyArray:
-    """Return random weights of a scheme that is not one of integers, as bytes."""
+    """Return random weights of a float scheme, as bytes."""
     numbers = (rng.standard_normal(count) * WEIGHT_STD).astype(np.float32)
     if scheme is Scheme.BFLOAT16:
         return (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
@@ -97,7 +90,7 @@ def draw_random_floats(scheme: Scheme, count: int, rng: np.random.Generator) -> 
 
 
 def _fill_repeatedly(drawn: AnyArray, matrix: PackedMatrix, progress: Progress) -> None:
-    """Fill a matrix with drawn bytes, again and again, at places of its own."""
+    """Fill a matrix with the same random bytes repeatedly; each repetition has its own memory."""
     for begin in range(0, len(matrix.data), len(drawn)):
         part = matrix.data[begin : begin + len(drawn)]
         part[...] = drawn[: len(part)]
@@ -114,9 +107,9 @@ def _draw_integers(scheme: Scheme, rng: np.random.Generator) -> AnyArray:
 
 
 def uses_quantised_copy(scheme: Scheme, *, cold: MoeColdOption = "auto") -> bool:
-    """Tell whether a copy is kept of a base in a scheme, if not all its experts fit into memory.
+    """Return whether a copy is kept of a base in a scheme if not all its experts fit into memory.
 
-    Experts in float32 or float16 are no shorter in a copy: it is kept only where ``cold`` needs it.
+    A copy of float32 or float16 experts is no smaller: it is kept only if ``cold`` needs it.
     """
     return scheme not in (Scheme.FLOAT32, Scheme.FLOAT16) or cold in ("map", "direct")
 
@@ -131,17 +124,17 @@ def load_packed_base(
     cold: MoeColdOption = "auto",
     progress: Progress = ignore_progress,
 ) -> PackedBase:
-    """Read a base, or its copy; ``progress`` counts packed bytes.
+    """Read a base, or its quantised copy; ``progress`` counts packed bytes.
 
-    Without ``experts`` no routed expert is read into the base, but all will be in the copy, which
-    is then made of floats, too, where it is shorter or ``cold`` needs it.
+    Without ``experts`` no routed expert is read into the base, but all are in the copy, which is
+    then made for float schemes too, if it is smaller or ``cold`` needs it.
 
     Raises:
-        NotFoundError: when a file is missing.
-        InvalidPackageError: when tensors are missing, unexpected or of another shape.
-        IncompatibleError: for a dtype that is not a float, a tied head that is another matrix, or
-            sizes that fill no blocks.
-        BaseMismatchError: when what a copy would be made of is not what was added.
+        NotFoundError: if a file is missing.
+        InvalidPackageError: for missing or unexpected tensors, or wrong shapes.
+        IncompatibleError: for a dtype that is not a float, a tied head that differs from the
+            embedding, or sizes that do not fill blocks.
+        BaseMismatchError: if the source of a copy is not what was added.
     """
     stored = read_base_tensors(directory, config)
     memory = allocate(packed_base_bytes(config, scheme, experts=experts))
@@ -151,20 +144,20 @@ def load_packed_base(
     warnings = _rounding_warnings([stored[name] for name in config.tensor_shapes()], scheme)
     is_kept = scheme.layout.is_grouped if experts else uses_quantised_copy(scheme, cold=cold)
     kept = copies if is_kept else None
-    told, shape, read = _OnceProgress(progress), compute_copy_shape(config, scheme), len(memory)
-    if kept is None or not kept.read(scheme.value, shape, memory, progress=told.count):
-        read = _read_files(base, stored, memory, kept, told.restart().count)
+    once, shape, read = _OnceProgress(progress), compute_copy_shape(config, scheme), len(memory)
+    if kept is None or not kept.read(scheme.value, shape, memory, progress=once.count):
+        read = _read_files(base, stored, memory, kept, once.restart().count)
     return replace(base, warnings=warnings, read_bytes=read)
 
 
 def packing_scratch_bytes(config: ModelConfig) -> int:
-    """Return what `load_packed_base` takes besides the base, at most."""
+    """Return the maximum bytes that `load_packed_base` needs on top of the base."""
     widths = {shape[1] for shape in config.linear_shapes().values()}
     return packing_thread_count() * max(map(packing_thread_bytes, widths))
 
 
 class _OnceProgress:
-    """Counts bytes for a callback that must not be told of any of them twice."""
+    """Counts bytes for a progress callback that must not count any of them twice."""
 
     def __init__(self, progress: Progress, reported: int = 0) -> None:
         self._progress, self._already, self._counted = progress, reported, 0
@@ -175,28 +168,21 @@ class _OnceProgress:
             self._progress(self._counted - before)
 
     def restart(self) -> "_OnceProgress":
-        """Begin again."""
         return _OnceProgress(self._progress, max(self._counted, self._already))
 
 
 def _rounding_warnings(stored: Sequence[StoredTensor], scheme: Scheme) -> tuple[str, ...]:
-    """Warn of rounding that nobody asked for by name; of int8 and int4 the numerics tell."""
-    if scheme.layout.is_grouped:
-        return ()
-    return list_rounding_warnings(stored, scheme.value)
+    """Warn about rounding that was not requested by name; int8 and int4 are always requested."""
+    return () if scheme.layout.is_grouped else list_rounding_warnings(stored, scheme.value)
 
 
 def _check_tied_head(directory: Path, stored: Mapping[str, StoredTensor]) -> None:
-    """Some files hold a tied head as well; it must be the same matrix."""
-    pairs = zip(
-        iter_row_portions(stored[EMBEDDING_TENSOR]),
-        iter_row_portions(stored[HEAD_TENSOR]),
-        strict=True,
-    )
-    if not all(
-        np.array_equal(widen_to_float32(ours), widen_to_float32(other)) for ours, other in pairs
-    ):
-        raise make_tied_head_error(directory)
+    """Check that a tied head stored in the files equals the embedding."""
+    tensors = (stored[EMBEDDING_TENSOR], stored[HEAD_TENSOR])
+    for pair in zip(*map(iter_row_portions, tensors), strict=True):
+        ours, other = map(widen_to_float32, pair)
+        if not np.array_equal(ours, other):
+            raise make_tied_head_error(directory)
 
 
 def _read_files(
@@ -206,7 +192,7 @@ def _read_files(
     kept: QuantisedCache | None,
     progress: Progress,
 ) -> int:
-    """Pack a base from its files, and keep a copy; return how many bytes were read."""
+    """Pack a base from its files and keep a copy; return how many bytes were read."""
     digests = _pack_tensors(base, stored, progress, hashed=kept is not None)
     read = sum(stored[name].size for name in base.tensor_places())
     if kept is None:
@@ -231,7 +217,7 @@ def _read_files(
 def _pack_tensors(
     base: PackedBase, stored: Mapping[str, StoredTensor], progress: Progress, *, hashed: bool
 ) -> dict[str, str]:
-    """Pack every tensor; return the sha256 of their bytes as they were packed, if asked for."""
+    """Pack every tensor; return the sha256 of the packed bytes if ``hashed``."""
     places = base.tensor_places()
     if not hashed:
         parts = (part for n, p in places.items() for part in slice_tensor(stored[n], p))

@@ -1,11 +1,10 @@
-"""The decoder of CPUs: the calls of `decoder.Decoder`, run as programs of compiled kernels.
+"""The CPU decoder: the interface of `decoder.Decoder`, run as programs of compiled kernels.
 
-Programs and the room they compute in are made when they are first needed; plans are no part of
-them, so several may take turns or meet in one batch, and nothing is made anew for it. Any number of
-threads may call it: one call, or one stretch of a prompt, runs at a time, and scores are copied out
-before the next begins. Only the thread that reads a prompt may step other texts in the middle of
-it, between two layers and while its rows are scored; such steps have a room and programs of their
-own.
+Programs and workspaces are created when they are first needed. Adapter plans are not part of them,
+so several plans may alternate or share a batch without new programs. Any thread may call the
+decoder: one call, or one chunk of a prompt, runs at a time, and logits are copied out before the
+next begins. Only the thread that processes a prompt may step other sequences in the middle of it,
+between two layers and while its rows are scored; such steps have their own workspace and programs.
 """
 
 import threading
@@ -13,7 +12,6 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +28,7 @@ from expertctl.engine.cpu.packed_base import PackedBase
 from expertctl.engine.cpu.program_cache import ProgramCache, ThreadTuner
 from expertctl.engine.cpu.workspace import Workspace, group_rows_by_plan
 from expertctl.engine.kernels.jit import Program
-from expertctl.engine.kernels.packed_format import PackedDeltas
+from expertctl.engine.kernels.packed_format import AnyArray, PackedDeltas
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.model.decoder import (
@@ -47,12 +45,10 @@ from expertctl.engine.moe.resident_experts import make_resident_experts
 from expertctl.engine.moe.routed_experts import RoutedExperts
 from expertctl.engine.text.prompt import RecordLogits
 
-AnyArray = np.ndarray[Any, Any]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeRow:
-    """One more token of one text, with the plan of that text."""
+    """One more token of a sequence, with the plan of that sequence."""
 
     token: int
     cache: PagedKVCache
@@ -60,7 +56,7 @@ class DecodeRow:
 
 
 class PackedDecoder:
-    """A packed base that can be run by a crew; its weights are only read."""
+    """Runs a packed base on a thread pool; the weights are only read."""
 
     def __init__(
         self,
@@ -71,10 +67,10 @@ class PackedDecoder:
         tuner: ThreadTuner | None = None,
         experts: RoutedExperts | None = None,
     ) -> None:
-        """Run a base; a prompt is read ``chunk`` tokens at a time.
+        """Run a base; a prompt is processed ``chunk`` tokens at a time.
 
-        ``pace`` says how many of the crew work; without it all do. ``experts`` owns those of
-        routed layers; without it they are those of the base, which then has all.
+        ``tuner`` chooses how many workers of the pool run; without it all do. ``experts`` owns the
+        experts of routed layers; without it the base must have all of them.
         """
         self.config = base.config
         self.device = torch.device("cpu")
@@ -84,7 +80,7 @@ class PackedDecoder:
         self._lock = threading.RLock()
         self._programs = ProgramCache(base, self._experts, chunk=chunk)
         self._interleaved_programs = ProgramCache(base, self._experts, chunk=chunk)
-        """What steps in the middle of a prompt are computed with."""
+        """For steps in the middle of a prompt."""
         self._in_prefill = False
         self._times: LayerTimer | None = None
 
@@ -99,17 +95,17 @@ class PackedDecoder:
         scores: RecordLogits | None = None,
         between_layers: Callable[[], None] | None = None,
     ) -> PrefillResult:
-        """Read a prompt; ``progress`` counts its tokens and may raise.
+        """Process a prompt; ``progress`` counts its tokens and may raise.
 
-        The rows of ``soft_prompt``, float32 [virtual tokens, hidden], stand before the first token
-        of a cache and count like tokens. Other texts may be read between two stretches.
-        ``between_layers`` may call `step` with other caches; a base of routed experts has none.
-        ``scores`` gets the logits of every position, as many rows at a time as a step scores at
-        most; ``between_layers`` is called between these, too.
+        The rows of ``soft_prompt``, float32 [virtual tokens, hidden], precede the first token of a
+        cache and count like tokens. Other sequences may run between two chunks. ``between_layers``
+        may call `step` with other caches; it is never called for a base of routed experts.
+        ``scores`` receives the logits of every position, at most as many rows at a time as a step
+        scores; ``between_layers`` is called between these, too.
 
         Raises:
             UsageError: for a prompt without tokens.
-            BudgetError: when the cache is too small; nothing was read then.
+            BudgetError: if the cache is too small; nothing was processed then.
             IncompatibleError: for a token, a plan or a soft prompt that does not fit this base.
         """
         begin, started = cache.length, time.perf_counter()
@@ -138,10 +134,10 @@ class PackedDecoder:
         *,
         out: Tensor | None = None,
     ) -> DecodeResult:
-        """Read one more token; with ``out``, float32 [vocab], scores are written there.
+        """Process one more token; logits are written to ``out``, float32 [vocab], if given.
 
         Raises:
-            BudgetError: when the cache is full.
+            BudgetError: if the cache is full.
             IncompatibleError: for a token or a plan that this base does not have.
         """
         position, started = cache.length, time.perf_counter()
@@ -150,19 +146,19 @@ class PackedDecoder:
         return DecodeResult(logits, position, _ms_since(started))
 
     def step(self, rows: Sequence[DecodeRow], *, out: Tensor | None = None) -> Tensor:
-        """Read one more token of each of several texts; return scores, float32 [rows, vocab].
+        """Process one more token of each sequence; return logits, float32 [rows, vocab].
 
-        They are written to ``out`` where it is given. What a row gets is the same, bit by bit, as
-        if it were alone.
+        They are written to ``out`` if given. The result of a row is the same, bit by bit, as if it
+        were alone.
 
         Raises:
-            BudgetError: when a cache is full; nothing was read then.
+            BudgetError: if a cache is full; nothing was processed then.
             IncompatibleError: for a token or a plan that this base does not have.
         """
         for plan in {id(row.deltas): row.deltas for row in rows}.values():
             self._check_plan(plan)
         tokens = check_tokens([row.token for row in rows], self.config.vocab_size).numpy()
-        assert len({id(row.cache) for row in rows}) == len(rows), "each text has its own cache"
+        assert len({id(row.cache) for row in rows}) == len(rows), "each sequence has its own cache"
         shape = (len(rows), self.config.vocab_size)
         assert out is None or tuple(out.shape) == shape, f"scores are {shape}"
         for row in rows:
@@ -174,10 +170,10 @@ class PackedDecoder:
 
     @contextmanager
     def time_layers(self, times: LayerTimer) -> Iterator[None]:
-        """Add to ``times`` how long each part of what is read meanwhile takes, in any thread.
+        """Add the duration of each part of all passes within the context to ``times``.
 
-        What plans add is in operations of its own meanwhile, so that its time is known; that takes
-        somewhat longer.
+        This includes passes of other threads. Meanwhile adapters run as separate operations, so
+        that they are timed separately; that takes somewhat longer.
         """
         self._times = times
         try:
@@ -193,7 +189,7 @@ class PackedDecoder:
         tokens: int,
         rows: int = 1,
     ) -> None:
-        """Make beforehand what reading a prompt of so many tokens, then steps of ``rows``, needs.
+        """Create what a prompt of this many tokens, then steps of ``rows``, will need.
 
         Kernels that are not compiled yet are compiled here.
         """
@@ -208,19 +204,19 @@ class PackedDecoder:
                 )
 
     def free_buffers(self) -> None:
-        """Let go of all but the weights."""
+        """Free everything except the weights."""
         with self._lock:
             self._programs.clear()
             self._interleaved_programs.clear()
 
     @property
     def has_no_buffers(self) -> bool:
-        """Whether it holds nothing but its weights."""
+        """Whether nothing but weights is allocated."""
         return self._programs.is_empty and self._interleaved_programs.is_empty
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what it holds beside its weights."""
+        """Bytes allocated on top of the weights."""
         return self._programs.nbytes + self._interleaved_programs.nbytes
 
     def _check_prompt(
@@ -230,7 +226,7 @@ class PackedDecoder:
         deltas: PackedDeltas | None,
         soft_prompt: Tensor | None,
     ) -> tuple[AnyArray, AnyArray]:
-        """Return the rows before the first token, [virtual tokens, hidden], and the tokens."""
+        """Return the soft prompt rows, [virtual tokens, hidden], and the tokens."""
         self._check_plan(deltas)
         tokens = check_tokens(ids, self.config.vocab_size).numpy()
         if soft_prompt is None:
@@ -251,10 +247,10 @@ class PackedDecoder:
         scores: RecordLogits | None,
         between_layers: Callable[[], None] | None,
     ) -> None:
-        """Read one stretch of a prompt; score its last token where that is wanted.
+        """Process one chunk of a prompt; compute the logits of its last token if requested.
 
-        The last layer writes the keys and values of all tokens. Without ``scores`` the rest of it
-        is for the last one alone, since what it would make of the others is never read.
+        The last layer writes the keys and values of all tokens. Without ``scores`` the rest of that
+        layer runs for the last token only, because the results of the others are never read.
         """
         count, first = part.end - part.start, cache.length
         room = self._programs.get_workspace(tokens=count, rows=1)
@@ -301,10 +297,10 @@ class PackedDecoder:
         workers: int | None,
         between: Callable[[], None] | None,
     ) -> int:
-        """Give the logits of ``count`` rows, as many at a time as the room scores.
+        """Pass the logits of ``count`` rows to ``scores``, as many at a time as fit the workspace.
 
-        ``between`` may step other texts between two of these times. Returns the row of the room
-        that has the logits of the last.
+        ``between`` may step other sequences in between. Returns the row of the workspace that has
+        the logits of the last one.
         """
         rows = 0
         for begin in range(0, count, room.size[1]):
@@ -318,7 +314,7 @@ class PackedDecoder:
         return rows - 1
 
     def _step(self, rows: Sequence[DecodeRow], tokens: AnyArray, logits: AnyArray) -> None:
-        """Read a token of each row; rows of one plan are adjacent."""
+        """Process a token of each row; rows are sorted so that those of one plan are adjacent."""
         programs = self._interleaved_programs if self._in_prefill else self._programs
         room = programs.get_workspace(tokens=len(rows), rows=len(rows))
         order = sorted(range(len(rows)), key=lambda number: id(rows[number].deltas))
@@ -344,8 +340,8 @@ class PackedDecoder:
     def _run_interleaved(
         self, stages: Sequence[ProgramStage], count: int, between_layers: Callable[[], None]
     ) -> None:
-        """Run stages layer by layer, and let others step in between."""
-        assert self._experts is None, "routed experts are brought for one pass at a time"
+        """Run stages layer by layer, and let other sequences step in between."""
+        assert self._experts is None, "routed experts are loaded for one pass at a time"
         parts = [part for stage in stages for part in split_program_by_layer(stage.program)]
         for number, part in enumerate(parts):
             if number:
@@ -354,7 +350,7 @@ class PackedDecoder:
                 self._run(part, workers)
 
     def _step_others(self, between: Callable[[], None]) -> None:
-        """Let others step in the middle of a prompt, in the room and programs that are theirs."""
+        """Let other sequences step within a prompt, in their own workspace and programs."""
         self._in_prefill = True
         try:
             between()
@@ -364,7 +360,7 @@ class PackedDecoder:
     def _run_stages(
         self, stages: Sequence[ProgramStage], room: Workspace, tokens: int, workers: int | None
     ) -> None:
-        """Run some stages; have the chosen experts brought, where some may be missing."""
+        """Run stages; request the selected experts after each, as some may be missing."""
         for stage in stages:
             self._run(stage.program, workers)
             if stage.routed_layer is not None:
@@ -376,15 +372,15 @@ class PackedDecoder:
                 self._run_expert_lanes(stage.expert_programs, workers, waits=waits)
 
     def _finish_pass(self, room: Workspace, tokens: int, *, phase: Phase) -> None:
-        """Tell the owner of routed experts that all layers were run."""
+        """Notify the owner of routed experts that all layers have run."""
         if self._experts is not None and room.routed is not None:
-            assert not room.routed.absent[0], "no missing expert is computed"
+            assert not room.routed.absent[0], "missing experts are not computed"
             self._experts.end_pass(room.routed, tokens, phase=phase)
 
     def _run_expert_lanes(
         self, lanes: ExpertPrograms | None, workers: int | None, *, waits: bool
     ) -> None:
-        """Compute chosen experts: those that are there while others are being read."""
+        """Compute the selected experts: those in memory while the others are loaded."""
         assert self._experts is not None
         if lanes is not None:
             self._run(lanes.loaded if waits else lanes.all_experts, workers)
@@ -428,7 +424,7 @@ class _PromptChunk:
     end: int
 
     def fill(self, tokens: AnyArray) -> AnyArray:
-        """Write its tokens, 0 where a row of the soft prompt stands; return those rows."""
+        """Write its tokens, with 0 for soft prompt rows; return those rows."""
         virtual, count = len(self.soft_prompt_rows), self.end - self.start
         first = max(min(virtual, self.end) - self.start, 0)
         tokens[:first] = 0

@@ -1,12 +1,11 @@
-"""The programs of a decoder: one that reads a stretch of a prompt, one that reads tokens.
+"""Building the programs of a decoder: one for prompt chunks, one for decode steps.
 
-Both are the same operations in one room; they differ in which rows attend together. The plans of
-rows are not part of a program but of each run, so plans may take turns or share a batch.
+Both have the same operations in one workspace; they differ in which rows attend together. The plans
+of rows are not part of a program but of each run, so plans may alternate or share a batch.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -39,6 +38,7 @@ from expertctl.engine.kernels.packed_format import (
     SHARED_GATE,
     SHARED_INPUTS,
     SHARED_OUTPUT,
+    AnyArray,
     Scheme,
     find_fused_projections,
 )
@@ -57,8 +57,6 @@ from expertctl.engine.moe.routed_experts import RoutedExperts
 from expertctl.engine.moe.routed_operations import RoutedOperations
 from expertctl.package.model_config import ModelConfig
 
-FloatArray = np.ndarray[Any, Any]
-
 _LAYER_BYTES, _SCHEME_BYTES, _SCALES_BYTES = 10 << 10, 6 << 10, 11 << 10
 _ROUTED_BYTES, _ROUTED_SCHEME_BYTES, _LANES_BYTES = 12 << 10, 3 << 10, 26 << 10
 
@@ -66,10 +64,10 @@ _ROUTED_BYTES, _ROUTED_SCHEME_BYTES, _LANES_BYTES = 12 << 10, 3 << 10, 26 << 10
 def estimate_program_bytes(
     config: ModelConfig, *, schemes: int, scales: bool, routed: int = 0, lanes: bool = False
 ) -> int:
-    """Return what a program takes at most: tables, arguments, counts and names of its operations.
+    """Return the maximum bytes of a program: tables, arguments, counts and names of operations.
 
-    ``schemes`` is the number of schemes that its plans have, ``routed`` that of the schemes of
-    plans that change routed experts. With ``lanes``, experts that are there are computed first.
+    ``schemes`` is the number of schemes of its plans, ``routed`` that of plans that change routed
+    experts. With ``lanes``, experts that are in memory are computed first.
     """
     each = _LAYER_BYTES + _SCHEME_BYTES * schemes + _SCALES_BYTES * scales
     layers = 0 if config.experts is None else len(config.experts.layers)
@@ -79,24 +77,25 @@ def estimate_program_bytes(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProgramStage:
-    """A part of all layers; where ``chosen`` is not None, experts of that routed layer come next.
+    """A part of all layers, up to the selection of the experts of ``routed_layer`` if not None.
 
-    ``chosen`` counts routed layers from 0. The next stage must not run until all that were chosen
-    are in memory. With ``lanes``, they are computed in between, in one of its two ways.
+    ``routed_layer`` counts routed layers from 0. The next stage must not run until all selected
+    experts are in memory. With ``expert_programs``, they are computed in between.
     """
 
     program: Program
     routed_layer: int | None = None
     expert_programs: "ExpertPrograms | None" = None
     predicts_next: bool = False
-    """Whether the room then holds what the next routed layer is likely to be asked for."""
+    """Whether the workspace then holds a prediction of the next routed layer's selection."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertPrograms:
-    """The ways to compute the experts of a layer: all at once, or first those that are there.
+    """Two ways to compute the experts of a layer: all at once, or those in memory first.
 
-    Then ``arrived`` runs each time some others have come, and ``rest`` at the end.
+    In the second, ``loaded`` runs first, ``arrived`` each time others have been loaded, and
+    ``remaining`` at the end.
     """
 
     all_experts: Program
@@ -107,11 +106,11 @@ class ExpertPrograms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderProgram:
-    """What reads tokens in a room; run `embed`, then the stages of `layers`, `last` and `score`.
+    """A program for a workspace; run `embed`, then the stages of `layers`, `last` and `score`.
 
-    Rows of the room's ``hidden`` may be written instead of being embedded. `score` scores as
-    many rows as `set` said, from the first. Of a prompt only these pass `last`, the end of the last
-    layer, which begins after keys and values are written: other rows are not needed any more.
+    Rows of the workspace's ``hidden`` may be written instead of being embedded. `score` scores the
+    first rows, as many as were passed to `set`. Of a prompt only these rows run `last`, the end of
+    the last layer after keys and values are written: the other rows are no longer needed.
     """
 
     embed: Program
@@ -124,7 +123,7 @@ class DecoderProgram:
     _routed: RoutedOperations | None
 
     def set(self, tokens: int, ranges: Sequence[RowRange]) -> None:
-        """Say how many tokens the next run reads, and which of them have plans."""
+        """Set the number of tokens of the next run, and which of them have plans."""
         self._counts.set(tokens, ranges)
         if self._routed is not None:
             self._routed.set_tokens(tokens)
@@ -139,9 +138,9 @@ class DecoderProgram:
 
 
 def split_program_by_layer(program: Program) -> list[Program]:
-    """Return the parts of a program that belong to one layer each, in order.
+    """Split a program into one part per layer, in order.
 
-    What stands before the first layer is part of it.
+    Operations before the first layer belong to the first part.
     """
     names = [place.split(".") for place in program.places]
     layers = [name[1] if name[0] == "layers" else "0" for name in names]
@@ -156,12 +155,12 @@ def build_decoder_program(
     variant: ProgramVariant,
     experts: RoutedExperts | None = None,
 ) -> DecoderProgram:
-    """Return the program of a variant; ``experts`` says where those of routed layers are."""
+    """Return the program of a variant; ``experts`` holds the experts of routed layers."""
     return _ProgramBuilder(base, workspace, variant, experts).build()
 
 
 def _list_tables(schemes: Iterable[Scheme], scales: bool) -> list[Scheme | None]:
-    """Return what there is a table for: each scheme, and None for factors in any."""
+    """Return the keys of the batch tables: each scheme, and None for the scales of all schemes."""
     return [*schemes, *([None] if scales else [])]
 
 
@@ -184,7 +183,7 @@ class _ProgramBuilder:
         self._numbers = {site.modules[0]: number for number, site in enumerate(self._sites)}
         self._stages: list[ProgramStage] = []
         self._wide = 0
-        """After so many stages only rows that are scored are computed; 0: all rows are scored."""
+        """Stages before only scored rows are computed; 0: all rows are scored."""
         self._counts = ItemCounts(
             self._shape, variant.adapters, self._sites, single_sequence=variant.single_sequence
         )
@@ -222,16 +221,16 @@ class _ProgramBuilder:
         for number, layer in enumerate(base.layers):
             self._add_layer(number, layer)
         end = self._finish_program()
-        if len(end.table):  # nothing is left behind experts of the last layer
+        if len(end.table):  # empty if the last layer ends with its experts
             self._stages.append(ProgramStage(end))
         self._builder.set_place("head")
         self._add_norm(base.norm)
         head = self._select_layers("lm_head", base.head, (base.config.vocab_size,), None)
         self._linear.add(head, room.normed, room.logits)
-        wanted = self._variant
-        used = _list_tables(wanted.adapters, wanted.scales)
+        variant = self._variant
+        used = _list_tables(variant.adapters, variant.scales)
         tables = {scheme: room.get_batch_table(scheme) for scheme in used}
-        used = _list_tables(wanted.routed, wanted.scales_routed)
+        used = _list_tables(variant.routed, variant.scales_routed)
         routed = {scheme: room.get_routed_batch_table(scheme) for scheme in used}
         wide = self._wide or len(self._stages)
         layers, last = self._stages[:wide], self._stages[wide:]
@@ -271,10 +270,8 @@ class _ProgramBuilder:
         else:
             self._add_routing(number, layer.mlp)
 
-    def _add_mlp(
-        self, mlp: PackedMlp, first: str, last: str, out: FloatArray, *, adds: bool
-    ) -> None:
-        """``down (silu(gate x) * up x)`` of what is normed; ``first`` and ``last`` name layers."""
+    def _add_mlp(self, mlp: PackedMlp, first: str, last: str, out: AnyArray, *, adds: bool) -> None:
+        """Add ``down (silu(gate x) * up x)``; ``first`` and ``last`` are names of modules."""
         room, wide, rows = self._room, mlp.down.columns, mlp.down.rows
         gates = room.gates[:, : 2 * wide]
         gate_up = self._select_layers(first, mlp.gate_up, (wide, wide), mlp.gate_up_bias)
@@ -282,12 +279,11 @@ class _ProgramBuilder:
         gate, up = gates[:, :wide], gates[:, wide:]
         arguments = swiglu_arguments(gate=gate, up=up, out=gate, width=wide)
         self._builder.add(swiglu_kernel(), arguments, self._counts.tokens)
-        self._linear.add(
-            self._select_layers(last, mlp.down, (rows,), mlp.down_bias), gate, out, adds=adds
-        )
+        down = self._select_layers(last, mlp.down, (rows,), mlp.down_bias)
+        self._linear.add(down, gate, out, adds=adds)
 
     def _add_routing(self, number: int, routing: PackedRouting) -> None:
-        """Compute what all tokens share first, for it needs no expert to be there."""
+        """Add the shared expert first, because it needs no routed expert to be in memory."""
         assert self._routed is not None
         at = f"model.layers.{number}"
         if routing.shared is not None:
@@ -307,12 +303,12 @@ class _ProgramBuilder:
 
     @property
     def _overlaps_loading(self) -> bool:
-        """Whether experts that are there are computed while others are read."""
+        """Whether experts in memory are computed while others are loaded."""
         assert self._routed is not None
         return self._routed.can_split
 
     def _end_stage(self, number: int, place: int, *, foresees: bool) -> None:
-        """End a stage where the experts of a layer are chosen."""
+        """End a stage where the experts of a layer have been selected."""
         assert self._routed is not None
         before, name = self._finish_program(), f"layers.{number}.experts"
         if not self._overlaps_loading:
@@ -360,17 +356,16 @@ class _ProgramBuilder:
             scale=self._scale,
             count=tokens,
         )
-        attend = (
-            prefill_attention_kernel if self._variant.single_sequence else decode_attention_kernel
-        )
+        is_prefill = self._variant.single_sequence
+        attend = prefill_attention_kernel if is_prefill else decode_attention_kernel
         self._builder.add(attend(numbers), arguments, self._counts.attending)
 
     def _drops_unscored_rows(self, number: int) -> bool:
-        """Whether from here on only rows that are scored are computed: in the last layer."""
+        """Whether only scored rows are computed from here on: in the last layer of a prompt."""
         return self._variant.single_sequence and number == len(self._base.layers) - 1
 
     def _add_prediction(self, number: int, place: int) -> bool:
-        """Let the next routed layer foresee its choice, if all rows reach it; tell whether."""
+        """Predict the selection of the next routed layer if all rows reach it; return whether."""
         assert self._routed is not None
         for later, layer in enumerate(self._base.layers[number + 1 :], number + 1):
             if isinstance(layer.mlp, PackedRouting):
@@ -381,14 +376,14 @@ class _ProgramBuilder:
         return False
 
     def _select_layers(
-        self, first: str, matrix: PackedMatrix, rows: Sequence[int], bias: FloatArray | None
+        self, first: str, matrix: PackedMatrix, rows: Sequence[int], bias: AnyArray | None
     ) -> FusedLinearLayers:
-        """Return the layers of the site that begins with a module."""
+        """Return the fused layers whose first module is ``first``."""
         site = self._numbers[first]
         return FusedLinearLayers(site, self._sites[site].first, matrix, rows, bias)
 
-    def _add_full_norms(self, layer: PackedLayer) -> tuple[FloatArray | None, FloatArray | None]:
-        """Norm queries and keys if that is over all heads; else return the norms of a head."""
+    def _add_full_norms(self, layer: PackedLayer) -> tuple[AnyArray | None, AnyArray | None]:
+        """Normalise queries and keys if the norm spans all heads; else return the head norms."""
         config, begin = self._base.config, 0
         if layer.query_norm is None or layer.key_norm is None:
             return None, None
@@ -401,7 +396,7 @@ class _ProgramBuilder:
             begin += len(weight)
         return None, None
 
-    def _add_norm(self, weight: FloatArray) -> None:
+    def _add_norm(self, weight: AnyArray) -> None:
         rows, out = self._room.hidden, self._room.normed
         arguments = rms_norm_arguments(rows=rows, weight=weight, out=out, eps=self._eps)
         self._builder.add(rms_norm_kernel(), arguments, self._counts.tokens)

@@ -1,14 +1,13 @@
-"""The operations of linear layers that share an input, with what plans change in them.
+"""Operations of fused linear layers, with the adapters of each row.
 
-``y = d * (W (u * x)) + B (A x) + e * b`` (decision 10), each row with what its own plan has. The
-low-rank products of all plans are two operations. Where some row has u, d or e, the product of the
-base is computed module by module, with inputs and outputs scaled row by row; a row that has none
+``y = d * (W (u * x)) + B (A x) + e * b`` (decision 10), where each row uses its own plan. The
+low-rank products of all plans are two operations. If some row has u, d or e, the product of the
+base is computed module by module, with inputs and outputs scaled row by row; a row without scales
 gets the same bits either way.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from expertctl.engine.kernels.moe_lora import (
     output_scale_arguments,
     output_scale_kernel,
 )
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import AnyArray, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
 from expertctl.engine.kernels.quantisation import (
     PreparedActivations,
@@ -43,17 +42,16 @@ from expertctl.engine.kernels.quantisation import (
 )
 from expertctl.engine.kernels.simd import LANES
 
-AnyArray = np.ndarray[Any, Any]
 _EXPERTS = "experts"
-"""The part name of operations that a base alone would not have."""
+"""The part name of operations that only adapters need."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedLinearLayers:
-    """Linear layers with one input: one matrix of the rows of all in turn, and one bias of them.
+    """Linear layers with one input: one matrix with the rows of all of them, and one bias.
 
-    ``projection`` is their place among the sites of the base, ``first`` that of the first of them among
-    all modules of the base; ``rows`` are how many rows each has.
+    ``projection`` is their index among the fused projections of the base, ``first`` that of their
+    first module among all modules; ``rows`` is the number of rows of each.
     """
 
     projection: int
@@ -64,7 +62,7 @@ class FusedLinearLayers:
 
 
 class LinearProgramBuilder:
-    """Adds the operations of one site after the other to a program."""
+    """Adds the operations of fused projections to a program."""
 
     def __init__(
         self,
@@ -77,9 +75,9 @@ class LinearProgramBuilder:
         single_sequence: bool,
         fused: bool,
     ) -> None:
-        """Allow for plans in these schemes, and with ``scales`` for their u, d and e.
+        """Support plans in these schemes and, with ``scales``, their u, d and e.
 
-        Where it is not ``fused``, what plans add is in operations of its own.
+        Without ``fused``, adapters run as separate operations.
         """
         self._builder, self._room, self._counts = builder, room, counts
         self._adapters, self._scales, self._together = adapters, scales, single_sequence
@@ -88,9 +86,9 @@ class LinearProgramBuilder:
     def add(
         self, layers: FusedLinearLayers, source: AnyArray, out: AnyArray, *, adds: bool = False
     ) -> None:
-        """Write to ``out``, or add to it, what layers make of ``source``; both have a row a token.
+        """Write the outputs of layers for ``source`` to ``out``, or add them, with a row per token.
 
-        A second output would need a second input: where it adds, there is one layer.
+        With ``adds`` there must be only one layer, because each output would need its own input.
         """
         rows = self._prepare_activations(layers.matrix.scheme, layers.matrix.columns, source)
         if self._is_adapted(layers):
@@ -110,7 +108,7 @@ class LinearProgramBuilder:
                 self._add_expand(layers, scheme, out)
 
     def _is_adapted(self, layers: FusedLinearLayers) -> bool:
-        """Whether one operation does it all, where no row has factors: no bias comes in between."""
+        """Whether base and adapter are one operation for rows without scales: there is no bias."""
         return self._fused and len(self._adapters) == 1 and layers.bias is None
 
     def _add_fused_lora(
@@ -122,7 +120,7 @@ class LinearProgramBuilder:
         *,
         adds: bool,
     ) -> None:
-        """``W x + B (A x)`` of all modules at once; only ``A x`` where some row has factors."""
+        """Add ``W x + B (A x)`` of all modules at once; only ``A x`` where some row has scales."""
         [scheme], counts, place = self._adapters, self._counts, layers.projection
         reducing = self._shrink_arguments(layers, scheme, source, rows)
         if self._scales:
@@ -149,7 +147,7 @@ class LinearProgramBuilder:
     def _add_gemm(
         self, layers: FusedLinearLayers, rows: PreparedActivations, out: AnyArray, *, adds: bool
     ) -> None:
-        """``W x + b`` of all modules at once, where no row has anything else."""
+        """Add ``W x + b`` of all modules at once, for projections where no row has scales."""
         counts, site = self._counts, layers.projection
         items = gemm_items(layers.matrix)
         counted = counts.set_fused_items(site, items) if self._scales else items
@@ -172,7 +170,7 @@ class LinearProgramBuilder:
         *,
         adds: bool,
     ) -> None:
-        """``d * (W (u * x)) + e * b`` of one module."""
+        """Add ``d * (W (u * x)) + e * b`` of one module."""
         builder, matrix = self._builder, layers.matrix.row_slice(first, layers.rows[number])
         batch, module = self._room.get_batch_table(None).words, layers.first + number
         tokens = self._counts.scaled[layers.projection : layers.projection + 1]
@@ -242,7 +240,7 @@ class LinearProgramBuilder:
         )
 
     def _add_expand(self, layers: FusedLinearLayers, scheme: Scheme, out: AnyArray) -> None:
-        """Add what experts do, where it was not done with the product of the base."""
+        """Add ``B (A x)``, unless it was fused with the product of the base."""
         adapted = self._is_adapted(layers)
         counts = self._counts.expand_apart if adapted else self._counts.expand
         items = counts[scheme][layers.projection : layers.projection + 1]

@@ -1,11 +1,9 @@
-"""The layers of a packed base: which matrices and vectors there are, and which rows lie where.
+"""A base model in packed matrices, and the place of each tensor in them.
 
-A base in packed matrices: what the kernels read; queries, keys and values lie in one.
-
-Its size follows from its configuration: room is made first, in one block, then every tensor of the
-files is packed into its place there, so that no second base is in memory meanwhile. Routed experts
-lie behind all else, one block each; where not all of them fit into memory, none is here: `moe` has
-them.
+Queries, keys and values are one matrix, and so are gate and up. The size follows from the
+configuration: memory is allocated first, in one block, then every tensor of the files is packed
+into its place, so no second copy is in memory meanwhile. Routed experts follow everything else, one
+block each; if not all of them fit into memory, none is here and `moe` owns them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,6 +21,7 @@ from expertctl.engine.kernels.packed_format import (
     MLP_INPUTS,
     SHARED_INPUTS,
     SHARED_OUTPUT,
+    AnyArray,
     Scheme,
 )
 from expertctl.engine.kernels.packed_matrix import (
@@ -30,20 +29,20 @@ from expertctl.engine.kernels.packed_matrix import (
     ArrayShape,
     ExpertShape,
     PackedMatrix,
+    align_to_vector,
     allocate_matrix,
     pack_rows,
     unpack_matrix,
     widen_to_float32,
 )
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
+from expertctl.engine.kernels.simd import LANES
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.model.weights import BaseWeights
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
 
-AnyArray = np.ndarray[Any, Any]
 TensorPlace = PackedMatrix | AnyArray
-"""Where a tensor lies: rows of a matrix that begin a block, or float32 of a vector."""
+"""The memory of a tensor: rows of a matrix that begin a block, or a float32 vector."""
 ATTENTION_OUTPUT = ("self_attn.o_proj",)
 MLP_OUTPUT = ("mlp.down_proj",)
 ROUTER, SELECTION_BIAS = "mlp.gate.weight", "mlp.gate.e_score_correction_bias"
@@ -67,10 +66,10 @@ class PackedMlp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRouting:
-    """What chooses the experts of a token, and the expert that all tokens share, if there is one.
+    """The router of a layer, and the expert that all tokens share, if there is one.
 
-    ``router`` and ``shared_gate`` are float32 in every base, for the choice hangs on their last
-    bits.
+    ``router`` and ``shared_gate`` are float32 in every base, because the selection depends on their
+    last bits.
     """
 
     router: PackedMatrix
@@ -108,7 +107,7 @@ class PackedLayer:
         return tuple(part for part in parts if isinstance(part, PackedMatrix | np.ndarray))
 
     def tensor_places(self, rows: Mapping[str, int]) -> dict[str, TensorPlace]:
-        """Return where each of its tensors lies, by its name; ``rows`` are those of modules."""
+        """Return the place of each of its tensors by name; ``rows`` gives the rows of modules."""
         vectors = {
             "input_layernorm.weight": self.input_norm,
             "post_attention_layernorm.weight": self.mlp_norm,
@@ -126,7 +125,7 @@ class PackedLayer:
 def _split_modules(
     modules: Sequence[str], matrix: PackedMatrix, bias: AnyArray | None, rows: Mapping[str, int]
 ) -> dict[str, TensorPlace]:
-    """Return the places of modules that lie in one matrix, one after another."""
+    """Return the places of modules that are consecutive in one matrix."""
     found: dict[str, TensorPlace] = {}
     ends = list(accumulate(rows[module] for module in modules))
     for module, end in zip(modules, ends, strict=True):
@@ -155,17 +154,17 @@ def _routing_places(mlp: PackedRouting, rows: Mapping[str, int]) -> dict[str, Te
     return found
 
 
-TRY_TRANSFORMERS = "try --engine transformers, which runs bases of every size, with one expert"
-"""The way out for a run whose base does not fill blocks."""
+TRY_TRANSFORMERS = "try --engine transformers, which supports any size, but only one expert"
+"""Hint for a base whose sizes do not fill blocks."""
 _FINAL_NORM = "model.norm.weight"
 _LAYERS, EXPERTS = "model.layers.", "mlp.experts."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBase:
-    """A base, packed; a tied head is the embedding.
+    """A packed base; a tied head is the embedding.
 
-    ``warnings`` say what its numbers lost, ``read_bytes`` how much was read of files for it.
+    ``warnings`` describe lost precision, ``read_bytes`` counts the bytes of files read for it.
     """
 
     config: ModelConfig
@@ -175,20 +174,20 @@ class PackedBase:
     norm: AnyArray
     layers: tuple[PackedLayer, ...]
     experts: Mapping[tuple[int, int], AnyArray] = field(default_factory=dict)
-    """By layer and number, the block of each routed expert; all of them, or none is here."""
+    """The block of each routed expert by layer and number; all of them, or none."""
     warnings: tuple[str, ...] = ()
     read_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all matrices and vectors, each once, and what fills them up to vectors."""
+        """Bytes of all matrices and vectors, each once, including alignment."""
         heads = () if self.head is self.embedding else (self.head,)
         layers = (part for layer in self.layers for part in layer.arrays)
         blocks = sum(block.nbytes for block in self.experts.values())
         return blocks + sum(map(_array_bytes, (self.embedding, self.norm, *heads, *layers)))
 
     def tensor_places(self) -> dict[str, TensorPlace]:
-        """Return where each tensor of the files lies, by its name."""
+        """Return the place of each tensor of the files, by name."""
         found: dict[str, TensorPlace] = {EMBEDDING_TENSOR: self.embedding, _FINAL_NORM: self.norm}
         if self.head is not self.embedding:
             found[HEAD_TENSOR] = self.head
@@ -199,7 +198,7 @@ class PackedBase:
         return found
 
     def unpack_weights(self, module: str) -> Tensor:
-        """Return the weights of a linear layer as they are used, as a new float32 [out, in]."""
+        """Return the effective weights of a linear layer, as a new float32 [out, in]."""
         if module == HEAD_TENSOR.removesuffix(".weight"):
             return torch.from_numpy(unpack_matrix(self.head))
         routed = parse_routed_expert(module)
@@ -222,10 +221,10 @@ class PackedBase:
 
 
 def packed_base_bytes(config: ModelConfig, scheme: Scheme, *, experts: bool = True) -> int:
-    """Return the bytes that a packed base will have, with its routed experts or without.
+    """Return the bytes of a packed base, with or without its routed experts.
 
     Raises:
-        IncompatibleError: for heads or a middle of an MLP that do not fill blocks.
+        IncompatibleError: for head or MLP sizes that do not fill blocks.
     """
     counting = _SizeCounter()
     _allocate_parts(config, scheme, counting.allocate, experts=experts)
@@ -239,24 +238,24 @@ def allocate_base(
     *,
     experts: bool = True,
 ) -> PackedBase:
-    """Return room for a base in one block of `packed_base_bytes`, to be filled by its places.
+    """Return an empty base in one block of `packed_base_bytes`, to be filled through its places.
 
     Raises:
-        IncompatibleError: for heads or a middle of an MLP that do not fill blocks.
+        IncompatibleError: for head or MLP sizes that do not fill blocks.
     """
     if memory is None:
         memory = allocate(packed_base_bytes(config, scheme, experts=experts))
-    return _allocate_parts(config, scheme, _BlockAllocator(memory).allocate, experts=experts)
+    return _allocate_parts(config, scheme, BlockAllocator(memory).allocate, experts=experts)
 
 
 def make_expert_shape(config: ModelConfig, scheme: Scheme) -> ExpertShape:
-    """Return what the block of a routed expert holds."""
+    """Return the shape of the block of a routed expert."""
     assert config.experts is not None, "a base with routed experts"
     return ExpertShape(scheme, config.hidden_size, config.experts.intermediate_size)
 
 
 def parse_routed_expert(module: str) -> tuple[int, int] | None:
-    """Return the layer and the number of the routed expert that a linear layer is of, if it is."""
+    """Return the layer and the number of the routed expert that a module belongs to, or None."""
     number, _, name = module.removeprefix(_LAYERS).partition(".")
     if not name.startswith(EXPERTS):
         return None
@@ -264,7 +263,7 @@ def parse_routed_expert(module: str) -> tuple[int, int] | None:
 
 
 def expert_tensor_places(at: str, shape: ExpertShape, block: AnyArray) -> dict[str, TensorPlace]:
-    """Return where the tensors of a routed expert lie in its block; ``at`` is its name."""
+    """Return the places of a routed expert's tensors in its block; ``at`` is its name."""
     gate_up, wide = shape.view_gate_up(block), shape.intermediate
     return {
         f"{at}.gate_proj.weight": gate_up.row_slice(0, wide),
@@ -274,10 +273,10 @@ def expert_tensor_places(at: str, shape: ExpertShape, block: AnyArray) -> dict[s
 
 
 def pack_base(config: ModelConfig, weights: BaseWeights, scheme: Scheme) -> PackedBase:
-    """Pack a base that is in memory; see `packed_load` for one that is not.
+    """Pack a base that is in memory; see `base_loader` for one that is not.
 
     Raises:
-        IncompatibleError: for heads or a middle of an MLP that do not fill blocks.
+        IncompatibleError: for head or MLP sizes that do not fill blocks.
     """
     base = allocate_base(config, scheme)
     for name, place in base.tensor_places().items():
@@ -286,7 +285,7 @@ def pack_base(config: ModelConfig, weights: BaseWeights, scheme: Scheme) -> Pack
 
 
 def write_tensor(target: TensorPlace, numbers: AnyArray) -> None:
-    """Put the numbers of a tensor where they belong."""
+    """Write the numbers of a tensor to its place."""
     if isinstance(target, PackedMatrix):
         pack_rows(target, numbers)
     else:
@@ -294,7 +293,7 @@ def write_tensor(target: TensorPlace, numbers: AnyArray) -> None:
 
 
 def _check_sizes(config: ModelConfig) -> None:
-    """Check that each of several matrices that lie in one begins a block there."""
+    """Check that each of several matrices stored in one begins a block there."""
     sizes = {"head_dim": config.head_dim}
     routed = config.experts
     if routed is None or len(routed.layers) < config.layers:
@@ -305,7 +304,7 @@ def _check_sizes(config: ModelConfig) -> None:
     wrong = [f"{name} is {size}" for name, size in sizes.items() if size % LANES]
     if wrong:
         raise IncompatibleError(
-            f"the kernels of this machine cannot run this base: {' and '.join(wrong)}, "
+            f"the CPU kernels cannot run this base: {' and '.join(wrong)}, "
             f"not a multiple of {LANES}",
             hint=TRY_TRANSFORMERS,
         )
@@ -314,7 +313,7 @@ def _check_sizes(config: ModelConfig) -> None:
 def _allocate_parts(
     config: ModelConfig, scheme: Scheme, take: AllocateArray, *, experts: bool
 ) -> PackedBase:
-    """Take the memory of each part, in the order in which they are read."""
+    """Allocate each part, in the order in which they are read."""
     _check_sizes(config)
     rooms = _LayerAllocator(config.tensor_shapes(), scheme, take)
     embedding = rooms.allocate_tensor(EMBEDDING_TENSOR)
@@ -329,42 +328,39 @@ def _allocate_parts(
     return replace(base, experts={number: take(size, np.uint8) for number in numbers})
 
 
-class _BlockAllocator:
-    """Gives memory from a block, each piece at a multiple of 64 bytes."""
+class BlockAllocator:
+    """Allocates from one block of memory, each piece at a multiple of 64 bytes."""
 
     def __init__(self, memory: memoryview) -> None:
+        """Start at the beginning of the block."""
         self._memory, self._taken = memory, 0
 
     def allocate(self, shape: ArrayShape, dtype: Any) -> AnyArray:
+        """Return the next array."""
         begin, size = self._taken, int(np.prod(shape)) * np.dtype(dtype).itemsize
-        self._taken += _align_size(size)
+        self._taken += align_to_vector(size)
         return np.frombuffer(self._memory[begin : begin + size], dtype).reshape(shape)
 
 
 class _SizeCounter:
-    """Gives nothing, and counts what `_BlockAllocator` would give."""
+    """Allocates nothing, but counts what `BlockAllocator` would allocate."""
 
     def __init__(self) -> None:
         self.size = 0
 
     def allocate(self, shape: ArrayShape, dtype: Any) -> AnyArray:
-        self.size += _align_size(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        self.size += align_to_vector(int(np.prod(shape)) * np.dtype(dtype).itemsize)
         return np.empty(0, dtype)
 
 
 def _array_bytes(part: TensorPlace) -> int:
     if isinstance(part, PackedMatrix):
-        return _align_size(part.data.nbytes) + _align_size(part.scales.nbytes)
-    return _align_size(part.nbytes)
-
-
-def _align_size(size: int) -> int:
-    """Return a number of bytes, rounded up to where the next vector may begin."""
-    return -(-size // VECTOR_BYTES) * VECTOR_BYTES
+        return align_to_vector(part.data.nbytes) + align_to_vector(part.scales.nbytes)
+    return align_to_vector(part.nbytes)
 
 
 class _LayerAllocator:
-    """Makes room for tensors by their shapes; what has no shape is not there."""
+    """Allocates tensors by their shapes; a tensor without a shape does not exist."""
 
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, take: AllocateArray
@@ -373,8 +369,7 @@ class _LayerAllocator:
 
     def allocate_layer(self, config: ModelConfig, number: int) -> PackedLayer:
         at = f"model.layers.{number}"
-        heads = f"{at}.self_attn"
-        routed = config.experts is not None and number in config.experts.layers
+        heads, routed = f"{at}.self_attn", config.is_routed(number)
         return PackedLayer(
             input_norm=self.allocate_vector(f"{at}.input_layernorm.weight"),
             inputs=self.allocate_matrix_of(at, ATTENTION_INPUTS),
@@ -384,13 +379,13 @@ class _LayerAllocator:
             output=self.allocate_matrix_of(at, ATTENTION_OUTPUT),
             output_bias=self._allocate_bias(at, ATTENTION_OUTPUT),
             mlp_norm=self.allocate_vector(f"{at}.post_attention_layernorm.weight"),
-            mlp=self._allocate_routing(at)
-            if routed
-            else self._allocate_mlp(at, MLP_INPUTS, MLP_OUTPUT),
+            mlp=self._allocate_routing(at) if routed else self._allocate_mlp(at),
             window=config.windows[number],
         )
 
-    def _allocate_mlp(self, at: str, inputs: Sequence[str], output: Sequence[str]) -> PackedMlp:
+    def _allocate_mlp(
+        self, at: str, inputs: Sequence[str] = MLP_INPUTS, output: Sequence[str] = MLP_OUTPUT
+    ) -> PackedMlp:
         return PackedMlp(
             gate_up=self.allocate_matrix_of(at, inputs),
             gate_up_bias=self._allocate_bias(at, inputs),
@@ -400,23 +395,19 @@ class _LayerAllocator:
 
     def _allocate_routing(self, at: str) -> PackedRouting:
         shared = f"{at}.{SHARED_OUTPUT}.weight" in self._shapes
-        gated = f"{at}.{SHARED_GATE}" in self._shapes
+        has_gate = (gate := f"{at}.{SHARED_GATE}") in self._shapes
         return PackedRouting(
             router=self.allocate_tensor(f"{at}.{ROUTER}", scheme=Scheme.FLOAT32),
             selection_bias=self._allocate_optional_vector(f"{at}.{SELECTION_BIAS}"),
             shared=self._allocate_mlp(at, SHARED_INPUTS, (SHARED_OUTPUT,)) if shared else None,
-            shared_gate=(
-                self.allocate_tensor(f"{at}.{SHARED_GATE}", scheme=Scheme.FLOAT32)
-                if gated
-                else None
-            ),
+            shared_gate=self.allocate_tensor(gate, scheme=Scheme.FLOAT32) if has_gate else None,
         )
 
     def allocate_tensor(self, name: str, *, scheme: Scheme | None = None) -> PackedMatrix:
         return allocate_matrix(scheme or self._scheme, *self._shapes[name], allocate=self._take)
 
     def allocate_matrix_of(self, at: str, modules: Sequence[str]) -> PackedMatrix:
-        """Make room for some matrices as one, their rows behind each other."""
+        """Allocate several matrices as one, with consecutive rows."""
         shapes = [self._shapes[f"{at}.{module}.weight"] for module in modules]
         rows = sum(shape[0] for shape in shapes)
         return allocate_matrix(self._scheme, rows, shapes[0][1], allocate=self._take)
@@ -434,7 +425,7 @@ class _LayerAllocator:
 
 @lru_cache(maxsize=8)
 def _module_rows(config: ModelConfig) -> list[dict[str, int]]:
-    """Return how many rows each module of each layer has, by its name in the layer."""
+    """Return the rows of each module of each layer, by its name in the layer."""
     found: list[dict[str, int]] = [{} for _ in range(config.layers)]
     for name, shape in config.linear_shapes().items():
         if name.startswith(_LAYERS):
@@ -444,5 +435,5 @@ def _module_rows(config: ModelConfig) -> list[dict[str, int]]:
 
 
 def _tensor_to_numpy(tensor: Tensor) -> AnyArray:
-    """Return a tensor as it can be packed: bfloat16 as uint16."""
+    """Return a tensor as an array that can be packed; bfloat16 becomes uint16."""
     return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()

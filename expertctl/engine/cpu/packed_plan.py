@@ -1,7 +1,7 @@
-"""Packing a plan: its layers are folded in float32, some at a time, and stored for kernels.
+"""Packing adapter plans: layers are fused in float32, group by group, and stored for kernels.
 
-All matrices and vectors are cut from one block of memory of a size that is known before; those that
-are read together lie together.
+All matrices and vectors are allocated from one block whose size is known in advance; those that are
+read together are adjacent.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from expertctl.engine.adapters.plan_tensors import (
     factor_scratch_bytes,
     group_alike_layers,
 )
+from expertctl.engine.cpu.packed_base import BlockAllocator
 from expertctl.engine.devices import use_torch_threads
 from expertctl.engine.kernels.lora import (
     A_BLOCKS_WORD,
@@ -37,6 +37,7 @@ from expertctl.engine.kernels.lora import (
 from expertctl.engine.kernels.memory import aligned_zeros
 from expertctl.engine.kernels.packed_format import (
     AdapterItemCounts,
+    AnyArray,
     FusedProjection,
     PackedDeltas,
     PlanPacking,
@@ -56,12 +57,11 @@ from expertctl.engine.memory.host import allocate
 from expertctl.engine.model.functional import LinearDelta
 from expertctl.errors import IncompatibleError
 
-AnyArray = np.ndarray[Any, Any]
 _CPU, _FLOAT_BYTES = torch.device("cpu"), 4
 _PACKING_BYTES = 16
-"""Bytes for each number of what is packed in one go: as it was, filled, rounded, by steps."""
+"""Bytes per number packed at once: original, padded, rounded, and as steps."""
 _PART_BYTES = 2 << 10
-"""Of the objects that say where a layer lies; routed experts have thousands."""
+"""Bytes of the Python objects per layer; routed experts have thousands."""
 _LARGEST_HALF = 65504.0
 _PUBLISHED = {
     frozenset({torch.bfloat16}): Scheme.BFLOAT16,
@@ -71,7 +71,7 @@ _PUBLISHED = {
 
 @dataclass(frozen=True)
 class PackedPlanCompiler:
-    """Folded layers that are to be packed; ``shapes`` are those of the base's layers."""
+    """Folded layers to be packed; ``shapes`` are those of the base's layers."""
 
     layers: Mapping[str, FoldedChain]
     shapes: Mapping[str, tuple[int, int]]
@@ -79,48 +79,48 @@ class PackedPlanCompiler:
 
     @cached_property
     def scheme(self) -> Scheme:
-        """What its matrices are stored in."""
+        """The storage scheme of its matrices."""
         return _choose_scheme(self.packing, self.layers.values())
 
     @cached_property
     def projections(self) -> tuple[FusedProjection, ...]:
-        """The sites of the base."""
+        """The fused projections of the base."""
         return find_fused_projections(self.shapes.keys())
 
     @cached_property
     def routed_layers(self) -> tuple[str, ...]:
-        """The layers of all routed experts of the base, where the plan changes any."""
-        changes = any(is_routed_module(name) for name in self.layers)
+        """The modules of all routed experts of the base, if the plan changes any."""
+        changes = any(map(is_routed_module, self.layers))
         return list_routed_modules(self.shapes.keys()) if changes else ()
 
     @property
     def width(self) -> int:
-        """How many columns lie between the A and the B of a site, at most."""
+        """The maximum number of columns between the A and the B of a projection."""
         return max((self._projection_width(site) for site in self.projections), default=0)
 
     @property
     def shares_adapter_memory(self) -> bool:
-        """Published tensors are never used as they lie in memory."""
+        """Always False: published tensors are never used in place."""
         return False
 
     @property
     def nbytes(self) -> int:
-        """What `compile` will allocate and keep."""
+        """The bytes that `compile` will allocate and keep."""
         table = 8 * RECORD_WORDS * (_count_modules(self.projections) + len(self.routed_layers))
         return sum(self._layer_sizes(name).total for name in self.layers) + table
 
     def scratch_bytes(self, workers: int) -> int:
-        """Return what so many workers need besides, at most."""
+        """Return the maximum additional bytes that this many workers need."""
         each = [self._group_scratch_bytes(group) for group in group_alike_layers(self.layers)]
-        routed = sum(is_routed_module(name) for name in self.layers)
+        routed = sum(map(is_routed_module, self.layers))
         return sum(sorted(each, reverse=True)[:workers]) + routed * _PART_BYTES
 
     def compile(self, workers: int) -> PackedDeltas:
-        """Fold and pack group after group, each into its place.
+        """Fuse and pack each group into its place.
 
         Raises:
-            IncompatibleError: for numbers beyond those of float16, or factors of the input of
-                gate or up of a routed expert.
+            IncompatibleError: for numbers beyond the range of float16, or for input scales of gate
+                or up of a routed expert.
         """
         _check_routed_layers(self.layers)
         memory = _PlanMemory(sum(self._layer_sizes(name).total for name in self.layers))
@@ -135,7 +135,7 @@ class PackedPlanCompiler:
         return self._make_deltas(parts, memory)
 
     def _place_layers(self, memory: "_PlanMemory") -> Iterator[tuple[str, ModuleAdapter]]:
-        """Give every layer its place; those of one site behind each other, A first."""
+        """Allocate every layer; those of one projection are consecutive, A first."""
         alone = [(name,) for name in self.routed_layers]
         for modules in (*(site.modules for site in self.projections), *alone):
             there = [(name, self._layer_sizes(name)) for name in modules if name in self.layers]
@@ -144,17 +144,15 @@ class PackedPlanCompiler:
             for (name, sizes), a in zip(there, all_a, strict=True):
                 b = memory.allocate_matrix(self.scheme, *sizes.b)
                 vectors = [memory.allocate_vector(size) for size in sizes.vectors]
-                yield (
-                    name,
-                    ModuleAdapter(
-                        a=a,
-                        b=b,
-                        column=column,
-                        input_scale=vectors[0],
-                        output_scale=vectors[1],
-                        bias_scale=vectors[2],
-                    ),
+                adapter = ModuleAdapter(
+                    a=a,
+                    b=b,
+                    column=column,
+                    input_scale=vectors[0],
+                    output_scale=vectors[1],
+                    bias_scale=vectors[2],
                 )
+                yield name, adapter
                 column += _round_up(sizes.rank, lora_column_step(self.scheme))
 
     def _layer_sizes(self, name: str) -> "_LayerSizes":
@@ -211,7 +209,7 @@ class PackedPlanCompiler:
 
 @dataclass(frozen=True, slots=True)
 class _LayerSizes:
-    """What one layer takes; a rank or a length of 0 stands for what is not there."""
+    """The sizes of one layer; a rank or length of 0 means that the part is absent."""
 
     scheme: Scheme
     rank: int
@@ -234,33 +232,26 @@ class _LayerSizes:
 
 
 class _PlanMemory:
-    """One block of memory that matrices and vectors are cut from."""
+    """One block of memory that matrices and vectors are allocated from."""
 
     def __init__(self, size: int) -> None:
-        self._data = np.frombuffer(allocate(size), np.uint8)
-        self._taken = 0
+        self._allocator = BlockAllocator(allocate(size))
 
     def allocate_matrix(self, scheme: Scheme, rows: int, columns: int) -> PackedMatrix | None:
-        return allocate_matrix(scheme, rows, columns, allocate=self._allocate) if rows else None
+        allocate = self._allocator.allocate
+        return allocate_matrix(scheme, rows, columns, allocate=allocate) if rows else None
 
     def allocate_vector(self, size: int) -> AnyArray | None:
-        return self._allocate(size, np.float32) if size else None
-
-    def _allocate(self, shape: int | tuple[int, ...], dtype: Any) -> AnyArray:
-        begin, size = self._taken, int(np.prod(shape)) * np.dtype(dtype).itemsize
-        self._taken += _round_up(size, VECTOR_BYTES)
-        taken: AnyArray = self._data[begin : begin + size].view(dtype)
-        return taken.reshape(shape)
+        return self._allocator.allocate(size, np.float32) if size else None
 
 
 def _check_routed_layers(layers: Mapping[str, FoldedChain]) -> None:
-    """Refuse factors that would need one input for the product of gate and another for up."""
+    """Refuse input scales that would need separate inputs for gate and up."""
     for name, folded in layers.items():
         if folded.inputs and is_routed_module(name) and not name.endswith(".down_proj"):
             raise IncompatibleError(
-                f"{name}: the plan has factors of its input, which a routed expert reads once for "
-                "its gate and its up",
-                hint="leave out the expert that scales it; what they write may be scaled",
+                f"{name}: the plan scales its input, but gate and up of a routed expert share one",
+                hint="leave out the expert that scales it; outputs may be scaled",
             )
 
 
@@ -298,8 +289,8 @@ def _check_range(scheme: Scheme, block: Tensor, *, what: str) -> None:
     largest = float(block.abs().max())
     if _LARGEST_HALF < largest < float("inf"):
         raise IncompatibleError(
-            f"{what}: the plan's numbers reach {largest:.3g}, float16 ends at {_LARGEST_HALF:.0f}",
-            hint="give the experts smaller weights, or try --adapter-dtype int8",
+            f"{what}: the plan's values reach {largest:.3g}, float16 ends at {_LARGEST_HALF:.0f}",
+            hint="use the experts with smaller weights, or try --adapter-dtype int8",
         )
 
 
@@ -318,14 +309,13 @@ def _count_items(
         np.add.reduceat(items, firsts, out=summed)
         return summed
 
-    def reduce(*, together: bool) -> AnyArray:
-        return by_site(
-            -(-table[:, A_BLOCKS_WORD] // shrink_blocks(scheme, single_sequence=together))
-        )
+    def shrink(*, single_sequence: bool) -> AnyArray:
+        blocks = shrink_blocks(scheme, single_sequence=single_sequence)
+        return by_site(-(-table[:, A_BLOCKS_WORD] // blocks))
 
     return AdapterItemCounts(
-        shrink_decode=reduce(together=False),
-        shrink_prefill=reduce(together=True),
+        shrink_decode=shrink(single_sequence=False),
+        shrink_prefill=shrink(single_sequence=True),
         expand=by_site(np.where(table[:, B_VECTORS_WORD] > 0, out_items, 0)),
         scales=by_site((table[:, SCALE_WORDS] != 0).sum(axis=1)),
     )
@@ -336,7 +326,7 @@ def _count_modules(sites: Sequence[FusedProjection]) -> int:
 
 
 def _packed_matrix_bytes(scheme: Scheme, rows: int, columns: int) -> int:
-    """Return the bytes of a matrix; its numbers and its scales begin where a vector may."""
+    """Return the bytes of a matrix; its data and its scales are aligned to vectors."""
     layout, blocks = scheme.layout, _round_up(rows, LANES) // LANES
     data = blocks * layout.count_vectors(columns) * layout.vector_bytes
     return _round_up(data, VECTOR_BYTES) + blocks * layout.count_groups(columns) * VECTOR_BYTES

@@ -1,14 +1,14 @@
-"""How many workers a step is worth, by how long steps took.
+"""The programs and workspace of a decoder, their memory estimate, and the tuning of thread counts.
 
-Other processes want the same cores, and how many of them are free changes. So now and then a few
-steps try another number of workers, the nearest first; it stays if it was faster. After a trial
-that lost, the next one waits until the loss is small beside the steps between; steps that suddenly
-take long start it at once. Which worker computes what changes no bit of a result (`kernels.crew`),
-so neither does their number.
+`ProgramCache` creates programs when they are needed. Their maximum size follows from the
+configuration, so it is known before any weight is read.
 
-The room of a packed decoder and the programs in it: made when needed, kept, and let go of.
-
-What they take at most follows from a configuration, so it is known before any weight is read.
+`ThreadTuner` chooses the number of workers of a step from measured durations, because other
+processes compete for the same cores. Now and then a few steps try another number, the nearest
+first; it is kept if it was faster. After a trial that lost, the next one waits until the loss is
+small compared with the steps in between; steps that suddenly take long start a trial at once. Which
+worker computes an item never changes a result (`kernels.thread_pool`), so neither does the number
+of workers.
 """
 
 import time
@@ -38,51 +38,45 @@ from expertctl.engine.moe.routed_experts import RoutedExperts
 from expertctl.package.model_config import ModelConfig
 
 RECENT_STEPS, TRIAL_STEPS = 8, 3
-"""How many steps the present number of workers and the tried one are judged by."""
+"""Steps by which the current number of workers and the tried one are judged."""
 MIN_TRIAL_INTERVAL, MAX_TRIAL_INTERVAL = 16, 512
-"""How many steps lie between two trials, at least and at most."""
+"""Minimum and maximum number of steps between two trials."""
 COST = 0.02
-"""What trials that lose may cost, of the time of the steps between them."""
+"""Maximum cost of lost trials, as a fraction of the time of the steps between them."""
 GAIN = 0.95
-"""A number of workers is taken up when its steps take less than this share of the present time."""
+"""A number of workers is adopted if its steps take less than this fraction of the current time."""
 WALL = 1.2
-"""Where steps take so many times as long, numbers still farther off are not tried."""
+"""If steps take this many times as long, numbers farther away are not tried."""
 ALARM = 1.5
-"""Steps that take so many times as long as usual call for a trial."""
+"""Steps that take this many times as long as usual cause a trial."""
 MIN_SLOW_STEPS = 2
-"""So many of them in a row are needed; one alone is chance."""
+"""The number of slow steps in a row that is needed; a single one is noise."""
 _CREEP = 1.02
-"""The factor by which the usual time may grow with each step: texts get longer."""
+"""The factor by which the usual time may grow per step, as sequences get longer."""
 
 
 class ThreadTuner:
-    """The numbers of workers of one crew, for each kind of step."""
+    """The number of workers of one thread pool, for each kind of step."""
 
     def __init__(self, limit: int) -> None:
         """Choose between one worker and ``limit``."""
         self.limit = max(limit, 1)
-        self._courses: dict[Hashable, StepTuner] = {}
+        self._tuners: dict[Hashable, StepTuner] = {}
 
     @contextmanager
     def measure_step(self, kind: Hashable) -> Iterator[int]:
-        """Give the workers for one step, and measure it; steps of a kind do equal work."""
-        course = self._courses.setdefault(kind, StepTuner(self.limit))
-        workers = course.workers
-        begun = time.perf_counter()
+        """Yield the workers for one step, and measure it; steps of a kind do equal work."""
+        tuner = self._tuners.setdefault(kind, StepTuner(self.limit))
+        workers, started = tuner.workers, time.perf_counter()
         yield workers
-        course.record(workers, time.perf_counter() - begun)
-
-    def choose_workers(self, kind: Hashable) -> int:
-        """Return how many workers the next step of a kind gets."""
-        course = self._courses.get(kind)
-        return self.limit if course is None else course.workers
+        tuner.record(workers, time.perf_counter() - started)
 
 
 class StepTuner:
-    """What was learnt of one kind of step."""
+    """The measurements of one kind of step."""
 
     def __init__(self, limit: int) -> None:
-        """Begin with all the workers there may be."""
+        """Start with the maximum number of workers."""
         self._counts = list_worker_counts(limit)
         self._chosen = 0
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -94,11 +88,11 @@ class StepTuner:
 
     @property
     def workers(self) -> int:
-        """How many the next step gets."""
+        """The number of workers for the next step."""
         return self._counts[self._chosen if self._tried is None else self._tried]
 
     def record(self, workers: int, seconds: float) -> None:
-        """Take in how long a step took; one that began before the last change tells nothing."""
+        """Record the duration of a step; one that began before the last change is ignored."""
         if workers != self.workers or len(self._counts) == 1:
             return
         if self._tried is None:
@@ -120,7 +114,7 @@ class StepTuner:
             self._start_trial()
 
     def _reset_baseline(self) -> None:
-        """Judge only by the steps after the change, which are usual from now on."""
+        """Judge only by the steps after the change, which are the new baseline."""
         self._recent = deque(list(self._recent)[-MIN_SLOW_STEPS:], maxlen=RECENT_STEPS)
         self._usual, self._loud = min(self._recent), 0
         self._lost.clear()
@@ -159,12 +153,12 @@ class StepTuner:
 
 
 def _compute_trial_interval(lost: float) -> int:
-    """Return how many steps pass before the next trial when one has lost the time of so many."""
+    """Return the steps until the next trial after one that lost the time of ``lost`` steps."""
     return int(min(max(lost / COST, MIN_TRIAL_INTERVAL), MAX_TRIAL_INTERVAL))
 
 
 def list_worker_counts(limit: int) -> tuple[int, ...]:
-    """Return the numbers of workers to choose from: all, all but one, and halves of that."""
+    """Return the candidate numbers of workers: all, all but one, and repeated halves of all."""
     counts = {limit, max(limit - 1, 1)}
     while limit > 1:
         limit //= 2
@@ -173,45 +167,45 @@ def list_worker_counts(limit: int) -> tuple[int, ...]:
 
 
 MAX_PROGRAMS = 4
-"""How many programs are kept, those used last: prompts and steps with two kinds of plans.
+"""Programs kept, the most recently used: prompts and steps with two kinds of plans.
 
-Or, while layers are timed, with one kind in operations of its own and fused.
+Or, while layers are timed, with one kind, both separate and fused.
 """
 ADAPTER_SCHEMES = (Scheme.FLOAT32, Scheme.FLOAT16, Scheme.BFLOAT16, Scheme.INT8)
-"""What plans may be stored in."""
+"""The schemes that plans may be stored in."""
 
 
 class ProgramCache:
-    """Owns what one decoder computes with beside its weights; one thread at a time asks for it."""
+    """Owns everything a decoder allocates on top of its weights; used by one thread at a time."""
 
     def __init__(self, base: PackedBase, experts: RoutedExperts | None, *, chunk: int) -> None:
-        """Begin with nothing; prompts are read ``chunk`` tokens at a time."""
+        """Start empty; prompts are processed ``chunk`` tokens at a time."""
         self._base, self._experts, self._chunk = base, experts, chunk
         self._room: Workspace | None = None
         self._programs: dict[ProgramVariant, DecoderProgram] = {}
 
     def __len__(self) -> int:
-        """Return how many programs there are."""
+        """Return the number of programs."""
         return len(self._programs)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is neither room nor program."""
+        """Whether nothing is allocated."""
         return self._room is None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of the workspace and the programs."""
         if self._room is None:
             return 0
         return self._room.nbytes + sum(self._estimate_bytes(each) for each in self._programs)
 
     def clear(self) -> None:
-        """Let go of all of it."""
+        """Free the workspace and the programs."""
         self._room, self._programs = None, {}
 
     def get_workspace(self, *, tokens: int, rows: int) -> Workspace:
-        """Return a room that is large enough; one that is too small is let go of first."""
+        """Return a workspace that is large enough; one that is too small is freed first."""
         held = (0, 0) if self._room is None else self._room.size
         wanted = _round_up_size(tokens=tokens, rows=rows, chunk=self._chunk)
         size = (max(held[0], wanted[0]), max(held[1], wanted[1]))
@@ -230,12 +224,12 @@ class ProgramCache:
         together: bool,
         fused: bool,
     ) -> DecoderProgram:
-        """Return the program that reads texts with these caches and plans in a room.
+        """Return the program for sequences with these caches and plans in a workspace.
 
-        ``together``: consecutive tokens of one text; ``fused`` as in `ProgramVariant`.
+        ``together``: consecutive tokens of one sequence; ``fused`` as in `ProgramVariant`.
         """
         numbers = caches[0].numbers
-        assert all(cache.numbers is numbers for cache in caches), "pages of one kind"
+        assert all(cache.numbers is numbers for cache in caches), "all KV pages have one scheme"
         there = [plan for plan in plans if plan is not None]
         wanted = choose_variant(single_sequence=together, numbers=numbers, plans=there, fused=fused)
         program = self._programs.pop(wanted, None)
@@ -267,12 +261,12 @@ def estimate_buffer_bytes(
     width: int = 0,
     adapters: Collection[Scheme] | None = None,
 ) -> int:
-    """Return the bytes that a decoder holds beside its weights at most, known before they are read.
+    """Return the maximum bytes that a decoder allocates on top of its weights.
 
-    Prompts have up to ``tokens``, of which ``chunk`` are read at a time, and up to ``rows`` texts
-    are read in one step; several rows also between two layers of a prompt, in a room of their own.
-    Plans are up to ``width`` wide, those of one batch in the schemes
-    ``adapters``; None: all in any one scheme. Plans of factors alone have no width.
+    Prompts have up to ``tokens``, of which ``chunk`` are processed at a time, and a step has up to
+    ``rows`` sequences; several rows may also step between two layers of a prompt, in a workspace of
+    their own. Plans are up to ``width`` wide, those of one batch in the schemes ``adapters``; None:
+    all in any one scheme. Plans that only scale have no width.
     """
     size = _round_up_size(tokens=min(tokens, chunk), rows=rows, chunk=chunk)
     sizes = [size]
@@ -293,7 +287,7 @@ def _estimate_workspace_bytes(
     rows: int,
     adapters: Collection[Scheme] | None,
 ) -> int:
-    """Return the bytes of a room with its programs and what plans add to it."""
+    """Return the bytes of a workspace with its programs and the additions of plans."""
     own = estimate_base_workspace_bytes(config, scheme, tokens=size[0], rows=size[1])
     each = {
         s: estimate_plan_bytes(config, scheme, s, tokens=size[0], width=width)
@@ -311,7 +305,7 @@ def _estimate_workspace_bytes(
 
 
 def _round_up_size(*, tokens: int, rows: int, chunk: int) -> tuple[int, int]:
-    """Return powers of two, so that rooms seldom grow; no more tokens than a chunk has."""
+    """Return powers of two, so that workspaces seldom grow; at most ``chunk`` tokens."""
     scored = 1 << (rows - 1).bit_length()
     wanted = 1 << (tokens - 1).bit_length()
     return max(wanted if tokens > chunk else min(wanted, chunk), scored), scored

@@ -1,9 +1,7 @@
-"""Experts in bfloat16 made shorter without loss: every number stays as it was.
+"""Packing stored tensors into matrices in threads, and lossless compaction of bfloat16 experts.
 
-Tensors of a base from their files into packed matrices: some rows at a time, in threads.
-
-Files are read, not mapped: mapped pages would count as memory of this process. What a copy is made
-of is hashed in the same memory from which it is packed.
+Files are read, not mapped, because mapped pages would count as memory of this process. Bytes that a
+copy is made of are hashed in the same memory from which they are packed.
 """
 
 import hashlib
@@ -27,18 +25,16 @@ from expertctl.engine.kernels.exponent_packing import (
 )
 from expertctl.engine.kernels.memory import array_address, encode_operands
 from expertctl.engine.kernels.moe_gemm import compact_chunk_sizes
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import AnyArray, Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape, PackedMatrix, rows_per_portion
 from expertctl.engine.kernels.simd import VECTOR_BYTES
 from expertctl.engine.model.weights import make_unreadable_error
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.store.quantised_file import ALIGNED
 
-AnyArray = np.ndarray[Any, Any]
-
 
 def compact_expert(block: AnyArray, shape: ExpertShape) -> AnyArray:
-    """Return the compact bytes of an expert that lies in a block, uint8 [a multiple of 4096]."""
+    """Return the compact bytes of the expert in a block, uint8 [a multiple of 4096]."""
     sizes = compact_chunk_sizes(shape)
     assert VECTOR_BYTES * sizes.prod(axis=1).sum() == block.nbytes
     offsets = 4 * (len(sizes) + 1)
@@ -56,17 +52,17 @@ def compact_expert(block: AnyArray, shape: ExpertShape) -> AnyArray:
 
 
 def min_compact_bytes(shape: ExpertShape) -> int:
-    """Return the bytes that any compact expert has: they say where its stretches begin."""
+    """Return the minimum bytes of a compact expert: the table of its panels."""
     return 4 * (len(compact_chunk_sizes(shape)) + 1)
 
 
 def supports_compact(scheme: Scheme) -> bool:
-    """Tell whether experts in a scheme are compact in the copy of a base."""
+    """Return whether experts in a scheme are compact in the copy of a base."""
     return scheme is Scheme.BFLOAT16
 
 
 def is_compact(block: AnyArray, shape: ExpertShape) -> bool:
-    """Tell whether an expert can be unpacked from a block; not whether it is the right one."""
+    """Return whether an expert can be unpacked from a block; it may still be the wrong one."""
     if block.nbytes < min_compact_bytes(shape):
         return False
     sizes, found = compact_chunk_sizes(shape), np.zeros(1, np.int64)
@@ -87,11 +83,11 @@ _DTYPES: dict[str, "np.dtype[Any]"] = {
     "BF16": np.dtype(np.uint16),
 }
 _SLICE_NUMBERS = 1 << 22
-"""Numbers that a thread packs before it says so and takes the next."""
+"""Numbers that a thread packs before it reports progress and takes the next slice."""
 _MAX_THREADS = 4
-"""More would wait for the memory."""
+"""More threads would be limited by memory bandwidth."""
 _NUMBER_BYTES, _THREAD_BYTES = 16, 4 << 20
-"""Of each number of a portion: stored, widened, filled up, as steps; and what a thread costs."""
+"""Bytes per number of a portion (stored, widened, padded, as steps), and per thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,42 +99,42 @@ class TensorRows:
     rows: int
     place: TensorPlace
     hasher: "hashlib._Hash | None"
-    """Gets its bytes, if there is one; then stretches of a tensor are packed one after another."""
+    """Updated with the bytes, if not None; the slices of a tensor must then be packed in order."""
 
 
 def packing_thread_count() -> int:
-    """Return how many threads pack."""
+    """Return the number of threads that pack."""
     return min(count_usable_cores(), _MAX_THREADS)
 
 
 def packing_thread_bytes(columns: int) -> int:
-    """Return what a thread that packs rows of so many columns takes, at most."""
+    """Return the maximum bytes of a thread that packs rows of this many columns."""
     return rows_per_portion(columns) * columns * _NUMBER_BYTES + _THREAD_BYTES
 
 
 def pack_tensor(
     tensor: StoredTensor, place: TensorPlace, *, hasher: "hashlib._Hash | None" = None
 ) -> None:
-    """Read a tensor from its file and pack it into its place, some rows at a time.
+    """Read a tensor from its file and pack it into its place, in portions.
 
     Raises:
-        InvalidPackageError: when the file cannot be read to its end.
+        InvalidPackageError: if the file cannot be read to its end.
     """
     _pack_slice(TensorRows(tensor, 0, tensor.info.shape[0], place, hasher))
 
 
 def pack_slices(queues: Iterable[Iterable[TensorRows]], progress: Progress) -> None:
-    """Pack queues side by side, in threads; of each queue one stretch after another.
+    """Pack queues in parallel threads; the slices of each queue are packed in order.
 
     Raises:
-        InvalidPackageError: when a file cannot be read to its end.
+        InvalidPackageError: if a file cannot be read to its end.
     """
     left = deque(map(iter, queues))
     running: dict[Future[None], tuple[TensorRows, Iterator[TensorRows]]] = {}
     pool = ThreadPoolExecutor(packing_thread_count())
     try:
         while left or running:
-            while left and len(running) < 2 * packing_thread_count():  # none waits for this thread
+            while left and len(running) < 2 * packing_thread_count():  # keeps all threads busy
                 queue = left.popleft()
                 for stretch in islice(queue, 1):
                     running[pool.submit(_pack_slice, stretch)] = stretch, queue
@@ -154,7 +150,7 @@ def pack_slices(queues: Iterable[Iterable[TensorRows]], progress: Progress) -> N
 def slice_tensor(
     tensor: StoredTensor, place: TensorPlace, hasher: "hashlib._Hash | None" = None
 ) -> Iterator[TensorRows]:
-    """Cut a tensor into stretches, so that a large one keeps no thread long."""
+    """Split a tensor into slices, so that a large one does not occupy a thread for long."""
     if not isinstance(place, PackedMatrix):
         yield TensorRows(tensor, 0, len(place), place, hasher)
         return
@@ -168,10 +164,10 @@ def slice_tensor(
 def iter_row_portions(
     tensor: StoredTensor, first: int = 0, rows: int | None = None
 ) -> Iterator[AnyArray]:
-    """Yield rows of a stored tensor, some at a time, in memory that is used again.
+    """Yield rows of a stored tensor in portions, in a buffer that is reused.
 
     Raises:
-        InvalidPackageError: when the file cannot be read to its end.
+        InvalidPackageError: if the file cannot be read to its end.
     """
     shape, dtype = tensor.info.shape, _DTYPES[tensor.info.dtype]
     columns = shape[1] if len(shape) > 1 else 1
@@ -189,10 +185,10 @@ def iter_row_portions(
 
 
 def read_tensor(tensor: StoredTensor, numbers: AnyArray) -> None:
-    """Read all of a stored tensor as it is into an array of as many bytes.
+    """Read the raw bytes of a stored tensor into an array of the same size.
 
     Raises:
-        InvalidPackageError: when the file cannot be read to its end.
+        InvalidPackageError: if the file cannot be read to its end.
     """
     try:
         with tensor.open() as stream:
@@ -219,7 +215,7 @@ def _read_into(numbers: AnyArray, stream: BinaryIO) -> None:
     """Fill an array.
 
     Raises:
-        OSError: when the file ends before that.
+        OSError: if the file ends early.
     """
     left = numbers.data.cast("B")
     while left:

@@ -1,15 +1,12 @@
-"""What a program of a decoder allows for: which rows attend together, which plans they have.
+"""The workspace of decoder programs: preallocated buffers, program variants and item counts.
 
-How many items the operations of a run have, which depends on its tokens and on its plans.
-
-The memory that a decoder's programs compute in, made before them and known in bytes.
-
-One room is enough for prompts and for steps, since one call runs at a time.
+One workspace serves prompts and steps, because one call runs at a time. Its size in bytes is known
+in advance. `ItemCounts` holds the item counts of a run, which depend on its tokens and plans.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
 
 import numpy as np
 
@@ -18,6 +15,7 @@ from expertctl.engine.kernels.lora import AdapterBatchTable, batch_table_bytes
 from expertctl.engine.kernels.memory import aligned_zeros
 from expertctl.engine.kernels.packed_format import (
     FLOAT_SCHEMES,
+    AnyArray,
     FusedProjection,
     PackedDeltas,
     Scheme,
@@ -35,11 +33,12 @@ from expertctl.package.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class ProgramVariant:
-    """What a program allows for.
+    """The features that a program supports.
 
-    ``together``: consecutive tokens of one text, else one token each of several. ``numbers``: what
-    pages hold. ``adapters``: the schemes of plans; ``scales``: whether some have factors. What they
-    add is ``fused`` with the products of the base where that can be; the bits are the same.
+    ``single_sequence``: rows are consecutive tokens of one sequence, else one token of each of
+    several. ``numbers``: the scheme of KV pages. ``adapters``: the schemes of plans; ``scales``:
+    whether some plans scale. With ``fused``, adapters are fused with the products of the base where
+    possible; the bits are the same.
     """
 
     single_sequence: bool
@@ -50,13 +49,13 @@ class ProgramVariant:
     routed: frozenset[Scheme] = frozenset()
     """The schemes of plans that change routed experts."""
     scales_routed: bool = False
-    """Whether one of these plans has factors of the input of routed experts."""
+    """Whether one of these plans scales the input of routed experts."""
 
 
 def choose_variant(
     *, single_sequence: bool, numbers: Scheme, plans: Sequence[PackedDeltas], fused: bool = True
 ) -> ProgramVariant:
-    """Return what a batch with these plans needs."""
+    """Return the variant for a batch with these plans."""
     adapters = frozenset(plan.scheme for plan in plans if plan.width)
     scales = any(plan.has_scales for plan in plans)
     routed = frozenset(plan.scheme for plan in plans if plan.first_routed_record is not None)
@@ -65,12 +64,9 @@ def choose_variant(
     return ProgramVariant(single_sequence, numbers, adapters, scales, fused, routed, scales_routed)
 
 
-CountArray = np.ndarray[Any, Any]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RowRange:
-    """Rows of a batch that have one plan."""
+    """Consecutive rows of a batch that share a plan."""
 
     plan: PackedDeltas
     first: int
@@ -78,10 +74,10 @@ class RowRange:
 
 
 class ItemCounts:
-    """Numbers that operations read at each run: int64 [1], or an element for each site or module.
+    """Numbers that operations read at each run: int64 [1], or one per fused projection or module.
 
-    At a site where some plan has factors, the product of the base is taken apart by modules: there
-    `whole` and `plain` are 0, elsewhere `apart`, `scaled` and `expand_apart` are.
+    Where some plan scales a projection, the product of the base is computed per module: `whole` and
+    `plain` are 0 there; `apart`, `scaled` and `expand_apart` are 0 elsewhere.
     """
 
     def __init__(
@@ -92,32 +88,31 @@ class ItemCounts:
         *,
         single_sequence: bool,
     ) -> None:
-        """Begin with one token; ``together``: all tokens are of one text."""
+        """Start with no tokens; ``single_sequence``: all tokens belong to one sequence."""
         self._shape, self._together = shape, single_sequence
         self.tokens, self.heads, self.attending = (np.zeros(1, np.int64) for _ in range(3))
         places = np.repeat(np.arange(len(sites)), [len(site.modules) for site in sites])
         self._places, self._has = places, np.zeros(len(sites), np.int64)
         self.plain, self.scaled, self.whole, self._whole = np.zeros((4, len(sites)), np.int64)
         self.apart, self._apart = np.zeros((2, len(places)), np.int64)
-        self.reduce = {scheme: np.zeros(len(sites), np.int64) for scheme in adapters}
-        self.expand = {scheme: np.zeros(len(sites), np.int64) for scheme in adapters}
-        self.reduce_apart = {scheme: np.zeros(len(sites), np.int64) for scheme in adapters}
-        self.expand_apart = {scheme: np.zeros(len(sites), np.int64) for scheme in adapters}
+        self.reduce, self.expand, self.reduce_apart, self.expand_apart = (
+            {scheme: np.zeros(len(sites), np.int64) for scheme in adapters} for _ in range(4)
+        )
         self.adapted, self.done = np.zeros((2, len(sites)), np.int64)
-        """Items of each site in one operation, and how many of them are done while it runs."""
+        """Items of each fused operation, and how many of them are done while it runs."""
 
-    def set_fused_items(self, site: int, items: int) -> CountArray:
-        """Set how many items the product of a site has; return where a run reads their number."""
+    def set_fused_items(self, site: int, items: int) -> AnyArray:
+        """Set the items of a projection's product; return the count that a run reads."""
         self._whole[site] = items
         return self.whole[site : site + 1]
 
-    def set_module_items(self, module: int, items: int) -> CountArray:
-        """Set how many items the product of a module has; return where a run reads their number."""
+    def set_module_items(self, module: int, items: int) -> AnyArray:
+        """Set the items of a module's product; return the count that a run reads."""
         self._apart[module] = items
         return self.apart[module : module + 1]
 
     def set(self, tokens: int, ranges: Sequence[RowRange]) -> None:
-        """Set the numbers for so many tokens, some of them with plans."""
+        """Set the counts for this many tokens, some of them with plans."""
         shape = self._shape
         self.tokens[0] = tokens
         self.heads[0] = tokens * (shape.query_heads + 2 * shape.kv_heads)
@@ -143,34 +138,30 @@ class ItemCounts:
         work = plan.item_counts
         self._has += work.scales
         if plan.width:
-            self.reduce[plan.scheme] += (
-                work.shrink_prefill if self._together else work.shrink_decode
-            )
+            shrink = work.shrink_prefill if self._together else work.shrink_decode
+            self.reduce[plan.scheme] += shrink
             self.expand[plan.scheme] += work.expand
 
 
 def group_rows_by_plan(plans: Sequence[PackedDeltas | None]) -> list[RowRange]:
-    """Return where rows have a plan; those of one plan stand together."""
-    found: list[RowRange] = []
-    begin = 0
-    for place, plan in enumerate(plans):
-        if place + 1 < len(plans) and plans[place + 1] is plan:
-            continue
+    """Return the ranges of rows that have a plan; rows of one plan must be adjacent."""
+    found, first = list[RowRange](), 0
+    for _, group in groupby(plans, key=id):
+        plan, *others = group
         if plan is not None:
-            found.append(RowRange(plan, begin, place + 1 - begin))
-        begin = place + 1
+            found.append(RowRange(plan, first, 1 + len(others)))
+        first += 1 + len(others)
     return found
 
 
-WorkArray = np.ndarray[Any, Any]
 _FLOAT32_BYTES, _LONG_BYTES = 4, 8
 
 
 class Workspace:
-    """Room for ``tokens`` that are read at a time and ``rows`` that are scored at a time."""
+    """Buffers for ``tokens`` processed at a time and ``rows`` scored at a time."""
 
     def __init__(self, config: ModelConfig, scheme: Scheme, *, tokens: int, rows: int) -> None:
-        """Make it for a base in a scheme; what plans need is added when they come."""
+        """Allocate for a base in a scheme; what plans need is added on demand."""
         self.size, self._config, self._scheme = (tokens, rows), config, scheme
         self.tokens, self.positions, self.tables = (
             aligned_zeros(tokens, np.int64) for _ in range(3)
@@ -195,29 +186,25 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it, with what plans needed so far."""
+        """Bytes of all buffers, including those added for plans so far."""
         tokens, rows = self.size
         prepared = [key for key in self._prepared if key[0] is not self._scheme]
-        of_plans = sum(
-            _estimate_prepared_rows(each, columns) * tokens for each, columns in prepared
-        )
+        of_plans = sum(_estimate_prepared_rows(*key) * tokens for key in prepared)
         batches = (*self._batches.values(), *self._routed_batches.values())
         tables = sum(batch.nbytes for batch in batches)
-        return (
-            estimate_base_workspace_bytes(self._config, self._scheme, tokens=tokens, rows=rows)
-            + of_plans
-            + tables
-        )
+        config, scheme = self._config, self._scheme
+        own = estimate_base_workspace_bytes(config, scheme, tokens=tokens, rows=rows)
+        return own + of_plans + tables
 
     def reset_errors(self) -> None:
-        """Forget what went wrong in the pass before."""
+        """Clear the errors of the previous pass."""
         if self.routed is not None:
             self.routed.absent[0] = 0
 
     def keep_row(self, row: int, *, of: int) -> None:
-        """Let one of ``of`` rows go on, as the first; the keys and values of all are written.
+        """Continue with one of ``of`` rows, as the first; keys and values of all have been written.
 
-        The others ask for no expert in the last layer, where that is a routed one.
+        The other rows select no expert in the last layer, if that is a routed one.
         """
         for each in (self.hidden, self.heads, self.positions, self.tables):
             each[0] = each[row]
@@ -225,7 +212,7 @@ class Workspace:
             mask_last_layer(self.routed, 1, of)
 
     def get_prepared_rows(self, scheme: Scheme, columns: int) -> PreparedActivations | None:
-        """Return room for rows as a scheme wants them; None where it takes them as they are."""
+        """Return activation buffers for a scheme; None if it takes rows unchanged."""
         if scheme in FLOAT_SCHEMES:
             return None
         key = (scheme, columns)
@@ -234,13 +221,13 @@ class Workspace:
         return self._prepared[key]
 
     def get_batch_table(self, scheme: Scheme | None) -> AdapterBatchTable:
-        """Return the table of plans in one scheme; None: of all plans, for their vectors."""
+        """Return the table of plans in one scheme; None: of all plans, for their scales."""
         if scheme not in self._batches:
             self._batches[scheme] = AdapterBatchTable(scheme or Scheme.FLOAT32, rows=self.size[0])
         return self._batches[scheme]
 
     def get_routed_batch_table(self, scheme: Scheme | None) -> AdapterBatchTable:
-        """Return `batch` for plans that change routed experts: no columns lie between A and B."""
+        """Return the table of plans that change routed experts; its width between A and B is 0."""
         if scheme not in self._routed_batches:
             self._routed_batches[scheme] = AdapterBatchTable(Scheme.FLOAT32, rows=self.size[0])
         return self._routed_batches[scheme]
@@ -249,11 +236,9 @@ class Workspace:
 def estimate_base_workspace_bytes(
     config: ModelConfig, scheme: Scheme, *, tokens: int, rows: int
 ) -> int:
-    """Return the bytes of a room without plans."""
+    """Return the bytes of a workspace without plans."""
     widths = sum(_compute_buffer_widths(config).values()) + 2 * config.head_dim
-    prepared = sum(
-        _estimate_prepared_rows(scheme, columns) for columns in _list_operand_columns(config)
-    )
+    prepared = sum(_estimate_prepared_rows(scheme, n) for n in _list_operand_columns(config))
     each = 3 * _LONG_BYTES + _FLOAT32_BYTES * widths + prepared
     routed = estimate_workspace_bytes(config, scheme, tokens=tokens)
     return tokens * each + routed + rows * _FLOAT32_BYTES * round_up_rows(config.vocab_size)
@@ -262,32 +247,29 @@ def estimate_base_workspace_bytes(
 def estimate_plan_bytes(
     config: ModelConfig, scheme: Scheme, adapters: Scheme, *, tokens: int, width: int
 ) -> int:
-    """Return the bytes that the A and B of plans of one scheme add, so wide at most."""
-    each = (
-        0
-        if adapters is scheme
-        else sum(_estimate_prepared_rows(adapters, n) for n in _list_operand_columns(config))
-    )
-    prepared = each * tokens
-    return prepared + batch_table_bytes(adapters, rows=tokens, width=width)
+    """Return the bytes that the A and B of plans of one scheme and maximum width add."""
+    prepared = 0
+    if adapters is not scheme:
+        prepared = sum(_estimate_prepared_rows(adapters, n) for n in _list_operand_columns(config))
+    return prepared * tokens + batch_table_bytes(adapters, rows=tokens, width=width)
 
 
 def estimate_factor_bytes(config: ModelConfig, *, tokens: int, schemes: int) -> int:
-    """Return the bytes that factors of plans add to a room, and plans that change routed experts.
+    """Return the bytes that scales, and plans that change routed experts, add to a workspace.
 
-    The latter are in so many ``schemes``.
+    The latter have ``schemes`` schemes.
     """
     routed = 0 if config.experts is None else schemes + 1
     return (1 + routed) * batch_table_bytes(Scheme.FLOAT32, rows=tokens, width=0)
 
 
 def round_up_rows(rows: int) -> int:
-    """Return a number of rows filled to whole blocks."""
+    """Round a number of rows up to whole blocks."""
     return -(-rows // LANES) * LANES
 
 
 def _compute_buffer_widths(config: ModelConfig) -> dict[str, int]:
-    """Return how many float32 the buffers have for each token."""
+    """Return the float32 per token of each buffer."""
     return {
         "hidden": round_up_rows(config.hidden_size),
         "normed": round_up_rows(config.hidden_size),
@@ -300,13 +282,13 @@ def _compute_buffer_widths(config: ModelConfig) -> dict[str, int]:
 
 
 def _list_operand_columns(config: ModelConfig) -> frozenset[int]:
-    """Return how many columns multiplied rows may have."""
+    """Return the possible widths of GEMM inputs."""
     attended = config.heads * config.head_dim
     return frozenset({config.hidden_size, attended, *_list_mlp_widths(config)})
 
 
 def _list_mlp_widths(config: ModelConfig) -> set[int]:
-    """Return how wide the MLPs are that every token passes, if there are any."""
+    """Return the widths of the MLPs that every token passes, if there are any."""
     routed = config.experts
     if routed is None:
         return {config.intermediate_size}
@@ -318,6 +300,5 @@ def _estimate_prepared_rows(scheme: Scheme, columns: int) -> int:
     if scheme in FLOAT_SCHEMES:
         return 0
     layout = scheme.layout
-    return layout.count_vectors(
-        columns
-    ) * layout.columns * layout.row_bytes + 8 * layout.count_groups(columns)
+    width = layout.count_vectors(columns) * layout.columns
+    return width * layout.row_bytes + 8 * layout.count_groups(columns)

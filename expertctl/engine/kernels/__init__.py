@@ -1,1 +1,1 @@
-"""Compiled code for CPUs: kernels, the programs they make up, and the crew that runs them."""
+"""Compiled CPU kernels, programs built from them, and the thread pool that runs programs."""

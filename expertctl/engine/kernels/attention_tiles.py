@@ -1,8 +1,8 @@
-"""What attention does with four pages: scores of their keys, softmax, and the sum of values.
+"""Paged-attention microkernels: scores, softmax and weighted values of one chunk of four KV pages.
 
-A sum of one query has one accumulator and runs in the order of its numbers or tokens, whatever the
-tile: its bits do not depend on how many queries are computed together, nor on whether pages are
-read where they are or gathered before.
+The sum of one query has one accumulator and runs in the order of the components (scores) or tokens
+(values), whatever the tile. Its bits depend neither on how many queries are computed together nor
+on whether pages are read in place or gathered first.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,46 +10,53 @@ from dataclasses import dataclass
 from typing import Any
 
 from numba import types
-from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
 from expertctl.engine.kernels.jit import get_host_cpu
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder, Value, emit_tiles
+from expertctl.engine.kernels.simd import (
+    LANES,
+    VECTOR_BYTES,
+    SimdBuilder,
+    Value,
+    emit_tiles,
+    require_literal,
+)
 
 PAGES_PER_CHUNK = 4
-"""Pages of a chunk, whose keys share a correction of the softmax."""
+"""Pages per chunk; all keys of a chunk share one softmax correction."""
 CHUNK_TOKENS = PAGES_PER_CHUNK * LANES
 """Tokens in a chunk."""
 CHUNK_BYTES = CHUNK_TOKENS * 4
 """Bytes of the scores of one query: [pages][16] float32."""
 MIN_SCORE = -1e30
-"""The largest score of a query that has seen no key."""
+"""The running maximum of a query that has seen no key yet."""
 _MASKED_WEIGHT = -1.0
-"""The weight of a token that a query does not see; weights of seen ones are never negative."""
+"""Marks a token that a query must not see; real weights are never negative."""
 
 GATHER_VECTORS = 128
-"""Vectors of each page that are gathered at once, at most."""
+"""Maximum number of vectors of each page that one gather copies."""
 GATHER_PAGE_BYTES = GATHER_VECTORS * VECTOR_BYTES
-"""Bytes from what is gathered of one page to that of the next."""
+"""Stride between the pages of the gather buffer, in bytes."""
 
 _QUERIES, _BLOCKS = (6, 4, 2, 1), (4, 1)
-"""Sizes of tiles; the largest sums stay in registers."""
+"""Tile sizes, largest first; the sums of the largest tile stay in registers."""
 _NARROW_HEIGHTS = {6: 1, 4: 1, 2: 2, 1: 4}
-"""Pages or blocks of a tile, by its queries, where registers are narrow: a sum takes two."""
+"""Pages or blocks per tile, by its number of queries, without 512-bit registers: a sum takes two.
+"""
 
 
 @intrinsic(prefer_literal=True)
 def emit_page_scores(_context: Any, half: Any, *operands: Any) -> Any:
-    """Write the products of queries with the keys of four pages; see `_ScoreEmitter`.
+    """Compute the products of queries with the keys of four pages; see `_ScoreEmitter`.
 
-    ``half`` is a constant: whether pages hold float16.
+    ``half`` is a compile-time constant: whether pages hold float16.
     """
     return _make_intrinsic(_ScoreEmitter, half, operands)
 
 
 @intrinsic(prefer_literal=True)
 def emit_page_values(_context: Any, half: Any, *operands: Any) -> Any:
-    """Multiply sums by their corrections and add weighted values of pages; see `_ValueEmitter`."""
+    """Scale the output by corrections and add weighted values of pages; see `_ValueEmitter`."""
     return _make_intrinsic(_ValueEmitter, half, operands)
 
 
@@ -63,10 +70,11 @@ def emit_page_gather(_context: Any, half: Any, *operands: Any) -> Any:
 def softmax_scores(
     _context: Any, scores: Any, low: Any, high: Any, scale: Any, largest: Any, totals: Any
 ) -> Any:
-    """Turn the scores of a chunk into weights; return what earlier weights are worth now.
+    """Replace the scores of a chunk with softmax weights; return the correction for earlier sums.
 
-    Only keys from ``low`` to ``high`` of the chunk count, the others are marked. ``largest`` is the
-    address of the largest score so far, ``totals`` that of sixteen sums of weights.
+    Only keys ``low`` to ``high`` of the chunk (inclusive) count; the others get `_MASKED_WEIGHT`.
+    ``largest`` is the address of the running maximum, ``totals`` that of sixteen partial sums of
+    weights.
     """
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
@@ -88,25 +96,16 @@ def vector_sum(_context: Any, address: Any) -> Any:
 
 
 def _make_intrinsic(part: Any, half: Any, operands: Any) -> Any:
-    """Return what an intrinsic of a part of attention consists of: its types and its emitter."""
-    is_half = _literal_flag(half)
+    """Return the signature and the code generator of an intrinsic for one emitter class."""
+    is_half = bool(require_literal(half, "whether pages hold float16"))
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         found = (builder.extract_value(values[1], place) for place in range(len(operands)))
         part(SimdBuilder(builder), is_half, *found).emit()
         return context.get_dummy_value()
 
-    return types.void(half, _int64_tuple(len(operands))), emit
-
-
-def _literal_flag(half: Any) -> bool:
-    if not isinstance(half, types.IntegerLiteral):
-        raise RequireLiteralValue("the numbers of pages are a constant")
-    return bool(half.literal_value)
-
-
-def _int64_tuple(count: int) -> Any:
-    return types.StarArgTuple.from_types((types.int64,) * count)
+    rest = types.StarArgTuple.from_types((types.int64,) * len(operands))
+    return types.void(half, rest), emit
 
 
 def _emit_softmax(
@@ -119,15 +118,11 @@ def _emit_softmax(
     sums: Value,
 ) -> Value:
     nothing, factor = lanes.float_constant(MIN_SCORE), lanes.splat_float(scale)
-    places = [
-        lanes.offset(scores, lanes.int_constant(page), VECTOR_BYTES)
-        for page in range(PAGES_PER_CHUNK)
-    ]
-    seen = [lanes.range_mask(low, high, page * LANES) for page in range(PAGES_PER_CHUNK)]
+    pages = range(PAGES_PER_CHUNK)
+    places = [lanes.offset(scores, lanes.int_constant(page), VECTOR_BYTES) for page in pages]
+    seen = [lanes.range_mask(low, high, page * LANES) for page in pages]
     found = [lanes.multiply_floats(lanes.load_floats(place), factor) for place in places]
-    found = [
-        lanes.select_lanes(mask, score, nothing) for mask, score in zip(seen, found, strict=True)
-    ]
+    found = [lanes.select_lanes(*each, nothing) for each in zip(seen, found, strict=True)]
     before = lanes.broadcast_float(largest)
     top = lanes.splat_float(lanes.reduce_max_floats(_lanewise_max(lanes, [before, *found])))
     correction = lanes.select_lanes(
@@ -148,7 +143,7 @@ def _emit_softmax(
 
 
 def _lanewise_max(lanes: SimdBuilder, vectors: list[Value]) -> Value:
-    """Return the largest of each lane; NaN is skipped, but becomes the weight of its key."""
+    """Return the maximum of each lane; NaN is skipped here but becomes the weight of its key."""
     result = vectors[0]
     for vector in vectors[1:]:
         result = lanes.select_lanes(lanes.less_than(result, vector), vector, result)
@@ -157,7 +152,7 @@ def _lanewise_max(lanes: SimdBuilder, vectors: list[Value]) -> Value:
 
 @dataclass(frozen=True, slots=True)
 class _PageReader:
-    """Some numbers of pages, sixteen of them at a time, widened to float32."""
+    """Loads sixteen components of a page at a time, widened to float32."""
 
     lanes: SimdBuilder
     is_half: bool
@@ -172,7 +167,7 @@ class _PageReader:
 
 
 class _Accumulators:
-    """Accumulators of a tile: some vectors by some queries."""
+    """The accumulators of a tile, [queries][vectors]."""
 
     def __init__(self, lanes: SimdBuilder, vectors: int, queries: int) -> None:
         self._lanes = lanes
@@ -193,7 +188,7 @@ class _Accumulators:
             lanes.store_variable(lanes.fma(vector, factor, lanes.load_variable(place)), place)
 
     def accumulate_masked(self, query: int, vectors: list[Value], factor: Value) -> None:
-        """Add, except where the factor says that the query must not see the vectors."""
+        """Accumulate, except where a negative factor masks the vectors for this query."""
         lanes = self._lanes
         unseen = lanes.less_than(factor, lanes.zero_floats())
         for vector, place in zip(vectors, self._places[query], strict=True):
@@ -209,7 +204,7 @@ class _Accumulators:
 
 
 def _emit_tile_heights(lanes: SimdBuilder, count: int, queries: int) -> Iterator[tuple[Value, int]]:
-    """Emit what the caller emits for ``count`` pages or blocks, so many of them at a time."""
+    """Yield the first index and the size of each tile over ``count`` pages or blocks."""
     high = count if get_host_cpu().has_512_bit_registers else min(_NARROW_HEIGHTS[queries], count)
     with lanes.loop(lanes.int_constant(count // high)) as turn:
         yield lanes.multiply_int(turn, lanes.int_constant(high)), high
@@ -217,10 +212,10 @@ def _emit_tile_heights(lanes: SimdBuilder, count: int, queries: int) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class _GatherEmitter:
-    """``out`` [pages][128][16] = ``count`` vectors of each of four pages, from ``first`` on.
+    """Computes ``out[pages][128][16]``: ``count`` vectors of each of four pages, from ``first`` on.
 
-    ``pages`` is the address of four addresses, to which ``offset`` is added. The same vectors of
-    the four addresses at ``near``, with ``prefetch_offset`` added, are prefetched.
+    ``pages`` is the address of four page addresses, to which ``offset`` is added. The same vectors
+    of the four addresses at ``prefetch_pages``, plus ``prefetch_offset``, are prefetched.
     """
 
     lanes: SimdBuilder
@@ -243,19 +238,18 @@ class _GatherEmitter:
             out = lanes.offset(self.out, page, GATHER_PAGE_BYTES)
             with lanes.loop(self.count) as number:
                 vector = lanes.add_int(self.first, number)
-                lanes.store_floats(
-                    pages.load(start, vector), lanes.offset(out, number, VECTOR_BYTES)
-                )
+                loaded = pages.load(start, vector)
+                lanes.store_floats(loaded, lanes.offset(out, number, VECTOR_BYTES))
                 lanes.prefetch(pages.at(near, vector))
 
 
 @dataclass(frozen=True, slots=True)
 class _ScoreEmitter:
-    """``out`` [queries][4][16] = products of float32 queries with the keys of four pages.
+    """Computes ``out[queries][4][16]``: products of float32 queries with the keys of four pages.
 
-    ``pages`` is the address of four addresses, to which ``offset`` is added; ``dim`` numbers of
-    queries and keys are multiplied, and added to what is in ``out`` where ``adds`` is not 0. Where
-    queries are few, what lies ``ahead`` bytes after the keys is prefetched meanwhile.
+    ``pages`` is the address of four page addresses, to which ``offset`` is added. ``dim``
+    components are multiplied; the products are added to ``out`` if ``adds`` is not 0. For small
+    tiles, the bytes at ``prefetch_distance`` after the keys are prefetched.
     """
 
     lanes: SimdBuilder
@@ -287,9 +281,8 @@ class _ScoreEmitter:
         out = lanes.offset(lanes.offset(self.out, first, CHUNK_BYTES), page, VECTOR_BYTES)
 
         def place(query: int, number: int) -> Value:
-            return lanes.add_int(
-                out, lanes.int_constant(query * CHUNK_BYTES + number * VECTOR_BYTES)
-            )
+            offset = query * CHUNK_BYTES + number * VECTOR_BYTES
+            return lanes.add_int(out, lanes.int_constant(offset))
 
         def before(query: int, number: int) -> Value:
             found = lanes.load_floats(place(query, number))
@@ -313,15 +306,16 @@ class _ScoreEmitter:
 
 @dataclass(frozen=True, slots=True)
 class _ValueEmitter:
-    """``out`` [queries][blocks][16] = corrections * out + weights * the values of pages.
+    """Computes ``out[queries][blocks][16] = corrections * out + weights * values`` for pages.
 
-    ``pages`` is the address of addresses, to which ``offset`` is added, ``weights``
-    [queries][4][16] begin at the first of these pages, ``corrections`` are float32 [queries]. The
-    first query sees the values from ``low`` to ``high``, counted from the first of these pages,
-    each further query a range that is ``ahead`` later. What a query does not see may be anything,
-    even NaN: a page that all queries of a tile see whole is just multiplied and added; of any other
-    the marked weights are left out. Nothing from ``tokens`` on is read. The addresses of a chunk
-    are followed by those of the next, whose keys, ``before`` bytes from its values, are prefetched.
+    ``pages`` is the address of page addresses, to which ``offset`` is added; ``weights``
+    [queries][4][16] start at the first of these pages; ``corrections`` is float32 [queries]. The
+    first query sees the values ``low`` to ``high``, counted from the first of these pages; the
+    range of each further query starts ``query_step`` later. Values that a query does not see may be
+    anything, even NaN: a page that all queries of a tile see completely is simply accumulated, any
+    other skips the masked weights. Nothing at or after ``tokens`` is read. The page addresses of a
+    chunk are followed by those of the next chunk, whose keys, ``key_distance`` bytes from its
+    values, are prefetched.
     """
 
     lanes: SimdBuilder
@@ -366,12 +360,9 @@ class _ValueEmitter:
         sums.store(place)
 
     def _add_values(self, vector: Value, first: Value, sums: _Accumulators, height: int) -> None:
-        """Add the values of all pages that a query of the tile sees."""
-        lanes, pages, sixteen = (
-            self.lanes,
-            _PageReader(self.lanes, self.is_half),
-            self.lanes.int_constant(LANES),
-        )
+        """Add the values of all pages that any query of the tile sees."""
+        lanes, pages = self.lanes, _PageReader(self.lanes, self.is_half)
+        sixteen = lanes.int_constant(LANES)
         last = lanes.add_int(first, lanes.int_constant(sums.queries - 1))
         seen_by_all = (
             lanes.offset(self.low, last, self.query_step),
@@ -404,7 +395,6 @@ class _ValueEmitter:
         sums: _Accumulators,
         add: Callable[[int, list[Value], Value], None],
     ) -> None:
-        """Add the values of one token."""
         lanes, pages = self.lanes, _PageReader(self.lanes, self.is_half)
         values = [pages.load(start, lanes.int_constant(number * LANES)) for number in range(high)]
         for query in range(sums.queries):
@@ -412,7 +402,7 @@ class _ValueEmitter:
             add(query, values, lanes.broadcast_float(place))
 
     def _prefetch_keys(self, start: Value, high: int, sums: _Accumulators) -> None:
-        """Prefetch keys where queries are few, and so wait for memory."""
+        """Prefetch keys for small tiles, which are bound by memory."""
         lanes, pages = self.lanes, _PageReader(self.lanes, self.is_half)
         for number in range(high if sums.queries < _QUERIES[0] else 0):
             lanes.prefetch(pages.at(start, lanes.int_constant(number * LANES)))

@@ -1,10 +1,9 @@
-"""Where a tile of a product reads and writes.
+"""The operands of a GEMM tile, and the bfloat16 tile for CPUs without 512-bit registers.
 
-Products of bfloat16 where registers are narrow and no instruction multiplies pairs.
-
-Widening a token's numbers for every block takes as long as multiplying them. So some columns of
-some tokens are widened once, for all blocks of a strip, whose sums wait on the stack meanwhile.
-Each sum still runs from the first column to the last.
+Such CPUs have no instruction that multiplies bfloat16 pairs, and widening the activations of a
+token for every block takes as long as multiplying them. So `Bf16TileEmitter` widens some columns of
+some tokens once for all blocks of a panel, whose sums are kept on the stack meanwhile. Each sum
+still runs from the first column to the last.
 """
 
 from dataclasses import dataclass, replace
@@ -15,10 +14,10 @@ from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder, Valu
 
 @dataclass(frozen=True, slots=True)
 class TileOperands:
-    """Where a tile reads and writes; addresses and strides in bytes, all int64 values.
+    """Addresses and strides of a tile, in bytes; all are int64 values.
 
-    Weights ``[blocks][vectors]``, scales ``[blocks][groups][16]`` float32, rows ``[tokens]``, what
-    the groups of rows need ``[tokens][groups]``, out ``[tokens][blocks][16]`` float32.
+    Weights ``[blocks][vectors]``, scales ``[blocks][groups][16]`` float32, rows ``[tokens]``, row
+    scales and sums ``[tokens][groups]``, out ``[tokens][blocks][16]`` float32.
     """
 
     weights: Value
@@ -28,19 +27,19 @@ class TileOperands:
     rows: Value
     rows_stride: Value
     row_scales: Value
-    """float32: what one step of a row's int8 is worth."""
+    """float32: the value of one int8 step of a row."""
     row_sums: Value
-    """int32: the sum of a row's int8 in a group."""
+    """int32: the sum of a row's int8 values in a group."""
     groups_stride: Value
     out: Value
     out_stride: Value
     vectors: Value
     tokens: Value
     adds: Value
-    """Not 0: add to what is in ``out``."""
+    """If not 0, add to the values in ``out``."""
 
     def from_block(self, lanes: SimdBuilder, block: Value) -> "TileOperands":
-        """Return the same from a later block on."""
+        """Return the operands advanced to a later block."""
         return replace(
             self,
             weights=lanes.offset(self.weights, block, self.weights_stride),
@@ -49,7 +48,7 @@ class TileOperands:
         )
 
     def from_token(self, lanes: SimdBuilder, token: Value) -> "TileOperands":
-        """Return the same from a later token on."""
+        """Return the operands advanced to a later token."""
         return replace(
             self,
             rows=lanes.offset(self.rows, token, self.rows_stride),
@@ -62,9 +61,9 @@ class TileOperands:
 HIGH_HALF = 0xFFFF0000
 """The bits of the second bfloat16 of a pair."""
 _PAIRS = 256
-"""Pairs of columns that are widened at once: what four blocks need of them stays in cache."""
+"""Column pairs widened at once: the part that four blocks need stays in cache."""
 _SIDE_BYTES, _ROW_BYTES = _PAIRS * 4, 2 * _PAIRS * 4
-"""Bytes of the first numbers of a token's pairs, and of both."""
+"""Bytes of the first halves of a token's pairs, and of both halves."""
 
 
 @dataclass(frozen=True)
@@ -76,20 +75,20 @@ class Bf16TileEmitter:
     tokens: int
     operands: TileOperands
     accumulates: bool = False
-    """Whether sums begin with what is in ``out``."""
+    """Whether sums start from the values in ``out``."""
 
     @cached_property
     def _rows(self) -> Value:
-        """Room for [tokens][first, second][256] float32."""
+        """Stack buffer [tokens][first, second][256] float32."""
         return self.lanes.allocate_vectors(self.tokens * _ROW_BYTES // VECTOR_BYTES)
 
     @cached_property
     def _sums(self) -> Value:
-        """Room for [blocks][tokens][16] float32."""
+        """Stack buffer [blocks][tokens][16] float32."""
         return self.lanes.allocate_vectors(self.blocks * self.tokens)
 
     def emit(self) -> None:
-        """Emit it all."""
+        """Emit the whole tile."""
         lanes, at = self.lanes, self.operands
         size = lanes.int_constant(_PAIRS)
         with lanes.loop(lanes.ceil_divide_int(at.vectors, size)) as part:
@@ -106,35 +105,27 @@ class Bf16TileEmitter:
             self._write(block, lanes.subtract_int(number, lanes.multiply_int(block, tokens)))
 
     def _widen(self, row: Value, out: Value, count: Value) -> None:
-        """Widen pairs of a token, sixteen at a time and then one by one."""
+        """Widen the pairs of a token, sixteen at a time and the rest one by one."""
         lanes = self.lanes
         for begin, size in emit_tiles(lanes, count, (LANES, 1)):
             pairs, place = lanes.offset(row, begin, 4), lanes.offset(out, begin, 4)
             second = lanes.add_int(place, lanes.int_constant(_SIDE_BYTES))
-            load, store = (
-                (lanes.load_ints, lanes.store_floats)
-                if size > 1
-                else (lanes.broadcast_int, lanes.store_first_float)
-            )
+            load = lanes.load_ints if size > 1 else lanes.broadcast_int
+            store = lanes.store_floats if size > 1 else lanes.store_first_float
             for numbers, to in zip(self._split_pairs(load(pairs)), (place, second), strict=True):
                 store(numbers, to)
 
     def _split_pairs(self, pairs: Value) -> tuple[Value, Value]:
-        """Return the first and the second numbers of pairs as float32."""
+        """Return the first and the second halves of bfloat16 pairs as float32."""
         lanes = self.lanes
-        return lanes.bitcast_to_floats(lanes.shift_left(pairs, 16)), lanes.bitcast_to_floats(
-            lanes.mask_ints(pairs, HIGH_HALF)
-        )
+        first = lanes.bitcast_to_floats(lanes.shift_left(pairs, 16))
+        return first, lanes.bitcast_to_floats(lanes.mask_ints(pairs, HIGH_HALF))
 
     def _add_columns(self, block: Value, first: Value, count: Value) -> None:
-        """Add some columns to the sums of a block."""
         lanes, at = self.lanes, self.operands
-        places = [
-            self._sum_address(block, lanes.int_constant(token)) for token in range(self.tokens)
-        ]
-        starts = [
-            self._initial_sum(block, lanes.int_constant(token)) for token in range(self.tokens)
-        ]
+        tokens = [lanes.int_constant(token) for token in range(self.tokens)]
+        places = [self._sum_address(block, token) for token in tokens]
+        starts = [self._initial_sum(block, token) for token in tokens]
         begin = [
             lanes.select_int(first, lanes.load_floats(place), start)
             for place, start in zip(places, starts, strict=True)
@@ -142,31 +133,24 @@ class Bf16TileEmitter:
         sums = [lanes.create_variable(start) for start in begin]
         for each, start in zip(sums, begin, strict=True):
             lanes.store_variable(start, each)
-        weights = lanes.offset(
-            lanes.offset(at.weights, block, at.weights_stride), first, VECTOR_BYTES
-        )
+        weights = lanes.offset(at.weights, block, at.weights_stride)
+        weights = lanes.offset(weights, first, VECTOR_BYTES)
         with lanes.loop(count) as vector:
             stored = lanes.load_ints(lanes.offset(weights, vector, VECTOR_BYTES))
             for side, numbers in enumerate(self._split_pairs(stored)):
                 for token, total in enumerate(sums):
                     offset = lanes.int_constant(token * _ROW_BYTES + side * _SIDE_BYTES)
-                    number = lanes.broadcast_float(
-                        lanes.offset(lanes.add_int(self._rows, offset), vector, 4)
-                    )
-                    lanes.store_variable(
-                        lanes.fma(numbers, number, lanes.load_variable(total)), total
-                    )
+                    row = lanes.offset(lanes.add_int(self._rows, offset), vector, 4)
+                    number = lanes.broadcast_float(row)
+                    value = lanes.fma(numbers, number, lanes.load_variable(total))
+                    lanes.store_variable(value, total)
         for place, total in zip(places, sums, strict=True):
             lanes.store_floats(lanes.load_variable(total), place)
 
     def _initial_sum(self, block: Value, token: Value) -> Value:
-        """Return what a sum begins with."""
-        lanes = self.lanes
-        return (
-            lanes.load_floats(self._output_address(block, token))
-            if self.accumulates
-            else lanes.zero_floats()
-        )
+        if self.accumulates:
+            return self.lanes.load_floats(self._output_address(block, token))
+        return self.lanes.zero_floats()
 
     def _write(self, block: Value, token: Value) -> None:
         lanes, place = self.lanes, self._output_address(block, token)
@@ -181,7 +165,7 @@ class Bf16TileEmitter:
         return lanes.offset(lanes.offset(at.out, token, at.out_stride), block, VECTOR_BYTES)
 
     def _sum_address(self, block: Value, token: Value) -> Value:
-        """Return where the sums of a block and a token wait."""
+        """Return the address of the buffered sums of a block and a token."""
         lanes = self.lanes
         own = lanes.offset(self._sums, block, self.tokens * VECTOR_BYTES)
         return lanes.offset(own, token, VECTOR_BYTES)

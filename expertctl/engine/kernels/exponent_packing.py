@@ -1,21 +1,21 @@
-"""bfloat16 in some eleven bits a number, exactly: exponents of weights are all much alike.
+"""Lossless packing of bfloat16 weights into about eleven bits each.
 
-A weight's sign and fraction look like noise, but its exponent has an entropy of 2.6 of its 8 bits
-(Zhang et al. 2025, "70% Size, 100% Accuracy", section 2). Here three bits of it are kept: its place
-among eight consecutive exponents, the *window* of a chunk; the few numbers beyond the window are
-kept whole. That takes a twelfth more than the best prefix code, but no code is decoded bit by bit:
-sixty-four numbers are put together at a time.
+The sign and fraction of a weight look like noise, but its exponent has an entropy of 2.6 of its 8
+bits (Zhang et al. 2025, "70% Size, 100% Accuracy", section 2). Here the exponent is stored in three
+bits: its index among eight consecutive exponents, the *window* of a chunk; the few numbers outside
+the window are stored completely. That takes a twelfth more space than the best prefix code, but
+needs no bit-by-bit decoding: sixty-four numbers are unpacked at a time.
 
-A stretch, four blocks of sixteen rows or what is left of a matrix, is chunks of 128 columns. Each
-part of a chunk is padded to a multiple of 64 bytes::
+A panel (four blocks of sixteen rows, or the rest of a matrix) is a sequence of chunks of 128
+columns. Each part of a chunk is padded to a multiple of 64 bytes::
 
-    head      uint16 how many are beyond the window, uint8 where the window begins
-    groups    of 512 numbers each: three planes of a bit for each, bit s of byte j for number
-              64 s + j, then uint8 of each number, its sign and its fraction
-    beyond    uint16 which number of the chunk, uint16 its bits
+    head      uint16 number of outliers, uint8 first exponent of the window
+    groups    of 512 numbers each: three bit planes, where bit s of byte j belongs to number
+              64 s + j, then a uint8 for each number: its sign and its fraction
+    outliers  uint16 index within the chunk, uint16 bits
 
-Where that would be no shorter than the numbers, or they do not fill whole groups, they follow the
-head as they are. An unpacked chunk is small enough to stay in a core's first cache.
+If packing would not shorten a chunk, or its numbers do not fill whole groups, they follow the head
+unchanged. An unpacked chunk fits into the first-level cache of a core.
 """
 
 from functools import cache
@@ -40,14 +40,14 @@ from expertctl.engine.kernels.memory import (
 from expertctl.engine.kernels.simd import INT, VECTOR_BYTES, Value
 
 GROUP, VECTORS = 512, 64
-"""Numbers of a group, and vectors of each block of a chunk."""
+"""Numbers per group, and vectors per block of a chunk."""
 CHUNK_BYTES = PANEL_BLOCKS * VECTORS * VECTOR_BYTES
 CHUNK_FLOATS = CHUNK_BYTES // 4
 CHUNK_HEADER_BYTES = 64
 UNPACKED = 0xFFFF
-"""Stands in the place of how many are beyond the window where all numbers are kept as they are."""
+"""Stored instead of the number of outliers if the numbers of a chunk are not packed."""
 MIN_BITS = 11
-"""Bits of each number: three planes, and a byte."""
+"""Bits per number without outliers: three planes, and a byte."""
 _WINDOW, _EXPONENTS = 8, 256
 _STRIPS, _PLANES, _AT_ONCE = 8, 3, 64
 _GROUP_BYTES = GROUP * MIN_BITS // 8
@@ -56,29 +56,26 @@ _BYTES, _SHORTS = ir.VectorType(ir.IntType(8), _AT_ONCE), ir.VectorType(ir.IntTy
 
 
 def max_packed_bytes(blocks: int, vectors: int) -> int:
-    """Return what a stretch of so many blocks, of so many vectors each, takes at most."""
+    """Return the maximum size of a packed panel, in bytes."""
     return blocks * vectors * VECTOR_BYTES + CHUNK_HEADER_BYTES * -(-vectors // VECTORS)
 
 
 @cache
 def exponent_pack_kernel() -> Kernel:
-    """Return the kernel that packs consecutive stretches; its one item is all of them.
+    """Return the kernel that packs consecutive panels; it has one item.
 
-    Its arguments are the address of the numbers; that of int64 [stretches, 2], the blocks of each
-    stretch and the vectors of each block; the number of stretches; and where to write. There it
-    writes uint32 [stretches + 1], the offset from there at which each begins and the last one ends,
-    then the stretches.
+    Its arguments are the address of the numbers; that of int64 [panels, 2], the blocks of each
+    panel and the vectors of each block; the number of panels; and the output address. It writes
+    uint32 [panels + 1] there, the offset from the output address at which each panel begins and the
+    last one ends, followed by the panels.
     """
     return compile_kernel("pack compact", _pack_chunks)
 
 
-def _pack_chunks(_first: int, _last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _pack_chunks(_first: int, _last: int, arguments: int) -> None:
     numbers, sizes_at, stretches, out = load_int64s(arguments, 4)
-    begins, chunk, seen = (
-        uint32_view(out, stretches + 1),
-        allocate_stack_floats(CHUNK_FLOATS),
-        allocate_exponent_counts(),
-    )
+    begins, chunk = uint32_view(out, stretches + 1), allocate_stack_floats(CHUNK_FLOATS)
+    seen = allocate_exponent_counts()
     at = align_to_vector_bytes(4 * (stretches + 1))
     for stretch in range(stretches):
         begins[stretch] = at
@@ -94,14 +91,14 @@ def _pack_chunks(_first: int, _last: int, arguments: int) -> None:  # pragma: no
 
 
 @register_jitable
-def align_to_vector_bytes(count: Any) -> Any:  # pragma: no cover - compiled
-    """Return a number of bytes, rounded up to whole cache lines."""
+def align_to_vector_bytes(count: Any) -> Any:
+    """Round a number of bytes up to whole cache lines."""
     return (count + _AT_ONCE - 1) // _AT_ONCE * _AT_ONCE
 
 
 @register_jitable
-def _pack_chunk(numbers: Any, size: Any, out: Any, seen: Any) -> Any:  # pragma: no cover - compiled
-    """Pack a chunk; return how many bytes it takes."""
+def _pack_chunk(numbers: Any, size: Any, out: Any, seen: Any) -> Any:
+    """Pack a chunk; return its size in bytes."""
     head, window, beyond = uint8_view(out, CHUNK_HEADER_BYTES), 0, UNPACKED
     if size % GROUP == 0:
         window, beyond = _find_window(numbers, size, seen)
@@ -125,8 +122,8 @@ def _pack_chunk(numbers: Any, size: Any, out: Any, seen: Any) -> Any:  # pragma:
 
 
 @register_jitable
-def _find_window(numbers: Any, size: Any, seen_at: Any) -> Any:  # pragma: no cover - compiled
-    """Return where the window with the most exponents begins, and how many are beyond it."""
+def _find_window(numbers: Any, size: Any, seen_at: Any) -> Any:
+    """Return the first exponent of the window that covers most numbers, and the outliers."""
     whole, seen = uint16_view(numbers, size), int32_view(seen_at, _EXPONENTS)
     for k in range(_EXPONENTS):
         seen[k] = 0
@@ -145,16 +142,16 @@ def _find_window(numbers: Any, size: Any, seen_at: Any) -> Any:  # pragma: no co
 
 @cache
 def exponent_check_kernel() -> Kernel:
-    """Return the kernel that tells whether stretches can be unpacked; its one item is all of them.
+    """Return the kernel that checks whether panels can be unpacked; it has one item.
 
-    Its arguments are the address of what was packed, how many bytes it may have, the address of
-    int64 [stretches, 2] and the number of stretches, as for `exponent_pack_kernel`, and the address of an
-    int64 that is set to 1 if they can, else to 0.
+    Its arguments are the address of the packed data, its size in bytes, the address of int64
+    [panels, 2] and the number of panels as for `exponent_pack_kernel`, and the address of an int64
+    that is set to 1 if all can be unpacked, else to 0.
     """
     return compile_kernel("check compact", _check_chunks)
 
 
-def _check_chunks(_first: int, _last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _check_chunks(_first: int, _last: int, arguments: int) -> None:
     place, most, sizes_at, stretches, found = load_int64s(arguments, 5)
     ends, sound = uint32_view(place, stretches + 1), 1
     for stretch in range(stretches):
@@ -171,10 +168,10 @@ def _check_chunks(_first: int, _last: int, arguments: int) -> None:  # pragma: n
 
 
 @register_jitable
-def read_chunk_bytes(packed: Any, end: Any, size: Any) -> Any:  # pragma: no cover - compiled
-    """Return how many bytes a chunk of so many numbers has; 0 where it is no chunk.
+def read_chunk_bytes(packed: Any, end: Any, size: Any) -> Any:
+    """Return the size in bytes of a chunk of ``size`` numbers, or 0 if it is malformed.
 
-    Nothing from ``end`` on is read.
+    Nothing at or after ``end`` is read.
     """
     if end - packed < CHUNK_HEADER_BYTES:
         return 0
@@ -194,17 +191,17 @@ def read_chunk_bytes(packed: Any, end: Any, size: Any) -> Any:  # pragma: no cov
 
 
 @register_jitable
-def _count_outliers(packed: Any) -> Any:  # pragma: no cover - compiled
-    """Return how many numbers of a chunk are beyond its window."""
+def _count_outliers(packed: Any) -> Any:
+    """Return how many numbers of a chunk are outside its window."""
     head = uint8_view(packed, CHUNK_HEADER_BYTES)
     return widen_byte(head[0]) | widen_byte(head[1]) << 8
 
 
 @register_jitable
-def unpack_chunk(packed: Any, end: Any, size: Any, out: Any) -> Any:  # pragma: no cover - compiled
-    """Write so many numbers of a chunk; return how many bytes it had, 0 where it is no chunk.
+def unpack_chunk(packed: Any, end: Any, size: Any, out: Any) -> Any:
+    """Unpack a chunk of ``size`` numbers; return its length in bytes, or 0 if it is malformed.
 
-    Whatever is there, nothing from ``end`` on is read, and only the numbers are written.
+    Whatever the data, nothing at or after ``end`` is read, and only the numbers are written.
     """
     length = read_chunk_bytes(packed, end, size)
     if length == 0:
@@ -225,14 +222,14 @@ def unpack_chunk(packed: Any, end: Any, size: Any, out: Any) -> Any:  # pragma: 
 
 
 @register_jitable
-def widen_byte(number: Any) -> Any:  # pragma: no cover - compiled
-    """Return a byte as int64, for a byte that is shifted would stay one."""
+def widen_byte(number: Any) -> Any:
+    """Return a byte as int64, because shifting a byte would not widen it."""
     return number + 0
 
 
 @intrinsic
 def allocate_exponent_counts(_context: Any) -> Any:
-    """Return the address of a count for each exponent, on the stack of the calling kernel."""
+    """Return the address of a counter per exponent, on the stack of the calling kernel."""
 
     def emit(_context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
         with builder.goto_entry_block():
@@ -244,7 +241,7 @@ def allocate_exponent_counts(_context: Any) -> Any:
 
 @intrinsic
 def pack_group(_context: Any, numbers: Any, window: Any, group: Any) -> Any:
-    """Take the numbers of a group apart."""
+    """Pack one group of 512 numbers."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         numbers, window, group = values
@@ -272,7 +269,7 @@ def pack_group(_context: Any, numbers: Any, window: Any, group: Any) -> Any:
 
 @intrinsic
 def unpack_group(_context: Any, group: Any, window: Any, numbers: Any) -> Any:
-    """Put the numbers of a group together."""
+    """Unpack one group of 512 numbers."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         group, window, numbers = values
@@ -298,7 +295,7 @@ def unpack_group(_context: Any, group: Any, window: Any, numbers: Any) -> Any:
 
 
 class _ByteVectorBuilder:
-    """Emits what is done with sixty-four bytes at a time, which LLVM splits where it must."""
+    """Emits operations on vectors of sixty-four bytes, which LLVM splits where necessary."""
 
     def __init__(self, builder: ir.IRBuilder) -> None:
         self._b = builder
@@ -325,24 +322,24 @@ class _ByteVectorBuilder:
         return self._b.and_(vector, _constant(_BYTES, mask))
 
     def shift_bytes(self, vector: Value, left: int) -> Value:
-        """Return each byte shifted to the left, or to the right."""
+        """Shift each byte to the left, or to the right if ``left`` is negative."""
         if left == 0:
             return vector
         shift = self._b.shl if left > 0 else self._b.lshr
         return shift(vector, _constant(_BYTES, abs(left)))
 
     def split_shorts(self, shorts: Value) -> tuple[Value, Value]:
-        """Return the lower bytes of int16, and the upper."""
+        """Return the lower and the upper bytes of int16."""
         high = self._b.lshr(shorts, _constant(_SHORTS, 8))
         return self._b.trunc(shorts, _BYTES), self._b.trunc(high, _BYTES)
 
     def join_shorts(self, low: Value, high: Value) -> Value:
-        """Return int16 of their bytes."""
+        """Return int16 from their lower and upper bytes."""
         upper = self._b.shl(self._b.zext(high, _SHORTS), _constant(_SHORTS, 8))
         return self._b.or_(self._b.zext(low, _SHORTS), upper)
 
     def _pointer(self, address: Value, index: int, kind: Any) -> Value:
-        """Return a pointer to the vector at ``index`` times sixty-four bytes from an address."""
+        """Return a pointer to the vector at ``address + 64 * index``."""
         place = self._b.add(address, ir.Constant(INT, index * _AT_ONCE))
         return self._b.inttoptr(place, kind.as_pointer())
 

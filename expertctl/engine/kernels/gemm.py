@@ -1,18 +1,16 @@
-"""The tile of every product: blocks of sixteen rows of a matrix times tokens, kept in registers.
+"""The GEMM microkernel: blocks of sixteen rows of a matrix times tokens, accumulated in registers.
 
-A sum of one row and one token has one accumulator and runs over the columns from first to last,
+The sum of one row and one token has one accumulator and runs over the columns from first to last,
 whatever the tile: its bits do not depend on the rest of the batch. Integers are summed exactly
-within a group of columns, then scaled; so the instruction and its substitutes agree bit by bit, and
-a token on its own, which waits for memory, has several accumulators within a group.
+within a group of columns, then scaled, so the dot-product instruction and its substitutes agree bit
+by bit, and a single token, which is bound by memory, has several accumulators within a group.
 
-A strip, the blocks of a tile, is read from memory for the first tokens and from the second cache
-for the others. While a strip of floats is computed, each tile prefetches a block of the next one
-into that cache, or every strip would begin by waiting for memory; where there are enough tokens,
-there are tiles enough for all blocks.
+A panel (the blocks of a tile, four if the matrix has as many left) is read from memory for the
+first tokens and from the second-level cache for the others. While a panel of floats is computed,
+each tile prefetches one block of the next panel into that cache; otherwise every panel would start
+by waiting for memory. If there are enough tokens, there are enough tiles for all blocks.
 
-Where registers are narrow, a sum takes two or four of them, and a tile is one block.
-
-Some blocks of a matrix times tokens, four at a time as long as there are four.
+Without 512-bit registers a sum takes two or four registers, and a tile is one block.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +19,6 @@ from functools import cache
 from typing import Any
 
 from numba import types
-from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic, register_jitable
 
 from expertctl.engine.kernels.bf16_tiles import HIGH_HALF, Bf16TileEmitter, TileOperands
@@ -33,20 +30,21 @@ from expertctl.engine.kernels.simd import (
     Value,
     emit_even_tiles,
     emit_tiles,
+    require_literal,
 )
 
 _SCHEMES = tuple(Scheme)
 _LOW_NIBBLES, _EVEN_BYTES = 0x0F0F0F0F, 0x00FF00FF
 _NARROW_TOKENS = {True: (4, 2, 1), False: (6, 4, 1)}
-"""Tokens of tiles where registers are narrow, the largest first: with integers, with floats."""
+"""Tokens per tile without 512-bit registers, largest first: for integers, for floats."""
 _MIN_PREFETCH_TOKENS = 3
-"""The fewest tokens of a tile that prefetches for the next strip; fewer wait for memory."""
+"""Minimum tokens of a tile that prefetches the next panel; smaller tiles are bound by memory."""
 _ACCUMULATORS = 4
-"""Accumulators of a token on its own within a group, so that no sum waits for the one before."""
+"""Accumulators of a single token within a group, so that no addition waits for the one before."""
 
 
 def scheme_code(scheme: Scheme) -> int:
-    """Return the constant by which compiled code names a scheme."""
+    """Return the compile-time constant that stands for a scheme."""
     return _SCHEMES.index(scheme)
 
 
@@ -59,13 +57,13 @@ def gemm_panel(
 ) -> Any:
     """Compute some blocks for all tokens; arguments are four constants, then the `TileOperands`.
 
-    ``plain`` not 0: without the instructions that only some processors have. ``goes_on`` not 0:
-    sums of floats begin with what is in ``out``.
+    ``portable`` not 0: use no instructions that only some processors have. ``accumulates`` not 0:
+    sums of floats start from the values in ``out``.
     """
     constants = (code, portable, blocks, accumulates)
-    if not all(isinstance(each, types.IntegerLiteral) for each in constants):
-        raise RequireLiteralValue("the shape of a strip is a constant")
-    number, without, high, on = (each.literal_value for each in constants)
+    number, without, high, on = (
+        require_literal(each, "the shape of a panel") for each in constants
+    )
     scheme, cpu = _SCHEMES[number], _select_cpu(bool(without))
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
@@ -83,27 +81,24 @@ def gemm_panel(
 def _emit_token_tiles(
     lanes: SimdBuilder, tokens: Value, blocks: int, scheme: Scheme, cpu: CpuFeatures
 ) -> Iterator[tuple[Value, Value, int]]:
-    """Emit each tile in turn; yields its number, its first token, and how many it has.
+    """Yield the number, the first token and the size of each tile.
 
-    Each reads the strip anew, so they are as few as registers allow; and of equal size, for a tile
-    of one or two tokens waits for its sums. But where tokens suffice for a tile for each block of
-    the next strip, there are as many. Tiles of integers, whose code is longer, have three sizes.
+    Each tile reads the panel again, so there are as few tiles as registers allow, of equal size,
+    because a tile of one or two tokens waits for its sums. If there are enough tokens for one tile
+    per block of the next panel, there are that many. Tiles of integers, whose code is longer, have
+    three sizes.
     """
     layout = scheme.layout
     if cpu.has_512_bit_registers and not layout.is_grouped:
         each = lanes.int_constant(blocks)
         enough = lanes.divide_int(tokens, lanes.int_constant(_MIN_PREFETCH_TOKENS * blocks))
         fetching = lanes.select_int(enough, each, lanes.int_constant(0))
-        several = lanes.max_int(
-            lanes.ceil_divide_int(tokens, lanes.int_constant(layout.tile_tokens)), fetching
-        )
+        fewest = lanes.ceil_divide_int(tokens, lanes.int_constant(layout.tile_tokens))
+        several = lanes.max_int(fewest, fetching)
         yield from emit_even_tiles(lanes, tokens, parts=several, largest=layout.tile_tokens)
         return
-    sizes = (
-        (layout.tile_tokens, 2, 1)
-        if cpu.has_512_bit_registers
-        else _NARROW_TOKENS[layout.is_grouped]
-    )
+    wide = cpu.has_512_bit_registers
+    sizes = (layout.tile_tokens, 2, 1) if wide else _NARROW_TOKENS[layout.is_grouped]
     for first, size in emit_tiles(lanes, tokens, sizes):
         yield lanes.divide_int(first, lanes.int_constant(size)), first, size
 
@@ -111,7 +106,7 @@ def _emit_token_tiles(
 def _next_panel_block(
     lanes: SimdBuilder, blocks: int, operands: TileOperands, turn: Value
 ) -> Value:
-    """Return where the block of the next strip that a tile prefetches begins; tiles take turns."""
+    """Return the address of the block of the next panel to prefetch; tiles take turns."""
     several = lanes.int_constant(blocks)
     whole = lanes.multiply_int(lanes.divide_int(turn, several), several)
     block = lanes.add_int(several, lanes.subtract_int(turn, whole))
@@ -121,10 +116,10 @@ def _next_panel_block(
 def _emit_tokens(
     lanes: SimdBuilder, shape: "_TileShape", operands: TileOperands, turn: Value
 ) -> None:
-    """Emit the tile of some tokens, or one block after the other.
+    """Emit one tile for some tokens, or one block after another.
 
-    The latter where integers meet one token, for memory is faster when it is read in order than in
-    four places at once; and where the sums of more blocks would not stay in registers.
+    Blocks are separate for a single token with integers, because reading memory in order is faster
+    than in four places at once; and where the sums of several blocks would not stay in registers.
     """
     alone = shape.tokens == 1
     if shape.scheme is Scheme.BFLOAT16 and not (alone or shape.cpu.has_512_bit_registers):
@@ -155,7 +150,7 @@ class _TileShape:
     spread: int = 1
     """Accumulators of one block and token within a group."""
     accumulates: bool = False
-    """Whether sums begin with what is in ``out``."""
+    """Whether sums start from the values in ``out``."""
 
 
 class _TileEmitter:
@@ -188,16 +183,11 @@ class _TileEmitter:
         self._store_sums(sums)
 
     def _initial_sum(self, block: int, token: int) -> Value:
-        """Return what a sum begins with."""
-        goes_on, lanes = self._shape.accumulates, self._lanes
-        return (
-            lanes.load_floats(self._output_address(block, token))
-            if goes_on
-            else lanes.zero_floats()
-        )
+        if self._shape.accumulates:
+            return self._lanes.load_floats(self._output_address(block, token))
+        return self._lanes.zero_floats()
 
     def _create_variables(self, start: Callable[[int], Value]) -> list[list[Value]]:
-        """Return a variable per block and token."""
         return [[self._lanes.create_variable(start(t)) for t in self._tokens] for _ in self._blocks]
 
     def _add_vector(self, vector: Value, sums: list[list[Value]]) -> None:
@@ -224,11 +214,8 @@ class _TileEmitter:
             lambda pair: lanes.shift_left(pair, 16),
             lambda pair: lanes.mask_ints(pair, HIGH_HALF),
         ):
-            total = lanes.fma(
-                lanes.bitcast_to_floats(column(weights)),
-                lanes.bitcast_to_floats(column(row)),
-                total,
-            )
+            a, b = (lanes.bitcast_to_floats(column(each)) for each in (weights, row))
+            total = lanes.fma(a, b, total)
         return total
 
     def _sum_groups(self, sums: list[list[Value]]) -> None:
@@ -258,13 +245,13 @@ class _TileEmitter:
                     lanes.store_variable(none if number else starts[token], column[token])
 
     def _initial_total(self, group: Value, token: int) -> Value:
-        """Begin below 0 by what the zero of the weights will add."""
+        """Start below 0 by what the zero point of the weights will add."""
         place = self._group_address(self._at.row_sums, group, token)
         start = self._lanes.scale_ints(self._lanes.broadcast_int(place), -self._layout.zero_point)
         return start if self._in_ints else self._lanes.convert_to_floats(start)
 
     def _add_bytes(self, vector: Value, totals: list[list[list[Value]]]) -> None:
-        """Add one vector of each block: its parts, to the totals in turn."""
+        """Add one vector of each block, distributing its parts over the totals."""
         lanes = self._lanes
         add = self._select_byte_product()
         stored = [self._load_weights(vector, block) for block in self._blocks]
@@ -277,41 +264,36 @@ class _TileEmitter:
                 weights = self._extract_bytes(stored[block], part)
                 for token in self._tokens:
                     place = totals[part % len(totals)][block][token]
-                    lanes.store_variable(
-                        add(lanes.load_variable(place), weights, rows[token]), place
-                    )
+                    total = add(lanes.load_variable(place), weights, rows[token])
+                    lanes.store_variable(total, place)
 
     def _merge_totals(self, totals: list[list[list[Value]]]) -> None:
         """Add the other totals to the first, exactly."""
         lanes = self._lanes
-        add = lanes.add_ints if self._in_ints else lanes.add_floats
+        add = lanes.add_int if self._in_ints else lanes.add_floats
         for some in totals[1:]:
             for column, other in zip(totals[0], some, strict=True):
                 for place, more in zip(column, other, strict=True):
-                    lanes.store_variable(
-                        add(lanes.load_variable(place), lanes.load_variable(more)), place
-                    )
+                    total = add(lanes.load_variable(place), lanes.load_variable(more))
+                    lanes.store_variable(total, place)
 
     def _extract_bytes(self, stored: Value, part: int) -> Value:
-        """Return four columns as bytes: int4 keeps four in the low nibbles, four in the high."""
+        """Return four columns as bytes; int4 has four in the low nibbles and four in the high."""
         if self._shape.scheme is Scheme.INT8:
             return stored
         return self._lanes.mask_ints(self._lanes.shift_right(stored, 4 * part), _LOW_NIBBLES)
 
     def _select_byte_product(self) -> Callable[[Value, Value, Value], Value]:
-        """Return what adds four products of bytes to each lane: int32, or float32 as exactly."""
+        """Return what adds four byte products per lane: in int32, or exactly in float32."""
         if self._shape.cpu.byte_dot:
             return self._lanes.byte_dot
         if not self._shape.cpu.short_dot:
             return self._add_byte_products
-        return (
-            self._add_int16_products
-            if self._shape.scheme is Scheme.INT8
-            else self._lanes.small_byte_dot
-        )
+        is_int8 = self._shape.scheme is Scheme.INT8
+        return self._add_int16_products if is_int8 else self._lanes.small_byte_dot
 
     def _add_int16_products(self, total: Value, unsigned: Value, signed: Value) -> Value:
-        """Add the products of even bytes, then those of odd ones: pairs may not fit into int16."""
+        """Add the products of even bytes, then of odd bytes: two may not fit into int16."""
         lanes = self._lanes
         even = lanes.shift_right_shorts(lanes.shift_left_shorts(signed, 8), 8, signed=True)
         odd = lanes.shift_right_shorts(signed, 8, signed=True)
@@ -332,9 +314,8 @@ class _TileEmitter:
         places = [self._group_address(self._at.row_scales, group, token) for token in self._tokens]
         rows = [lanes.broadcast_float(place) for place in places]
         for block in self._blocks:
-            scales = lanes.offset(
-                self._at.scales, lanes.int_constant(block), self._at.scales_stride
-            )
+            number = lanes.int_constant(block)
+            scales = lanes.offset(self._at.scales, number, self._at.scales_stride)
             scale = lanes.load_floats(lanes.offset(scales, group, VECTOR_BYTES))
             for token in self._tokens:
                 total = lanes.load_variable(totals[block][token])
@@ -349,11 +330,8 @@ class _TileEmitter:
         place = lanes.offset(first, vector, self._layout.vector_bytes)
         if self._shape.scheme is Scheme.FLOAT16:
             return lanes.load_halves(place)
-        return (
-            lanes.load_floats(place)
-            if self._shape.scheme is Scheme.FLOAT32
-            else lanes.load_ints(place)
-        )
+        load = lanes.load_floats if self._shape.scheme is Scheme.FLOAT32 else lanes.load_ints
+        return load(place)
 
     def _row_address(self, vector: Value, token: int) -> Value:
         lanes = self._lanes
@@ -362,18 +340,15 @@ class _TileEmitter:
 
     def _group_address(self, numbers: Value, group: Value, token: int) -> Value:
         lanes = self._lanes
-        return lanes.offset(
-            lanes.offset(numbers, lanes.int_constant(token), self._at.groups_stride), group, 4
-        )
+        first = lanes.offset(numbers, lanes.int_constant(token), self._at.groups_stride)
+        return lanes.offset(first, group, 4)
 
     def _store_sums(self, sums: list[list[Value]]) -> None:
         lanes = self._lanes
         for token in self._tokens:
             for block in self._blocks:
-                place, total = (
-                    self._output_address(block, token),
-                    lanes.load_variable(sums[block][token]),
-                )
+                place = self._output_address(block, token)
+                total = lanes.load_variable(sums[block][token])
                 if not self._shape.accumulates:
                     added = lanes.add_floats(lanes.load_floats(place), total)
                     total = lanes.select_int(self._at.adds, added, total)
@@ -386,15 +361,15 @@ class _TileEmitter:
 
 
 PANEL_BLOCKS = 4
-"""Blocks whose rows are multiplied at once."""
+"""Blocks of sixteen rows in a panel."""
 
 
 @cache
 def gemm_blocks_function(scheme: Scheme, *, portable: bool) -> Any:
-    """Return what computes blocks of matrices of a scheme, for compiled code.
+    """Return the compiled-code function that computes blocks of whole matrices of a scheme.
 
-    ``has_512_bit_registers`` is the bytes from the scales of one token to those of the next; ``adds`` not 0: add to
-    what is in ``out``.
+    ``wide`` is the stride in bytes between the scales of two tokens. If ``adds`` is not 0, it adds
+    to the values in ``out``.
     """
     code, simple, vector_bytes = scheme_code(scheme), int(portable), scheme.layout.vector_bytes
 
@@ -403,7 +378,7 @@ def gemm_blocks_function(scheme: Scheme, *, portable: bool) -> Any:
         data: Any, scales: Any, block: Any, end: Any, vectors: Any, groups: Any,
         rows: Any, rows_stride: Any, row_scales: Any, row_sums: Any, wide: Any,
         out: Any, out_stride: Any, tokens: Any, adds: Any,
-    ) -> None:  # fmt: skip # pragma: no cover - compiled
+    ) -> None:  # fmt: skip
         high, high_scales = vectors * vector_bytes, groups * VECTOR_BYTES
         while block + PANEL_BLOCKS <= end:
             gemm_panel(
@@ -427,11 +402,11 @@ def gemm_blocks_function(scheme: Scheme, *, portable: bool) -> Any:
 
 @cache
 def gemm_panel_function(scheme: Scheme, *, portable: bool, accumulates: bool = False) -> Any:
-    """Return what computes the first blocks of a matrix, or of some columns of it.
+    """Return the compiled-code function for the first blocks of a matrix, or some of its columns.
 
-    Where it ``goes_on``, each sum begins with what is in ``out``, from the columns before.
-    ``high`` and ``high_scales`` are the bytes from a block to the next; ``vectors`` are those of
-    the columns. The others are those of `gemm_blocks_function`.
+    With ``accumulates``, each sum starts from the value in ``out``, the sum of the columns before.
+    ``high`` and ``high_scales`` are the strides between blocks in bytes; ``vectors`` counts those
+    of the columns. The other arguments are those of `gemm_blocks_function`.
     """
     code, simple, on = scheme_code(scheme), int(portable), int(accumulates)
 
@@ -440,7 +415,7 @@ def gemm_panel_function(scheme: Scheme, *, portable: bool, accumulates: bool = F
         data: Any, high: Any, scales: Any, high_scales: Any, blocks: Any, vectors: Any,
         rows: Any, rows_stride: Any, row_scales: Any, row_sums: Any, wide: Any,
         out: Any, out_stride: Any, tokens: Any, adds: Any,
-    ) -> None:  # fmt: skip # pragma: no cover - compiled
+    ) -> None:  # fmt: skip
         block = 0
         while block + PANEL_BLOCKS <= blocks:
             gemm_panel(

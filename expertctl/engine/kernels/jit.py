@@ -1,22 +1,18 @@
-"""The features of the processor for which the kernels have paths of their own.
+"""Compiling kernels: CPU features, the on-disk cache of compiled code, kernels and programs.
 
-Compiled code on disk: made once for a machine and these sources, then only loaded.
+**Cache.** Code is compiled once per machine and source version, then loaded. numba loads it with
+pickle, as executable code, so it is kept in folders that belong to this user and that no other user
+can write; otherwise nothing is read or stored. The folder name covers everything that the content
+depends on: the sources of all kernels (numba checks one file only), numba, llvmlite, Python and the
+processor. The cache state is global, because compiled code belongs to the process.
 
-What is kept is loaded as code, by numba with pickle. So it lies in folders that belong to this user
-and that no other user may write; where that is not so, nothing is read or kept. A folder is named
-after all that its content depends on: the sources of every kernel (numba looks at one file only),
-numba, llvmlite, Python and the processor. Compiled code belongs to the process; so does this state.
+**Kernel.** Compiled code that processes a range of an operation's items. It is called by address
+with three int64: the first item, the end of the range and the address of its arguments. One worker
+computes an item, always in the same order, so which worker it is never changes a result.
 
-A kernel: compiled code that does a range of an operation's items, called by its address.
-
-Its three int64 are the first item, the one after the last, and the address of its arguments.
-An item is always computed by one worker in one order, so which worker that is changes no bit of a
-result. Compiled code is kept on disk where `use_kernel_cache` said.
-
-A program: what is computed, in order, on memory that is there before and stays after.
-
-It is the execution plan of one base, one plan of experts and one size of batch. Running it
-allocates nothing; runs differ only in the contents of its inputs.
+**Program.** A list of operations on preallocated memory: the execution plan of one base, one
+adapter plan and one batch size. Running it allocates nothing; runs differ only in the contents of
+its inputs.
 """
 
 import hashlib
@@ -50,6 +46,7 @@ from numba.core.ccallback import CFunc
 from numba.core.codegen import get_host_cpu_features
 from numba.core.sigutils import normalize_signature
 
+from expertctl.engine.kernels.packed_format import AnyArray
 from expertctl.files import make_folders
 from expertctl.messages import Notify, ignore_notification
 from expertctl.settings import Home
@@ -57,9 +54,10 @@ from expertctl.settings import Home
 
 @dataclass(frozen=True, slots=True)
 class CpuFeatures:
-    """A processor by the instructions that matter and the width of its registers.
+    """The instruction sets and register width of a processor, as far as kernels depend on them.
 
-    Everything else is generic vectors of sixteen lanes, which LLVM lowers to what is there.
+    All other code uses generic vectors of sixteen lanes, which LLVM lowers to the available
+    instructions.
     """
 
     name: str
@@ -68,20 +66,20 @@ class CpuFeatures:
     byte_dot: bool
     """``vpdpbusd``: sixty-four byte products summed to sixteen int32."""
     short_dot: bool
-    """``vpmaddwd``: sixteen products of int16 summed to eight int32, and the same of bytes."""
+    """``vpmaddwd``: sixteen int16 products summed to eight int32, and the same for bytes."""
     has_512_bit_registers: bool
     """Thirty-two registers of 64 bytes."""
     has_float16: bool
-    """float32 to float16 and back."""
+    """Conversion between float32 and float16."""
 
     def without_dot_instructions(self) -> "CpuFeatures":
-        """Return the same processor as if it had no dot instruction."""
+        """Return these features without the dot-product instructions."""
         return replace(self, bf16_dot=False, byte_dot=False, short_dot=False)
 
 
 @cache
 def get_host_cpu() -> CpuFeatures:
-    """Return the processor that numba compiles for: this machine's, or the one it was told."""
+    """Return the processor that numba compiles for: this machine's, or the configured one."""
     features = get_compiled_features()
     wide = {"avx512f", "avx512bw", "avx512vl"} <= features
     return CpuFeatures(
@@ -95,9 +93,9 @@ def get_host_cpu() -> CpuFeatures:
 
 
 def get_compiled_features() -> frozenset[str]:
-    """Return the features that code is compiled for.
+    """Return the names of the CPU features that code is compiled for.
 
-    If ``NUMBA_CPU_FEATURES`` is set, only those that it names, whatever the processor's name says.
+    If ``NUMBA_CPU_FEATURES`` is set, only the features that it names, whatever the processor.
     """
     told = numba.config.CPU_FEATURES
     listed = get_host_cpu_features() if told is None else told
@@ -108,37 +106,36 @@ def get_compiled_features() -> frozenset[str]:
 
 
 def _supports_float16(features: frozenset[str], machine: str) -> bool:
-    """AArch64 always has it; elsewhere a feature must say so. Integers are always right."""
+    """Return whether float16 is native: always on AArch64, elsewhere if the features include it.
+
+    Where it is not, the conversion with integers gives the same results.
+    """
     if machine in {"aarch64", "arm64"}:
         return True
     return "avx512f" in features or {"avx", "f16c"} <= features
 
 
 def cpu_model_name() -> str:
-    """Return the name under which the processor is sold, as far as the system says it."""
+    """Return the marketing name of the processor, if the system knows it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return next(iter(names), platform.processor() or sys.platform)
 
 
-COMPILING = "compiling kernels for this machine; later runs of this kind load them"
-COMPILING_MORE = "compiling kernels for another dtype or way of running; later runs load them"
-COMPILING_WITHOUT_CACHE = (
-    "compiling kernels; they are not kept: the home is not yours alone to write"
-)
-COMPILING_WITH_UNKNOWN_NUMBA = (
-    "compiling kernels; they are not kept: this numba is newer than what is known"
-)
+COMPILING = "compiling kernels for this machine; later runs load them from the cache"
+COMPILING_MORE = "compiling kernels for another dtype or mode; later runs load them from the cache"
+COMPILING_WITHOUT_CACHE = "compiling kernels, not cached: other users can write to the home"
+COMPILING_WITH_UNKNOWN_NUMBA = "compiling kernels, not cached: this version of numba is unknown"
 
 Code = TypeVar("Code")
 
 _LOCK_TIMEOUT = 60.0
-"""Seconds to wait for another process that compiles the same."""
+"""Seconds to wait for another process that compiles the same code."""
 _NUMBER_BITS = 100
-"""Bits of the number that functions are counted from: no two processes collide."""
+"""Bits of the random start of numba's function counter: no two processes collide."""
 _UNUSED_DAYS = 30
-"""After so many days without use the code of another version is removed."""
+"""Days without use after which the code of another version is removed."""
 _NAME = re.compile(r"[0-9a-f]{32}")
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _CACHE_ERRORS = (
@@ -152,12 +149,12 @@ _CACHE_ERRORS = (
     LookupError,
     TypeError,
 )
-"""What numba and pickle raise for a file with other bytes than were kept, or for a full disk."""
+"""What numba and pickle raise for a corrupt file or a full disk."""
 
 
 @dataclass(slots=True)
 class _CacheState:
-    """Where this process keeps code, and whether `tell` was told that it takes a while."""
+    """The cache folder of this process, its callbacks, and whether `notify` was called."""
 
     folder: Path | None = None
     notify: Notify = ignore_notification
@@ -172,10 +169,10 @@ _LOCK = threading.RLock()
 def use_kernel_cache(
     home: Home, *, notify: Notify = ignore_notification, check: Callable[[], None] | None = None
 ) -> Path | None:
-    """Keep below a home what is compiled from now on; return where, None if it is not safe there.
+    """Cache compiled code below a home from now on; return the folder, or None if it is not safe.
 
-    ``tell`` gets a sentence, once, when something has to be compiled. ``check`` is called before
-    each kernel is compiled or loaded; what it raises is raised there.
+    ``notify`` is called once with a sentence when something must be compiled. ``check`` is called
+    before each kernel is compiled or loaded; its exceptions propagate.
     """
     with _LOCK:
         folder = _CACHE.folder = _prepare_folder(home)
@@ -186,33 +183,31 @@ def use_kernel_cache(
 
 
 def load_or_compile(name: str, compile_code: Callable[[bool], Code]) -> Code:
-    """Return what a function compiles, loaded if it was kept.
+    """Return the result of a compile function, loaded from the cache if possible.
 
-    The function gets what it has to pass to numba as ``cache``, and must name every signature.
+    The function receives the value to pass to numba as ``cache`` and must declare every signature.
     """
     with _LOCK:
         if _CACHE.check is not None:
             _CACHE.check()
         folder, are_apart = _CACHE.folder, _number_functions_uniquely()
         if folder is None or not are_apart:
-            _notify_once(
-                COMPILING_WITHOUT_CACHE if folder is None else COMPILING_WITH_UNKNOWN_NUMBA
-            )
+            _notify_once(COMPILING_WITH_UNKNOWN_NUMBA if folder else COMPILING_WITHOUT_CACHE)
             return compile_code(False)
         try:
             with FileLock(folder.with_suffix(".lock"), timeout=_LOCK_TIMEOUT, mode=0o600):
                 return _load_or_compile_locked(name, compile_code, folder)
-        except OSError:  # a stuck process holds the lock, or the folder is gone
+        except OSError:  # a hung process holds the lock, or the folder is gone
             return compile_code(False)
 
 
 def _number_functions_uniquely() -> bool:
-    """Number the functions that are compiled from here on as no other process does.
+    """Start numba's function counter at a random number that no other process uses.
 
-    numba tells functions of one name apart by a count that begins at one in each process, and what
-    is loaded calls the first function of a name and number (numba issue 10486). So a kernel that
-    one process kept would call what another kept, for a scheme that is not its own. Where numba
-    counts in another way, as no known version does, nothing may be kept: return False.
+    numba tells functions of the same name apart by a counter that starts at one in each process,
+    and loaded code calls the first function of a name and number (numba issue 10486). So a kernel
+    that one process cached could call code that another cached, for another scheme. Return False if
+    numba counts in another way, which no known version does: then nothing may be cached.
     """
     first = secrets.randbits(_NUMBER_BITS)
     FunctionIdentity._unique_ids = itertools.count(first)
@@ -220,7 +215,7 @@ def _number_functions_uniquely() -> bool:
 
 
 def _load_or_compile_locked(name: str, compile_code: Callable[[bool], Code], folder: Path) -> Code:
-    """Load, or compile and keep; alone, for numba numbers its files as if no other process did."""
+    """Load or compile and cache; requires the lock, because numba numbers its files without one."""
     mark = folder / f"{name}.kept"
     if not mark.exists():
         _notify_once(COMPILING_MORE if any(folder.glob("*.kept")) else COMPILING)
@@ -229,7 +224,7 @@ def _load_or_compile_locked(name: str, compile_code: Callable[[bool], Code], fol
             code = compile_code(True)
         mark.touch(mode=0o600)
     except _CACHE_ERRORS:
-        # A full disk, or a file that a power cut left empty: the next process starts anew.
+        # A full disk, or a file truncated by a power cut: the next process starts afresh.
         shutil.rmtree(folder, ignore_errors=True)
         _CACHE.folder = None
         return compile_code(False)
@@ -244,7 +239,7 @@ def _notify_once(sentence: str) -> None:
 
 @contextmanager
 def _numba_cache_folder(folder: Path) -> Iterator[None]:
-    """Point numba there and nowhere else, then back: other libraries use it too."""
+    """Point numba's cache to a folder, then restore the settings, which other libraries use too."""
     ours = {"CACHE_DIR": str(folder), "CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator"}
     before = {name: getattr(numba.config, name, "") for name in ours}
     vars(numba.config).update(ours)
@@ -255,7 +250,7 @@ def _numba_cache_folder(folder: Path) -> Iterator[None]:
 
 
 def _prepare_folder(home: Home) -> Path | None:
-    """Return the folder of these sources, made if need be, if it and those above are ours alone."""
+    """Return the folder of these sources, created if necessary, if it is safe to use."""
     if not hasattr(os, "geteuid"):  # pragma: no cover - who may write a folder is not known there
         return None
     folder = home.kernels / _cache_key()
@@ -268,7 +263,7 @@ def _prepare_folder(home: Home) -> Path | None:
 
 
 def _remove_stale_folders(current: Path) -> None:
-    """Remove folders of other versions, or other processors, that were not used for a while."""
+    """Remove folders of other versions or processors that have not been used for a while."""
     oldest = time.time() - _UNUSED_DAYS * 86_400
     for folder in sorted(current.parent.iterdir()):
         if folder == current or not _NAME.fullmatch(folder.name):
@@ -283,12 +278,12 @@ def _remove_stale_folders(current: Path) -> None:
 
 
 def _last_use_time(folder: Path) -> float:
-    """Return when something of it was last loaded or kept; loading touches a mark."""
+    """Return the time of the last load or store in a folder; loading touches a marker file."""
     return max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
 
 
 def _is_private(folder: Path) -> bool:
-    """Tell whether only this user may put files there; a link may be changed later."""
+    """Return whether only this user can put files there; the target of a link may change."""
     found = folder.lstat()
     is_folder = stat.S_ISDIR(found.st_mode)
     return is_folder and found.st_uid == os.geteuid() and not found.st_mode & _WRITABLE_BY_OTHERS
@@ -316,7 +311,8 @@ def _hash_sources() -> "hashlib._Hash":
 
 
 _SOURCES = _hash_sources()
-"""As they are at import: a process whose files are updated while it runs still compiles these."""
+"""Hashed at import: a process whose files are updated while it runs still compiles the old sources.
+"""
 
 
 KernelFunction = Callable[[int, int, int], None]
@@ -326,28 +322,28 @@ _SIGNATURE = types.void(types.int64, types.int64, types.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """Compiled code, alive as long as this is."""
+    """Compiled code, which lives as long as this object."""
 
     name: str
     address: int
     _code: Any
 
     def __call__(self, first: int, last: int, arguments: int) -> None:
-        """Do some items now, on this thread; the interpreter is free meanwhile."""
+        """Process some items now, on this thread, without the interpreter's lock."""
         self._code.ctypes(first, last, arguments)
 
 
 def compile_kernel(name: str, function: KernelFunction) -> Kernel:
-    """Compile a function, or load what an earlier process compiled.
+    """Compile a function, or load it from the cache.
 
-    The name is that of this code alone: two kernels that differ have different names.
+    The name identifies the code: two kernels that differ must have different names.
     """
     code = load_or_compile(name, lambda cache: _compile_cfunc(name, function, cache=cache))
     return Kernel(name, code.address, code)
 
 
 def _compile_cfunc(name: str, function: KernelFunction, *, cache: bool) -> Any:
-    """Do what `numba.cfunc` does, but find kept code by the name of the kernel."""
+    """Do the same as `numba.cfunc`, but look up cached code by the name of the kernel."""
     code: Any = CFunc(function, normalize_signature(_SIGNATURE), locals={}, options={})
     if cache:
         code._cache = _NamedFunctionCache(function, name)
@@ -356,11 +352,11 @@ def _compile_cfunc(name: str, function: KernelFunction, *, cache: bool) -> Any:
 
 
 class _NamedFunctionCache(FunctionCache):
-    """Kept code of one kernel.
+    """The cached code of one kernel.
 
-    numba looks for a function by a hash of all that it closes over. Functions and intrinsics among
-    that have a random number in each process, so a kernel made of others would never be found. The
-    folder already stands for all sources (`compiled`).
+    numba looks up a function by a hash of everything that it closes over. Functions and intrinsics
+    in a closure have a random number in each process, so a kernel made of others would never be
+    found. The folder already covers all sources.
     """
 
     def __init__(self, function: KernelFunction, name: str) -> None:
@@ -371,35 +367,33 @@ class _NamedFunctionCache(FunctionCache):
         return sig, codegen.magic_tuple(), self._name_of_kernel
 
 
-AnyArray = np.ndarray[Any, Any]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """``table`` int64 [operations, 4]: kernel, arguments, address of the items, portion.
+    """``table`` int64 [operations, 4]: kernel, arguments, address of the item count, minimum claim.
 
-    What its addresses point to lives as long as this, so a crew is given this, not the table.
+    The memory that its addresses point to lives as long as this object, so a thread pool takes the
+    program, not the table.
     """
 
     table: AnyArray
     names: tuple[str, ...]
-    """What each operation is called, for telemetry."""
+    """The kernel name of each operation, for telemetry."""
     places: tuple[str, ...]
-    """What each operation is a part of."""
+    """The module that each operation belongs to."""
     _kept: tuple[object, ...]
-    """What the addresses in the table point into."""
+    """The objects that the addresses in the table point into."""
 
     def slice_operations(self, begin: int, end: int) -> "Program":
-        """Return some of its operations as a program."""
+        """Return a range of its operations as a program."""
         names, places = self.names[begin:end], self.places[begin:end]
         return Program(self.table[begin:end], names, places, self._kept)
 
 
 class ProgramBuilder:
-    """Collects operations and keeps alive what they point to."""
+    """Collects operations and keeps their operands alive."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Start with no operations."""
         self._rows: list[tuple[int, int, int, int]] = []
         self._names: list[str] = []
         self._places: list[str] = []
@@ -407,7 +401,7 @@ class ProgramBuilder:
         self._place = ""
 
     def set_place(self, place: str) -> None:
-        """Say what the operations that follow are a part of."""
+        """Set the module that the following operations belong to."""
         self._place = place
 
     def add(
@@ -421,7 +415,7 @@ class ProgramBuilder:
     ) -> None:
         """Add an operation; ``items`` may be an int64 [1] that is read at each run.
 
-        ``part`` says what it is in the place where it stands.
+        ``part`` names the operation within its module.
         """
         counted = np.array([items], np.int64) if isinstance(items, int) else items
         self._rows.append(
@@ -432,11 +426,11 @@ class ProgramBuilder:
         self.keep_alive(kernel, arguments, counted)
 
     def keep_alive(self, *objects: object) -> None:
-        """Keep what arguments point to, as long as the program."""
+        """Keep objects that arguments point to alive as long as the program."""
         self._kept.extend(objects)
 
     def build(self) -> Program:
-        """Return the program, and begin another with nothing."""
+        """Return the program and start again with no operations."""
         table = np.array(self._rows, np.int64).reshape(len(self._rows), 4)
         built = Program(table, tuple(self._names), tuple(self._places), tuple(self._kept))
         self._rows, self._names, self._places, self._kept = [], [], [], []

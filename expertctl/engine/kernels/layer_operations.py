@@ -1,13 +1,11 @@
-"""What happens to each token on its own between two products; one item is one token.
+"""Per-token operations between two GEMMs: norms, SwiGLU, affine, RoPE tables and KV writes.
 
-The rotations of the tokens of a run: cosines and sines of their positions.
+An item is one token, or one head of one token for `rope_kv_write_kernel`. Rotary tables (cosines
+and sines of the positions) are computed once per run, not cached by position: every layer uses the
+same ones.
 
-They are worked out once a run, not kept by position: every layer uses the same.
-
-Queries, keys and values of a layer: head norms, rotation, and keys and values into their pages.
-
-A page holds sixteen tokens of one KV head as two packed matrices: keys ``[dim][16]``, so that the
-scores of sixteen keys are one vector, and values ``[dim / 16][16][16]``, so that a product with
+A KV page holds sixteen tokens of one KV head as two packed matrices: keys ``[dim][16]``, so that
+the scores of sixteen keys are one vector, and values ``[dim / 16][16][16]``, so that a product with
 sixteen probabilities is one too.
 """
 
@@ -19,7 +17,6 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
-from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic, register_jitable
 
 from expertctl.engine.kernels.jit import Kernel, KernelFunction, compile_kernel
@@ -34,10 +31,8 @@ from expertctl.engine.kernels.memory import (
     row_address,
     uint16_view,
 )
-from expertctl.engine.kernels.packed_format import Scheme
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder
-
-AnyArray = np.ndarray[Any, Any]
+from expertctl.engine.kernels.packed_format import AnyArray, Scheme
+from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder, require_literal
 
 
 @cache
@@ -62,7 +57,7 @@ def rms_norm_arguments(
     )
 
 
-def _rms_norm_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _rms_norm_rows(first: int, last: int, arguments: int) -> None:
     rows, stride, weight, width, out, out_stride, eps = load_int64s(arguments, 7)
     for token in range(first, last):
         row = float32_view(rows + token * stride, width)
@@ -70,9 +65,9 @@ def _rms_norm_rows(first: int, last: int, arguments: int) -> None:  # pragma: no
         rms_norm_row(row, float32_view(weight, width), normed, float32_view(eps, 1)[0])
 
 
-@numba.njit(fastmath={"reassoc", "contract"})  # the sum in lanes; NaN stays NaN
-def rms_norm_row(row: Any, weight: Any, out: Any, eps: Any) -> None:  # pragma: no cover - compiled
-    """RMSNorm of one row, in compiled code."""
+@numba.njit(fastmath={"reassoc", "contract"})  # vectorises the sum; NaN stays NaN
+def rms_norm_row(row: Any, weight: Any, out: Any, eps: Any) -> None:
+    """Compute the RMSNorm of one row, in compiled code."""
     total = np.float32(0)
     for k in range(len(row)):
         total += row[k] * row[k]
@@ -92,7 +87,7 @@ def swiglu_arguments(*, gate: AnyArray, up: AnyArray, out: AnyArray, width: int)
     return encode_operands(*row_address(gate), *row_address(up), *row_address(out), width)
 
 
-def _swiglu_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _swiglu_rows(first: int, last: int, arguments: int) -> None:
     gates, stride, ups, up_stride, outs, out_stride, width = load_int64s(arguments, 7)
     for token in range(first, last):
         gate, up, out = gates + token * stride, ups + token * up_stride, outs + token * out_stride
@@ -106,7 +101,7 @@ def _swiglu_rows(first: int, last: int, arguments: int) -> None:  # pragma: no c
 
 @intrinsic
 def vector_swiglu(_context: Any, gate: Any, up: Any, out: Any, vectors: Any) -> Any:
-    """Do what `_swiglu_scalar` does, with the same bits, for so many vectors at these addresses."""
+    """Do the same as `_swiglu_scalar`, with the same bits, for whole vectors at these addresses."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         lanes, (gates, ups, outs, count) = SimdBuilder(builder), values
@@ -122,7 +117,7 @@ def vector_swiglu(_context: Any, gate: Any, up: Any, out: Any, vectors: Any) -> 
 
 
 @numba.njit
-def _swiglu_scalar(gate: Any, up: Any, out: Any) -> None:  # pragma: no cover - compiled
+def _swiglu_scalar(gate: Any, up: Any, out: Any) -> None:
     for k in range(len(gate)):
         out[k] = gate[k] / (np.float32(1) + exponential(-gate[k])) * up[k]
 
@@ -142,7 +137,7 @@ def affine_arguments(
     )
 
 
-def _affine_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _affine_rows(first: int, last: int, arguments: int) -> None:
     rows, stride, scales, shifts, outs, out_stride, width = load_int64s(arguments, 7)
     for token in range(first, last):
         row = float32_view(rows + token * stride, width)
@@ -161,37 +156,17 @@ def _affine_rows(first: int, last: int, arguments: int) -> None:  # pragma: no c
 
 
 @cache
-def residual_add_kernel() -> Kernel:
-    """Return the kernel of ``out += x``."""
-    return compile_kernel("add", _add_rows)
-
-
-def residual_add_arguments(*, rows: AnyArray, out: AnyArray, width: int) -> AnyArray:
-    """Return its arguments; both are float32 [tokens, at least width]."""
-    return encode_operands(*row_address(rows), *row_address(out), width)
-
-
-def _add_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
-    rows, stride, outs, out_stride, width = load_int64s(arguments, 5)
-    for token in range(first, last):
-        row = float32_view(rows + token * stride, width)
-        out = float32_view(outs + token * out_stride, width)
-        for k in range(width):
-            out[k] += row[k]
-
-
-@cache
 def gated_add_kernel() -> Kernel:
-    """Return the kernel of ``out += sigmoid(share) * x``, one share for each token."""
+    """Return the kernel of ``out += sigmoid(gate) * x``, with one gate per token."""
     return compile_kernel("share", _gated_add_rows)
 
 
 def gated_add_arguments(*, gates: AnyArray, rows: AnyArray, out: AnyArray, width: int) -> AnyArray:
-    """Return its arguments, all float32; of ``shares`` the first column counts."""
+    """Return its arguments, all float32; only the first column of ``gates`` is used."""
     return encode_operands(*row_address(gates), *row_address(rows), *row_address(out), width)
 
 
-def _gated_add_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _gated_add_rows(first: int, last: int, arguments: int) -> None:
     shares, share_stride, rows, stride, outs, out_stride, width = load_int64s(arguments, 7)
     for token in range(first, last):
         logit = float32_view(shares + token * share_stride, 1)[0]
@@ -204,7 +179,7 @@ def _gated_add_rows(first: int, last: int, arguments: int) -> None:  # pragma: n
 
 @cache
 def rope_table_kernel() -> Kernel:
-    """Return the kernel; one item is one token."""
+    """Return the kernel that computes rotary tables; one item is one token."""
     return compile_kernel("angles", _write_rope_table)
 
 
@@ -213,8 +188,8 @@ def rope_table_arguments(
 ) -> AnyArray:
     """Return its arguments: ``out`` float32 [tokens, 2, dim], cosines then sines.
 
-    ``positions`` is int64 [tokens], ``frequencies`` float32 [dim / 2] as of `rope`; cosines and
-    sines are repeated for both halves of a head and multiplied with ``factor``, float32 [1].
+    ``positions`` is int64 [tokens], ``frequencies`` float32 [dim / 2] as in `rope`; cosines and
+    sines are repeated for both halves of a head and multiplied by ``factor``, float32 [1].
     """
     assert out.shape[1:] == (2, 2 * len(frequencies))
     return encode_operands(
@@ -226,14 +201,14 @@ def rope_table_arguments(
     )
 
 
-def _write_rope_table(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _write_rope_table(first: int, last: int, arguments: int) -> None:
     positions, frequencies, half, factors, out = load_int64s(arguments, 5)
     factor = float32_view(factors, 1)[0]
     for token in range(first, last):
         position = np.float32(int64_view(positions, token + 1)[token])
         row = float32_view(out + token * half * 16, 4 * half)
         for k in range(half):
-            # The angle is rounded as transformers rounds it; its cosine is as good as exact.
+            # The angle is rounded as in transformers; its cosine is computed in float64.
             angle = np.float64(position * float32_view(frequencies, half)[k])
             cosine, sine = np.float32(math.cos(angle)), np.float32(math.sin(angle))
             row[k] = row[half + k] = cosine * factor
@@ -241,12 +216,12 @@ def _write_rope_table(first: int, last: int, arguments: int) -> None:  # pragma:
 
 
 KV_PAGE_TOKENS = 16
-"""Tokens in a page."""
+"""Tokens per KV page."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Query heads, KV heads, numbers in a head, and what pages hold: float32 or float16."""
+    """Query heads, KV heads, head size, and the scheme of KV pages: float32 or float16."""
 
     query_heads: int
     kv_heads: int
@@ -254,7 +229,7 @@ class AttentionShape:
     kv_scheme: Scheme = Scheme.FLOAT32
 
     def __post_init__(self) -> None:
-        """Check that heads are whole vectors and KV heads have equally many query heads."""
+        """Check that heads are whole vectors and that KV heads have equally many query heads."""
         assert self.head_dim % KV_PAGE_TOKENS == 0
         assert self.query_heads % self.kv_heads == 0
         assert self.kv_scheme in (Scheme.FLOAT32, Scheme.FLOAT16)
@@ -272,15 +247,14 @@ class AttentionShape:
 
 @cache
 def rope_kv_write_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
-    """Return the kernel for pages of these numbers.
+    """Return the kernel that normalises and rotates heads and writes keys and values into pages.
 
-    One item is one head of one token. Of each sixteen tokens, the items of one head come first, for
-    its keys share cache lines, then those of the next: heads of queries, then keys, then values.
-    Numbers beyond 65504 are infinite in float16.
+    One item is one head of one token. For each sixteen tokens, the items of one head come first,
+    because their keys share cache lines, then those of the next: query heads, then keys, then
+    values. Numbers beyond 65504 become infinite in float16.
     """
-    return compile_kernel(
-        f"heads {numbers.value}", _rope_kv_write_function(int(numbers is Scheme.FLOAT16))
-    )
+    function = _rope_kv_write_function(int(numbers is Scheme.FLOAT16))
+    return compile_kernel(f"heads {numbers.value}", function)
 
 
 def rope_kv_write_arguments(
@@ -297,10 +271,10 @@ def rope_kv_write_arguments(
 ) -> AnyArray:
     """Return its arguments.
 
-    ``rows`` is float32 [tokens, heads * dim]; ``norms`` of queries and keys are [dim] or None,
-    ``rotations`` [tokens, 2, dim] as `rope_table_kernel` writes them, ``tables`` addresses of page
-    lists, ``offsets`` the bytes from the address of a page to a layer's keys and values;
-    ``count``, int64 [1], the tokens of the run.
+    ``rows`` is float32 [tokens, heads * dim]; ``norms`` of queries and keys are [dim] or None;
+    ``rotations`` [tokens, 2, dim] as `rope_table_kernel` writes them; ``tables`` holds addresses of
+    page lists; ``offsets`` are the bytes from the address of a page to a layer's keys and values;
+    ``count``, int64 [1], is the number of tokens of the run.
     """
     return encode_operands(
         *row_address(rows),
@@ -319,7 +293,7 @@ def rope_kv_write_arguments(
 
 
 def _rope_kv_write_function(half: int) -> KernelFunction:
-    def heads(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def heads(first: int, last: int, arguments: int) -> None:
         (
             rows, stride, queries, keys, dim, query_norm, key_norm, eps,
             rotations, positions, tables, key_offset, value_offset, head_bytes, count,
@@ -352,7 +326,7 @@ def _rope_kv_write_function(half: int) -> KernelFunction:
 
 
 @register_jitable
-def _rotate_head(row: Any, rotation: Any, dim: Any) -> None:  # pragma: no cover - compiled
+def _rotate_head(row: Any, rotation: Any, dim: Any) -> None:
     """Rotate the halves of one head: cosines then sines, each [dim]."""
     half = dim // 2
     vectors = half // LANES
@@ -366,7 +340,7 @@ def _rotate_head(row: Any, rotation: Any, dim: Any) -> None:  # pragma: no cover
 
 @intrinsic
 def vector_rotate(_context: Any, row: Any, rotation: Any, half: Any, vectors: Any) -> Any:
-    """Do the same for so many vectors; a half of a head has ``half`` bytes."""
+    """Do the same as `_rotate_head` for whole vectors; half a head has ``half`` bytes."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         lanes, (numbers, turns, step, count) = SimdBuilder(builder), values
@@ -393,12 +367,10 @@ def vector_rotate(_context: Any, row: Any, rotation: Any, half: Any, vectors: An
 
 
 @register_jitable
-def _write_key(half: Any, key: Any, place: Any, slot: Any) -> None:  # pragma: no cover - compiled
+def _write_key(half: Any, key: Any, place: Any, slot: Any) -> None:
     """Write a key into its column of [dim][16]."""
-    floats, halves = (
-        float32_view(place, len(key) * KV_PAGE_TOKENS),
-        uint16_view(place, len(key) * KV_PAGE_TOKENS),
-    )
+    size = len(key) * KV_PAGE_TOKENS
+    floats, halves = float32_view(place, size), uint16_view(place, size)
     for k in range(len(key)):
         if half:
             halves[k * KV_PAGE_TOKENS + slot] = float32_to_half_bits(key[k])
@@ -408,10 +380,8 @@ def _write_key(half: Any, key: Any, place: Any, slot: Any) -> None:  # pragma: n
 
 @intrinsic(prefer_literal=True)
 def write_value(_context: Any, half: Any, row: Any, place: Any, slot: Any, vectors: Any) -> Any:
-    """Write a value into its rows of [dim / 16][16][16]; ``half`` is a constant."""
-    if not isinstance(half, types.IntegerLiteral):
-        raise RequireLiteralValue("the numbers of pages are a constant")
-    is_half = bool(half.literal_value)
+    """Write a value into its rows of [dim / 16][16][16]; ``half`` is a compile-time constant."""
+    is_half = bool(require_literal(half, "whether pages hold float16"))
     size = VECTOR_BYTES // 2 if is_half else VECTOR_BYTES
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:

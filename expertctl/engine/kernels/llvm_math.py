@@ -1,11 +1,11 @@
-"""The exponential function of float32, for one number or for a vector of them.
+"""LLVM code for the float32 exponential and for conversion between float32 and float16.
 
-Both are the same operations in the same order, so they agree bit by bit.
+The exponential of a number and of a vector are the same operations in the same order, so they agree
+bit by bit.
 
-Numbers of float16 from float32 and back, by an instruction or, where there is none, by integers.
-
-Without the instruction LLVM would call functions that compiled code does not find. Both ways give
-the same bits: ties go to even, what is too large becomes infinite, and NaN stays NaN.
+float16 conversion uses the processor's instruction or, without one, integers; LLVM would otherwise
+call functions that compiled code does not find. Both give the same bits: ties to even, overflow to
+infinity, and NaN stays NaN.
 """
 
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 MIN_EXP_ARGUMENT, MAX_EXP_ARGUMENT = -87.3, 88.37
-"""Beyond them, the value at the limit is returned: no infinity, no denormal."""
+"""Arguments are clamped to these limits: no infinity, no denormal."""
 _PER_OCTAVE, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
 _MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer, which the lowest bits then hold
 _SERIES = (
@@ -40,7 +40,7 @@ def exponential(_context: Any, x: Any) -> Any:
 
 
 def emit_exponential(builder: ir.IRBuilder, x: Any) -> Any:
-    """Emit the same for a value of LLVM: a float or a vector of sixteen."""
+    """Emit the same for an LLVM value: a float or a vector of sixteen."""
     emitter = _ExpEmitter(builder, x.type)
     x = emitter.clamp(x)
     shifted = emitter.fma(x, emitter.constant(_PER_OCTAVE), emitter.constant(_MAGIC))
@@ -56,7 +56,7 @@ def emit_exponential(builder: ir.IRBuilder, x: Any) -> Any:
 
 
 class _ExpEmitter:
-    """The operations that differ between a float and a vector of them."""
+    """The operations that differ between a float and a vector."""
 
     def __init__(self, builder: ir.IRBuilder, kind: ir.Type) -> None:
         self._b, self._kind = builder, kind
@@ -71,7 +71,7 @@ class _ExpEmitter:
         return self._b.call(cgutils.get_or_insert_function(self._b.module, kind, name), (a, b, c))
 
     def clamp(self, x: Any) -> Any:
-        """Keep to the limits; NaN is neither below nor above."""
+        """Clamp to the limits; NaN is neither below nor above."""
         for limit, beyond in (
             (self.constant(MIN_EXP_ARGUMENT), "<"),
             (self.constant(MAX_EXP_ARGUMENT), ">"),
@@ -80,7 +80,7 @@ class _ExpEmitter:
         return x
 
     def power_of_two(self, shifted: Any) -> Any:
-        """Return 2^n where the lowest nine bits of ``shift_bytes`` are n."""
+        """Return 2^n, where n is in the lowest nine bits of ``shifted``."""
         whole = ir.IntType(32)
         kind = ir.VectorType(whole, self._lanes) if self._lanes else whole
         shift, one = (
@@ -95,20 +95,20 @@ Value: TypeAlias = Any
 
 _EXPONENT = 23
 _LESS_EXACT = 13
-"""Fraction bits that float32 has more than float16."""
+"""Fraction bits that float32 has and float16 has not."""
 _NORMAL = 113 << _EXPONENT
 """float32 with the exponent of the smallest normal float16, 2⁻¹⁴."""
 _SHIFT = 112 << _EXPONENT
-"""The difference between the exponent biases of the two."""
+"""The difference between the two exponent biases."""
 _INFINITE, _INFINITE_HALF = 0x7F800000, 0x7C00
 _TOO_LARGE = 0x477FF000
-"""65520, the first that is nearer to infinity than to 65504."""
+"""65520, the smallest value that rounds to infinity and not to 65504."""
 _ONE_HALF = 0x3F000000
-"""0.5, whose last bit stands for the smallest float16."""
+"""0.5, whose last bit has the value of the smallest float16."""
 
 
 def emit_half_to_float(builder: ir.IRBuilder, bits: Value, *, native: bool) -> Value:
-    """Return the float32 of the int16 bits of float16, one or a vector."""
+    """Return the float32 value of float16 bits (int16), for one or a vector."""
     if native:
         halves = builder.bitcast(bits, _vector_type_like(bits, ir.HalfType()))
         return builder.fpext(halves, _vector_type_like(bits, ir.FloatType()))
@@ -116,7 +116,7 @@ def emit_half_to_float(builder: ir.IRBuilder, bits: Value, *, native: bool) -> V
 
 
 def emit_float_to_half(builder: ir.IRBuilder, floats: Value, *, native: bool) -> Value:
-    """Return the int16 bits of float16 that are nearest to float32, one or a vector."""
+    """Return the float16 bits (int16) nearest to float32, for one or a vector."""
     if native:
         halves = builder.fptrunc(floats, _vector_type_like(floats, ir.HalfType()))
         return builder.bitcast(halves, _vector_type_like(floats, ir.IntType(16)))
@@ -124,13 +124,13 @@ def emit_float_to_half(builder: ir.IRBuilder, floats: Value, *, native: bool) ->
 
 
 def _vector_type_like(value: Value, kind: ir.Type) -> ir.Type:
-    """Return the type of as many of a kind."""
+    """Return the vector or scalar type of the same length with another element type."""
     found = value.type
     return ir.VectorType(kind, found.count) if isinstance(found, ir.VectorType) else kind
 
 
 class _HalfConverter:
-    """Emits what is done with int32."""
+    """Emits the conversion with int32 operations."""
 
     def __init__(self, builder: ir.IRBuilder, like: Value) -> None:
         self._b = builder
@@ -168,19 +168,19 @@ class _HalfConverter:
         return b.trunc(b.or_(found, sign), self._short)
 
     def _widen_subnormal(self, size: Value) -> Value:
-        """Read its bits as the fraction of 2⁻¹⁴, whose steps are the same, and subtract 2⁻¹⁴."""
+        """Read the bits as the fraction of 2⁻¹⁴, which has the same steps, and subtract 2⁻¹⁴."""
         b, least = self._b, self._int_constant(_NORMAL)
         above = b.bitcast(b.or_(size, least), self._float)
         return b.bitcast(b.fsub(above, b.bitcast(least, self._float)), self._int)
 
     def _narrow_subnormal(self, size: Value) -> Value:
-        """Add 0.5, which rounds to its last bit as the processor rounds any sum."""
+        """Add 0.5, so that the processor rounds to its last bit as in any sum."""
         b, half = self._b, self._int_constant(_ONE_HALF)
         total = b.fadd(b.bitcast(size, self._float), b.bitcast(half, self._float))
         return b.sub(b.bitcast(total, self._int), half)
 
     def _round(self, size: Value) -> Value:
-        """Add just less than half a step, and the rest of it where the last bit kept is odd."""
+        """Add just less than half a step, and the rest of it if the last remaining bit is odd."""
         b, by = self._b, self._int_constant(_LESS_EXACT)
         odd = b.and_(b.lshr(size, by), self._int_constant(1))
         nearest = b.add(b.add(size, odd), self._int_constant((1 << (_LESS_EXACT - 1)) - 1))

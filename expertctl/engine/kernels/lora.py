@@ -1,19 +1,17 @@
-"""The product of tokens with a packed matrix: ``out = rows W^T`` or ``out += rows W^T``.
+"""GEMM and LoRA kernels over a batch in which rows may belong to different adapter plans.
 
-One item is four blocks of sixteen rows, which are read once for all tokens.
+`gemm_kernel` computes ``out = rows W^T`` or ``out += rows W^T``; one item is four blocks of sixteen
+rows, which are read once for all tokens.
 
-Which rows of a batch belong to which plan, as kernels read it: two tables of int64.
+A *plan table* (int64) has a record for each linear layer of the base: the addresses of the plan's
+matrices and vectors for it. A *batch table* (int64) starts with the addresses of the rows between A
+and B, followed by an entry per plan: the address of its table, its first row and its number of
+rows. Rows without a plan have no entry.
 
-A *plan table* has a record for each linear layer of the base: where the plan's matrices and
-vectors for it lie. A *batch table* begins with where the rows between A and B lie and goes on with
-an entry for each plan: its table, its first row, how many rows. Rows without a plan have none.
-
-The low-rank products of all plans of a batch, in two operations for layers that share an input.
-
-``inner = rows A^T``, then ``out += inner B^T``: the rows of a plan are multiplied with its own
-matrices, which are read once for all of them. However many plans there are, the items of an
-operation are the blocks of all of them. The tile is that of every product, so a row's bits do not
-depend on other rows.
+LoRA takes two operations for all layers that share an input: shrink, ``inner = rows A^T``, and
+expand, ``out += inner B^T``. The rows of a plan are multiplied with its own matrices, which are
+read once for all of them; the items of an operation are the blocks of all plans. All use the GEMM
+tile, so the bits of a row do not depend on other rows.
 """
 
 from collections.abc import Sequence
@@ -38,7 +36,7 @@ from expertctl.engine.kernels.memory import (
     row_address,
     yield_thread,
 )
-from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, Scheme
+from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, AnyArray, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
 from expertctl.engine.kernels.quantisation import (
     PreparedActivations,
@@ -50,18 +48,16 @@ from expertctl.engine.kernels.simd import LANES
 
 BLOCKS_PER_ITEM = PANEL_BLOCKS
 
-AnyArray = np.ndarray[Any, Any]
-
 
 @cache
 def gemm_kernel(scheme: Scheme, *, portable: bool = False) -> Kernel:
-    """Return the kernel for matrices of one scheme; ``plain`` keeps to what every processor has."""
+    """Return the kernel for matrices of one scheme; ``portable``: baseline instructions only."""
     function = gemm_function(scheme, portable=portable)
     return compile_kernel(f"multiply {scheme.value}{' plainly' * portable}", function)
 
 
 def gemm_items(matrix: PackedMatrix) -> int:
-    """Return how many items the product with a matrix has."""
+    """Return the number of items of the product with a matrix."""
     return -(-matrix.blocks // BLOCKS_PER_ITEM)
 
 
@@ -98,10 +94,10 @@ def gemm_arguments(
 
 
 def gemm_function(scheme: Scheme, *, portable: bool = False) -> KernelFunction:
-    """Return what is compiled, for kernels that do more with the same items."""
+    """Return the uncompiled function, for kernels that extend it."""
     strips = gemm_blocks_function(scheme, portable=portable)
 
-    def multiply(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def multiply(first: int, last: int, arguments: int) -> None:
         (
             weights, scales, rows, row_scales, row_sums, out,
             blocks, vectors, groups, count, rows_stride, out_stride, adds,
@@ -117,9 +113,9 @@ def gemm_function(scheme: Scheme, *, portable: bool = False) -> KernelFunction:
 
 RECORD_WORDS, RECORD_BYTES = 11, 88
 A_BLOCKS_WORD, B_VECTORS_WORD = 2, 6
-"""Words of a record: 0 where there is no A, no B."""
+"""Words of a record that are 0 if there is no A, or no B."""
 SCALE_WORDS = slice(8, 11)
-"""Words of a record: factors of the input, the output and the bias, each 0 or an address."""
+"""Words of a record: input, output and bias scales, each an address or 0."""
 SCALES_OFFSET = 64
 HEADER_WORDS, HEADER_BYTES = 8, 64
 ENTRY_WORDS, ENTRY_BYTES = 3, 24
@@ -127,7 +123,7 @@ ENTRY_WORDS, ENTRY_BYTES = 3, 24
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ModuleAdapter:
-    """What a plan has for one linear layer; ``column`` is where its rows between A and B begin."""
+    """A plan's tensors for one linear layer; ``column`` is the first one between A and B."""
 
     a: PackedMatrix | None = None
     b: PackedMatrix | None = None
@@ -137,29 +133,28 @@ class ModuleAdapter:
     bias_scale: AnyArray | None = None
 
     def to_record(self) -> list[int]:
-        """Return its record."""
+        """Return the record of a plan table."""
+        a, b, b_sizes = self.a, self.b, (0, 0)
+        if b is not None:
+            layout = b.scheme.layout
+            b_sizes = layout.count_vectors(b.columns), layout.count_groups(b.columns)
+        vectors = (self.input_scale, self.output_scale, self.bias_scale)
         return [
-            *((0, 0, 0) if self.a is None else (*_matrix_addresses(self.a), self.a.blocks)),
-            self.column,
-            *(
-                (0, 0, 0, 0)
-                if self.b is None
-                else (*_matrix_addresses(self.b), *_matrix_lengths(self.b))
-            ),
-            *(_vector_address(v) for v in (self.input_scale, self.output_scale, self.bias_scale)),
-        ]
+            *_matrix_addresses(a), 0 if a is None else a.blocks, self.column,
+            *_matrix_addresses(b), *b_sizes, *map(array_address, vectors),
+        ]  # fmt: skip
 
 
 def lora_column_step(scheme: Scheme) -> int:
-    """Return the multiple at which columns between A and B begin: modules share no group."""
+    """Return the alignment of ``column``, so that modules share no quantisation group."""
     return GROUP_SIZE if scheme.layout.is_grouped else LANES
 
 
 class AdapterBatchTable:
-    """The table of one batch, and the rows between A and B of adapters in one scheme."""
+    """The batch table, and the rows between A and B of adapters in one scheme."""
 
     def __init__(self, scheme: Scheme, *, rows: int) -> None:
-        """Make room for so many rows, each of which may have a plan of its own."""
+        """Allocate for a maximum number of rows, each of which may have its own plan."""
         self.words = aligned_zeros(HEADER_WORDS + ENTRY_WORDS * rows, np.int64)
         self._scheme, self._rows, self._width = scheme, rows, 0
         self._inner = aligned_zeros((rows, 0), np.float32)
@@ -167,11 +162,11 @@ class AdapterBatchTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it and of the rows between A and B."""
+        """Bytes of the table and of the rows between A and B."""
         return batch_table_bytes(self._scheme, rows=self._rows, width=self._width)
 
     def set_entries(self, entries: Sequence[tuple[int, int, int]], *, width: int) -> None:
-        """Write the entries: the address of a plan's table, its first row, how many rows."""
+        """Write the entries: the address of a plan's table, its first row, its row count."""
         if width > self._width:
             self._grow_width(width)
         self.words[0] = len(entries)
@@ -184,22 +179,21 @@ class AdapterBatchTable:
         begin = [0, self._inner.ctypes.data, self._inner.strides[0], *[0] * 5]
         if self._scheme not in FLOAT_SCHEMES:
             ready = self._ready = allocate_activations(self._scheme, self._rows, width)
-            places = (ready.data.ctypes.data, ready.data.strides[0])
-            begin[3:] = [*places, *_group_addresses(ready)]
+            groups = (ready.scales.ctypes.data, ready.sums.ctypes.data, ready.scales.strides[0])
+            begin[3:] = [ready.data.ctypes.data, ready.data.strides[0], *groups]
         self.words[:HEADER_WORDS] = begin
 
 
 def batch_table_bytes(scheme: Scheme, *, rows: int, width: int) -> int:
-    """Return the bytes of a table whose plans are so wide."""
-    layout = scheme.layout
-    ready = (
-        0 if scheme in FLOAT_SCHEMES else layout.row_bytes * width + 8 * layout.count_groups(width)
-    )
+    """Return the bytes of a table for plans of this width."""
+    layout, ready = scheme.layout, 0
+    if scheme not in FLOAT_SCHEMES:
+        ready = layout.row_bytes * width + 8 * layout.count_groups(width)
     return 8 * (HEADER_WORDS + ENTRY_WORDS * rows) + rows * (4 * width + ready)
 
 
 @register_jitable
-def find_row_plan(batch: Any, row: Any) -> Any:  # pragma: no cover - compiled
+def find_row_plan(batch: Any, row: Any) -> Any:
     """Return the address of the plan table of a row, or 0."""
     for entry in range(load_int64s(batch, 1)[0]):
         plan, begin, count = load_int64s(batch + HEADER_BYTES + entry * ENTRY_BYTES, 3)
@@ -208,33 +202,20 @@ def find_row_plan(batch: Any, row: Any) -> Any:  # pragma: no cover - compiled
     return 0
 
 
-def _matrix_addresses(matrix: PackedMatrix) -> tuple[int, int]:
-    return matrix.data.ctypes.data, matrix.scales.ctypes.data
-
-
-def _matrix_lengths(matrix: PackedMatrix) -> tuple[int, int]:
-    layout = matrix.scheme.layout
-    return layout.count_vectors(matrix.columns), layout.count_groups(matrix.columns)
-
-
-def _vector_address(vector: AnyArray | None) -> int:
-    return 0 if vector is None else vector.ctypes.data
-
-
-def _group_addresses(ready: PreparedActivations) -> tuple[int, int, int]:
-    return ready.scales.ctypes.data, ready.sums.ctypes.data, ready.scales.strides[0]
+def _matrix_addresses(matrix: PackedMatrix | None) -> tuple[int, int]:
+    return (0, 0) if matrix is None else (matrix.data.ctypes.data, matrix.scales.ctypes.data)
 
 
 EXPAND_BLOCKS = 8
-"""Blocks of B in an item."""
+"""Blocks of B per item."""
 _SPINS = 500
-"""How often to look whether other workers are done before giving way to other threads."""
+"""How often to check whether other workers are done before yielding to other threads."""
 
 
 def shrink_blocks(scheme: Scheme, *, single_sequence: bool) -> int:
-    """Return how many blocks of A an item has; few where single tokens are read.
+    """Return the blocks of A per item; few for single tokens.
 
-    Where rows between A and B are int8 by groups of 128, an item has whole groups.
+    If rows between A and B are int8 in groups of 128, an item has whole groups.
     """
     if scheme.layout.is_grouped:
         return GROUP_SIZE // LANES
@@ -245,8 +226,8 @@ def shrink_blocks(scheme: Scheme, *, single_sequence: bool) -> int:
 def lora_shrink_kernel(scheme: Scheme, *, portable: bool = False) -> Kernel:
     """Return the kernel of ``inner = rows A^T``, which writes inner in the form that B takes.
 
-    Items are blocks of the A of all modules of all plans; `shrink_blocks` of them make one.
-    ``plain`` keeps to what every processor has, here and below.
+    An item is `shrink_blocks` blocks of the A of any module of any plan. Here and below,
+    ``portable`` uses baseline instructions only.
     """
     name = f"reduce {scheme.value}{' plainly' * portable}"
     return compile_kernel(name, _shrink_function(scheme, portable=portable))
@@ -286,11 +267,11 @@ def lora_expand_kernel(scheme: Scheme, *, portable: bool = False) -> Kernel:
 
 @cache
 def fused_lora_kernel(base: Scheme, scheme: Scheme, *, portable: bool = False) -> Kernel:
-    """Return the kernel of ``out = rows W^T``, or ``+=``, and all that plans add to it.
+    """Return the kernel of ``out = rows W^T`` (or ``+=``) plus the LoRA products of all plans.
 
-    Items are those of `lora_shrink_kernel`, then those of `gemm_kernel`, each of which adds to its
-    own blocks what `lora_expand_kernel` would. A worker that gets there before all of the former are
-    done waits: they were claimed before, by workers that do not wait.
+    Its items are those of `lora_shrink_kernel`, then those of `gemm_kernel`, each of which adds to
+    its own blocks what `lora_expand_kernel` would. A worker that arrives before all shrink items
+    are done waits for them: they were claimed earlier, by workers that do not wait.
     """
     name = f"multiply {base.value}, adapted {scheme.value}{' plainly' * portable}"
     return compile_kernel(name, _fused_function(base, scheme, portable=portable))
@@ -305,9 +286,9 @@ def fused_lora_arguments(
     reduce_items: AnyArray,
     done: AnyArray,
 ) -> AnyArray:
-    """Return its arguments: those of the three, and how many items the former two have.
+    """Return its arguments: those of the three kernels, and the item counts of the first two.
 
-    ``done``, int64 [1], begins with 0; the worker that finishes last in a run sets it to 0 again.
+    ``done``, int64 [1], starts at 0; the worker that finishes last in a run resets it to 0.
     """
     parts = (reduce, multiply, expand, reduce_items, done)
     return encode_operands(*(array_address(part, np.int64) for part in parts), multiply_items)
@@ -316,7 +297,7 @@ def fused_lora_arguments(
 def lora_expand_arguments(
     *, batch: AnyArray, first_module: int, outs: AnyArray, out_stride: int
 ) -> AnyArray:
-    """Return its arguments; ``outs`` int64 [modules, 2]: where a module's output is, its blocks."""
+    """Return its arguments; ``outs`` int64 [modules, 2]: address and blocks of each output."""
     return encode_operands(
         array_address(batch, np.int64),
         first_module,
@@ -329,7 +310,7 @@ def lora_expand_arguments(
 def _shrink_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
     strips, prepare = gemm_blocks_function(scheme, portable=portable), _make_prepare_inner(scheme)
 
-    def reduce(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def reduce(first: int, last: int, arguments: int) -> None:
         (
             batch, place, modules, height, rows, rows_stride, row_scales, row_sums,
             vectors, groups,
@@ -361,7 +342,7 @@ def _shrink_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
 def _expand_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
     add = _make_expand_block(scheme, portable=portable)
 
-    def expand(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def expand(first: int, last: int, arguments: int) -> None:
         batch, place, modules, outs, out_stride = load_int64s(arguments, 5)
         number = 0
         for entry in range(load_int64s(batch, 1)[0]):
@@ -388,7 +369,7 @@ def _fused_function(base: Scheme, scheme: Scheme, *, portable: bool) -> KernelFu
     multiply = register_jitable(gemm_function(base, portable=portable))
     add = _make_expand_block(scheme, portable=portable)
 
-    def adapted(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def adapted(first: int, last: int, arguments: int) -> None:
         reducing, multiplying, expanding, counted, done, others = load_int64s(arguments, 6)
         items = load_int64s(counted, 1)[0]
         if first < items:
@@ -419,8 +400,7 @@ def _fused_function(base: Scheme, scheme: Scheme, *, portable: bool) -> KernelFu
 
 
 @register_jitable
-def _wait_for_items(done: Any, items: Any) -> None:  # pragma: no cover - compiled
-    """Wait until so many items are done."""
+def _wait_for_items(done: Any, items: Any) -> None:
     spins = 0
     while atomic_load(done) < items:
         if spins < _SPINS:
@@ -431,19 +411,19 @@ def _wait_for_items(done: Any, items: Any) -> None:  # pragma: no cover - compil
 
 
 @register_jitable
-def _has_b(record: Any) -> Any:  # pragma: no cover - compiled
+def _has_b(record: Any) -> Any:
     return load_int64s(record + B_VECTORS_WORD * 8, 1)[0] > 0
 
 
 def _make_expand_block(scheme: Scheme, *, portable: bool) -> Any:
-    """Return what adds ``inner B^T`` of one entry and one module, for some blocks of B."""
+    """Return the function that adds ``inner B^T`` of one entry and module, by blocks of B."""
     strips, size = gemm_blocks_function(scheme, portable=portable), scheme.layout.row_bytes
     ready = scheme not in FLOAT_SCHEMES
 
     @register_jitable
     def adding(
         batch: Any, entry: Any, record: Any, block: Any, end: Any, out: Any, out_stride: Any
-    ) -> None:  # pragma: no cover - compiled
+    ) -> None:
         _, rows, stride, ready_rows, ready_stride, scales, sums, wide = load_int64s(batch, 8)
         if ready:
             rows, stride = ready_rows, ready_stride
@@ -460,13 +440,11 @@ def _make_expand_block(scheme: Scheme, *, portable: bool) -> Any:
 
 
 def _make_prepare_inner(scheme: Scheme) -> Any:
-    """Return what turns some columns of rows between A and B into the form that B takes."""
+    """Return the function that converts rows between A and B to the form that B takes."""
     if scheme in FLOAT_SCHEMES:
 
         @register_jitable
-        def nothing(
-            batch: Any, begin: Any, count: Any, column: Any, columns: Any
-        ) -> None:  # pragma: no cover - compiled
+        def nothing(batch: Any, begin: Any, count: Any, column: Any, columns: Any) -> None:
             pass
 
         return nothing
@@ -474,9 +452,7 @@ def _make_prepare_inner(scheme: Scheme) -> Any:
     prepare = round_row if scheme is Scheme.BFLOAT16 else quantise_row
 
     @register_jitable
-    def preparing(
-        batch: Any, begin: Any, count: Any, column: Any, columns: Any
-    ) -> None:  # pragma: no cover - compiled
+    def preparing(batch: Any, begin: Any, count: Any, column: Any, columns: Any) -> None:
         _, inner, stride, ready, ready_stride, scales, sums, wide = load_int64s(batch, 8)
         for row in range(begin, begin + count):
             group = row * wide + column // GROUP_SIZE * 4

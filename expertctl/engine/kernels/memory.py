@@ -1,14 +1,11 @@
-"""The arguments of kernels: int64 that compiled code reads in the order in which they stand.
+"""Kernel arguments, memory access by address, and atomics, in compiled code.
 
-An array is only an address there, so a wrong one in its place would go unnoticed. That is why
-functions that return arguments take arrays by name, and why dtypes are checked here.
+Arguments are int64 words that compiled code reads in order. An array is only an address there, so a
+wrong one would go unnoticed; functions that return arguments therefore take arrays by keyword, and
+dtypes are checked here.
 
-Reading memory by its address, in compiled code; and memory that begins where a vector does.
-
-Numbers that several threads change at once, and how a thread waits, in compiled code.
-
-Addresses are of int64 at multiples of eight. A thread that reads a number sees all that the thread
-that stored it had written before.
+Atomics act on int64 at multiples of eight bytes. A thread that reads a number sees everything that
+the storing thread had written before.
 """
 
 from typing import Any
@@ -18,37 +15,32 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
-from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic, register_jitable
 
 from expertctl.engine.kernels.jit import get_host_cpu
 from expertctl.engine.kernels.llvm_math import emit_float_to_half, emit_half_to_float
-from expertctl.engine.kernels.simd import VECTOR_BYTES
-
-AnyArray = np.ndarray[Any, Any]
+from expertctl.engine.kernels.packed_format import AnyArray
+from expertctl.engine.kernels.simd import INT, VECTOR_BYTES, require_literal
 
 
 def encode_operands(*words: int) -> AnyArray:
-    """Return arguments, int64 [words]."""
+    """Return arguments as int64 [words]."""
     return np.array(words, np.int64)
 
 
 def array_address(array: AnyArray | None, kind: Any = np.float32) -> int:
-    """Return where an array of such numbers begins; 0 where there is none."""
+    """Return the address of an array with this dtype, or 0 for None."""
     if array is None:
         return 0
-    assert array.dtype == kind, f"{array.dtype} in the place of {np.dtype(kind)}"
+    assert array.dtype == kind, f"dtype {array.dtype} instead of {np.dtype(kind)}"
     return array.ctypes.data
 
 
 def row_address(rows: AnyArray) -> tuple[int, int]:
-    """Return where float32 [rows, columns] begin, and the bytes from each row to the next."""
+    """Return the address of float32 [rows, columns], and the stride between rows in bytes."""
     lie_together = rows.strides[1] == rows.itemsize or rows.shape[1] == 1 or rows.size == 0
-    assert lie_together, "the columns of a row lie apart"
+    assert lie_together, "the columns of a row are not adjacent"
     return array_address(rows), rows.strides[0]
-
-
-_INT = ir.IntType(64)
 
 
 def aligned_zeros(shape: int | tuple[int, ...], dtype: Any) -> "np.ndarray[Any, Any]":
@@ -61,21 +53,19 @@ def aligned_zeros(shape: int | tuple[int, ...], dtype: Any) -> "np.ndarray[Any, 
 
 @intrinsic(prefer_literal=True)
 def load_int64s(_context: Any, address: Any, count: Any) -> Any:
-    """Return the ``count`` int64 that begin at an address, as a tuple."""
-    if not isinstance(count, types.IntegerLiteral):
-        raise RequireLiteralValue("the number of words is a constant")
-    number = count.literal_value
+    """Return ``count`` int64 starting at an address, as a tuple."""
+    number = require_literal(count, "the number of words")
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        pointer = builder.inttoptr(values[0], _INT.as_pointer())
-        found = [builder.load(builder.gep(pointer, [ir.Constant(_INT, k)])) for k in range(number)]
+        pointer = builder.inttoptr(values[0], INT.as_pointer())
+        found = [builder.load(builder.gep(pointer, [ir.Constant(INT, k)])) for k in range(number)]
         return cgutils.pack_array(builder, found)
 
     return types.UniTuple(types.int64, number)(types.int64, count), emit
 
 
 def _make_array_view(dtype: Any) -> Any:
-    """Return what gives compiled code the array of a dtype that begins at an address."""
+    """Return the compiled-code function that views memory at an address as an array."""
     kind = types.CPointer(dtype)
 
     @intrinsic
@@ -86,7 +76,7 @@ def _make_array_view(dtype: Any) -> Any:
         return kind(address), emit
 
     @register_jitable
-    def array_at(address: int, length: int) -> Any:  # pragma: no cover - compiled
+    def array_at(address: int, length: int) -> Any:
         return numba.carray(pointer(address), (length,))
 
     return array_at
@@ -103,23 +93,21 @@ int64_view = _make_array_view(types.int64)
 
 @intrinsic(prefer_literal=True)
 def allocate_stack_floats(_context: Any, count: Any) -> Any:
-    """Return the address of so many float32 on the stack of the calling kernel."""
-    if not isinstance(count, types.IntegerLiteral):
-        raise RequireLiteralValue("the room on the stack is a constant")
-    kind = ir.ArrayType(ir.FloatType(), count.literal_value)
+    """Return the address of ``count`` float32 on the stack of the calling kernel."""
+    kind = ir.ArrayType(ir.FloatType(), require_literal(count, "the size on the stack"))
 
     def emit(_context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
         with builder.goto_entry_block():
             room = builder.alloca(kind)
             room.align = VECTOR_BYTES
-        return builder.ptrtoint(room, _INT)
+        return builder.ptrtoint(room, INT)
 
     return types.int64(count), emit
 
 
 @intrinsic
 def copy_bytes(_context: Any, target: Any, source: Any, count: Any) -> Any:
-    """Copy so many bytes from one address to another; they may not overlap."""
+    """Copy ``count`` bytes from one address to another; they must not overlap."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         places = [builder.inttoptr(value, ir.IntType(8).as_pointer()) for value in values[:2]]
@@ -131,7 +119,7 @@ def copy_bytes(_context: Any, target: Any, source: Any, count: Any) -> Any:
 
 @intrinsic
 def float32_to_half_bits(_context: Any, number: Any) -> Any:
-    """Return the bits of a float32 rounded to float16; what is too large becomes infinite."""
+    """Return the float16 bits of a float32; overflow becomes infinity."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         return emit_float_to_half(builder, values[0], native=get_host_cpu().has_float16)
@@ -141,7 +129,7 @@ def float32_to_half_bits(_context: Any, number: Any) -> Any:
 
 @intrinsic
 def half_bits_to_float32(_context: Any, bits: Any) -> Any:
-    """Return the float32 that the bits of a float16 stand for."""
+    """Return the float32 value of float16 bits."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         return emit_half_to_float(builder, values[0], native=get_host_cpu().has_float16)
@@ -149,12 +137,8 @@ def half_bits_to_float32(_context: Any, bits: Any) -> Any:
     return types.float32(types.uint16), emit
 
 
-_INT64 = ir.IntType(64)
-_BYTES = 8
-
-
 def _int_pointer(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, _INT64.as_pointer())
+    return builder.inttoptr(address, INT.as_pointer())
 
 
 @intrinsic
@@ -162,7 +146,7 @@ def atomic_load(_context: Any, address: Any) -> Any:
     """Return the number at an address."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.load_atomic(_int_pointer(builder, values[0]), "acquire", _BYTES)
+        return builder.load_atomic(_int_pointer(builder, values[0]), "acquire", 8)
 
     return types.int64(address), emit
 
@@ -172,7 +156,7 @@ def atomic_store(_context: Any, address: Any, number: Any) -> Any:
     """Set the number at an address."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        builder.store_atomic(values[1], _int_pointer(builder, values[0]), "release", _BYTES)
+        builder.store_atomic(values[1], _int_pointer(builder, values[0]), "release", 8)
         return context.get_dummy_value()
 
     return types.void(address, types.int64), emit
@@ -180,7 +164,7 @@ def atomic_store(_context: Any, address: Any, number: Any) -> Any:
 
 @intrinsic
 def atomic_fetch_add(_context: Any, address: Any, number: Any) -> Any:
-    """Add to the number at an address; return what it was."""
+    """Add to the number at an address; return the previous value."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         return builder.atomic_rmw("add", _int_pointer(builder, values[0]), values[1], "acq_rel")
@@ -190,7 +174,7 @@ def atomic_fetch_add(_context: Any, address: Any, number: Any) -> Any:
 
 @intrinsic
 def atomic_compare_exchange(_context: Any, address: Any, old: Any, new: Any) -> Any:
-    """Set the number at an address if it is ``old``; return whether it was."""
+    """Set the number at an address if it equals ``old``; return whether it did."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         place = _int_pointer(builder, values[0])
@@ -202,7 +186,7 @@ def atomic_compare_exchange(_context: Any, address: Any, old: Any, new: Any) -> 
 
 @intrinsic
 def pause_cpu(_context: Any) -> Any:
-    """Tell the processor that this thread only waits, so its core can serve another or rest."""
+    """Tell the processor that this thread spins, so its core can do other work or rest."""
 
     def emit(context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
         machine = binding.get_default_triple().partition("-")[0]
@@ -225,10 +209,10 @@ def _external_function(builder: Any, name: str, *arguments: Any) -> Any:
 
 @intrinsic
 def call_kernel(_context: Any, function: Any, first: Any, last: Any, arguments: Any) -> Any:
-    """Call the kernel that is at an address."""
+    """Call the kernel at an address."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_INT64] * 3)
+        kind = ir.FunctionType(ir.VoidType(), [INT] * 3)
         builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
         return context.get_dummy_value()
 
@@ -236,4 +220,4 @@ def call_kernel(_context: Any, function: Any, first: Any, last: Any, arguments: 
 
 
 yield_thread = types.ExternalFunction("sched_yield", types.int32())
-"""Let the system run another thread on this processor."""
+"""Let the operating system run another thread on this processor."""

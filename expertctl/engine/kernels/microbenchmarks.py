@@ -1,21 +1,19 @@
-"""The most arithmetic that the processor can do: what tiles are made of, on registers alone.
+"""Upper bounds of a machine: peak arithmetic, and memory read bandwidth.
 
-It is the upper bound of products that never wait for their operands. Every number is one, so the
-sums say how many products were added.
+`PeakArithmetic` runs the inner operation of a tile on registers alone, the bound for products that
+never wait for operands. Every number is one, so the sums count the products.
 
-What memory gives: every byte of some matrices is read once, and nothing else is done with it.
-
-This has to be as fast as reading can be, for other speeds are told as shares of it. So all matrices
-are one operation, whose workers claim long stretches and wait for each other once.
+`MemoryReadBenchmark` reads every byte of some matrices once and does nothing else. It must be as
+fast as reading can be, because other speeds are reported as fractions of it: all matrices are one
+operation, whose workers claim long ranges and synchronise once.
 """
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
 from numba import types
-from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
 from expertctl.engine.kernels.jit import (
@@ -27,15 +25,13 @@ from expertctl.engine.kernels.jit import (
     get_host_cpu,
 )
 from expertctl.engine.kernels.memory import aligned_zeros, int64_view, load_int64s
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import AnyArray, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder, Value
+from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder, Value, require_literal
 from expertctl.engine.kernels.thread_pool import ThreadPool
 
-AnyArray = np.ndarray[Any, Any]
-
 LOOP_COUNT = 4096
-"""How often each sum of an item is added to; float32 holds the result exactly."""
+"""Additions to each sum of an item; float32 holds the result exactly."""
 
 _ITEMS_PER_WORKER = 64
 _FMA, _BF16, _BYTES = range(3)
@@ -49,14 +45,14 @@ _ONES: dict[int, AnyArray] = {
 
 
 class PeakArithmetic:
-    """A program of nothing but arithmetic: that of products with matrices of one scheme."""
+    """A program that only computes, with the instruction used for matrices of one scheme."""
 
     def __init__(self, scheme: Scheme, *, workers: int) -> None:
-        """Make the program; each of so many workers gets enough to do for some milliseconds."""
+        """Build the program; each worker gets some milliseconds of work."""
         way = _fastest_instruction(scheme)
         items = _ITEMS_PER_WORKER * workers
         self.operations = 2 * _PRODUCTS[way] * LANES * _independent_sums() * LOOP_COUNT * items
-        """How many a run does; a product and its addition are two."""
+        """Floating-point operations per run; a multiplication and its addition count as two."""
         self._sums = aligned_zeros((items, LANES), np.float32)
         ones = aligned_zeros(VECTOR_BYTES, np.uint8)
         ones[...] = _ONES[way].view(np.uint8)
@@ -68,12 +64,12 @@ class PeakArithmetic:
 
     @property
     def products_added(self) -> int:
-        """How many products the last run added, as its sums say."""
+        """The number of products that the last run added, from its sums."""
         return int(self._sums.astype(np.float64).sum())
 
 
 def _fastest_instruction(scheme: Scheme) -> int:
-    """Return how this processor multiplies numbers of a scheme fastest."""
+    """Return the fastest way to multiply numbers of a scheme on this processor."""
     cpu = get_host_cpu()
     if scheme is Scheme.BFLOAT16 and cpu.bf16_dot:
         return _BF16
@@ -91,7 +87,7 @@ def _peak_kernel(way: int) -> Kernel:
 
 
 def _peak_function(way: int) -> KernelFunction:
-    def peak(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def peak(first: int, last: int, arguments: int) -> None:
         ones, sums, turns = load_int64s(arguments, 3)
         for item in range(first, last):
             _emit_products(way, ones, turns, sums + item * VECTOR_BYTES)
@@ -101,36 +97,25 @@ def _peak_function(way: int) -> KernelFunction:
 
 @intrinsic(prefer_literal=True)
 def _emit_products(_context: Any, way: Any, ones: Any, loops: Any, out: Any) -> Any:
-    """Add products of ones to all sums so many times; write the total of the sums."""
-    if not isinstance(way, types.IntegerLiteral):
-        raise RequireLiteralValue("how products are added is a constant")
-    number = way.literal_value
+    """Add products of ones to all sums ``loops`` times; write the total of the sums."""
+    number = require_literal(way, "the instruction")
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         _, source, times, place = values
         lanes = SimdBuilder(builder)
-        load = lanes.load_floats if number == _FMA else lanes.load_ints
-        one = load(source)
-        totals = [
-            lanes.create_variable(_zero_total(lanes, number)) for _ in range(_independent_sums())
-        ]
+        one = lanes.load_floats(source) if number == _FMA else lanes.load_ints(source)
+        zero = lanes.zero_ints() if number == _BYTES else lanes.zero_floats()
+        totals = [lanes.create_variable(zero) for _ in range(_independent_sums())]
         with lanes.loop(times):
             for total in totals:
-                lanes.store_variable(
-                    _add_product(lanes, number, lanes.load_variable(total), one), total
-                )
-        found = [_total_as_floats(lanes, number, lanes.load_variable(total)) for total in totals]
-        together = found[0]
-        for each in found[1:]:
-            together = lanes.add_floats(together, each)
-        lanes.store_floats(together, place)
+                added = _add_product(lanes, number, lanes.load_variable(total), one)
+                lanes.store_variable(added, total)
+        found = [lanes.load_variable(total) for total in totals]
+        floats = [lanes.convert_to_floats(each) for each in found] if number == _BYTES else found
+        lanes.store_floats(reduce(lanes.add_floats, floats), place)
         return context.get_dummy_value()
 
     return types.void(way, types.int64, types.int64, types.int64), emit
-
-
-def _zero_total(lanes: SimdBuilder, way: int) -> Value:
-    return lanes.zero_ints() if way == _BYTES else lanes.zero_floats()
 
 
 def _add_product(lanes: SimdBuilder, way: int, total: Value, one: Value) -> Value:
@@ -139,21 +124,17 @@ def _add_product(lanes: SimdBuilder, way: int, total: Value, one: Value) -> Valu
     return lanes.bf16_dot(total, one, one) if way == _BF16 else lanes.byte_dot(total, one, one)
 
 
-def _total_as_floats(lanes: SimdBuilder, way: int, total: Value) -> Value:
-    return lanes.convert_to_floats(total) if way == _BYTES else total
-
-
 ITEM_BYTES = 64 << 10
 
 _VECTORS_PER_STEP = 8
-"""Vectors that are read without waiting for each other."""
+"""Vectors that are read independently of each other."""
 
 
 class MemoryReadBenchmark:
-    """Reads numbers and scales of matrices, in whole items; what is left of either is not read."""
+    """Reads the data and scales of matrices in whole items; a partial last item is not read."""
 
     def __init__(self, matrices: Iterable[PackedMatrix]) -> None:
-        """Make the program that reads them."""
+        """Build the program that reads them."""
         parts = tuple(matrices)
         arrays = (array for matrix in parts for array in (matrix.data, matrix.scales))
         places = np.concatenate([_item_addresses(array) for array in arrays])
@@ -166,22 +147,21 @@ class MemoryReadBenchmark:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it reads."""
+        """Bytes read per run."""
         return len(self._found) * ITEM_BYTES
 
     def run(self, pool: ThreadPool) -> int:
-        """Read everything once; return the exclusive or of all its words."""
+        """Read everything once; return the exclusive or of all 64-bit words."""
         pool.run(self._program)
         return int(np.bitwise_xor.reduce(self._found, axis=None))
 
 
 def _item_addresses(array: AnyArray) -> AnyArray:
-    """Return the addresses of its items."""
     offsets = np.arange(array.nbytes // ITEM_BYTES, dtype=np.int64) * ITEM_BYTES
     return array.ctypes.data + offsets
 
 
-def _read_items(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _read_items(first: int, last: int, arguments: int) -> None:
     places, out = load_int64s(arguments, 2)
     for item in range(first, last):
         emit_item_read(int64_view(places, last)[item], out + item * VECTOR_BYTES)
@@ -189,7 +169,7 @@ def _read_items(first: int, last: int, arguments: int) -> None:  # pragma: no co
 
 @intrinsic
 def emit_item_read(_context: Any, place: Any, out: Any) -> Any:
-    """Write the exclusive or of an item's vectors."""
+    """Write the exclusive or of the vectors of an item."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         lanes, (place, out) = SimdBuilder(builder), values
@@ -198,9 +178,8 @@ def emit_item_read(_context: Any, place: Any, out: Any) -> Any:
         with lanes.loop(lanes.int_constant(ITEM_BYTES // step)) as turn:
             begin = lanes.offset(place, turn, step)
             for number, bits in enumerate(found):
-                vector = lanes.load_ints(
-                    lanes.add_int(begin, lanes.int_constant(number * VECTOR_BYTES))
-                )
+                offset = lanes.int_constant(number * VECTOR_BYTES)
+                vector = lanes.load_ints(lanes.add_int(begin, offset))
                 lanes.store_variable(lanes.xor_ints(lanes.load_variable(bits), vector), bits)
         every = lanes.zero_ints()
         for bits in found:

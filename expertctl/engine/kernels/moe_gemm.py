@@ -1,15 +1,13 @@
-"""The products of rows with the matrices of the experts that they were routed to.
+"""GEMMs of rows with the matrices of the routed experts they were assigned to.
 
-Rows lie in the order of `permute_kernel`, so an expert's matrix is read once for all of its rows. The
-tile is that of every product: a row's bits do not depend on other rows. ``places``, int64
-[experts], has the address of each expert's block, 0 where there is none; an expert that has rows
-and no place is not read, and ``absent``, int64 [1], is then 1 + its id.
+Rows are in the order of `permute_kernel`, so an expert's matrix is read once for all of its rows.
+The tile is that of every GEMM: the bits of a row do not depend on other rows. ``block_addresses``,
+int64 [experts], holds the address of each expert's block, or 0 if it is not in memory; an expert
+that has rows but no address is not read, and ``absent``, int64 [1], is set to 1 + its id.
 
-The products of rows with compact experts in bfloat16, which are read as they lie in memory.
-
-A compact expert is the stretches of gate and up, then of down (`compact`). A stretch is unpacked
-chunk by chunk on the stack and multiplied there; each sum goes on where it was. So a sum runs over
-the columns from first to last as in every product, and has the same bits.
+Compact experts are bfloat16 packed by `exponent_packing`: the panels of gate and up, then those of
+down. A panel is unpacked chunk by chunk on the stack and multiplied there, continuing each sum. So
+a sum runs over the columns from first to last as in every GEMM, and has the same bits.
 """
 
 from dataclasses import dataclass
@@ -29,39 +27,31 @@ from expertctl.engine.kernels.memory import (
     atomic_store,
     encode_operands,
     float32_view,
-    int64_view,
     load_int64s,
     row_address,
     uint32_view,
 )
 from expertctl.engine.kernels.moe_routing import MoePermutation
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import AnyArray, Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertMatrix, ExpertShape
 from expertctl.engine.kernels.quantisation import PreparedActivations
 from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
 
-AnyArray = np.ndarray[Any, Any]
-
-_ROWS_PER_PASS = 48
-"""Rows of an expert that wait on the stack to be added to those of tokens; whole tiles."""
-_ITEM_COLUMNS = BLOCKS_PER_ITEM * LANES
-_SCRATCH_FLOATS = _ROWS_PER_PASS * _ITEM_COLUMNS
-
 
 @cache
 def moe_gemm_kernel(scheme: Scheme, *, portable: bool = False) -> Kernel:
-    """Return the kernel of ``out = rows W^T``, with W of the expert of each row.
+    """Return the kernel of ``out = rows W^T``, with the W of the expert of each row.
 
-    Which experts have rows is known only when it runs. So an item is an even share of all blocks
-    that there are then, whatever `moe_gemm_items` said. An expert without a place makes zeros.
-    ``plain`` keeps to what every processor has, here and below.
+    Which experts have rows is known only at run time. So an item is an even share of all blocks
+    there are then, whatever `moe_gemm_items` returned. An expert without an address produces zeros.
+    Here and below, ``portable`` uses baseline instructions only.
     """
     name = f"routed {scheme.value}{' plainly' * portable}"
     return compile_kernel(name, _moe_gemm_function(scheme, portable=portable))
 
 
 def moe_gemm_items(part: ExpertMatrix, *, active: int) -> int:
-    """Return how many items it has, where at most so many experts have rows."""
+    """Return the number of items if at most ``active`` experts have rows."""
     return active * -(-part.blocks // BLOCKS_PER_ITEM)
 
 
@@ -77,55 +67,13 @@ def moe_gemm_arguments(
 ) -> AnyArray:
     """Return its arguments; ``out`` is float32 [positions, at least blocks * 16].
 
-    ``items``, int64 [1], is how many items the operation has, read at each run.
+    ``items``, int64 [1], is the item count of the operation, read at each run.
     """
     assert out.shape[1] >= part.blocks * LANES
     return encode_operands(
         *list_expert_operands(part, block_addresses, order, rows, absent),
         *row_address(out),
         array_address(items, np.int64),
-    )
-
-
-@cache
-def moe_gemm_combine_kernel(scheme: Scheme, *, portable: bool = False) -> Kernel:
-    """Return the kernel of ``out[token] += weight * row W^T``, added expert by expert.
-
-    One item is some blocks of all experts, so no two add to the same numbers. It equals what
-    `moe_gemm_kernel` and `combine_kernel` do, except for the order of additions.
-    """
-    name = f"routed merge {scheme.value}{' plainly' * portable}"
-    return compile_kernel(name, _moe_gemm_combine_function(scheme, portable=portable))
-
-
-def moe_gemm_combine_items(part: ExpertMatrix) -> int:
-    """Return how many items it has."""
-    return -(-part.blocks // BLOCKS_PER_ITEM)
-
-
-def moe_gemm_combine_arguments(
-    *,
-    part: ExpertMatrix,
-    block_addresses: AnyArray,
-    order: MoePermutation,
-    rows: PreparedActivations,
-    weights: AnyArray,
-    out: AnyArray,
-    absent: AnyArray,
-) -> AnyArray:
-    """Return its arguments; ``weights`` is float32 [tokens, used].
-
-    ``out`` is float32 [tokens, at least the rows of the part].
-    """
-    assert weights.flags.c_contiguous
-    assert out.shape[1] >= part.rows
-    return encode_operands(
-        *list_expert_operands(part, block_addresses, order, rows, absent),
-        *row_address(out),
-        part.rows,
-        array_address(order.sources, np.int64),
-        weights.shape[1],
-        array_address(weights),
     )
 
 
@@ -136,7 +84,7 @@ def list_expert_operands(
     rows: PreparedActivations,
     absent: AnyArray,
 ) -> tuple[int, ...]:
-    """Return the first fourteen arguments, which all kernels of routed products share."""
+    """Return the first fourteen arguments, which all routed GEMM kernels share."""
     assert len(block_addresses) == order.expert_count
     layout = part.scheme.layout
     return (
@@ -160,7 +108,7 @@ def list_expert_operands(
 def _moe_gemm_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
     strips = gemm_blocks_function(scheme, portable=portable)
 
-    def routed(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def routed(first: int, last: int, arguments: int) -> None:
         (
             places, data, scales, blocks, vectors, groups, active, actives, begins,
             rows, stride, row_scales, row_sums, absent, out, out_stride, counted,
@@ -188,9 +136,7 @@ def _moe_gemm_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
 
 
 @register_jitable
-def zero_blocks(
-    out: Any, stride: Any, rows: Any, blocks: Any
-) -> None:  # pragma: no cover - compiled
+def zero_blocks(out: Any, stride: Any, rows: Any, blocks: Any) -> None:
     """Write zeros into some blocks of rows."""
     for row in range(rows):
         numbers = float32_view(out + row * stride, blocks * LANES)
@@ -198,59 +144,8 @@ def zero_blocks(
             numbers[k] = 0
 
 
-def _moe_gemm_combine_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
-    strips = gemm_blocks_function(scheme, portable=portable)
-
-    def merge(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
-        (
-            places, data, scales, blocks, vectors, groups, active, actives, begins,
-            rows, stride, row_scales, row_sums, absent, out, out_stride, height,
-            sources, used, weights,
-        ) = load_int64s(arguments, 20)  # fmt: skip
-        made, wide = allocate_stack_floats(_SCRATCH_FLOATS), groups * 4
-        for item in range(first, last):
-            block, above = item * BLOCKS_PER_ITEM, min((item + 1) * BLOCKS_PER_ITEM, blocks)
-            columns = min(above * LANES, height) - block * LANES
-            for number in range(load_int64s(actives, 1)[0]):
-                expert = load_int64s(active + number * 8, 1)[0]
-                begin, end = load_int64s(begins + expert * 8, 2)
-                place = load_int64s(places + expert * 8, 1)[0]
-                if place == 0:
-                    atomic_store(absent, expert + 1)
-                    continue
-                while begin < end:
-                    count = min(end - begin, _ROWS_PER_PASS)
-                    strips(
-                        place + data, place + scales, block, above, vectors, groups,
-                        rows + begin * stride, stride,
-                        row_scales + begin * wide, row_sums + begin * wide, wide,
-                        made - block * VECTOR_BYTES, _ITEM_COLUMNS * 4, count, 0,
-                    )  # fmt: skip
-                    _add_weighted_rows(
-                        made, sources + begin * 8, count, used, weights,
-                        out + block * VECTOR_BYTES, out_stride, columns,
-                    )  # fmt: skip
-                    begin += count
-
-    return merge
-
-
-@register_jitable
-def _add_weighted_rows(
-    made: Any, sources: Any, rows: Any, used: Any, weights: Any, out: Any, stride: Any, columns: Any
-) -> None:  # pragma: no cover - compiled
-    """Add rows, times their weights, to the rows of their tokens."""
-    for row in range(rows):
-        src = int64_view(sources, rows)[row]
-        weight = float32_view(weights, src + 1)[src]
-        numbers = float32_view(made + row * _ITEM_COLUMNS * 4, columns)
-        token = float32_view(out + src // used * stride, columns)
-        for k in range(columns):
-            token[k] += weight * numbers[k]
-
-
 def compact_chunk_sizes(shape: ExpertShape) -> AnyArray:
-    """Return how many blocks each stretch of an expert has, and vectors these: int64 [n, 2]."""
+    """Return the blocks of each panel of an expert, and the vectors of each block: int64 [n, 2]."""
     sizes = [
         (min(BLOCKS_PER_ITEM, part.blocks - block), part.scheme.layout.count_vectors(part.columns))
         for part in (shape.gate_up_matrix, shape.down_matrix)
@@ -261,7 +156,7 @@ def compact_chunk_sizes(shape: ExpertShape) -> AnyArray:
 
 @dataclass(frozen=True, slots=True)
 class CompactMatrix:
-    """One matrix of experts that take at most so many bytes: where its stretches begin."""
+    """One matrix of compact experts: the index of its first panel, and bytes per expert."""
 
     matrix: ExpertMatrix
     first: int
@@ -269,7 +164,7 @@ class CompactMatrix:
 
     @classmethod
     def create(cls, shape: ExpertShape, *, down: bool) -> "CompactMatrix":
-        """Return the part of gate and up, or that of down."""
+        """Return the matrix of gate and up, or that of down."""
         before = -(-shape.gate_up_matrix.blocks // BLOCKS_PER_ITEM) if down else 0
         part = shape.down_matrix if down else shape.gate_up_matrix
         return cls(part, before, shape.compact_bytes)
@@ -277,9 +172,9 @@ class CompactMatrix:
 
 @cache
 def moe_gemm_compact_kernel(*, portable: bool = False) -> Kernel:
-    """Return the kernel of ``out = rows W^T`` of `moe_gemm_kernel`, for experts that are compact.
+    """Return the kernel of ``out = rows W^T`` of `moe_gemm_kernel`, for compact experts.
 
-    An expert whose bytes are malformed makes zeros, as one without a place does.
+    An expert whose bytes are malformed produces zeros, as one without an address does.
     """
     name = f"routed compact{' plainly' * portable}"
     return compile_kernel(name, _moe_gemm_compact_function(portable=portable))
@@ -295,7 +190,7 @@ def moe_gemm_compact_arguments(
     items: AnyArray,
     absent: AnyArray,
 ) -> AnyArray:
-    """Return its arguments; all but ``compact`` are those of `moe_gemm_arguments`."""
+    """Return its arguments; all except ``compact`` are those of `moe_gemm_arguments`."""
     part = compact.matrix
     assert out.shape[1] >= part.blocks * LANES
     return encode_operands(
@@ -310,7 +205,7 @@ def moe_gemm_compact_arguments(
 def _moe_gemm_compact_function(*, portable: bool) -> KernelFunction:
     spans = gemm_panel_function(Scheme.BFLOAT16, portable=portable, accumulates=True)
 
-    def routed(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def routed(first: int, last: int, arguments: int) -> None:
         (
             places, _, _, blocks, vectors, _, active, actives, begins,
             rows, stride, _, _, absent, out, out_stride, counted, stretch, size,

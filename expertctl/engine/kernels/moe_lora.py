@@ -1,14 +1,13 @@
-"""Factors of inputs, outputs and biases, where each row of a batch has those of its own plan.
+"""Adapter kernels for routed experts, and IA3 scales of rows of several adapter plans.
 
-What plans change in the products of routed experts: each position has what its token's plan has.
+A row uses the scales of its own plan; a routed position uses the plan of its token. The records of
+routed experts are consecutive in a plan's table: those of a layer's experts in ascending order,
+each with its gate, up and down. A batch table for them points to the first record and lists only
+the plans that change routed experts.
 
-Records of routed experts follow one another in a plan's table: those of a layer's experts in the
-order of their numbers, each with its gate, its up and its down. A batch table for them points to
-the first of all, and has only the plans that change routed experts.
-
-Positions of an expert lie together and their tokens ascend, so rows that share a plan share its
-matrices. The tile is that of every product and rows are always taken by groups of columns, so a
-row's bits do not depend on other rows. Between A and B everything is on the stack.
+Positions of an expert are consecutive and their tokens ascend, so rows that share a plan share its
+matrices. The tile is that of every GEMM, and rows are always processed in groups of columns, so the
+bits of a row do not depend on other rows. Intermediate results between A and B stay on the stack.
 """
 
 from functools import cache
@@ -37,29 +36,27 @@ from expertctl.engine.kernels.memory import (
     row_address,
 )
 from expertctl.engine.kernels.moe_routing import MoePermutation
-from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, Scheme
+from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, AnyArray, Scheme
 from expertctl.engine.kernels.quantisation import quantise_row, round_row
 from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
-
-AnyArray = np.ndarray[Any, Any]
 
 
 @cache
 def input_scale_kernel() -> Kernel:
-    """Return the kernel of ``out = u * x``, or of a copy where a plan has no u; items are rows."""
+    """Return the kernel of ``out = u * x``, or of a copy if a plan has no u; items are rows."""
     return compile_kernel("scale", _scale_input_rows)
 
 
 def input_scale_arguments(
     *, batch: AnyArray, module: int, rows: AnyArray, out: AnyArray
 ) -> AnyArray:
-    """Return its arguments; ``out`` is float32 [rows, columns], ``rows`` as wide at least."""
+    """Return its arguments; ``out`` is float32 [rows, columns], ``rows`` at least as wide."""
     return encode_operands(
         array_address(batch, np.int64), module, *row_address(rows), *row_address(out), out.shape[1]
     )
 
 
-def _scale_input_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _scale_input_rows(first: int, last: int, arguments: int) -> None:
     batch, module, rows, stride, outs, out_stride, width = load_int64s(arguments, 7)
     for item in range(first, last):
         row = float32_view(rows + item * stride, width)
@@ -72,10 +69,8 @@ def _scale_input_rows(first: int, last: int, arguments: int) -> None:  # pragma:
 
 
 @register_jitable
-def write_scaled_row(
-    row: Any, factors: Any, out: Any, adds: Any, width: Any
-) -> None:  # pragma: no cover - compiled
-    """Write, or add, a row times its factors if there are any, in compiled code."""
+def write_scaled_row(row: Any, factors: Any, out: Any, adds: Any, width: Any) -> None:
+    """Write or add a row, multiplied by its scales if there are any, in compiled code."""
     if factors != 0:
         scale = float32_view(factors, width)
         if adds != 0:
@@ -96,7 +91,7 @@ def write_scaled_row(
 def output_scale_kernel() -> Kernel:
     """Return the kernel of ``out = d * x + e * b`` or ``out += d * x``, ``+= e * b``.
 
-    Items are rows. What a plan does not have is neutral, and b may be missing.
+    Items are rows. Scales that a plan does not have are 1, and b may be missing.
     """
     return compile_kernel("settle", _scale_output_rows)
 
@@ -123,9 +118,7 @@ def output_scale_arguments(
     )
 
 
-def _scale_output_rows(
-    first: int, last: int, arguments: int
-) -> None:  # pragma: no cover - compiled
+def _scale_output_rows(first: int, last: int, arguments: int) -> None:
     batch, module, rows, stride, biases, outs, out_stride, width, adds = load_int64s(arguments, 9)
     for item in range(first, last):
         row = float32_view(rows + item * stride, width)
@@ -140,26 +133,26 @@ def _scale_output_rows(
 
 
 EXPERT_MODULES = 3
-"""Records of an expert."""
+"""Records per expert."""
 GATE, DOWN = 0, 2
-"""Which of them are those of gate and of down; that of up follows gate's."""
+"""Index of the gate and down records; up follows gate."""
 _EXPERT_BYTES = EXPERT_MODULES * RECORD_BYTES
 _ROWS_PER_PASS = 24
-"""Rows of one expert and plan that are on the stack; whole tiles."""
+"""Maximum rows of one expert and plan on the stack; whole tiles."""
 _SCRATCH_FLOATS = _ROWS_PER_PASS * GROUP_SIZE
 _ADDRESS_WORDS = 2 * _ROWS_PER_PASS
-"""In float32: room for their addresses."""
+"""Buffer for their addresses, in float32."""
 _SCRATCH_ROW_BYTES = GROUP_SIZE * 4
-"""Bytes from one row to the next on the stack."""
+"""Stride between rows on the stack, in bytes."""
 _BLOCKS_PER_PASS = GROUP_SIZE // LANES
 
 
 @cache
 def moe_lora_kernel(scheme: Scheme, *, portable: bool = False) -> Kernel:
-    """Return the kernel of ``out = d * out + B (A x)``, with what a position's plan has.
+    """Return the kernel of ``out = d * out + B (A x)``, with the plan of each position.
 
-    Items are positions; there may be more of them than the order has. ``plain`` keeps to what every
-    processor has.
+    Items are positions; there may be more of them than the permutation has. ``portable`` uses
+    baseline instructions only.
     """
     name = f"routed delta {scheme.value}{' plainly' * portable}"
     return compile_kernel(name, _moe_lora_function(scheme, portable=portable))
@@ -181,9 +174,9 @@ def moe_lora_arguments(
 ) -> AnyArray:
     """Return its arguments.
 
-    ``layer`` counts routed layers; so many modules from the ``first`` share rows, and write
-    ``width`` columns each, side by side. ``rows`` are float32, one per token or, where not
-    ``of_tokens``, one per position; ``out`` is float32 [positions, at least blocks * 16].
+    ``layer`` counts routed layers. The ``modules`` modules from ``first`` on share rows and write
+    ``width`` columns each, side by side. ``rows`` are float32, one per token if ``by_token``, else
+    one per position; ``out`` is float32 [positions, at least blocks * 16].
     """
     columns = rows.shape[1]
     assert modules == 1 or width % LANES == 0
@@ -203,9 +196,9 @@ def moe_lora_arguments(
 
 @cache
 def moe_input_scale_kernel() -> Kernel:
-    """Return the kernel of ``out = u * x``, or of a copy where a plan has no u.
+    """Return the kernel of ``out = u * x``, or of a copy if a plan has no u.
 
-    Items are positions, as above.
+    Items are positions, as for `moe_lora_kernel`.
     """
     return compile_kernel("routed scale", _scale_positions)
 
@@ -233,7 +226,6 @@ def moe_input_scale_arguments(
 def _list_position_operands(
     batch: AnyArray, order: MoePermutation, top_k: int, layer: int, module: int
 ) -> tuple[int, ...]:
-    """Return the arguments that both kernels have."""
     record = EXPERT_MODULES * layer * order.expert_count + module
     return (
         array_address(batch, np.int64),
@@ -249,7 +241,7 @@ def _list_position_operands(
 def _moe_lora_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
     add = _make_add_lora(scheme, portable=portable)
 
-    def delta(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def delta(first: int, last: int, arguments: int) -> None:
         (
             batch, active, actives, begins, sources, used, records,
             modules, rows, stride, of_tokens, columns, vectors, groups, out, out_stride, width,
@@ -275,7 +267,7 @@ def _moe_lora_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
     return delta
 
 
-def _scale_positions(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _scale_positions(first: int, last: int, arguments: int) -> None:
     (
         batch, active, actives, begins, sources, used, records,
         rows, stride, out, out_stride, width,
@@ -296,10 +288,11 @@ def _scale_positions(first: int, last: int, arguments: int) -> None:  # pragma: 
 
 
 @register_jitable
-def _find_plan_run(
-    batch: Any, sources: Any, used: Any, begin: Any, end: Any
-) -> Any:  # pragma: no cover - compiled
-    """Return the plan of a position, or 0, and how many from it on are sure to have the same."""
+def _find_plan_run(batch: Any, sources: Any, used: Any, begin: Any, end: Any) -> Any:
+    """Return the plan of a position or 0, and how many positions from it on have the same plan.
+
+    The number is a lower bound.
+    """
     found = int64_view(sources, end)
     token = found[begin] // used
     for entry in range(load_int64s(batch, 1)[0]):
@@ -315,8 +308,8 @@ def _find_plan_run(
 @register_jitable
 def _find_row_addresses(
     places: Any, rows: Any, stride: Any, sources: Any, of_tokens: Any, begin: Any, count: Any
-) -> None:  # pragma: no cover - compiled
-    """Write where the rows of positions are; ``of_tokens``: how many share a token's row, or 0."""
+) -> None:
+    """Write each position's row address; ``of_tokens``: positions per token's row, or 0."""
     found, sourced = int64_view(places, count), int64_view(sources, begin + count)
     for k in range(count):
         row = sourced[begin + k] // of_tokens if of_tokens > 0 else begin + k
@@ -324,7 +317,7 @@ def _find_row_addresses(
 
 
 def _make_add_lora(scheme: Scheme, *, portable: bool) -> Any:
-    """Return what changes the rows of one module, of positions that share an expert and a plan."""
+    """Return the function that updates one module's rows for one expert and plan."""
     spans, take = gemm_panel_function(scheme, portable=portable), _make_prepare_row(scheme)
     layout = scheme.layout
     each, vector_bytes, row_bytes = layout.columns, layout.vector_bytes, layout.row_bytes
@@ -334,7 +327,7 @@ def _make_add_lora(scheme: Scheme, *, portable: bool) -> Any:
     def adding(
         record: Any, places: Any, count: Any, columns: Any, vectors: Any, groups: Any,
         out: Any, out_stride: Any, width: Any,
-    ) -> None:  # fmt: skip # pragma: no cover - compiled
+    ) -> None:  # fmt: skip
         (
             a, a_scales, a_blocks, _, b, b_scales, b_vectors, b_groups, _, factors, _,
         ) = load_int64s(record, 11)  # fmt: skip
@@ -342,10 +335,8 @@ def _make_add_lora(scheme: Scheme, *, portable: bool) -> Any:
             for k in range(count):
                 row = float32_view(out + k * out_stride, width)
                 write_scaled_row(row, factors, row, 0, width)
-        taken, inner = (
-            allocate_stack_floats(_SCRATCH_FLOATS),
-            allocate_stack_floats(_SCRATCH_FLOATS),
-        )
+        taken = allocate_stack_floats(_SCRATCH_FLOATS)
+        inner = allocate_stack_floats(_SCRATCH_FLOATS)
         scales, sums = allocate_stack_floats(_ROWS_PER_PASS), allocate_stack_floats(_ROWS_PER_PASS)
         for block in range(0, a_blocks, _BLOCKS_PER_PASS):
             blocks = min(_BLOCKS_PER_PASS, a_blocks - block)
@@ -380,23 +371,21 @@ def _make_add_lora(scheme: Scheme, *, portable: bool) -> Any:
 
 
 @register_jitable
-def _zero_bytes(place: Any, count: Any) -> None:  # pragma: no cover - compiled
-    """Write so many bytes of 0, for what fills a vector must not be NaN."""
+def _zero_bytes(place: Any, count: Any) -> None:
+    """Zero ``count`` bytes, because the padding of a vector must not be NaN."""
     for k in range(count):
         int8_view(place, count)[k] = 0
 
 
 def _make_prepare_row(scheme: Scheme) -> Any:
-    """Return what turns some columns of a row into the form that matrices of a scheme take."""
+    """Return the function that converts columns of a row to the form that a scheme takes."""
     if scheme is Scheme.BFLOAT16:
         return round_row
     return _copy_row if scheme in FLOAT_SCHEMES else quantise_row
 
 
 @register_jitable
-def _copy_row(
-    row: Any, columns: Any, out: Any, _scales: Any, _sums: Any
-) -> None:  # pragma: no cover - compiled
+def _copy_row(row: Any, columns: Any, out: Any, _scales: Any, _sums: Any) -> None:
     found, copied = float32_view(row, columns), float32_view(out, columns)
     for k in range(columns):
         copied[k] = found[k]

@@ -1,19 +1,16 @@
-"""Which experts a token asks for and with which weights, and what is left where some are missed.
+"""Routing for mixture-of-experts layers: top-k selection, dropping, permutation and combination.
 
-The rule is that of `expertctl.engine.moe.routing.route`. Of equal values, the lower id goes first.
-NaN goes before all numbers, so tokens whose logits are NaN get experts that exist, with weights
-that may be NaN.
+The selection rule is that of `expertctl.engine.moe.routing.route`. Among equal values, the lower id
+comes first. NaN ranks before all numbers, so tokens whose logits are NaN get experts that exist,
+with weights that may be NaN.
 
-The choices of tokens, in the order of experts: the rows of an expert lie next to each other.
-
-A token's j-th choice has the number ``src = token * used + j``. Sorted it has a position; a choice
-without an expert has none. Choices of resident experts may be sorted first, the others behind them
-once those experts are loaded: all write positions of one list, so the merged result is the same.
-
-The results of experts, added back to the rows of tokens.
+The j-th choice of a token has the index ``src = token * top_k + j``. The permutation assigns it a
+position so that the rows of an expert are consecutive; a choice without an expert has no position.
+Choices of resident experts may be permuted first and the others appended once those experts are
+loaded: both write positions of one list, so the combined result is the same.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
 
@@ -33,22 +30,22 @@ from expertctl.engine.kernels.memory import (
     row_address,
     uint32_view,
 )
+from expertctl.engine.kernels.packed_format import AnyArray
 from expertctl.engine.kernels.quantisation import PreparedActivations
 
-AnyArray = np.ndarray[Any, Any]
 Scoring = Literal["softmax", "sigmoid"]
 
 MIN_WEIGHT_SUM = 2.0**-14
-"""Weights are not divided by less."""
+"""Lower bound of the sum that weights are divided by."""
 NO_EXPERT = -1
-"""Stands where a token has no expert."""
+"""The id of a choice without an expert."""
 
 
 @cache
 def topk_routing_kernel(scoring: Scoring) -> Kernel:
-    """Return the kernel that chooses experts by their scores; one item is one token.
+    """Return the kernel that selects experts by their scores; one item is one token.
 
-    A bias takes part in the choice and not in the weights. Without one the logits themselves are
+    A bias affects the selection but not the weights. Without a bias the logits themselves are
     compared: scores have the same order, and rounding adds no ties.
     """
     return compile_kernel(f"route by {scoring}", _topk_function(scoring))
@@ -64,10 +61,10 @@ def topk_routing_arguments(
     selected: AnyArray,
     weights: AnyArray,
 ) -> AnyArray:
-    """Return its arguments; ``logits`` is float32 [tokens, at least experts], not changed.
+    """Return its arguments; ``logits`` is float32 [tokens, at least experts] and not changed.
 
     ``bias`` is float32 [experts], ``scale`` float32 [1]; ``selected`` int64 and ``weights``
-    float32, both [tokens, used], are written: first choice first.
+    float32, both [tokens, top_k], are outputs: best choice first.
     """
     used = selected.shape[1]
     assert weights.shape == selected.shape
@@ -87,13 +84,11 @@ def topk_routing_arguments(
 
 
 def _topk_function(scoring: Scoring) -> KernelFunction:
-    begin, score = (
-        (_softmax_terms, _softmax_score)
-        if scoring == "softmax"
-        else (_no_normaliser, _sigmoid_score)
-    )
+    is_softmax = scoring == "softmax"
+    begin = _softmax_terms if is_softmax else _no_normaliser
+    score = _softmax_score if is_softmax else _sigmoid_score
 
-    def route(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def route(first: int, last: int, arguments: int) -> None:
         (
             rows, stride, biases, scale, normalised, experts, used, ids, shares,
         ) = load_int64s(arguments, 9)  # fmt: skip
@@ -116,8 +111,8 @@ def _topk_function(scoring: Scoring) -> KernelFunction:
 
 
 @register_jitable
-def _softmax_terms(logits: Any) -> Any:  # pragma: no cover - compiled
-    """Return what softmax subtracts and what it divides by."""
+def _softmax_terms(logits: Any) -> Any:
+    """Return the maximum and the sum that softmax subtracts and divides by."""
     largest, total = logits[0], np.float32(0)
     for k in range(len(logits)):
         largest = logits[k] if _ranks_before(logits[k], largest) else largest
@@ -127,31 +122,29 @@ def _softmax_terms(logits: Any) -> Any:  # pragma: no cover - compiled
 
 
 @register_jitable
-def _softmax_score(logit: Any, largest: Any, total: Any) -> Any:  # pragma: no cover - compiled
+def _softmax_score(logit: Any, largest: Any, total: Any) -> Any:
     return exponential(logit - largest) / total
 
 
 @register_jitable
-def _no_normaliser(_logits: Any) -> Any:  # pragma: no cover - compiled
+def _no_normaliser(_logits: Any) -> Any:
     return np.float32(0), np.float32(0)
 
 
 @register_jitable
-def _sigmoid_score(logit: Any, _largest: Any, _total: Any) -> Any:  # pragma: no cover - compiled
+def _sigmoid_score(logit: Any, _largest: Any, _total: Any) -> Any:
     return np.float32(1) / (np.float32(1) + exponential(-logit))
 
 
 @register_jitable
-def _ranks_before(a: Any, b: Any) -> Any:  # pragma: no cover - compiled
-    """Tell whether a number goes before another: it is larger, or only it is NaN."""
+def _ranks_before(a: Any, b: Any) -> Any:
+    """Return whether a number ranks before another: it is larger, or only it is NaN."""
     return a > b or (a != a and b == b)
 
 
 @register_jitable
-def _insert_ranked(
-    selected: Any, orders: Any, found: Any, expert: Any, order: Any
-) -> None:  # pragma: no cover - compiled
-    """Put an expert among the best ``found``, after those that are as good."""
+def _insert_ranked(selected: Any, orders: Any, found: Any, expert: Any, order: Any) -> None:
+    """Insert an expert among the best ``found``, after equally good ones."""
     place = found
     if found == len(selected):
         if not _ranks_before(order, orders[found - 1]):
@@ -164,10 +157,8 @@ def _insert_ranked(
 
 
 @register_jitable
-def _scale_weights(
-    weights: Any, normalised: Any, factor: Any
-) -> None:  # pragma: no cover - compiled
-    """Divide weights by their sum where asked, and multiply them by a factor."""
+def _scale_weights(weights: Any, normalised: Any, factor: Any) -> None:
+    """Normalise weights if requested, and multiply them by a factor."""
     total = np.float32(1)
     if normalised != 0:
         total = np.float32(0)
@@ -181,10 +172,10 @@ def _scale_weights(
 
 @cache
 def drop_experts_kernel() -> Kernel:
-    """Return the kernel that leaves out experts that are missing; one item is one token.
+    """Return the kernel that drops experts that are not resident; one item is one token.
 
-    The weights that are left are multiplied so that their sum is that of all. Where none is left
-    all are zero.
+    The remaining weights are scaled so that their sum is that of all weights. If none remains, all
+    are zero.
     """
     return compile_kernel("skip", _drop_experts)
 
@@ -192,10 +183,10 @@ def drop_experts_kernel() -> Kernel:
 def drop_experts_arguments(
     *, hits: AnyArray, selected: AnyArray, weights: AnyArray, dropped: AnyArray
 ) -> AnyArray:
-    """Return its arguments; ``hits`` is float32 [experts], 1 where one is resident, else 0.
+    """Return its arguments; ``hits`` is float32 [experts], 1 for resident experts, else 0.
 
-    ``selected`` and ``weights`` are as `topk_routing_kernel` wrote them and are changed; ``skipped``,
-    float32 [tokens], gets the sum of the weights that were left out.
+    ``selected`` and ``weights`` are as `topk_routing_kernel` wrote them and are changed;
+    ``dropped``, float32 [tokens], receives the sum of the dropped weights.
     """
     assert weights.shape == selected.shape
     assert selected.flags.c_contiguous
@@ -209,7 +200,7 @@ def drop_experts_arguments(
     )
 
 
-def _drop_experts(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _drop_experts(first: int, last: int, arguments: int) -> None:
     mask, used, ids, shares, skipped = load_int64s(arguments, 5)
     for token in range(first, last):
         selected = int64_view(ids + token * used * 8, used)
@@ -230,10 +221,8 @@ def _drop_experts(first: int, last: int, arguments: int) -> None:  # pragma: no 
 
 
 @register_jitable
-def _rescale_weights(
-    selected: Any, weights: Any, kept: Any, total: Any
-) -> None:  # pragma: no cover - compiled
-    """Scale the weights that stay, in sum ``kept``, to the sum of all; ``kept`` may be tiny."""
+def _rescale_weights(selected: Any, weights: Any, kept: Any, total: Any) -> None:
+    """Scale the remaining weights, in sum ``kept``, to the sum of all; it may be tiny."""
     for place in range(len(weights)):
         if selected[place] == NO_EXPERT or kept == 0:
             weights[place] = 0
@@ -247,51 +236,48 @@ NO_POSITION = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MoePermutation:
-    """Where `permute_kernel` writes; all are int64."""
+    """The output of `permute_kernel`; all arrays are int64."""
 
     counts: AnyArray
-    """[experts]: how many rows each has."""
+    """[experts]: rows per expert."""
     offsets: AnyArray
-    """[experts + 1]: where each one's rows begin, and at the end how many positions there are."""
+    """[experts + 1]: first position of each expert, and at the end the number of positions."""
     active: AnyArray
-    """[experts]: those that have rows, in ascending order."""
+    """[experts]: the experts that have rows, in ascending order."""
     active_count: AnyArray
-    """[1]: how many those are."""
+    """[1]: the number of those."""
     sources: AnyArray
-    """[tokens * used]: the ``src`` at each position; of one expert they ascend."""
+    """[tokens * top_k]: the ``src`` at each position, ascending within an expert."""
     inverse: AnyArray
-    """[tokens * used]: the position of each ``src``."""
+    """[tokens * top_k]: the position of each ``src``."""
 
     @property
     def expert_count(self) -> int:
-        """How many experts there are."""
+        """Number of experts."""
         return len(self.counts)
 
     @property
+    def arrays(self) -> list[AnyArray]:
+        """All arrays, in this order."""
+        return [getattr(self, each.name) for each in fields(self)]
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
-        lists = (
-            self.counts,
-            self.offsets,
-            self.active,
-            self.active_count,
-            self.sources,
-            self.inverse,
-        )
-        return sum(each.nbytes for each in lists)
+        """Bytes of all arrays."""
+        return sum(each.nbytes for each in self.arrays)
 
 
 def allocate_permutation(experts: int, positions: int) -> MoePermutation:
-    """Return room for so many positions at most, ``tokens * used``."""
+    """Return arrays for at most ``positions`` positions, ``tokens * top_k``."""
     sizes = (experts, experts + 1, experts, 1, positions, positions)
     return MoePermutation(*(aligned_zeros(size, np.int64) for size in sizes))
 
 
 @cache
 def permute_kernel() -> Kernel:
-    """Return the kernel that writes the order; there is one item.
+    """Return the kernel that writes the permutation; there is one item.
 
-    A choice whose id is below 0, or not that of an expert, is without an expert.
+    A choice whose id is negative or not that of an expert counts as without an expert.
     """
     return compile_kernel("sort", _permute)
 
@@ -304,49 +290,35 @@ def permute_arguments(
     block_addresses: AnyArray | None = None,
     append: bool = False,
 ) -> AnyArray:
-    """Return its arguments; ``selected`` is int64 [tokens, used].
+    """Return its arguments; ``selected`` is int64 [tokens, top_k].
 
-    ``tokens``, int64 [1], is read at each run. With ``places``, int64 [experts], only choices of
-    experts whose place is not 0 are sorted. With ``behind``, what an order left out is sorted
-    behind it; the order then tells of that alone, and earlier positions stay what they were.
+    ``tokens``, int64 [1], is read at each run. With ``block_addresses``, int64 [experts], only
+    choices of experts whose address is not 0 are permuted. With ``append``, the choices that an
+    earlier permutation left out are appended; the permutation then describes those alone, and
+    earlier positions stay unchanged.
     """
     assert selected.flags.c_contiguous
     assert selected.size <= min(len(order.sources), len(order.inverse))
-    lists = (
-        order.counts,
-        order.offsets,
-        order.active,
-        order.active_count,
-        order.sources,
-        order.inverse,
-    )
     return encode_operands(
         array_address(selected, np.int64),
         selected.shape[1],
         array_address(tokens, np.int64),
         order.expert_count,
-        *(array_address(each, np.int64) for each in lists),
+        *(array_address(each, np.int64) for each in order.arrays),
         0 if block_addresses is None else array_address(block_addresses, np.int64),
         array_address(order.offsets, np.int64) + order.expert_count * 8 if append else 0,
     )
 
 
-def _permute(_first: int, _last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _permute(_first: int, _last: int, arguments: int) -> None:
     (
         ids, used, tokens, experts, numbers, starts, present, presents, places, inverses,
         there, before,
     ) = load_int64s(arguments, 12)  # fmt: skip
     total = load_int64s(tokens, 1)[0] * used
-    selected, counts, begins = (
-        int64_view(ids, total),
-        int64_view(numbers, experts),
-        int64_view(starts, experts + 1),
-    )
-    active, sources, inverse = (
-        int64_view(present, experts),
-        int64_view(places, total),
-        int64_view(inverses, total),
-    )
+    selected, counts = int64_view(ids, total), int64_view(numbers, experts)
+    begins, active = int64_view(starts, experts + 1), int64_view(present, experts)
+    sources, inverse = int64_view(places, total), int64_view(inverses, total)
     for expert in range(experts):
         counts[expert] = 0
     if before == 0:
@@ -375,8 +347,8 @@ def _permute(_first: int, _last: int, arguments: int) -> None:  # pragma: no cov
 
 
 @register_jitable
-def _is_selected(expert: Any, experts: Any, there: Any) -> Any:  # pragma: no cover - compiled
-    """Tell whether an expert exists and, where only resident ones are wanted, is resident."""
+def _is_selected(expert: Any, experts: Any, there: Any) -> Any:
+    """Return whether an expert exists and, if only resident ones are requested, is resident."""
     if not 0 <= expert < experts:
         return False
     return there == 0 or int64_view(there, experts)[expert] != 0
@@ -384,9 +356,9 @@ def _is_selected(expert: Any, experts: Any, there: Any) -> Any:  # pragma: no co
 
 @cache
 def gather_rows_kernel() -> Kernel:
-    """Return the kernel that copies the row of its token to each position; items are positions.
+    """Return the kernel that copies to each position the row of its token; items are positions.
 
-    There may be more items than positions: how many positions there are is read at each run.
+    There may be more items than positions: the number of positions is read at each run.
     """
     return compile_kernel("gather", _gather_rows)
 
@@ -417,7 +389,7 @@ def gather_rows_arguments(
     )
 
 
-def _gather_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _gather_rows(first: int, last: int, arguments: int) -> None:
     (
         places, positions, used, wide, rows, stride, outs, out_stride,
         groups, scales, out_scales, sums, out_sums,
@@ -431,24 +403,23 @@ def _gather_rows(first: int, last: int, arguments: int) -> None:  # pragma: no c
 
 
 @register_jitable
-def _copy_words(source: Any, target: Any, count: Any) -> None:  # pragma: no cover - compiled
-    """Copy so many words of four bytes."""
+def _copy_words(source: Any, target: Any, count: Any) -> None:
     found, out = uint32_view(source, count), uint32_view(target, count)
     for k in range(count):
         out[k] = found[k]
 
 
 _COLUMNS_PER_PASS = 512
-"""Columns whose sums wait on the stack."""
+"""Columns whose sums are buffered on the stack."""
 
 
 @cache
 def combine_kernel() -> Kernel:
     """Return the kernel of ``out += sum_j weight_j * row_j``; one item is one token.
 
-    The sum begins at 0 and runs over a token's choices from first to last, each product rounded
-    before it is added; where experts were computed changes no bit of it. A choice without an
-    expert adds nothing.
+    The sum starts at 0 and runs over a token's choices from first to last, each product rounded
+    before it is added, so where experts were computed does not change the result. A choice without
+    an expert adds nothing.
     """
     return compile_kernel("merge", _combine_rows)
 
@@ -456,9 +427,10 @@ def combine_kernel() -> Kernel:
 def combine_arguments(
     *, order: MoePermutation, weights: AnyArray, rows: AnyArray, out: AnyArray, width: int
 ) -> AnyArray:
-    """Return its arguments; ``weights`` is float32 [tokens, used].
+    """Return its arguments; ``weights`` is float32 [tokens, top_k].
 
-    ``rows``, one per position, and ``out``, one row per token, are float32 and at least so wide.
+    ``rows``, one per position, and ``out``, one row per token, are float32 with at least ``width``
+    columns.
     """
     assert weights.flags.c_contiguous
     assert weights.size <= len(order.inverse)
@@ -472,7 +444,7 @@ def combine_arguments(
     )
 
 
-def _combine_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _combine_rows(first: int, last: int, arguments: int) -> None:
     inverses, used, shares, rows, stride, outs, out_stride, width = load_int64s(arguments, 8)
     sums = float32_view(allocate_stack_floats(_COLUMNS_PER_PASS), _COLUMNS_PER_PASS)
     for token in range(first, last):

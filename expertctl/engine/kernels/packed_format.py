@@ -1,12 +1,10 @@
-"""How the numbers of a packed matrix are stored, and what the rows for its products look like.
+"""Storage schemes of packed matrices, and the format of packed adapter plans.
 
-Sixteen rows lie together, so that one vector holds some columns of all sixteen and no sum ever
-runs across lanes; decode and prompts read the same bytes.
+Sixteen rows are interleaved, so that one vector holds some columns of all sixteen and no sum ever
+runs across lanes; decode and prefill read the same bytes.
 
-A compiled plan as the kernels read it, and how a plan is to be packed.
-
-What is computed is that of `linear.LinearDelta`: ``y = d * (W (u * x)) + B (A x) + e * b``. All of
-a plan's matrices have one scheme and are reached through one table of addresses, so a decoder
+A packed plan computes the same as `linear.LinearDelta`: ``y = d * (W (u * x)) + B (A x) + e * b``.
+All matrices of a plan have one scheme and are reached through one table of addresses, so a decoder
 copies nothing and a batch may hold rows of several plans.
 """
 
@@ -18,11 +16,11 @@ from typing import Any, Literal
 import numpy as np
 
 GROUP_SIZE = 128
-"""Columns that share a scale, where there are scales."""
+"""Columns that share a scale, in grouped schemes."""
 
 
 class Scheme(Enum):
-    """The storage of a matrix."""
+    """The storage scheme of a matrix."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -32,22 +30,22 @@ class Scheme(Enum):
 
     @property
     def layout(self) -> "VectorLayout":
-        """What one vector of it holds."""
+        """The vector layout of the scheme."""
         return _LAYOUTS[self]
 
 
 @dataclass(frozen=True, slots=True)
 class VectorLayout:
-    """What one vector holds: ``columns`` columns of sixteen rows."""
+    """The contents of one vector: ``columns`` columns of sixteen rows."""
 
     columns: int
     vector_bytes: int
     row_bytes: int
-    """Bytes of one number of the rows for its products: float32, bfloat16 or int8."""
+    """Bytes of one activation for its GEMMs: float32, bfloat16 or int8."""
     zero_point: int
-    """What stands for 0 where numbers are stored unsigned."""
+    """The stored value of 0 where numbers are unsigned."""
     tile_tokens: int
-    """Tokens in the largest tile, so that its sums stay in registers."""
+    """Tokens of the largest tile, so that its sums stay in registers."""
 
     @property
     def is_grouped(self) -> bool:
@@ -55,32 +53,24 @@ class VectorLayout:
         return self.zero_point != 0
 
     def count_vectors(self, columns: int) -> int:
-        """Return how many vectors one block of rows takes."""
+        """Return the vectors per block of rows."""
         return -(-columns // self.columns)
 
     def count_groups(self, columns: int) -> int:
-        """Return how many scales a row takes."""
+        """Return the scales per row."""
         return -(-columns // GROUP_SIZE) if self.is_grouped else 0
 
 
-_LAYOUTS = {
-    Scheme.FLOAT32: VectorLayout(
-        columns=1, vector_bytes=64, row_bytes=4, zero_point=0, tile_tokens=6
-    ),
-    Scheme.FLOAT16: VectorLayout(
-        columns=1, vector_bytes=32, row_bytes=4, zero_point=0, tile_tokens=6
-    ),
-    Scheme.BFLOAT16: VectorLayout(
-        columns=2, vector_bytes=64, row_bytes=2, zero_point=0, tile_tokens=6
-    ),
-    Scheme.INT8: VectorLayout(
-        columns=4, vector_bytes=64, row_bytes=1, zero_point=128, tile_tokens=6
-    ),
-    Scheme.INT4: VectorLayout(columns=8, vector_bytes=64, row_bytes=1, zero_point=8, tile_tokens=4),
+_LAYOUTS = {  # columns, vector_bytes, row_bytes, zero_point, tile_tokens
+    Scheme.FLOAT32: VectorLayout(1, 64, 4, 0, 6),
+    Scheme.FLOAT16: VectorLayout(1, 32, 4, 0, 6),
+    Scheme.BFLOAT16: VectorLayout(2, 64, 2, 0, 6),
+    Scheme.INT8: VectorLayout(4, 64, 1, 128, 6),
+    Scheme.INT4: VectorLayout(8, 64, 1, 8, 4),
 }
 
 FLOAT_SCHEMES = frozenset({Scheme.FLOAT32, Scheme.FLOAT16})
-"""Schemes whose products take float32 rows as they are."""
+"""Schemes whose GEMMs take float32 activations unchanged."""
 
 
 AnyArray = np.ndarray[Any, Any]
@@ -89,10 +79,10 @@ AdapterDtype = Literal["published", "fp16", "int8"]
 
 @dataclass(frozen=True, slots=True)
 class PlanPacking:
-    """What the base of a plan is held in, and what the plan's matrices are to be stored in.
+    """The scheme of the base of a plan, and the requested storage of the plan's matrices.
 
-    ``published``: float32 beside a float32 base, where everything is exact; else as the experts
-    were published, float32 where they were published in several types.
+    ``published``: float32 with a float32 base, where everything is exact; otherwise the dtype in
+    which the experts were published, or float32 if they were published in several.
     """
 
     base: Scheme
@@ -101,7 +91,7 @@ class PlanPacking:
 
 @dataclass(frozen=True, slots=True)
 class FusedProjection:
-    """Linear layers with one input, by their full names; ``first`` is the place of the first."""
+    """Linear layers with the same input, by full name; ``first`` is the index of the first."""
 
     modules: tuple[str, ...]
     first: int
@@ -109,22 +99,22 @@ class FusedProjection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterItemCounts:
-    """How many items of each kind a plan has at each site, int64 [sites]."""
+    """Items of each kind that a plan has per fused projection, int64 [projections]."""
 
     shrink_decode: AnyArray
     shrink_prefill: AnyArray
     expand: AnyArray
     scales: AnyArray
-    """Not 0 where it has factors of the input, the output or the bias."""
+    """Not 0 if it has input, output or bias scales."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedDeltas:
-    """What a plan changes, packed; made by `make_packed_plan`.
+    """The packed changes of a plan, made by `make_packed_plan`.
 
-    ``table`` int64 [modules, words] is what kernels read: records of the modules of sites, behind
-    them those of routed experts, where it changes any. ``width`` columns lie between the A and the
-    B of a site, at most.
+    ``table`` int64 [modules, words] is read by kernels: the records of the modules of fused
+    projections, followed by those of routed experts if it changes any. ``width`` is the maximum
+    number of columns between the A and the B of a projection.
     """
 
     scheme: Scheme
@@ -134,46 +124,44 @@ class PackedDeltas:
     width: int
     nbytes: int
     first_routed_record: int | None
-    """The place of the first record of a routed expert."""
+    """Index of the first record of a routed expert."""
     routed_bytes: int
-    """How much of it is for routed experts."""
+    """The part of `nbytes` that belongs to routed experts."""
     has_routed_scales: bool
-    """Whether it has factors of the input of a routed expert."""
+    """Whether it scales the input of a routed expert."""
     _kept: tuple[object, ...]
-    """What the addresses in the table point into."""
+    """The objects that the addresses in the table point into."""
 
     def __len__(self) -> int:
-        """Return how many layers it changes."""
+        """Return the number of layers it changes."""
         return len(self.modules)
 
     @property
     def address(self) -> int:
-        """Where kernels find its table."""
+        """Address of its table, for kernels."""
         return self.table.ctypes.data
 
     @property
     def routed_address(self) -> int:
-        """Where kernels find the records of routed experts, 0 where it changes none."""
-        return (
-            0
-            if self.first_routed_record is None
-            else self.table[self.first_routed_record :].ctypes.data
-        )
+        """Address of the records of routed experts, or 0 if it changes none."""
+        first = self.first_routed_record
+        return 0 if first is None else self.table[first:].ctypes.data
 
     @property
     def has_scales(self) -> bool:
-        """Whether it has factors of inputs, outputs or biases at any site."""
+        """Whether it scales inputs, outputs or biases of any fused projection."""
         return bool(self.item_counts.scales.any())
 
 
 def find_fused_projections(names: Collection[str]) -> tuple[FusedProjection, ...]:
-    """Return the sites of a base in the order in which they are computed; the head comes last.
+    """Return the fused projections of a base in execution order; the head comes last.
 
-    ``names`` are those of its linear layers. Routed experts have no site: each token has others.
+    ``names`` are those of its linear layers. Routed experts have no projection: each token has
+    others.
     """
     layers = sorted({int(name.split(".")[2]) for name in names if name.count(".") > _IN_LAYER})
     found = [
-        _projection_modules(f"model.layers.{layer}.", *each)
+        tuple(f"model.layers.{layer}.{module}" for module in each)
         for layer in layers
         for each in _PROJECTIONS
     ]
@@ -197,7 +185,7 @@ def list_routed_modules(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_routed_module(name: str) -> bool:
-    """Tell whether a linear layer is one of a routed expert."""
+    """Return whether a linear layer belongs to a routed expert."""
     return f".{_EXPERTS}." in name
 
 
@@ -208,10 +196,10 @@ SHARED_OUTPUT = "mlp.shared_expert.down_proj"
 SHARED_GATE = "mlp.shared_expert_gate"
 _EXPERTS = "mlp.experts"
 _LAYER, _EXPERT = 2, 5
-"""Where the numbers stand in the name of a module of a routed expert."""
+"""Index of the layer and expert numbers in the name of a routed expert's module."""
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _IN_LAYER = 2
-"""How many dots the name of a module in a layer has at least."""
+"""Minimum number of dots in the name of a module of a layer."""
 _PROJECTIONS = (
     ATTENTION_INPUTS,
     ("self_attn.o_proj",),
@@ -221,7 +209,3 @@ _PROJECTIONS = (
     (SHARED_OUTPUT,),
     (SHARED_GATE,),
 )
-
-
-def _projection_modules(at: str, *modules: str) -> tuple[str, ...]:
-    return tuple(f"{at}{module}" for module in modules)

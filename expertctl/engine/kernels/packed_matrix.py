@@ -1,16 +1,13 @@
-"""A matrix whose rows lie in blocks of sixteen, in one of the schemes.
+"""Matrices packed in blocks of sixteen rows, routed experts made of them, and embedding lookup.
 
-Float schemes round to the nearest; integers have one float32 scale per row and group of 128
-columns: in int8 a group's largest is 127 steps, in int4 the scale is the one that fits best
-(`nibbles`). A group with a NaN or an infinity in it stands for NaN as a whole; one whose largest is
-below 2^-100 stands for zeros.
+Float schemes round to nearest. Integers have one float32 scale per row and group of 128 columns: in
+int8 the largest of a group is 127 steps, in int4 the scale is the best fit (`quantisation`). A
+group that contains NaN or infinity becomes NaN as a whole; one whose largest is below 2^-100
+becomes zeros.
 
-A routed expert in one block of memory: gate and up as one matrix, then down.
-
-Of each matrix the numbers come first, then the scales, and both begin at multiples of 64. So an
-expert is one read, and one address says where it is.
-
-The rows of a packed embedding, as float32.
+A routed expert is one block of memory: gate and up as one matrix, then down. For each matrix the
+data come first, then the scales; both begin at multiples of 64 bytes. So an expert is one read and
+has one address.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +31,7 @@ from expertctl.engine.kernels.memory import (
     uint16_view,
     uint32_view,
 )
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, Scheme
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, AnyArray, Scheme
 from expertctl.engine.kernels.quantisation import (
     activation_arguments,
     activation_kernel,
@@ -44,13 +41,13 @@ from expertctl.engine.kernels.quantisation import (
 from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
 
 ArrayShape = int | tuple[int, ...]
-AllocateArray = Callable[[ArrayShape, Any], "np.ndarray[Any, Any]"]
-"""Gives memory of a shape and dtype that begins where a vector may, such as `aligned_zeros`."""
+AllocateArray = Callable[[ArrayShape, Any], AnyArray]
+"""Allocates vector-aligned memory of a shape and dtype, as `aligned_zeros` does."""
 _STORED = {Scheme.FLOAT32: np.float32, Scheme.FLOAT16: np.float16, Scheme.BFLOAT16: np.uint16}
 _AT_ONCE = 1 << 17
-"""Numbers that are packed in one go, so that intermediate data fits a core's cache."""
+"""Numbers packed at once, so that intermediate data fits the cache of a core."""
 _SIGN_BITS = 0x80808080
-"""Flipping the upper bit of a signed byte adds 128 and makes it unsigned."""
+"""Flipping the sign bit of a signed byte adds 128 and makes it unsigned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,22 +57,22 @@ class PackedMatrix:
     scheme: Scheme
     rows: int
     columns: int
-    data: "np.ndarray[Any, Any]"
-    scales: "np.ndarray[Any, Any]"
+    data: AnyArray
+    scales: AnyArray
 
     @property
     def blocks(self) -> int:
-        """Blocks of sixteen rows; the last is filled with zeros."""
+        """Blocks of sixteen rows; the last is padded with zeros."""
         return -(-self.rows // LANES)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of numbers and scales."""
+        """Bytes of data and scales."""
         return self.data.nbytes + self.scales.nbytes
 
     def row_slice(self, first: int, rows: int) -> "PackedMatrix":
-        """Return some of its rows, in the same memory; ``first`` begins a block."""
-        assert first % LANES == 0, f"row {first} is within a block"
+        """Return a view of some rows; ``first`` must begin a block."""
+        assert first % LANES == 0, f"row {first} does not begin a block"
         begin, end = first // LANES, -(-(first + rows) // LANES)
         data = self.data.reshape(self.blocks, -1)[begin:end].reshape(-1)
         return PackedMatrix(self.scheme, rows, self.columns, data, self.scales[begin:end])
@@ -84,25 +81,25 @@ class PackedMatrix:
 def allocate_matrix(
     scheme: Scheme, rows: int, columns: int, *, allocate: AllocateArray = aligned_zeros
 ) -> PackedMatrix:
-    """Return room into which a matrix, or some of its rows, can be packed."""
+    """Return an empty matrix into which all or some rows can be packed."""
     high, layout = -(-rows // LANES), scheme.layout
     data = allocate(high * layout.count_vectors(columns) * layout.vector_bytes, np.uint8)
     scales = allocate((high, layout.count_groups(columns), LANES), np.float32)
     return PackedMatrix(scheme, rows, columns, data, scales)
 
 
-def pack_matrix(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> PackedMatrix:
-    """Pack ``[rows, columns]`` of float32, float16 or bfloat16, which is given as uint16.
+def pack_matrix(numbers: AnyArray, scheme: Scheme) -> PackedMatrix:
+    """Pack ``[rows, columns]`` of float32, float16 or bfloat16 (given as uint16).
 
-    Beside the result it takes a few megabytes.
+    It needs a few megabytes on top of the result.
     """
     matrix = allocate_matrix(scheme, *numbers.shape)
     pack_rows(matrix, numbers)
     return matrix
 
 
-def pack_rows(matrix: PackedMatrix, numbers: "np.ndarray[Any, Any]") -> None:
-    """Pack numbers into existing room: that of a matrix, or of a part of one."""
+def pack_rows(matrix: PackedMatrix, numbers: AnyArray) -> None:
+    """Pack numbers into an existing matrix, or a slice of one."""
     assert numbers.shape == (matrix.rows, matrix.columns)
     for first, some in _iter_portions(numbers):
         part = matrix.row_slice(first, len(some))
@@ -113,14 +110,14 @@ def pack_rows(matrix: PackedMatrix, numbers: "np.ndarray[Any, Any]") -> None:
 
 
 def rows_per_portion(columns: int) -> int:
-    """Return how many rows of so many columns are packed in one go, whole blocks."""
+    """Return how many rows are packed at once, in whole blocks."""
     return max(1, _AT_ONCE // max(1, columns) // LANES) * LANES
 
 
 def _iter_portions(
-    numbers: "np.ndarray[Any, Any]",
-) -> "Iterator[tuple[int, np.ndarray[Any, Any]]]":
-    """Return parts of whole blocks with their first row; the last is filled with zeros."""
+    numbers: AnyArray,
+) -> Iterator[tuple[int, AnyArray]]:
+    """Yield portions of whole blocks with their first row; the last is padded with zeros."""
     rows, columns = numbers.shape
     height = rows_per_portion(columns)
     for first in range(0, rows, height):
@@ -129,35 +126,32 @@ def _iter_portions(
         yield first, np.pad(some, ((0, missing), (0, 0))) if missing else some
 
 
-def _convert_floats(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> "np.ndarray[Any, Any]":
-    """Return rows as a float scheme keeps them; float16 ends at 65504."""
+def _convert_floats(numbers: AnyArray, scheme: Scheme) -> AnyArray:
+    """Convert rows to the dtype of a float scheme; float16 overflows at 65504."""
     if scheme is Scheme.BFLOAT16:
-        return (
-            numbers
-            if numbers.dtype == np.uint16
-            else float32_to_bfloat16(widen_to_float32(numbers))
-        )
+        is_stored = numbers.dtype == np.uint16
+        return numbers if is_stored else float32_to_bfloat16(widen_to_float32(numbers))
     if numbers.dtype == _STORED[scheme]:
         return numbers
     with np.errstate(over="ignore", invalid="ignore"):
         return widen_to_float32(numbers).astype(_STORED[scheme], copy=False)
 
 
-def widen_to_float32(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """Return float32 of what can be packed."""
+def widen_to_float32(numbers: AnyArray) -> AnyArray:
+    """Convert float32, float16 or bfloat16 (uint16) to float32."""
     if numbers.dtype == np.uint16:
         return bfloat16_to_float32(numbers)
     return numbers.astype(np.float32, copy=False)
 
 
-def _pack_float_rows(stored: "np.ndarray[Any, Any]", part: PackedMatrix) -> None:
+def _pack_float_rows(stored: AnyArray, part: PackedMatrix) -> None:
     layout = part.scheme.layout
     missing = -part.columns % layout.columns
     filled = np.pad(stored, ((0, 0), (0, missing))) if missing else np.ascontiguousarray(stored)
     _interleave_rows(_interleave_kernel(part.scheme), filled, part, flipped_bits=0)
 
 
-def _pack_quantised_rows(numbers: "np.ndarray[Any, Any]", part: PackedMatrix) -> None:
+def _pack_quantised_rows(numbers: AnyArray, part: PackedMatrix) -> None:
     rows = np.ascontiguousarray(numbers)
     steps = allocate_activations(part.scheme, len(rows), part.columns)
     arguments = activation_arguments(rows=rows, columns=part.columns, prepared=steps)
@@ -168,7 +162,7 @@ def _pack_quantised_rows(numbers: "np.ndarray[Any, Any]", part: PackedMatrix) ->
 
 
 def _interleave_rows(
-    kernel: Kernel, rows: "np.ndarray[Any, Any]", part: PackedMatrix, *, flipped_bits: int
+    kernel: Kernel, rows: AnyArray, part: PackedMatrix, *, flipped_bits: int
 ) -> None:
     vectors = part.scheme.layout.count_vectors(part.columns)
     where = (rows.ctypes.data, rows.strides[0], vectors, part.data.ctypes.data, flipped_bits)
@@ -178,7 +172,7 @@ def _interleave_rows(
 
 @cache
 def _interleave_kernel(scheme: Scheme) -> Kernel:
-    """Return the kernel that lays rows beside each other; one item is a block of sixteen."""
+    """Return the kernel that interleaves rows; one item is a block of sixteen."""
     match scheme:
         case Scheme.FLOAT16:
             return compile_kernel("interleave halves", _interleave_halves)
@@ -193,7 +187,7 @@ def _interleave_words_kernel() -> Kernel:
     return compile_kernel("interleave words", _interleave_words)
 
 
-def _interleave_words(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _interleave_words(first: int, last: int, arguments: int) -> None:
     rows, stride, vectors, out, turned = load_int64s(arguments, 5)
     source, target = uint32_view(rows, 1 << 40), uint32_view(out, 1 << 40)
     for block in range(first, last):
@@ -204,9 +198,7 @@ def _interleave_words(first: int, last: int, arguments: int) -> None:  # pragma:
                 target[end + vector * LANES] = source[begin + vector] ^ np.uint32(turned)
 
 
-def _interleave_halves(
-    first: int, last: int, arguments: int
-) -> None:  # pragma: no cover - compiled
+def _interleave_halves(first: int, last: int, arguments: int) -> None:
     rows, stride, vectors, out, _ = load_int64s(arguments, 5)
     source, target = uint16_view(rows, 1 << 40), uint16_view(out, 1 << 40)
     for block in range(first, last):
@@ -217,9 +209,7 @@ def _interleave_halves(
                 target[end + vector * LANES] = source[begin + vector]
 
 
-def _interleave_nibbles(
-    first: int, last: int, arguments: int
-) -> None:  # pragma: no cover - compiled
+def _interleave_nibbles(first: int, last: int, arguments: int) -> None:
     rows, stride, vectors, out, _ = load_int64s(arguments, 5)
     source, target = uint32_view(rows, 1 << 40), uint32_view(out, 1 << 40)
     nibbles, zeros = np.uint32(0x0F0F0F0F), np.uint32(0x08080808)
@@ -228,16 +218,16 @@ def _interleave_nibbles(
             begin = (block * LANES + lane) * (stride // 4)
             end = block * vectors * LANES + lane
             for vector in range(vectors):
-                # Flipping the upper one of a step's lower four bits adds 8.
+                # Flipping the highest of a step's four bits adds 8.
                 low = (source[begin + 2 * vector] & nibbles) ^ zeros
                 high = (source[begin + 2 * vector + 1] & nibbles) ^ zeros
                 target[end + vector * LANES] = low | (high << np.uint32(4))
 
 
-def unpack_matrix(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
-    """Return what a packed matrix stands for, float32 [rows, columns].
+def unpack_matrix(matrix: PackedMatrix) -> AnyArray:
+    """Return the values of a packed matrix, float32 [rows, columns].
 
-    Beside the result it takes a few megabytes.
+    It needs a few megabytes on top of the result.
     """
     numbers = np.empty((matrix.rows, matrix.columns), np.float32)
     height = rows_per_portion(matrix.columns)
@@ -247,7 +237,7 @@ def unpack_matrix(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
     return numbers
 
 
-def _unpack_rows(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
+def _unpack_rows(matrix: PackedMatrix) -> AnyArray:
     layout = matrix.scheme.layout
     vectors, high = layout.count_vectors(matrix.columns), matrix.blocks
     apart = matrix.data.view(_STORED.get(matrix.scheme, np.uint8)).reshape(high, vectors, LANES, -1)
@@ -261,8 +251,8 @@ def _unpack_rows(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
     return (flat.astype(np.float32) - layout.zero_point) * each
 
 
-def float32_to_bfloat16(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """Round float32 rows to the nearest bfloat16, ties to even, as uint16 of whole vectors."""
+def float32_to_bfloat16(numbers: AnyArray) -> AnyArray:
+    """Round float32 rows to the nearest bfloat16, ties to even, as uint16."""
     rows = np.ascontiguousarray(numbers, np.float32)
     rounded = allocate_activations(Scheme.BFLOAT16, *rows.shape)
     arguments = activation_arguments(rows=rows, columns=rows.shape[1], prepared=rounded)
@@ -270,19 +260,16 @@ def float32_to_bfloat16(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any
     return rounded.data[:, : rows.shape[1]]
 
 
-def bfloat16_to_float32(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+def bfloat16_to_float32(numbers: AnyArray) -> AnyArray:
     """Widen bfloat16, given as uint16, to float32."""
     wide = numbers.astype(np.uint32)
     wide <<= 16
     return wide.view(np.float32)
 
 
-AnyArray = np.ndarray[Any, Any]
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertMatrix:
-    """One matrix of an expert: its shape, and the bytes from the start of the block to it."""
+    """One matrix of a routed expert: its shape and its offset in the block, in bytes."""
 
     scheme: Scheme
     rows: int
@@ -296,26 +283,22 @@ class ExpertMatrix:
 
     @property
     def scales_offset(self) -> int:
-        """Bytes from the start of the block to its scales."""
-        return self.offset + _align_to_vector(self._data_bytes)
+        """Offset of its scales in the block, in bytes."""
+        return self.offset + align_to_vector(self._data_bytes)
 
     @property
     def end_offset(self) -> int:
-        """Bytes from the start of the block to what comes after it."""
-        return self.scales_offset + _align_to_vector(self._scales_bytes)
+        """Offset of the end of the matrix in the block, in bytes."""
+        return self.scales_offset + align_to_vector(self._scales_bytes)
 
     def view(self, memory: AnyArray | memoryview) -> PackedMatrix:
-        """Return the matrix that lies in the memory of a block; it can be written if that can."""
-        octets, groups = (
-            np.frombuffer(memory, np.uint8),
-            self.scheme.layout.count_groups(self.columns),
-        )
+        """Return the matrix in the memory of a block; it is writable if the memory is."""
+        octets = np.frombuffer(memory, np.uint8)
         data = octets[self.offset : self.offset + self._data_bytes]
-        scales = octets[self.scales_offset : self.scales_offset + self._scales_bytes]
-        shape = (self.blocks, groups, LANES)
-        return PackedMatrix(
-            self.scheme, self.rows, self.columns, data, scales.view(np.float32).reshape(shape)
-        )
+        stored = octets[self.scales_offset : self.scales_offset + self._scales_bytes]
+        shape = (self.blocks, self.scheme.layout.count_groups(self.columns), LANES)
+        scales = stored.view(np.float32).reshape(shape)
+        return PackedMatrix(self.scheme, self.rows, self.columns, data, scales)
 
     @property
     def _data_bytes(self) -> int:
@@ -329,52 +312,52 @@ class ExpertMatrix:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """What every routed expert of a base looks like."""
+    """The shape of every routed expert of a base."""
 
     scheme: Scheme
     hidden: int
     intermediate: int
     compact_bytes: int = 0
-    """Bytes of the block of a compact expert; 0: experts lie there as they are computed."""
+    """Bytes of the block of a compact expert; 0 if experts are stored uncompacted."""
 
     @property
     def gate_up_matrix(self) -> ExpertMatrix:
-        """Return its first matrix: the rows of gate, then those of up."""
+        """The first matrix: the rows of gate, then those of up."""
         return ExpertMatrix(self.scheme, 2 * self.intermediate, self.hidden, 0)
 
     @property
     def down_matrix(self) -> ExpertMatrix:
-        """Return its second matrix."""
-        return ExpertMatrix(
-            self.scheme, self.hidden, self.intermediate, self.gate_up_matrix.end_offset
-        )
+        """The second matrix."""
+        offset = self.gate_up_matrix.end_offset
+        return ExpertMatrix(self.scheme, self.hidden, self.intermediate, offset)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of an expert as it is computed."""
+        """Bytes of an uncompacted expert."""
         return self.down_matrix.end_offset
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
+        """Bytes of a stored block."""
         return self.compact_bytes or self.nbytes
 
     def view_gate_up(self, memory: AnyArray | memoryview) -> PackedMatrix:
-        """Return the gate and up that lie in the memory of a block."""
+        """Return the gate and up matrix in the memory of a block."""
         return self.gate_up_matrix.view(memory)
 
     def view_down(self, memory: AnyArray | memoryview) -> PackedMatrix:
-        """Return the down that lies in the memory of a block."""
+        """Return the down matrix in the memory of a block."""
         return self.down_matrix.view(memory)
 
 
-def _align_to_vector(count: int) -> int:
+def align_to_vector(count: int) -> int:
+    """Round a number of bytes up to whole vectors."""
     return -(-count // VECTOR_BYTES) * VECTOR_BYTES
 
 
 @cache
 def embedding_kernel(scheme: Scheme) -> Kernel:
-    """Return the kernel for an embedding of one scheme; one item is one token."""
+    """Return the kernel that looks up float32 rows of an embedding; one item is one token."""
     function = {
         Scheme.FLOAT32: _embed_float32,
         Scheme.FLOAT16: _embed_float16,
@@ -386,7 +369,7 @@ def embedding_kernel(scheme: Scheme) -> Kernel:
 
 
 def embedding_arguments(*, matrix: PackedMatrix, tokens: AnyArray, out: AnyArray) -> AnyArray:
-    """Return the arguments: ``tokens`` int64 [n], ``out`` float32 [n, at least columns]."""
+    """Return its arguments: ``tokens`` int64 [n], ``out`` float32 [n, at least columns]."""
     layout = matrix.scheme.layout
     return encode_operands(
         array_address(matrix.data, matrix.data.dtype),
@@ -399,7 +382,7 @@ def embedding_arguments(*, matrix: PackedMatrix, tokens: AnyArray, out: AnyArray
     )
 
 
-def _embed_float32(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _embed_float32(first: int, last: int, arguments: int) -> None:
     data, _, columns, vectors, _, tokens, out, stride = load_int64s(arguments, 8)
     for item in range(first, last):
         token = int64_view(tokens, item + 1)[item]
@@ -409,7 +392,7 @@ def _embed_float32(first: int, last: int, arguments: int) -> None:  # pragma: no
             row[k] = block[k * LANES + token % LANES]
 
 
-def _embed_float16(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _embed_float16(first: int, last: int, arguments: int) -> None:
     data, _, columns, vectors, _, tokens, out, stride = load_int64s(arguments, 8)
     for item in range(first, last):
         token = int64_view(tokens, item + 1)[item]
@@ -419,19 +402,18 @@ def _embed_float16(first: int, last: int, arguments: int) -> None:  # pragma: no
             row[k] = half_bits_to_float32(block[k * LANES + token % LANES])
 
 
-def _embed_bfloat16(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _embed_bfloat16(first: int, last: int, arguments: int) -> None:
     data, _, columns, vectors, _, tokens, out, stride = load_int64s(arguments, 8)
     for item in range(first, last):
         token = int64_view(tokens, item + 1)[item]
         block = uint16_view(data + token // LANES * vectors * 64, vectors * 2 * LANES)
         bits = uint32_view(out + item * stride, columns)
         for k in range(columns):
-            bits[k] = np.uint32(block[(k // 2 * LANES + token % LANES) * 2 + k % 2]) << np.uint32(
-                16
-            )
+            number = block[(k // 2 * LANES + token % LANES) * 2 + k % 2]
+            bits[k] = np.uint32(number) << np.uint32(16)
 
 
-def _embed_int8(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _embed_int8(first: int, last: int, arguments: int) -> None:
     data, scales, columns, vectors, groups, tokens, out, stride = load_int64s(arguments, 8)
     for item in range(first, last):
         token = int64_view(tokens, item + 1)[item]
@@ -443,7 +425,7 @@ def _embed_int8(first: int, last: int, arguments: int) -> None:  # pragma: no co
             row[k] = np.float32(step) * scale[k // GROUP_SIZE * LANES + token % LANES]
 
 
-def _embed_int4(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _embed_int4(first: int, last: int, arguments: int) -> None:
     data, scales, columns, vectors, groups, tokens, out, stride = load_int64s(arguments, 8)
     for item in range(first, last):
         token = int64_view(tokens, item + 1)[item]

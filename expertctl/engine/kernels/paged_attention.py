@@ -1,8 +1,9 @@
-"""Attention over pages of keys and values, with a softmax that is corrected chunk by chunk.
+"""Attention over KV pages, with an online softmax that is corrected chunk by chunk.
 
-A chunk is four pages whose place in the text is fixed, so a token's bits do not depend on the
-tokens it was read with. (The running softmax is that of FlashAttention, Dao et al. 2022.) For the
-tokens of a prompt a chunk is gathered first, for many queries; a token on its own reads pages.
+A chunk is four pages at a fixed place in the sequence, so the bits of a token do not depend on the
+tokens it was processed with. (The online softmax is that of FlashAttention, Dao et al. 2022.) For
+the tokens of a prompt, a chunk is gathered once for many queries; a single token reads the pages in
+place.
 """
 
 from functools import cache
@@ -35,49 +36,48 @@ from expertctl.engine.kernels.memory import (
     load_int64s,
     row_address,
 )
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import AnyArray, Scheme
 from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
 
 TOKENS_PER_ITEM, HEADS_PER_ITEM = 36, 4
 """Tokens of a prompt, and query heads of one KV head, that read a page together."""
 
-AnyArray = np.ndarray[Any, Any]
 
 _MAX_QUERY_HEADS = 24
-"""Query heads of one KV head that read a page together for a token on its own."""
+"""Query heads of one KV head that read a page together for a single token."""
 _QUERIES = TOKENS_PER_ITEM * HEADS_PER_ITEM
 _GATHERED = PAGES_PER_CHUNK * GATHER_VECTORS * LANES
 _ALL_SCORES, _ALL_TOTALS = _QUERIES * CHUNK_TOKENS, _QUERIES * LANES
 _HEAD_SCORES, _HEAD_TOTALS = TOKENS_PER_ITEM * CHUNK_BYTES, TOKENS_PER_ITEM * VECTOR_BYTES
-"""Bytes of what all tokens of an item have for one head."""
+"""Bytes per head for all tokens of an item."""
 _SCORES, _TOTALS, _PAGES = (
     _MAX_QUERY_HEADS * CHUNK_TOKENS,
     _MAX_QUERY_HEADS * LANES,
     2 * 2 * PAGES_PER_CHUNK,
 )
 _BLOCKS = 4
-"""Blocks of values that are gathered at once."""
+"""Blocks of values gathered at once."""
 _NO_WINDOW = -(1 << 30)
-"""Before every token of a text."""
+"""Before every token of a sequence."""
 _MIN_SCORE, _ZERO, _ONE = np.float32(MIN_SCORE), np.float32(0), np.float32(1)
 
 
 @cache
 def prefill_attention_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
-    """Return the kernel for consecutive tokens of one text; see `prefill_attention_items`."""
+    """Return the kernel for consecutive tokens of one sequence; see `prefill_attention_items`."""
     function = _prefill_function(int(numbers is Scheme.FLOAT16))
     return compile_kernel(f"attend prompt {numbers.value}", function)
 
 
 @cache
 def decode_attention_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
-    """Return the kernel for one token each of several texts; one item is a token and a KV head."""
+    """Return the kernel for one token of each sequence; one item is a token and a KV head."""
     function = _decode_function(int(numbers is Scheme.FLOAT16))
     return compile_kernel(f"attend step {numbers.value}", function)
 
 
 def prefill_attention_items(tokens: int, shape: AttentionShape) -> int:
-    """Return how many items a prompt has: some tokens and some query heads of one KV head each.
+    """Return the number of items of a prompt: some tokens and some query heads of one KV head each.
 
     All heads of the first tokens come first.
     """
@@ -100,7 +100,7 @@ def attention_arguments(
     """Return the arguments of either kernel; most are those of `rope_kv_write_arguments`.
 
     ``out`` is float32 [tokens, query heads * dim], ``scale`` float32 [1], ``count`` int64 [1] the
-    tokens of the run; without a window all earlier tokens are seen.
+    tokens of the run. Without a window all earlier tokens are visible.
     """
     return encode_operands(
         *row_address(rows),
@@ -119,7 +119,7 @@ def attention_arguments(
 
 
 def _prefill_function(half: int) -> KernelFunction:
-    def prompt(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def prompt(first: int, last: int, arguments: int) -> None:
         (
             rows, stride, queries, keys, dim, positions, tables, key_offset, value_offset,
             out, out_stride, window, scale, count, head_bytes,
@@ -143,7 +143,7 @@ def _prefill_function(half: int) -> KernelFunction:
 
 
 def _decode_function(half: int) -> KernelFunction:
-    def step(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    def step(first: int, last: int, arguments: int) -> None:
         (
             rows, stride, queries, keys, dim, positions, tables, key_offset, value_offset,
             out, out_stride, window, scale, count, head_bytes,
@@ -169,12 +169,14 @@ def _decode_function(half: int) -> KernelFunction:
 def _attend_tokens(
     half: Any, rows: Any, stride: Any, count: Any, heads: Any, position: Any, table: Any,
     keys: Any, values: Any, out: Any, out_stride: Any, dim: Any, window: Any, scale: Any,
-) -> None:  # fmt: skip # pragma: no cover - compiled
-    """Attend with some heads of ``count`` tokens at consecutive positions."""
+) -> None:  # fmt: skip
+    """Compute attention for some heads of ``count`` tokens at consecutive positions."""
     pages, near = allocate_stack_floats(_PAGES), allocate_stack_floats(_PAGES)
     gathered, scores, totals = (
-        allocate_stack_floats(_GATHERED), allocate_stack_floats(_ALL_SCORES), allocate_stack_floats(_ALL_TOTALS),
-    )  # fmt: skip
+        allocate_stack_floats(_GATHERED),
+        allocate_stack_floats(_ALL_SCORES),
+        allocate_stack_floats(_ALL_TOTALS),
+    )
     largest, corrections = allocate_stack_floats(_QUERIES), allocate_stack_floats(_QUERIES)
     _reset_softmax(float32_view(largest, _QUERIES), float32_view(totals, _ALL_TOTALS))
     for page in range(2 * PAGES_PER_CHUNK):
@@ -201,9 +203,10 @@ def _attend_tokens(
             )  # fmt: skip
         skipped = max(first - chunk * PAGES_PER_CHUNK, 0)
         _add_chunk(
-            half, pages, near, skipped, min(end - chunk * CHUNK_TOKENS, CHUNK_TOKENS) - skipped * KV_PAGE_TOKENS,
-            low - skipped * KV_PAGE_TOKENS, high - skipped * KV_PAGE_TOKENS, keys, values, scores, corrections,
-            out, out_stride, dim, count, heads,
+            half, pages, near, skipped,
+            min(end - chunk * CHUNK_TOKENS, CHUNK_TOKENS) - skipped * KV_PAGE_TOKENS,
+            low - skipped * KV_PAGE_TOKENS, high - skipped * KV_PAGE_TOKENS,
+            keys, values, scores, corrections, out, out_stride, dim, count, heads,
         )  # fmt: skip
     for head in range(heads):
         _divide_by_totals(
@@ -215,7 +218,7 @@ def _attend_tokens(
 def _score_chunk(
     half: Any, pages: Any, near: Any, keys: Any, values: Any, rows: Any, stride: Any, scores: Any,
     dim: Any, count: Any, heads: Any,
-) -> None:  # fmt: skip # pragma: no cover - compiled
+) -> None:  # fmt: skip
     """Write the scores of a chunk for some heads; the keys are gathered once."""
     for begin in range(0, dim, GATHER_VECTORS):
         numbers = min(dim - begin, GATHER_VECTORS)
@@ -232,7 +235,7 @@ def _add_chunk(
     half: Any, pages: Any, near: Any, skipped: Any, tokens: Any, low: Any, high: Any, keys: Any,
     values: Any, scores: Any, corrections: Any, out: Any, out_stride: Any, dim: Any, count: Any,
     heads: Any,
-) -> None:  # fmt: skip # pragma: no cover - compiled
+) -> None:  # fmt: skip
     """Add the weighted values of a chunk for some heads; they are gathered once."""
     for begin in range(0, dim // LANES, _BLOCKS):
         blocks = min(dim // LANES - begin, _BLOCKS)
@@ -253,8 +256,8 @@ def _add_chunk(
 def _attend_token(
     half: Any, rows: Any, count: Any, position: Any, table: Any,
     keys: Any, values: Any, out: Any, dim: Any, window: Any, scale: Any,
-) -> None:  # fmt: skip # pragma: no cover - compiled
-    """Attend with ``count`` heads of one token."""
+) -> None:  # fmt: skip
+    """Compute attention for ``count`` heads of one token."""
     scores, pages = allocate_stack_floats(_SCORES), allocate_stack_floats(_PAGES)
     largest, totals, corrections = (
         allocate_stack_floats(_MAX_QUERY_HEADS),
@@ -276,7 +279,8 @@ def _attend_token(
         _softmax_chunk(scores, low, high, 0, scale, largest, totals, corrections, count)
         emit_page_values(
             half, pages + skipped * 8, min(high + 1, CHUNK_TOKENS) - skipped * KV_PAGE_TOKENS,
-            low - skipped * KV_PAGE_TOKENS, high - skipped * KV_PAGE_TOKENS, 0, values, keys - values,
+            low - skipped * KV_PAGE_TOKENS, high - skipped * KV_PAGE_TOKENS, 0,
+            values, keys - values,
             scores + skipped * VECTOR_BYTES, corrections, out, dim * 4, dim // LANES, count,
         )  # fmt: skip
     _divide_by_totals(out, dim * 4, dim, totals, count)
@@ -286,8 +290,8 @@ def _attend_token(
 def _softmax_chunk(
     scores: Any, low: Any, high: Any, ahead: Any, scale: Any, largest: Any, totals: Any,
     corrections: Any, count: Any,
-) -> None:  # fmt: skip # pragma: no cover - compiled
-    """Weigh the scores of queries, each ``ahead`` positions after the one before."""
+) -> None:  # fmt: skip
+    """Turn the scores of queries into weights; positions increase by ``ahead`` per query."""
     for query in range(count):
         float32_view(corrections, count)[query] = softmax_scores(
             scores + query * CHUNK_BYTES, low + ahead * query, high + ahead * query, scale,
@@ -296,10 +300,8 @@ def _softmax_chunk(
 
 
 @register_jitable
-def _divide_by_totals(
-    out: Any, stride: Any, dim: Any, totals: Any, count: Any
-) -> None:  # pragma: no cover - compiled
-    """Divide what queries have summed by the sums of their weights."""
+def _divide_by_totals(out: Any, stride: Any, dim: Any, totals: Any, count: Any) -> None:
+    """Divide the weighted sums of queries by the sums of their weights."""
     for query in range(count):
         factor = _ONE / vector_sum(totals + query * VECTOR_BYTES)
         row = float32_view(out + query * stride, dim)
@@ -308,22 +310,20 @@ def _divide_by_totals(
 
 
 @register_jitable
-def _reset_softmax(largest: Any, totals: Any) -> None:  # pragma: no cover - compiled
+def _reset_softmax(largest: Any, totals: Any) -> None:
     for query in range(len(largest)):
         largest[query] = _MIN_SCORE
     _fill_zeros(totals)
 
 
 @register_jitable
-def _fill_zeros(row: Any) -> None:  # pragma: no cover - compiled
+def _fill_zeros(row: Any) -> None:
     for k in range(len(row)):
         row[k] = _ZERO
 
 
 @register_jitable
-def _find_pages(
-    pages: Any, table: Any, chunk: Any, first: Any, last: Any
-) -> None:  # pragma: no cover - compiled
-    """Find the pages of a chunk and the next; for one that is unread, the nearest that is read."""
+def _find_pages(pages: Any, table: Any, chunk: Any, first: Any, last: Any) -> None:
+    """Find the pages of a chunk and of the next; the nearest read page replaces an unread one."""
     for number in range(2 * PAGES_PER_CHUNK):
         pages[number] = table[min(max(chunk * PAGES_PER_CHUNK + number, first), last)]

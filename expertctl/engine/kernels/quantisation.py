@@ -1,15 +1,14 @@
-"""Tokens as a product wants them: float32 as they are, rounded to bfloat16, or int8 by groups.
+"""Quantisation of activations (bfloat16, int8) and of int4 weights.
 
-int8 is symmetric, with a scale per token and group of 128 columns; a group's largest is 127 steps.
-A group with a NaN or an infinity in it has NaN for its scale, so its products are NaN; one whose
+int8 is symmetric, with a scale per token and group of 128 columns; the largest of a group is 127
+steps. A group that contains NaN or infinity has a NaN scale, so its products are NaN; one whose
 largest is below 2^-100 counts as zero.
 
-int4 of a group of columns, with the scale that fits it best.
-
-Steps go from -8 to 7. A group's largest is stretched to -7, ..., -10, and what is beyond -8 or 7 is
-clipped: a finer step for most may be worth a larger error of a few. Of these choices, each with its
-best scale, ``sum(x q) / sum(q q)``, the one with the smallest sum of squared errors is taken. So a
-scale may be negative. The error is a sixth smaller than with the largest at 7.
+int4 steps range from -8 to 7, with the scale that fits a group best. The largest of a group is
+mapped to -7, ..., -10, and values beyond -8 or 7 are clipped: a finer step for most values may
+outweigh a larger error of a few. Of these candidates, each with its best scale, ``sum(x q) / sum(q
+q)``, the one with the smallest sum of squared errors wins. So a scale may be negative. The error is
+a sixth smaller than with the largest mapped to 7.
 """
 
 from dataclasses import dataclass
@@ -36,36 +35,36 @@ from expertctl.engine.kernels.memory import (
     row_address,
     uint16_view,
 )
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, Scheme
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, AnyArray, Scheme
 from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder, Value
 
 INT8_MAX = 127
 
 _NUMBERS = {Scheme.BFLOAT16: np.uint16, Scheme.INT8: np.int8, Scheme.INT4: np.int8}
 _MAGNITUDE, _INFINITY, _LEAST = 0x7FFFFFFF, 0x7F800000, (127 - 100) << 23
-"""Bits of a float32 magnitude, which are in the order of the numbers."""
+"""Bits of a float32 magnitude, which have the order of the numbers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedActivations:
-    """Room for the tokens that one product takes, [tokens, columns] in the scheme's numbers.
+    """The activations of one GEMM, [tokens, columns] in the number format of the scheme.
 
-    ``scales`` float32 and ``sums`` int32 [tokens, groups] belong to int8; columns are filled with
-    zeros to whole vectors.
+    int8 also has ``scales`` float32 and ``sums`` int32, both [tokens, groups]; columns are padded
+    with zeros to whole vectors.
     """
 
-    data: "np.ndarray[Any, Any]"
-    scales: "np.ndarray[Any, Any]"
-    sums: "np.ndarray[Any, Any]"
+    data: AnyArray
+    scales: AnyArray
+    sums: AnyArray
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of all arrays."""
         return self.data.nbytes + self.scales.nbytes + self.sums.nbytes
 
 
 def allocate_activations(scheme: Scheme, tokens: int, columns: int) -> PreparedActivations:
-    """Return room for tokens of products with matrices in bfloat16, int8 or int4."""
+    """Return buffers for GEMMs with matrices in bfloat16, int8 or int4."""
     layout = scheme.layout
     wide, groups = layout.count_vectors(columns) * layout.columns, layout.count_groups(columns)
     return PreparedActivations(
@@ -75,22 +74,20 @@ def allocate_activations(scheme: Scheme, tokens: int, columns: int) -> PreparedA
     )
 
 
-def wrap_float_activations(rows: "np.ndarray[Any, Any]") -> PreparedActivations:
-    """Return float32 rows [tokens, columns] for a scheme that takes them as they are."""
-    nothing = (len(rows), 0)
-    return PreparedActivations(
-        rows, aligned_zeros(nothing, np.float32), aligned_zeros(nothing, np.int32)
-    )
+def wrap_float_activations(rows: AnyArray) -> PreparedActivations:
+    """Wrap float32 rows [tokens, columns] for a scheme that takes them unchanged."""
+    none = (len(rows), 0)
+    return PreparedActivations(rows, aligned_zeros(none, np.float32), aligned_zeros(none, np.int32))
 
 
 def activation_arguments(
     *,
-    rows: "np.ndarray[Any, Any]",
+    rows: AnyArray,
     columns: int,
     prepared: PreparedActivations,
     largest_step: int = INT8_MAX,
-) -> "np.ndarray[Any, Any]":
-    """Return the arguments of either kernel below; ``rows`` is float32 [tokens, >= columns]."""
+) -> AnyArray:
+    """Return the arguments of either kernel; ``rows`` is float32 [tokens, at least columns]."""
     place, stride = row_address(rows)
     return encode_operands(
         place,
@@ -106,7 +103,7 @@ def activation_arguments(
 
 
 def activation_kernel(scheme: Scheme) -> Kernel:
-    """Return the kernel that prepares rows for a scheme; one item is one token."""
+    """Return the kernel that converts activations for a scheme; one item is one token."""
     return _rounding_kernel() if scheme is Scheme.BFLOAT16 else _quantising_kernel()
 
 
@@ -120,20 +117,18 @@ def _quantising_kernel() -> Kernel:
     return compile_kernel("quantise to int8", _quantise_rows)
 
 
-def _round_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _round_rows(first: int, last: int, arguments: int) -> None:
     rows, stride, columns, out, wide, scales, sums, _, _ = load_int64s(arguments, 9)
     for token in range(first, last):
         round_row(rows + token * stride * 4, columns, out + token * wide * 2, scales, sums)
 
 
 @numba.njit
-def round_row(
-    row: Any, columns: Any, out: Any, _scales: Any, _sums: Any
-) -> None:  # pragma: no cover - compiled
-    """Round one row to bfloat16, in compiled code; all are addresses."""
+def round_row(row: Any, columns: Any, out: Any, _scales: Any, _sums: Any) -> None:
+    """Round one row to bfloat16, in compiled code; all arguments are addresses."""
     bits, rounded = int32_view(row, columns), uint16_view(out, columns)
     for k in range(columns):
-        # The bits of float32: to the nearest bfloat16, ties to even.
+        # Round the bits of float32 to the nearest bfloat16, ties to even.
         number = np.uint32(bits[k])
         if (number & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
             rounded[k] = np.uint16((number >> np.uint32(16)) | np.uint32(0x40))
@@ -142,7 +137,7 @@ def round_row(
             rounded[k] = np.uint16((number + np.uint32(0x7FFF) + tie) >> np.uint32(16))
 
 
-def _quantise_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+def _quantise_rows(first: int, last: int, arguments: int) -> None:
     rows, stride, columns, out, wide, scales, sums, groups, most = load_int64s(arguments, 9)
     for token in range(first, last):
         group = token * groups * 4
@@ -153,17 +148,13 @@ def _quantise_rows(first: int, last: int, arguments: int) -> None:  # pragma: no
 
 
 @numba.njit
-def quantise_row(
-    row: Any, columns: Any, out: Any, scales: Any, sums: Any
-) -> None:  # pragma: no cover - compiled
-    """Quantise one row to int8 by groups, in compiled code; all are addresses."""
+def quantise_row(row: Any, columns: Any, out: Any, scales: Any, sums: Any) -> None:
+    """Quantise one row to int8 by groups, in compiled code; all arguments are addresses."""
     _quantise_row(row, columns, out, scales, sums, np.float32(INT8_MAX))
 
 
 @numba.njit
-def _quantise_row(
-    place: Any, columns: Any, out: Any, scales: Any, sums: Any, steps: Any
-) -> None:  # pragma: no cover - compiled
+def _quantise_row(place: Any, columns: Any, out: Any, scales: Any, sums: Any, steps: Any) -> None:
     groups = (columns + GROUP_SIZE - 1) // GROUP_SIZE
     for group in range(groups):
         begin = group * GROUP_SIZE
@@ -174,8 +165,8 @@ def _quantise_row(
 
 
 @numba.njit
-def _largest_magnitude(row: Any, count: Any) -> Any:  # pragma: no cover - compiled
-    """Return the bits of the largest magnitude; infinity is above numbers, NaN above that."""
+def _largest_magnitude(row: Any, count: Any) -> Any:
+    """Return the bits of the largest magnitude; infinity is above numbers, NaN above infinity."""
     largest = vector_largest_magnitude(row, count // LANES)
     bits = int32_view(row, count)
     for k in range(count // LANES * LANES, count):
@@ -185,24 +176,23 @@ def _largest_magnitude(row: Any, count: Any) -> Any:  # pragma: no cover - compi
 
 @intrinsic
 def vector_largest_magnitude(_context: Any, row: Any, vectors: Any) -> Any:
-    """Do the same for so many vectors at an address."""
+    """Do the same as `_largest_magnitude` for whole vectors at an address."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         lanes, (place, count) = SimdBuilder(builder), values
         largest = lanes.create_variable(lanes.zero_ints())
         with lanes.loop(count) as vector:
-            bits = lanes.mask_ints(
-                lanes.load_ints(lanes.offset(place, vector, VECTOR_BYTES)), _MAGNITUDE
-            )
-            lanes.store_variable(lanes.max_ints(lanes.load_variable(largest), bits), largest)
+            bits = lanes.load_ints(lanes.offset(place, vector, VECTOR_BYTES))
+            bits = lanes.mask_ints(bits, _MAGNITUDE)
+            lanes.store_variable(lanes.max_int(lanes.load_variable(largest), bits), largest)
         return lanes.reduce_max_ints(lanes.load_variable(largest))
 
     return types.int32(types.int64, types.int64), emit
 
 
 @numba.njit
-def _group_scale(largest: Any, steps: Any) -> Any:  # pragma: no cover - compiled
-    """Return what a step is worth and how many steps 1 is; 0 steps where that is no number."""
+def _group_scale(largest: Any, steps: Any) -> Any:
+    """Return the value of a step and the steps per 1; 0 steps where that is not a number."""
     if largest >= _INFINITY:
         return np.float32(np.nan), np.float32(0)
     if largest < _LEAST:
@@ -212,12 +202,10 @@ def _group_scale(largest: Any, steps: Any) -> Any:  # pragma: no cover - compile
 
 
 @numba.njit
-def _quantise_group(
-    row: Any, steps: Any, count: Any, factor: Any
-) -> Any:  # pragma: no cover - compiled
+def _quantise_group(row: Any, steps: Any, count: Any, factor: Any) -> Any:
     """Write the steps of a group at an address; return their sum."""
     numbers, stored, total = float32_view(row, count), int8_view(steps, count), np.int32(0)
-    if not factor > 0:  # the products may be NaN, which has no integer
+    if not factor > 0:  # the products may be NaN, which has no integer value
         for k in range(count):
             stored[k] = 0
         return total
@@ -231,7 +219,7 @@ def _quantise_group(
 
 @intrinsic
 def vector_quantise(_context: Any, row: Any, steps: Any, vectors: Any, factor: Any) -> Any:
-    """Do the same for so many vectors, where there is a factor."""
+    """Do the same as `_quantise_group` for whole vectors, where the factor is positive."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         lanes, (place, out, count, number) = SimdBuilder(builder), values
@@ -240,28 +228,28 @@ def vector_quantise(_context: Any, row: Any, steps: Any, vectors: Any, factor: A
             floats = lanes.load_floats(lanes.offset(place, vector, VECTOR_BYTES))
             found = lanes.round_to_ints(lanes.multiply_floats(floats, every))
             lanes.store_bytes(found, lanes.offset(out, vector, LANES))
-            lanes.store_variable(lanes.add_ints(lanes.load_variable(total), found), total)
+            lanes.store_variable(lanes.add_int(lanes.load_variable(total), found), total)
         return lanes.reduce_add_ints(lanes.load_variable(total))
 
     return types.int32(*[types.int64] * 3, types.float32), emit
 
 
 INT4_SCALE_CANDIDATES = (7.0, 7.6, 8.0, 8.6, 9.2, 10.0)
-"""Where the largest of a group may be put, never half-way between two steps."""
+"""Steps that the largest of a group may map to, never half-way between two steps."""
 _LOWEST, _HIGHEST = -8, 7
 _VECTORS, _STEP_FLOATS = GROUP_SIZE // LANES, GROUP_SIZE // 4
-_INFINITY_BITS, _MIN_MAGNITUDE_BITS = 0x7F800000, (127 - 100) << 23
 
 
 @cache
 def int4_kernel() -> Kernel:
-    """Return the kernel that quantises rows; arguments as for `rows`, one item is one row."""
+    """Return the kernel that quantises rows to int4; its arguments are `activation_arguments`.
+
+    One item is one row.
+    """
     return compile_kernel("quantise to int4", _quantise_int4_rows)
 
 
-def _quantise_int4_rows(
-    first: int, last: int, arguments: int
-) -> None:  # pragma: no cover - compiled
+def _quantise_int4_rows(first: int, last: int, arguments: int) -> None:
     rows, stride, columns, out, wide, scales, _, groups, _ = load_int64s(arguments, 9)
     numbers, steps = allocate_stack_floats(GROUP_SIZE), allocate_stack_floats(_STEP_FLOATS)
     for row in range(first, last):
@@ -278,29 +266,29 @@ def _quantise_int4_rows(
 
 
 @numba.njit
-def _load_group(place: Any, count: Any, room: Any) -> None:  # pragma: no cover - compiled
-    """Copy the columns that there are, and fill the group with zeros."""
+def _load_group(place: Any, count: Any, room: Any) -> None:
+    """Copy the existing columns and pad the group with zeros."""
     numbers, filled = float32_view(place, count), float32_view(room, GROUP_SIZE)
     for k in range(GROUP_SIZE):
         filled[k] = numbers[k] if k < count else np.float32(0)
 
 
 @numba.njit
-def _copy_steps(steps: Any, target: Any, count: Any) -> None:  # pragma: no cover - compiled
+def _copy_steps(steps: Any, target: Any, count: Any) -> None:
     source, out = int8_view(steps, GROUP_SIZE), int8_view(target, count)
     for k in range(count):
         out[k] = source[k]
 
 
 @numba.njit
-def _fit_group(place: Any, out: Any) -> Any:  # pragma: no cover - compiled
-    """Write the steps of a group; return what a step is worth."""
+def _fit_group(place: Any, out: Any) -> Any:
+    """Write the steps of a group; return its scale."""
     bits = vector_largest_magnitude(place, _VECTORS)
-    if bits >= _INFINITY_BITS or bits < _MIN_MAGNITUDE_BITS:
+    if bits >= _INFINITY or bits < _LEAST:
         steps = int8_view(out, GROUP_SIZE)
         for k in range(GROUP_SIZE):
             steps[k] = 0
-        return np.float32(np.nan) if bits >= _INFINITY_BITS else np.float32(0)
+        return np.float32(np.nan) if bits >= _INFINITY else np.float32(0)
     largest = np.int32(bits).view(np.float32)
     if vector_signed_extreme(place) < largest:
         largest = -largest
@@ -323,9 +311,8 @@ def vector_signed_extreme(_context: Any, place: Any) -> Any:
         lanes = SimdBuilder(builder)
         most = lanes.load_floats(values[0])
         for vector in range(1, _VECTORS):
-            other = lanes.load_floats(
-                lanes.offset(values[0], lanes.int_constant(vector), VECTOR_BYTES)
-            )
+            place = lanes.offset(values[0], lanes.int_constant(vector), VECTOR_BYTES)
+            other = lanes.load_floats(place)
             most = lanes.select_lanes(lanes.less_than(most, other), other, most)
         return lanes.reduce_max_floats(most)
 

@@ -1,10 +1,11 @@
-"""Sixteen lanes at a time: the LLVM vector operations that the kernels are made of.
+"""LLVM vector operations on sixteen lanes, from which kernels are built.
 
-numba compiles loops over scalars; how a tile of accumulators stays in registers has to be said in
-LLVM's own terms. `Lanes` says it, for vectors of sixteen that LLVM splits where registers are
-narrower. It lives only while an intrinsic is compiled.
+numba compiles scalar loops; keeping a tile of accumulators in registers must be expressed in LLVM's
+own terms. `SimdBuilder` does so for vectors of sixteen, which LLVM splits where registers are
+narrower. It exists only while an intrinsic is compiled.
 
-Loops over stretches of a count; where code is emitted for one, its size is a constant.
+`emit_tiles` and `emit_even_tiles` loop over tiles of a count; the size of a tile is a constant of
+the emitted code.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
+from numba.core.errors import RequireLiteralValue
 
 from expertctl.engine.kernels.jit import get_host_cpu
 from expertctl.engine.kernels.llvm_math import (
@@ -49,14 +52,21 @@ class _Bfloat16Type(ir.Type):
 _BFLOATS = ir.VectorType(_Bfloat16Type(), 2 * LANES)
 Choice = TypeVar("Choice")
 Value: TypeAlias = Any
-"""A value of LLVM's intermediate representation, known when the kernel runs."""
+"""A value of LLVM's intermediate representation, known at run time of the kernel."""
+
+
+def require_literal(value: Any, name: str) -> int:
+    """Return the value of a literal type; if it is none, numba types the call again with one."""
+    if not isinstance(value, types.IntegerLiteral):
+        raise RequireLiteralValue(f"{name} is a constant")
+    return int(value.literal_value)
 
 
 class SimdBuilder:
-    """Emits vector code where a builder stands; addresses and indices are int64 values."""
+    """Emits vector code at the position of a builder; addresses and indices are int64 values."""
 
     def __init__(self, builder: ir.IRBuilder) -> None:
-        """Emit with that builder."""
+        """Emit with this builder."""
         self._b = builder
 
     def int_constant(self, number: int) -> Value:
@@ -73,14 +83,13 @@ class SimdBuilder:
         return self._load(address, _FLOATS)
 
     def load_ints(self, address: Value) -> Value:
-        """Load sixteen int32, or sixty-four bytes as such."""
+        """Load sixteen int32, or sixty-four bytes."""
         return self._load(address, _INTS)
 
     def load_halves(self, address: Value) -> Value:
-        """Load sixteen float16, widened."""
-        return emit_half_to_float(
-            self._b, self._load(address, _HALVES), native=get_host_cpu().has_float16
-        )
+        """Load sixteen float16, widened to float32."""
+        bits = self._load(address, _HALVES)
+        return emit_half_to_float(self._b, bits, native=get_host_cpu().has_float16)
 
     def store_floats(self, floats: Value, address: Value) -> None:
         """Store sixteen float32."""
@@ -95,13 +104,13 @@ class SimdBuilder:
         return self._load(address, INT)
 
     def prefetch(self, address: Value, *, cache: int = 1) -> None:
-        """Prefetch what lies there into the first cache, or the second; there may be nothing."""
+        """Prefetch an address into the first- or second-level cache; it may be invalid."""
         pointer = self._b.inttoptr(address, _I8.as_pointer())
         hints = (ir.Constant(_I32, number) for number in (0, 4 - cache, 1))
         self._call("llvm.prefetch.p0", ir.VoidType(), pointer, *hints)
 
     def store_halves(self, floats: Value, address: Value) -> None:
-        """Store sixteen float32 as float16; what is too large becomes infinite."""
+        """Store sixteen float32 as float16; overflow becomes infinity."""
         halves = emit_float_to_half(self._b, floats, native=get_host_cpu().has_float16)
         self._b.store(halves, self._b.inttoptr(address, _HALVES.as_pointer()), align=2)
 
@@ -115,7 +124,7 @@ class SimdBuilder:
         return self._splat(self._load(address, _FLOAT), _FLOATS)
 
     def broadcast_int(self, address: Value) -> Value:
-        """Load one int32, or four bytes as such, into every lane."""
+        """Load one int32, or four bytes, into every lane."""
         return self._splat(self._load(address, _I32), _INTS)
 
     def zero_floats(self) -> Value:
@@ -125,10 +134,6 @@ class SimdBuilder:
     def zero_ints(self) -> Value:
         """Return sixteen int32 zeros."""
         return ir.Constant(_INTS, [0] * LANES)
-
-    def add_ints(self, a: Value, b: Value) -> Value:
-        """Add sixteen int32."""
-        return self._b.add(a, b)
 
     def scale_ints(self, ints: Value, factor: int) -> Value:
         """Multiply sixteen int32 by a constant."""
@@ -140,11 +145,11 @@ class SimdBuilder:
         return self._b.and_(ints, ir.Constant(_INTS, [signed] * LANES))
 
     def xor_ints(self, a: Value, b: Value) -> Value:
-        """Return the bits that only one of two int32 has."""
+        """Return the exclusive or of int32."""
         return self._b.xor(a, b)
 
     def shift_right(self, ints: Value, bits: int, *, signed: bool = False) -> Value:
-        """Shift right; with the sign where asked."""
+        """Shift right, arithmetically if ``signed``."""
         by = ir.Constant(_INTS, [bits] * LANES)
         return self._b.ashr(ints, by) if signed else self._b.lshr(ints, by)
 
@@ -153,7 +158,7 @@ class SimdBuilder:
         return self._b.shl(ints, ir.Constant(_INTS, [bits] * LANES))
 
     def bitcast_to_floats(self, ints: Value) -> Value:
-        """Take the bits of int32 as float32."""
+        """Reinterpret the bits of int32 as float32."""
         return self._b.bitcast(ints, _FLOATS)
 
     def convert_to_floats(self, ints: Value) -> Value:
@@ -161,19 +166,15 @@ class SimdBuilder:
         return self._b.sitofp(ints, _FLOATS)
 
     def round_to_ints(self, floats: Value) -> Value:
-        """Return the nearest int32, ties to even; what has none may become anything."""
+        """Return the nearest int32, ties to even; undefined if there is none."""
         whole = self._call("llvm.rint.v16f32", _FLOATS, floats)
         return self._b.fptosi(whole, _INTS)
 
-    def max_ints(self, a: Value, b: Value) -> Value:
-        """Return the larger of int32."""
-        return self._b.select(self._b.icmp_signed(">", a, b), a, b)
-
     def clamp_ints(self, ints: Value, low: int, high: int) -> Value:
-        """Return int32 within two constants."""
+        """Clamp int32 to two constants."""
         least, most = (ir.Constant(_INTS, [end] * LANES) for end in (low, high))
         small = self._b.icmp_signed("<", ints, most)
-        return self.max_ints(self._b.select(small, ints, most), least)
+        return self.max_int(self._b.select(small, ints, most), least)
 
     def reduce_max_ints(self, ints: Value) -> Value:
         """Return the largest of sixteen int32."""
@@ -220,18 +221,18 @@ class SimdBuilder:
         return self._b.extract_element(floats, ir.Constant(_I32, 0))
 
     def less_than(self, a: Value, b: Value) -> Value:
-        """Return a mask of the lanes where a float32 is less; NaN is not."""
+        """Return a mask of the lanes where a float32 is less; false for NaN."""
         return self._b.fcmp_ordered("<", a, b)
 
     def range_mask(self, low: Value, high: Value, begin: int) -> Value:
-        """Return a mask of the lanes whose number, counted from ``begin``, is in [low, high]."""
+        """Return a mask of the lanes whose index, counted from ``begin``, is in [low, high]."""
         numbers = ir.Constant(_INTS, list(range(begin, begin + LANES)))
         low, high = (self._splat(self._b.trunc(end, _I32), _INTS) for end in (low, high))
         above = self._b.icmp_signed(">=", numbers, low)
         return self._b.and_(above, self._b.icmp_signed("<=", numbers, high))
 
     def select_lanes(self, mask: Value, yes: Value, no: Value) -> Value:
-        """Return lanes of ``yes`` where the mask is set, else of ``no``."""
+        """Return the lanes of ``yes`` where the mask is set, else of ``no``."""
         return self._b.select(mask, yes, no)
 
     def reduce_max_floats(self, floats: Value) -> Value:
@@ -244,7 +245,7 @@ class SimdBuilder:
         return self._call("llvm.vector.reduce.fadd.v16f32", _FLOAT, zero, floats)
 
     def reduce_add_pairwise(self, floats: Value) -> Value:
-        """Return the sum of sixteen float32: half onto half, so in four steps, always alike."""
+        """Return the sum of sixteen float32 in four halving steps, always in the same order."""
         undefined = ir.Constant(_FLOATS, ir.Undefined)
         for size in (8, 4, 2, 1):
             moved = ir.Constant(_INTS, [(lane + size) % LANES for lane in range(LANES)])
@@ -252,17 +253,17 @@ class SimdBuilder:
         return self.extract_first(floats)
 
     def bf16_dot(self, floats: Value, a: Value, b: Value) -> Value:
-        """Add to each lane two products of bfloat16 pairs."""
+        """Add two products of bfloat16 pairs to each lane."""
         pairs = (self._b.bitcast(a, _BFLOATS), self._b.bitcast(b, _BFLOATS))
         return self._call("llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, floats, *pairs)
 
     def byte_dot(self, ints: Value, unsigned: Value, signed: Value) -> Value:
-        """Add to each lane four products of bytes, unsigned by signed."""
+        """Add four products of unsigned and signed bytes to each lane."""
         fours = (self._b.bitcast(unsigned, _BYTES), self._b.bitcast(signed, _BYTES))
         return self._call("llvm.x86.avx512.vpdpbusd.512", _INTS, ints, *fours)
 
     def shift_right_shorts(self, ints: Value, bits: int, *, signed: bool = False) -> Value:
-        """Shift the int16 in int32 right; with the sign where asked."""
+        """Shift the int16 in int32 right, arithmetically if ``signed``."""
         by, shorts = ir.Constant(_SHORTS, [bits] * 2 * LANES), self._b.bitcast(ints, _SHORTS)
         moved = self._b.ashr(shorts, by) if signed else self._b.lshr(shorts, by)
         return self._b.bitcast(moved, _INTS)
@@ -273,16 +274,15 @@ class SimdBuilder:
         return self._b.bitcast(self._b.shl(shorts, by), _INTS)
 
     def short_dot(self, ints: Value, a: Value, b: Value) -> Value:
-        """Add to each lane two products of int16."""
+        """Add two products of int16 to each lane."""
         pairs = (self._b.bitcast(each, _SHORTS) for each in (a, b))
         halves = zip(*(self._split_halves(each) for each in pairs), strict=True)
         name = "llvm.x86.avx2.pmadd.wd"
-        return self.add_ints(
-            ints, self._join_halves([self._call(name, _HALF_INTS, *h) for h in halves])
-        )
+        sums = self._join_halves([self._call(name, _HALF_INTS, *h) for h in halves])
+        return self.add_int(ints, sums)
 
     def small_byte_dot(self, ints: Value, unsigned: Value, signed: Value) -> Value:
-        """Add to each lane four products of bytes, unsigned by signed; pairs fit into int16."""
+        """Add four products of unsigned and signed bytes to each lane; two must fit int16."""
         fours = (self._b.bitcast(each, _BYTES) for each in (unsigned, signed))
         halves = zip(*(self._split_halves(each) for each in fours), strict=True)
         ones = ir.Constant(_HALF_SHORTS, [1] * LANES)
@@ -290,10 +290,10 @@ class SimdBuilder:
         for pair in halves:
             shorts = self._call("llvm.x86.avx2.pmadd.ub.sw", _HALF_SHORTS, *pair)
             found.append(self._call("llvm.x86.avx2.pmadd.wd", _HALF_INTS, shorts, ones))
-        return self.add_ints(ints, self._join_halves(found))
+        return self.add_int(ints, self._join_halves(found))
 
     def select_int(self, flag: Value, yes: Value, no: Value) -> Value:
-        """Return ``yes`` where an int64 is not 0, else ``no``."""
+        """Return ``yes`` if an int64 is not 0, else ``no``."""
         return self._b.select(self._b.icmp_signed("!=", flag, self.int_constant(0)), yes, no)
 
     def min_int(self, a: Value, b: Value) -> Value:
@@ -301,18 +301,17 @@ class SimdBuilder:
         return self._b.select(self._b.icmp_signed("<", a, b), a, b)
 
     def max_int(self, a: Value, b: Value) -> Value:
-        """Return the larger of two int64."""
+        """Return the larger of two int64, or of each two int32."""
         return self._b.select(self._b.icmp_signed(">", a, b), a, b)
 
     def is_range_within(self, begin: Value, end: Value, low: Value, high: Value) -> Value:
         """Return a flag: whether all int64 in [begin, end) are in [low, high]."""
         above = self._b.icmp_signed(">=", begin, low)
-        return self._b.and_(
-            above, self._b.icmp_signed("<=", end, self.add_int(high, self.int_constant(1)))
-        )
+        above_high = self.add_int(high, self.int_constant(1))
+        return self._b.and_(above, self._b.icmp_signed("<=", end, above_high))
 
     def add_int(self, a: Value, b: Value) -> Value:
-        """Add int64."""
+        """Add int64, or sixteen int32."""
         return self._b.add(a, b)
 
     def subtract_int(self, a: Value, b: Value) -> Value:
@@ -324,42 +323,41 @@ class SimdBuilder:
         return self._b.mul(a, b)
 
     def divide_int(self, a: Value, b: Value) -> Value:
-        """Divide int64, rounded down; neither is negative."""
+        """Divide int64, rounding down; neither may be negative."""
         return self._b.udiv(a, b)
 
     def ceil_divide_int(self, count: Value, size: Value) -> Value:
-        """Return how many parts of a size a count has; the last may be smaller."""
-        return self.divide_int(
-            self.add_int(count, self.subtract_int(size, self.int_constant(1))), size
-        )
+        """Divide int64, rounding up."""
+        less = self.subtract_int(size, self.int_constant(1))
+        return self.divide_int(self.add_int(count, less), size)
 
     def allocate_vectors(self, vectors: int) -> Value:
-        """Return the address of room for so many vectors, on the stack of the kernel."""
+        """Return the address of vectors on the stack of the kernel."""
         with self._b.goto_entry_block():
             place = self._b.alloca(ir.ArrayType(_FLOAT, vectors * LANES))
             place.align = VECTOR_BYTES
             return self._b.ptrtoint(place, INT)
 
     def create_variable(self, value: Value) -> Value:
-        """Return a place that holds a value; LLVM turns it into a register."""
+        """Return a variable that holds a value; LLVM turns it into a register."""
         return cgutils.alloca_once_value(self._b, value)
 
     def load_variable(self, variable: Value) -> Value:
-        """Return what a variable holds."""
+        """Return the value of a variable."""
         return self._b.load(variable)
 
     def store_variable(self, value: Value, variable: Value) -> None:
-        """Set what a variable holds."""
+        """Set the value of a variable."""
         self._b.store(value, variable)
 
     @contextmanager
     def loop(self, times: Value) -> Iterator[Value]:
-        """Emit a loop; its body gets the index, from 0."""
+        """Emit a loop; its body gets the index, starting at 0."""
         with cgutils.for_range(self._b, times) as loop:
             yield loop.index
 
     def emit_branches(self, flag: Value, yes: Choice, no: Choice) -> Iterator[Choice]:
-        """Emit what the caller emits: with ``yes`` where the flag is set, and with ``no`` else."""
+        """Emit the caller's body twice: with ``yes`` if the flag is set, with ``no`` otherwise."""
         with self._b.if_else(flag) as (then, otherwise):
             with then:
                 yield yes
@@ -367,17 +365,14 @@ class SimdBuilder:
                 yield no
 
     def _split_halves(self, vector: Value) -> list[Value]:
-        """Return the first and the second half of a vector."""
         count = vector.type.count // 2
         undefined = ir.Constant(vector.type, ir.Undefined)
         parts = ([first + lane for lane in range(count)] for first in (0, count))
         kind = ir.VectorType(_I32, count)
-        return [
-            self._b.shuffle_vector(vector, undefined, ir.Constant(kind, part)) for part in parts
-        ]
+        masks = [ir.Constant(kind, part) for part in parts]
+        return [self._b.shuffle_vector(vector, undefined, mask) for mask in masks]
 
     def _join_halves(self, halves: list[Value]) -> Value:
-        """Return sixteen int32 of two halves."""
         return self._b.shuffle_vector(*halves, ir.Constant(_INTS, list(range(LANES))))
 
     def _load(self, address: Value, kind: ir.Type) -> Value:
@@ -398,9 +393,9 @@ class SimdBuilder:
 def emit_tiles(
     lanes: SimdBuilder, count: Value, sizes: tuple[int, ...]
 ) -> Iterator[tuple[Value, int]]:
-    """Emit what the caller emits for each size in turn, as often as it fits in what is left.
+    """Emit the caller's body for each size in turn, as often as it fits into the rest of the count.
 
-    Yields where the stretch begins, and its size; the last size is 1.
+    Yields the first index and the size of each tile; the last size must be 1.
     """
     done = lanes.int_constant(0)
     for size in sizes:
@@ -413,10 +408,10 @@ def emit_tiles(
 def emit_even_tiles(
     lanes: SimdBuilder, count: Value, *, parts: Value, largest: int
 ) -> Iterator[tuple[Value, Value, int]]:
-    """Emit what the caller emits for ``several`` stretches in turn, none longer than ``most``.
+    """Emit the caller's body for ``parts`` tiles in turn, none larger than ``largest``.
 
-    Some may be one longer than the others, and come first. Yields the number of a stretch, where it
-    begins, and its size.
+    Tiles that are one larger than the others come first. Yields the number, the first index and the
+    size of each tile.
     """
     size = lanes.divide_int(count, lanes.max_int(parts, lanes.int_constant(1)))
     longer = lanes.subtract_int(count, lanes.multiply_int(parts, size))

@@ -1,27 +1,23 @@
-"""Threads that sleep until they are called, in compiled code, without the interpreter.
+"""The thread pool of the CPU backend: mailboxes, work sharing in compiled code, and `ThreadPool`.
 
-A post is four cache lines of memory: the number that was posted last, a lock, and the condition
-variable of its one sleeping thread. Nothing here takes the interpreter's lock, so a sleeper wakes
-up at once even where Python is busy.
+**Mailbox.** A sleeping worker waits at a mailbox: four cache lines with the last posted number, a
+mutex and the condition variable of its only waiting thread. Nothing here takes the interpreter's
+lock, so a worker wakes up at once even while Python is busy.
 
-How workers share out the items of a program, in compiled code.
+**Work sharing.** The state is one number, the ticket: the current run, operation and next item. It
+does not return to an earlier value (within 2^25 runs), so a claim, a compare-and-swap, fails for a
+worker that looked at a finished run. What workers read before they claim is memory of the pool that
+stays allocated: `SHARED_WORDS` int64 and the operation buffer. The next operation begins when all
+items of the last one are done, not when all workers have reported: a worker that the system delays
+is waited for only while it has claimed items, so it may look at the state at any moment of a later
+run. The length written there names its run, as the ticket does.
 
-The state is one number, the ticket: which run, which operation, which item is next. It does not
-come back to an earlier value (within 2^25 runs), so a claim, which is a compare-and-swap, fails for
-a worker that looked at a run that is over. What workers read before they claim is the crew's own
-memory, which stays: `SHARED_WORDS` int64 and room for the operations. The next operation begins
-when all items of the last one are done, not when all workers have said so: a worker that the system
-delays is waited for only while it has claimed items. So it may look at any moment of a later run:
-the length that is written there names its run, as the ticket does.
+A claim takes half of the worker's fair share of the rest, so that workers read long ranges of
+memory with few claims, while the last claims are small enough that all workers finish together.
 
-A claim takes half of the worker's fair share of what is left, so each worker reads long stretches
-of memory and claims are few, while the last ones are small enough that all workers end together.
-
-The crew: threads that run a program's operations together, the caller's among them.
-
-A worker that is free claims the next items of an operation (`load_pool_functions`); which worker does an item
-changes no bit of it. Between runs the threads sleep (`waiting`). A run is one call of compiled
-code: no signal interrupts it, and it does not hold the interpreter's lock.
+**Pool.** The caller's thread is one of the workers. Which worker computes an item never changes a
+result. Between runs the threads sleep. A run is one call of compiled code: no signal interrupts it,
+and it does not hold the interpreter's lock.
 """
 
 import os
@@ -49,13 +45,14 @@ from expertctl.engine.kernels.memory import (
     pause_cpu,
     yield_thread,
 )
+from expertctl.engine.kernels.packed_format import AnyArray
 
 MAILBOX_BYTES = 256
 CLOSED = -1
-"""Posted to threads that are to end."""
+"""Posted to threads that are to exit."""
 _LOCK, _CONDITION = 64, 128
 _SPIN_COUNT = 1000
-"""How often a thread looks before it sleeps: some 30 µs, the time between two programs."""
+"""How often a thread polls before it sleeps: some 30 µs, the time between two programs."""
 
 _init_lock = types.ExternalFunction("pthread_mutex_init", types.int32(types.int64, types.int64))
 _init_condition = types.ExternalFunction("pthread_cond_init", types.int32(types.int64, types.int64))
@@ -66,15 +63,15 @@ _notify_condition = types.ExternalFunction("pthread_cond_broadcast", types.int32
 
 
 @numba.njit
-def initialise_mailbox(post: Any) -> None:  # pragma: no cover (compiled)
-    """Make a post of memory that is all zeros."""
+def initialise_mailbox(post: Any) -> None:
+    """Initialise a mailbox in zeroed memory."""
     _init_lock(post + _LOCK, 0)
     _init_condition(post + _CONDITION, 0)
 
 
 @numba.njit
-def post_message(post: Any, number: Any) -> None:  # pragma: no cover (compiled)
-    """Post a number and wake the thread that sleeps there; a closed post stays closed."""
+def post_message(post: Any, number: Any) -> None:
+    """Post a number and wake the thread that waits; a closed mailbox stays closed."""
     _lock(post + _LOCK)
     if atomic_load(post) != CLOSED:
         atomic_store(post, number)
@@ -83,8 +80,8 @@ def post_message(post: Any, number: Any) -> None:  # pragma: no cover (compiled)
 
 
 @numba.njit
-def wait_for_message(post: Any, seen: Any) -> Any:  # pragma: no cover (compiled)
-    """Wait until another number than ``seen`` is posted; return it."""
+def wait_for_message(post: Any, seen: Any) -> Any:
+    """Wait until a number other than ``seen`` is posted; return it."""
     for _ in range(_SPIN_COUNT):
         if atomic_load(post) != seen:
             return atomic_load(post)
@@ -96,14 +93,12 @@ def wait_for_message(post: Any, seen: Any) -> Any:  # pragma: no cover (compiled
     return atomic_load(post)
 
 
-AnyArray = np.ndarray[Any, Any]
-
 _LINE = 64
 _TICKET, _DONE, _LENGTH, _BUFFER, _TIMES, _LAST_TIME, _CLOCK, _SHARE = (k * _LINE for k in range(8))
-"""Offsets in the shared memory; each number that all workers write has a cache line of its own.
+"""Offsets in the shared memory; each number that all workers write has its own cache line.
 
-The length is what the ticket ends at, without items: the run, and how many operations it has. The
-share is of what is left of an operation: a claim takes one in so many items.
+The length is the final value of the ticket, without items: the run, and its number of operations.
+The share divides the rest of an operation: a claim takes one in this many items.
 """
 SHARED_WORDS = 8 * _LINE // 8
 TABLE_BYTES, OPERATION_BYTES = 32, 64
@@ -113,34 +108,32 @@ _LENGTH_SHIFT = _RUN_SHIFT - _OPERATION_SHIFT
 MAX_ITEMS, MAX_OPERATIONS = (1 << 24) - 1, (1 << 14) - 1
 _RUN_MASK = (1 << 25) - 1
 _SPINS = 500
-"""How often to look whether other workers are done before giving way to other threads."""
+"""How often to check whether other workers are done before yielding to other threads."""
 _CLOCK_NUMBER = time.CLOCK_MONOTONIC
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
-
-
-_LONG = types.int64
 
 
 @dataclass(frozen=True, slots=True)
 class PoolFunctions:
     """The compiled functions, called without the interpreter's lock.
 
-    They get addresses, for numba would allocate something for each array.
+    They take addresses, because numba would allocate something for each array.
     """
 
     run_single_threaded: Callable[[int, int, int, int], None]
     """Run a table on this thread: table, operations, shared memory, times (or 0)."""
     run_threaded: Callable[[int, int, int, int, int, int], bool]
-    """The same with other workers: ..., shared memory, posts, how many of them, times (or 0)."""
+    """The same with other workers: ..., shared memory, mailboxes, how many of them, times (or 0).
+    """
     serve_worker: Callable[[int, int], None]
-    """Take part in every run that is posted until the post is closed: shared memory, post."""
+    """Take part in every posted run until the mailbox is closed: shared memory, mailbox."""
     initialise_mailbox: Callable[[int], None]
     post_message: Callable[[int, int], None]
 
 
 @cache
 def load_pool_functions() -> PoolFunctions:
-    """Return the functions, compiled or loaded."""
+    """Return the functions, compiled or loaded from the cache."""
     return load_or_compile("sharing", _compile)
 
 
@@ -149,16 +142,16 @@ def _compile(cached: bool) -> PoolFunctions:
         return numba.njit(signature, nogil=True, cache=cached)(function)
 
     return PoolFunctions(
-        compile_one(types.void(*[_LONG] * 4), _run_single_threaded),
-        compile_one(types.boolean(*[_LONG] * 6), _run_threaded),
-        compile_one(types.void(_LONG, _LONG), _serve_worker),
-        compile_one(types.void(_LONG), initialise_mailbox.py_func),
-        compile_one(types.void(_LONG, _LONG), post_message.py_func),
+        compile_one(types.void(*[types.int64] * 4), _run_single_threaded),
+        compile_one(types.boolean(*[types.int64] * 6), _run_threaded),
+        compile_one(types.void(types.int64, types.int64), _serve_worker),
+        compile_one(types.void(types.int64), initialise_mailbox.py_func),
+        compile_one(types.void(types.int64, types.int64), post_message.py_func),
     )
 
 
 def set_operation_buffer(shared: AnyArray, buffer: int) -> None:
-    """Say, between two runs, where the operations of the next ones are written."""
+    """Set, between two runs, where the operations of the next runs are written."""
     shared[_BUFFER // 8] = buffer
 
 
@@ -170,7 +163,7 @@ def is_idle(shared: AnyArray) -> bool:
 
 def _run_single_threaded(
     table: int, operations: int, shared: int, times: int
-) -> None:  # pragma: no cover (compiled)
+) -> None:  # pragma: no cover - compiled
     """Run every operation on this thread."""
     _start_clock(shared, times)
     for place in range(operations):
@@ -183,10 +176,10 @@ def _run_single_threaded(
 
 def _run_threaded(
     table: int, operations: int, shared: int, posts: int, others: int, times: int
-) -> bool:  # pragma: no cover (compiled)
-    """Run every operation with the first ``others`` of the workers that wait at posts.
+) -> bool:  # pragma: no cover - compiled
+    """Run every operation with the first ``others`` of the workers that wait at mailboxes.
 
-    Returns False, and runs nothing, where there is more than a ticket can count.
+    Returns False, and runs nothing, if there is more than a ticket can count.
     """
     run = ((atomic_load(shared + _TICKET) >> _RUN_SHIFT) + 1) & _RUN_MASK
     length = _write_operations(table, operations, atomic_load(shared + _BUFFER))
@@ -203,8 +196,8 @@ def _run_threaded(
     return True
 
 
-def _serve_worker(shared: int, post: int) -> None:  # pragma: no cover (compiled)
-    """Take part in every run that is posted, until the post is closed."""
+def _serve_worker(shared: int, post: int) -> None:  # pragma: no cover - compiled
+    """Take part in every posted run until the mailbox is closed."""
     run = 0
     while run != CLOSED:
         run = wait_for_message(post, run)
@@ -213,10 +206,8 @@ def _serve_worker(shared: int, post: int) -> None:  # pragma: no cover (compiled
 
 
 @numba.njit
-def _write_operations(
-    table: int, operations: int, buffer: int
-) -> int:  # pragma: no cover (compiled)
-    """Write the operations that have items; return how many, or -1 where one has too many."""
+def _write_operations(table: int, operations: int, buffer: int) -> int:
+    """Write the operations that have items; return how many, or -1 if one has too many."""
     length = 0
     for place in range(operations):
         kernel, arguments, counted, portion = load_int64s(table + place * TABLE_BYTES, 4)
@@ -234,9 +225,9 @@ def _write_operations(
     return length
 
 
-@numba.njit(error_model="numpy")  # nothing is divided by 0, and nothing raised
-def _claim_items(shared: int, run: int) -> None:  # pragma: no cover (compiled)
-    """Claim and do items until the run is over."""
+@numba.njit(error_model="numpy")  # never divides by 0, and must not raise
+def _claim_items(shared: int, run: int) -> None:
+    """Claim and process items until the run is over."""
     spins = 0
     while True:
         ticket = atomic_load(shared + _TICKET)
@@ -262,17 +253,17 @@ def _claim_items(shared: int, run: int) -> None:  # pragma: no cover (compiled)
 
 
 @numba.njit
-def _is_finished(ticket: int, length: int) -> bool:  # pragma: no cover (compiled)
+def _is_finished(ticket: int, length: int) -> bool:
     """Return whether the ticket's run has no more operations.
 
-    The length of the next run is written before its ticket, so a worker that sees it looked at an
+    The length of the next run is written before its ticket, so a worker that sees it has read an
     old ticket.
     """
     return length >> _LENGTH_SHIFT != ticket >> _RUN_SHIFT or ticket >> _OPERATION_SHIFT >= length
 
 
 @numba.njit
-def _spin_or_yield(spins: int) -> int:  # pragma: no cover (compiled)
+def _spin_or_yield(spins: int) -> int:
     if spins < _SPINS:
         pause_cpu()
         return spins + 1
@@ -281,15 +272,15 @@ def _spin_or_yield(spins: int) -> int:  # pragma: no cover (compiled)
 
 
 @numba.njit
-def _start_clock(shared: int, times: int) -> None:  # pragma: no cover (compiled)
+def _start_clock(shared: int, times: int) -> None:
     atomic_store(shared + _TIMES, times)
     if times != 0:
         atomic_store(shared + _LAST_TIME, _read_clock(shared))
 
 
 @numba.njit
-def _record_operation_time(shared: int, place: int) -> None:  # pragma: no cover (compiled)
-    """Note how long the operation that has just ended took, where that was asked for."""
+def _record_operation_time(shared: int, place: int) -> None:
+    """Record the duration of the operation that has just ended, if requested."""
     times = atomic_load(shared + _TIMES)
     if times != 0:
         now = _read_clock(shared)
@@ -298,7 +289,7 @@ def _record_operation_time(shared: int, place: int) -> None:  # pragma: no cover
 
 
 @numba.njit
-def _read_clock(shared: int) -> int:  # pragma: no cover (compiled)
+def _read_clock(shared: int) -> int:
     _clock_gettime(_CLOCK_NUMBER, shared + _CLOCK)
     seconds, nanoseconds = load_int64s(shared + _CLOCK, 2)
     return seconds * 1_000_000_000 + nanoseconds
@@ -308,42 +299,42 @@ _INITIAL_OPERATIONS = 512
 
 
 class ThreadPool:
-    """So many workers at most. The runs of several callers take turns.
+    """A pool of at most ``workers`` threads; runs of several callers take turns.
 
-    The threads start when they are first needed, and anew in a process forked from this one;
-    they end with `close`, with the crew, or with the interpreter.
+    The threads start when they are first needed, and again in a process forked from this one; they
+    end with `close`, with the pool, or with the interpreter.
     """
 
     def __init__(self, workers: int) -> None:
-        """Use at most so many threads, the caller's among them."""
+        """Use at most this many threads, including the caller's."""
         self.workers = max(workers, 1)
         self._teams: dict[int, _WorkerGroup] = {}
-        """By process: a fork leaves its parent's threads behind."""
+        """By process id: a fork does not inherit its parent's threads."""
         self._closed = False
 
     def run(self, program: Program, *, workers: int | None = None) -> None:
         """Run a program.
 
         Raises:
-            ValueError: the crew was closed, or there is more than a ticket can count.
+            ValueError: the pool was closed, or there is more than a ticket can count.
         """
         self._run_table(program.table, workers, 0)
 
     def run_timed(self, program: Program, *, workers: int | None = None) -> AnyArray:
-        """Run a program like `run`; return float64 [operations], the seconds that each took."""
+        """Run a program like `run`; return the seconds of each operation, float64 [operations]."""
         spent = np.zeros(len(program.table), np.int64)
         self._run_table(program.table, workers, spent.ctypes.data)
         return spent / 1e9
 
     def close(self) -> None:
-        """End the threads; no run is possible after that."""
+        """End the threads; no run is possible afterwards."""
         self._closed = True
         team = self._teams.get(os.getpid())
         if team is not None:
             team.stop()
 
     def check_integrity(self) -> None:
-        """Check that no run was left halfway."""
+        """Check that no run was left unfinished."""
         team = self._teams.get(os.getpid())
         if team is not None:
             team.check_integrity()
@@ -352,23 +343,23 @@ class ThreadPool:
         self._check_open()
         team = self._current_workers()
         with team.lock:
-            self._check_open()  # again, for another caller may have closed it in between
+            self._check_open()  # again: another caller may have closed it in between
             team.run(table, max(min(workers or self.workers, self.workers), 1), times)
 
     def _current_workers(self) -> "_WorkerGroup":
-        """Return the team of this process; of two that callers make at once, one stays."""
+        """Return the workers of this process; of two that callers create at once, one stays."""
         process = os.getpid()
         return self._teams.get(process) or self._teams.setdefault(process, _WorkerGroup(process))
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValueError("the crew was closed")
+            raise ValueError("the thread pool was closed")
 
 
 class _WorkerGroup:
-    """The threads of one crew in one process, and the memory that they share.
+    """The threads of one pool in one process, and the memory that they share.
 
-    The caller that runs something holds the lock.
+    The caller of a run holds the lock.
     """
 
     def __init__(self, process: int) -> None:
@@ -378,7 +369,7 @@ class _WorkerGroup:
         self._shared = aligned_zeros(SHARED_WORDS, np.int64)
         self._address = self._shared.ctypes.data
         self._rooms: list[AnyArray] = []
-        """Room for operations; all of it stays, for a worker that is late may look there."""
+        """Operation buffers; all stay allocated, because a late worker may still read them."""
         self._posts: list[AnyArray] = []
         self._addresses = np.zeros(0, np.int64)
         self._threads: list[threading.Thread] = []
@@ -394,7 +385,7 @@ class _WorkerGroup:
         self._grow_buffer(len(table))
         posts = self._addresses.ctypes.data
         if not self._sharing.run_threaded(*what, posts, workers - 1, times):
-            raise ValueError(f"over {MAX_ITEMS} items or {MAX_OPERATIONS} operations in a run")
+            raise ValueError(f"more than {MAX_ITEMS} items or {MAX_OPERATIONS} operations in a run")
 
     def stop(self) -> None:
         with self.lock:
@@ -402,7 +393,7 @@ class _WorkerGroup:
 
     def check_integrity(self) -> None:
         with self.lock:
-            assert is_idle(self._shared), "a run was left halfway"
+            assert is_idle(self._shared), "a run was left unfinished"
 
     def _start_workers(self, others: int) -> None:
         while len(self._threads) < others:
@@ -418,9 +409,7 @@ class _WorkerGroup:
     def _grow_buffer(self, operations: int) -> None:
         room = self._rooms[-1].nbytes if self._rooms else 0
         if operations * OPERATION_BYTES > room:
-            size = max(
-                operations * OPERATION_BYTES, 2 * room, _INITIAL_OPERATIONS * OPERATION_BYTES
-            )
+            size = max(OPERATION_BYTES * max(operations, _INITIAL_OPERATIONS), 2 * room)
             self._rooms.append(aligned_zeros(size, np.uint8))
             set_operation_buffer(self._shared, self._rooms[-1].ctypes.data)
 
@@ -428,7 +417,7 @@ class _WorkerGroup:
 def _run_worker(
     sharing: PoolFunctions, shared: AnyArray, post: AnyArray, _rooms: list[AnyArray]
 ) -> None:
-    """Work, on a thread that keeps alive what it reads."""
+    """Serve runs, on a thread that keeps alive the memory it reads."""
     sharing.serve_worker(shared.ctypes.data, post.ctypes.data)
 
 

@@ -145,7 +145,7 @@ class _StoredHeaders:
 
     paths: Mapping[str, tuple[Path, FileDigest]]
 
-    def load_variable(self, path: str) -> memoryview:
+    def read_file(self, path: str) -> memoryview:
         blob, expected = self.paths[path]
         buffer = _allocate_zeros(expected.size)
         with blob.open("rb") as stream:

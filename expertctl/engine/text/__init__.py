@@ -1,1 +1,1 @@
-"""Text in and out: tokenizer, chat template, stop strings and output formats."""
+"""Text in and out: tokenizer, chat template, prompts and answer formats."""

@@ -1,12 +1,12 @@
-"""Find code in an answer: the fenced code blocks of its Markdown, and code between prose.
+"""Answer formats: finding code in an answer, and checking it against the requested format.
 
-Each function is linear in the length of the text, or tries a bounded number of places.
+Code is found in the fenced code blocks of Markdown and between prose. Each function is linear in
+the length of the text, or tries a bounded number of positions.
 
-The form that an answer must have, where an expert or the prompt asks for one, and the check.
-
-Only JSON is asked for that way: that a prompt wants code is a guess, so the answer is not checked.
-A request may ask for Python explicitly; Python is parsed and never run. The code blocks of an
-answer are checked, and prose around them is no fault. The answer itself is never changed.
+Only JSON is inferred from an expert or a prompt; that a prompt wants code would be a guess, so such
+answers are not checked. A request may ask for Python explicitly; Python is parsed but never run.
+The code blocks of an answer are checked, and prose around them is allowed. The answer itself is
+never changed.
 """
 
 import ast
@@ -23,7 +23,7 @@ from typing import Literal, NoReturn
 from expertctl.schema.manifest import Manifest
 
 MAX_JSON_PLACES = 32
-"""How many brackets of an answer are tried as the beginning of a JSON value."""
+"""Maximum number of brackets tried as the start of a JSON value."""
 
 _BRACKET = re.compile(r"[\[\]{}]")
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*(.*)$")
@@ -75,17 +75,17 @@ def iter_code_blocks(text: str) -> Iterator[CodeBlock]:
 
 
 def find_language_blocks(text: str, languages: frozenset[str]) -> list[str]:
-    """Return the code blocks that name one of these languages."""
+    """Return the code blocks with one of these languages."""
     return [block.code for block in iter_code_blocks(text) if block.language in languages]
 
 
 def find_unnamed_blocks(text: str) -> list[str]:
-    """Return the code blocks that name no language."""
+    """Return the code blocks without a language."""
     return [block.code for block in iter_code_blocks(text) if not block.language]
 
 
 def find_json(text: str) -> str | None:
-    """Return the first JSON object or array in a text, not one within broken JSON; else None."""
+    """Return the first JSON object or array in a text, or None; broken JSON is skipped."""
     decoder = json.JSONDecoder(parse_int=len, parse_float=len)
     brackets = _BRACKET.finditer(text)
     for _ in range(MAX_JSON_PLACES):
@@ -103,7 +103,7 @@ def find_json(text: str) -> str | None:
 
 
 def _skip_nested_brackets(brackets: Iterator[re.Match[str]]) -> bool:
-    """Go on behind the bracket that closes an open one; return whether there is one."""
+    """Advance past the bracket that closes the open one; return whether there is one."""
     depth = 1
     for found in brackets:
         depth += 1 if found[0] in "{[" else -1
@@ -121,7 +121,7 @@ def find_python(text: str) -> str | None:
 
 
 def find_sql(text: str) -> str | None:
-    """Return a text from its first SQL statement to its last semicolon, else to a blank line."""
+    """Return a text from its first SQL statement to its last semicolon, or else to a blank line."""
     lines = text.split("\n")
     begin = next((n for n, line in enumerate(lines) if _STATEMENT.match(line)), None)
     if begin is None:
@@ -133,7 +133,7 @@ def find_sql(text: str) -> str | None:
 
 
 def extract_session_input(code: str) -> str:
-    """Return what was typed in a Python session (``>>>``, ``...``); other code as it is."""
+    """Return the input of a Python session (``>>>``, ``...``); other code is returned unchanged."""
     if not code.lstrip().startswith(">>>"):
         return code
     typed = [line for line in code.split("\n") if line.startswith((">>>", "..."))]
@@ -143,9 +143,9 @@ def extract_session_input(code: str) -> str:
 AnswerFormat = Literal["json", "jsonl", "python"]
 
 MAX_CHARACTERS = 200_000
-"""A longer answer is not checked."""
+"""Longer answers are not checked."""
 _HEAD, _TAIL = 4_000, 1_000
-"""How much of a long prompt is looked at: the task stands before a text or behind it."""
+"""Inspected parts of a long prompt: the task is before or after a pasted text."""
 
 _QUESTION = re.compile(r"\s*(?:how|what|why|when|where|who|which|explain|describe)\b", re.I)
 _JSON = re.compile(
@@ -165,9 +165,9 @@ _CODE = re.compile(
     rf"|\b(?:{_LANGUAGE})\s(?:{_PIECE})\b",
     re.I,
 )
-"""Code may read or write JSON, so a prompt that asks for code asks for no JSON in its answer."""
+"""Code may read or write JSON, so a prompt that asks for code does not ask for a JSON answer."""
 _PARSING = threading.Lock()
-"""Warning filters belong to the whole process, so one thread at a time changes them."""
+"""Warning filters are global to the process, so only one thread at a time changes them."""
 _TAGS: Mapping[AnswerFormat, frozenset[str]] = {
     "json": frozenset({"json", "json5", "jsonc"}),
     "jsonl": frozenset({"json", "jsonl", "ndjson"}),
@@ -178,14 +178,14 @@ _FORMAT_NAMES = {"json": "JSON", "jsonl": "JSON Lines", "python": "Python"}
 
 @dataclass(frozen=True, slots=True)
 class FormatCheck:
-    """What the check of an answer came to; ``passed`` is None where nothing was to be checked."""
+    """The result of checking an answer; ``passed`` is None if nothing was checked."""
 
     passed: bool | None
     problem: str = ""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a person should know."""
+        """The problem as a warning for the user."""
         return (self.problem,) if self.problem else ()
 
 
@@ -193,21 +193,21 @@ UNCHECKED = FormatCheck(None)
 
 
 def worst_check(found: Iterable[FormatCheck]) -> FormatCheck:
-    """Return the first check that failed, else the first that is open, else the first."""
+    """Return the first failed check, or else the first undecided one, or else the first."""
     return min(found, key=lambda one: {False: 0, None: 1, True: 2}[one.passed])
 
 
 def expected_format(prompt: str, experts: Sequence[Manifest]) -> AnswerFormat | None:
-    """Return the form that is called for: by the last expert, else by the prompt.
+    """Return the format requested by the last expert, or else by the prompt.
 
-    Later experts of a chain may change what earlier ones make, so only the last one counts.
+    Later experts of a chain may change the format of earlier ones, so only the last one counts.
     """
     declared = _declared_format(experts[-1]) if experts else None
     return declared if declared or len(experts) > 1 else _requested_format(prompt)
 
 
 def check_answer_format(text: str, answer_format: AnswerFormat | None) -> FormatCheck:
-    """Check an answer: it is not empty, and of the form that is asked for, if any."""
+    """Check that an answer is not empty and has the requested format, if any."""
     if not text.strip():
         return FormatCheck(False, "the answer is empty")
     if answer_format is None or len(text) > MAX_CHARACTERS:
@@ -221,22 +221,20 @@ def check_answer_format(text: str, answer_format: AnswerFormat | None) -> Format
 
 
 def ignore_truncation(found: FormatCheck, *, finish_reason: str) -> FormatCheck:
-    """Return a check; an answer that was cut at the limit of tokens is not blamed for its end."""
+    """Return a check result, undecided if a failed answer was cut at the token limit."""
     if found.passed is not False or finish_reason != "length":
         return found
-    return FormatCheck(
-        None, "the answer was cut at the limit of tokens, so its form is not checked"
-    )
+    return FormatCheck(None, "the answer was cut at the token limit, so its format is not checked")
 
 
 def _declared_format(manifest: Manifest) -> AnswerFormat | None:
-    """Return the form of an expert's answers: its task says it, or how it was evaluated."""
+    """Return the answer format of an expert, from its task or its evaluation."""
     measured = any(entry.metric == "json" for entry in manifest.evaluation)
     return "json" if measured or manifest.routing.task == "json_parsing" else None
 
 
 def _requested_format(prompt: str) -> AnswerFormat | None:
-    """Return the form that a prompt asks for; a question, or one about code, asks for none."""
+    """Return the format that a prompt requests; questions and prompts about code request none."""
     text = prompt if len(prompt) <= _HEAD + _TAIL else f"{prompt[:_HEAD]}\n{prompt[-_TAIL:]}"
     if _QUESTION.match(text):
         return None
@@ -247,9 +245,9 @@ def _requested_format(prompt: str) -> AnswerFormat | None:
 
 
 def _find_first_problem(text: str, form: AnswerFormat) -> str:
-    """Return what is wrong with an answer: every code block that names the language counts.
+    """Return the problem of an answer: every code block with a matching language must be valid.
 
-    Without such a block it is enough if another block, the answer, or a part of it is right.
+    Without such a block, one valid block, answer or part of the answer is enough.
     """
     named = find_language_blocks(text, _TAGS[form])
     if named:
@@ -266,7 +264,7 @@ def _find_problem(text: str, form: AnswerFormat) -> str:
     except SyntaxError as error:
         return f"{error.msg}, line {error.lineno}"
     except (ValueError, RecursionError, MemoryError) as error:
-        return str(error) or "nested too deep"
+        return str(error) or "nested too deeply"
     return ""
 
 
@@ -286,12 +284,12 @@ def _read_json_lines(text: str) -> None:
 
 def _read_python(text: str) -> None:
     with _PARSING, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes in its strings
+        warnings.simplefilter("ignore")  # about escapes in string literals
         ast.parse(extract_session_input(text))
 
 
 def _find_json_lines(text: str) -> str | None:
-    """Return the lines that look like JSON objects or arrays; None if there is none."""
+    """Return the lines that look like JSON objects or arrays; None if there are none."""
     lines = [line for line in text.splitlines() if line.lstrip().startswith(("{", "["))]
     return "\n".join(lines) or None
 
@@ -306,4 +304,4 @@ _IN_PROSE: Mapping[AnswerFormat, Callable[[str], str | None]] = {
     "jsonl": _find_json_lines,
     "python": find_python,
 }
-"""Form → what finds code of it between prose."""
+"""Finds code of each format between prose."""

@@ -1,26 +1,20 @@
-"""Fill-in-the-middle: the tokens that a base was trained to have around a prefix and a suffix.
+"""From conversations and raw prompts to tokens: chat templates and fill-in-the-middle.
 
-A base takes such prompts if its vocabulary has all tokens of a family below. The order is the one
-that the family documents: prefix, suffix, middle, or for Mistral's bases the suffix first.
+A template sees only plain data: messages, tools, the names of special tokens, and the caller's
+variables. It is rendered as transformers renders it. User text cannot become control tokens,
+because marks around it separate the two (see `tokenizer`). Nothing is rewritten: without a template
+the prompt is used unchanged, with a warning.
 
-From a conversation to the tokens of a prompt, by the chat template of the base.
+An expert may bring a template of its own, ``decoding.chat_template``. If the experts of a plan
+bring different ones, the base's is used, with a warning. A template is untrusted text, like that of
+a base, and is rendered in the same sandbox.
 
-A template sees plain data only: messages, tools, the names of special tokens, and what the caller
-adds. It is rendered as transformers renders it. Text of users is kept from becoming control tokens
-by marks around them (see `tokenizer`). Nothing is rewritten: without a template the prompt is used
-as it is, and that is said in the warnings.
+A `RawPrompt` is continued without a chat template. Control tokens spelled in its text are control
+tokens unless ``parse_special`` is off; token ids are used unchanged. The tokenizer's token at the
+beginning of a text is added once: not to token ids, and not to a text that already starts with it.
 
-The chat template that an expert brings: read from its verified package, used when it is alone.
-
-An expert trained on a format of its own names it as ``decoding.chat_template``. Where the experts
-of a plan bring different ones, none of them is right for all, so the base's is used, and that is
-said. A template is untrusted text like that of a base, and rendered in the same sandbox.
-
-The tokens of a `RawPrompt`, which is continued as it stands: no chat template reads it.
-
-Control tokens that a text spells are control tokens unless ``parse_special`` is off. Tokens are
-taken as they are. The tokenizer's token at the beginning of a text is added once: not to tokens,
-and not to a text that spells it already.
+Fill-in-the-middle is supported if the vocabulary has all tokens of one of `_FAMILIES`. The order is
+the documented one of the family: prefix, suffix, middle; Mistral's bases take the suffix first.
 """
 
 import hashlib
@@ -51,18 +45,18 @@ from expertctl.schema.strict_json import JsonValue
 
 class _TokenLookup(Protocol):
     def token_id(self, token: str) -> int | None:
-        """Return the number of a token by its spelling."""
+        """Return the id of a token by its spelling."""
 
 
 @dataclass(frozen=True, slots=True)
 class FimTokens:
-    """The tokens of one base; ``middle`` is None where nothing stands before the answer."""
+    """The fill-in-the-middle tokens of a base; ``middle`` is None if none precedes the answer."""
 
     prefix: int
     suffix: int
     middle: int | None
     ends: frozenset[int]
-    """Tokens that end the middle, beside those that end every text of the base."""
+    """Additional tokens that end the middle, besides the base's usual ones."""
 
     def arrange(self, prefix: list[int], suffix: list[int]) -> list[int]:
         """Return the prompt whose continuation is the middle."""
@@ -81,22 +75,14 @@ _FAMILIES: tuple[tuple[str, str, str | None], ...] = (
     ("[PREFIX]", "[SUFFIX]", None),  # Codestral
 )
 _ENDS = (
-    "<|endoftext|>",
-    "<|fim_pad|>",
-    "<|file_sep|>",
-    "<|file_separator|>",
-    "<|repo_name|>",
-    "<fim_pad>",
-    "<file_sep>",
-    "<fim-pad>",
-    "▁<EOT>",
-    "<EOT>",
-)
-"""Padding of such prompts, and what stands between two files: behind it the middle is over."""
+    "<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|file_separator|>", "<|repo_name|>",
+    "<fim_pad>", "<file_sep>", "<fim-pad>", "▁<EOT>", "<EOT>",
+)  # fmt: skip
+"""Padding of such prompts and file separators: after one of them the middle is complete."""
 
 
 def find_fim_tokens(vocabulary: _TokenLookup) -> FimTokens | None:
-    """Return the tokens of a base; None where it has none of these families."""
+    """Return the fill-in-the-middle tokens of a base; None if it has no family of them."""
     for names in _FAMILIES:
         ids = [None if name is None else vocabulary.token_id(name) for name in names]
         if any(one is None for one, name in zip(ids, names, strict=True) if name is not None):
@@ -111,10 +97,8 @@ def find_fim_tokens(vocabulary: _TokenLookup) -> FimTokens | None:
 
 
 MAX_TEMPLATE_CHARACTERS = 256 << 10
-NO_TEMPLATE = "the base has no chat template, the prompt is used as it is"
-TEMPLATE_USES_CLOCK = (
-    "the base's chat template writes the date, so the prompt differs from day to day"
-)
+NO_TEMPLATE = "the base has no chat template; the prompt is used unchanged"
+TEMPLATE_USES_CLOCK = "the base's chat template writes the date, so the prompt changes every day"
 _SAMPLE_MESSAGES = (ConversationMessage("user", "?"),)
 _MAX_REASON_CHARACTERS = 500
 _STRFTIME = re.compile(r"(%[-#]?[A-Za-z%]|[^%]){0,100}")
@@ -124,13 +108,13 @@ Clock = Callable[[], datetime]
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """What the decoder reads, as text and as tokens, and what the user should know about it."""
+    """A prompt as text and as tokens, with warnings for the user."""
 
     text: str
     ids: tuple[int, ...]
     warnings: tuple[str, ...] = ()
     end_ids: frozenset[int] = frozenset()
-    """Tokens that end the answer, beside those that end every text of the base."""
+    """Additional tokens that end the answer, besides the base's usual ones."""
 
 
 class _RefusalError(TemplateError):
@@ -141,7 +125,7 @@ class ChatTemplate:
     """The chat template of one base."""
 
     def __init__(self, source: TemplateSource, *, clock: Clock = datetime.now) -> None:
-        """Keep the source; it is compiled by each rendering, under the rendering's budget."""
+        """Keep the source; each rendering compiles it, within the rendering's budget."""
         self.source = source
         self._clock = clock
 
@@ -154,12 +138,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         used_clock: Callable[[], None] = lambda: None,
     ) -> str:
-        """Return the conversation as text; ``used_clock`` is called when the template asks for it.
+        """Return the conversation as text; ``used_clock`` is called if the template reads the time.
 
         Raises:
-            InvalidPackageError: when the template is malformed, fails, or does too much.
-            IncompatibleError: when the template refuses every conversation.
-            UsageError: when it takes others, and refuses this one or fails on it.
+            InvalidPackageError: if the template is malformed, fails, or does too much.
+            IncompatibleError: if the template refuses every conversation.
+            UsageError: if it accepts others, but refuses this one or fails on it.
         """
 
         def strftime_now(form: str) -> str:
@@ -184,7 +168,7 @@ class ChatTemplate:
             raise self._make_usage_error(error) from error
 
     def _accepts(self, sandbox: ChatSandbox, values: Mapping[str, object]) -> bool:
-        """Tell whether it renders a conversation that nothing is wrong with."""
+        """Return whether it renders a minimal valid conversation."""
         try:
             self._render_sandboxed(sandbox, values)
         except (InvalidPackageError, IncompatibleError):
@@ -192,15 +176,15 @@ class ChatTemplate:
         return True
 
     def _make_usage_error(self, error: ExpertError) -> UsageError:
-        """Say what is wrong with a conversation, in the words of the template."""
+        """Describe the problem of a conversation, in the words of the template."""
         cause = error.__cause__
         is_said = isinstance(cause, _RefusalError)
         said = _clean_template_text(
             str(cause) if is_said else f"it fails: {type(cause).__name__}: {cause}"
         )
         return UsageError(
-            f"the chat template takes no such conversation: {said[:_MAX_REASON_CHARACTERS]}",
-            hint="change roles, order or contents of the messages, or of the tools, as it says",
+            f"the chat template does not accept this conversation: {said[:_MAX_REASON_CHARACTERS]}",
+            hint="change the roles, order or contents of the messages or tools accordingly",
         )
 
     def _render_sandboxed(self, sandbox: ChatSandbox, values: Mapping[str, object]) -> str:
@@ -214,7 +198,7 @@ class ChatTemplate:
         except _RefusalError as error:
             raise IncompatibleError(
                 f"{self.source.file}: the chat template refuses this conversation: {error}",
-                hint="change the conversation as it says",
+                hint="change the conversation accordingly",
             ) from error
         except Exception as error:  # a template can raise whatever Python can
             raise self._make_package_error(f"fails: {type(error).__name__}: {error}") from error
@@ -236,14 +220,14 @@ def encode_chat(
     end: ChatEnd = "new_turn",
     clock: Clock = datetime.now,
 ) -> EncodedPrompt:
-    """Return what the decoder reads for a conversation; ``template`` is used for the base's own.
+    """Encode a conversation; ``template`` replaces the base's own.
 
     Raises:
-        UsageError: for several messages where the base has no chat template, for control tokens
-            that cannot be read as letters, for what the template refuses or fails on, and for a
-            last message that it does not write as it is, where that is to be continued.
-        InvalidPackageError: when the template is malformed, fails, or does too much.
-        IncompatibleError: when the template refuses every conversation.
+        UsageError: for several messages if the base has no chat template, for control tokens
+            that cannot be encoded as letters, if the template refuses the conversation or fails,
+            and if a last message to be continued is not written unchanged.
+        InvalidPackageError: if the template is malformed, fails, or does too much.
+        IncompatibleError: if the template refuses every conversation.
     """
     config = tokenizer.config
     template = template or config.template
@@ -271,9 +255,9 @@ def encode_chat(
 
 
 def _choose_unused_tag(texts: Sequence[str]) -> str:
-    """Return a word that marks the end of the last message; it occurs in no text of a user.
+    """Return a word that marks the end of the last message and occurs in no user text.
 
-    It is made of the digest of all texts, which none of them can contain.
+    It contains the digest of all texts, which none of them can contain.
     """
     digest = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass"))
     return f"CONTINUED-{digest.hexdigest()} "
@@ -287,9 +271,9 @@ def _append_tag(messages: Sequence[ConversationMessage], tag: str) -> Sequence[C
 
 
 def _cut_after_tag(text: str, tag: str) -> str:
-    """Cut a rendered conversation behind its last message, as transformers does.
+    """Cut a rendered conversation after its last message, as transformers does.
 
-    Where the template removes white space at the end of messages, it is removed here.
+    If the template strips white space at the end of messages, it is stripped here too.
     """
     if not tag:
         return text
@@ -297,7 +281,7 @@ def _cut_after_tag(text: str, tag: str) -> str:
     if at < 0:
         raise UsageError(
             "the last message cannot be continued: the chat template of the base does not write it",
-            hint="end the conversation with a message of the user",
+            hint="end the conversation with a user message",
         )
     return text[:at] if text.startswith(tag, at) else text[:at].rstrip()
 
@@ -305,17 +289,13 @@ def _cut_after_tag(text: str, tag: str) -> str:
 def _collect_texts(
     messages: Sequence[ConversationMessage], variables: Mapping[str, JsonValue] | None
 ) -> list[str]:
-    """Return every text of a user that a template may write, names of fields too."""
-    given = [m.content for m in messages]
-    return (
-        given
-        + [t for m in messages for t in _collect_strings(m.fields)]
-        + _collect_strings(variables or {})
-    )
+    """Return every user text that a template may write, including names of fields."""
+    fields = (text for message in messages for text in _collect_strings(message.fields))
+    return [*(m.content for m in messages), *fields, *_collect_strings(variables or {})]
 
 
 def _collect_strings(value: Mapping[str, JsonValue] | JsonValue) -> list[str]:
-    """Return all strings in a value, those of keys too."""
+    """Return all strings in a value, including keys."""
     match value:
         case str():
             return [value]
@@ -331,15 +311,14 @@ def _mark_message(
     message: ConversationMessage, tokenizer: Tokenizer, marks: ControlTokenMarks
 ) -> ConversationMessage:
     content = tokenizer.mark_control_tokens(message.content, marks)
-    return ConversationMessage(
-        message.role, content, _mark_object(message.fields, tokenizer, marks)
-    )
+    fields = _mark_object(message.fields, tokenizer, marks)
+    return ConversationMessage(message.role, content, fields)
 
 
 def _mark_object(
     given: Mapping[str, JsonValue], tokenizer: Tokenizer, marks: ControlTokenMarks
 ) -> dict[str, JsonValue]:
-    """Mark control tokens in values; a top name is the template's, names below are the user's."""
+    """Mark control tokens in values and nested names; top-level names are the template's."""
 
     def marked(value: JsonValue) -> JsonValue:
         match value:
@@ -348,10 +327,8 @@ def _mark_object(
             case list():
                 return [marked(item) for item in value]
             case dict():
-                return {
-                    tokenizer.mark_control_tokens(key, marks): marked(item)
-                    for key, item in value.items()
-                }
+                mark = tokenizer.mark_control_tokens
+                return {mark(key, marks): marked(item) for key, item in value.items()}
             case _:
                 return value
 
@@ -363,7 +340,7 @@ def _encode_without_template(
 ) -> EncodedPrompt:
     if len(messages) != 1:
         raise UsageError(
-            "the base has no chat template, so it takes one prompt and no conversation",
+            "the base has no chat template, so it accepts one prompt but no conversation",
             hint="use a base with a chat_template in tokenizer_config.json",
         )
     text = messages[0].content
@@ -375,25 +352,25 @@ def _message_fields(messages: Sequence[ConversationMessage]) -> list[dict[str, J
 
 
 def _raise_exception(message: object) -> None:
-    """Let a template refuse a conversation, as transformers does."""
+    """Let a template refuse a conversation, as in transformers."""
     raise _RefusalError(_clean_template_text(str(message)))
 
 
 def _clean_template_text(text: str) -> str:
-    """Return a text of a template as it may stand in a message: one line, printable, bounded."""
+    """Return template text for an error message: one line, printable, bounded."""
     plain = "".join(c if c.isprintable() else " " for c in text[:1000])
     return " ".join(plain.split())
 
 
 def _format_time(moment: datetime, form: str) -> str:
-    """Only plain conversions: some C libraries pad ``%999999999d`` without limit."""
+    """Format with plain conversions only: some C libraries pad ``%999999999d`` without limit."""
     if not _STRFTIME.fullmatch(str(form)):
         raise TemplateError(f"the date format {str(form)[:40]!r} is not available")
     return moment.strftime(str(form))
 
 
 _MAX_BYTES = 4 * MAX_TEMPLATE_CHARACTERS
-"""The most that so many characters take in UTF-8."""
+"""The maximum UTF-8 size of a template."""
 
 ReadFile = Callable[[InstalledExpert, str], bytes]
 """Returns one file of an expert, its digest checked."""
@@ -408,11 +385,11 @@ class TemplateChoice:
 
 
 def choose_template(planned: PlannedPrompt, read: ReadFile) -> TemplateChoice:
-    """Return the one template that the experts of a plan bring; weight 0 equals leaving one out.
+    """Return the one template that the experts of a plan bring; experts of weight 0 are ignored.
 
     Raises:
-        DigestError: when the file is not the one that was verified.
-        InvalidPackageError: when it is too long or not text.
+        DigestError: if the file is not the one that was verified.
+        InvalidPackageError: if it is too long or not text.
     """
     active = zip(planned.experts, planned.result.plan.experts, strict=True)
     brought: dict[str, TemplateSource] = {}
@@ -439,21 +416,17 @@ def _read_template_source(expert: InstalledExpert, path: str, read: ReadFile) ->
 
 
 def encode_raw_prompt(tokenizer: Tokenizer, raw: RawPrompt) -> EncodedPrompt:
-    """Return the tokens of a prompt.
+    """Encode a raw prompt.
 
     Raises:
-        UsageError: when it has none, or has a suffix and the base knows no fill-in-the-middle.
+        UsageError: if it is empty, or has a suffix and the base has no fill-in-the-middle tokens.
     """
     if raw.suffix is not None:
         return _encode_fim(tokenizer, raw, raw.suffix)
     ids = raw.ids
     if ids is None:
-        encoded = tokenizer.encode_raw(
-            raw.text,
-            parse_special=raw.parse_special,
-            add_special_tokens=raw.add_special_tokens,
-        )
-        ids = tuple(encoded)
+        parse, add = raw.parse_special, raw.add_special_tokens
+        ids = tuple(tokenizer.encode_raw(raw.text, parse_special=parse, add_special_tokens=add))
     if not ids:
         raise UsageError("the prompt is empty", hint="send at least one token")
     return EncodedPrompt(raw.text, ids)

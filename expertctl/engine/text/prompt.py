@@ -1,15 +1,15 @@
-"""Messages: those of a conversation, and the user's own of prompt, body and template.
+"""Prompts: conversation messages, user messages from templates, raw prompts, and prompt logprobs.
 
-A message is put together, never rewritten. Without a template it is the prompt, a blank line, the
-body. A template holds ``{prompt}`` and ``{body}`` at most once each; what is put in is not looked
-at again. Routing sees the prompt only. A raw prompt is no message: it is continued as it stands.
+A user message is assembled, never rewritten. Without a template it is the prompt, a blank line and
+the body. A template holds ``{prompt}`` and ``{body}`` at most once each; inserted text is not
+expanded again. Routing sees only the prompt. A raw prompt is not a message: it is continued
+unchanged.
 
-`PromptLogprobs`: the log-probability of each token of a prompt, recorded while it is read.
-
-A decoder gives the logits of all positions, a few rows at a time. Each row is reduced at once to
-the log-probability of the token that follows it and to the likeliest tokens, so memory grows with
-the length of the prompt and never with its product with the vocabulary. Values are those of the
-model alone: log-softmax of float32 logits, without temperature and penalties.
+`PromptLogprobs` records the log-probability of each prompt token during prefill. The decoder passes
+the logits of all positions, a few rows at a time. Each row is reduced at once to the
+log-probability of the following token and the most likely tokens, so memory grows with the length
+of the prompt and never with its product with the vocabulary. Values are the log-softmax of the
+model's float32 logits, without temperature and penalties.
 """
 
 import re
@@ -24,14 +24,16 @@ from expertctl.routing.sampling_presets import MAX_PROMPT_CHARACTERS, check_prom
 from expertctl.schema.strict_json import JsonValue
 
 PROMPT_NOT_IN_TEMPLATE = (
-    "the template has no {prompt}: the prompt chose the experts, the model does not read it"
+    "the template has no {prompt}: the prompt selects experts, but the model does not see it"
 )
 _PLACEHOLDERS = re.compile(r"\{(prompt|body)\}")
 
 Role = Literal["system", "user", "assistant", "tool"]
 ChatEnd = Literal["new_turn", "as_is", "continue"]
-"""How a prompt ends: where a new turn of the assistant begins, where the last message was closed,
-or inside the last message, which the answer continues."""
+"""The end of a prompt: a new assistant turn, the closed last message, or inside that message.
+
+With ``continue`` the answer continues the last message.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,12 @@ class ConversationMessage:
     role: Role
     content: str
     fields: Mapping[str, JsonValue] = field(default_factory=dict)
-    """What else a chat template sees of it, ``tool_calls`` say."""
+    """Additional fields for the chat template, such as ``tool_calls``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserMessage:
-    """What the user wants the model to read."""
+    """A prompt with an optional body and template."""
 
     prompt: str
     body: str | None = None
@@ -54,31 +56,32 @@ class UserMessage:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What of it the model does not read."""
+        """Parts that the model does not read."""
         lost = self.template is not None and "prompt" not in _PLACEHOLDERS.findall(self.template)
         return (PROMPT_NOT_IN_TEMPLATE,) if lost else ()
 
     def text(self) -> str:
-        """Return the message as the model is to read it.
+        """Return the text for the model.
 
         Raises:
-            UsageError: when it is empty, too long or not text, or the template does not fit.
+            UsageError: if it is empty or not valid text, or the template does not fit.
+            ContextLengthError: if it is too long.
         """
         check_prompt(self.prompt)
-        text = self._join_parts() if self.template is None else self._fill_template(self.template)
+        if self.template is not None:
+            text = self._fill_template(self.template)
+        else:
+            text = self.prompt if self.body is None else f"{self.prompt}\n\n{self.body}"
         _check_text(text)
         return text
-
-    def _join_parts(self) -> str:
-        return self.prompt if self.body is None else f"{self.prompt}\n\n{self.body}"
 
     def _fill_template(self, template: str) -> str:
         places = _PLACEHOLDERS.findall(template)
         for name in ("prompt", "body"):
             if places.count(name) > 1:
                 raise UsageError(
-                    f"the template has {{{name}}} {places.count(name)} times, not once",
-                    hint="leave it there once",
+                    f"the template has {{{name}}} {places.count(name)} times; it may occur once",
+                    hint="use it only once",
                 )
         if self.body is None and "body" in places:
             raise UsageError("the template has {body}, but there is none", hint="give --body FILE")
@@ -93,24 +96,24 @@ class UserMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawPrompt:
-    """What is continued as it stands, by no chat template: a text or, with ``ids``, tokens."""
+    """A prompt that is continued without a chat template: a text or, with ``ids``, tokens."""
 
     text: str = ""
     ids: tuple[int, ...] | None = None
     suffix: str | None = None
-    """What stands behind the continuation, which is the middle then; only of a text."""
+    """The text after the continuation (fill-in-the-middle); requires a text."""
     parse_special: bool = True
-    """Whether control tokens that a text spells are control tokens; else they are letters."""
+    """Whether spelled control tokens become control tokens; otherwise they are letters."""
     add_special_tokens: bool = True
-    """Whether the token that the tokenizer puts before a text is added."""
+    """Whether the tokenizer's token at the beginning of a text is added."""
     is_continued: bool = True
-    """Whether anything is written; else the prompt is only read."""
+    """Whether anything is generated; otherwise the prompt is only processed."""
 
 
 def _check_text(text: str) -> None:
     if not text.strip():
         raise UsageError(
-            "the message is empty: the template leaves nothing to read",
+            "the message is empty: the template contains no text",
             hint="put {prompt} into the template",
         )
     if len(text) > MAX_PROMPT_CHARACTERS:
@@ -129,21 +132,21 @@ def _check_text(text: str) -> None:
 
 
 LOGIT_ROWS = 8
-"""How many rows of logits a decoder holds at a time for this, at most, in memory of its own."""
+"""Maximum rows of logits that a decoder holds for this at a time, in separate memory."""
 _FLOAT_BYTES, _NUMBER_BYTES = 4, 8
 
 AnyArray = np.ndarray[Any, Any]
 RecordLogits = Callable[[int, AnyArray], None]
-"""Takes the position of the first row, soft prompts counted, and logits, float32 [rows, vocab]."""
+"""Takes the first position, counting soft prompts, and logits, float32 [rows, vocab]."""
 
 
 class PromptLogprobs:
     """The log-probabilities of one prompt; one thread fills it in, then any may read it."""
 
     def __init__(self, ids: Sequence[int], *, top: int, virtual: int = 0) -> None:
-        """Begin with none, for ``ids`` behind ``virtual`` rows of soft prompts.
+        """Start empty, for ``ids`` after ``virtual`` rows of soft prompts.
 
-        ``top`` is how many of the likeliest tokens are recorded at each position.
+        ``top`` is the number of most likely tokens recorded at each position.
         """
         self.ids, self.top = tuple(ids), top
         self._virtual = virtual
@@ -153,25 +156,25 @@ class PromptLogprobs:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every token but the first has its log-probability."""
+        """Whether every token except the first has its log-probability."""
         return not np.isnan(self._logprobs[1:]).any()
 
     def record(self, first: int, logits: AnyArray) -> None:
-        """Record logits [rows, vocab] of consecutive positions; a position may come again.
+        """Record logits [rows, vocab] of consecutive positions; a position may be recorded again.
 
         Raises:
-            IncompatibleError: when they are not numbers.
+            IncompatibleError: if they are not finite numbers.
         """
         for place, row in enumerate(logits, first - self._virtual + 1):
             if 1 <= place < len(self.ids):
                 self._record_row(place, row)
 
     def logprob(self, place: int) -> float | None:
-        """Return the log-probability of a token after all before it; None for the first token."""
+        """Return the log-probability of a token given all before it; None for the first token."""
         return None if place == 0 else float(self._logprobs[place])
 
     def top_logprobs(self, place: int) -> list[tuple[int, float]]:
-        """Return the likeliest tokens at a place and their log-probabilities, in that order."""
+        """Return the most likely tokens at a position with their log-probabilities, best first."""
         ids, logprobs = self._likeliest[place], self._likeliest_logprobs[place]
         return list(zip(ids.tolist(), logprobs.tolist(), strict=True)) if place else []
 
@@ -180,7 +183,7 @@ class PromptLogprobs:
         with np.errstate(under="ignore", invalid="ignore"):
             total = np.exp(row - best).sum(dtype=np.float64)
         if not np.isfinite(total):
-            raise IncompatibleError("the base gives scores of a prompt that are not numbers")
+            raise IncompatibleError("the base computed logits of the prompt that are not finite")
         least = float(best) + float(np.log(total))
         self._logprobs[place] = float(row[self.ids[place]]) - least
         found = _largest_indices(row, self.top)
@@ -189,13 +192,13 @@ class PromptLogprobs:
 
 
 def prompt_logprob_bytes(tokens: int, *, top: int, vocabulary: int) -> int:
-    """Return the bytes that scoring a prompt takes: its results and the rows being reduced."""
+    """Return the bytes for scoring a prompt: its results and the rows being reduced."""
     results = tokens * _NUMBER_BYTES * (2 + 2 * top)
     return results + (2 * LOGIT_ROWS + 4) * vocabulary * _FLOAT_BYTES
 
 
 def _largest_indices(row: AnyArray, count: int) -> AnyArray:
-    """Return the indices of the largest values, in that order; of equals the lowest first."""
+    """Return the indices of the largest values, best first; among equals the lowest first."""
     found = np.empty(count, np.int64)
     left = row.copy() if count > 1 else row
     for number in range(count):

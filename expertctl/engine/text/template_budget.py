@@ -1,7 +1,7 @@
-"""What a chat template may use up: one `Budget` of work per rendering, and sizes of values.
+"""Limits on chat templates: a `RenderBudget` of work per rendering, and maximum value sizes.
 
-The functions here are what the sandbox puts in the place of Python's and Jinja's own: they measure
-first, then do. Their limits are far above what a conversation needs.
+The sandbox replaces functions of Python and Jinja by the ones here, which check the cost before
+they do the work. The limits are far above what a conversation needs.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Undefined
 
-MAX_SIZE = 2_000_000  # characters of one value, however deep
+MAX_SIZE = 2_000_000  # characters of one value, including nested ones
 MAX_WORK = 1_000_000
 MAX_RANGE = 10_000
 _MAX_BITS = 4096
@@ -44,17 +44,17 @@ _METHODS: Mapping[type, frozenset[str]] = {
 
 
 class RenderBudget:
-    """The work that one rendering may still do."""
+    """The remaining work of one rendering."""
 
     def __init__(self, work: int = MAX_WORK) -> None:
-        """Begin with ``work`` units, about a microsecond each."""
+        """Start with ``work`` units of about a microsecond each."""
         self.left = work
 
     def spend(self, units: int) -> None:
-        """Pay for work.
+        """Subtract work.
 
         Raises:
-            SecurityError: when the budget is used up.
+            SecurityError: if the budget is used up.
         """
         self.left -= 1 + units
         if self.left < 0:
@@ -66,7 +66,7 @@ _BUDGET: ContextVar[RenderBudget] = ContextVar("budget")
 
 @contextmanager
 def use_budget(budget: RenderBudget) -> Iterator[None]:
-    """Let compiling and rendering inside the block pay from ``budget``."""
+    """Charge compiling and rendering within the context to ``budget``."""
     token = _BUDGET.set(budget)
     try:
         yield
@@ -75,20 +75,20 @@ def use_budget(budget: RenderBudget) -> Iterator[None]:
 
 
 def charge(*values: object) -> None:
-    """Pay for going once over values."""
+    """Charge for processing values once."""
     _BUDGET.get().spend(sum(map(_estimate_weight, values)))
 
 
 def charge_call(*values: object) -> None:
-    """Pay for a call, which may be one of a macro, and for going once over values."""
+    """Charge for a call, which may be one of a macro, and for processing values once."""
     _BUDGET.get().spend(_UNITS_PER_CALL + sum(map(_estimate_weight, values)))
 
 
 def estimate_size(value: object) -> int:
-    """Return about how many characters a value has when written out.
+    """Return the approximate number of characters of a value when written out.
 
     Raises:
-        SecurityError: when that is more than `MAX_SIZE`.
+        SecurityError: if that is more than `MAX_SIZE`.
     """
     size, stack = 0, [value]
     while stack:
@@ -103,17 +103,17 @@ def estimate_size(value: object) -> int:
 
 
 def check_size(size: int) -> None:
-    """Check a size before something of it is made.
+    """Check the size of a value before it is created.
 
     Raises:
-        SecurityError: when it is more than `MAX_SIZE`.
+        SecurityError: if it is more than `MAX_SIZE`.
     """
     if size > MAX_SIZE:
         raise SecurityError("the template makes a value that is too large")
 
 
 def charge_value(value: Any) -> Any:
-    """Pay for a value, however deep, and hand it on."""
+    """Charge for a value, however deep, and return it."""
     if isinstance(value, list | tuple | dict):
         _BUDGET.get().spend(estimate_size(value) // _CHARACTERS_PER_UNIT)
     else:
@@ -122,7 +122,7 @@ def charge_value(value: Any) -> Any:
 
 
 def charge_iteration(value: Any) -> Any:
-    """Pay for every round of a loop before it begins."""
+    """Charge for every iteration of a loop before it starts."""
     if isinstance(value, Undefined) or not isinstance(value, Iterable):
         return value
     items: Any = value if hasattr(value, "__len__") else list(value)
@@ -131,9 +131,9 @@ def charge_iteration(value: Any) -> Any:
 
 
 def charge_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that pays for its arguments and its result."""
+    """Wrap a filter so that its arguments and its result are charged."""
 
-    @wraps(function)  # keeps what tells Jinja which context to pass
+    @wraps(function)  # keeps the attributes that tell Jinja which context to pass
     def pay(*args: Any, **kwargs: Any) -> Any:
         charge(*args, *kwargs.values())
         return charge_value(function(*args, **kwargs))
@@ -142,7 +142,7 @@ def charge_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def charge_call_only(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that does not look into its argument."""
+    """Wrap a filter that does not look into its argument."""
 
     @wraps(function)
     def pay(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ def charge_call_only(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stringify_output(value: Any) -> Any:
-    """Pay for output; what is not text yet becomes text here."""
+    """Charge for output, and convert it to text."""
     if isinstance(value, list | tuple | dict):
         estimate_size(value)
         value = str(value)
@@ -163,7 +163,7 @@ def stringify_output(value: Any) -> Any:
 
 
 def concatenate_output(parts: Iterable[str]) -> str:
-    """Join output, as much of it as is allowed."""
+    """Join output up to the maximum size."""
     kept, size = [], 0
     for part in parts:
         size += len(part)
@@ -173,10 +173,10 @@ def concatenate_output(parts: Iterable[str]) -> str:
 
 
 def check_operator(operator: str, left: Any, right: Any) -> None:
-    """Check that an operator's result will have a reasonable size.
+    """Check that the result of an operator has an acceptable size.
 
     Raises:
-        SecurityError: when it will not.
+        SecurityError: if it has not.
     """
     match operator, left, right:
         case "%", str(), _:
@@ -196,10 +196,10 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
 
 
 def safe_method(method: BuiltinFunctionType, args: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return a method of a built-in type, or what stands in its place.
+    """Return a method of a built-in type, or its limited replacement.
 
     Raises:
-        SecurityError: when it is not on the list.
+        SecurityError: if it is not on the allow-list.
     """
     owner, name = method.__self__, method.__name__
     if name not in _METHODS.get(type(owner), ()):
@@ -214,7 +214,7 @@ def safe_method(method: BuiltinFunctionType, args: tuple[Any, ...]) -> Callable[
 
 
 def join_filter(value: Any, d: str = "", attribute: None = None) -> str:
-    """Join texts, as Jinja's filter of that name does."""
+    """Join texts, as Jinja's ``join`` does."""
     if attribute is not None:
         raise SecurityError("join by attribute is not available, use map before it")
     items = value if isinstance(value, list | tuple) else list(value)
@@ -225,7 +225,7 @@ def join_filter(value: Any, d: str = "", attribute: None = None) -> str:
 
 
 def replace_filter(value: Any, old: Any, new: Any, count: int | None = None) -> str:
-    """Replace in a text, as Jinja's filter of that name does."""
+    """Replace in a text, as Jinja's ``replace`` does."""
     text, old, new = str(value), str(old), str(new)
     limit = -1 if count is None else count
     found = text.count(old) if limit < 0 else min(text.count(old), limit)
@@ -234,7 +234,7 @@ def replace_filter(value: Any, old: Any, new: Any, count: int | None = None) -> 
 
 
 def trim_filter(value: Any, chars: str | None = None) -> str:
-    """Strip a text, as Jinja's filter ``trim`` does."""
+    """Strip a text, as Jinja's ``trim`` does."""
     _check_stripped(chars)
     return str(value).strip(chars)
 
@@ -255,7 +255,7 @@ def tojson_filter(
 
 
 def indent_filter(value: Any, width: int = 4, first: bool = False, blank: bool = False) -> str:
-    """Indent the lines of a text, as Jinja's filter of that name does."""
+    """Indent the lines of a text, as Jinja's ``indent`` does."""
     _check_indent(width)
     text, space = str(value), " " * width
     check_size(len(text) + text.count("\n") * width)
@@ -265,7 +265,7 @@ def indent_filter(value: Any, width: int = 4, first: bool = False, blank: bool =
 
 
 def limited_range(*bounds: int) -> range:
-    """Return a range that is not too long."""
+    """Return a range of limited length."""
     numbers = range(*bounds)
     if len(numbers) > MAX_RANGE:
         raise SecurityError(f"range() of more than {MAX_RANGE} numbers")
@@ -273,14 +273,14 @@ def limited_range(*bounds: int) -> range:
 
 
 def limited_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """Return a dictionary that is not too large."""
+    """Return a dictionary of limited size."""
     made = dict(*args, **kwargs)
     estimate_size(made)
     return made
 
 
 def refuse_format(*_: Any, **__: Any) -> str:
-    """Refuse formatting: it could pad without limit."""
+    """Refuse formatting, which could pad without limit."""
     raise SecurityError("string formatting is not available in chat templates, use ~ and filters")
 
 

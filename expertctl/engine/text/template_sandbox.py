@@ -1,10 +1,10 @@
-"""Jinja for chat templates of strangers: no way out, and no way to use up time or memory.
+"""The Jinja sandbox for untrusted chat templates: no access to Python, bounded time and memory.
 
 On top of Jinja's immutable sandbox, which keeps templates away from Python, everything whose cost
-grows with its input is paid for: loops, calls, filters, operators, comparisons, slices, output.
-Where Jinja gives no handle on a construct, its syntax tree is led through a filter that pays.
-Filters, tests, functions and methods are those of an allow-list. For an ordinary template the
-output is that of transformers.
+grows with its input is charged: loops, calls, filters, operators, comparisons, slices, output.
+Where Jinja has no hook for a construct, its syntax tree is wrapped in a charging filter. Filters,
+tests, functions and methods are on an allow-list. For an ordinary template the output is that of
+transformers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -65,10 +65,10 @@ _OWN_FILTERS: Mapping[str, Callable[..., Any]] = {
 
 
 class TemplateNamespace(Namespace):
-    """``namespace()``: holds no private name and never prints what it holds."""
+    """``namespace()`` without private names, which never prints its content."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        """Set attributes as ``namespace(name=value)`` gives them, ``self`` among them."""
+        """Set attributes as ``namespace(name=value)`` gives them, including ``self``."""
         Namespace.__init__(*args, **kwargs)
         for name in dict(*args[1:], **kwargs):
             _check_public(name)
@@ -79,17 +79,17 @@ class TemplateNamespace(Namespace):
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
-        """Return no content: namespaces may hold each other."""
+        """Return no content, because namespaces may contain each other."""
         return "<Namespace>"
 
 
 class ChatSandbox(ImmutableSandboxedEnvironment):
-    """The environment of chat templates, with the settings that transformers uses."""
+    """The environment of chat templates, with the settings of transformers."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
-        """Offer ``functions`` beside ``range``, ``dict`` and ``namespace``."""
+        """Provide ``functions`` in addition to ``range``, ``dict`` and ``namespace``."""
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -113,16 +113,16 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Join output, as much of it as is allowed."""
+        """Join output up to the maximum size."""
         return concatenate_output(parts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute where the result has a reasonable size."""
+        """Compute an operator if the result has an acceptable size."""
         check_operator(operator, left, right)
         return charge_value(super().call_binop(context, operator, left, right))
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as upstream, so that keywords cannot clash
-        """Call what is on the list."""
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in Jinja, to avoid keyword clashes
+        """Call a function that is on the allow-list."""
         owner = getattr(__obj, "__self__", None)
         charge_call(owner, *args, *kwargs.values())
         if isinstance(__obj, BuiltinFunctionType):
@@ -136,7 +136,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         return result
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Put a refusal in the place of ``str.format``."""
+        """Replace ``str.format`` by a refusal."""
         return refuse_format if super().wrap_str_format(value) is not None else None
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -146,7 +146,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
 
 
 class _GenerationExtension(Extension):
-    """``{% generation %}``, which marks what an assistant wrote; here its body is just written."""
+    """``{% generation %}``, which marks assistant output; here its body is simply rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
@@ -157,7 +157,7 @@ class _GenerationExtension(Extension):
 
 
 class _MeteringTransformer(NodeTransformer):
-    """Leads what Jinja gives no handle on through filters that pay for it."""
+    """Wraps constructs for which Jinja has no hook in charging filters."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - Jinja's naming
         if node.recursive:
@@ -184,13 +184,11 @@ class _MeteringTransformer(NodeTransformer):
         items = nodes.List(node.nodes, lineno=node.lineno, environment=node.environment)
         return _wrap_filter(items, "join")
 
-    def visit_List(self, node: nodes.List) -> nodes.Node:  # noqa: N802 - Jinja's naming
+    def visit_List(self, node: nodes.Expr) -> nodes.Node:  # noqa: N802 - Jinja's naming
         self.generic_visit(node)
         return _wrap_filter(node, "_weighed")
 
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802 - Jinja's naming
-        self.generic_visit(node)
-        return _wrap_filter(node, "_weighed")
+    visit_Dict = visit_List  # noqa: N815 - Jinja's naming
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802 - Jinja's naming
         self.generic_visit(node)

@@ -1,9 +1,9 @@
-"""Text to tokens and back, by ``tokenizer.json`` of the base.
+"""Encoding and decoding text with the ``tokenizer.json`` of a base.
 
-Control tokens are those that the file marks as special. Text of a user never becomes one: where it
-holds the letters of one, these are read as letters. What a chat template writes itself does become
-control tokens. `ControlTokenMarks` keep the two apart in one rendered text; all other text is tokenised exactly
-as the file says. A raw prompt, which no template reads, may spell control tokens itself.
+Control tokens are those that the file marks as special. User text never becomes one: if it spells
+one, it is encoded as letters. Control tokens written by a chat template do become control tokens;
+`ControlTokenMarks` separate the two in one rendered text. All other text is tokenised exactly as
+the file says. A raw prompt, which uses no template, may spell control tokens itself.
 """
 
 import codecs
@@ -35,17 +35,17 @@ _ANY_LETTER = "a"
 
 @dataclass(frozen=True, slots=True)
 class ControlTokenMarks:
-    """Two characters that do not occur in a conversation, to stand around control tokens in it."""
+    """Two characters that occur nowhere in a conversation, used to enclose control tokens in it."""
 
     begin: str
     end: str
 
     def wrap(self, text: str) -> str:
-        """Return marked text."""
+        """Enclose a text in marks."""
         return f"{self.begin}{text}{self.end}"
 
     def split(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Split a rendered text into (piece, was marked); a mark that lost its partner splits."""
+        """Split a rendered text into (piece, was marked); an unpaired mark also splits."""
         begin, end = self.begin, self.end
         for match in re.finditer(f"{begin}([^{begin}{end}]*){end}|([^{begin}{end}]+)", text):
             if match[1] or match[2]:
@@ -53,10 +53,10 @@ class ControlTokenMarks:
 
 
 class Tokenizer:
-    """The tokens of one base."""
+    """The tokenizer of one base."""
 
     def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-        """Keep the backend; ``control_ids`` of ``added_ids`` are what users cannot write."""
+        """Keep the backend; users cannot write ``control_ids``, a subset of ``added_ids``."""
         self.config = config
         self._backend = backend
         added: dict[int, Any] = backend.get_added_tokens_decoder()
@@ -72,8 +72,8 @@ class Tokenizer:
         """Read the tokenizer of a base.
 
         Raises:
-            NotFoundError: when there is none.
-            InvalidPackageError: when a file is malformed.
+            NotFoundError: if there is none.
+            InvalidPackageError: if a file is malformed.
         """
         path = directory / TOKENIZER_FILE
         if not path.is_file():
@@ -87,11 +87,11 @@ class Tokenizer:
         return cls(backend, read_tokenizer_config(directory))
 
     def encode(self, text: str) -> list[int]:
-        """Read a user's text as it is; the file decides about a token at the beginning.
+        """Encode user text; the file determines whether a token is added at the beginning.
 
         Raises:
-            UsageError: when control tokens in the text cannot be read as letters, or when it
-                holds half a character.
+            UsageError: if control tokens in the text cannot be encoded as letters, or if it has
+                an unpaired surrogate.
         """
         _check_unicode(text)
         if not self._find_control_tokens(text):
@@ -100,13 +100,13 @@ class Tokenizer:
         return _encode_ids(self._letter_backend, text)
 
     def encode_raw(self, text: str, *, parse_special: bool, add_special_tokens: bool) -> list[int]:
-        """Read a text that may spell control tokens, if ``parse_special``; else as letters.
+        """Encode a text that may spell control tokens if ``parse_special``, otherwise as letters.
 
-        With ``add_special_tokens`` the file decides about a token at the beginning, which a text
-        that spells it already does not get twice.
+        With ``add_special_tokens`` the file determines whether a token is added at the beginning; a
+        text that already starts with it does not get it twice.
 
         Raises:
-            UsageError: as `encode` does.
+            UsageError: as in `encode`.
         """
         if not parse_special and add_special_tokens:
             return self.encode(text)
@@ -117,10 +117,10 @@ class Tokenizer:
         return _encode_ids(self._backend, text)
 
     def encode_piece(self, text: str, *, parse_special: bool, is_first: bool) -> list[int]:
-        """Read a part of a text and add nothing; only the first may get a space before it.
+        """Encode part of a text without additions; only the first part may get a space before it.
 
         Raises:
-            UsageError: as `encode` does.
+            UsageError: as in `encode`.
         """
         _check_unicode(text)
         after = "" if is_first or self._has_no_prefix_space else _ANCHOR
@@ -129,28 +129,24 @@ class Tokenizer:
         return self._encode_as_letters(text, after=after)
 
     def encode_rendered(self, text: str, marks: ControlTokenMarks | None = None) -> list[int]:
-        """Read what a chat template wrote; nothing is added, marked parts are letters.
+        """Encode the output of a chat template without additions; marked parts become letters.
 
         Raises:
-            UsageError: when a marked part cannot be read as letters.
+            UsageError: if a marked part cannot be encoded as letters.
         """
         if marks is None:
             return _encode_ids(self._backend, text, add_special_tokens=False)
         ids: list[int] = []
         for number, (piece, marked) in enumerate(marks.split(text)):
-            after = _ANCHOR if number else ""
-            ids += (
-                self._encode_as_letters(piece, after=after)
-                if marked
-                else self._encode_plain(piece, after=after)
-            )
+            encode = self._encode_as_letters if marked else self._encode_plain
+            ids += encode(piece, after=_ANCHOR if number else "")
         return ids
 
     def choose_marks(self, texts: Sequence[str], *, template: str = "") -> ControlTokenMarks | None:
-        """Return marks for a conversation in which control tokens occur, else None.
+        """Return marks for a conversation that spells control tokens, else None.
 
         Raises:
-            UsageError: when a text holds half a character.
+            UsageError: if a text has an unpaired surrogate.
         """
         for text in texts:
             _check_unicode(text)
@@ -161,7 +157,7 @@ class Tokenizer:
         return ControlTokenMarks(next(free), next(free))
 
     def mark_control_tokens(self, text: str, marks: ControlTokenMarks) -> str:
-        """Return a user's text with marks around every control token in it."""
+        """Return user text with marks around every control token in it."""
         parts, position = [], 0
         for begin, end in self._find_control_tokens(text):
             parts += [text[position:begin], marks.wrap(text[begin:end])]
@@ -169,17 +165,17 @@ class Tokenizer:
         return "".join((*parts, text[position:]))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of tokens, control tokens left out, broken UTF-8 as U+FFFD."""
+        """Return the text of tokens, without control tokens, invalid UTF-8 as U+FFFD."""
         return _decode_ids(self._backend, ids, skip_special_tokens=True)
 
     def decode_raw(self, ids: Iterable[int]) -> str:
-        """Return the text of tokens, control tokens as they are spelled."""
+        """Return the text of tokens, with control tokens spelled out."""
         return _decode_ids(self._backend, ids, skip_special_tokens=False)
 
     def token_text(self, token: int) -> str:
-        r"""Return how a token looks alone: control tokens by name, parts of letters as bytes.
+        r"""Return a single token as text: control tokens by name, parts of characters as bytes.
 
-        These are ``bytes:`` and escapes such as ``\xe2\x80``, as OpenAI's API has them.
+        These are ``bytes:`` and escapes such as ``\xe2\x80``, as in OpenAI's API.
         """
         if token in self.added_ids:
             return str(self._backend.id_to_token(token))
@@ -192,33 +188,33 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Return the bytes that a token adds to a text; None where they cannot be known."""
+        """Return the bytes that a token adds to a text; None if they are unknown."""
         piece: str | None = self._backend.id_to_token(token)
         if piece is not None and token not in self.added_ids:
             spelt = decode_token_bytes(piece, self._decoder_json)
             if spelt is not None:
                 return spelt
         first, both = self.decode([token]), self.decode([token, token])
-        text = both.removeprefix(first)  # at the beginning of a text some lose a space
+        text = both.removeprefix(first)  # some tokens lose a space at the beginning of a text
         return None if _REPLACEMENT_CHARACTER in both else text.encode()
 
     def token_id(self, token: str) -> int | None:
-        """Return the number of a token by its spelling."""
+        """Return the id of a token by its spelling."""
         found: int | None = self._backend.token_to_id(token)
         return found
 
     def has_text(self, token: int) -> bool:
-        """Whether a token is one of the file's and not a control token."""
+        """Return whether a token is in the vocabulary and not a control token."""
         return token not in self.control_ids and self._backend.id_to_token(token) is not None
 
     def _find_end_ids(self) -> frozenset[int]:
-        """Both places count: some chat models name the end of a turn in one of them only."""
+        """Combine both sources: some chat models name the end of a turn in only one of them."""
         named = self.token_id(self.config.special_tokens.get("eos_token", ""))
         return frozenset(self.config.end_ids) | ({named} if named is not None else set())
 
     @cached_property
     def begin_ids(self) -> tuple[int, ...]:
-        """The tokens that the file puts before a text, mostly one or none."""
+        """The tokens that the file adds before a text, mostly one or none."""
         ids = _encode_ids(self._backend, _ANY_LETTER)
         plain = _encode_ids(self._backend, _ANY_LETTER, add_special_tokens=False)
         places = range(len(ids) - len(plain) + 1)
@@ -227,25 +223,24 @@ class Tokenizer:
 
     @cached_property
     def _has_no_prefix_space(self) -> bool:
-        """Whether a text gets no space before it, so that it may be read apart."""
+        """Whether no space is added before a text, so that parts can be encoded separately."""
         alone = _encode_ids(self._backend, _ANY_LETTER, add_special_tokens=False)
         return alone == self._encode_plain(_ANY_LETTER, after=_ANCHOR)
 
     @cached_property
     def _decoder_json(self) -> str | None:
-        """How the file has tokens read, as JSON."""
         decoder = self._backend.decoder
         return None if decoder is None else bytes(decoder.__getstate__()).decode()
 
     @cached_property
     def _letter_backend(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, blind to control tokens; made when first needed."""
+        """The same tokenizer without control tokens, created when first needed."""
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = True
         return backend
 
     def _find_control_tokens(self, text: str) -> list[tuple[int, int]]:
-        """Where the text would become control tokens."""
+        """Return the spans of the text that would become control tokens."""
         if self._suspect is not None and not self._suspect.search(text):
             return []
         encoding = _encode_text(self._backend, text, add_special_tokens=False)
@@ -260,24 +255,24 @@ class Tokenizer:
         if self.control_ids.isdisjoint(ids):
             return ids
         raise UsageError(
-            f"the prompt holds {text[:80]!r}, a control token of the base that its tokenizer "
-            "cannot read as letters",
-            hint="leave it out of the prompt",
+            f"the prompt contains {text[:80]!r}, a control token of the base that its tokenizer "
+            "cannot encode as letters",
+            hint="remove it from the prompt",
         )
 
 
 @contextmanager
 def _wrap_library_errors(name: str, fact: str) -> Iterator[None]:
-    """Raise what the library raises, a panic too, as an error of the file that it was made from.
+    """Turn exceptions and panics of the library into errors about the file.
 
     Raises:
-        InvalidPackageError: naming what the library says.
+        InvalidPackageError: with the message of the library.
     """
     try:
         yield
-    except Exception as error:  # the library raises no other
+    except Exception as error:  # the library raises no other class
         raise InvalidPackageError(name, [f"{fact}: {error}"]) from error
-    except BaseException as error:  # a panic is no `Exception`, and has no class to import
+    except BaseException as error:  # a panic is not an `Exception` and has no public class
         if type(error).__name__ != "PanicException":
             raise
         raise InvalidPackageError(name, [f"{fact}: {error}"]) from error
@@ -286,7 +281,7 @@ def _wrap_library_errors(name: str, fact: str) -> Iterator[None]:
 def _encode_text(
     backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = True
 ) -> tokenizers.Encoding:
-    with _wrap_library_errors(TOKENIZER_FILE, "a text cannot be read by it"):
+    with _wrap_library_errors(TOKENIZER_FILE, "it cannot encode a text"):
         return backend.encode(text, add_special_tokens=add_special_tokens)
 
 
@@ -299,7 +294,7 @@ def _encode_ids(
 def _decode_ids(
     backend: tokenizers.Tokenizer, ids: Iterable[int], *, skip_special_tokens: bool
 ) -> str:
-    with _wrap_library_errors(TOKENIZER_FILE, "tokens cannot be written by it"):
+    with _wrap_library_errors(TOKENIZER_FILE, "it cannot decode tokens"):
         return str(backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
 
@@ -308,12 +303,12 @@ def _check_unicode(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"the prompt is not Unicode text at character {error.start}", hint="pass it as UTF-8"
+            f"the prompt is not valid Unicode at character {error.start}", hint="pass it as UTF-8"
         ) from error
 
 
 def _control_token_pattern(control: Iterable[Any]) -> re.Pattern[str] | None:
-    """What a text must hold to become a control token; None where normalising could make one."""
+    """Return the pattern of spelled control tokens; None if normalising could create one."""
     tokens = list(control)
     if any(token.normalized for token in tokens):
         return None
@@ -321,9 +316,9 @@ def _control_token_pattern(control: Iterable[Any]) -> re.Pattern[str] | None:
 
 
 def _encode_after_anchor(backend: tokenizers.Tokenizer, text: str, *, after: str) -> list[int]:
-    """Tokens of a piece inside a text: read behind an anchor, which is then taken away.
+    """Encode a piece within a text: after an anchor, whose tokens are then removed.
 
-    Some tokenizers put a space before whatever begins a text; a piece is no beginning.
+    Some tokenizers add a space at the beginning of a text; a piece is not at the beginning.
     """
     ids = _encode_ids(backend, after + text, add_special_tokens=False)
     anchor = _encode_ids(backend, after, add_special_tokens=False)
@@ -333,22 +328,22 @@ def _encode_after_anchor(backend: tokenizers.Tokenizer, text: str, *, after: str
 
 
 class IncrementalDetokenizer:
-    """Turns tokens into text as they come; what was given out never changes.
+    """Converts tokens to text as they arrive; text that was returned never changes.
 
-    The text of a few tokens is compared with that of the same and one more, because spaces and
-    UTF-8 sequences reach across tokens. A sequence that is not complete is held back, and left out
-    where the text ends within it.
+    The text of a few tokens is compared with that of the same tokens and one more, because spaces
+    and UTF-8 sequences extend across tokens. An incomplete sequence is held back, and dropped if
+    the text ends within it.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, raw: bool = False) -> None:
-        """Begin with no token; a ``raw`` text has control tokens as they are spelled."""
+        """Start with no tokens; with ``raw``, control tokens are spelled out."""
         self._tokenizer, self._raw = tokenizer, raw
         self._decode = tokenizer.decode_raw if raw else tokenizer.decode
-        self._context: list[int] = []  # tokens of the last text given out
+        self._context: list[int] = []  # tokens of the last text that was returned
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
-        """Take one token, return the text that is certain now."""
+        """Add one token; return the text that is now final."""
         if not (self._raw or self._tokenizer.has_text(token)):
             return ""
         self._pending.append(token)
@@ -360,18 +355,17 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """Return what was held back, without the part of a character at its end."""
+        """Return the text that was held back, without an incomplete character at its end."""
         part = self._drop_incomplete_tokens()
         text = self._decode_pending()
         self._context, self._pending = self._pending, []
         return text.removesuffix(_REPLACEMENT_CHARACTER) if part else text
 
     def _drop_incomplete_tokens(self) -> int:
-        """Let go of the tokens of a character that is cut; return how many bytes of it are left."""
+        """Drop the tokens of an incomplete character; return how many bytes of it remain."""
         known = (self._tokenizer.token_bytes(token) for token in self._pending)
-        spelt = [
-            b"?" if data is None else data for data in known
-        ]  # letters: no part of a character
+        # Tokens of unknown bytes are letters, which no incomplete character contains.
+        spelt = [b"?" if data is None else data for data in known]
         unfinished = _count_incomplete_bytes(b"".join(spelt))
         while unfinished and len(spelt[-1]) <= unfinished:
             unfinished -= len(spelt.pop())
@@ -383,11 +377,11 @@ class IncrementalDetokenizer:
         both = self._decode(self._context + self._pending)
         if both.startswith(before):
             return both[len(before) :]
-        return self._decode(self._pending)  # broken bytes spoilt what stood before
+        return self._decode(self._pending)  # invalid bytes changed the text before them
 
 
 def _count_incomplete_bytes(data: bytes) -> int:
-    """Return how many bytes at the end begin a character in UTF-8 and do not complete it."""
+    """Return how many bytes at the end start a UTF-8 character without completing it."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data)
     return len(decoder.getstate()[0])

@@ -1,11 +1,11 @@
-"""The small files beside ``tokenizer.json``: special tokens, end tokens, the chat template's text.
+"""The small files next to ``tokenizer.json``, and the bytes of tokens.
 
-They are read leniently where the world is lenient (``model_max_length`` of 10³⁰), but bounded.
+Special tokens, end tokens and the chat template are read leniently where published files are
+irregular (``model_max_length`` of 10³⁰), but bounded.
 
-The bytes of tokens, of which some are only a part of a letter: no text can tell them.
-
-Byte-level tokenizers spell each byte as a letter of an alphabet of their own, the one of GPT-2.
-Others spell single bytes as ``<0xE2>``, where their file says that it does.
+Some tokens are only part of a character, so their bytes cannot be seen from text. Byte-level
+tokenizers spell each byte as a letter of GPT-2's alphabet; others spell single bytes as ``<0xE2>``,
+if their file says so.
 """
 
 import json
@@ -19,14 +19,8 @@ from typing import Any
 from expertctl.errors import InvalidPackageError
 
 _MAX_BYTES = 32 << 20
-_SPECIAL_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
+_SPECIAL_NAMES = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 _TEMPLATE_FILE = "chat_template.jinja"
 _CONFIG_FILE = "tokenizer_config.json"
@@ -36,7 +30,7 @@ Document = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    """The text of a chat template and the file it stands in."""
+    """The text of a chat template and its file."""
 
     text: str
     file: Path
@@ -44,7 +38,7 @@ class TemplateSource:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
-    """What a base says about its tokens."""
+    """The tokenizer settings of a base."""
 
     special_tokens: Mapping[str, str]  # "bos_token" -> "<s>"
     end_ids: tuple[int, ...]  # of generation_config.json, else config.json
@@ -52,10 +46,10 @@ class TokenizerConfig:
 
 
 def read_tokenizer_config(directory: Path) -> TokenizerConfig:
-    """Read what there is; every file but ``tokenizer.json`` may be missing.
+    """Read the existing files; each except ``tokenizer.json`` may be missing.
 
     Raises:
-        InvalidPackageError: when a file is malformed.
+        InvalidPackageError: if a file is malformed.
     """
     config = _read_document(directory / _CONFIG_FILE)
     legacy = _read_document(directory / "special_tokens_map.json")
@@ -69,16 +63,20 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
 def _read_document(path: Path) -> Document:
     if not path.is_file():
         return {}
-    data = path.read_bytes()
-    if len(data) > _MAX_BYTES:
-        raise InvalidPackageError(str(path), [f"{len(data)} bytes, at most {_MAX_BYTES} allowed"])
     try:
-        document = json.loads(data)
+        document = json.loads(_read_bounded(path))
     except (ValueError, RecursionError) as error:
         raise InvalidPackageError(str(path), [f"not JSON: {error}"]) from error
     if not isinstance(document, dict):
         raise InvalidPackageError(str(path), ["the document is not a JSON object"])
     return document
+
+
+def _read_bounded(path: Path) -> bytes:
+    data = path.read_bytes()
+    if len(data) > _MAX_BYTES:
+        raise InvalidPackageError(str(path), [f"{len(data)} bytes, at most {_MAX_BYTES} allowed"])
+    return data
 
 
 def _read_special_tokens(document: Document, file: Path) -> dict[str, str]:
@@ -107,7 +105,7 @@ def _read_end_ids(directory: Path) -> tuple[int, ...]:
 
 
 def _read_template(directory: Path, config: Document) -> TemplateSource | None:
-    """The file of its own wins over the key, a list of named ones has a default."""
+    """Prefer the separate file to the key; of a list of named templates, take the default."""
     file = directory / _TEMPLATE_FILE
     if file.is_file():
         return TemplateSource(_read_template_text(file), file)
@@ -118,29 +116,26 @@ def _read_template(directory: Path, config: Document) -> TemplateSource | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise InvalidPackageError(str(file), ["chat_template is not a text"])
+        raise InvalidPackageError(str(file), ["chat_template is not a string"])
     return TemplateSource(value, file)
 
 
 def _read_template_text(file: Path) -> str:
-    data = file.read_bytes()
-    if len(data) > _MAX_BYTES:
-        raise InvalidPackageError(str(file), [f"{len(data)} bytes, at most {_MAX_BYTES} allowed"])
     try:
-        return data.decode("utf-8")
+        return _read_bounded(file).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidPackageError(str(file), [f"not UTF-8 at byte {error.start}"]) from error
 
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-"""Bytes that are spelt as the letter of that number; all others come behind."""
+"""Bytes spelled as the letter of the same number; all others follow them."""
 
 
 def decode_token_bytes(piece: str, decoder: str | None) -> bytes | None:
-    """Return the bytes that a token of the file spells; None where it spells letters.
+    """Return the bytes that a token of the file spells; None if it spells letters.
 
-    ``decoder`` is how the file has tokens read, as JSON.
+    ``decoder`` is the decoder of the file, as JSON.
     """
     kinds = _decoder_types(decoder)
     if "ByteLevel" in kinds:
@@ -156,7 +151,6 @@ def _decode_byte_level(piece: str) -> bytes | None:
 
 @cache
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the bytes by their letters."""
     rest = (byte for byte in range(256) if byte not in _PRINTABLE)
     own = {chr(byte): byte for byte in _PRINTABLE}
     return {**own, **{chr(256 + number): byte for number, byte in enumerate(rest)}}

@@ -158,7 +158,7 @@ def test_scratch_memory_is_part_of_the_budget(target: CompileTarget, dora: Exper
     adapter = dora.load()
     enough = dora.nbytes + dora_scale_bytes(adapter) + estimate_dora_scratch(adapter)
     small = MemoryBudget(enough - dora_scale_bytes(adapter) - 1)
-    with pytest.raises(BudgetError, match="the gains of acme/dora"):
+    with pytest.raises(BudgetError, match="the DoRA scales of acme/dora"):
         use(AdapterCache(ram=small, device=small), target, (dora, 1.0))
     assert small.reserved_bytes("buffers") == 0
 

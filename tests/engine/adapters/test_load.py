@@ -146,7 +146,7 @@ def test_a_flipped_bit_anywhere_is_a_digest_error(position: int, lora: Path) -> 
 def test_a_changed_configuration_is_a_digest_error(lora: Path) -> None:
     manifest, files, path = make_adapter_manifest(lora), list_package_files(lora), lora / CONFIG
     path.write_text(path.read_text().replace('"lora_alpha": 6', '"lora_alpha": 7'))
-    with pytest.raises(DigestError, match=r"adapter_config\.json is not what was installed"):
+    with pytest.raises(DigestError, match=r"adapter_config\.json differs from the installed file"):
         load_adapter(manifest, files)
 
 
@@ -166,7 +166,7 @@ def test_a_file_cut_short_while_it_is_read_is_a_digest_error(
     whole = path.stat()
     os.truncate(path, whole.st_size - 5)
     monkeypatch.setattr(os, "fstat", lambda _: whole)
-    with pytest.raises(DigestError, match="is not what was installed"):
+    with pytest.raises(DigestError, match="differs from the installed file"):
         read_verified(path, files.paths[WEIGHTS][1], owner=manifest.ref)
 
 
@@ -202,7 +202,7 @@ def test_fewer_tensors_than_the_manifest_promises_are_refused(lora: Path) -> Non
     manifest = make_adapter_manifest(lora)
     [entry] = manifest.adapters
     more = replace(manifest, adapters=(replace(entry, tensors=30),))
-    with pytest.raises(InvalidPackageError, match="28 of 30"):
+    with pytest.raises(InvalidPackageError, match="28 of the 30"):
         load_adapter(more, list_package_files(lora))
 
 

@@ -16,9 +16,6 @@ from expertctl.engine.kernels.lora import gemm_arguments, gemm_items, gemm_kerne
 from expertctl.engine.kernels.memory import aligned_zeros
 from expertctl.engine.kernels.moe_gemm import (
     moe_gemm_arguments,
-    moe_gemm_combine_arguments,
-    moe_gemm_combine_items,
-    moe_gemm_combine_kernel,
     moe_gemm_items,
     moe_gemm_kernel,
 )
@@ -234,7 +231,6 @@ class RoutedMlpProgram:
         rule: RouterRule,
         *,
         tokens: int,
-        fused: bool = False,
     ) -> None:
         shape, positions = experts.shape, tokens * rule.used
         self._experts, self._rule = experts, rule
@@ -249,7 +245,7 @@ class RoutedMlpProgram:
         self.order = allocate_permutation(len(experts.blocks), positions)
         self._most = min(len(experts.blocks), positions)
         self._route(router)
-        self._experts_of_rows(fused=fused)
+        self._experts_of_rows()
         self.program: Program = self._builder.build()
 
     def run(self, crew: ThreadPool, tokens: Array, *, workers: int | None = None) -> Array:
@@ -284,7 +280,7 @@ class RoutedMlpProgram:
             self._builder.add(drop_experts_kernel(), skipping, self.tokens)
         self._builder.keep_alive(matrix, logits, scale)
 
-    def _experts_of_rows(self, *, fused: bool) -> None:
+    def _experts_of_rows(self) -> None:
         shape, builder, scheme = self._experts.shape, self._builder, self._scheme
         sorting = permute_arguments(selected=self.selected, tokens=self.tokens, order=self.order)
         builder.add(permute_kernel(), sorting, 1)
@@ -307,10 +303,7 @@ class RoutedMlpProgram:
         if scheme not in FLOAT_SCHEMES:
             inner = self._prepare(gates[:, :wide], self.positions)
         builder.keep_alive(rows, gathered, inner)
-        if fused:
-            self._merge_fused(inner)
-        else:
-            self._merge(self._product(shape.down_matrix, inner))
+        self._merge(self._product(shape.down_matrix, inner))
 
     def _prepare(self, rows: Array, count: Array) -> PreparedActivations:
         room = allocate_gathered(self._scheme, *rows.shape)
@@ -343,18 +336,3 @@ class RoutedMlpProgram:
             width=self._experts.shape.hidden,
         )
         self._builder.add(combine_kernel(), arguments, self.tokens)
-
-    def _merge_fused(self, rows: PreparedActivations) -> None:
-        part = self._experts.shape.down_matrix
-        arguments = moe_gemm_combine_arguments(
-            part=part,
-            block_addresses=self._experts.places,
-            order=self.order,
-            rows=rows,
-            weights=self.weights,
-            out=self.out,
-            absent=self.absent,
-        )
-        self._builder.add(
-            moe_gemm_combine_kernel(self._scheme), arguments, moe_gemm_combine_items(part)
-        )

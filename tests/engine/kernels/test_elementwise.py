@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from expertctl.engine.kernels.layer_operations import (
     affine_arguments,
     affine_kernel,
-    residual_add_arguments,
-    residual_add_kernel,
     rms_norm_arguments,
     rms_norm_kernel,
     swiglu_arguments,
@@ -114,11 +112,3 @@ def test_affine_scales_and_shifts_what_is_given(scales: bool, shifts: bool, in_p
     arguments = affine_arguments(rows=rows, scale=scale, shift=shift, out=out, width=50)
     affine_kernel()(0, 4, arguments.ctypes.data)
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-7)
-
-
-def test_add_adds_and_leaves_the_rest_alone() -> None:
-    rows, out = rows_of(4, 33), rows_of(4, 40, seed=1)
-    expected = out.copy()
-    expected[1:3, :33] += rows[1:3]
-    residual_add_kernel()(1, 3, residual_add_arguments(rows=rows, out=out, width=33).ctypes.data)
-    np.testing.assert_array_equal(out, expected)

@@ -48,8 +48,8 @@ halves = np.arange(0x7C01, dtype=np.uint32).astype(np.uint16)
 out = np.zeros_like(halves)
 back(halves, out)
 assert np.array_equal(out, halves)
-KERNELS = rope_kv_write_kernel, prefill_attention_kernel, decode_attention_kernel
-assert all(k(half).address for k in KERNELS)
+kernels = (rope_kv_write_kernel, prefill_attention_kernel, decode_attention_kernel)
+assert all(kernel(half).address for kernel in kernels)
 print(cpu.name)
 """
 

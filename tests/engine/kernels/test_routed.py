@@ -1,6 +1,5 @@
 """Routed products have the bits of plain ones, wherever experts lie and whoever else is there."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +13,12 @@ from expertctl.engine.kernels.jit import ProgramBuilder
 from expertctl.engine.kernels.memory import aligned_zeros
 from expertctl.engine.kernels.moe_gemm import (
     moe_gemm_arguments,
-    moe_gemm_combine_arguments,
-    moe_gemm_combine_items,
-    moe_gemm_combine_kernel,
     moe_gemm_items,
     moe_gemm_kernel,
 )
 from expertctl.engine.kernels.moe_routing import (
     NO_POSITION,
     MoePermutation,
-    combine_arguments,
-    combine_kernel,
 )
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertMatrix, PackedMatrix
@@ -246,89 +240,12 @@ def test_an_expert_whose_weights_are_no_numbers_spoils_its_own_rows(scheme: Sche
     np.testing.assert_array_equal(got[~spoilt], expected[~spoilt], strict=True)
 
 
-def merged(
-    some: RoutedTokens,
-    weights: Array,
-    onto: Array,
-    *,
-    plain: bool = False,
-    cuts: Sequence[int] = (),
-) -> tuple[Array, int]:
-    """What the fused kernel adds to rows of tokens, and whom it missed."""
-    part, order, scheme = some.part, some.order, some.part.scheme
-    rows = gather_rows(order, quantise_rows(some.tokens, scheme), scheme=scheme, used=some.used)
-    out, absent = onto.copy(), np.zeros(1, np.int64)
-    arguments = moe_gemm_combine_arguments(
-        part=part,
-        block_addresses=some.experts.places,
-        order=order,
-        rows=rows,
-        weights=weights,
-        out=out,
-        absent=absent,
-    )
-    ends = [0, *cuts, moe_gemm_combine_items(part)]
-    for first, last in reversed(list(itertools.pairwise(ends))):
-        moe_gemm_combine_kernel(scheme, portable=plain)(first, last, arguments.ctypes.data)
-    return out, int(absent[0])
-
-
-def materialised(some: RoutedTokens, weights: Array, onto: Array, *, plain: bool = False) -> Array:
-    """The same by a routed product, whose rows are then merged."""
-    order, out, width = some.order, onto.copy(), some.part.rows
-    found = some.multiply(plain=plain)
-    rows = np.zeros_like(found)
-    there = order.inverse != NO_POSITION
-    rows[order.inverse[there]] = found[there]
-    arguments = combine_arguments(order=order, weights=weights, rows=rows, out=out, width=width)
-    combine_kernel()(0, len(out), arguments.ctypes.data)
-    return out
-
-
-@EVERY
-@pytest.mark.parametrize("tokens", [0, 1, 130])
-def test_merging_at_once_equals_merging_what_was_written(
-    scheme: Scheme, plain: bool, tokens: int
-) -> None:
-    some = routing(scheme, experts=4, used=3, tokens=tokens)
-    some.selected[tokens // 2 : tokens // 2 + 1, 1] = NO_POSITION
-    weights = np.abs(make_random_numbers(5, tokens, 3))
-    onto = make_random_numbers(6, tokens, some.part.rows + 3)
-    got, absent = merged(some, weights, onto, plain=plain)
-    expected = materialised(some, weights, onto, plain=plain)
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(got[:, some.part.rows :], onto[:, some.part.rows :])
-    assert absent == 0
-
-
-@SCHEMES
-def test_merging_at_once_has_the_same_bits_in_any_order_of_items(scheme: Scheme) -> None:
-    some = routing(scheme, intermediate=130)
-    weights, onto = make_random_numbers(7, 11, 2), make_random_numbers(8, 11, some.part.rows)
-    items = moe_gemm_combine_items(some.part)
-    assert items == 5
-    whole, _ = merged(some, weights, onto)
-    np.testing.assert_array_equal(merged(some, weights, onto, cuts=(1, 2, 4))[0], whole)
-
-
-@SCHEMES
-def test_merging_at_once_leaves_out_an_expert_without_a_place(scheme: Scheme) -> None:
-    some = routing(scheme, experts=5)
-    weights, onto = make_random_numbers(9, 11, 2), make_random_numbers(10, 11, some.part.rows)
-    some.experts.places[1] = 0
-    got, absent = merged(some, weights, onto)
-    assert absent == 1 + 1
-    some.selected[some.selected == 1] = NO_POSITION
-    np.testing.assert_array_equal(got, merged(some, weights, onto)[0], strict=True)
-
-
 @SCHEMES
 def test_a_thread_pool_makes_the_same_bits_as_one_worker_every_time(scheme: Scheme) -> None:
     some = routing(scheme, experts=12, used=4, tokens=40, intermediate=200)
-    order, weights = some.order, np.abs(make_random_numbers(11, 40, 4))
+    order = some.order
     rows = gather_rows(order, quantise_rows(some.tokens, scheme), scheme=scheme, used=4)
     out = aligned_zeros((160, some.part.blocks * LANES), np.float32)
-    sums = np.zeros((40, some.part.rows), np.float32)
     absent = np.zeros(1, np.int64)
     items = np.array([moe_gemm_items(some.part, active=12)], np.int64)
     places, builder = some.experts.places, ProgramBuilder()
@@ -342,25 +259,14 @@ def test_a_thread_pool_makes_the_same_bits_as_one_worker_every_time(scheme: Sche
         absent=absent,
     )
     builder.add(moe_gemm_kernel(scheme), product, items)
-    fused = moe_gemm_combine_arguments(
-        part=some.part,
-        block_addresses=places,
-        order=order,
-        rows=rows,
-        weights=weights,
-        out=sums,
-        absent=absent,
-    )
-    builder.add(moe_gemm_combine_kernel(scheme), fused, moe_gemm_combine_items(some.part))
     program = builder.build()
-    expected = some.multiply(), merged(some, weights, np.zeros_like(sums))[0]
+    expected = some.multiply()
     crew = ThreadPool(4)
     try:
         for _ in range(20):
-            out[...], sums[...] = np.nan, 0
+            out[...] = np.nan
             crew.run(program)
             got = out[order.inverse, : some.part.rows]
-            np.testing.assert_array_equal(got, expected[0], strict=True)
-            np.testing.assert_array_equal(sums, expected[1], strict=True)
+            np.testing.assert_array_equal(got, expected, strict=True)
     finally:
         crew.close()

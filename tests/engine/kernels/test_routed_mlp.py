@@ -20,7 +20,6 @@ from tests.engine.kernels.reference_moe import (
 Array = np.ndarray[Any, Any]
 EXPERTS, HIDDEN, WIDE = 11, 150, 72
 EVERY = pytest.mark.parametrize("scheme", Scheme, ids=lambda scheme: scheme.value)
-FUSED = pytest.mark.parametrize("fused", [False, True], ids=["materialised", "fused"])
 ROUNDING = {
     Scheme.FLOAT32: 1e-6,
     Scheme.FLOAT16: 1e-6,
@@ -55,39 +54,34 @@ def router_of(experts: int = EXPERTS) -> Array:
 
 
 @EVERY
-@FUSED
 @pytest.mark.parametrize("tokens", [1, 23])
 def test_the_program_is_the_formula_within_the_rounding_of_rows(
-    crew: ThreadPool, scheme: Scheme, fused: bool, tokens: int
+    crew: ThreadPool, scheme: Scheme, tokens: int
 ) -> None:
     experts, router, rows = experts_of(scheme), router_of(), make_random_numbers(91, tokens, HIDDEN)
     rule = RouterRule(3, normalised=True)
-    mlp = RoutedMlpProgram(experts, router, rule, tokens=tokens, fused=fused)
+    mlp = RoutedMlpProgram(experts, router, rule, tokens=tokens)
     got, expected = mlp.run(crew, rows), compute_routed_mlp(experts, router, rule, rows)
     away = np.linalg.norm(got - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
     assert (away < ROUNDING[scheme]).all()
     assert mlp.absent[0] == 0
 
 
-@FUSED
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_in_float32_it_is_the_formula_in_float64(
-    crew: ThreadPool, fused: bool, rule: RouterRule
-) -> None:
+def test_in_float32_it_is_the_formula_in_float64(crew: ThreadPool, rule: RouterRule) -> None:
     experts, router = experts_of(Scheme.FLOAT32), router_of()
     rows = make_random_numbers(92, 23, HIDDEN)
-    got = RoutedMlpProgram(experts, router, rule, tokens=23, fused=fused).run(crew, rows)
+    got = RoutedMlpProgram(experts, router, rule, tokens=23).run(crew, rows)
     expected = compute_routed_mlp(experts, router, rule, rows)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@FUSED
-def test_experts_that_are_not_at_hand_are_left_out(crew: ThreadPool, fused: bool) -> None:
+def test_experts_that_are_not_at_hand_are_left_out(crew: ThreadPool) -> None:
     experts, router = experts_of(Scheme.FLOAT32), router_of()
     hits = np.array([1, 0, 1, 1, 0, 0, 1, 1, 1, 0, 1], np.float32)
     experts.places[hits == 0] = 0
     rule, rows = RouterRule(3, hits=hits), make_random_numbers(93, 40, HIDDEN)
-    mlp = RoutedMlpProgram(experts, router, rule, tokens=40, fused=fused)
+    mlp = RoutedMlpProgram(experts, router, rule, tokens=40)
     got, expected = mlp.run(crew, rows), compute_routed_mlp(experts, router, rule, rows)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     assert mlp.absent[0] == 0
@@ -95,23 +89,19 @@ def test_experts_that_are_not_at_hand_are_left_out(crew: ThreadPool, fused: bool
     assert mlp.order.offsets[-1] < 40 * 3
 
 
-@FUSED
-def test_one_expert_that_all_use_is_a_dense_mlp(crew: ThreadPool, fused: bool) -> None:
+def test_one_expert_that_all_use_is_a_dense_mlp(crew: ThreadPool) -> None:
     experts = make_random_experts(Scheme.FLOAT32, 1, hidden=HIDDEN, intermediate=WIDE)
     rule, rows = RouterRule(1), make_random_numbers(94, 5, HIDDEN)
-    mlp = RoutedMlpProgram(experts, router_of(1), rule, tokens=5, fused=fused)
+    mlp = RoutedMlpProgram(experts, router_of(1), rule, tokens=5)
     expected = compute_routed_mlp(experts, router_of(1), rule, rows)
     np.testing.assert_allclose(mlp.run(crew, rows), expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(mlp.weights, np.ones((5, 1), np.float32))
 
 
 @EVERY
-@FUSED
-def test_bits_do_not_depend_on_workers_or_on_runs(
-    crew: ThreadPool, scheme: Scheme, fused: bool
-) -> None:
+def test_bits_do_not_depend_on_workers_or_on_runs(crew: ThreadPool, scheme: Scheme) -> None:
     rows = make_random_numbers(95, 23, HIDDEN)
-    mlp = RoutedMlpProgram(experts_of(scheme), router_of(), RouterRule(3), tokens=23, fused=fused)
+    mlp = RoutedMlpProgram(experts_of(scheme), router_of(), RouterRule(3), tokens=23)
     alone = mlp.run(crew, rows, workers=1)
     for run in range(15):
         together = mlp.run(crew, rows, workers=2 + run % 3)
@@ -142,21 +132,17 @@ def test_where_experts_lie_changes_no_bit(crew: ThreadPool, scheme: Scheme) -> N
     np.testing.assert_array_equal(mlp.run(crew, rows), before, strict=True)
 
 
-@FUSED
-def test_an_expert_that_is_asked_for_and_not_there_is_named(crew: ThreadPool, fused: bool) -> None:
+def test_an_expert_that_is_asked_for_and_not_there_is_named(crew: ThreadPool) -> None:
     experts, rows = experts_of(Scheme.INT8), make_random_numbers(98, 23, HIDDEN)
     experts.places[4] = 0
-    mlp = RoutedMlpProgram(experts, router_of(), RouterRule(3), tokens=23, fused=fused)
+    mlp = RoutedMlpProgram(experts, router_of(), RouterRule(3), tokens=23)
     assert np.isfinite(mlp.run(crew, rows)).all()
     assert mlp.absent[0] == 1 + 4
 
 
-@FUSED
-def test_a_token_that_is_no_number_harms_no_other(crew: ThreadPool, fused: bool) -> None:
+def test_a_token_that_is_no_number_harms_no_other(crew: ThreadPool) -> None:
     rows = make_random_numbers(99, 12, HIDDEN)
-    mlp = RoutedMlpProgram(
-        experts_of(Scheme.FLOAT32), router_of(), RouterRule(3), tokens=12, fused=fused
-    )
+    mlp = RoutedMlpProgram(experts_of(Scheme.FLOAT32), router_of(), RouterRule(3), tokens=12)
     good = mlp.run(crew, rows)
     rows[7, 3] = np.nan
     got, others = mlp.run(crew, rows), np.arange(12) != 7

@@ -6,10 +6,10 @@ import pytest
 from expertctl.engine.kernels import thread_pool as module
 from expertctl.engine.kernels.jit import Program
 from expertctl.engine.kernels.memory import aligned_zeros
+from expertctl.engine.kernels.packed_format import AnyArray
 from expertctl.engine.kernels.thread_pool import (
     OPERATION_BYTES,
     SHARED_WORDS,
-    AnyArray,
     is_idle,
     load_pool_functions,
     set_operation_buffer,

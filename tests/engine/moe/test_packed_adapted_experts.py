@@ -327,7 +327,7 @@ def test_factors_of_what_gate_and_up_share_are_refused_by_name(
     lora = LoraTensors(torch.ones(1, 64), torch.ones(32, 1), 1.0)
     steps = (lora, Ia3Tensors(torch.ones(64), on_input=True))
     adapter = LoadedAdapter("acme/x@1.0.0", {module: steps}, (), 1, 0)
-    with pytest.raises(IncompatibleError, match=f"{module}.*factors of its input") as caught:
+    with pytest.raises(IncompatibleError, match=f"{module}.*scales its input") as caught:
         make_packed_plan(config, [WeightedAdapter(adapter)])
     assert caught.value.hint is not None
 

@@ -182,7 +182,7 @@ def test_an_answer_that_is_too_long_is_not_checked() -> None:
 def test_an_answer_that_was_cut_is_not_blamed_for_its_end(text: str) -> None:
     found = ignore_truncation(check_answer_format(text, "json"), finish_reason="length")
     assert found.passed is None
-    assert "cut at the limit" in found.problem
+    assert "cut at the token limit" in found.problem
     assert (
         ignore_truncation(check_answer_format(text, "json"), finish_reason="stop").passed is False
     )

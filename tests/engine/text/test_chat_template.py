@@ -362,7 +362,7 @@ def test_what_a_template_fails_on_is_at_fault_where_it_takes_others(
     said = ConversationMessage("assistant", "", {"tool_calls": [{"name": "sort"}]})
     if "tool_calls" in text:
         text = "{% if messages[-1].tool_calls %}" + text + "{% endif %}"
-    with pytest.raises(UsageError, match="takes no such conversation") as caught:
+    with pytest.raises(UsageError, match="does not accept this conversation") as caught:
         render(text, [USER, said])
     assert problem in caught.value.message
     assert len(caught.value.message) < 600

@@ -186,7 +186,7 @@ def test_of_equally_likely_tokens_the_lowest_come_first() -> None:
 def test_scores_that_are_not_numbers_are_refused(bad: float) -> None:
     scores = PromptLogprobs([0, 1], top=1)
     row = np.full((1, 5), bad, np.float32)
-    with pytest.raises(IncompatibleError, match="not numbers"):
+    with pytest.raises(IncompatibleError, match="not finite"):
         scores.record(0, row)
 
 

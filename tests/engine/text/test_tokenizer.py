@@ -150,7 +150,7 @@ def test_a_control_token_that_cannot_be_letters_is_refused(tmp_path: Path) -> No
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.open(tmp_path)
     assert tokenizer.encode("hi hi") == [2, 2]
-    with pytest.raises(UsageError, match="cannot read as letters"):
+    with pytest.raises(UsageError, match="cannot encode as letters"):
         tokenizer.encode("hi <|end|>")
 
 
@@ -435,7 +435,7 @@ def test_the_name_of_an_end_token_that_is_no_token_counts_for_nothing(tmp_path: 
         ("tokenizer_config.json", "[]", "not a JSON object"),
         ("tokenizer_config.json", "[" * 100_000, "not JSON"),
         ("tokenizer_config.json", '{"eos_token": 3}', "eos_token is neither"),
-        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is not a text"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is not a string"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "a"}]}', "chat_template is not"),
         ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id is not a token id"),
         ("generation_config.json", '{"eos_token_id": [2, -1]}', "eos_token_id is not a token id"),
@@ -462,7 +462,7 @@ def test_the_huge_length_of_many_published_files_is_no_problem(tmp_path: Path) -
 
 def test_half_a_character_in_a_prompt_is_refused(folders: dict[str, Path]) -> None:
     tokenizer = Tokenizer.open(folders["plain_bytes"])
-    with pytest.raises(UsageError, match="not Unicode text at character 1"):
+    with pytest.raises(UsageError, match="not valid Unicode at character 1"):
         tokenizer.encode("a\udcff")
     with pytest.raises(UsageError, match="not Unicode"):
         tokenizer.choose_marks(["fine", "\ud800"])
