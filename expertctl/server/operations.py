@@ -1,10 +1,9 @@
-"""``/health``, ``/healthz``, ``/readyz``, ``/version`` and ``/metrics``.
+"""The operations of the OpenAPI document, and the routes for operating the server.
 
-All but the last are for anybody. ``/healthz`` tells that the process answers; ``/health``, which
-clients of other inference servers wait for, and ``/readyz`` tell that it takes requests. Metrics
-name experts and how busy they are, so they want a key where the server does.
-
-The operations that the OpenAPI document describes, and the route of the document itself.
+``/health``, ``/healthz``, ``/readyz`` and ``/version`` are public. ``/healthz`` says that the
+process answers; ``/health``, which clients of other inference servers poll, and ``/readyz`` say
+that requests are accepted. ``/metrics`` names experts and their load, so it needs a key where the
+server does.
 """
 
 from functools import partial
@@ -44,7 +43,7 @@ _NO_STORE = {"Cache-Control": "no-store"}
 
 
 class HealthDocument(msgspec.Struct, frozen=True):
-    """Whether requests are answered."""
+    """Whether requests are accepted."""
 
     status: Literal["ok", "unavailable"]
 
@@ -56,7 +55,7 @@ class VersionDocument(msgspec.Struct, frozen=True):
 
 
 def build_health_routes(service: Service) -> list[BaseRoute]:
-    """Return the addresses for the operator of the server."""
+    """Return the routes for the operator of the server."""
 
     def read() -> tuple[str, EngineSnapshot] | None:
         return service.engine.base_name, service.engine.take_snapshot()
@@ -310,7 +309,7 @@ OPERATIONS = (
 
 
 def build_openapi_routes(service: Service) -> list[BaseRoute]:
-    """Return the address of the document."""
+    """Return the route of the OpenAPI document."""
     settings = service.settings
     describe_all = partial(
         build_openapi, OPERATIONS, url=settings.public_url, strict=settings.strict_fields

@@ -1,14 +1,12 @@
-"""Whether the engine accepts jobs: not before the base is loaded and warm, nor at the end.
+"""`Service`: what the routes of the generation server share, and the measuring of its jobs.
 
-One line of the log for each job: which experts answered, how long each stage took, the outcome.
+`Readiness` says whether jobs are accepted: not before the base is loaded and warm, nor during
+shutdown. `MeteredEngine` is the engine as routes use it: jobs are counted, limited by quotas and,
+if tracing is on, traced. Their events are observed in the engine's threads, on the way to the
+job's sink.
 
-It has neither prompt nor answer. All lines have the same keys.
-
-`MeteredEngine`: the engine as routes use it; jobs are counted, limited and, if wanted, traced.
-
-Events are observed in the threads of the engine, on their way to the sink of the job.
-
-What every route of the generation server gets.
+Each job that ends adds one line to the log: experts, duration of each stage, outcome; neither
+prompt nor answer. All lines have the same keys.
 """
 
 import logging
@@ -53,17 +51,17 @@ ReadinessState = Literal["loading", "ready", "failed", "ending"]
 
 
 class ReadinessDocument(Struct, frozen=True):
-    """Whether jobs are taken, and what keeps them from that."""
+    """Whether jobs are accepted, and the state that decides it."""
 
     ready: bool
     state: ReadinessState
 
 
 class Readiness:
-    """The owner of the state of the engine; any thread may change it."""
+    """The state of the engine; any thread may change it."""
 
     def __init__(self, state: ReadinessState = "ready") -> None:
-        """Begin in a state."""
+        """Start in the given state."""
         self.state: ReadinessState = state
 
     @property
@@ -84,9 +82,9 @@ _INCOMPLETE_REASONS = {"cancelled", "timeout"}
 def record_answered_job(
     job: GenerationJob, results: Sequence[RunResult], *, total_ms: float
 ) -> JsonObject:
-    """Return the record of a job that was answered.
+    """Return the log record of a job that was answered.
 
-    Times are those of its first answer; ``memory_peak`` is the most that the server held so far.
+    Times are those of its first answer; ``memory_peak`` is the server's peak so far, in bytes.
     """
     first, times = results[0], results[0].timings_ms
     experts = [expert.ref for expert in first.planned.result.plan.experts]
@@ -112,12 +110,12 @@ def record_answered_job(
 
 
 def record_failed_job(job: GenerationJob, error: ExpertError, *, total_ms: float) -> JsonObject:
-    """Return the record of a job that failed."""
+    """Return the log record of a job that failed."""
     return _make_empty_record(job, total_ms) | {"error": error.code}
 
 
 def _make_empty_record(job: GenerationJob, total_ms: float) -> JsonObject:
-    """Return the record of a job that is over, with nothing else known of it."""
+    """Return the log record of an ended job with every other field empty."""
     submitted = datetime.now(UTC) - timedelta(milliseconds=total_ms)
     return {
         "job": job.id,
@@ -145,16 +143,16 @@ def _make_empty_record(job: GenerationJob, total_ms: float) -> JsonObject:
 
 LOG = logging.getLogger("expertctl.server.jobs")
 Trace = Callable[[GenerationJob, TokenSink], TokenSink]
-"""Returns a sink that makes spans of the events that it passes on."""
+"""Wraps a sink so that it also records spans of the events."""
 
 
 def pass_untraced(_: GenerationJob, sink: TokenSink) -> TokenSink:
-    """Make no spans."""
+    """Return the sink unchanged: no spans are recorded."""
     return sink
 
 
 class MeteredEngine:
-    """A batch engine whose jobs are measured."""
+    """A serving engine whose jobs are counted, limited, logged and traced."""
 
     def __init__(
         self,
@@ -165,18 +163,18 @@ class MeteredEngine:
         trace: Trace = pass_untraced,
         log_prompts: bool = False,
     ) -> None:
-        """Measure the jobs of ``engine``; prompts are logged only with ``log_prompts``."""
+        """Wrap ``engine``; prompts are logged only with ``log_prompts``."""
         self._engine, self._metrics, self._quotas = engine, metrics, quotas
         self._trace, self._log_prompts = trace, log_prompts
 
     @property
     def base_name(self) -> str:
-        """The name of the base that is served."""
+        """The name of the served base model."""
         return self._engine.base_name
 
     @property
     def context(self) -> int:
-        """How many tokens a text can have, the prompt included."""
+        """The context length in tokens, prompt included."""
         return self._engine.context
 
     @property
@@ -185,11 +183,11 @@ class MeteredEngine:
         return self._engine.tokenizer
 
     def submit(self, job: GenerationJob, sink: TokenSink) -> None:
-        """Take a job into the queue; its events come to the sink from now on.
+        """Queue a job; its events go to the sink.
 
         Raises:
-            RateLimitError: when the queue is full, or the owner had too many tokens.
-            UsageError: when the job asks for what is not done here.
+            RateLimitError: when the queue is full, or the owner has used up its tokens.
+            UsageError: when the job asks for something unsupported.
         """
         if self._log_prompts:
             fields = {"job": job.id, "owner": job.owner, "prompt": job.request.message.prompt}
@@ -203,54 +201,54 @@ class MeteredEngine:
             raise
 
     def cancel(self, job_id: str) -> None:
-        """Cancel a job; do nothing if it is unknown or has ended."""
+        """Cancel a job; unknown and ended jobs are ignored."""
         self._engine.cancel(job_id)
 
     def plan(self, request: RunRequest) -> Future[PlannedPrompt]:
-        """Return the plan for a request, once it is made."""
+        """Return a future of the plan for a request."""
         return self._engine.plan(request)
 
     def list_experts(self) -> Future[tuple[AdapterStatus, ...]]:
-        """Return the installed experts, once earlier planning is done."""
+        """Return a future of the installed experts; it waits for earlier planning."""
         return self._engine.list_experts()
 
     def estimate_wait(self, job_id: str | None = None) -> float:
-        """Return about how many seconds a job has to wait; without an id, one that came now."""
+        """Estimate the seconds until a job starts; without an id, a job submitted now."""
         return self._engine.estimate_wait(job_id)
 
     def forget(self, cache_key: str) -> None:
-        """Forget what is kept under a cache key."""
+        """Drop the KV prefixes kept under a cache key."""
         self._engine.forget(cache_key)
 
     def take_snapshot(self) -> EngineSnapshot:
-        """Return what goes on now."""
+        """Return a snapshot of the engine's current state."""
         return self._engine.take_snapshot()
 
     def get_observation(self) -> Observation:
-        """Return what was counted of routed experts."""
+        """Return the routed-expert counters."""
         return self._engine.get_observation()
 
     def observe(self, *, mode: CounterMode | None, reset: bool) -> Observation:
-        """Count routed experts in another mode, or from zero; return what is counted then.
+        """Change the counter mode or reset the counters; return the counters afterwards.
 
         Raises:
-            IncompatibleError: when the base has no routed experts that can be counted.
+            IncompatibleError: when the base has no countable routed experts.
         """
         return self._engine.observe(mode=mode, reset=reset)
 
     def apply_profile(self, profile: JsonObject | None, options: ProfileOptions) -> Observation:
-        """Let a profile, or what was learnt of the base, decide which routed experts stay.
+        """Apply a usage profile (None: the base's own) to decide which routed experts stay.
 
         Raises:
-            ExpertError: when it does not fit, or changes nothing.
+            ExpertError: when it does not fit, or would change nothing.
         """
         return self._engine.apply_profile(profile, options)
 
 
 class _JobMeter:
-    """Observes the events of one job, and passes them on.
+    """Observes the events of one job, then passes them on.
 
-    In this order: once a client has its answer, metrics, log and limits have counted it.
+    So metrics, log and quotas have counted an answer before the client gets it.
     """
 
     def __init__(
@@ -267,7 +265,7 @@ class _JobMeter:
     def __call__(self, event: JobEvent) -> None:
         try:
             self._observe(event)
-        finally:  # the answer goes out even if the observer fails
+        finally:  # deliver the event even if observing fails
             self._sink(event)
 
     def _observe(self, event: JobEvent) -> None:
@@ -303,7 +301,7 @@ class _JobMeter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """The engine and how it is served; one for the life of the application."""
+    """The engine with its settings, keys and metrics; one per application."""
 
     engine: MeteredEngine
     planner: Planner
@@ -313,7 +311,7 @@ class Service:
     quotas: Quotas
     readiness: Readiness = field(default_factory=Readiness)
     tracing: "Tracing | None" = None
-    """Sends traces; opened and closed together with the engine."""
+    """Exports traces; opened and closed together with the engine."""
 
 
 def build_service(
@@ -323,7 +321,7 @@ def build_service(
     *,
     readiness: Readiness | None = None,
 ) -> Service:
-    """Return the service of an engine, with nothing counted yet."""
+    """Return the service of an engine, with all counters at zero."""
     metrics, quotas = Metrics(), Quotas()
     tracing, trace = (None, pass_untraced) if settings.traces is None else _build_tracing(settings)
     return Service(
@@ -341,7 +339,7 @@ def build_service(
 
 
 def _build_tracing(settings: ServeSettings) -> "tuple[Tracing, Trace]":
-    """Make the tracing; the extra is imported only here."""
+    """Create the tracing; the optional OpenTelemetry extra is imported only here."""
     from expertctl.server.tracing.exporter import Tracing
     from expertctl.server.tracing.spans import trace_job
 

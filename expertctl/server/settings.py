@@ -1,11 +1,8 @@
-"""How the generation server is run: where it listens, what it takes, and the batch behind it.
+"""`ServeSettings`: where the server listens, what it accepts, and the engine behind it.
 
-Whether others can reach the server, and what that demands.
-
-Where traces go, by an option or by the standard variables of OpenTelemetry.
-
-All other variables, such as headers, the sampler and the name of the service, are read by
-OpenTelemetry itself.
+Also decides whether others can reach the server and what that requires (API keys, encryption), and
+where traces go: an option, or OpenTelemetry's standard variables. All other ``OTEL_*`` variables,
+such as headers, sampler and service name, are read by OpenTelemetry itself.
 """
 
 import re
@@ -23,12 +20,12 @@ from expertctl.settings import MAX_PORT, MAX_QUEUE, MAX_ROWS, MAX_SECONDS
 
 DEFAULT_PORT = 8000
 BODY_BYTES = 4 << 20
-"""More than the longest prompt takes in JSON; once read, a body can take fifty times as much."""
+"""More than the longest prompt takes in JSON; a parsed body can take fifty times as much."""
 MAX_BODY_BYTES = 1 << 30
 MAX_READER_DELAY = 60.0
 _HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]{0,31}://[a-z0-9.-]{1,253}(?::[0-9]{1,5})?")
-"""As browsers send it: lower case, and nothing after the port."""
+"""As browsers send it: lower case, nothing after the port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,49 +35,49 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     url: str | None = None
-    """The address that users see; by default from host and port, never from a header."""
+    """The public URL; by default built from host and port, never from a header."""
     allowed_hosts: tuple[str, ...] = ()
-    """Further names that ``Host`` may be, in lower case, such as ``host.docker.internal``."""
+    """Further accepted ``Host`` names, in lower case, such as ``host.docker.internal``."""
     allowed_origins: tuple[str, ...] = ()
-    """Web pages of other sites that may send requests and read answers."""
+    """Origins of other web pages that may send requests and read responses."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names of models: ``gpt-4o-mini`` → ``auto``."""
+    """Further model names: ``gpt-4o-mini`` → ``auto``."""
     strict_fields: bool = False
-    """Whether a field that is not implemented here is refused instead of ignored."""
+    """Whether unsupported fields are refused instead of ignored."""
     json_instruction: bool = True
-    """Whether a model is told the form of JSON that a request asks for by a schema."""
+    """Whether prompts describe the JSON of a requested schema to the model."""
     certificate: Path | None = None
     private_key: Path | None = None
     body_bytes: int = BODY_BYTES
     timeout: float | None = None
-    """Seconds after which an answer ends as it is, if the request names no time."""
+    """Default deadline in seconds, after which an answer ends as it is."""
     behind_seconds: float = MAX_READER_DELAY
-    """How long the reader of a stream may leave an event unread."""
+    """Seconds that a streaming client may leave an event unread before it is dropped."""
     log_prompts: bool = False
     completions_special_tokens: bool = True
-    """Whether control tokens in prompts of completions are control tokens; in chats they never are.
+    """Whether completion prompts may spell control tokens; chat messages never can.
 
-    A request decides for itself with ``parse_special``.
+    ``parse_special`` overrides it per request.
     """
     traces: str | None = None
-    """Address that spans are sent to, from `resolve_trace_address`; None: no spans are made."""
+    """The URL spans are sent to, from `resolve_trace_address`; None disables tracing."""
     validators: Mapping[str, ValidatorCommand] = field(default_factory=dict)
-    """Programs that requests can name to have answers checked."""
+    """Programs that requests can name to check answers."""
     batch: EngineConfig = field(default_factory=EngineConfig)
 
     @property
     def public_url(self) -> str:
-        """The scheme, host and port that clients use, without a slash at the end."""
+        """The scheme, host and port that clients use, without a trailing slash."""
         if self.url:
             return self.url.rstrip("/")
         return build_url(self.host, self.port, secure=self.certificate is not None)
 
 
 def check_settings(settings: ServeSettings) -> None:
-    """Check settings before anything is opened.
+    """Check the settings before anything is opened.
 
     Raises:
-        UsageError: naming what is wrong.
+        UsageError: names the invalid setting.
     """
     _check_ranges(settings)
     if (settings.certificate is None) != (settings.private_key is None):
@@ -135,15 +132,15 @@ def _is_server_url(url: str) -> bool:
 
 
 def is_exposed(settings: ServeSettings) -> bool:
-    """Whether others can reach the server, by its own address or that of a proxy before it."""
+    """Tell whether other machines can reach the server, directly or through a proxy."""
     return not (is_loopback(settings.host) and is_loopback(_public_host(settings)))
 
 
 def require_secure(settings: ServeSettings, *, keyed: bool, insecure: bool) -> None:
-    """Refuse to serve a network without API keys, or with keys sent in clear text.
+    """Refuse to serve a network without API keys, or with keys in clear text.
 
     Raises:
-        UsageError: when others can reach the server, and keys or encryption are missing.
+        UsageError: when others can reach the server and keys or encryption are missing.
     """
     if not is_exposed(settings):
         return
@@ -159,7 +156,7 @@ def require_secure(settings: ServeSettings, *, keyed: bool, insecure: bool) -> N
 
 
 def _is_encrypted(settings: ServeSettings) -> bool:
-    """Whether the connection is encrypted: by TLS here, or by a proxy on this machine."""
+    """Tell whether connections are encrypted, by TLS here or by a proxy on this machine."""
     proxied = settings.public_url.startswith("https:") and is_loopback(settings.host)
     return settings.certificate is not None or proxied
 
@@ -169,17 +166,17 @@ def _public_host(settings: ServeSettings) -> str:
 
 
 TRACES_PATH = "/v1/traces"
-"""The path for traces below the address of a collector (OTLP over HTTP)."""
+"""The path of traces below the URL of a collector (OTLP over HTTP)."""
 TRACES_PROTOCOL = "http/protobuf"
 _DISABLING_VALUES = {"OTEL_SDK_DISABLED": "true", "OTEL_TRACES_EXPORTER": "none"}
 _PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 def resolve_trace_address(option: str | None, environment: Mapping[str, str]) -> str | None:
-    """Return the address that traces are sent to; None if no traces are asked for.
+    """Return the URL that traces are sent to; None if tracing is not requested.
 
     Raises:
-        UsageError: when the address is malformed, or another protocol is asked for.
+        UsageError: when the URL is malformed, or another protocol is requested.
     """
     given = {name: value.strip() for name, value in environment.items() if value.strip()}
     off = next(
@@ -212,7 +209,7 @@ def _with_traces_path(base: str) -> str:
 
 
 def _check_collector_url(address: str, source: str) -> str:
-    """Return a valid address; a login in it, which would appear in the log, is refused."""
+    """Return a valid URL; credentials in it are refused, since they would appear in the log."""
     if not _is_collector_url(address):
         raise UsageError(
             f"{source}: that is no address of a collector",

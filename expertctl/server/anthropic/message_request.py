@@ -1,9 +1,7 @@
-"""`MessageRequest` and `CountRequest`: bodies of requests, with the fields of the published API.
+"""`MessageRequest` and `CountRequest`: request bodies, and the job of a message (`MessageCall`).
 
-A field that would change the answer, but is not implemented here, is accepted only with its
-neutral value. The last group of fields is our own, as in the other APIs of the server.
-
-`MessageCall`: a request for a message as a job for the engine, and how its answer is read.
+A field that would change the answer but is not implemented is accepted only with its neutral value.
+The last group of fields is not Anthropic's; the other APIs of this server have the same fields.
 """
 
 import uuid
@@ -76,24 +74,24 @@ _ThinkingDisplay = Literal["summarized", "omitted"]
 
 
 class _ThinkingMode(Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
-    """Whether a model thinks before it answers, and whether that is shown."""
+    """Whether the model writes reasoning, and whether that is returned."""
 
 
 class ThinkingEnabled(_ThinkingMode, frozen=True, tag="enabled"):
-    """It does; how much it thinks is up to it, within ``max_tokens``."""
+    """Reasoning is on; ``budget_tokens`` is not enforced, only ``max_tokens``."""
 
     budget_tokens: Annotated[int, Meta(ge=MIN_THINKING_TOKENS)]
     display: _ThinkingDisplay | None = None
 
 
 class ThinkingAdaptive(_ThinkingMode, frozen=True, tag="adaptive"):
-    """It does where it sees fit."""
+    """The model decides whether to write reasoning."""
 
     display: _ThinkingDisplay | None = None
 
 
 class ThinkingDisabled(_ThinkingMode, frozen=True, tag="disabled"):
-    """It does not."""
+    """Reasoning is off."""
 
 
 ThinkingMode = ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled
@@ -107,14 +105,14 @@ class JsonFormat(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How an answer should be."""
+    """Requirements for the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
 
 
 class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
-    """Who the request is made for: texts are kept for each of them apart."""
+    """The end user of the request; prefixes are cached for each user separately."""
 
     user_id: _Key | None = None
 
@@ -134,12 +132,12 @@ class CountRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def enables_thinking(self) -> bool:
-        """Whether the model is to think before it answers."""
+        """Whether reasoning is on."""
         return isinstance(self.thinking, ThinkingEnabled | ThinkingAdaptive)
 
     @property
     def shows_thinking(self) -> bool:
-        """Whether what it thought is part of the answer."""
+        """Whether reasoning is part of the answer."""
         match self.thinking:
             case ThinkingEnabled(display=display) | ThinkingAdaptive(display=display):
                 return display != "omitted"
@@ -148,7 +146,7 @@ class CountRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class MessageRequest(CountRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A conversation whose next turn is asked for."""
+    """A conversation whose next message is requested."""
 
     max_tokens: Annotated[int, field_limits("max_tokens")]
     stream: bool | None = None
@@ -181,7 +179,7 @@ def check_thinking_budget(request: MessageRequest) -> None:
     """Refuse a thinking budget that is not below ``max_tokens``.
 
     Raises:
-        FieldError: naming the budget.
+        FieldError: names the budget.
     """
     thinking = request.thinking
     if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens >= request.max_tokens:
@@ -194,25 +192,25 @@ BUDGET_WARNING = "thinking.budget_tokens is not enforced: max_tokens alone ends 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateInput:
-    """A conversation in the form that the chat template takes."""
+    """A conversation in the form that chat templates read."""
 
     messages: tuple[ConversationMessage, ...]
-    """What the model reads."""
+    """The messages that the model reads."""
     client_messages: tuple[ConversationMessage, ...]
-    """What the client sent, which experts are chosen by."""
+    """The messages that the client sent, which routing uses."""
     tools: tuple[OfferedTool, ...]
     variables: JsonObject
     warnings: tuple[str, ...] = ()
 
     @property
     def chat_end(self) -> ChatEnd:
-        """How the prompt ends: text of the assistant at the end is continued."""
+        """How the prompt ends: a last message of the assistant is continued."""
         return "continue" if can_continue(self.messages[-1]) else "new_turn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageCall:
-    """One request for a message, read."""
+    """A parsed request for a message: its job and what its answer needs."""
 
     job: GenerationJob
     parser_config: OutputParserConfig
@@ -222,10 +220,10 @@ class MessageCall:
     stop_sequences: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     ignored_fields: tuple[str, ...] = ()
-    """Fields of the request that are ignored."""
+    """Ignored fields of the request."""
 
     async def count_reasoning_tokens(self, results: Sequence[RunResult]) -> int:
-        """Return how many tokens of the answer are thought."""
+        """Count the reasoning tokens of the answer."""
         opened = self.parser_config.starts_in_reasoning
         return await count_reasoning_tokens(
             results, self.template.tokenizer, starts_in_reasoning=opened
@@ -240,10 +238,10 @@ class MessageCall:
 def build_template_input(
     request: CountRequest, template: ChatTemplateTraits, *, json_instruction: bool
 ) -> TemplateInput:
-    """Read the conversation, tools and variables that the model gets.
+    """Return the messages, tools and template variables of the prompt.
 
     Raises:
-        FieldError: when a field asks for what is not done here.
+        FieldError: when a field asks for something unsupported.
     """
     tools = select_tools(request.tools or (), request.tool_choice)
     if tools and not template.reads_tools:
@@ -279,11 +277,11 @@ def build_message_call(
     settings: ServeSettings,
     ignored: Sequence[str] = (),
 ) -> MessageCall:
-    """Read a request to a server of one base; ``ignored_fields`` fields were left out of it.
+    """Build the job of a request; ``ignored`` are the fields removed from it.
 
     Raises:
-        FieldError: when a field asks for what is not done here.
-        UsageError: when fields do not fit together.
+        FieldError: when a field asks for something unsupported.
+        UsageError: when fields contradict each other.
         ModelNotFoundError: when there is no such model.
     """
     check_thinking_budget(request)
@@ -376,7 +374,7 @@ def _build_run_request(
 
 
 def _read_sampling_options(request: MessageRequest) -> SamplingOverrides:
-    """Return what the request says of how tokens are drawn."""
+    """Return the sampling options of the request."""
     stop = request.stop_sequences
     return SamplingOverrides(
         temperature=request.temperature,

@@ -1,12 +1,9 @@
-"""The document of an installed expert in ``/v1/experts``.
+"""The routes of the native API: inference, jobs, routing, installed experts and ``/moe``.
 
-``/moe``: what is counted of routed experts. GET changes nothing; POST does.
-
-The answer is the activity document of `expertctl.engine.moe`, from which experts can be placed. A
-profile comes as a document, or as the name of the base, which stands for the habits learnt here:
-there is no way to name a file.
-
-The addresses of our own API: inference, jobs, routing, and what is installed or observed.
+``/moe`` is about the routed experts of the base; GET changes nothing, POST does. It answers with
+the activity document of `expertctl.engine.moe`, from which experts can be placed. A profile is
+given as a document, or as the name of the base, which stands for the profile learnt here; no file
+can be named.
 """
 
 import asyncio
@@ -55,7 +52,7 @@ from expertctl.server.streaming import make_event_stream, run_job, while_connect
 
 
 class ExpertDocument(Struct, frozen=True, kw_only=True):
-    """One version of one expert, and what it is to this server."""
+    """One version of an installed expert, and its state in this server."""
 
     ref: str
     name: str
@@ -69,21 +66,21 @@ class ExpertDocument(Struct, frozen=True, kw_only=True):
     size: int
     """Bytes of all its files."""
     fits: bool
-    """Whether it was made for the base that is served."""
+    """Whether it fits the served base."""
     revoked: bool
     """Whether the key that signed it was revoked."""
     in_memory: bool
 
 
 class ExpertsDocument(Struct, frozen=True, kw_only=True):
-    """All that are installed, by name and version."""
+    """All installed experts, by name and version."""
 
     base: str
     experts: tuple[ExpertDocument, ...]
 
 
 def build_experts_document(experts: tuple[AdapterStatus, ...], *, base: str) -> ExpertsDocument:
-    """Return the document of what is installed."""
+    """Return the document of the installed experts."""
     documents = sorted((_build_document(one) for one in experts), key=lambda one: one.ref)
     return ExpertsDocument(base=base, experts=tuple(documents))
 
@@ -113,7 +110,7 @@ _Count = Annotated[int, Meta(ge=0, le=MAX_EXPERTS_PER_LAYER)]
 
 
 class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is counted of routed experts from now on, and which profile says which stay."""
+    """A change to the counting of routed experts, or to the profile that decides which stay."""
 
     mode: Annotated[
         CounterMode | None,
@@ -140,10 +137,10 @@ class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ] = None
 
     def check_change(self, *, base: str) -> None:
-        """Refuse a body that asks for no change, or for the profile of another base.
+        """Refuse a body without a change, or with the profile of another base.
 
         Raises:
-            FieldError: naming the field that is wrong.
+            FieldError: names the invalid field.
         """
         _require_profile(self)
         if self.mode is None and not self.reset and self.profile is None:
@@ -161,15 +158,15 @@ class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def profile_document(self) -> JsonObject | None:
-        """The profile of the body; None stands for what was learnt of the base."""
+        """The profile of the body; None stands for the base's learnt profile."""
         return self.profile if isinstance(self.profile, dict) else None
 
     @property
     def profile_options(self) -> ProfileOptions:
-        """The pins and the exchange rate that are wanted for the profile.
+        """The requested pins and exchange rate of the profile.
 
         Raises:
-            FieldError: when ``pin`` is neither a number of experts nor a share.
+            FieldError: when ``pin`` is neither a number of experts nor a percentage.
         """
         return ProfileOptions(pins=self._parse_pins, exchange=self.exchange)
 
@@ -201,11 +198,11 @@ ROUTE = "/v1/route"
 EXPERTS = "/v1/experts"
 MOE = "/moe"
 MAX_PENDING_PLANS = 16
-"""How many requests to ``/v1/route`` wait for a plan at a time: answers need plans, too."""
+"""Maximum ``/v1/route`` requests waiting for a plan at a time: answers need plans, too."""
 
 
 def build_routes(service: Service) -> list[BaseRoute]:
-    """Return the addresses, on one engine."""
+    """Return the routes of the native API."""
     wire = _NativeEndpoints(service)
     return [
         Route(INFER, wire.infer, methods=["POST"]),
@@ -220,18 +217,18 @@ def build_routes(service: Service) -> list[BaseRoute]:
 
 
 class _NativeEndpoints:
-    """Answers the requests of one server."""
+    """Handles the requests of the native API."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._jobs = JobStore()
         self._pending_plans = 0
-        """How many plans are waited for."""
+        """Number of plans being waited for."""
         self._is_adopting = False
-        """Whether a profile is being adopted."""
+        """Whether a profile is being applied."""
 
     async def infer(self, request: Request) -> Response:
-        """Answer a prompt, at once or piece by piece."""
+        """Answer a prompt, in one document or as a stream."""
         arrival = Arrival()
         body = await self._read_body(request)
         call, engine = self._build_call(request, body, arrival), self._service.engine
@@ -243,7 +240,7 @@ class _NativeEndpoints:
         return json_response(answer, headers=headers)
 
     async def submit(self, request: Request) -> Response:
-        """Begin a background job."""
+        """Submit a background job."""
         arrival = Arrival()
         body = await self._read_body(request)
         if body.value.stream:
@@ -270,7 +267,7 @@ class _NativeEndpoints:
         return json_response(document, status=202, headers=headers)
 
     async def job(self, request: Request) -> Response:
-        """Answer with the state of a job."""
+        """Return the state of a job."""
         job = self._jobs.find(request.path_params["job_id"], owner=get_caller(request).id)
         return self._job_response(job)
 
@@ -281,13 +278,13 @@ class _NativeEndpoints:
         return self._job_response(job)
 
     async def route(self, request: Request) -> Response:
-        """Plan a prompt; nothing is loaded."""
+        """Return the plan for a prompt; nothing is loaded."""
         body = await read_body(request, RouteFields)
         planned = await while_connected(request, self._make_plan(body.to_plan_request()))
         return json_response(planned.result.to_json())
 
     async def _make_plan(self, request: RunRequest) -> PlannedPrompt:
-        """Have a plan made; if the client leaves, planning that has not begun is cancelled."""
+        """Wait for a plan; if the client disconnects, planning that has not begun is cancelled."""
         if self._pending_plans >= MAX_PENDING_PLANS:
             raise RateLimitError("too many plans are asked for at once")
         planning = asyncio.wrap_future(self._service.engine.plan(request))
@@ -298,18 +295,18 @@ class _NativeEndpoints:
             self._pending_plans -= 1
 
     async def experts(self, _: Request) -> Response:
-        """List what is installed."""
+        """List the installed experts."""
         engine = self._service.engine
         experts = await asyncio.wrap_future(engine.list_experts())
         return json_response(build_experts_document(experts, base=engine.base_name))
 
     async def observation(self, _: Request) -> Response:
-        """Answer with what was counted of routed experts."""
+        """Return the routed-expert counters."""
         seen = await to_thread.run_sync(self._service.engine.get_observation)
         return json_response(seen.to_json())
 
     async def observe(self, request: Request) -> Response:
-        """Change how routed experts are counted, count anew, or adopt a profile."""
+        """Change the counter mode, reset the counters, or apply a profile."""
         require_manager(get_caller(request))
         body = await read_body(request, ObserveRequest)
         body.check_change(base=self._service.engine.base_name)
@@ -319,7 +316,7 @@ class _NativeEndpoints:
 
     @contextmanager
     def _exclusive_adoption(self, body: ObserveRequest) -> Iterator[None]:
-        """Adopt one profile at a time: that waits for a pass to end, and blocks a thread."""
+        """Allow one profile change at a time: it waits for a step to end and blocks a thread."""
         if body.profile is None:
             yield
             return
@@ -332,7 +329,7 @@ class _NativeEndpoints:
             self._is_adopting = False
 
     def _apply_changes(self, body: ObserveRequest) -> Observation:
-        """Apply the changes of a body; the profile first, since it may be refused."""
+        """Apply the changes of a body, the profile first, since it may be refused."""
         engine = self._service.engine
         if body.profile is not None:
             engine.apply_profile(body.profile_document, body.profile_options)

@@ -1,9 +1,7 @@
-"""`ChatRequest`: the body of a chat call, every field that the published API has, and ours.
+"""`ChatRequest`: the body of a chat request, and its job (`ChatCall`).
 
-A field that would change the answer, but is not implemented here, is accepted only with its
-neutral value: to ignore it silently would mislead the client.
-
-`ChatCall`: a chat request as a job for the engine, and how its answers are to be read.
+A field that would change the answer but is not implemented is accepted only with its neutral value:
+ignoring it silently would mislead the client.
 """
 
 import re
@@ -65,14 +63,14 @@ _METADATA_KEY = Annotated[str, Meta(max_length=64)]
 
 
 class CacheOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """How prefixes are kept: always, and as long as there is room."""
+    """How prefixes are cached; here always, while there is room."""
 
     mode: Literal["implicit"] | None = None
     ttl: Literal["30m"] | None = None
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
-    """One chat call."""
+    """A request for chat completions."""
 
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_TURNS)]
     max_completion_tokens: Tokens | None = None
@@ -94,7 +92,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
 
     prompt_cache_options: CacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    """The longest time that a prefix may be kept; ours are kept for less."""
+    """The maximum time a prefix may be cached; ours are cached for less."""
     modalities: list[Literal["text", "audio"]] | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     store: bool | None = None
@@ -111,17 +109,17 @@ _RESERVED_VARIABLES = re.compile(
     "messages|tools|add_generation_prompt|continue_final_message|raise_exception|strftime_now"
     "|[a-z_]*_tokens?"
 )
-"""Variables of the chat template that the server sets from the call and the base."""
+"""Template variables that the server sets from the request and the base."""
 
 MAX_VARIABLE_CHARACTERS = 4_096
-"""Characters that a call may pass to the chat template besides messages and tools."""
+"""Maximum characters of the template variables of a request."""
 MAX_CALLS_PER_ANSWER = 1 << 20
-"""More tool calls than one answer can hold."""
+"""More tool calls than one answer can have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """One chat request, read."""
+    """A parsed chat request: its job and what its answers need."""
 
     job: GenerationJob
     parser_config: OutputParserConfig
@@ -131,16 +129,16 @@ class ChatCall:
     with_usage: bool
     with_continuous_usage: bool = False
     ignored_fields: tuple[str, ...] = ()
-    """Fields of the request that are ignored."""
+    """Ignored fields of the request."""
     warnings: tuple[str, ...] = ()
-    """Warnings of reading the request."""
+    """Warnings from parsing the request."""
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Return the bytes of a token; None if they cannot be known."""
+        """Return the bytes of a token; None if unknown."""
         return self.template.tokenizer.token_bytes(token)
 
     async def count_reasoning_tokens(self, results: Sequence[RunResult]) -> int:
-        """Return how many tokens of its answers are thought."""
+        """Count the reasoning tokens of its answers."""
         opened = self.parser_config.starts_in_reasoning
         return await count_reasoning_tokens(
             results, self.template.tokenizer, starts_in_reasoning=opened
@@ -148,7 +146,7 @@ class ChatCall:
 
     @property
     def id(self) -> str:
-        """The id of the answer."""
+        """The id of the completion."""
         return f"chatcmpl-{self.job.id}"
 
 
@@ -161,11 +159,11 @@ def build_chat_call(
     settings: ServeSettings,
     ignored: Sequence[str] = (),
 ) -> ChatCall:
-    """Read a chat request to a server of one base; ``ignored_fields`` fields were left out of it.
+    """Build the job of a chat request; ``ignored`` are the fields removed from it.
 
     Raises:
-        FieldError: when a field asks for what is not done here.
-        UsageError: when fields do not fit together.
+        FieldError: when a field asks for something unsupported.
+        UsageError: when fields contradict each other.
         ModelNotFoundError: when there is no such model.
     """
     not_done = check_unsupported(request, strict=settings.strict_fields)
@@ -212,7 +210,7 @@ def _add_instruction(
     tools: Sequence[Tool],
     settings: ServeSettings,
 ) -> tuple[ConversationMessage, ...]:
-    """Return the conversation that is read; it may say the form of JSON that is asked for."""
+    """Return the conversation for the prompt, with the JSON instruction if it applies."""
     schema = request.response_format and request.response_format.prompt_schema
     return (
         add_json_instruction(turns, schema)
@@ -244,7 +242,7 @@ def _build_parser_config(
 
 
 def _find_chat_end(request: ChatRequest, last: ConversationMessage) -> ChatEnd:
-    """Return how the prompt ends; text of the assistant at the end is continued unless refused."""
+    """Return how the prompt ends; a last assistant message is continued unless disabled."""
     wanted, opened = request.continue_final_message, request.add_generation_prompt
     if wanted and opened:
         raise FieldError(
@@ -355,7 +353,7 @@ def _build_variables(request: ChatRequest, tools: tuple[Tool, ...]) -> JsonObjec
 
 
 def _check_variables(variables: JsonObject) -> None:
-    """Bound the variables of a request; they are part of the key of a cache."""
+    """Check the template variables of a request; they are part of a cache key."""
     field = "chat_template_kwargs"
     if any(isinstance(value, list | dict) for value in variables.values()):
         raise FieldError(f"{field}: only words, numbers and truth values are taken", field=field)

@@ -1,14 +1,8 @@
-"""`ChatStream`: the answers to a chat call, told in chunks as they are written.
+"""The routes of the OpenAI API, and the streams of chat and completion requests.
 
-For each answer the role comes first, then text, thoughts and calls, then why it ended. The last
-chunk of all, which holds the usage if that is asked for, also holds the ``expertctl`` object.
-
-`CompletionStream`: the answers to a completion call, told in chunks as they are written.
-
-A chunk looks like the whole answer. The last one, which holds the usage if that is asked for, also
-holds the ``expertctl`` object.
-
-The addresses of the OpenAI API: chat completions, completions, models.
+A chat stream sends the role of each answer, then its text, reasoning and calls, then its finish
+reason. A completion chunk looks like the whole answer. In both, the last chunk contains the
+``expertctl`` object, and the usage if requested.
 """
 
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -95,10 +89,10 @@ DONE_EVENT = line(b"[DONE]")
 
 
 async def stream_chat(jobs: JobSubmitter, call: ChatCall) -> AsyncIterator[bytes]:
-    """Begin the job of a call and yield the lines of its stream.
+    """Submit the job of a call and yield the events of its stream.
 
     Raises:
-        ExpertError: when it is refused, or fails on the way.
+        ExpertError: when it is refused or fails.
     """
     stream = ChatStream(call)
     async with stream_job(jobs, call.job) as events:
@@ -114,9 +108,9 @@ class ChatStream:
     """Turns the events of one job into chunks."""
 
     def __init__(self, call: ChatCall) -> None:
-        """Begin before the first event."""
+        """Start before the first event."""
         self.reasoning_tokens = 0
-        """How many tokens are thought; set before the last event."""
+        """Number of reasoning tokens; set before the last event."""
         self._call = call
         self._parsers = [OutputParser(call.parser_config) for _ in range(call.job.answers)]
         self._calls = [0] * call.job.answers
@@ -124,7 +118,7 @@ class ChatStream:
         self._running_usage = RunningUsage() if call.with_continuous_usage else None
 
     def chunks(self, event: JobEvent) -> Iterator[ChatChunk]:
-        """Yield the chunks that an event adds to the answer."""
+        """Yield the chunks of a job event."""
         match event:
             case JobStarted(plan, prompt, reused):
                 if self._running_usage is not None:
@@ -144,7 +138,7 @@ class ChatStream:
                 return
 
     def _start_answers(self, plan: Plan) -> Iterator[ChatChunk]:
-        """Begin each answer, once: a job can be over before its prompt was read."""
+        """Start each answer, once: a job can end before prefill."""
         if self._fingerprint is not None:
             return
         self._fingerprint = make_fingerprint(plan)
@@ -179,7 +173,7 @@ class ChatStream:
         for index in range(len(results)):
             yield from self._part_chunks(index, self._parsers[index].finish())
         ends = [self._end_chunk(index, result) for index, result in enumerate(results)]
-        late = range(len(results), self._call.job.answers)  # the deadline passed before they began
+        late = range(len(results), self._call.job.answers)  # they missed the deadline
         ends += [self._delta_chunk(index, ChatDelta(), reason="length") for index in late]
         if self._call.with_usage:
             ends.append(
@@ -225,10 +219,10 @@ class ChatStream:
 
 
 async def stream_completion(jobs: JobSubmitter, call: CompletionCall) -> AsyncIterator[bytes]:
-    """Begin the jobs of a call and yield the lines of its stream.
+    """Submit the jobs of a call and yield the events of its stream.
 
     Raises:
-        ExpertError: when one is refused, or fails on the way.
+        ExpertError: when one is refused or fails.
     """
     stream = CompletionStream(call)
     async with stream_jobs(jobs, call.jobs) as events:
@@ -241,27 +235,27 @@ async def stream_completion(jobs: JobSubmitter, call: CompletionCall) -> AsyncIt
 
 
 def _encode_chunks(stream: "CompletionStream", number: int, event: JobEvent) -> list[bytes]:
-    """Return the lines of an event; those of a scored prompt take a while."""
+    """Return the chunks of an event; those of a scored prompt take a while."""
     return [line(msgspec.json.encode(chunk)) for chunk in stream.chunks(number, event)]
 
 
 class CompletionStream:
-    """Turns the events of the jobs of a call into chunks."""
+    """Turns the events of a completion request's jobs into chunks."""
 
     def __init__(self, call: CompletionCall) -> None:
-        """Begin before the first event."""
+        """Start before the first event."""
         self._call = call
         self._fingerprint: str | None = None
         self._started: set[int] = set()
         self._pending_pieces: dict[int, list[OutputDelta]] = {}
-        """Pieces of jobs whose prompts have no log-probabilities yet, which come first."""
+        """Deltas of jobs whose prompt log-probabilities, which come first, are not known yet."""
         self._offsets: dict[int, TokenOffsets] = {}
-        """Index of an answer → where its next token begins."""
+        """Index of an answer → offset of its next token."""
         self._results: dict[int, tuple[RunResult, ...]] = {}
         self._running_usage = RunningUsage() if call.with_continuous_usage else None
 
     def chunks(self, number: int, event: JobEvent) -> Iterator[Completion]:
-        """Yield the chunks that an event of a job adds to the answer."""
+        """Yield the chunks of an event of the job ``number``."""
         match event:
             case JobStarted(plan, prompt, reused):
                 if self._running_usage is not None:
@@ -277,7 +271,7 @@ class CompletionStream:
                 return
 
     def _start_answers(self, number: int, plan: Plan) -> Iterator[Completion]:
-        """Yield the prompt of each answer, once, with ``echo``; if it is scored, then later."""
+        """Yield the echoed prompt of each answer, once; a scored prompt comes later."""
         if number in self._started:
             return
         self._started.add(number)
@@ -305,7 +299,7 @@ class CompletionStream:
             yield from self._flush_pending(number, piece.prompt)
 
     def _flush_pending(self, number: int, scores: PromptLogprobs | None) -> Iterator[Completion]:
-        """Yield the prompt of each answer, then what was held back."""
+        """Yield the echoed prompt of each answer, then the held-back deltas."""
         if number in self._pending_pieces:
             yield from self._echo_chunks(number, scores)
             for piece in self._pending_pieces.pop(number):
@@ -348,7 +342,7 @@ class CompletionStream:
         yield from ends
 
     def _add_usage_and_extension(self, ends: list[Completion]) -> list[Completion]:
-        """Add the usage and the ``expertctl`` object, at the very end."""
+        """Add the usage and the ``expertctl`` object to the last chunk."""
         came = [self._results[number] for number in range(len(self._call.jobs))]
         if self._call.with_usage:
             ends = [*ends, self._chunk([], usage=build_usage(came))]
@@ -390,7 +384,7 @@ COMPLETIONS = "/v1/completions"
 
 
 def build_routes(service: Service) -> list[BaseRoute]:
-    """Return the addresses, on one engine."""
+    """Return the routes of the OpenAI API."""
     wire = _OpenAIEndpoints(service)
     return [
         Route(CHAT, wire.chat, methods=["POST"]),
@@ -400,13 +394,13 @@ def build_routes(service: Service) -> list[BaseRoute]:
 
 
 class _OpenAIEndpoints:
-    """Answers the requests of one server."""
+    """Handles the requests of the OpenAI API."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def chat(self, request: Request) -> Response:
-        """Answer with the next message of a conversation."""
+        """Return the next message of a conversation."""
         body = await self._read_body(request, ChatRequest)
         engine = self._service.engine
         call = build_chat_call(
@@ -427,7 +421,7 @@ class _OpenAIEndpoints:
         )
 
     async def complete(self, request: Request) -> Response:
-        """Answer with the continuation of one or several prompts."""
+        """Return the continuation of one or several prompts."""
         body = await self._read_body(request, CompletionRequest)
         engine = self._service.engine
         read = partial(
