@@ -17,7 +17,7 @@ example can be made within the bounds.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from expertctl.engine.text.chat_template import ChatTemplate, encode_chat
@@ -27,6 +27,7 @@ from expertctl.engine.text.tokenizer_files import TemplateSource
 from expertctl.errors import ContextLengthError, ExpertError
 from expertctl.routing.sampling_presets import MAX_PROMPT_CHARACTERS
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical
+from expertctl.server.output_parser import OutputParserConfig
 from expertctl.server.reasoning_parser import (
     OPEN_TAG,
     ends_in_reasoning,
@@ -97,17 +98,12 @@ class ChatTemplateTraits:
         return "" if source is None else source.text
 
 
+@dataclass(frozen=True)
 class _TemplateVariables:
     """Template variables, compared by their JSON."""
 
-    def __init__(self, key: bytes, values: Mapping[str, JsonValue]) -> None:
-        self.key, self.values = key, values
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _TemplateVariables) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+    key: bytes
+    values: Mapping[str, JsonValue] = field(compare=False)
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
@@ -189,27 +185,29 @@ def can_continue(last: ConversationMessage) -> bool:
     return last.role == "assistant" and bool(last.content.strip()) and not is_call
 
 
-def answer_opens_reasoning(
+def build_parser_config(
     template: ChatTemplateTraits,
     variables: Mapping[str, JsonValue],
     last: ConversationMessage,
     *,
     end: ChatEnd,
-) -> bool:
-    """Tell whether an answer begins inside reasoning, opened by the template or its prefix."""
-    if end == "new_turn":
-        return template.opens_reasoning(variables)
-    return end == "continue" and ends_in_reasoning(last.content)
-
-
-def find_answer_prefix(last: ConversationMessage, *, end: ChatEnd) -> str:
-    """Return the answer's beginning, without reasoning, if the last message is continued."""
-    return split_reasoning(last.content)[0] if end == "continue" else ""
-
-
-def find_answer_partial_tag(last: ConversationMessage, *, end: ChatEnd) -> str:
-    """Return the partial reasoning tag at the end of a continued message."""
-    return find_partial_tag(last.content) if end == "continue" else ""
+    tools: Iterable[str],
+    single_call: bool,
+    expects_json: bool,
+) -> OutputParserConfig:
+    """Return how to parse the answers to a conversation; ``last`` is its last message."""
+    is_continued = end == "continue"
+    opened = template.opens_reasoning(variables) if end == "new_turn" else False
+    return OutputParserConfig(
+        call_format=template.call_format,
+        tools=frozenset(tools),
+        single_call=single_call,
+        may_think=template.may_think,
+        starts_in_reasoning=opened or (is_continued and ends_in_reasoning(last.content)),
+        expects_json=expects_json,
+        prefix=split_reasoning(last.content)[0] if is_continued else "",
+        partial_tag=find_partial_tag(last.content) if is_continued else "",
+    )
 
 
 def normalise_call_ids(

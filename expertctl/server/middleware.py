@@ -26,7 +26,6 @@ from expertctl.errors import (
 from expertctl.http.address import build_url, is_loopback
 from expertctl.http.limits import LimitsMiddleware, RequestPolicy, RequestRefusal, build_host_names
 from expertctl.http.log import RequestLogMiddleware, RequestRecord, get_route_path
-from expertctl.server.api_keys import ApiKey
 from expertctl.server.caller import Caller, anthropic_rate_headers, openai_rate_headers
 from expertctl.server.metrics import Metrics
 from expertctl.server.request_body import JSON_MEDIA_TYPE
@@ -142,11 +141,7 @@ class AuthMiddleware:
             return
         try:
             caller = self._identify_caller(Headers(scope=scope))
-        except ExpertError as error:
-            await error_response(error, scope)(scope, receive, send)
-            return
-        send = self._add_limit_headers(caller, scope, send)
-        try:
+            send = self._add_limit_headers(caller, scope, send)
             self._service.quotas.count_request(caller)
             self._require_ready()
         except ExpertError as error:
@@ -188,7 +183,13 @@ class AuthMiddleware:
                 "an API key is needed: none came, or one that is wrong, expired or revoked",
                 hint="send one as `Authorization: Bearer`, or as `x-api-key`",
             )
-        return _caller_from_key(key)
+        return Caller(
+            id=key.id,
+            name=key.name,
+            requests_per_minute=key.requests_per_minute,
+            tokens_per_minute=key.tokens_per_minute,
+            manages=key.manages,
+        )
 
     def _require_ready(self) -> None:
         readiness = self._service.readiness
@@ -196,16 +197,6 @@ class AuthMiddleware:
             raise StoreError("the base is being loaded", hint="/readyz says when that is done")
         if not readiness.is_ready:
             raise StoreError("the server takes no more jobs")
-
-
-def _caller_from_key(key: ApiKey) -> Caller:
-    return Caller(
-        id=key.id,
-        name=key.name,
-        requests_per_minute=key.requests_per_minute,
-        tokens_per_minute=key.tokens_per_minute,
-        manages=key.manages,
-    )
 
 
 def _read_secret(headers: Headers) -> str:

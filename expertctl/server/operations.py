@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import msgspec
 from anyio import to_thread
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from expertctl import __version__
@@ -60,23 +60,23 @@ def build_health_routes(service: Service) -> list[BaseRoute]:
     def read() -> tuple[str, EngineSnapshot] | None:
         return service.engine.base_name, service.engine.take_snapshot()
 
+    def answer_readiness(body: msgspec.Struct, *, ready: bool) -> Response:
+        again = {} if ready else {"Retry-After": str(RETRY_SECONDS)}
+        return json_response(body, status=200 if ready else 503, headers=again)
+
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("ok\n", headers=_NO_STORE)
 
     async def health(_: Request) -> Response:
         ready = service.readiness.is_ready
-        again = {} if ready else {"Retry-After": str(RETRY_SECONDS)}
-        body = HealthDocument("ok" if ready else "unavailable")
-        return json_response(body, status=200 if ready else 503, headers=again)
+        return answer_readiness(HealthDocument("ok" if ready else "unavailable"), ready=ready)
 
     async def version(_: Request) -> Response:
         return json_response(VersionDocument(__version__))
 
     async def readyz(_: Request) -> Response:
-        readiness = service.readiness
-        body = msgspec.to_builtins(readiness.document)
-        again = {} if readiness.is_ready else {"Retry-After": str(RETRY_SECONDS)}
-        return JSONResponse(body, 200 if readiness.is_ready else 503, {**_NO_STORE, **again})
+        body = service.readiness.document
+        return answer_readiness(body, ready=body.ready)
 
     async def metrics(_: Request) -> Response:
         text = await to_thread.run_sync(service.metrics.render, read)

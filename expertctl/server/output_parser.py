@@ -28,8 +28,13 @@ from expertctl.server.post_processing.json_schema import (
     check_schema_bounds,
     compile_schema,
 )
-from expertctl.server.reasoning_parser import ReasoningParser, ReasoningText
-from expertctl.server.reasoning_parser import ReasoningPart as Thinking
+from expertctl.server.reasoning_parser import (
+    MAX_SPACE,
+    HeldText,
+    ReasoningParser,
+    ReasoningPart,
+    ReasoningText,
+)
 from expertctl.server.request_body import FieldError
 from expertctl.server.tool_parser import (
     JsonSpan,
@@ -40,8 +45,6 @@ from expertctl.server.tool_parser import (
     ToolCallPart,
 )
 
-MAX_SPACE = 1024
-"""Maximum white space held back because a fence may follow; any more is text."""
 _OPENING = re.compile(r"\s*(`{3,})[ \t]*[A-Za-z0-9+.-]{0,20}[ \t]*\r?\n\s*(?=[\[{\"0-9tfn-])")
 _PARTIAL_OPENING = re.compile(r"\s*(?:`{0,2}|`{3,}[ \t]*[A-Za-z0-9+.-]{0,20}[ \t]*\r?(?:\n\s*)?)")
 _NESTED = re.compile(r"\s*[\[{]")
@@ -60,31 +63,30 @@ class JsonExtractor:
         """The backticks that opened the code block; empty outside one."""
         self._span: JsonSpan | None = None
         """Tracks an object or a list up to its end."""
-        self._buffer = ""
-        self._hidden_length = 0
-        """Characters of the buffer that belong to ``prefix`` and are not returned."""
+        self._held = HeldText()
         self._has_started = False
         if _JSON_START.search(prefix):
             self.push(prefix)
-            self._hidden_length = len(self._buffer)
+            self._held.hidden = len(self._held.text)
             self.removed_fence = self.dropped_text = False
 
     def push(self, text: str) -> str:
         """Add the next piece; return the text that is now certain."""
-        self._buffer += text
+        self._held.text += text
         if not self._has_started and not self._detect_fence():
             return ""
         certain = "" if self._span is None else self._follow_span(self._span)
-        if self._span is None:
-            certain += self._emit(self._certain_length() if self._fence else len(self._buffer))
-        return certain
+        if self._span is not None:
+            return certain
+        count = self._certain_length() if self._fence else len(self._held.text)
+        return certain + self._held.take(count)
 
     def finish(self) -> str:
         """Return what was held back, without the closing fence."""
         if self._span is not None and self._span.state == "closed":
             return ""
-        is_closed = self._has_started and bool(self._fence) and self._fence in self._buffer
-        held = self._emit(len(self._buffer))
+        is_closed = self._has_started and bool(self._fence) and self._fence in self._held.text
+        held = self._held.take(len(self._held.text))
         return "" if is_closed else held
 
     @property
@@ -96,18 +98,18 @@ class JsonExtractor:
 
     def _detect_fence(self) -> bool:
         """Decide whether the answer begins with a fence; return False if more text is needed."""
-        opening = _OPENING.match(self._buffer[: MAX_SPACE + 1])
+        opening = _OPENING.match(self._held.text[: MAX_SPACE + 1])
         if (
             opening is None
-            and len(self._buffer) <= MAX_SPACE
-            and _PARTIAL_OPENING.fullmatch(self._buffer)
+            and len(self._held.text) <= MAX_SPACE
+            and _PARTIAL_OPENING.fullmatch(self._held.text)
         ):
             return False
         self._has_started = True
         if opening is not None:
-            self._fence, self.removed_fence = opening[1], not self._hidden_length
-            self._emit(opening.end())
-        if self._drops_rest and (begin := _NESTED.match(self._buffer)):
+            self._fence, self.removed_fence = opening[1], not self._held.hidden
+            self._held.take(opening.end())
+        if self._drops_rest and (begin := _NESTED.match(self._held.text)):
             self._span = JsonSpan(begin.end() - 1)
         return True
 
@@ -115,26 +117,20 @@ class JsonExtractor:
         """Return text of the object or list; drop what follows once it is closed."""
         text = ""
         if span.state == "open":
-            span.follow(self._buffer)
-            text = self._emit(span.end)
+            span.follow(self._held.text)
+            text = self._held.take(span.end)
             span.start = span.end = 0
         if span.state == "broken":
             self._span = None
         elif span.state == "closed":
-            rest = self._emit(len(self._buffer))
+            rest = self._held.take(len(self._held.text))
             self.dropped_text = self.dropped_text or bool(rest.strip(" \t\r\n`"))
         return text
 
     def _certain_length(self) -> int:
         """Return the length of the text that cannot belong to a closing fence."""
-        body = self._buffer.rstrip().rstrip("`").rstrip()
-        return max(len(body), len(self._buffer) - MAX_SPACE)
-
-    def _emit(self, count: int) -> str:
-        """Remove ``count`` characters from the buffer; return those not of ``prefix``."""
-        text, self._buffer = self._buffer[self._hidden_length : count], self._buffer[count:]
-        self._hidden_length = max(0, self._hidden_length - count)
-        return text
+        body = self._held.text.rstrip().rstrip("`").rstrip()
+        return max(len(body), len(self._held.text) - MAX_SPACE)
 
 
 def extract_json(text: str) -> str:
@@ -231,7 +227,7 @@ class OutputParser:
             told.append(f"calls of tools left out, since one was asked for: {self.dropped_calls}")
         return (*told, *(self._json_extractor.warnings if self._json_extractor is not None else ()))
 
-    def _parse_parts(self, parts: Iterable[Thinking]) -> Iterator[OutputPart]:
+    def _parse_parts(self, parts: Iterable[ReasoningPart]) -> Iterator[OutputPart]:
         for part in parts:
             if isinstance(part, ReasoningText):
                 yield part

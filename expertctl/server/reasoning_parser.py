@@ -20,8 +20,8 @@ from expertctl.engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
 MAX_SPACE = 1024
-"""Maximum white space held back because a tag may follow; any more is text."""
-_SPACE = " \t\r\n"
+"""Maximum white space held back because a tag or marker may follow; any more is text."""
+WHITE_SPACE = " \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ ReasoningPart = AnswerText | ReasoningText
 
 def prompt_opens_reasoning(prompt: str) -> bool:
     """Tell whether a prompt ends inside a block, so that the answer begins with reasoning."""
-    return prompt.rstrip(_SPACE).endswith(OPEN_TAG)
+    return prompt.rstrip(WHITE_SPACE).endswith(OPEN_TAG)
 
 
 def ends_in_reasoning(text: str) -> bool:
@@ -61,8 +61,28 @@ def ends_in_reasoning(text: str) -> bool:
 
 def find_partial_tag(text: str) -> str:
     """Return the longest suffix of an answer's beginning that may be the start of a tag."""
-    count = _count_overlap(text, CLOSE_TAG if ends_in_reasoning(text) else OPEN_TAG)
+    count = count_overlap(text, CLOSE_TAG if ends_in_reasoning(text) else OPEN_TAG)
     return text[len(text) - count :]
+
+
+class HeldText:
+    """Text that a parser holds back; its first ``hidden`` characters are never returned."""
+
+    def __init__(self, text: str = "") -> None:
+        """Hold ``text``, hidden."""
+        self.text, self.hidden = text, len(text)
+
+    def take(self, count: int) -> str:
+        """Remove ``count`` characters; return those that are not hidden."""
+        text, self.text = self.text[self.hidden : count], self.text[count:]
+        self.hidden = max(0, self.hidden - count)
+        return text
+
+
+def count_overlap(text: str, tag: str) -> int:
+    """Return the number of characters at the end of a text that could begin a tag."""
+    counts = range(min(len(tag) - 1, len(text)), 0, -1)
+    return next((n for n in counts if tag.startswith(text[-n:])), 0)
 
 
 class ReasoningParser:
@@ -74,9 +94,7 @@ class ReasoningParser:
         ``partial_tag`` is the first part of a tag at the end of the prompt; it is not returned.
         """
         self._is_reasoning = starts_in_reasoning
-        self._buffer = partial_tag
-        self._hidden_length = len(partial_tag)
-        """Characters of the buffer that belong to ``partial_tag``."""
+        self._held = HeldText(partial_tag)
         self._space = ""
         self._strips_space = starts_in_reasoning
         """Whether white space that follows belongs to the last tag."""
@@ -84,19 +102,18 @@ class ReasoningParser:
 
     def push(self, text: str) -> list[ReasoningPart]:
         """Add the next piece; return the parts that are now certain."""
-        self._buffer += text
-        parts: list[ReasoningPart] = []
-        while (at := self._buffer.find(self._next_tag)) >= 0:
-            parts += self._emit(self._consume(at))
-            self._consume(len(self._next_tag))
+        held, parts = self._held, list[ReasoningPart]()
+        held.text += text
+        while (at := held.text.find(self._next_tag)) >= 0:
+            parts += self._emit(held.take(at))
+            held.take(len(self._next_tag))
             self._pass_tag()
-        certain = len(self._buffer) - _count_overlap(self._buffer, self._next_tag)
-        parts += self._emit(self._consume(certain))
-        return parts
+        certain = len(held.text) - count_overlap(held.text, self._next_tag)
+        return [*parts, *self._emit(held.take(certain))]
 
     def finish(self) -> list[ReasoningPart]:
         """Return what was held back."""
-        parts = self._emit(self._consume(len(self._buffer)))
+        parts = self._emit(self._held.take(len(self._held.text)))
         space, self._space = self._space, ""
         return parts if self._is_reasoning or not space else [*parts, AnswerText(space)]
 
@@ -109,16 +126,10 @@ class ReasoningParser:
         self._is_reasoning, self._space = not self._is_reasoning, ""
         self._strips_space = self._is_reasoning or not self._answered
 
-    def _consume(self, count: int) -> str:
-        """Remove ``count`` characters from the buffer; return those not of ``partial_tag``."""
-        text, self._buffer = self._buffer[self._hidden_length : count], self._buffer[count:]
-        self._hidden_length = max(0, self._hidden_length - count)
-        return text
-
     def _emit(self, text: str) -> list[ReasoningPart]:
         """Return text as a part; hold back white space that may belong to the next tag."""
         text = self._space + text
-        text = text.lstrip(_SPACE) if self._strips_space else text
+        text = text.lstrip(WHITE_SPACE) if self._strips_space else text
         certain = max(self._certain_length(text), len(text) - MAX_SPACE)
         self._space, text = text[certain:], text[:certain]
         if not text:
@@ -129,7 +140,7 @@ class ReasoningParser:
 
     def _certain_length(self, text: str) -> int:
         """Return the length of the text that cannot belong to a following tag."""
-        body = len(text.rstrip(_SPACE))
+        body = len(text.rstrip(WHITE_SPACE))
         return body if self._is_reasoning or not (self._answered or body) else len(text)
 
 
@@ -152,12 +163,6 @@ def find_reasoning_spans(
         blocks.append(ReasoningSpan(begin, end))
         begin = text.find(OPEN_TAG, end)
     return tuple(blocks)
-
-
-def _count_overlap(text: str, tag: str) -> int:
-    """Return the number of characters at the end that could begin a tag."""
-    counts = range(min(len(tag) - 1, len(text)), 0, -1)
-    return next((n for n in counts if tag.startswith(text[-n:])), 0)
 
 
 _GeneratedSpans = tuple[GenerationOutput, Sequence[ReasoningSpan]]

@@ -30,7 +30,7 @@ from anyio import CapacityLimiter, to_thread
 from msgspec import Meta
 from starlette.requests import ClientDisconnect, Request
 
-from expertctl.engine.generation import MAX_STOP_TOKENS, StopRules
+from expertctl.engine.generation import MAX_STOP_TOKENS
 from expertctl.errors import InvalidPackageError, MediaTypeError, UsageError
 from expertctl.routing.sampling_presets import LIMITS
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
@@ -416,26 +416,6 @@ def field_limits(name: str) -> Meta:
 def normalise_top_k(given: int | None) -> int | None:
     """Return the effective ``top_k``; -1 disables it, as 0 does."""
     return 0 if given == -1 else given
-
-
-def make_stop_rules(
-    *,
-    min_tokens: int | None,
-    ignore_eos: bool | None,
-    stop_token_ids: Sequence[int] | None,
-    max_tokens: int | None,
-) -> StopRules:
-    """Return the stop rules of an answer.
-
-    Raises:
-        FieldError: when ``min_tokens`` exceeds ``max_tokens``.
-    """
-    least = min_tokens or 0
-    if max_tokens is not None and least > max_tokens:
-        raise FieldError(
-            f"min_tokens {least} is more than max_tokens {max_tokens}", field="min_tokens"
-        )
-    return StopRules(least, bool(ignore_eos), frozenset(stop_token_ids or ()))
 
 
 def normalise_top_p(given: float | None) -> float | None:

@@ -69,16 +69,12 @@ _TRIM_SECONDS = 20.0
 ReportAddress = Callable[[ListenAddress], None]
 
 
-def _do_nothing() -> None:
-    """Do nothing."""
-
-
 def serve(
     settings: ServeSettings,
     home: Settings,
     *,
     insecure: bool = False,
-    prepare: Callable[[], object] = _do_nothing,
+    prepare: Callable[[], object] = lambda: None,
     report: ReportAddress,
 ) -> None:
     """Serve until SIGTERM or SIGINT; call ``report`` with the address once jobs are accepted.

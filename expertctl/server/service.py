@@ -1,9 +1,9 @@
 """`Service`: what the routes of the generation server share, and the measuring of its jobs.
 
 `Readiness` says whether jobs are accepted: not before the base is loaded and warm, nor during
-shutdown. `MeteredEngine` is the engine as routes use it: jobs are counted, limited by quotas and,
-if tracing is on, traced. Their events are observed in the engine's threads, on the way to the
-job's sink.
+shutdown. Routes submit jobs through `MeteredJobs`, which counts them, limits them by quotas and, if
+tracing is on, traces them; their events are observed in the engine's threads, on the way to the
+job's sink. Everything else is asked of the engine itself.
 
 Each job that ends adds one line to the log: experts, duration of each stage, outcome; neither
 prompt nor answer. All lines have the same keys.
@@ -12,16 +12,12 @@ prompt nor answer. All lines have the same keys.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
 
-from expertctl.engine.moe.counters import CounterMode
-from expertctl.engine.moe.observation import Observation, ProfileOptions
-from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.request import (
@@ -33,10 +29,8 @@ from expertctl.engine.serving.request import (
     OutputDelta,
     TokenSink,
 )
-from expertctl.engine.serving.running_batch import AdapterStatus, EngineSnapshot
-from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.errors import ExpertError
-from expertctl.routing.planner import PlannedPrompt, Planner
+from expertctl.routing.planner import Planner
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.api_keys import ApiKeyStore
 from expertctl.server.caller import Quotas
@@ -151,8 +145,8 @@ def pass_untraced(_: GenerationJob, sink: TokenSink) -> TokenSink:
     return sink
 
 
-class MeteredEngine:
-    """A serving engine whose jobs are counted, limited, logged and traced."""
+class MeteredJobs:
+    """Submits jobs to an engine; counts, limits, logs and traces them."""
 
     def __init__(
         self,
@@ -163,24 +157,9 @@ class MeteredEngine:
         trace: Trace = pass_untraced,
         log_prompts: bool = False,
     ) -> None:
-        """Wrap ``engine``; prompts are logged only with ``log_prompts``."""
+        """Submit to ``engine``; prompts are logged only with ``log_prompts``."""
         self._engine, self._metrics, self._quotas = engine, metrics, quotas
         self._trace, self._log_prompts = trace, log_prompts
-
-    @property
-    def base_name(self) -> str:
-        """The name of the served base model."""
-        return self._engine.base_name
-
-    @property
-    def context(self) -> int:
-        """The context length in tokens, prompt included."""
-        return self._engine.context
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the base, with its chat template."""
-        return self._engine.tokenizer
 
     def submit(self, job: GenerationJob, sink: TokenSink) -> None:
         """Queue a job; its events go to the sink.
@@ -194,8 +173,8 @@ class MeteredEngine:
             LOG.info("prompt", extra={"fields": fields})
         try:
             self._quotas.require_tokens(job.owner)
-            heard = self._trace(job, sink)
-            self._engine.submit(job, _JobMeter(job, heard, self._metrics, self._quotas))
+            traced = self._trace(job, sink)
+            self._engine.submit(job, _JobMeter(job, traced, self._metrics, self._quotas))
         except ExpertError as error:
             self._metrics.count_refusal(error)
             raise
@@ -203,46 +182,6 @@ class MeteredEngine:
     def cancel(self, job_id: str) -> None:
         """Cancel a job; unknown and ended jobs are ignored."""
         self._engine.cancel(job_id)
-
-    def plan(self, request: RunRequest) -> Future[PlannedPrompt]:
-        """Return a future of the plan for a request."""
-        return self._engine.plan(request)
-
-    def list_experts(self) -> Future[tuple[AdapterStatus, ...]]:
-        """Return a future of the installed experts; it waits for earlier planning."""
-        return self._engine.list_experts()
-
-    def estimate_wait(self, job_id: str | None = None) -> float:
-        """Estimate the seconds until a job starts; without an id, a job submitted now."""
-        return self._engine.estimate_wait(job_id)
-
-    def forget(self, cache_key: str) -> None:
-        """Drop the KV prefixes kept under a cache key."""
-        self._engine.forget(cache_key)
-
-    def take_snapshot(self) -> EngineSnapshot:
-        """Return a snapshot of the engine's current state."""
-        return self._engine.take_snapshot()
-
-    def get_observation(self) -> Observation:
-        """Return the routed-expert counters."""
-        return self._engine.get_observation()
-
-    def observe(self, *, mode: CounterMode | None, reset: bool) -> Observation:
-        """Change the counter mode or reset the counters; return the counters afterwards.
-
-        Raises:
-            IncompatibleError: when the base has no countable routed experts.
-        """
-        return self._engine.observe(mode=mode, reset=reset)
-
-    def apply_profile(self, profile: JsonObject | None, options: ProfileOptions) -> Observation:
-        """Apply a usage profile (None: the base's own) to decide which routed experts stay.
-
-        Raises:
-            ExpertError: when it does not fit, or would change nothing.
-        """
-        return self._engine.apply_profile(profile, options)
 
 
 class _JobMeter:
@@ -294,16 +233,16 @@ class _JobMeter:
         fields = record_answered_job(self._job, results, total_ms=self._total_ms)
         LOG.info("job", extra={"fields": fields})
         tokens = sum(len(result.generated.tokens) for result in results)
-        self._quotas.spend_tokens(
-            self._job.owner, results[0].prompt_tokens + tokens
-        )  # prompt: read once
+        prompt = results[0].prompt_tokens  # read once for all answers
+        self._quotas.spend_tokens(self._job.owner, prompt + tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
     """The engine with its settings, keys and metrics; one per application."""
 
-    engine: MeteredEngine
+    engine: ServingEngine
+    jobs: MeteredJobs
     planner: Planner
     settings: ServeSettings
     keys: ApiKeyStore
@@ -325,9 +264,8 @@ def build_service(
     metrics, quotas = Metrics(), Quotas()
     tracing, trace = (None, pass_untraced) if settings.traces is None else _build_tracing(settings)
     return Service(
-        engine=MeteredEngine(
-            engine, metrics, quotas, trace=trace, log_prompts=settings.log_prompts
-        ),
+        engine=engine,
+        jobs=MeteredJobs(engine, metrics, quotas, trace=trace, log_prompts=settings.log_prompts),
         planner=planner,
         settings=settings,
         keys=ApiKeyStore(planner.home.api_keys),

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from expertctl.engine.serving.config import EngineConfig
 from expertctl.errors import UsageError
@@ -82,7 +82,8 @@ def check_settings(settings: ServeSettings) -> None:
     _check_ranges(settings)
     if (settings.certificate is None) != (settings.private_key is None):
         raise UsageError("a certificate and its key go together", hint="--tls-cert and --tls-key")
-    if settings.url is not None and not _is_server_url(settings.url):
+    parts = None if settings.url is None else _split_base_url(settings.url)
+    if settings.url is not None and (parts is None or parts.path not in {"", "/"}):
         raise UsageError(
             f"the url {settings.url[:80]!r} is no address of a server",
             hint="write https://experts.example.org",
@@ -121,14 +122,15 @@ def _check_allowed_names(settings: ServeSettings) -> None:
             )
 
 
-def _is_server_url(url: str) -> bool:
+def _split_base_url(url: str) -> SplitResult | None:
+    """Split an HTTP URL without query and fragment; None for anything else."""
     try:
         parts = urlsplit(url)
         names_port = parts.port is None or parts.port > 0
     except ValueError:
-        return False
-    bare = parts.path in {"", "/"} and not parts.query and not parts.fragment
-    return bare and names_port and parts.scheme in {"http", "https"} and bool(parts.hostname)
+        return None
+    is_http = parts.scheme in {"http", "https"} and bool(parts.hostname)
+    return parts if is_http and names_port and not parts.query and not parts.fragment else None
 
 
 def is_exposed(settings: ServeSettings) -> bool:
@@ -210,22 +212,13 @@ def _with_traces_path(base: str) -> str:
 
 def _check_collector_url(address: str, source: str) -> str:
     """Return a valid URL; credentials in it are refused, since they would appear in the log."""
-    if not _is_collector_url(address):
+    parts = _split_base_url(address)
+    if parts is None or parts.username is not None:
         raise UsageError(
             f"{source}: that is no address of a collector",
             hint="write http://127.0.0.1:4318; a login belongs in OTEL_EXPORTER_OTLP_HEADERS",
         )
     return address
-
-
-def _is_collector_url(address: str) -> bool:
-    try:
-        parts = urlsplit(address)
-        names_port = parts.port is None or parts.port > 0
-    except ValueError:
-        return False
-    bare = parts.username is None and not parts.query and not parts.fragment
-    return bare and names_port and parts.scheme in {"http", "https"} and bool(parts.hostname)
 
 
 def _check_protocol(given: Mapping[str, str]) -> None:

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -195,17 +196,6 @@ def format_named_event(name: str, data: bytes) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode("ascii"), data)
 
 
-def make_event_stream(
-    request: Request, lines: AsyncIterator[bytes], *, headers: Mapping[str, str] = _HEADERS
-) -> Response:
-    """Return a response that streams ``lines``, each made by `format_event`.
-
-    The request's body must have been read already. ``headers`` are added to those of every stream.
-    The application's ``state.patience`` is its `BackpressureLimit`.
-    """
-    return EventStream(request, lines, headers=headers)
-
-
 async def while_connected(request: Request, awaitable: Awaitable[_Result]) -> _Result:
     """Await a result; cancel it when the client disconnects.
 
@@ -216,7 +206,10 @@ async def while_connected(request: Request, awaitable: Awaitable[_Result]) -> _R
 
 
 class EventStream(Response):
-    """The response that `make_event_stream` returns."""
+    """Streams ``lines``, each made by `format_event`; the request's body must be read already.
+
+    The application's ``state.patience`` is its `BackpressureLimit`.
+    """
 
     media_type = "text/event-stream"
 
@@ -226,16 +219,16 @@ class EventStream(Response):
         lines: AsyncIterator[bytes],
         *,
         keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
-        headers: Mapping[str, str] = _HEADERS,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Stream ``lines``, and a comment after each ``keep_alive_seconds`` without one."""
+        """Send a comment after each ``keep_alive_seconds`` without a line.
+
+        ``headers`` are added to those of every stream.
+        """
         super().__init__(status_code=200, headers={**_HEADERS, **headers})
         del self.headers["content-length"]
-        self._scope, self._lines, self._keep_alive_seconds = (
-            request.scope,
-            lines,
-            keep_alive_seconds,
-        )
+        self._scope, self._lines = request.scope, lines
+        self._keep_alive_seconds = keep_alive_seconds
         self._limit: BackpressureLimit = getattr(request.app.state, "patience", BackpressureLimit())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

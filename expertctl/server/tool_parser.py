@@ -26,6 +26,7 @@ from typing import Literal
 
 from expertctl.errors import InvalidPackageError
 from expertctl.schema.strict_json import JsonObject, JsonValue, loads
+from expertctl.server.reasoning_parser import MAX_SPACE, WHITE_SPACE, HeldText, count_overlap
 
 MAX_CALL_CHARACTERS = 1 << 18
 """Maximum characters of one call, or of several written as one list."""
@@ -223,11 +224,6 @@ class JsonSpan:
         return True
 
 
-MAX_SPACE = 1024
-"""Maximum white space before or inside a call; more before its marker is text."""
-_SPACE = " \t\r\n"
-
-
 _WHOLE_ANSWER = CallOpening("", "{")
 """The opening of an answer that consists of one call without a marker."""
 _FIRST_KEY = re.compile(r'\{[ \t\r\n]*"([^"\\]*)"')
@@ -261,22 +257,20 @@ class ToolCallParser:
         self._marked_openings = tuple(form.iter_openings(sorted(self._tools), without_marker=False))
         usual = form.iter_openings(sorted(self._tools), without_marker=True)
         self._unmarked_openings = tuple(usual) if form.marker_optional else (_WHOLE_ANSWER,)
-        self._buffer = ""
+        self._held = HeldText()
         self._space = ""
         self._candidate: _CallCandidate | None = None
         self._accepts_unmarked = True
         self._is_after_call = False
-        self._hidden_length = 0
-        """Characters of the buffer that belong to ``prefix`` and are not returned."""
         if prefix and self._tools:
             self.push(prefix)
-            self._hidden_length, self._space = len(self._buffer), ""
+            self._held.hidden, self._space = len(self._held.text), ""
 
     def push(self, text: str) -> list[ToolCallPart]:
         """Add the next piece; return the parts that are now certain."""
         if not self._tools:
             return [PlainText(text)] if text else []
-        self._buffer += text
+        self._held.text += text
         return list(self._iter_parts(final=False))
 
     def finish(self) -> list[ToolCallPart]:
@@ -286,7 +280,7 @@ class ToolCallParser:
         return [*parts, PlainText(space)] if space else parts
 
     def _iter_parts(self, *, final: bool) -> Iterator[ToolCallPart]:
-        while self._buffer:
+        while self._held.text:
             parts = (
                 self._seek_call(final=final)
                 if self._candidate is None
@@ -300,9 +294,9 @@ class ToolCallParser:
         """Return the text before the next candidate; None if more text is needed."""
         if self._accepts_unmarked:
             return self._seek_unmarked_call(final=final)
-        at = _find_marker(self._buffer, self._format.start_marker)
+        at = _find_marker(self._held.text, self._format.start_marker)
         parts = self._emit(at)
-        begun = _match_opening(self._buffer, self._marked_openings, bare=False)
+        begun = _match_opening(self._held.text, self._marked_openings, bare=False)
         if isinstance(begun, _CallCandidate):
             self._candidate = begun
         elif begun == "perhaps" and not final:
@@ -313,8 +307,8 @@ class ToolCallParser:
 
     def _seek_unmarked_call(self, *, final: bool) -> list[ToolCallPart] | None:
         """Look for a call at the current position; if there is none, the next needs its marker."""
-        between = _SPACE + (self._format.separator if self._is_after_call else "")
-        begun = _match_opening(self._buffer, self._unmarked_openings, bare=True, skip=between)
+        between = WHITE_SPACE + (self._format.separator if self._is_after_call else "")
+        begun = _match_opening(self._held.text, self._unmarked_openings, bare=True, skip=between)
         if begun == "perhaps" and not final:
             return None
         self._candidate = begun if isinstance(begun, _CallCandidate) else None
@@ -324,24 +318,23 @@ class ToolCallParser:
     def _read_call(self, *, final: bool) -> list[ToolCallPart] | None:
         """Return the calls of the candidate if it is complete; None if more text is needed."""
         assert self._candidate is not None
-        json = self._candidate.json
-        json.follow(self._buffer)
-        if self._candidate.opening is _WHOLE_ANSWER:
-            end = _find_whole_answer_end(self._buffer, json, self._format.end_marker, final=final)
-        else:
-            end = _find_call_end(self._buffer, json, self._format.end_marker, final=final)
+        text, json = self._held.text, self._candidate.json
+        json.follow(text)
+        is_whole = self._candidate.opening is _WHOLE_ANSWER
+        find_end = _find_whole_answer_end if is_whole else _find_call_end
+        end = find_end(text, json, self._format.end_marker, final=final)
         if end == "perhaps":
             return None
         calls = None if end is None else self._parse_calls(self._candidate)
         if end is None or calls is None:
             return self._reject_candidate(self._candidate)
-        self._consume(end)
+        self._held.take(end)
         self._space, self._candidate = "", None
         self._is_after_call, self._accepts_unmarked = True, self._format.marker_optional
         return list(calls)
 
     def _parse_calls(self, candidate: _CallCandidate) -> tuple[ParsedToolCall, ...] | None:
-        text = self._buffer[candidate.json.start : candidate.json.end]
+        text = self._held.text[candidate.json.start : candidate.json.end]
         tool = candidate.opening.tool
         return (
             parse_tool_calls(text, tools=self._tools)
@@ -356,41 +349,19 @@ class ToolCallParser:
 
     def _emit(self, count: int) -> list[ToolCallPart]:
         """Return ``count`` buffered characters as text; hold back white space at their end."""
-        text = self._space + self._consume(count)
-        text = text.lstrip(_SPACE) if self._is_after_call else text
-        body = len(text.rstrip(_SPACE))
+        text = self._space + self._held.take(count)
+        text = text.lstrip(WHITE_SPACE) if self._is_after_call else text
+        body = len(text.rstrip(WHITE_SPACE))
         self._is_after_call = self._is_after_call and body == 0
         certain = max(body, len(text) - MAX_SPACE)
         self._space = text[certain:]
         return [PlainText(text[:certain])] if certain else []
 
-    def _consume(self, count: int) -> str:
-        """Remove ``count`` characters from the buffer; return those not of ``prefix``."""
-        text, self._buffer = self._buffer[self._hidden_length : count], self._buffer[count:]
-        self._hidden_length = max(0, self._hidden_length - count)
-        return text
-
-
-def split_tool_calls(text: str, form: ToolCallFormat, tools: Collection[str]) -> list[ToolCallPart]:
-    """Split a whole answer; the text between two calls is one part."""
-    scanner = ToolCallParser(form, tools)
-    parts: list[ToolCallPart] = []
-    for part in (*scanner.push(text), *scanner.finish()):
-        last = parts[-1] if parts else None
-        if isinstance(part, PlainText) and isinstance(last, PlainText):
-            parts[-1] = PlainText(last.text + part.text)
-        else:
-            parts.append(part)
-    return parts
-
 
 def _find_marker(text: str, mark: str) -> int:
     """Return the index of a marker, even a partial one at the end; the length if none."""
     at = text.find(mark)
-    if at >= 0:
-        return at
-    counts = range(min(len(mark) - 1, len(text)), 0, -1)
-    return len(text) - next((n for n in counts if mark.startswith(text[-n:])), 0)
+    return at if at >= 0 else len(text) - count_overlap(text, mark)
 
 
 def _match_opening(
@@ -440,7 +411,7 @@ def _find_whole_answer_end(
         return None  # not a call: stop holding it back
     if json.state == "open":
         return None if final else "perhaps"
-    rest = text[json.end :].strip(_SPACE)
+    rest = text[json.end :].strip(WHITE_SPACE)
     if len(text) - json.end > MAX_SPACE or not mark.startswith(rest):
         return None
     return len(text) if final else "perhaps"
@@ -449,4 +420,4 @@ def _find_whole_answer_end(
 def _count_spaces(text: str, start: int) -> int:
     """Return the number of white-space characters from ``start``."""
     rest = text[start : start + MAX_SPACE + 1]
-    return len(rest) - len(rest.lstrip(_SPACE))
+    return len(rest) - len(rest.lstrip(WHITE_SPACE))

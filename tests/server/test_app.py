@@ -328,7 +328,7 @@ def test_what_nobody_expected_is_500_without_detail(
     def broken() -> float:
         raise RuntimeError("secret detail /etc/passwd")
 
-    monkeypatch.setattr(served.service.engine._engine, "estimate_wait", broken)
+    monkeypatch.setattr(served.service.engine, "estimate_wait", broken)
     answer = served.client().post("/v1/jobs", json={"prompt": "x"})
     assert answer.status_code == 500
     assert "secret detail" not in answer.text

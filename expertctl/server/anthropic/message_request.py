@@ -41,11 +41,9 @@ from expertctl.server.chat_prompt import (
     INSTRUCTION_WARNING,
     ChatTemplateTraits,
     add_json_instruction,
-    answer_opens_reasoning,
+    build_parser_config,
     can_continue,
     check_tools_length,
-    find_answer_partial_tag,
-    find_answer_prefix,
     find_routing_text,
     normalise_call_ids,
 )
@@ -287,18 +285,30 @@ def build_message_call(
     check_thinking_budget(request)
     choice = parse_model(request.model, base_name=base_name, aliases=settings.aliases)
     asked = build_template_input(request, template, json_instruction=settings.json_instruction)
-    reading = _build_parser_config(request, asked, template)
+    parser_config = build_parser_config(
+        template,
+        asked.variables,
+        asked.messages[-1],
+        end=asked.chat_end,
+        tools=(tool.name for tool in asked.tools),
+        single_call=is_single_call(request.tool_choice),
+        expects_json=bool(request.output_config and request.output_config.format),
+    )
     job = GenerationJob(
         id=uuid.uuid4().hex,
         request=_build_run_request(request, asked, choice, caller),
         owner=caller.id,
         priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
         deadline=compute_deadline(request.timeout_ms, default=settings.timeout),
-        check=_build_check(request, asked, reading),
+        check=build_answer_validator(
+            parser_config,
+            text_check=_build_format_check(request),
+            tools=list_strict_tools(request.tools or ()) if parser_config.tools else (),
+        ),
     )
     return MessageCall(
         job=job,
-        parser_config=reading,
+        parser_config=parser_config,
         template=template,
         model=request.model,
         shows_thinking=request.shows_thinking,
@@ -306,45 +316,9 @@ def build_message_call(
         warnings=(
             *format_ignored_warning(ignored),
             *asked.warnings,
-            *_unenforced_warnings(request),
+            *([BUDGET_WARNING] if isinstance(request.thinking, ThinkingEnabled) else []),
         ),
         ignored_fields=tuple(ignored),
-    )
-
-
-def _build_check(
-    request: MessageRequest, template_input: TemplateInput, parser_config: OutputParserConfig
-) -> CheckFunction | None:
-    return build_answer_validator(
-        parser_config,
-        text_check=_build_format_check(request),
-        tools=list_strict_tools(request.tools or ()) if parser_config.tools else (),
-    )
-
-
-def _unenforced_warnings(request: MessageRequest) -> tuple[str, ...]:
-    return (BUDGET_WARNING,) if isinstance(request.thinking, ThinkingEnabled) else ()
-
-
-def _build_parser_config(
-    request: MessageRequest, template_input: TemplateInput, template: ChatTemplateTraits
-) -> OutputParserConfig:
-    return OutputParserConfig(
-        call_format=template.call_format,
-        tools=frozenset(tool.name for tool in template_input.tools),
-        single_call=is_single_call(request.tool_choice),
-        may_think=template.may_think,
-        starts_in_reasoning=answer_opens_reasoning(
-            template,
-            template_input.variables,
-            template_input.messages[-1],
-            end=template_input.chat_end,
-        ),
-        expects_json=bool(request.output_config and request.output_config.format),
-        prefix=find_answer_prefix(template_input.messages[-1], end=template_input.chat_end),
-        partial_tag=find_answer_partial_tag(
-            template_input.messages[-1], end=template_input.chat_end
-        ),
     )
 
 

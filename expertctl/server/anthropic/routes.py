@@ -70,9 +70,9 @@ from expertctl.server.request_body import ParsedBody, build_ignored_headers, rea
 from expertctl.server.responses import json_response
 from expertctl.server.service import Service
 from expertctl.server.streaming import (
+    EventStream,
     JobSubmitter,
     format_named_event,
-    make_event_stream,
     run_job,
     stream_job,
     while_connected,
@@ -268,8 +268,8 @@ class _AnthropicEndpoints:
         )
         headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
-            return make_event_stream(request, stream_message(service.engine, call), headers=headers)
-        came = await while_connected(request, run_job(service.engine, call.job))
+            return EventStream(request, stream_message(service.jobs, call), headers=headers)
+        came = await while_connected(request, run_job(service.jobs, call.job))
         thought = await call.count_reasoning_tokens(came.results)
         return json_response(
             build_message(call, came.results[0], reasoning_tokens=thought), headers=headers

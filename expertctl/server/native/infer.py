@@ -358,11 +358,6 @@ def build_started_event(call: InferCall, event: JobStarted) -> JsonObject:
     }
 
 
-def build_piece_event(event: OutputDelta) -> JsonObject:
-    """Return the data of a ``piece`` event."""
-    return {"text": event.text}
-
-
 def _filter_text(call: InferCall, text: str) -> tuple[str, tuple[str, ...]]:
     """Return the text of the answer, and warnings about what was removed from it."""
     if not call.expects_json:
@@ -409,7 +404,7 @@ def _encode_event(call: InferCall, event: JobEvent) -> bytes:
         case JobStarted():
             return _encode_named("started", build_started_event(call, event))
         case OutputDelta():
-            return _encode_named("piece", build_piece_event(event)) if event.text else b""
+            return _encode_named("piece", {"text": event.text}) if event.text else b""
         case JobFinished():
             return _encode_named("finished", build_answer(call, event))
         case JobFailed():

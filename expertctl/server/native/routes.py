@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 from expertctl.engine.moe.counters import CounterMode
 from expertctl.engine.moe.observation import Observation, ProfileOptions
-from expertctl.engine.moe.usage_profile import Pins, parse_pins
+from expertctl.engine.moe.usage_profile import parse_pins
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.running_batch import AdapterStatus
 from expertctl.errors import ExpertError, RateLimitError, UsageError
@@ -48,7 +48,7 @@ from expertctl.server.request_body import (
 )
 from expertctl.server.responses import json_response
 from expertctl.server.service import Service
-from expertctl.server.streaming import make_event_stream, run_job, while_connected
+from expertctl.server.streaming import EventStream, run_job, while_connected
 
 
 class ExpertDocument(Struct, frozen=True, kw_only=True):
@@ -168,16 +168,11 @@ class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Raises:
             FieldError: when ``pin`` is neither a number of experts nor a percentage.
         """
-        return ProfileOptions(pins=self._parse_pins, exchange=self.exchange)
-
-    @property
-    def _parse_pins(self) -> Pins | None:
-        if self.pin is None:
-            return None
         try:
-            return parse_pins(str(self.pin))
+            pins = None if self.pin is None else parse_pins(str(self.pin))
         except UsageError as error:
             raise FieldError(f"pin: {error.message}", field="pin", hint=error.hint) from error
+        return ProfileOptions(pins=pins, exchange=self.exchange)
 
 
 def _require_profile(body: ObserveRequest) -> None:
@@ -231,12 +226,11 @@ class _NativeEndpoints:
         """Answer a prompt, in one document or as a stream."""
         arrival = Arrival()
         body = await self._read_body(request)
-        call, engine = self._build_call(request, body, arrival), self._service.engine
+        call, jobs = self._build_call(request, body, arrival), self._service.jobs
         headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
-            lines = stream_infer(engine, call, request.scope)
-            return make_event_stream(request, lines, headers=headers)
-        answer = build_answer(call, await while_connected(request, run_job(engine, call.job)))
+            return EventStream(request, stream_infer(jobs, call, request.scope), headers=headers)
+        answer = build_answer(call, await while_connected(request, run_job(jobs, call.job)))
         return json_response(answer, headers=headers)
 
     async def submit(self, request: Request) -> Response:
@@ -249,8 +243,8 @@ class _NativeEndpoints:
                 field="stream",
                 hint=f"ask for the job now and then, or post to {INFER}",
             )
-        call, engine = self._build_call(request, body, arrival), self._service.engine
-        expected_wait = engine.estimate_wait()
+        call, service = self._build_call(request, body, arrival), self._service
+        expected_wait = service.engine.estimate_wait()
         job = self._jobs.add(
             call.job.id,
             owner=call.job.owner,
@@ -258,7 +252,8 @@ class _NativeEndpoints:
             describe=partial(build_answer, call),
         )
         try:
-            engine.submit(call.job, call.filter_sink(partial(self._jobs.record_event, job.id)))
+            record = partial(self._jobs.record_event, job.id)
+            service.jobs.submit(call.job, call.filter_sink(record))
         except ExpertError:
             self._jobs.drop(job.id)
             raise

@@ -24,11 +24,9 @@ from expertctl.server.chat_prompt import (
     INSTRUCTION_WARNING,
     ChatTemplateTraits,
     add_json_instruction,
-    answer_opens_reasoning,
+    build_parser_config,
     can_continue,
     check_tools_length,
-    find_answer_partial_tag,
-    find_answer_prefix,
     find_routing_text,
     normalise_call_ids,
 )
@@ -173,13 +171,15 @@ def build_chat_call(
     turns = normalise_call_ids(read_messages(request.messages), template.call_format)
     told = _add_instruction(request, turns, tools, settings)
     end = _find_chat_end(request, turns[-1])
-    reading = _build_parser_config(
-        request,
+    form = request.response_format
+    parser_config = build_parser_config(
         template,
-        tools,
-        starts_in_reasoning=answer_opens_reasoning(template, variables, turns[-1], end=end),
-        prefix=find_answer_prefix(turns[-1], end=end),
-        partial_tag=find_answer_partial_tag(turns[-1], end=end),
+        variables,
+        turns[-1],
+        end=end,
+        tools=(tool.function.name for tool in tools),
+        single_call=request.parallel_tool_calls is False,
+        expects_json=form is not None and form.is_json,
     )
     prompt = find_routing_text(turns)
     asked = RunRequest(
@@ -192,8 +192,8 @@ def build_chat_call(
         cache_key=_make_cache_key(request, caller),
     )
     return ChatCall(
-        job=_build_job(request, asked, reading, owner=caller.id, settings=settings),
-        parser_config=reading,
+        job=_build_job(request, asked, parser_config, owner=caller.id, settings=settings),
+        parser_config=parser_config,
         template=template,
         model=request.model,
         created=int(time.time()),
@@ -216,28 +216,6 @@ def _add_instruction(
         add_json_instruction(turns, schema)
         if schema and settings.json_instruction and not tools
         else turns
-    )
-
-
-def _build_parser_config(
-    request: ChatRequest,
-    template: ChatTemplateTraits,
-    tools: Sequence[Tool],
-    *,
-    starts_in_reasoning: bool,
-    prefix: str,
-    partial_tag: str,
-) -> OutputParserConfig:
-    form = request.response_format
-    return OutputParserConfig(
-        call_format=template.call_format,
-        tools=frozenset(tool.function.name for tool in tools),
-        single_call=request.parallel_tool_calls is False,
-        may_think=template.may_think,
-        starts_in_reasoning=starts_in_reasoning,
-        expects_json=form is not None and form.is_json,
-        prefix=prefix,
-        partial_tag=partial_tag,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from expertctl.engine.generation import StopRules
-from expertctl.routing.request import RouteRequest, Target, check_request, parse_target
+from expertctl.routing.request import RouteRequest, check_request, parse_target
 from expertctl.routing.sampling_presets import (
     DEFAULT_MAX_EXPERTS,
     MAX_STOP_CHARACTERS,
@@ -28,7 +28,6 @@ from expertctl.server.request_body import (
     TimeoutMs,
     TopK,
     field_limits,
-    make_stop_rules,
     normalise_top_k,
     normalise_top_p,
 )
@@ -109,7 +108,7 @@ def build_route_request(
     most = fields.max_experts
     route = RouteRequest(
         prompt=prompt,
-        exclude=_parse_excluded(fields),
+        exclude=tuple(parse_target(text) for text in fields.exclude_experts or ()),
         base_alone=choice.base_alone,
         seed=None if fields.seed is None else fields.seed % _MAX_SEED,
         sampling=build_sampling_options(fields, max_tokens=max_tokens),
@@ -142,16 +141,12 @@ def build_stop_rules(fields: GenerationFields, *, max_tokens: int | None) -> Sto
     Raises:
         FieldError: when ``min_tokens`` exceeds ``max_tokens``.
     """
-    return make_stop_rules(
-        min_tokens=fields.min_tokens,
-        ignore_eos=fields.ignore_eos,
-        stop_token_ids=fields.stop_token_ids,
-        max_tokens=max_tokens,
-    )
-
-
-def _parse_excluded(fields: GenerationFields) -> tuple[Target, ...]:
-    return tuple(parse_target(text) for text in fields.exclude_experts or ())
+    least = fields.min_tokens or 0
+    if max_tokens is not None and least > max_tokens:
+        raise FieldError(
+            f"min_tokens {least} is more than max_tokens {max_tokens}", field="min_tokens"
+        )
+    return StopRules(least, bool(fields.ignore_eos), frozenset(fields.stop_token_ids or ()))
 
 
 def _list_stops(stop: str | list[str] | None) -> tuple[str, ...] | None:

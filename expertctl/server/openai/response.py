@@ -92,6 +92,10 @@ def build_usage(jobs: Sequence[Sequence[RunResult]], *, reasoning: int = 0) -> U
     prompt = sum(results[0].prompt_tokens for results in jobs)
     cached = sum(results[0].kv_reused_tokens for results in jobs)
     written = sum(len(one.generated.tokens) for results in jobs for one in results)
+    return _make_usage(prompt=prompt, cached=cached, written=written, reasoning=reasoning)
+
+
+def _make_usage(*, prompt: int, cached: int, written: int, reasoning: int = 0) -> Usage:
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=written,
@@ -105,8 +109,11 @@ def build_usage(jobs: Sequence[Sequence[RunResult]], *, reasoning: int = 0) -> U
 
 @dataclass(slots=True)
 class RunningUsage:
-    """The usage of answers being generated."""
+    """The usage of answers being generated, for the chunks of a stream."""
 
+    with_usage: bool
+    is_continuous: bool
+    """Whether every chunk contains the usage so far."""
     prompt: int = 0
     cached: int = 0
     generated: dict[int, int] = field(default_factory=dict)
@@ -117,15 +124,12 @@ class RunningUsage:
         self.prompt += prompt
         self.cached += cached
 
-    def usage(self) -> Usage:
-        """Return the usage so far."""
+    def for_chunk(self) -> Usage | UnsetType | None:
+        """Return the ``usage`` of a chunk other than the last."""
+        if not self.is_continuous:
+            return None if self.with_usage else UNSET
         written = sum(self.generated.values())
-        return Usage(
-            prompt_tokens=self.prompt,
-            completion_tokens=written,
-            total_tokens=self.prompt + written,
-            prompt_tokens_details=PromptTokens(cached_tokens=self.cached),
-        )
+        return _make_usage(prompt=self.prompt, cached=self.cached, written=written)
 
 
 def build_extension(

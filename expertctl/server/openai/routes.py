@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UnsetType
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -75,17 +75,17 @@ from expertctl.server.request_body import (
 from expertctl.server.responses import json_response
 from expertctl.server.service import Service
 from expertctl.server.streaming import (
+    EventStream,
     JobSubmitter,
-    make_event_stream,
+    format_event,
     run_jobs,
     stream_job,
     stream_jobs,
     while_connected,
 )
-from expertctl.server.streaming import format_event as line
 from expertctl.server.tool_parser import ParsedToolCall, PlainText
 
-DONE_EVENT = line(b"[DONE]")
+DONE_EVENT = format_event(b"[DONE]")
 
 
 async def stream_chat(jobs: JobSubmitter, call: ChatCall) -> AsyncIterator[bytes]:
@@ -100,7 +100,7 @@ async def stream_chat(jobs: JobSubmitter, call: ChatCall) -> AsyncIterator[bytes
             if isinstance(event, JobFinished):
                 stream.reasoning_tokens = await call.count_reasoning_tokens(event.results)
             for chunk in stream.chunks(event):
-                yield line(msgspec.json.encode(chunk))
+                yield format_event(msgspec.json.encode(chunk))
     yield DONE_EVENT
 
 
@@ -115,23 +115,20 @@ class ChatStream:
         self._parsers = [OutputParser(call.parser_config) for _ in range(call.job.answers)]
         self._calls = [0] * call.job.answers
         self._fingerprint: str | None = None
-        self._running_usage = RunningUsage() if call.with_continuous_usage else None
+        self._usage = RunningUsage(call.with_usage, call.with_continuous_usage)
 
     def chunks(self, event: JobEvent) -> Iterator[ChatChunk]:
         """Yield the chunks of a job event."""
         match event:
             case JobStarted(plan, prompt, reused):
-                if self._running_usage is not None:
-                    self._running_usage.count_prompt(prompt=prompt, cached=reused)
+                self._usage.count_prompt(prompt=prompt, cached=reused)
                 yield from self._start_answers(plan)
             case OutputDelta(index, text, drawn, written):
-                if self._running_usage is not None:
-                    self._running_usage.generated[index] = written
+                self._usage.generated[index] = written
                 yield from self._part_chunks(index, self._parsers[index].push(text), drawn)
             case JobFinished(results):
-                if self._running_usage is not None:
-                    counts = (len(result.generated.tokens) for result in results)
-                    self._running_usage.generated = dict(enumerate(counts))
+                counts = (len(result.generated.tokens) for result in results)
+                self._usage.generated = dict(enumerate(counts))
                 yield from self._start_answers(results[0].planned.result.plan)
                 yield from self._end_chunks(results)
             case JobFailed():
@@ -200,12 +197,7 @@ class ChatStream:
         reason: OpenAIFinishReason | None = None,
     ) -> ChatChunk:
         choice = ChunkChoice(index=index, delta=delta, logprobs=scores, finish_reason=reason)
-        return self._chunk([choice], usage=self._current_usage())
-
-    def _current_usage(self) -> Usage | UnsetType | None:
-        if self._running_usage is not None:
-            return self._running_usage.usage()
-        return None if self._call.with_usage else UNSET
+        return self._chunk([choice], usage=self._usage.for_chunk())
 
     def _chunk(self, choices: list[ChunkChoice], *, usage: Usage | UnsetType | None) -> ChatChunk:
         return ChatChunk(
@@ -236,7 +228,7 @@ async def stream_completion(jobs: JobSubmitter, call: CompletionCall) -> AsyncIt
 
 def _encode_chunks(stream: "CompletionStream", number: int, event: JobEvent) -> list[bytes]:
     """Return the chunks of an event; those of a scored prompt take a while."""
-    return [line(msgspec.json.encode(chunk)) for chunk in stream.chunks(number, event)]
+    return [format_event(msgspec.json.encode(chunk)) for chunk in stream.chunks(number, event)]
 
 
 class CompletionStream:
@@ -252,14 +244,13 @@ class CompletionStream:
         self._offsets: dict[int, TokenOffsets] = {}
         """Index of an answer → offset of its next token."""
         self._results: dict[int, tuple[RunResult, ...]] = {}
-        self._running_usage = RunningUsage() if call.with_continuous_usage else None
+        self._usage = RunningUsage(call.with_usage, call.with_continuous_usage)
 
     def chunks(self, number: int, event: JobEvent) -> Iterator[Completion]:
         """Yield the chunks of an event of the job ``number``."""
         match event:
             case JobStarted(plan, prompt, reused):
-                if self._running_usage is not None:
-                    self._running_usage.count_prompt(prompt=prompt, cached=reused)
+                self._usage.count_prompt(prompt=prompt, cached=reused)
                 yield from self._start_answers(number, plan)
             case OutputDelta():
                 yield from self._piece_chunks(number, event)
@@ -309,8 +300,7 @@ class CompletionStream:
         if not (piece.text or piece.sampled):
             return
         place = self._call.choice_index(number, piece.number)
-        if self._running_usage is not None:
-            self._running_usage.generated[place] = piece.token_count
+        self._usage.generated[place] = piece.token_count
         scores = None
         if piece.sampled:
             places = self._offsets.setdefault(place, TokenOffsets(self._call.tokenizer))
@@ -321,10 +311,9 @@ class CompletionStream:
 
     def _end_chunks(self, number: int, results: tuple[RunResult, ...]) -> Iterator[Completion]:
         self._results[number] = results
-        if self._running_usage is not None:
-            for index, result in enumerate(results):
-                written = len(result.generated.tokens)
-                self._running_usage.generated[self._call.choice_index(number, index)] = written
+        for index, result in enumerate(results):
+            written = len(result.generated.tokens)
+            self._usage.generated[self._call.choice_index(number, index)] = written
         ends = [
             self._delta_chunk(
                 self._call.choice_index(number, index),
@@ -358,12 +347,7 @@ class CompletionStream:
         reason: OpenAIFinishReason | None = None,
     ) -> Completion:
         choice = CompletionChoice(index=place, text=text, logprobs=scores, finish_reason=reason)
-        return self._chunk([choice], usage=self._current_usage())
-
-    def _current_usage(self) -> Usage | UnsetType | None:
-        if self._running_usage is not None:
-            return self._running_usage.usage()
-        return None if self._call.with_usage else UNSET
+        return self._chunk([choice], usage=self._usage.for_chunk())
 
     def _chunk(
         self, choices: list[CompletionChoice], *, usage: Usage | UnsetType | None
@@ -402,7 +386,7 @@ class _OpenAIEndpoints:
     async def chat(self, request: Request) -> Response:
         """Return the next message of a conversation."""
         body = await self._read_body(request, ChatRequest)
-        engine = self._service.engine
+        engine, jobs = self._service.engine, self._service.jobs
         call = build_chat_call(
             body.value,
             ignored=body.ignored_fields,
@@ -413,8 +397,8 @@ class _OpenAIEndpoints:
         )
         headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
-            return make_event_stream(request, stream_chat(engine, call), headers=headers)
-        [came] = await while_connected(request, run_jobs(engine, [call.job]))
+            return EventStream(request, stream_chat(jobs, call), headers=headers)
+        [came] = await while_connected(request, run_jobs(jobs, [call.job]))
         thought = await call.count_reasoning_tokens(came.results)
         return json_response(
             build_chat_completion(call, came, reasoning_tokens=thought), headers=headers
@@ -423,7 +407,7 @@ class _OpenAIEndpoints:
     async def complete(self, request: Request) -> Response:
         """Return the continuation of one or several prompts."""
         body = await self._read_body(request, CompletionRequest)
-        engine = self._service.engine
+        engine, jobs = self._service.engine, self._service.jobs
         read = partial(
             build_completion_call,
             body.value,
@@ -437,8 +421,8 @@ class _OpenAIEndpoints:
         call = await run_in_turn(read) if takes_long else read()
         headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
-            return make_event_stream(request, stream_completion(engine, call), headers=headers)
-        came = await while_connected(request, run_jobs(engine, call.jobs))
+            return EventStream(request, stream_completion(jobs, call), headers=headers)
+        came = await while_connected(request, run_jobs(jobs, call.jobs))
         answer = partial(build_completion, call, came)
         document = await run_in_turn(answer) if body.value.scores_prompt else answer()
         return json_response(document, headers=headers)

@@ -175,10 +175,10 @@ def test_who_leaves_frees_the_row(served: ServerHarness) -> None:
             listener.disconnect()
             await listener.wait_until_done()
 
-    before = served.engine.snapshot().totals.cancelled
+    before = served.engine.take_snapshot().totals.cancelled
     asyncio.run(asyncio.wait_for(leave(), 60))
     ask(served, **GREEDY)
-    snapshot = served.engine.snapshot()
+    snapshot = served.engine.take_snapshot()
     assert (snapshot.running, snapshot.totals.cancelled) == (0, before + 1)
 
 

@@ -268,7 +268,7 @@ def pinning(
 
 
 def list_resident_experts(one: ServerHarness) -> dict[int, set[int]]:
-    cache = one.engine._engine._house.model.experts
+    cache = one.engine._runner.model.experts
     return dict(zip((1, 2, 3), (set(slots.residents) for slots in cache.slots), strict=True))
 
 
@@ -449,14 +449,14 @@ def test_other_methods_are_told_which_there_are(client: TestClient, method: str)
 def test_one_profile_is_taken_at_a_time_and_nobody_waits_for_it(
     routed: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, goes_on, adopt = threading.Event(), threading.Event(), routed.engine.adopt
+    begun, goes_on, adopt = threading.Event(), threading.Event(), routed.engine.apply_profile
 
     def slowly(*arguments: Any) -> None:
         begun.set()
         assert goes_on.wait(120)
         adopt(*arguments)
 
-    monkeypatch.setattr(routed.engine, "adopt", slowly)
+    monkeypatch.setattr(routed.engine, "apply_profile", slowly)
     body, found = {"profile": pinning({"1": 1}), "pin": 0, "exchange": 0}, []
     asking = threading.Thread(
         target=lambda: found.append(routed.client().post("/moe", json=body).status_code)
@@ -489,5 +489,5 @@ def test_profiles_change_while_texts_are_written(routed: ServerHarness, client: 
         assert told.json()["guide"] == {"exchange": 1, "pinned": {"1": pinned}}
     asking.join()
     assert found == [wanted] * 4
-    routed.engine._engine._house.model.experts.check_integrity()
+    routed.engine._runner.model.experts.check_integrity()
     client.post("/moe", json={"profile": pinning({"1": 1}), "pin": 0, "exchange": 0})

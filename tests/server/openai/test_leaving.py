@@ -27,13 +27,13 @@ async def given_up(served: ServerHarness, before: int) -> None:
     That takes far less time than the answers would have.
     """
     until = time.monotonic() + 120
-    while served.engine.snapshot().running or cancelled(served) == before:
+    while served.engine.take_snapshot().running or cancelled(served) == before:
         assert time.monotonic() < until
         await asyncio.sleep(0)
 
 
 def cancelled(served: ServerHarness) -> int:
-    count: int = served.engine.snapshot().totals.cancelled
+    count: int = served.engine.take_snapshot().totals.cancelled
     return count
 
 
@@ -47,7 +47,7 @@ def test_a_stream_that_nobody_reads_any_more_frees_its_rows(
             assert status == 200
             for _ in range(4):
                 assert await listener.read_chunk()
-            assert scripted.engine.snapshot().running >= 1
+            assert scripted.engine.take_snapshot().running >= 1
             listener.disconnect()
             await listener.wait_until_done()
         await given_up(scripted, before)
@@ -60,7 +60,7 @@ def test_a_stream_that_nobody_reads_any_more_frees_its_rows(
 def test_an_answer_that_nobody_waits_for_is_given_up(scripted: ServerHarness, path: str) -> None:
     async def leave() -> None:
         async with StreamingClient(scripted.app, path, body(path, stream=False)) as listener:
-            while not scripted.engine.snapshot().running:
+            while not scripted.engine.take_snapshot().running:
                 await asyncio.sleep(0)
             listener.disconnect()
             await listener.wait_until_done()

@@ -58,7 +58,7 @@ def test_a_path_with_two_readings_stays_refused(scripted: ServerHarness, path: s
 
 
 def test_experts_that_cannot_answer_are_no_models(scripted: ServerHarness) -> None:
-    [here] = scripted.engine.experts().result()
+    [here] = scripted.engine.list_experts().result()
     unfit = replace(here, fits=False)
     revoked = replace(here, expert=replace(here.expert, revoked=True))
     assert [one.name for one in list_served_models("tiny", [unfit, revoked])] == ["tiny", "auto"]
