@@ -138,10 +138,10 @@ class ApiKeyStore:
         with self._locked():
             known = self._read()
             if any(each.name == name for each in known):
-                hint = f"`expertctl serve key revoke {name}` first, or choose another"
-                raise ConflictError(f"there is a key {name} already", hint=hint)
+                hint = f"run `expertctl serve key revoke {name}` first, or choose another name"
+                raise ConflictError(f"a key {name} already exists", hint=hint)
             if len(known) >= MAX_KEYS:
-                raise UsageError(f"there are {MAX_KEYS} keys already, which is the most")
+                raise UsageError(f"there are already {MAX_KEYS} keys, the maximum")
             self._write([*known, key])
         return MadeKey(key, secret)
 
@@ -155,7 +155,7 @@ class ApiKeyStore:
             known = self._read()
             gone = [key for key in known if name in {key.name, key.id}]
             if not gone:
-                hint = "`expertctl serve key list` shows all"
+                hint = "list all with `expertctl serve key list`"
                 raise NotFoundError(f"there is no key {name[:80]!r}", hint=hint)
             self._write([key for key in known if key not in gone])
         return gone[0]
@@ -177,7 +177,7 @@ class ApiKeyStore:
         except msgspec.ValidationError as error:
             raise InvalidPackageError(str(self.path), [str(error)]) from error
         if read.format != _FORMAT:
-            raise InvalidPackageError(str(self.path), ["of another version than this one reads"])
+            raise InvalidPackageError(str(self.path), ["unsupported format version"])
         return read.keys
 
     def _write(self, keys: list[ApiKey]) -> None:
@@ -192,7 +192,7 @@ class ApiKeyStore:
                 yield
         except Timeout as error:
             message = f"{self.path} is being changed by another process"
-            raise StoreError(message, hint="try again when that has ended") from error
+            raise StoreError(message, hint="try again when it has finished") from error
 
 
 def _read_stamp(path: Path) -> FileStamp | None:
@@ -210,7 +210,7 @@ def _digest(secret: str) -> str:
 
 def _check_key(name: str, *limits: int | None) -> None:
     if not _NAME.fullmatch(name) or len(name) > _MAX_NAME:
-        hint = "lower-case letters and digits, with single dashes between them"
-        raise UsageError(f"{name[:80]!r} cannot be the name of a key", hint=hint)
+        hint = "use lower-case letters and digits, separated by single dashes"
+        raise UsageError(f"{name[:80]!r} is not a valid key name", hint=hint)
     if any(limit is not None and not 1 <= limit <= MAX_PER_MINUTE for limit in limits):
-        raise UsageError(f"a limit is 1 to {MAX_PER_MINUTE} in a minute")
+        raise UsageError(f"a limit must be 1 to {MAX_PER_MINUTE} per minute")

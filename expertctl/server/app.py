@@ -143,7 +143,7 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = ", ".join(sorted(_find_methods(request, request.scope["path"])))
-        fact = UsageError(f"{request.method} is not allowed here", hint=f"it takes {allowed}")
+        fact = UsageError(f"{request.method} is not allowed here", hint=f"use {allowed}")
         answer = error_response(fact, request.scope, status=405)
         answer.headers["Allow"] = allowed
         return answer
@@ -156,8 +156,8 @@ def _unknown_address_error(request: Request) -> UnknownAddressError:
     fact = f"there is nothing at this address: {request.method} {path[:200]}"
     meant = [one for one in (path.removeprefix("/v1"), f"/v1{path}") if _find_methods(request, one)]
     if meant and meant[0] != path:
-        fact += f"; did you mean {meant[0]}? The base URL has /v1 twice, or lacks it"
-    return UnknownAddressError(fact, hint=f"GET {operations.OPENAPI_PATH} lists all addresses")
+        fact += f"; did you mean {meant[0]}? The base URL repeats /v1, or lacks it"
+    return UnknownAddressError(fact, hint=f"GET {operations.OPENAPI_PATH} lists all paths")
 
 
 def _find_methods(request: Request, path: str) -> set[str]:
@@ -237,7 +237,7 @@ class EngineWorker:
         except Exception:  # even after a bug, the parent must learn that loading ended
             LOG.exception("loading failed")
             self._readiness.state = "failed"
-            notify(ExpertError("the server failed to load", hint="its log says why"))
+            notify(ExpertError("the server failed to load", hint="see its log"))
             return
         if self._readiness.state != "failed":  # the engine may have ended meanwhile
             self._readiness.state = "ready"

@@ -52,8 +52,8 @@ def require_manager(caller: Caller) -> None:
     """
     if not caller.manages:
         raise ForbiddenError(
-            f"the key {caller.name} may not change what others get",
-            hint="`expertctl serve key new NAME --manage` makes one that may",
+            f"the key {caller.name} may not change settings that affect others",
+            hint="create a key that may with `expertctl serve key new NAME --manage`",
         )
 
 

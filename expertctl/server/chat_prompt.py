@@ -136,7 +136,7 @@ def check_conversation_length(messages: Sequence[ConversationMessage]) -> None:
             size=size,
             limit=MAX_PROMPT_CHARACTERS,
             unit="characters",
-            hint="leave out the oldest ones",
+            hint="leave out the oldest messages",
         )
 
 
@@ -174,7 +174,7 @@ def find_routing_text(messages: Sequence[ConversationMessage]) -> str:
     """
     texts = [message for message in messages if message.content.strip()]
     if not texts:
-        raise FieldError("messages: none of them has any text", field="messages")
+        raise FieldError("messages: none of them has text", field="messages")
     said = [message for message in texts if message.role == "user"]
     return (said or texts)[-1].content
 
@@ -242,8 +242,8 @@ def _shorten_id(name: str, length: int) -> str:
 
 
 INSTRUCTION_WARNING = (
-    "the form of the JSON was added to the last message of the user; `expertctl serve "
-    "--no-json-instruction` leaves it out"
+    "an example of the requested JSON was added to the last user message; `expertctl serve "
+    "--no-json-instruction` disables this"
 )
 """The warning in an answer whose prompt got the instruction."""
 INSTRUCTION_TEXT = "Reply with one line of JSON in this form, with your own values:"

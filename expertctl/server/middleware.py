@@ -96,8 +96,10 @@ class ServerRequestObserver:
 
     def build_error_response(self, scope: Scope, exchange: RequestRecord) -> Response:
         """Return the response to a request that failed because of a bug."""
-        hint = f"tell whoever runs this server the request {exchange.id}"
-        return error_response(ExpertError("the server failed to answer this", hint=hint), scope)
+        hint = f"report request {exchange.id} to the operator of this server"
+        return error_response(
+            ExpertError("the server failed to answer this request", hint=hint), scope
+        )
 
 
 LOG = logging.getLogger("expertctl.server")
@@ -120,8 +122,8 @@ def limit_requests(app: ASGIApp, settings: ServeSettings) -> LimitsMiddleware:
         media_type=JSON_MEDIA_TYPE,
         build_response=_refusal_response,
         server_label="this server",
-        host_hint="give --url the address that users see, or --allow-host NAME",
-        origin_hint="ask from a server of that site, or start with --allow-origin ORIGIN",
+        host_hint="start with --url, the public URL, or with --allow-host NAME",
+        origin_hint="send the request from that site's server, or start with --allow-origin ORIGIN",
         name_prefix=b"/v1/models/",
     )
     return LimitsMiddleware(app, bounds)
@@ -180,8 +182,8 @@ class AuthMiddleware:
             raise StoreError("the API keys of this server cannot be read") from error
         if key is None:
             raise UnauthenticatedError(
-                "an API key is needed: none came, or one that is wrong, expired or revoked",
-                hint="send one as `Authorization: Bearer`, or as `x-api-key`",
+                "an API key is required: it is missing, wrong, expired or revoked",
+                hint="send it as `Authorization: Bearer KEY` or as `x-api-key`",
             )
         return Caller(
             id=key.id,
@@ -194,9 +196,9 @@ class AuthMiddleware:
     def _require_ready(self) -> None:
         readiness = self._service.readiness
         if readiness.state == "loading":
-            raise StoreError("the base is being loaded", hint="/readyz says when that is done")
+            raise StoreError("the base is being loaded", hint="poll /readyz until it is ready")
         if not readiness.is_ready:
-            raise StoreError("the server takes no more jobs")
+            raise StoreError("the server is shutting down")
 
 
 def _read_secret(headers: Headers) -> str:

@@ -113,7 +113,7 @@ def check_alias_names(aliases: Mapping[str, str]) -> None:
                 hint="choose a name without a slash",
             )
         if not _ALIAS.fullmatch(alias):
-            raise UsageError(f"the alias {alias[:80]!r} is not the name of a model", hint=_HINT)
+            raise UsageError(f"the alias {alias[:80]!r} is not a valid model name", hint=_HINT)
         if model in aliases:
             raise UsageError(
                 f"the alias {alias} stands for {model}, which is an alias itself",

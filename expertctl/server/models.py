@@ -135,14 +135,14 @@ def parse_page_query(query: QueryParams) -> ModelPageQuery:
     """
     for name, _ in query.multi_items():
         if name not in _QUERY_PARAMETERS:
-            raise FieldError(f"{name[:80]}: this server does not do that", field=name[:80])
+            raise FieldError(f"{name[:80]}: not supported by this server", field=name[:80])
     before, after = query.get("before_id"), query.get("after_id")
     if before is not None and after is not None:
-        raise FieldError("before_id: it cannot be given with after_id", field="before_id")
+        raise FieldError("before_id: it cannot be combined with after_id", field="before_id")
     stages = query.getlist(_LIFECYCLE)
     if not _LIFECYCLE_STAGES.issuperset(stages):
         words = ", ".join(sorted(_LIFECYCLE_STAGES))
-        raise FieldError(f"lifecycle: it must be of {words}", field="lifecycle")
+        raise FieldError(f"lifecycle: it must be one of {words}", field="lifecycle")
     return ModelPageQuery(
         limit=_parse_limit(query.get("limit")),
         before=before,

@@ -61,11 +61,11 @@ def load_file_schemas() -> Mapping[str, JsonObject]:
     assert isinstance(plan, dict)
     return {
         "InferAnswer": _describe_schema(
-            infer, "An answer, and all that is known of how it came about."
+            infer, "An answer, with everything known about how it was generated."
         ),
-        "RouteAnswer": _describe_schema(route, "The plan that a prompt would have, and why."),
+        "RouteAnswer": _describe_schema(route, "The plan for a prompt, and why."),
         "Plan": _describe_schema(
-            plan, "Which experts answer, how they weigh, and how tokens are drawn."
+            plan, "Which experts answer, their weights, and the sampling parameters."
         ),
         **_load_activity_schemas(),
     }
@@ -85,11 +85,11 @@ def _load_activity_schemas() -> Mapping[str, JsonObject]:
     return {
         "MoeActivity": _describe_schema(
             activity,
-            "What was counted of routed experts; where that is nothing it has `enabled`, `mode`, "
-            "`schema` and `layers` alone.",
+            "The routed-expert counters; with nothing counted, only `enabled`, `mode`, "
+            "`schema` and `layers`.",
         ),
         "MoeLayer": _describe_schema(
-            layer, "One layer. Hot is what was in memory; `cold` lanes wait for what was not."
+            layer, "One layer. Hot experts were in memory; `cold` lanes wait for the others."
         ),
     }
 
@@ -130,28 +130,28 @@ COMMON_STATUSES = (400, 401, 403, 408, 413, 414, 415, 421, 429, 431, 500, 503)
 """Statuses that any request may get."""
 _MEANINGS = {
     200: "Done.",
-    202: "Taken; it is not done yet.",
-    204: "Done; there is nothing to say.",
-    400: "The request is not as it must be.",
-    401: "An API key is needed, or the one that came is wrong, expired or revoked.",
-    403: "A page of another site asks, a key asks for what it may not do, or an expert is not "
-    "signed by a key that is trusted.",
-    404: "There is no such thing, as far as the caller may know.",
-    405: "The address takes other methods; `Allow` names them.",
-    408: "The body came too slowly; or the time that was given was over before any answer.",
+    202: "Accepted; not finished yet.",
+    204: "Done; no content.",
+    400: "The request is invalid.",
+    401: "An API key is required: it is missing, wrong, expired or revoked.",
+    403: "The request comes from a page of another site, the key lacks the right, or an expert is "
+    "not signed by a trusted key.",
+    404: "Not found, or not visible to the caller.",
+    405: "The method is not allowed; `Allow` lists those that are.",
+    408: "The body arrived too slowly, or the deadline passed before any answer.",
     413: "The body is too large.",
     414: "The path is too long.",
-    415: "The body is in a form that is not read here.",
-    421: "This server has another name.",
-    422: "It does not fit: experts to the base or each other, or the answer into memory.",
-    429: "Too many requests or tokens, or a full queue; `Retry-After` says when to come again.",
+    415: "The media type of the body is not supported.",
+    421: "The `Host` header names another server.",
+    422: "Experts do not fit the base or each other, or the answer does not fit into memory.",
+    429: "Too many requests or tokens, or a full queue; `Retry-After` says when to retry.",
     431: "The headers are too large.",
     500: "The server failed.",
-    503: "The base is being loaded, or the server ends.",
+    503: "The base is being loaded, or the server is shutting down.",
 }
 _DESCRIPTION = (
-    "Generation with experts, as chat completions and completions of OpenAI, messages of "
-    "Anthropic, and an API of its own."
+    "Generation with experts, through OpenAI's chat completions and completions, Anthropic's "
+    "messages, and a native API."
 )
 _SECURITY_SCHEMES: JsonObject = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, `xpk_…`."},

@@ -224,7 +224,7 @@ class OutputParser:
         """Warnings about what was removed: calls, a fence, text after the JSON."""
         told = list[str]()
         if self.dropped_calls:
-            told.append(f"calls of tools left out, since one was asked for: {self.dropped_calls}")
+            told.append(f"tool calls left out, since only one was requested: {self.dropped_calls}")
         return (*told, *(self._json_extractor.warnings if self._json_extractor is not None else ()))
 
     def _parse_parts(self, parts: Iterable[ReasoningPart]) -> Iterator[OutputPart]:
@@ -284,7 +284,7 @@ class AnswerValidator:
         return self.text_check(extract_json(said) if self.config.expects_json else said)
 
     def _check_arguments(self, call: ParsedToolCall) -> FormatCheck:
-        what = f"what {call.name} is called with"
+        what = f"the input of {call.name}"
         return self.tools[call.name].check_value(call.arguments, what=what)
 
 
@@ -304,7 +304,9 @@ def build_answer_validator(
 def _compile_tool_schemas(tools: Sequence[StrictTool]) -> ToolSchemas:
     """Compile the schemas; the bounds of one schema also apply to all of them together."""
     try:
-        check_schema_bounds(list[JsonValue](tool.schema for tool in tools), where="what tools take")
+        check_schema_bounds(
+            list[JsonValue](tool.schema for tool in tools), where="the schemas of tools"
+        )
     except UsageError as error:
         raise FieldError(error.message, field="tools", hint=error.hint) from error
     return {tool.name: _compile_tool_schema(tool) for tool in tools}

@@ -52,9 +52,9 @@ MAX_REPORTED = 20
 _MAX_NAME = 80
 _UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 _NO_CONSTRAINTS = (
-    "no text can be forced yet; ask for it by response_format, which is checked afterwards"
+    "constrained generation is not supported; use response_format, which is checked afterwards"
 )
-_ONLY_TEXT = "only text is read"
+_ONLY_TEXT = "only text input is supported"
 _NEVER_IGNORED: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -89,13 +89,13 @@ _NEVER_IGNORED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("allowed_token_ids", "bad_words", "logits_processors"),
-        "tokens can be neither demanded nor excluded yet",
+        "tokens cannot be required or excluded",
     ),
-    "chat_template": "conversations are read by the template of the base or of an expert",
-    "mcp_servers": "this server calls no tools itself",
-    "output_format": "give it as output_config.format, which is checked afterwards",
+    "chat_template": "the chat template is that of the base or of an expert",
+    "mcp_servers": "this server does not run tools itself",
+    "output_format": "use output_config.format, which is checked afterwards",
     "prompt_embeds": _ONLY_TEXT,
-    "response_format": "this call does not take it; ask for a chat completion",
+    "response_format": "this call does not support it; use a chat completion",
 }
 """Unknown field → why it cannot be ignored: it would change the answer."""
 _NEUTRAL_VALUES: Mapping[str, tuple[JsonValue, ...]] = {
@@ -257,7 +257,7 @@ _Kind = TypeVar("_Kind")
 _Result = TypeVar("_Result")
 _LIMITERS: WeakKeyDictionary[object, CapacityLimiter] = WeakKeyDictionary()
 _FLOAT = "got `float`"
-_SCHEMA_HINT = "GET /openapi.json says what each field may be"
+_SCHEMA_HINT = "GET /openapi.json describes every field"
 _ERROR_PATH = re.compile(r" - at `(?:key in )?\$?(.*)`$", re.DOTALL)
 
 
@@ -309,7 +309,7 @@ async def _read_and_parse(request: Request, parse: Callable[[bytes], _Result]) -
     try:
         data = await request.body()
     except ClientDisconnect as error:
-        raise UsageError("the body of the request did not come whole") from error
+        raise UsageError("the request body is incomplete") from error
     if len(data) <= LARGE_BODY_BYTES:
         return parse(data)
     return await run_in_turn(partial(parse, data))

@@ -81,11 +81,13 @@ def check_settings(settings: ServeSettings) -> None:
     """
     _check_ranges(settings)
     if (settings.certificate is None) != (settings.private_key is None):
-        raise UsageError("a certificate and its key go together", hint="--tls-cert and --tls-key")
+        raise UsageError(
+            "a certificate and its key go together", hint="give both --tls-cert and --tls-key"
+        )
     parts = None if settings.url is None else _split_base_url(settings.url)
     if settings.url is not None and (parts is None or parts.path not in {"", "/"}):
         raise UsageError(
-            f"the url {settings.url[:80]!r} is no address of a server",
+            f"the url {settings.url[:80]!r} is not the URL of a server",
             hint="write https://experts.example.org",
         )
     _check_allowed_names(settings)
@@ -111,14 +113,14 @@ def _check_allowed_names(settings: ServeSettings) -> None:
     for host in settings.allowed_hosts:
         if not _HOST.fullmatch(host):
             raise UsageError(
-                f"the allowed host {host[:80]!r} is not the name of a host",
-                hint="write the name alone, without scheme and port: host.docker.internal",
+                f"the allowed host {host[:80]!r} is not a host name",
+                hint="write only the name, without scheme and port: host.docker.internal",
             )
     for origin in settings.allowed_origins:
         if not _ORIGIN.fullmatch(origin):
             raise UsageError(
                 f"the allowed origin {origin[:80]!r} is not the origin of a page",
-                hint="write its scheme, host and port, and no path: http://localhost:3000",
+                hint="write scheme, host and port without a path: http://localhost:3000",
             )
 
 
@@ -148,12 +150,12 @@ def require_secure(settings: ServeSettings, *, keyed: bool, insecure: bool) -> N
         return
     host = _public_host(settings)
     if not keyed:
-        hint = "make a key with `expertctl serve key new NAME`, or listen on 127.0.0.1 alone"
+        hint = "create a key with `expertctl serve key new NAME`, or listen on 127.0.0.1 only"
         raise UsageError(f"others can reach {host}, and there are no API keys", hint=hint)
     if not (_is_encrypted(settings) or insecure):
         raise UsageError(
             f"others can reach {host}, and keys would travel in clear text",
-            hint="give --tls-cert and --tls-key; or --insecure-http, behind what encrypts",
+            hint="give --tls-cert and --tls-key; or --insecure-http, behind an encrypting proxy",
         )
 
 
@@ -186,7 +188,7 @@ def resolve_trace_address(option: str | None, environment: Mapping[str, str]) ->
         None,
     )
     if off is not None and option is not None:
-        raise UsageError(f"--traces: {off} says that there are none", hint=f"unset {off}")
+        raise UsageError(f"--traces: {off} disables traces", hint=f"unset {off}")
     if off is not None:
         return None
     address = _find_trace_address(option, given)
@@ -215,8 +217,8 @@ def _check_collector_url(address: str, source: str) -> str:
     parts = _split_base_url(address)
     if parts is None or parts.username is not None:
         raise UsageError(
-            f"{source}: that is no address of a collector",
-            hint="write http://127.0.0.1:4318; a login belongs in OTEL_EXPORTER_OTLP_HEADERS",
+            f"{source}: not the URL of a collector",
+            hint="write http://127.0.0.1:4318; credentials belong in OTEL_EXPORTER_OTLP_HEADERS",
         )
     return address
 
@@ -226,5 +228,5 @@ def _check_protocol(given: Mapping[str, str]) -> None:
     if name is not None and given[name] != TRACES_PROTOCOL:
         raise UsageError(
             f"{name}: traces are sent as {TRACES_PROTOCOL} only",
-            hint=f"set it to {TRACES_PROTOCOL}; collectors take that on port 4318",
+            hint=f"set it to {TRACES_PROTOCOL}; collectors accept that on port 4318",
         )

@@ -125,7 +125,9 @@ def join_text(content: str | list[TextBlock]) -> str:
 def unsupported_block_error(block: UnsupportedBlock, field: str) -> FieldError:
     """Return the error for an unsupported block."""
     what = block.__struct_config__.tag
-    return FieldError(f"{field}: a block of type {what} is not read, only text is", field=field)
+    return FieldError(
+        f"{field}: a block of type {what} is not supported, only text is", field=field
+    )
 
 
 def format_tool_result(result: ToolResultBlock, field: str) -> str:
@@ -182,7 +184,7 @@ def read_messages(
     messages = tuple(_join_adjacent([*first, *_ConversationReader().read(turns)]))
     if messages[-1].role == "assistant" and not messages[-1].content.strip():
         raise FieldError(
-            "messages: the last one is of the assistant and has no text to go on from",
+            "messages: the last message is from the assistant and has no text to continue",
             field="messages",
         )
     check_conversation_length(messages)
@@ -210,7 +212,7 @@ class _ConversationReader:
 
     def _read_user(self, content: UserContent, field: str) -> Iterator[ConversationMessage]:
         if not content:
-            raise FieldError(f"{field}.content: there is nothing in it", field=f"{field}.content")
+            raise FieldError(f"{field}.content: empty", field=f"{field}.content")
         blocks = [TextBlock(content)] if isinstance(content, str) else content
         texts = list[str]()
         for number, block in enumerate(blocks):
@@ -230,7 +232,7 @@ class _ConversationReader:
         name = self._open_calls.pop(block.tool_use_id, None)
         if name is None:
             raise FieldError(
-                f"{field}.tool_use_id: the turn before has no open call {block.tool_use_id!r}",
+                f"{field}.tool_use_id: the previous turn has no open call {block.tool_use_id!r}",
                 field=f"{field}.tool_use_id",
             )
         fields: JsonObject = {"tool_call_id": block.tool_use_id, "name": name}
@@ -250,15 +252,13 @@ class _ConversationReader:
 
     def _open_call(self, call: ToolUseBlock, field: str) -> None:
         if call.id in self._open_calls:
-            raise FieldError(
-                f"{field}.id: there is a call {call.id!r} already", field=f"{field}.id"
-            )
+            raise FieldError(f"{field}.id: duplicate call id {call.id!r}", field=f"{field}.id")
         self._open_calls[call.id] = call.name
 
     def _check_answered(self, calls: Collection[str], field: str) -> None:
         for call in calls:
             raise FieldError(
-                f"{field}: call {call!r} of the turn before has no tool_result", field=field
+                f"{field}: call {call!r} of the previous turn has no tool_result", field=field
             )
 
 
@@ -361,8 +361,8 @@ def select_tools(
             return ()
         case AnyChoice() | ToolChoice():
             raise FieldError(
-                "tool_choice: no call can be forced, since no text can be; give the type auto or "
-                "none, and say in the messages which tool is wanted",
+                "tool_choice: a tool call cannot be required, since generation is not constrained; "
+                "use the type auto or none, and name the tool in the messages",
                 field="tool_choice",
             )
 
@@ -386,5 +386,5 @@ def _check_unique_names(tools: Sequence[OfferedTool]) -> None:
     for number, tool in enumerate(tools):
         if tool.name in seen:
             field = f"tools[{number}].name"
-            raise FieldError(f"{field}: there is a tool {tool.name} already", field=field)
+            raise FieldError(f"{field}: duplicate tool name {tool.name}", field=field)
         seen.add(tool.name)

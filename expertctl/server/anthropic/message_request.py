@@ -185,7 +185,7 @@ def check_thinking_budget(request: MessageRequest) -> None:
         raise FieldError(f"{field}: it must be less than max_tokens", field=field)
 
 
-BUDGET_WARNING = "thinking.budget_tokens is not enforced: max_tokens alone ends a thought"
+BUDGET_WARNING = "thinking.budget_tokens is not enforced: only max_tokens limits reasoning"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +243,9 @@ def build_template_input(
     """
     tools = select_tools(request.tools or (), request.tool_choice)
     if tools and not template.reads_tools:
-        raise FieldError("tools: the chat template of this base reads none", field="tools")
+        raise FieldError(
+            "tools: the chat template of this base does not support tools", field="tools"
+        )
     variables: JsonObject = {"enable_thinking": request.enables_thinking}
     if request.output_config is not None and request.output_config.effort is not None:
         variables["reasoning_effort"] = request.output_config.effort

@@ -67,15 +67,15 @@ from expertctl.server.streaming import JobSubmitter, format_named_event, stream_
 MAX_EXCLUDED = 100
 _MAX_CONTEXT = 2**31
 _MAX_METADATA = 16
-_NAMED_BY = "experts are named by force_experts"
-_ONE_PROMPT = "this call takes a prompt; ask for a chat completion"
+_NAMED_BY = "use force_experts to name experts"
+_ONE_PROMPT = "this call takes a prompt; use a chat completion"
 REFUSED_FIELDS: Mapping[str, str] = {
     **dict.fromkeys(("model", "expert", "experts", "force_expert", "plan"), _NAMED_BY),
-    **dict.fromkeys(("exclude", "exclude_expert"), "experts are excluded by exclude_experts"),
+    **dict.fromkeys(("exclude", "exclude_expert"), "use exclude_experts to exclude experts"),
     **dict.fromkeys(
         ("messages", "system", "tools", "tool_choice", "functions", "suffix"), _ONE_PROMPT
     ),
-    "base": "a server has one base",
+    "base": "a server has only one base",
 }
 """Unknown fields of ``/v1/infer`` that would change the answer → why they are refused."""
 _Named = TypeVar("_Named")

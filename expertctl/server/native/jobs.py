@@ -186,7 +186,7 @@ class JobStore:
         job = self._ended.get(job_id) if entry is None else _join_pieces(entry)
         if job is None or job.owner != owner:
             raise NotFoundError(
-                f"there is no job {job_id[:80]!r}", hint="jobs are kept for a while after their end"
+                f"there is no job {job_id[:80]!r}", hint="ended jobs are kept only for a while"
             )
         return job
 

@@ -114,25 +114,27 @@ class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     mode: Annotated[
         CounterMode | None,
-        Meta(description="All, what an exchange needs, or nothing; another mode begins again."),
+        Meta(
+            description="Full, what exchanges need, or off; changing the mode resets the counters."
+        ),
     ] = None
-    reset: Annotated[bool, Meta(description="Begin again in any case.")] = False
+    reset: Annotated[bool, Meta(description="Reset the counters.")] = False
     profile: Annotated[
         _Name | dict[str, Any] | None,
-        Meta(description="A profile; or the name of the base, for what was learnt of it."),
+        Meta(description="A profile, or the name of the base for its learnt profile."),
     ] = None
     pin: Annotated[
         _Count | _Share | None,
         Meta(
-            description="So many of each layer stay, or those that a share of tokens ask for; else "
-            "as the server was started."
+            description="Experts of each layer that always stay in memory: a number, or the "
+            "percentage of tokens to cover. Default: as set at server start."
         ),
     ] = None
     exchange: Annotated[
         Annotated[float, Meta(ge=0.0, le=1.0)] | None,
         Meta(
-            description="The share of residents that an update may exchange for others of the "
-            "profile; else as the server was started."
+            description="The share of resident experts that an update may exchange for others of "
+            "the profile. Default: as set at server start."
         ),
     ] = None
 
@@ -145,15 +147,15 @@ class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         _require_profile(self)
         if self.mode is None and not self.reset and self.profile is None:
             raise FieldError(
-                "the body asks for no change",
+                "the body changes nothing",
                 field="mode",
-                hint='give {"mode": "full"}, "update" or "off", {"reset": true}, or a "profile"',
+                hint='set "mode" to "full", "update" or "off", "reset" to true, or a "profile"',
             )
         if isinstance(self.profile, str) and self.profile != base:
             raise FieldError(
-                f"profile: this server answers on {base}, not on {self.profile[:80]!r}",
+                f"profile: this server serves {base}, not {self.profile[:80]!r}",
                 field="profile",
-                hint=f"name {base}, or give the document that `base profile export` writes",
+                hint=f"use {base}, or the document that `base profile export` writes",
             )
 
     @property
@@ -180,9 +182,9 @@ def _require_profile(body: ObserveRequest) -> None:
     for name, value in (("pin", body.pin), ("exchange", body.exchange)):
         if value is not None and body.profile is None:
             raise FieldError(
-                f"{name}: that is done for a profile, and none is given",
+                f"{name}: it requires a profile",
                 field=name,
-                hint='give "profile" too: a document, or the name of the base for what was learnt',
+                hint='set "profile": a document, or the name of the base for its learnt profile',
             )
 
 
@@ -239,9 +241,9 @@ class _NativeEndpoints:
         body = await self._read_body(request)
         if body.value.stream:
             raise FieldError(
-                "stream: a job has none",
+                "stream: jobs are not streamed",
                 field="stream",
-                hint=f"ask for the job now and then, or post to {INFER}",
+                hint=f"poll the job, or post to {INFER}",
             )
         call, service = self._build_call(request, body, arrival), self._service
         expected_wait = service.engine.estimate_wait()
@@ -281,7 +283,7 @@ class _NativeEndpoints:
     async def _make_plan(self, request: RunRequest) -> PlannedPrompt:
         """Wait for a plan; if the client disconnects, planning that has not begun is cancelled."""
         if self._pending_plans >= MAX_PENDING_PLANS:
-            raise RateLimitError("too many plans are asked for at once")
+            raise RateLimitError("too many plans are being made at once")
         planning = asyncio.wrap_future(self._service.engine.plan(request))
         self._pending_plans += 1
         try:
@@ -316,7 +318,7 @@ class _NativeEndpoints:
             yield
             return
         if self._is_adopting:
-            raise RateLimitError("another profile is being taken")
+            raise RateLimitError("another profile is being applied")
         self._is_adopting = True
         try:
             yield

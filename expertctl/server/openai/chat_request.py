@@ -224,12 +224,12 @@ def _find_chat_end(request: ChatRequest, last: ConversationMessage) -> ChatEnd:
     wanted, opened = request.continue_final_message, request.add_generation_prompt
     if wanted and opened:
         raise FieldError(
-            "continue_final_message: it cannot be given with add_generation_prompt",
+            "continue_final_message: it cannot be combined with add_generation_prompt",
             field="continue_final_message",
         )
     if wanted and not can_continue(last):
         raise FieldError(
-            "continue_final_message: the last message is no text of the assistant",
+            "continue_final_message: the last message is not text of the assistant",
             field="continue_final_message",
         )
     if wanted or (wanted is None and opened is None and can_continue(last)):
@@ -265,7 +265,9 @@ def _build_job(
 def _select_tools(request: ChatRequest, template: ChatTemplateTraits) -> tuple[Tool, ...]:
     tools = select_tools(request.tools or (), request.tool_choice)
     if tools and not template.reads_tools:
-        raise FieldError("tools: the chat template of this base reads none", field="tools")
+        raise FieldError(
+            "tools: the chat template of this base does not support tools", field="tools"
+        )
     return tools
 
 
@@ -273,7 +275,7 @@ def _read_max_tokens(request: ChatRequest) -> int | None:
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise FieldError(
-            f"max_tokens {old} and max_completion_tokens {new} say different things",
+            f"max_tokens {old} and max_completion_tokens {new} contradict each other",
             field="max_tokens",
             hint="give max_completion_tokens alone",
         )
@@ -285,9 +287,9 @@ def _read_logprobs(request: ChatRequest) -> int | None:
         return request.top_logprobs or 0
     if request.top_logprobs is not None:
         raise FieldError(
-            "top_logprobs: it is for answers with logprobs only",
+            "top_logprobs: it requires logprobs",
             field="top_logprobs",
-            hint="give logprobs, too",
+            hint="set logprobs, or leave it out",
         )
     return None
 
@@ -317,7 +319,7 @@ def _build_variables(request: ChatRequest, tools: tuple[Tool, ...]) -> JsonObjec
     given = cast("JsonObject", request.chat_template_kwargs or {})
     for name in filter(_RESERVED_VARIABLES.fullmatch, given):
         field = f"chat_template_kwargs.{name}"
-        raise FieldError(f"{field}: the call or the base says that", field=field)
+        raise FieldError(f"{field}: it is set by the request or the base", field=field)
     _check_variables(given)
     said: JsonObject = {}
     if request.reasoning_effort is not None:
@@ -334,7 +336,7 @@ def _check_variables(variables: JsonObject) -> None:
     """Check the template variables of a request; they are part of a cache key."""
     field = "chat_template_kwargs"
     if any(isinstance(value, list | dict) for value in variables.values()):
-        raise FieldError(f"{field}: only words, numbers and truth values are taken", field=field)
+        raise FieldError(f"{field}: only strings, numbers and booleans are supported", field=field)
     if (
         sum(len(name) + len(str(value)) for name, value in variables.items())
         > MAX_VARIABLE_CHARACTERS

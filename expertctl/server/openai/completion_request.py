@@ -116,7 +116,7 @@ def _split_prompts(prompt: str | Sequence[str | int | list[int]]) -> list[str | 
     others = [one for one in prompt if not isinstance(one, int)]
     if tokens and others:
         raise FieldError(
-            "prompt: numbers stand beside texts or lists of numbers",
+            "prompt: numbers are mixed with texts or lists of numbers",
             field="prompt",
             hint="send one text, one list of tokens, a list of texts, or a list of such lists",
         )
@@ -131,7 +131,7 @@ def _read_prompt(
         return _read_text(given, defaults)
     if defaults.suffix is not None:
         raise FieldError(
-            "suffix: it goes with a text, not with tokens",
+            "suffix: it requires a text prompt, not tokens",
             field="suffix",
             hint="put the fill-in-the-middle tokens of the base into the prompt yourself",
         )
@@ -316,13 +316,13 @@ def _check_suffix(request: CompletionRequest, tokenizer: Tokenizer) -> None:
         raise FieldError(
             "suffix: this base has no fill-in-the-middle tokens",
             field="suffix",
-            hint="leave it out, or ask a server of a base that was trained for it",
+            hint="leave it out, or use a base trained for it",
         )
     if request.echo:
         raise FieldError(
-            "echo: it does not go with suffix, behind which nothing is written",
+            "echo: it cannot be combined with suffix",
             field="echo",
-            hint="leave out the one or the other",
+            hint="leave out one of them",
         )
 
 

@@ -172,7 +172,7 @@ def _read_assistant_text(turn: AssistantTurn, where: str) -> str:
         return _join_texts(turn.content, where)
     if turn.refusal is None and not turn.tool_calls:
         raise FieldError(
-            f"{where}.content: it is missing, and no tool is called", field=f"{where}.content"
+            f"{where}.content: missing, and there are no tool calls", field=f"{where}.content"
         )
     return turn.refusal or ""
 
@@ -204,7 +204,7 @@ def _read_part(part: ContentPart, where: str) -> str:
             return part.refusal
         case ImagePart() | AudioPart() | FilePart():
             what = part.__struct_config__.tag
-            raise FieldError(f"{where}: {what} is not read, only text is", field=where)
+            raise FieldError(f"{where}: {what} is not supported, only text is", field=where)
 
 
 def _parse_arguments(text: str) -> JsonValue:
@@ -308,9 +308,9 @@ def select_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool
             return _select_allowed(tools, allowed)
         case "required" | FunctionChoice() | CustomChoice() | AllowedChoice():
             raise FieldError(
-                "tool_choice: no call can be forced, since no text can be",
+                "tool_choice: a tool call cannot be required, since generation is not constrained",
                 field="tool_choice",
-                hint='give "auto" or "none", and say in the messages which tool is wanted',
+                hint='use "auto" or "none", and name the tool in the messages',
             )
 
 
@@ -318,7 +318,7 @@ def _check_unique_names(names: Sequence[str]) -> None:
     for number, name in enumerate(names):
         if name in names[:number]:
             field = f"tools[{number}].function.name"
-            raise FieldError(f"{field}: another tool is called {name!r}", field=field)
+            raise FieldError(f"{field}: duplicate tool name {name!r}", field=field)
 
 
 def list_strict_tools(tools: Sequence[Tool]) -> tuple[StrictTool, ...]:

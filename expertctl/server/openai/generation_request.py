@@ -197,7 +197,7 @@ def _find_unsupported(fields: GenerationFields) -> Iterator[FieldError]:
         if not any(type(value) is type(one) and value == one for one in values):
             instead = _REPLACEMENTS.get(name)
             hint = f"use {instead}" if instead else "leave it out"
-            yield FieldError(f"{name}: this server does not do that", field=name, hint=hint)
+            yield FieldError(f"{name}: not supported by this server", field=name, hint=hint)
 
 
 def _find_unsupported_stream_options(fields: GenerationFields) -> Iterator[FieldError]:
@@ -206,10 +206,10 @@ def _find_unsupported_stream_options(fields: GenerationFields) -> Iterator[Field
         return
     if not fields.stream:
         yield FieldError(
-            "stream_options: they are for streams only",
+            "stream_options: they require stream",
             field="stream_options",
-            hint="give stream, too",
+            hint="set stream, or leave them out",
         )
     if options.include_obfuscation:
         field = "stream_options.include_obfuscation"
-        yield FieldError(f"{field}: this server does not do that", field=field)
+        yield FieldError(f"{field}: not supported by this server", field=field)

@@ -49,7 +49,7 @@ def check_json_object(text: str) -> FormatCheck:
         return found
     if isinstance(found.value, dict):
         return FormatCheck(True)
-    return FormatCheck(False, "the answer is JSON, but no object")
+    return FormatCheck(False, "the answer is JSON, but not an object")
 
 
 def parse_json_answer(text: str) -> JsonAnswer | FormatCheck:
@@ -65,7 +65,9 @@ def parse_json_answer(text: str) -> JsonAnswer | FormatCheck:
     except ValueError as error:
         return FormatCheck(False, f"the answer is not JSON: {error}")
     except RecursionError:
-        return FormatCheck(False, "the answer is not JSON that can be read: it is nested too deep")
+        return FormatCheck(
+            False, "the answer is not JSON that can be parsed: it is nested too deep"
+        )
 
 
 def _parse_integer(digits: str) -> int | float:
@@ -198,7 +200,7 @@ class _SchemaGraphBuilder:
         for name in names:
             if isinstance(schema.get(name), str | dict | bool):
                 raise UsageError(
-                    f"{place}/{name}: {name} is not read here", hint="write the schema without it"
+                    f"{place}/{name}: {name} is not supported", hint="write the schema without it"
                 )
 
     def _iter_same_value_schemas(
@@ -220,8 +222,8 @@ class _SchemaGraphBuilder:
         """Return the referenced schema."""
         if reference != "#" and not reference.startswith("#/"):
             raise UsageError(
-                f"{place}: {reference[:200]!r} is not in this schema, and nothing is fetched",
-                hint="put it below $defs, and refer to it by #/$defs/NAME",
+                f"{place}: {reference[:200]!r} is outside this schema, and nothing is fetched",
+                hint="put it below $defs and refer to it as #/$defs/NAME",
             )
         target: JsonValue = self._schema
         for word in unquote(reference[1:]).split("/")[1:]:
@@ -300,7 +302,7 @@ def _order_parts(parts: Sequence[_Subschema], places: Sequence[str]) -> list[int
     if len(order) < len(parts):
         place = places[next(n for n, count in enumerate(waiting) if count)]
         raise UsageError(
-            f"{place} refers to itself without an end", hint="let it go through a property or item"
+            f"{place} refers to itself endlessly", hint="recurse through a property or item"
         )
     return order
 
@@ -313,7 +315,7 @@ _MAX_PATTERN_BYTES = 1 << 18
 MAX_PATTERNS, MAX_PATTERN_CHARACTERS = 100, 10_000
 """Maximum patterns of a schema, and maximum characters of all of them."""
 _MAX_SHOWN = 300
-_HINT = "correct the schema; patterns have neither look-around nor references back"
+_HINT = "correct the schema; patterns support neither look-around nor back-references"
 _NEWEST = "https://json-schema.org/draft/2020-12/schema"
 _DIALECTS: Mapping[str, type[jsonschema_rs.Validator]] = {
     _NEWEST: jsonschema_rs.Draft202012Validator,
@@ -430,7 +432,7 @@ def _find_dialect(schema: JsonObject, where: str) -> type[jsonschema_rs.Validato
     named = schema.get("$schema", _NEWEST)
     found = _DIALECTS.get(named.removesuffix("#")) if isinstance(named, str) else None
     if found is None:
-        raise UsageError(f"{where}/$schema is none that is known", hint=f"use {_NEWEST}")
+        raise UsageError(f"{where}/$schema is not a supported dialect", hint=f"use {_NEWEST}")
     return found
 
 

@@ -137,9 +137,11 @@ def _check_dialect(text: str, dialect: str) -> FormatCheck:
     except RecursionError:
         return FormatCheck(None, "the answer is not checked: its SQL is nested too deep")
     if any(isinstance(one, expressions.Command) for one in statements):
-        return FormatCheck(None, "the answer is not checked: it has a statement that is not read")
+        return FormatCheck(
+            None, "the answer is not checked: it has a statement that cannot be parsed"
+        )
     if not statements or not all(isinstance(one, _STATEMENTS) for one in statements):
-        return FormatCheck(False, f"{_NOT_SQL_MESSAGE}: it is no statement")
+        return FormatCheck(False, f"{_NOT_SQL_MESSAGE}: it is not a statement")
     return FormatCheck(True)
 
 
@@ -147,7 +149,7 @@ def _describe_error(error: SqlglotError) -> str:
     """Return the problem and its place, without the coloured excerpt of the parser."""
     first = error.errors[0] if isinstance(error, ParseError) and error.errors else {}
     if not first:
-        return "it cannot be split into words"
+        return "it cannot be split into tokens"
     fact = str(first["description"]).partition(" but got <")[0]
     return f"{fact[:200]}, line {first['line']}, column {first['col']}"
 
@@ -200,7 +202,7 @@ def _reject_unused_fields(given: ResponseFormat) -> None:
     for name in ("schema", "json_schema", "name"):
         if getattr(given, name) is not None and name not in known:
             raise UsageError(
-                f"response_format.{name} has no meaning beside the type {given.type}",
+                f"response_format.{name} does not belong to the type {given.type}",
                 hint="leave it out",
             )
 
@@ -211,7 +213,7 @@ def _select_schema(given: ResponseFormat) -> JsonObject:
     if len(found) != 1:
         raise UsageError(
             f"response_format: {len(found)} schemas are given, one is needed",
-            hint="give it as response_format.schema, or as response_format.json_schema.schema",
+            hint="set either response_format.schema or response_format.json_schema.schema",
         )
     return found[0]
 
@@ -228,7 +230,8 @@ def _check_python(text: str) -> FormatCheck:
 def _find_validator(given: ResponseFormat, commands: Validators) -> ValidatorCommand:
     if given.name is None:
         raise UsageError(
-            "response_format.name is missing: which validator?", hint=_list_validators(commands)
+            "response_format.name is missing: it names the validator",
+            hint=_list_validators(commands),
         )
     if given.name not in commands:
         raise UsageError(
@@ -240,5 +243,5 @@ def _find_validator(given: ResponseFormat, commands: Validators) -> ValidatorCom
 
 def _list_validators(commands: Validators) -> str:
     if not commands:
-        return "`expertctl serve --validator NAME=PROGRAM` names them, and none was named"
-    return f"there is {', '.join(sorted(commands))}"
+        return "there are none; add one with `expertctl serve --validator NAME=PROGRAM`"
+    return f"available: {', '.join(sorted(commands))}"

@@ -47,9 +47,9 @@ class ValidatorCommand:
         except OSError as error:
             return FormatCheck(None, f"the validator {name} could not be started: {error.strerror}")
         if code < 0:
-            return FormatCheck(None, f"the validator {name} was ended by signal {-code}")
+            return FormatCheck(None, f"the validator {name} was killed by signal {-code}")
         if code > 0:
-            return FormatCheck(False, f"the validator {name} refuses the answer: {said or code}")
+            return FormatCheck(False, f"the validator {name} rejected the answer: {said or code}")
         return FormatCheck(True)
 
     def _run(self, text: str) -> tuple[int, str]:
@@ -115,7 +115,7 @@ def parse_validators(options: Iterable[str]) -> Mapping[str, ValidatorCommand]:
     for option in options:
         name, words = _parse_option(option)
         if name in commands:
-            raise UsageError(f"there are two validators {name!r}", hint="give them other names")
+            raise UsageError(f"there are two validators {name!r}", hint="give them different names")
         commands[name] = ValidatorCommand((_find_program(words[0]), *words[1:]))
     return commands
 
@@ -138,7 +138,7 @@ def _find_program(word: str) -> str:
     found = shutil.which(word)
     if found is None:
         raise NotFoundError(
-            f"the validator {word[:200]!r} is no program",
-            hint="give its path, and make it runnable",
+            f"the validator {word[:200]!r} is not a program",
+            hint="give its path, and make it executable",
         )
     return str(os.path.abspath(found))  # noqa: PTH100  # symbolic links are kept

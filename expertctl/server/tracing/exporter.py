@@ -48,7 +48,7 @@ class Tracing:
             processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=self.address))
             provider = TracerProvider(resource=_build_resource(), shutdown_on_exit=False)
         except (ValueError, OSError, RuntimeError, ImportError) as error:
-            hint = "look at the variables of the environment that begin with OTEL_"
+            hint = "check the environment variables that begin with OTEL_"
             raise UsageError(f"traces cannot be sent: {error}", hint=hint) from error
         _SENDER.addFilter(self._throttle)
         provider.add_span_processor(processor)

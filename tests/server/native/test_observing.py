@@ -332,9 +332,9 @@ DEEP: Any = {"layers": 1}
 for _ in range(40):
     DEEP = {"x": DEEP}
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
-    ({"profile": "elsewhere", "pin": 1}, 400, "this server answers on tiny"),
-    ({"profile": "/etc/passwd", "pin": 1}, 400, "this server answers on tiny"),
-    ({"profile": "../habits", "pin": 1}, 400, "this server answers on tiny"),
+    ({"profile": "elsewhere", "pin": 1}, 400, "this server serves tiny"),
+    ({"profile": "/etc/passwd", "pin": 1}, 400, "this server serves tiny"),
+    ({"profile": "../habits", "pin": 1}, 400, "this server serves tiny"),
     ({"profile": "", "pin": 1}, 400, "profile"),
     ({"profile": [], "pin": 1}, 400, "profile"),
     ({"profile": 5, "pin": 1}, 400, "profile"),
@@ -355,8 +355,8 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"profile": pinning({"1": 3}), "pin": 10**15}, 400, "pin"),
     ({"profile": pinning({"1": 3}), "exchange": 1.5}, 400, "exchange"),
     ({"profile": pinning({"1": 3}), "exchange": -0.1}, 400, "exchange"),
-    ({"pin": 1}, 400, "none is given"),
-    ({"mode": "full", "exchange": 0.5}, 400, "none is given"),
+    ({"pin": 1}, 400, "it requires a profile"),
+    ({"mode": "full", "exchange": 0.5}, 400, "it requires a profile"),
     ({"profile": pinning({"1": 3}, layer="9"), "pin": 1, "mode": "off"}, 422, "layer 9"),
 ]
 
