@@ -107,7 +107,7 @@ def test_a_name_is_one_word(keys: ApiKeyStore, name: str) -> None:
 
 @pytest.mark.parametrize("limit", [0, -1, 10**9 + 1])
 def test_a_limit_is_at_least_one_in_a_minute(keys: ApiKeyStore, limit: int) -> None:
-    with pytest.raises(UsageError, match="a limit is"):
+    with pytest.raises(UsageError, match="a limit must be"):
         keys.create("first", now=NOW, requests_per_minute=limit)
 
 

@@ -81,7 +81,7 @@ def test_only_validators_that_were_named_can_be_asked_for() -> None:
     assert check("x").passed is True
     with pytest.raises(UsageError, match="no validator '/bin/sh'") as refused:
         build_check(ResponseFormat("custom", name="/bin/sh"), commands=commands)
-    assert refused.value.hint == "there is ok"
+    assert refused.value.hint == "available: ok"
 
 
 def test_a_program_is_found_once_when_it_is_named(
