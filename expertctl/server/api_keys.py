@@ -1,10 +1,10 @@
-"""API keys: who may ask this server, kept below ``EXPERT_HOME`` as hashes alone.
+"""`ApiKeyStore`: the API keys of a server, stored below ``EXPERT_HOME`` as hashes only.
 
-A secret is ``xpk_`` and 256 random bits. It is shown once, when it is made; the file holds its
-sha256, which needs no salt and no slow hash at that length. A server reads the file again when it
-has changed, so that a revoked key ends at once.
+A secret is ``xpk_`` and 256 random bits. It is shown once, when created; the file holds its
+SHA-256, which needs no salt and no slow hash at that length. A server rereads the file when it
+changes, so a revocation takes effect at once.
 
-As long as the file exists every caller needs a key, even after the last key is revoked.
+While the file exists every caller needs a key, even after the last key is revoked.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ FileStamp = tuple[int, int, int]
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One key, without its secret; times are in seconds since the epoch."""
+    """A key without its secret; times are in seconds since the epoch."""
 
     id: str
     name: str
@@ -54,7 +54,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     manages: bool = False
-    """Whether it may also change what other callers get."""
+    """Whether it may also change settings that affect other callers."""
 
 
 class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,7 +64,7 @@ class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class MadeKey:
-    """A new key; ``secret`` is nowhere else."""
+    """A new key; its ``secret`` is stored nowhere else."""
 
     key: ApiKey
     secret: str
@@ -75,10 +75,10 @@ class MadeKey:
 
 
 class ApiKeyStore:
-    """The owner of one file of keys."""
+    """The keys of one file; changes are made under a file lock."""
 
     def __init__(self, path: Path) -> None:
-        """Read nothing yet."""
+        """Use the file at ``path``; nothing is read yet."""
         self.path = path
         self._stamp: FileStamp | None = None
         self._by_hash: dict[str, ApiKey] = {}
@@ -97,7 +97,7 @@ class ApiKeyStore:
         return tuple(sorted(self._read(), key=lambda key: key.name))
 
     def find(self, secret: str, *, now: float) -> ApiKey | None:
-        """Return the key of a secret; None if there is no such key, or it has expired."""
+        """Return the key of a secret; None if it is unknown or expired."""
         if len(secret) != KEY_LENGTH or not secret.startswith(KEY_PREFIX):
             return None
         self._refresh()
@@ -117,11 +117,11 @@ class ApiKeyStore:
         tokens_per_minute: int | None = None,
         manages: bool = False,
     ) -> MadeKey:
-        """Make a key.
+        """Create a key.
 
         Raises:
-            UsageError: when the name or a limit is not allowed, or there are too many keys.
-            ConflictError: when there is a key of that name.
+            UsageError: when the name or a limit is invalid, or there are too many keys.
+            ConflictError: when the name is taken.
         """
         _check_key(name, requests_per_minute, tokens_per_minute)
         secret = KEY_PREFIX + secrets.token_urlsafe(32)
@@ -138,24 +138,24 @@ class ApiKeyStore:
         with self._locked():
             known = self._read()
             if any(each.name == name for each in known):
-                hint = f"`expertctl serve key revoke {name}` first, or choose another"
-                raise ConflictError(f"there is a key {name} already", hint=hint)
+                hint = f"run `expertctl serve key revoke {name}` first, or choose another name"
+                raise ConflictError(f"a key {name} already exists", hint=hint)
             if len(known) >= MAX_KEYS:
-                raise UsageError(f"there are {MAX_KEYS} keys already, which is the most")
+                raise UsageError(f"there are already {MAX_KEYS} keys, the maximum")
             self._write([*known, key])
         return MadeKey(key, secret)
 
     def revoke(self, name: str) -> ApiKey:
-        """End a key, by its name or its id.
+        """Revoke a key by name or id.
 
         Raises:
-            NotFoundError: when there is none.
+            NotFoundError: when there is no such key.
         """
         with self._locked():
             known = self._read()
             gone = [key for key in known if name in {key.name, key.id}]
             if not gone:
-                hint = "`expertctl serve key list` shows all"
+                hint = "list all with `expertctl serve key list`"
                 raise NotFoundError(f"there is no key {name[:80]!r}", hint=hint)
             self._write([key for key in known if key not in gone])
         return gone[0]
@@ -177,7 +177,7 @@ class ApiKeyStore:
         except msgspec.ValidationError as error:
             raise InvalidPackageError(str(self.path), [str(error)]) from error
         if read.format != _FORMAT:
-            raise InvalidPackageError(str(self.path), ["of another version than this one reads"])
+            raise InvalidPackageError(str(self.path), ["unsupported format version"])
         return read.keys
 
     def _write(self, keys: list[ApiKey]) -> None:
@@ -192,11 +192,11 @@ class ApiKeyStore:
                 yield
         except Timeout as error:
             message = f"{self.path} is being changed by another process"
-            raise StoreError(message, hint="try again when that has ended") from error
+            raise StoreError(message, hint="try again when it has finished") from error
 
 
 def _read_stamp(path: Path) -> FileStamp | None:
-    """Return a stamp that changes with the file; a replaced file has another inode."""
+    """Return a fingerprint that changes with the file; a replaced file has another inode."""
     try:
         found = os.stat(path)  # noqa: PTH116  # a call for each request: Path.stat takes twice as long
     except FileNotFoundError:
@@ -210,7 +210,7 @@ def _digest(secret: str) -> str:
 
 def _check_key(name: str, *limits: int | None) -> None:
     if not _NAME.fullmatch(name) or len(name) > _MAX_NAME:
-        hint = "lower-case letters and digits, with single dashes between them"
-        raise UsageError(f"{name[:80]!r} cannot be the name of a key", hint=hint)
+        hint = "use lower-case letters and digits, separated by single dashes"
+        raise UsageError(f"{name[:80]!r} is not a valid key name", hint=hint)
     if any(limit is not None and not 1 <= limit <= MAX_PER_MINUTE for limit in limits):
-        raise UsageError(f"a limit is 1 to {MAX_PER_MINUTE} in a minute")
+        raise UsageError(f"a limit must be 1 to {MAX_PER_MINUTE} per minute")

@@ -1,10 +1,11 @@
-"""The generation server as one ASGI application, made from the areas below this folder.
+"""The generation server as one ASGI application, and the engine worker behind it.
 
-Middleware looks at every request, the outermost first: the log, the limits on sizes, hosts and
-pages, and the guard that identifies the caller. An error inside becomes an answer here, in the
-shape of the API that was asked.
+Middleware handles every request, outermost first: tracing, the request log, limits on sizes, hosts
+and origins, CORS, trailing slashes, and authentication. Errors become responses here, in the shape
+of the API of the request's path.
 
-`Opening`: the engine of a worker, from loading its base to the end of its last job.
+`EngineWorker` owns the engine of a worker process, from loading the base to the end of the last
+job.
 """
 
 import logging
@@ -63,18 +64,18 @@ if TYPE_CHECKING:
 
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status, in the log alone, of a request whose client went away before the answer."""
+"""The status, in the log only, of a request whose client disconnected before the response."""
 _EXPOSED_HEADERS = (
     IGNORED_HEADER,
     *("X-Request-Id", "request-id", "Retry-After", "x-should-retry", "Location"),
     *RATE_HEADER_NAMES,
 )
-"""The headers of answers that pages of the allowed origins may read."""
+"""The response headers that pages of the allowed origins may read."""
 _PUBLIC_PATHS = frozenset({*PUBLIC_PATHS, *status_page.PUBLIC_PATHS, "/"})
 
 
 def create_app(service: Service, *, lifespan: Lifespan[Starlette] | None = None) -> Starlette:
-    """Return the application of an engine; its owner opens and closes the engine."""
+    """Return the application of a service; the caller opens and closes the engine."""
     app = Starlette(
         routes=_build_routes(service),
         middleware=[
@@ -100,7 +101,7 @@ def create_app(service: Service, *, lifespan: Lifespan[Starlette] | None = None)
 
 
 def _build_cors_middleware(settings: ServeSettings) -> list[Middleware]:
-    """Let pages of the allowed origins read answers, and send a key."""
+    """Let pages of the allowed origins read responses and send a key."""
     if not settings.allowed_origins:
         return []
     return [
@@ -109,7 +110,7 @@ def _build_cors_middleware(settings: ServeSettings) -> list[Middleware]:
             allow_origins=settings.allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            allow_private_network=True,  # other origins do not come so far: `request_limits`
+            allow_private_network=True,  # `limit_requests` refuses other origins earlier
             expose_headers=_EXPOSED_HEADERS,
         )
     ]
@@ -127,7 +128,7 @@ def _build_routes(service: Service) -> list[BaseRoute]:
 
 
 def _add_tracing(app: Starlette, tracing: "Tracing") -> None:
-    """Add the outermost middleware, which makes spans of requests."""
+    """Add the outermost middleware, which records the spans of requests."""
     from expertctl.server.tracing.spans import TracingMiddleware
 
     app.add_middleware(TracingMiddleware, tracing)
@@ -142,7 +143,7 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = ", ".join(sorted(_find_methods(request, request.scope["path"])))
-        fact = UsageError(f"{request.method} is not allowed here", hint=f"it takes {allowed}")
+        fact = UsageError(f"{request.method} is not allowed here", hint=f"use {allowed}")
         answer = error_response(fact, request.scope, status=405)
         answer.headers["Allow"] = allowed
         return answer
@@ -150,13 +151,13 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
 
 
 def _unknown_address_error(request: Request) -> UnknownAddressError:
-    """Return the error for a path that no route has; names the path that was probably meant."""
+    """Return the error for a path without a route; suggests the path probably meant."""
     path = request.scope["path"]
     fact = f"there is nothing at this address: {request.method} {path[:200]}"
     meant = [one for one in (path.removeprefix("/v1"), f"/v1{path}") if _find_methods(request, one)]
     if meant and meant[0] != path:
-        fact += f"; did you mean {meant[0]}? The base URL has /v1 twice, or lacks it"
-    return UnknownAddressError(fact, hint=f"GET {operations.OPENAPI_PATH} lists all addresses")
+        fact += f"; did you mean {meant[0]}? The base URL repeats /v1, or lacks it"
+    return UnknownAddressError(fact, hint=f"GET {operations.OPENAPI_PATH} lists all paths")
 
 
 def _find_methods(request: Request, path: str) -> set[str]:
@@ -173,16 +174,16 @@ async def _handle_disconnect(_: Request, __: Exception) -> Response:
 LOG = logging.getLogger("expertctl.server")
 EXIT_DELAY_SECONDS = 1.0
 _ANY_PROMPT = "?"
-"""A plan of named experts does not depend on the prompt."""
+"""A placeholder: a plan of named experts does not depend on the prompt."""
 NotifyReady = Callable[[ExpertError | None], None]
-"""Gets None when jobs are accepted, or the error for which none ever will be."""
+"""Called with None once jobs are accepted, or with the error that prevents it."""
 
 
 class EngineWorker:
-    """The owner of the engine in a worker."""
+    """Owns the engine of a worker process."""
 
     def __init__(self, settings: ServeSettings, home: Settings) -> None:
-        """Hold nothing yet."""
+        """Open the planner; the engine is not loaded yet."""
         planner = Planner.open(home, notify=LOG.info, folder=find_working_folder())
         self._engine = ServingEngine(
             planner,
@@ -196,29 +197,29 @@ class EngineWorker:
         self._load_thread: threading.Thread | None = None
 
     def build_app(self, lifespan: Lifespan[Starlette]) -> Starlette:
-        """Return the application, which answers little before the engine is ready."""
+        """Return the application; it answers only public paths before the engine is ready."""
         app = create_app(self._service, lifespan=lifespan)
         app.state.opening = self
         return app
 
     def start(self, notify: NotifyReady) -> None:
-        """Load the base and warm up, in a thread."""
+        """Load the base and warm up in a thread, then call ``notify``."""
         self._load_thread = threading.Thread(target=self._load_engine, args=(notify,), daemon=True)
         self._load_thread.start()
 
     def close_soon(self, *, seconds: float) -> None:
-        """Begin to close, in a thread."""
+        """Start closing in a thread."""
         threading.Thread(target=self.close, kwargs={"seconds": seconds}, daemon=True).start()
 
     def close(self, *, seconds: float) -> None:
-        """Accept no more jobs; give the present ones ``seconds`` to end, and wait for all."""
+        """Accept no more jobs; give running ones ``seconds`` to end, and wait for them."""
         with self._close_lock:
             if self._readiness.state == "ready":
                 self._readiness.state = "ending"
                 self._engine.close(seconds=seconds)
 
     def shut_down(self) -> None:
-        """Close at once, after all requests were answered, and send the last spans."""
+        """Close at once, after all requests are answered, and send the last spans."""
         self.close(seconds=0)
         if self._service.tracing is not None:
             self._service.tracing.close()
@@ -233,10 +234,10 @@ class EngineWorker:
             self._readiness.state = "failed"
             notify(error)
             return
-        except Exception:  # a bug must not leave a server that never answers
+        except Exception:  # even after a bug, the parent must learn that loading ended
             LOG.exception("loading failed")
             self._readiness.state = "failed"
-            notify(ExpertError("the server failed to load", hint="its log says why"))
+            notify(ExpertError("the server failed to load", hint="see its log"))
             return
         if self._readiness.state != "failed":  # the engine may have ended meanwhile
             self._readiness.state = "ready"
@@ -251,12 +252,12 @@ class EngineWorker:
                 self._check_plan(alias, parse_alias_experts(alias, model))
 
     def _check_plan(self, alias: str, choice: ModelSelection | None) -> None:
-        """Check that the base can answer with the experts that an alias stands for, if any.
+        """Check that the base can answer with the experts of an alias, if it names any.
 
-        A revoked expert is only warned of: other models go on being served.
+        A revoked expert only logs a warning: other models are still served.
 
         Raises:
-            NotFoundError: when an expert that is required is not installed.
+            NotFoundError: when a required expert is not installed.
             IncompatibleError: when they do not fit the base or each other.
         """
         if choice is None:
@@ -272,13 +273,13 @@ class EngineWorker:
             raise type(error)(f"the alias {alias}: {error.message}", hint=error.hint) from error
 
     def _handle_engine_failure(self) -> None:
-        """End the broken worker, a moment later, so that its clients are still told."""
+        """Exit the broken worker after a moment, so that its clients still get their errors."""
         self._readiness.state = "failed"
         threading.Timer(EXIT_DELAY_SECONDS, os._exit, (1,)).start()
 
 
 def _log_engine_message(message: str) -> None:
-    """Log a message of the engine; lines after the first are the traceback of a bug."""
+    """Log an engine message; lines after the first are the traceback of a bug."""
     first, *trace = message.splitlines()
     if trace:
         LOG.error(first, extra={"fields": {"trace": trace}})

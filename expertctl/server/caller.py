@@ -1,14 +1,11 @@
-"""The caller of a request: an API key, or the local machine where there are no keys.
+"""The caller of a request, its rate limits, and the response headers that report them.
 
-How many requests and tokens each caller may have in a minute.
+A caller is an API key, or the local machine where there are no keys. `Quotas` counts requests and
+tokens per minute. The tokens of an answer are known only at its end, so a caller may start a
+request while it has tokens left, and waits longer after an answer that exceeded them.
 
-The tokens of an answer are known only at its end. So a caller may begin as long as it has tokens
-left, and waits longer after an answer that took more than that.
-
-The headers that tell a caller how much of its limits is left, in the names of each API.
-
-OpenAI's clients are told the time until a limit is whole again as a duration, Anthropic's the
-moment. A caller without limits gets no such headers.
+OpenAI's clients get the time until a limit is fully reset as a duration, Anthropic's as a
+timestamp. A caller without limits gets no such headers.
 """
 
 import threading
@@ -28,7 +25,7 @@ DEFAULT_CACHE_KEY = "default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The owner of jobs and kept texts, with the limits that apply to it."""
+    """The owner of jobs and cached prefixes, with its rate limits."""
 
     id: str = LOCAL_CALLER_ID
     """The id of the API key."""
@@ -37,7 +34,7 @@ class Caller:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     manages: bool = False
-    """Whether the caller may also change what others get."""
+    """Whether the caller may also change settings that affect other callers."""
 
 
 def get_caller(request: HTTPConnection) -> Caller:
@@ -48,22 +45,23 @@ def get_caller(request: HTTPConnection) -> Caller:
 
 
 def require_manager(caller: Caller) -> None:
-    """Refuse a caller that may only ask for answers.
+    """Refuse a caller that does not manage the server.
 
     Raises:
-        ForbiddenError: for a key that does not manage the server.
+        ForbiddenError: for a key without the right.
     """
     if not caller.manages:
         raise ForbiddenError(
-            f"the key {caller.name} may not change what others get",
-            hint="`expertctl serve key new NAME --manage` makes one that may",
+            f"the key {caller.name} may not change settings that affect others",
+            hint="create a key that may with `expertctl serve key new NAME --manage`",
         )
 
 
 def make_cache_key(caller: Caller, *given: str | None) -> str:
-    """Return the key of kept texts: the first one given, within the keys of this caller alone.
+    """Return the prefix-cache key of a request, in the caller's own namespace.
 
-    ``given`` are fields of a request in order of preference, such as cache_key, session_id, user.
+    ``given`` are fields of the request in order of preference, such as cache_key, session_id, user;
+    the first non-empty one is used.
     """
     return f"{caller.id}/{next((key for key in given if key), DEFAULT_CACHE_KEY)}"
 
@@ -73,7 +71,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class LimitStatus:
-    """One limit of a caller, how much of it is left, and the seconds until it is whole again."""
+    """One limit of a caller, what remains of it, and the seconds until it is fully reset."""
 
     limit: int
     remaining: int
@@ -82,29 +80,29 @@ class LimitStatus:
 
 @dataclass(frozen=True, slots=True)
 class RateLimits:
-    """The limits that apply to a caller; None where there is none."""
+    """The limits of a caller; None where there is none."""
 
     requests: LimitStatus | None = None
     tokens: LimitStatus | None = None
 
 
 class Quotas:
-    """What callers have used of their limits, in this process; any thread may use it."""
+    """The rate-limit usage of callers in this process; any thread may use it."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
-        """Begin with nothing used."""
+        """Start with nothing used."""
         self._clock = clock
         self._lock = threading.Lock()
         self._requests: dict[int, RateLimiter] = {}
         self._tokens: dict[int, RateLimiter] = {}
         self._limits: dict[str, int] = {}
-        """Caller with a token limit → tokens in a minute."""
+        """Caller with a token limit → tokens per minute."""
 
     def count_request(self, caller: Caller) -> None:
         """Count a request.
 
         Raises:
-            RateLimitError: when there were too many.
+            RateLimitError: when the limit is reached.
         """
         with self._lock:
             if caller.tokens_per_minute is not None:
@@ -118,7 +116,7 @@ class Quotas:
                 raise RateLimitError("too many requests with this API key", retry_after=seconds)
 
     def get_limits(self, caller: Caller) -> RateLimits:
-        """Return the limits of a caller as they stand now."""
+        """Return the current limits of a caller."""
         with self._lock:
             return RateLimits(
                 requests=self._get_status(self._requests, caller.requests_per_minute, caller.id),
@@ -126,10 +124,10 @@ class Quotas:
             )
 
     def require_tokens(self, caller_id: str) -> None:
-        """Check that a caller may have more tokens.
+        """Check that a caller has tokens left.
 
         Raises:
-            RateLimitError: when it had too many.
+            RateLimitError: when it has none.
         """
         with self._lock:
             limit = self._limits.get(caller_id)
@@ -163,7 +161,7 @@ RATE_HEADER_NAMES = (
     *(f"x-ratelimit-{fact}-{kind}" for fact in _FACTS for kind in _KINDS),
     *(f"anthropic-ratelimit-{kind}-{fact}" for kind in _KINDS for fact in _FACTS),
 )
-"""All of these headers, which browsers show to pages only where they are named."""
+"""All rate-limit headers; browsers show them to web pages only if they are listed."""
 
 
 def openai_rate_headers(limits: RateLimits) -> Iterator[Header]:
@@ -185,7 +183,7 @@ def anthropic_rate_headers(limits: RateLimits, *, now: datetime) -> Iterator[Hea
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as OpenAI's API writes it: ``250ms``, ``1s``, ``6m0s``."""
+    """Format a duration as OpenAI's API does: ``250ms``, ``1s``, ``6m0s``."""
     milliseconds = round(seconds * 1e3)
     if milliseconds < 1000:
         return f"{milliseconds}ms" if milliseconds else "0s"

@@ -1,29 +1,23 @@
-"""`ChatTemplateTraits`: properties of a base's text on which requests and answers depend.
+"""Conversations as chat templates read them, and the properties of a base that affect them.
 
-They follow from the tokenizer and the chat template, which do not change while a base is served:
-how the base writes calls of tools, whether it begins to think at once, how many tokens a
+`ChatTemplateTraits` follow from the tokenizer and the chat template, which do not change while a
+base is served: how the base writes tool calls, whether it begins with reasoning, how many tokens a
 conversation has.
 
-The text of a conversation: its length, what experts are chosen by, and how it ends.
+Some templates refuse call ids that do not have the length their models write. Clients send ids of
+their own API, so these are replaced by short ones, the same for a call and its result.
 
-The calls of earlier turns, as the chat template of a base takes them.
-
-Some templates refuse ids that do not have the length that their models write. Clients send ids of
-the API that they speak, so these are replaced by short ones, the same for a call and its answer.
-
-The instruction that tells a model the form of JSON that a request asks for by a schema.
-
-Text cannot be forced into a form here, so a model that is not told the form seldom writes it. The
-last message of the user gets one more paragraph with an example that is made from the schema; the
-schema itself, small models only repeat. Nothing is added where the messages show the form already,
-where tools are offered, which the model could not call any more, or where no example can be made
-within bounds.
+A model that is not shown the form of a requested JSON schema seldom writes it, and generation
+cannot be constrained here. So the last user message gets one more paragraph with an example made
+from the schema; small models only repeat the schema itself. Nothing is added where the messages
+already show the form, where tools are offered (the model could no longer call them), or where no
+example can be made within the bounds.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from expertctl.engine.text.chat_template import ChatTemplate, encode_chat
@@ -33,6 +27,7 @@ from expertctl.engine.text.tokenizer_files import TemplateSource
 from expertctl.errors import ContextLengthError, ExpertError
 from expertctl.routing.sampling_presets import MAX_PROMPT_CHARACTERS
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical
+from expertctl.server.output_parser import OutputParserConfig
 from expertctl.server.reasoning_parser import (
     OPEN_TAG,
     ends_in_reasoning,
@@ -44,20 +39,20 @@ from expertctl.server.request_body import FieldError
 from expertctl.server.tool_parser import ToolCallFormat, detect_call_format, template_reads_tools
 
 _PLACEHOLDER_TURN = (ConversationMessage("user", "?"),)
-"""A stand-in conversation: how a template begins an answer does not depend on what was said."""
+"""A placeholder: how a template begins an answer does not depend on the messages."""
 _IRRELEVANT_VARIABLES = frozenset({"tools", "documents"})
 _CACHE_SIZE = 64
 
 
 @dataclass(frozen=True)
 class ChatTemplateTraits:
-    """The text properties of one base; any thread may use them."""
+    """The text properties of a base; any thread may use them."""
 
     tokenizer: Tokenizer
 
     @property
     def call_format(self) -> ToolCallFormat:
-        """How the base writes calls of tools."""
+        """How the base writes tool calls."""
         return detect_call_format(self._template)
 
     @property
@@ -67,11 +62,11 @@ class ChatTemplateTraits:
 
     @property
     def may_think(self) -> bool:
-        """Whether the base may think before it answers: its template or tokens have the tag."""
+        """Whether the base may write reasoning: its template or vocabulary has the tag."""
         return OPEN_TAG in self._template or self.tokenizer.token_id(OPEN_TAG) is not None
 
     def opens_reasoning(self, variables: Mapping[str, JsonValue]) -> bool:
-        """Whether a prompt ends inside a thought, with these variables of the chat template."""
+        """Tell whether a prompt with these template variables ends inside reasoning."""
         source = self.tokenizer.config.template
         if source is None:
             return False
@@ -90,7 +85,7 @@ class ChatTemplateTraits:
         *,
         end: ChatEnd = "new_turn",
     ) -> int:
-        """Return how many tokens the base reads for a conversation; counting takes a while.
+        """Count the tokens of a conversation's prompt; this takes a while.
 
         Raises:
             ExpertError: when the conversation cannot be read.
@@ -103,17 +98,12 @@ class ChatTemplateTraits:
         return "" if source is None else source.text
 
 
+@dataclass(frozen=True)
 class _TemplateVariables:
-    """Variables that are compared by their JSON."""
+    """Template variables, compared by their JSON."""
 
-    def __init__(self, key: bytes, values: Mapping[str, JsonValue]) -> None:
-        self.key, self.values = key, values
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _TemplateVariables) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+    key: bytes
+    values: Mapping[str, JsonValue] = field(compare=False)
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
@@ -122,7 +112,7 @@ def _prompt_opens_reasoning(
     special_tokens: tuple[tuple[str, str], ...],
     variables: _TemplateVariables,
 ) -> bool:
-    """Return False if the template fails: it fails for the request, too, which reports it."""
+    """Render the placeholder; False if the template fails, which the request then reports."""
     try:
         prompt = ChatTemplate(source).render(
             _PLACEHOLDER_TURN, special_tokens=dict(special_tokens), variables=variables.values
@@ -133,7 +123,7 @@ def _prompt_opens_reasoning(
 
 
 def check_conversation_length(messages: Sequence[ConversationMessage]) -> None:
-    """Bound a conversation.
+    """Check the length of a conversation.
 
     Raises:
         ContextLengthError: when it is too long.
@@ -146,12 +136,12 @@ def check_conversation_length(messages: Sequence[ConversationMessage]) -> None:
             size=size,
             limit=MAX_PROMPT_CHARACTERS,
             unit="characters",
-            hint="leave out the oldest ones",
+            hint="leave out the oldest messages",
         )
 
 
 def check_tools_length(tools: Sequence[JsonObject]) -> None:
-    """Bound the description of tools that a base gets.
+    """Check the length of the tool definitions.
 
     Raises:
         FieldError: when it is too long.
@@ -165,9 +155,9 @@ def check_tools_length(tools: Sequence[JsonObject]) -> None:
 
 
 def _count_characters(value: JsonValue | Mapping[str, JsonValue] | Sequence[JsonObject]) -> int:
-    """Count the characters of strings and names in a value, whose depth is bounded.
+    """Count the characters of strings and names in a value of bounded depth.
 
-    Every other value adds one: it takes memory, and templates write it out.
+    Every other value counts as one: it takes memory, and templates write it out.
     """
     if isinstance(value, str):
         return len(value)
@@ -177,51 +167,53 @@ def _count_characters(value: JsonValue | Mapping[str, JsonValue] | Sequence[Json
 
 
 def find_routing_text(messages: Sequence[ConversationMessage]) -> str:
-    """Return the text that experts are chosen by: the user's last, else the last of all.
+    """Return the text that routing uses: the last user message, else the last message with text.
 
     Raises:
-        FieldError: when there is no text.
+        FieldError: when no message has text.
     """
     texts = [message for message in messages if message.content.strip()]
     if not texts:
-        raise FieldError("messages: none of them has any text", field="messages")
+        raise FieldError("messages: none of them has text", field="messages")
     said = [message for message in texts if message.role == "user"]
     return (said or texts)[-1].content
 
 
 def can_continue(last: ConversationMessage) -> bool:
-    """Whether the last message of a conversation is the beginning of an answer."""
+    """Tell whether the last message is the beginning of an answer, to be continued."""
     is_call = bool(last.fields.get("tool_calls"))
     return last.role == "assistant" and bool(last.content.strip()) and not is_call
 
 
-def answer_opens_reasoning(
+def build_parser_config(
     template: ChatTemplateTraits,
     variables: Mapping[str, JsonValue],
     last: ConversationMessage,
     *,
     end: ChatEnd,
-) -> bool:
-    """Whether an answer begins inside a thought, which the template or its beginning opened."""
-    if end == "new_turn":
-        return template.opens_reasoning(variables)
-    return end == "continue" and ends_in_reasoning(last.content)
-
-
-def find_answer_prefix(last: ConversationMessage, *, end: ChatEnd) -> str:
-    """Return the beginning of the answer, without thoughts, where the last message is continued."""
-    return split_reasoning(last.content)[0] if end == "continue" else ""
-
-
-def find_answer_partial_tag(last: ConversationMessage, *, end: ChatEnd) -> str:
-    """Return the first part of a tag of thoughts with which a continued message ends."""
-    return find_partial_tag(last.content) if end == "continue" else ""
+    tools: Iterable[str],
+    single_call: bool,
+    expects_json: bool,
+) -> OutputParserConfig:
+    """Return how to parse the answers to a conversation; ``last`` is its last message."""
+    is_continued = end == "continue"
+    opened = template.opens_reasoning(variables) if end == "new_turn" else False
+    return OutputParserConfig(
+        call_format=template.call_format,
+        tools=frozenset(tools),
+        single_call=single_call,
+        may_think=template.may_think,
+        starts_in_reasoning=opened or (is_continued and ends_in_reasoning(last.content)),
+        expects_json=expects_json,
+        prefix=split_reasoning(last.content)[0] if is_continued else "",
+        partial_tag=find_partial_tag(last.content) if is_continued else "",
+    )
 
 
 def normalise_call_ids(
     messages: Sequence[ConversationMessage], form: ToolCallFormat
 ) -> tuple[ConversationMessage, ...]:
-    """Return a conversation with call ids as the templates of a family demand them."""
+    """Return a conversation with call ids of the length that the templates of a family require."""
     length = form.id_length
     if length is None:
         return tuple(messages)
@@ -250,14 +242,14 @@ def _shorten_id(name: str, length: int) -> str:
 
 
 INSTRUCTION_WARNING = (
-    "the form of the JSON was added to the last message of the user; `expertctl serve "
-    "--no-json-instruction` leaves it out"
+    "an example of the requested JSON was added to the last user message; `expertctl serve "
+    "--no-json-instruction` disables this"
 )
-"""The warning of an answer to which this happened."""
+"""The warning in an answer whose prompt got the instruction."""
 INSTRUCTION_TEXT = "Reply with one line of JSON in this form, with your own values:"
 MAX_INSTRUCTION_CHARACTERS = 2000
 MAX_EXAMPLE_VALUES = 200
-"""How many values an example may have; a schema can stand for an endless one."""
+"""Maximum values of an example; a recursive schema can describe an infinite one."""
 _MAX_DEPTH = 12
 _DEFAULT_ITEMS, _MAX_ITEMS = 2, 4
 _NUMBER = 12
@@ -265,7 +257,7 @@ _CHOICES = ("anyOf", "oneOf", "allOf")
 
 
 def build_json_instruction(schema: JsonObject) -> str | None:
-    """Return the instruction for a schema; None if no example of an object or list can be made."""
+    """Return the instruction for a schema; None if no example can be made from it."""
     try:
         example = _ExampleBuilder(schema).build_value(schema, "value", 0)
     except _TooLargeError:
@@ -283,7 +275,7 @@ def build_json_instruction(schema: JsonObject) -> str | None:
 def add_json_instruction(
     messages: Sequence[ConversationMessage], schema: JsonObject
 ) -> tuple[ConversationMessage, ...]:
-    """Return a conversation whose last message of the user says the form, if none does yet."""
+    """Append the instruction to the last user message, unless a message shows the form already."""
     last = next((i for i in reversed(range(len(messages))) if messages[i].role == "user"), None)
     if last is None or mentions_properties((message.content for message in messages), schema):
         return tuple(messages)
@@ -296,7 +288,7 @@ def add_json_instruction(
 
 
 def mentions_properties(texts: Iterable[str], schema: JsonObject) -> bool:
-    """Tell whether texts hold the name of every property in quotes, as JSON has it."""
+    """Tell whether texts contain the quoted name of every property of a schema."""
     properties = schema.get("properties")
     names = list(properties) if isinstance(properties, dict) else []
     text = "\n".join(texts)
@@ -309,13 +301,13 @@ class _TooLargeError(Exception):
 
 @dataclass(slots=True)
 class _ExampleBuilder:
-    """Makes a value that has the form of a schema; the schema may be malformed."""
+    """Builds an example value of a schema, which may be malformed."""
 
     root: JsonObject
     value_count: int = 0
 
     def build_value(self, schema: JsonValue, name: str, depth: int) -> JsonValue:
-        """Return an example; ``name`` is the property that it stands for."""
+        """Return an example for the property ``name``."""
         self.value_count += 1
         if self.value_count > MAX_EXAMPLE_VALUES or depth > _MAX_DEPTH:
             raise _TooLargeError
@@ -336,7 +328,7 @@ class _ExampleBuilder:
                 return _build_scalar(kind, schema, name)
 
     def _find_inner_schema(self, schema: JsonObject) -> JsonValue:
-        """Return the schema that one refers to or has as its first choice other than null."""
+        """Return the referenced schema, or the first alternative other than null."""
         if isinstance(place := schema.get("$ref"), str):
             return self._resolve_reference(place)
         for key in _CHOICES if "properties" not in schema else ():
@@ -365,7 +357,7 @@ class _ExampleBuilder:
 
 
 def _find_given_value(schema: JsonObject) -> JsonValue:
-    """Return a value that the schema names; None if it names none."""
+    """Return the first value that the schema lists; None if it lists none."""
     if "const" in schema:
         return schema["const"]
     for key in ("enum", "examples"):

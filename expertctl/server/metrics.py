@@ -1,15 +1,13 @@
-"""What is known of the routed experts of a base, as time series: a label for each layer.
+"""`Metrics`: what a running server counts, for Prometheus.
 
-Layers are counted since the last reset, and not at all while counting is off (`/moe`); what belongs
-to the whole base is counted since the base was loaded.
+Requests and answers are counted as they end; the state of the engine is read from its snapshot on
+each scrape. Routes are templates, and methods and outcomes are closed sets, so no client can create
+new time series; only installed experts have a series each. The ``vllm:`` series have the names and
+labels by which gateways schedule to vLLM servers (the model server protocol of the Gateway API
+inference extension).
 
-What is counted about a running server, for Prometheus.
-
-Requests and answers are counted as they end; what the engine is doing is read from its snapshot on
-each scrape. Routes are templates, and methods and outcomes are closed sets: no client can make new
-time series. Those with ``vllm:`` have the names and labels by which gateways schedule to servers
-of vLLM (the model server protocol of the gateway API inference extension). Each expert that is
-counted separately has a series of its own.
+Routed experts are counted per layer since the last reset, and not at all while counting is off
+(`/moe`); totals for the whole base are counted since it was loaded.
 """
 
 import time
@@ -35,7 +33,7 @@ from expertctl.errors import ExpertError
 Family = CounterMetricFamily | GaugeMetricFamily
 _LAYER_PREFIX = "expertctl_moe_layer"
 _SECONDS_PER_NANOSECOND = 1e-9
-"""Seconds of a nanosecond."""
+"""Seconds per nanosecond."""
 _LAYER_COUNTERS: tuple[tuple[str, str, Callable[[LayerCounts], int]], ...] = (
     ("calls", "Passes over a layer of routed experts.", lambda layer: layer.calls),
     ("hits", "Choices of tokens whose routed expert was in memory.", lambda layer: layer.hits),
@@ -67,7 +65,7 @@ _LAYER_RATES: tuple[tuple[str, str, Callable[[LayerCounts], float]], ...] = (
 
 
 def build_routed_families(now: EngineSnapshot) -> Iterator[Family]:
-    """Yield the time series; none if the base has no routed experts."""
+    """Yield the series of routed experts; none if the base has none."""
     if now.routed is not None:
         yield from _base_families(now.routed)
     if now.observed is not None and now.observed.mode != "off":
@@ -134,14 +132,14 @@ _GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5,
 _RATE_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000)
 _STAGES = ("route", "queue", "load", "prefill", "decode", "post")
 ReadSnapshot = Callable[[], tuple[str, EngineSnapshot] | None]
-"""Returns the name of the base and a snapshot; None before the engine is ready."""
+"""Returns the base's name and a snapshot; None before the engine is ready."""
 
 
 class Metrics:
-    """The time series of one server."""
+    """The counters and histograms of one server."""
 
     def __init__(self) -> None:
-        """Make every time series; nothing is counted yet."""
+        """Create every time series, with nothing counted."""
         self._own = CollectorRegistry()
         self._requests = self._counter(
             "requests", "Requests that were answered.", "method", "route", "status"
@@ -182,13 +180,13 @@ class Metrics:
         )
 
     def count_request(self, *, method: str, route: str, status: int, seconds: float) -> None:
-        """Count one request that has ended."""
+        """Count a request that has ended."""
         known = method if method in _METHODS else "other"
         self._requests.labels(known, route, str(status)).inc()
         self._request_seconds.labels(route).observe(seconds)
 
     def count_answer(self, result: RunResult) -> None:
-        """Count one answer of a job that has ended."""
+        """Count one answer of an ended job."""
         generated, ms = result.generated, result.timings_ms
         self._answers.labels(generated.finish_reason).inc()
         if result.validation_passed is not None:
@@ -204,11 +202,11 @@ class Metrics:
             self._decode.observe(generated.tokens_per_s)
 
     def observe_gap(self, seconds: float) -> None:
-        """Count the time between two pieces of a text."""
+        """Record the time between two deltas of an answer."""
         self._gaps.observe(seconds)
 
     def count_failure(self, error: ExpertError) -> None:
-        """Count a job without an answer."""
+        """Count a job that failed."""
         self._failures.labels(error.code).inc()
 
     def count_refusal(self, error: ExpertError) -> None:
@@ -216,13 +214,13 @@ class Metrics:
         self._refusals.labels(error.code).inc()
 
     def read_first_token_totals(self) -> tuple[int, float]:
-        """Return how many answers had a first token, and the sum of their seconds to it."""
+        """Return the number of answers with a first token, and their summed seconds to it."""
         samples = [sample for family in self._first.collect() for sample in family.samples]
         values = {sample.name.rpartition("_")[2]: sample.value for sample in samples}
         return int(values["count"]), values["sum"]
 
     def render(self, read: ReadSnapshot) -> bytes:
-        """Return all metrics in the text format, including what the engine does now."""
+        """Return all metrics in the text format, including the engine's current state."""
         shown = CollectorRegistry()
         shown.register(_RegistryForwarder(self._own))
         if (now := read()) is not None:
@@ -239,7 +237,7 @@ class Metrics:
 
 
 class _RegistryForwarder(Collector):
-    """The time series of one registry, collected as part of another."""
+    """Exposes the time series of one registry as part of another."""
 
     def __init__(self, source: CollectorRegistry) -> None:
         self._source = source
@@ -249,13 +247,13 @@ class _RegistryForwarder(Collector):
 
 
 class _EngineCollector(Collector):
-    """What the engine is doing."""
+    """The time series of an engine snapshot."""
 
     def __init__(self, base: str, now: EngineSnapshot) -> None:
         self._base, self._now = base, now
 
     def describe(self) -> list[Family]:
-        """Name no series beforehand."""
+        """Declare no series in advance."""
         return []
 
     def collect(self) -> Iterator[Family]:
@@ -366,7 +364,7 @@ def _vllm_families(base: str, now: EngineSnapshot) -> Iterator[Family]:
 
 
 def _join_models(plans: Iterable[tuple[str, ...]]) -> str:
-    """Return the plans as the ``model`` of a request names them, each once."""
+    """Return the distinct plans in the notation of a request's ``model``."""
     names = {"+".join(ref.partition("@")[0] for ref in plan) for plan in plans if plan}
     return ",".join(sorted(names))
 

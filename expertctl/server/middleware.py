@@ -1,13 +1,11 @@
-"""A path with a slash at its end means the same as the path without it.
+"""ASGI middleware of the generation server: limits, request log, trailing slashes, API keys.
 
-Some clients add one. They are answered at once: a redirect would make most of them send a GET.
+`AuthMiddleware` identifies the caller of each request and checks its rights before any route; it
+sets ``scope["state"]["caller"]``. A key comes as ``Authorization: Bearer`` or as ``x-api-key``,
+never in a URL. Without keys the server answers only this machine.
 
-What the generation server counts and logs of its requests, and its answer to a bug.
-
-Identifies the caller of each request and checks its rights, before any route.
-
-Sets ``scope["state"]["caller"]``. A key comes as ``Authorization: Bearer`` or as ``x-api-key``,
-never in an address. Without keys the server answers this machine alone.
+A trailing slash, which some clients add, is removed rather than redirected: most clients would turn
+a redirected POST into a GET.
 """
 
 import logging
@@ -28,7 +26,6 @@ from expertctl.errors import (
 from expertctl.http.address import build_url, is_loopback
 from expertctl.http.limits import LimitsMiddleware, RequestPolicy, RequestRefusal, build_host_names
 from expertctl.http.log import RequestLogMiddleware, RequestRecord, get_route_path
-from expertctl.server.api_keys import ApiKey
 from expertctl.server.caller import Caller, anthropic_rate_headers, openai_rate_headers
 from expertctl.server.metrics import Metrics
 from expertctl.server.request_body import JSON_MEDIA_TYPE
@@ -38,14 +35,14 @@ from expertctl.server.settings import ServeSettings, is_exposed
 
 
 class TrailingSlashMiddleware:
-    """ASGI middleware that removes one slash from the end of a path."""
+    """ASGI middleware that removes one trailing slash from the path."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """Wrap ``app``; the path was checked before."""
+        """Wrap ``app``; the path has already been checked."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one connection."""
+        """Handle one ASGI connection."""
         path = scope.get("path", "")
         if scope["type"] == "http" and path.endswith("/") and path.rstrip("/"):
             scope = {**scope, "path": path[:-1]}
@@ -58,12 +55,12 @@ REQUEST_LOG = logging.getLogger("expertctl.server.requests")
 
 
 def make_request_log(app: ASGIApp, metrics: Metrics) -> RequestLogMiddleware:
-    """Wrap the application in the log of its requests."""
+    """Wrap the application in the request log."""
     return RequestLogMiddleware(app, ServerRequestObserver(metrics))
 
 
 class ServerRequestObserver:
-    """Counts in the metrics of the server; no text of a prompt or an answer is logged."""
+    """Counts and logs requests; no text of a prompt or an answer is logged."""
 
     log = REQUEST_LOG
     id_headers: tuple[str, ...] = ("X-Request-Id", "request-id")
@@ -74,15 +71,15 @@ class ServerRequestObserver:
         self._metrics = metrics
 
     def new_id(self) -> str:
-        """Return the id of a request."""
+        """Return a new request id."""
         return new_request_id()
 
     def request_started(self) -> None:
-        """Count a request that is being answered."""
+        """Count a request that has started."""
         self._metrics.running.inc()
 
     def request_finished(self, scope: Scope, exchange: RequestRecord) -> None:
-        """Count and log a request that was answered."""
+        """Count and log a request that has ended."""
         self._metrics.running.dec()
         self._metrics.count_request(
             method=scope["method"],
@@ -98,21 +95,23 @@ class ServerRequestObserver:
         REQUEST_LOG.info("request", extra={"fields": fields})
 
     def build_error_response(self, scope: Scope, exchange: RequestRecord) -> Response:
-        """Return the answer to a request that failed unexpectedly."""
-        hint = f"tell whoever runs this server the request {exchange.id}"
-        return error_response(ExpertError("the server failed to answer this", hint=hint), scope)
+        """Return the response to a request that failed because of a bug."""
+        hint = f"report request {exchange.id} to the operator of this server"
+        return error_response(
+            ExpertError("the server failed to answer this request", hint=hint), scope
+        )
 
 
 LOG = logging.getLogger("expertctl.server")
 
 LARGE_BODIES_BYTES = 256 << 20
-"""Most bytes of large bodies that are held at once."""
+"""Maximum bytes of large bodies held at once."""
 PUBLIC_PATHS = frozenset({"/health", "/healthz", "/readyz", "/version", "/openapi.json"})
-"""Paths that need neither a key nor an engine; they show nothing secret."""
+"""Paths that need neither a key nor a ready engine; they reveal nothing secret."""
 
 
 def limit_requests(app: ASGIApp, settings: ServeSettings) -> LimitsMiddleware:
-    """Guard the application: of web pages only its own may send requests, and only JSON is read."""
+    """Limit the requests to an application: own and allowed web origins only, JSON bodies only."""
     bounds = RequestPolicy(
         names=build_host_names(settings.host, settings.public_url) | set(settings.allowed_hosts),
         accepts_addresses=not is_loopback(settings.host),
@@ -123,32 +122,28 @@ def limit_requests(app: ASGIApp, settings: ServeSettings) -> LimitsMiddleware:
         media_type=JSON_MEDIA_TYPE,
         build_response=_refusal_response,
         server_label="this server",
-        host_hint="give --url the address that users see, or --allow-host NAME",
-        origin_hint="ask from a server of that site, or start with --allow-origin ORIGIN",
+        host_hint="start with --url, the public URL, or with --allow-host NAME",
+        origin_hint="send the request from that site's server, or start with --allow-origin ORIGIN",
         name_prefix=b"/v1/models/",
     )
     return LimitsMiddleware(app, bounds)
 
 
 class AuthMiddleware:
-    """ASGI middleware that identifies the caller, or refuses the request."""
+    """ASGI middleware that identifies the caller or refuses the request."""
 
     def __init__(self, app: ASGIApp, service: Service, public_paths: Collection[str]) -> None:
-        """Let anybody have ``open_paths``; refuse all else until the engine is ready."""
+        """Leave ``public_paths`` open to all; refuse other paths until the engine is ready."""
         self._app, self._service, self._public_paths = app, service, frozenset(public_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one connection."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http" or scope["path"] in self._public_paths:
             await self._app(scope, receive, send)
             return
         try:
             caller = self._identify_caller(Headers(scope=scope))
-        except ExpertError as error:
-            await error_response(error, scope)(scope, receive, send)
-            return
-        send = self._add_limit_headers(caller, scope, send)
-        try:
+            send = self._add_limit_headers(caller, scope, send)
             self._service.quotas.count_request(caller)
             self._require_ready()
         except ExpertError as error:
@@ -158,7 +153,7 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     def _add_limit_headers(self, caller: Caller, scope: Scope, send: Send) -> Send:
-        """Add what is left of the caller's limits to the headers of an answer."""
+        """Wrap ``send`` to add the caller's rate-limit headers to the response."""
         if caller.requests_per_minute is None and caller.tokens_per_minute is None:
             return send
         speaks_anthropic = uses_anthropic_format(scope)
@@ -176,7 +171,7 @@ class AuthMiddleware:
         return with_limits
 
     def _identify_caller(self, headers: Headers) -> Caller:
-        """Find the caller; the stat of the key file is cheaper here than a switch to a thread."""
+        """Return the caller; one stat of the key file is cheaper here than a thread switch."""
         keys = self._service.keys
         if not (keys.are_required or is_exposed(self._service.settings)):
             return Caller(manages=True)
@@ -187,31 +182,27 @@ class AuthMiddleware:
             raise StoreError("the API keys of this server cannot be read") from error
         if key is None:
             raise UnauthenticatedError(
-                "an API key is needed: none came, or one that is wrong, expired or revoked",
-                hint="send one as `Authorization: Bearer`, or as `x-api-key`",
+                "an API key is required: it is missing, wrong, expired or revoked",
+                hint="send it as `Authorization: Bearer KEY` or as `x-api-key`",
             )
-        return _caller_from_key(key)
+        return Caller(
+            id=key.id,
+            name=key.name,
+            requests_per_minute=key.requests_per_minute,
+            tokens_per_minute=key.tokens_per_minute,
+            manages=key.manages,
+        )
 
     def _require_ready(self) -> None:
         readiness = self._service.readiness
         if readiness.state == "loading":
-            raise StoreError("the base is being loaded", hint="/readyz says when that is done")
+            raise StoreError("the base is being loaded", hint="poll /readyz until it is ready")
         if not readiness.is_ready:
-            raise StoreError("the server takes no more jobs")
-
-
-def _caller_from_key(key: ApiKey) -> Caller:
-    return Caller(
-        id=key.id,
-        name=key.name,
-        requests_per_minute=key.requests_per_minute,
-        tokens_per_minute=key.tokens_per_minute,
-        manages=key.manages,
-    )
+            raise StoreError("the server is shutting down")
 
 
 def _read_secret(headers: Headers) -> str:
-    """Return the secret of the request; empty if there is none, or there are two that differ."""
+    """Return the request's secret; empty if there is none, or two that differ."""
     shown = set(headers.getlist("x-api-key"))
     for value in headers.getlist("authorization"):
         scheme, _, secret = value.partition(" ")
@@ -220,7 +211,7 @@ def _read_secret(headers: Headers) -> str:
 
 
 def _list_origins(settings: ServeSettings) -> frozenset[str]:
-    """Return the origins of our own pages, under every local name of this machine."""
+    """Return the allowed origins; own pages count under every local name of this machine."""
     secure = settings.certificate is not None
     names = ("localhost", "127.0.0.1", "::1") if is_loopback(settings.host) else ()
     own = {build_url(name, settings.port, secure=secure) for name in names}

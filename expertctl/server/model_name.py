@@ -1,15 +1,13 @@
-"""The ``model`` of a request: a base, ``auto``, or a plan of installed experts.
+"""The ``model`` of a request: the served base, ``auto``, a plan of installed experts, or an alias.
 
-Nothing is loaded or looked up here: a name that is neither the base nor ``auto`` nor a list of
-package names is not found. It cannot contain paths, addresses or registries.
+Parsing loads and looks up nothing: a name that is neither the base nor ``auto`` nor a list of
+package names is not found. It cannot contain paths, URLs or registries.
 
-Aliases: further names of models, such as ``gpt-4o-mini`` for ``auto``.
-
-Many clients send the name of a model that they know and cannot be told another. An alias never
-replaces a name that means something here: the names of bases, ``auto``, and whatever looks like the
-name of an expert are refused, so that an expert that is installed later cannot be shadowed either.
-An alias names a model, not another alias. A server does not start with an alias that cannot be
-answered; an expert that is removed later is missed by the request that needs it.
+Aliases are further model names, such as ``gpt-4o-mini`` for ``auto``, for clients whose model name
+cannot be changed. An alias never replaces a name that already means something: names of bases,
+``auto``, and anything of the form of an expert's name are refused, so an expert installed later
+cannot be shadowed either. An alias stands for a model, not for another alias. A server does not
+start with an alias it cannot serve; if an expert is removed later, requests that need it fail.
 """
 
 import re
@@ -28,7 +26,7 @@ AUTO = "auto"
 MAX_MODEL_LENGTH = 2000
 _EXPERT = re.compile(rf"{NAME_PATTERN}/{NAME_PATTERN}(@[0-9A-Za-z.^~<>=,*-]+)?(:[0-9.eE+-]+)?")
 _SEPARATOR = re.compile(r"\+(?=[a-z0-9-]+/)")
-"""A plus sign that separates two experts; any other belongs to a number."""
+"""A plus sign that separates two experts; any other is part of a number."""
 
 
 class ModelNotFoundError(NotFoundError):
@@ -39,7 +37,7 @@ class ModelNotFoundError(NotFoundError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSelection:
-    """What shall answer: named experts, the base alone, or experts that the router finds."""
+    """What answers: named experts, the base alone, or experts chosen by the router."""
 
     force: tuple[ForcedExpert, ...] = ()
     base_alone: bool = False
@@ -47,7 +45,7 @@ class ModelSelection:
 
 
 def is_expert_list(model: str) -> bool:
-    """Tell whether a name has the form of one or several experts, installed or not."""
+    """Tell whether a name has the form of one or more experts, installed or not."""
     parts = _SEPARATOR.split(model) if len(model) <= MAX_MODEL_LENGTH else []
     return bool(parts) and all(_EXPERT.fullmatch(part) for part in parts)
 
@@ -55,11 +53,11 @@ def is_expert_list(model: str) -> bool:
 def parse_model(
     model: str, *, base_name: str, aliases: Mapping[str, str] = MappingProxyType({})
 ) -> ModelSelection:
-    """Read the ``model`` of a request to a server of one base.
+    """Parse the ``model`` of a request to a server of one base.
 
     Raises:
         ModelNotFoundError: when the name is not a model.
-        UsageError: when there are too many experts, or a weight is not in its limits.
+        UsageError: when there are too many experts, or a weight is out of range.
     """
     model = aliases.get(model, model)
     if model == base_name:
@@ -82,7 +80,7 @@ _HINT = "write --alias gpt-4o-mini=auto"
 
 
 def parse_aliases(texts: Iterable[str]) -> Mapping[str, str]:
-    """Read ``ALIAS=MODEL`` texts.
+    """Parse ``ALIAS=MODEL`` options.
 
     Raises:
         UsageError: when one is malformed, or an alias is given twice.
@@ -99,10 +97,10 @@ def parse_aliases(texts: Iterable[str]) -> Mapping[str, str]:
 
 
 def check_alias_names(aliases: Mapping[str, str]) -> None:
-    """Check the form of aliases, and of the models that they stand for.
+    """Check the form of aliases and of the models they stand for.
 
     Raises:
-        UsageError: naming the alias, and what it would shadow.
+        UsageError: names the alias and what it would shadow.
     """
     if len(aliases) > MAX_ALIASES:
         raise UsageError(f"{len(aliases)} aliases, at most {MAX_ALIASES} are allowed")
@@ -115,7 +113,7 @@ def check_alias_names(aliases: Mapping[str, str]) -> None:
                 hint="choose a name without a slash",
             )
         if not _ALIAS.fullmatch(alias):
-            raise UsageError(f"the alias {alias[:80]!r} is not the name of a model", hint=_HINT)
+            raise UsageError(f"the alias {alias[:80]!r} is not a valid model name", hint=_HINT)
         if model in aliases:
             raise UsageError(
                 f"the alias {alias} stands for {model}, which is an alias itself",
@@ -125,7 +123,7 @@ def check_alias_names(aliases: Mapping[str, str]) -> None:
 
 
 def parse_alias_experts(alias: str, model: str) -> ModelSelection | None:
-    """Return the experts that an alias stands for; None if it stands for a base or ``auto``.
+    """Return the experts an alias stands for; None for a base or ``auto``.
 
     Raises:
         UsageError: when a version or a weight is malformed, or there are too many experts.
@@ -139,11 +137,11 @@ def parse_alias_experts(alias: str, model: str) -> ModelSelection | None:
 
 
 def check_alias_bases(aliases: Mapping[str, str], bases: Collection[str]) -> None:
-    """Check aliases against the bases of a home.
+    """Check aliases against the registered bases.
 
     Raises:
         UsageError: when an alias is the name of a base.
-        NotFoundError: when it stands for no model; the hint names what is near.
+        NotFoundError: when it stands for no model; the hint suggests similar names.
     """
     for alias, model in aliases.items():
         if alias in bases:
@@ -160,10 +158,10 @@ def check_alias_bases(aliases: Mapping[str, str], bases: Collection[str]) -> Non
 
 
 def check_alias_experts(aliases: Mapping[str, str], store: Store) -> None:
-    """Check that the experts that aliases stand for are installed.
+    """Check that the experts named by aliases are installed.
 
     Raises:
-        NotFoundError: naming the alias and the expert; the hint names what is near.
+        NotFoundError: names the alias and the expert; the hint suggests similar names.
     """
     for alias, model in aliases.items():
         choice = parse_alias_experts(alias, model)
@@ -176,10 +174,10 @@ def check_alias_experts(aliases: Mapping[str, str], store: Store) -> None:
 
 
 def check_alias_base(aliases: Mapping[str, str], *, base: str, bases: Collection[str]) -> None:
-    """Check that aliases stand for no other base than the one that is served.
+    """Check that aliases stand for no base other than the served one.
 
     Raises:
-        UsageError: naming the alias and both bases.
+        UsageError: names the alias and both bases.
     """
     for alias, model in aliases.items():
         if model in bases and model != base:

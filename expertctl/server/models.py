@@ -1,13 +1,7 @@
-"""The values of ``model``: the base that is served, ``auto``, aliases, and each expert for it.
+"""The model list: the served base, ``auto``, aliases, and every expert that fits the base.
 
-The list of models, as the OpenAI API has it.
-
-The list of models, as the Anthropic API has it: in pages that name their first and last.
-
-The addresses of the models, which two published APIs have in common.
-
-A client that sends ``anthropic-version`` is answered in the shape of the Anthropic API, all others
-in that of OpenAI.
+``/v1/models`` belongs to two published APIs: a client that sends ``anthropic-version`` gets the
+Anthropic form, in pages that name their first and last model; all others get OpenAI's.
 """
 
 import asyncio
@@ -36,7 +30,7 @@ _OWNER = "expertctl"
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A name and its owner."""
+    """A model name and its owner."""
 
     name: str
     owner: str
@@ -45,7 +39,7 @@ class ServedModel:
 def list_served_models(
     base: str, experts: Sequence[AdapterStatus], aliases: Iterable[str] = ()
 ) -> tuple[ServedModel, ...]:
-    """Return a model for every name; all versions of an expert share one."""
+    """Return a model for every name; all versions of an expert share one name."""
     usable = (one.expert for one in experts if one.fits and not one.expert.revoked)
     packages = sorted({expert.stored.package for expert in usable})
     return (
@@ -57,7 +51,7 @@ def list_served_models(
 
 
 def find_model(name: str, models: Sequence[ServedModel]) -> ServedModel:
-    """Return one model.
+    """Return the model of a name.
 
     Raises:
         ModelNotFoundError: when there is no model of that name.
@@ -71,7 +65,7 @@ def find_model(name: str, models: Sequence[ServedModel]) -> ServedModel:
 
 
 class ModelDocument(Struct, frozen=True, kw_only=True, tag_field="object", tag="model"):
-    """One model, which has been there since the server began."""
+    """A model; ``created`` is the start of the server."""
 
     id: str
     created: int
@@ -79,31 +73,31 @@ class ModelDocument(Struct, frozen=True, kw_only=True, tag_field="object", tag="
 
 
 class ModelsDocument(Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):
-    """All of them."""
+    """The list of all models."""
 
     data: list[ModelDocument]
 
 
 def build_models_document(models: Sequence[ServedModel], *, since: int) -> ModelsDocument:
-    """Return the list of models."""
+    """Return the OpenAI document of all models."""
     return ModelsDocument(data=[build_model_document(model, since=since) for model in models])
 
 
 def build_model_document(model: ServedModel, *, since: int) -> ModelDocument:
-    """Return the document of a model."""
+    """Return the OpenAI document of a model."""
     return ModelDocument(id=model.name, created=since, owned_by=model.owner)
 
 
 DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 20, 1000
-"""How many models a page has by default, and at most."""
+"""Models per page, by default and at most."""
 _LIFECYCLE = "lifecycle[]"
 _QUERY_PARAMETERS = frozenset({"limit", "before_id", "after_id", _LIFECYCLE, "beta"})
-"""The parameters that a query may have; ``beta`` changes nothing."""
+"""Accepted query parameters; ``beta`` is ignored."""
 _LIFECYCLE_STAGES = frozenset({"active", "deprecated", "retired"})
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="model"):
-    """One model, which has been there since the server began."""
+    """A model; ``created`` is the start of the server."""
 
     id: str
     display_name: str
@@ -114,7 +108,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="model"
 
 
 class ModelPage(Struct, frozen=True, kw_only=True):
-    """Some of them; ``has_more`` in the direction that was asked for."""
+    """A page of models; ``has_more`` refers to the requested direction."""
 
     data: list[ModelInfo]
     has_more: bool
@@ -124,31 +118,31 @@ class ModelPage(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPageQuery:
-    """Which models are wanted: at most ``limit``, before or after a given one."""
+    """A page request: at most ``limit`` models before or after a given one."""
 
     limit: int = DEFAULT_PAGE_SIZE
     before: str | None = None
     after: str | None = None
     active: bool = True
-    """Whether active models are wanted; all models here are active."""
+    """Whether active models are requested; all models here are active."""
 
 
 def parse_page_query(query: QueryParams) -> ModelPageQuery:
-    """Read the query of a request.
+    """Parse the query of a request for a page.
 
     Raises:
-        FieldError: when it asks for what is not done here.
+        FieldError: when a parameter is unsupported or invalid.
     """
     for name, _ in query.multi_items():
         if name not in _QUERY_PARAMETERS:
-            raise FieldError(f"{name[:80]}: this server does not do that", field=name[:80])
+            raise FieldError(f"{name[:80]}: not supported by this server", field=name[:80])
     before, after = query.get("before_id"), query.get("after_id")
     if before is not None and after is not None:
-        raise FieldError("before_id: it cannot be given with after_id", field="before_id")
+        raise FieldError("before_id: it cannot be combined with after_id", field="before_id")
     stages = query.getlist(_LIFECYCLE)
     if not _LIFECYCLE_STAGES.issuperset(stages):
         words = ", ".join(sorted(_LIFECYCLE_STAGES))
-        raise FieldError(f"lifecycle: it must be of {words}", field="lifecycle")
+        raise FieldError(f"lifecycle: it must be one of {words}", field="lifecycle")
     return ModelPageQuery(
         limit=_parse_limit(query.get("limit")),
         before=before,
@@ -163,10 +157,10 @@ def build_model_page(
     *,
     describe: Callable[[ServedModel], ModelInfo],
 ) -> ModelPage:
-    """Return a page of models.
+    """Return the requested page of models.
 
     Raises:
-        FieldError: when the model that the page should adjoin does not exist.
+        FieldError: when the model before or after the page does not exist.
     """
     first, end = 0, len(models)
     if query.after is not None:
@@ -184,7 +178,7 @@ def build_model_page(
 
 
 def build_model_info(model: ServedModel, *, since: int, context: int) -> ModelInfo:
-    """Return the document of a model; ``context`` is how many tokens the base reads."""
+    """Return the Anthropic document of a model; ``context`` is in tokens."""
     _, most = LIMITS["max_tokens"]
     return ModelInfo(
         id=model.name,
@@ -213,7 +207,7 @@ def _find_position(models: Sequence[ServedModel], name: str, field: str) -> int:
 
 
 def build_model_routes(service: Service) -> list[BaseRoute]:
-    """Return the addresses, on one engine."""
+    """Return the routes of the models."""
     wire = _ModelEndpoints(service)
     return [
         Route(MODELS, wire.models, methods=["GET"]),
@@ -222,14 +216,14 @@ def build_model_routes(service: Service) -> list[BaseRoute]:
 
 
 class _ModelEndpoints:
-    """Answers the requests of one server."""
+    """Handles requests for models."""
 
     def __init__(self, service: Service) -> None:
         self._engine, self._aliases = service.engine, tuple(service.settings.aliases)
         self._started_at = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        """Answer with all models."""
+        """List the models."""
         if not is_anthropic_request(request.scope):
             return json_response(
                 build_models_document(await self._list_models(), since=self._started_at)
@@ -242,7 +236,7 @@ class _ModelEndpoints:
         )
 
     async def model(self, request: Request) -> Response:
-        """Answer with one model."""
+        """Describe one model."""
         found = find_model(request.path_params["name"], await self._list_models())
         return json_response(self._describe_model(found, request))
 

@@ -1,9 +1,7 @@
-"""Documents that are not made of types: those whose schemas are files, and events of our own.
+"""``/openapi.json``: the OpenAPI 3.1 document, built from the types that validate requests.
 
-The schemas of what `run --json`, `/v1/infer` and `/v1/route` answer are files in ``schemas``; each
-contains a plan, as do answers of the other APIs.
-
-``/openapi.json``: the OpenAPI 3.1 document, made from the types that check requests.
+The schemas of the answers of `run --json`, `/v1/infer` and `/v1/route` are files in ``schemas``
+instead; each contains a plan, as do answers of the other APIs.
 """
 
 import json
@@ -24,23 +22,23 @@ REFERENCE_FORMAT = "#/components/schemas/{name}"
 
 
 def make_reference(name: str) -> JsonObject:
-    """Return a schema that refers to another one of the document."""
+    """Return a reference to another schema of the document."""
     return {"$ref": REFERENCE_FORMAT.format(name=name)}
 
 
 PlanDocument = Annotated[dict[str, Any], Meta(extra_json_schema=make_reference("Plan"))]
-"""A plan, as `Plan.to_json` writes it."""
+"""A plan in the form of `Plan.to_json`."""
 
 
 class PromptTokensRead(Struct, frozen=True, kw_only=True):
-    """Tokens of a prompt, and how many of them were read for an earlier one."""
+    """The tokens of a prompt, and how many of them were reused from an earlier one."""
 
     prompt: int
     reused: int
 
 
 class StartedEvent(Struct, frozen=True, kw_only=True):
-    """``started``: the plan is made and the prompt is being read."""
+    """``started``: the plan is made and prefill begins."""
 
     job_id: str
     submitted_at: str
@@ -49,13 +47,13 @@ class StartedEvent(Struct, frozen=True, kw_only=True):
 
 
 class PieceEvent(Struct, frozen=True, kw_only=True):
-    """``piece``: more of the text."""
+    """``piece``: the next part of the text."""
 
     text: str
 
 
 def load_file_schemas() -> Mapping[str, JsonObject]:
-    """Return the schemas of files by the names they have in the OpenAPI document."""
+    """Return the schemas from files by their names in the OpenAPI document."""
     infer, route = _load_schema("infer"), _load_schema("route")
     properties = infer["properties"]
     assert isinstance(properties, dict)
@@ -63,18 +61,18 @@ def load_file_schemas() -> Mapping[str, JsonObject]:
     assert isinstance(plan, dict)
     return {
         "InferAnswer": _describe_schema(
-            infer, "An answer, and all that is known of how it came about."
+            infer, "An answer, with everything known about how it was generated."
         ),
-        "RouteAnswer": _describe_schema(route, "The plan that a prompt would have, and why."),
+        "RouteAnswer": _describe_schema(route, "The plan for a prompt, and why."),
         "Plan": _describe_schema(
-            plan, "Which experts answer, how they weigh, and how tokens are drawn."
+            plan, "Which experts answer, their weights, and the sampling parameters."
         ),
         **_load_activity_schemas(),
     }
 
 
 def _load_activity_schemas() -> Mapping[str, JsonObject]:
-    """Return the schema of the activity document, and that of its layers separately."""
+    """Return the schema of the activity document, with the schema of its layers separate."""
     schema = _load_schema("moe-activity")
     defs = schema.pop("$defs")
     assert isinstance(defs, dict)
@@ -87,17 +85,17 @@ def _load_activity_schemas() -> Mapping[str, JsonObject]:
     return {
         "MoeActivity": _describe_schema(
             activity,
-            "What was counted of routed experts; where that is nothing it has `enabled`, `mode`, "
-            "`schema` and `layers` alone.",
+            "The routed-expert counters; with nothing counted, only `enabled`, `mode`, "
+            "`schema` and `layers`.",
         ),
         "MoeLayer": _describe_schema(
-            layer, "One layer. Hot is what was in memory; `cold` lanes wait for what was not."
+            layer, "One layer. Hot experts were in memory; `cold` lanes wait for the others."
         ),
     }
 
 
 def _inline_references(node: JsonValue, parts: Mapping[str, JsonValue]) -> JsonValue:
-    """Replace references in a schema by the parts that they name, recursively."""
+    """Replace references in a schema by the parts they name, recursively."""
     match node:
         case {"$ref": str(name)} if name in parts:
             return _inline_references(parts[name], parts)
@@ -110,7 +108,7 @@ def _inline_references(node: JsonValue, parts: Mapping[str, JsonValue]) -> JsonV
 
 
 def _describe_schema(schema: JsonObject, words: str) -> JsonObject:
-    """Describe a schema; where it contains a plan, refer to the shared schema of plans."""
+    """Add a description to a schema; replace a plan in it by the shared schema of plans."""
     properties = schema["properties"]
     assert isinstance(properties, dict)
     shared: dict[str, JsonValue] = {"plan": make_reference("Plan")} if "plan" in properties else {}
@@ -129,31 +127,31 @@ StructType = type[Struct]
 Schemas = Mapping[StructType, JsonObject]
 
 COMMON_STATUSES = (400, 401, 403, 408, 413, 414, 415, 421, 429, 431, 500, 503)
-"""Statuses that any request may get, whatever it asks for."""
+"""Statuses that any request may get."""
 _MEANINGS = {
     200: "Done.",
-    202: "Taken; it is not done yet.",
-    204: "Done; there is nothing to say.",
-    400: "The request is not as it must be.",
-    401: "An API key is needed, or the one that came is wrong, expired or revoked.",
-    403: "A page of another site asks, a key asks for what it may not do, or an expert is not "
-    "signed by a key that is trusted.",
-    404: "There is no such thing, as far as the caller may know.",
-    405: "The address takes other methods; `Allow` names them.",
-    408: "The body came too slowly; or the time that was given was over before any answer.",
+    202: "Accepted; not finished yet.",
+    204: "Done; no content.",
+    400: "The request is invalid.",
+    401: "An API key is required: it is missing, wrong, expired or revoked.",
+    403: "The request comes from a page of another site, the key lacks the right, or an expert is "
+    "not signed by a trusted key.",
+    404: "Not found, or not visible to the caller.",
+    405: "The method is not allowed; `Allow` lists those that are.",
+    408: "The body arrived too slowly, or the deadline passed before any answer.",
     413: "The body is too large.",
     414: "The path is too long.",
-    415: "The body is in a form that is not read here.",
-    421: "This server has another name.",
-    422: "It does not fit: experts to the base or each other, or the answer into memory.",
-    429: "Too many requests or tokens, or a full queue; `Retry-After` says when to come again.",
+    415: "The media type of the body is not supported.",
+    421: "The `Host` header names another server.",
+    422: "Experts do not fit the base or each other, or the answer does not fit into memory.",
+    429: "Too many requests or tokens, or a full queue; `Retry-After` says when to retry.",
     431: "The headers are too large.",
     500: "The server failed.",
-    503: "The base is being loaded, or the server ends.",
+    503: "The base is being loaded, or the server is shutting down.",
 }
 _DESCRIPTION = (
-    "Generation with experts, as chat completions and completions of OpenAI, messages of "
-    "Anthropic, and an API of its own."
+    "Generation with experts, through OpenAI's chat completions and completions, Anthropic's "
+    "messages, and a native API."
 )
 _SECURITY_SCHEMES: JsonObject = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, `xpk_…`."},
@@ -166,11 +164,11 @@ _SECURITY: list[JsonValue] = [{"bearer": []}, {"key": []}]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """A method and a path, what it takes and what it answers.
+    """A method and a path, with the types of its body and answers.
 
-    ``answer`` is a type, or a JSON Schema if no type fits. With ``stream`` in the body, ``events``
-    come instead: the types of their data. ``errors`` are the statuses beyond those that every
-    operation can have.
+    ``answer`` is a type, or a JSON Schema if no type fits. ``events`` are the types of the data of
+    events, sent instead with ``stream`` in the body. ``errors`` are statuses beyond
+    `COMMON_STATUSES`.
     """
 
     method: Method
@@ -180,30 +178,30 @@ class Operation:
     tag: str
     body: StructType | None = None
     lenient: bool = False
-    """Whether unknown fields of the body are ignored, unless the server is strict."""
+    """Whether unknown fields of the body are ignored unless the server is strict."""
     parameters: tuple[JsonObject, ...] = ()
-    """Parameters besides those in the path."""
+    """Parameters other than those in the path."""
     answer: StructType | JsonObject | None = None
     other_answers: tuple[StructType, ...] = ()
-    """Other forms of the answer."""
+    """Further types of a successful answer."""
     media_type: str = JSON_MEDIA_TYPE
     status: int = 200
     events: tuple[StructType | JsonObject, ...] = ()
     referenced_types: tuple[StructType, ...] = ()
-    """Types that are part of answers, but that their types only refer to by name."""
+    """Types that other types refer to only by name."""
     errors: tuple[int, ...] = ()
     same_form_statuses: tuple[int, ...] = ()
-    """Error statuses whose answers have the form of the successful one."""
+    """Error statuses whose body has the type of the successful answer."""
     is_public: bool = False
-    """Whether it needs no key."""
+    """Whether it works without a key."""
 
 
 def build_openapi(
     operations: Sequence[Operation], *, url: str, keyed: bool, strict: bool = False
 ) -> JsonObject:
-    """Return the OpenAPI document of the server at ``url``.
+    """Build the OpenAPI document of the server at ``url``.
 
-    ``keyed``: it demands keys; ``strict``: it refuses unknown fields everywhere.
+    ``keyed``: keys are required; ``strict``: unknown fields are refused everywhere.
     """
     kinds = list(dict.fromkeys(_iter_types(operations)))
     references, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE_FORMAT)
@@ -228,14 +226,14 @@ def build_openapi(
 
 
 def list_statuses(operation: Operation) -> list[int]:
-    """Return every status that an operation can answer with."""
+    """Return every status that an operation can return."""
     return sorted({operation.status, *COMMON_STATUSES, *operation.errors})
 
 
 def _allow_unknown_properties(
     components: Mapping[str, JsonObject], bodies: Iterable[JsonObject]
 ) -> dict[str, JsonObject]:
-    """Let the schemas that are part of some bodies have further properties."""
+    """Allow further properties in all schemas that are part of the given bodies."""
     waiting, open_names = list[JsonValue](bodies), set[str]()
     while waiting:
         for name in _find_references(waiting.pop()) - open_names:

@@ -1,10 +1,9 @@
-"""``/health``, ``/healthz``, ``/readyz``, ``/version`` and ``/metrics``.
+"""The operations of the OpenAPI document, and the routes for operating the server.
 
-All but the last are for anybody. ``/healthz`` tells that the process answers; ``/health``, which
-clients of other inference servers wait for, and ``/readyz`` tell that it takes requests. Metrics
-name experts and how busy they are, so they want a key where the server does.
-
-The operations that the OpenAPI document describes, and the route of the document itself.
+``/health``, ``/healthz``, ``/readyz`` and ``/version`` are public. ``/healthz`` says that the
+process answers; ``/health``, which clients of other inference servers poll, and ``/readyz`` say
+that requests are accepted. ``/metrics`` names experts and their load, so it needs a key where the
+server does.
 """
 
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Literal, get_args
 import msgspec
 from anyio import to_thread
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from expertctl import __version__
@@ -44,7 +43,7 @@ _NO_STORE = {"Cache-Control": "no-store"}
 
 
 class HealthDocument(msgspec.Struct, frozen=True):
-    """Whether requests are answered."""
+    """Whether requests are accepted."""
 
     status: Literal["ok", "unavailable"]
 
@@ -56,28 +55,28 @@ class VersionDocument(msgspec.Struct, frozen=True):
 
 
 def build_health_routes(service: Service) -> list[BaseRoute]:
-    """Return the addresses for the operator of the server."""
+    """Return the routes for the operator of the server."""
 
     def read() -> tuple[str, EngineSnapshot] | None:
         return service.engine.base_name, service.engine.take_snapshot()
+
+    def answer_readiness(body: msgspec.Struct, *, ready: bool) -> Response:
+        again = {} if ready else {"Retry-After": str(RETRY_SECONDS)}
+        return json_response(body, status=200 if ready else 503, headers=again)
 
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("ok\n", headers=_NO_STORE)
 
     async def health(_: Request) -> Response:
         ready = service.readiness.is_ready
-        again = {} if ready else {"Retry-After": str(RETRY_SECONDS)}
-        body = HealthDocument("ok" if ready else "unavailable")
-        return json_response(body, status=200 if ready else 503, headers=again)
+        return answer_readiness(HealthDocument("ok" if ready else "unavailable"), ready=ready)
 
     async def version(_: Request) -> Response:
         return json_response(VersionDocument(__version__))
 
     async def readyz(_: Request) -> Response:
-        readiness = service.readiness
-        body = msgspec.to_builtins(readiness.document)
-        again = {} if readiness.is_ready else {"Retry-After": str(RETRY_SECONDS)}
-        return JSONResponse(body, 200 if readiness.is_ready else 503, {**_NO_STORE, **again})
+        body = service.readiness.document
+        return answer_readiness(body, ready=body.ready)
 
     async def metrics(_: Request) -> Response:
         text = await to_thread.run_sync(service.metrics.render, read)
@@ -104,10 +103,10 @@ def _anthropic_parameter(name: str, words: str, *, place: str = "query") -> Json
 
 
 _PAGING_PARAMETERS = (
-    _anthropic_parameter("anthropic-version", "Asks for the answer of that API.", place="header"),
+    _anthropic_parameter("anthropic-version", "Selects the answer of that API.", place="header"),
     _anthropic_parameter("limit", "From 1 to 1000; with the header of Anthropic's API"),
-    _anthropic_parameter("before_id", "The model that the page ends before; with the header"),
-    _anthropic_parameter("after_id", "The model that the page begins after; with the header"),
+    _anthropic_parameter("before_id", "The page ends before this model; with the header"),
+    _anthropic_parameter("after_id", "The page begins after this model; with the header"),
 )
 
 OPERATIONS = (
@@ -115,7 +114,7 @@ OPERATIONS = (
         method="POST",
         path="/v1/chat/completions",
         name="createChatCompletion",
-        summary="Answer a conversation, as OpenAI's API does.",
+        summary="Create a chat completion, as in OpenAI's API.",
         tag="openai",
         body=ChatRequest,
         lenient=True,
@@ -127,7 +126,7 @@ OPERATIONS = (
         method="POST",
         path="/v1/completions",
         name="createCompletion",
-        summary="Go on with texts, as OpenAI's API does.",
+        summary="Complete texts, as in OpenAI's API.",
         tag="openai",
         body=CompletionRequest,
         lenient=True,
@@ -140,7 +139,7 @@ OPERATIONS = (
         method="GET",
         path="/v1/models",
         name="listModels",
-        summary="List what a request can name as its model.",
+        summary="List the models that a request can name.",
         tag="openai",
         parameters=_PAGING_PARAMETERS,
         answer=ModelsDocument,
@@ -161,7 +160,7 @@ OPERATIONS = (
         method="POST",
         path="/v1/messages",
         name="createMessage",
-        summary="Answer a conversation, as Anthropic's API does.",
+        summary="Create a message, as in Anthropic's API.",
         tag="anthropic",
         body=MessageRequest,
         lenient=True,
@@ -173,7 +172,7 @@ OPERATIONS = (
         method="POST",
         path="/v1/messages/count_tokens",
         name="countTokens",
-        summary="Count the tokens that a conversation is to the base.",
+        summary="Count the tokens of a conversation.",
         tag="anthropic",
         body=CountRequest,
         lenient=True,
@@ -184,7 +183,7 @@ OPERATIONS = (
         method="POST",
         path="/v1/infer",
         name="infer",
-        summary="Answer a prompt with the experts that suit it, or named ones.",
+        summary="Answer a prompt with the experts that suit it, or with named ones.",
         tag="native",
         body=InferRequest,
         lenient=True,
@@ -196,7 +195,7 @@ OPERATIONS = (
         method="POST",
         path="/v1/jobs",
         name="submitJob",
-        summary="Take a prompt as a job, whose answer is fetched later.",
+        summary="Submit a prompt as a background job.",
         tag="native",
         body=InferRequest,
         lenient=True,
@@ -208,7 +207,7 @@ OPERATIONS = (
         method="GET",
         path="/v1/jobs/{job_id}",
         name="getJob",
-        summary="Tell how far a job is, and its answer when it is there.",
+        summary="Return the state of a job, and its answer once it has finished.",
         tag="native",
         answer=JobDocument,
         errors=(404,),
@@ -217,7 +216,7 @@ OPERATIONS = (
         method="DELETE",
         path="/v1/jobs/{job_id}",
         name="cancelJob",
-        summary="End a job where it is.",
+        summary="Cancel a job.",
         tag="native",
         answer=JobDocument,
         errors=(404,),
@@ -226,7 +225,7 @@ OPERATIONS = (
         method="POST",
         path="/v1/route",
         name="route",
-        summary="Return the plan that a prompt would have, and why.",
+        summary="Return the plan for a prompt, and why.",
         tag="native",
         body=RouteFields,
         answer=make_reference("RouteAnswer"),
@@ -236,7 +235,7 @@ OPERATIONS = (
         method="GET",
         path="/v1/experts",
         name="listExperts",
-        summary="List the experts that are installed.",
+        summary="List the installed experts.",
         tag="native",
         answer=ExpertsDocument,
     ),
@@ -244,7 +243,7 @@ OPERATIONS = (
         method="GET",
         path="/moe",
         name="observation",
-        summary="Tell what was counted of the routed experts of the base.",
+        summary="Return the counters of the base's routed experts.",
         tag="native",
         answer=make_reference("MoeActivity"),
     ),
@@ -252,7 +251,7 @@ OPERATIONS = (
         method="POST",
         path="/moe",
         name="observe",
-        summary="Count routed experts otherwise, or let a profile say which stay.",
+        summary="Change the counting of routed experts, or apply a usage profile.",
         tag="native",
         body=ObserveRequest,
         answer=make_reference("MoeActivity"),
@@ -262,7 +261,7 @@ OPERATIONS = (
         method="GET",
         path="/health",
         name="isHealthy",
-        summary="Tell whether requests are answered, as other inference servers do.",
+        summary="Check whether requests are accepted, as on other inference servers.",
         tag="operation",
         answer=HealthDocument,
         same_form_statuses=(503,),
@@ -281,7 +280,7 @@ OPERATIONS = (
         method="GET",
         path="/healthz",
         name="isAlive",
-        summary="Tell that the server answers.",
+        summary="Check that the server answers.",
         tag="operation",
         answer=_TEXT_SCHEMA,
         media_type="text/plain",
@@ -291,7 +290,7 @@ OPERATIONS = (
         method="GET",
         path="/readyz",
         name="isReady",
-        summary="Tell whether jobs are taken.",
+        summary="Check whether jobs are accepted.",
         tag="operation",
         answer=ReadinessDocument,
         same_form_statuses=(503,),
@@ -301,7 +300,7 @@ OPERATIONS = (
         method="GET",
         path="/metrics",
         name="readMetrics",
-        summary="Return what was counted, in the text format of Prometheus.",
+        summary="Return the metrics, in the text format of Prometheus.",
         tag="operation",
         answer=_TEXT_SCHEMA,
         media_type="text/plain",
@@ -310,7 +309,7 @@ OPERATIONS = (
 
 
 def build_openapi_routes(service: Service) -> list[BaseRoute]:
-    """Return the address of the document."""
+    """Return the route of the OpenAPI document."""
     settings = service.settings
     describe_all = partial(
         build_openapi, OPERATIONS, url=settings.public_url, strict=settings.strict_fields

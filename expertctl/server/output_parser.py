@@ -1,21 +1,18 @@
-"""`JsonExtractor`: leaves the JSON of an answer that was to be JSON, while it is written.
+"""`OutputParser`: splits what a model writes, as it comes, into text, reasoning and tool calls.
 
-Clients that asked for JSON parse the whole answer, but models like to write it in a Markdown code
-block and to explain it afterwards. One fence around the JSON is removed: the opening line as soon
-as JSON begins behind it, the closing one at the end. What follows a whole object or list is left
-out, where a decoder that was forced to write JSON would have stopped; not where tools are offered,
-since a call may follow. An answer that begins with any other text stays as it is. Where the request
-contains the beginning of the answer, that is followed first, and none of it is given out. How the
-text is cut into pieces does not matter, and no more is held back than a fence and white space.
+`JsonExtractor` keeps only the JSON of an answer that must be JSON. Clients parse the whole answer,
+but models like to wrap JSON in a Markdown code block and explain it afterwards. One fence around
+the JSON is removed: the opening line once JSON begins after it, the closing one at the end. What
+follows a whole object or list is dropped, where constrained decoding would have stopped; not where
+tools are offered, since a call may follow. An answer that begins with any other text is unchanged.
+If the request contains the beginning of the answer, that is read first and not returned. The result
+does not depend on how the text is cut into pieces; no more is held back than a fence and white
+space.
 
-`OutputParser`: splits what a model writes, as it comes, into speech, thoughts and calls.
-
-`AnswerValidator`: checks the form of a whole answer of a conversation.
-
-Generation cannot be forced into a form, so the form is checked afterwards: the spoken text against
-the schema or format of the request, or where it names none, against the form that experts or the
-prompt call for; a call against the schema of its tool, if the tool is ``strict``. Thoughts are not
-checked, nor is the spoken text of an answer with calls.
+`AnswerValidator` checks a whole answer, since generation cannot be constrained: its text against
+the schema or format of the request, or else the form that experts or the prompt call for; a call
+against the schema of its tool if the tool is ``strict``. Reasoning is not checked, nor is the text
+of an answer with calls.
 """
 
 import re
@@ -31,8 +28,13 @@ from expertctl.server.post_processing.json_schema import (
     check_schema_bounds,
     compile_schema,
 )
-from expertctl.server.reasoning_parser import ReasoningParser, ReasoningText
-from expertctl.server.reasoning_parser import ReasoningPart as Thinking
+from expertctl.server.reasoning_parser import (
+    MAX_SPACE,
+    HeldText,
+    ReasoningParser,
+    ReasoningPart,
+    ReasoningText,
+)
 from expertctl.server.request_body import FieldError
 from expertctl.server.tool_parser import (
     JsonSpan,
@@ -43,105 +45,96 @@ from expertctl.server.tool_parser import (
     ToolCallPart,
 )
 
-MAX_SPACE = 1024
-"""White space that is held back because a fence may follow; any more is text."""
 _OPENING = re.compile(r"\s*(`{3,})[ \t]*[A-Za-z0-9+.-]{0,20}[ \t]*\r?\n\s*(?=[\[{\"0-9tfn-])")
 _PARTIAL_OPENING = re.compile(r"\s*(?:`{0,2}|`{3,}[ \t]*[A-Za-z0-9+.-]{0,20}[ \t]*\r?(?:\n\s*)?)")
 _NESTED = re.compile(r"\s*[\[{]")
 _JSON_START = re.compile(r"[\[{\"`]")
-"""What a beginning of an answer contains if it is more than words that announce the JSON."""
+"""Found in the beginning of an answer unless that only announces the JSON in words."""
 
 
 class JsonExtractor:
-    """Filters the text of one answer."""
+    """Reduces the text of one answer to its JSON."""
 
     def __init__(self, *, drop_rest: bool = True, prefix: str = "") -> None:
-        """Begin behind ``before``; ``ends``: leave out what follows the JSON."""
+        """Start after ``prefix``; ``drop_rest``: drop what follows the JSON."""
         self.removed_fence = self.dropped_text = False
         self._drops_rest = drop_rest
         self._fence = ""
-        """The backticks that opened the block; empty outside of one."""
+        """The backticks that opened the code block; empty outside one."""
         self._span: JsonSpan | None = None
-        """Follows an object or a list, up to its end."""
-        self._buffer = ""
-        self._hidden_length = 0
-        """How much of what is held belongs to ``before`` and is not given out."""
+        """Tracks an object or a list up to its end."""
+        self._held = HeldText()
         self._has_started = False
         if _JSON_START.search(prefix):
             self.push(prefix)
-            self._hidden_length = len(self._buffer)
+            self._held.hidden = len(self._held.text)
             self.removed_fence = self.dropped_text = False
 
     def push(self, text: str) -> str:
-        """Take the next piece; return the text that is certain now."""
-        self._buffer += text
+        """Add the next piece; return the text that is now certain."""
+        self._held.text += text
         if not self._has_started and not self._detect_fence():
             return ""
         certain = "" if self._span is None else self._follow_span(self._span)
-        if self._span is None:
-            certain += self._emit(self._certain_length() if self._fence else len(self._buffer))
-        return certain
+        if self._span is not None:
+            return certain
+        count = self._certain_length() if self._fence else len(self._held.text)
+        return certain + self._held.take(count)
 
     def finish(self) -> str:
         """Return what was held back, without the closing fence."""
         if self._span is not None and self._span.state == "closed":
             return ""
-        is_closed = self._has_started and bool(self._fence) and self._fence in self._buffer
-        held = self._emit(len(self._buffer))
+        is_closed = self._has_started and bool(self._fence) and self._fence in self._held.text
+        held = self._held.take(len(self._held.text))
         return "" if is_closed else held
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Say what of the text was left out: a fence, text after the JSON."""
+        """Warnings about what was removed: a fence, text after the JSON."""
         fence = ("a Markdown fence around the JSON was removed",) if self.removed_fence else ()
         rest = ("text after the JSON was left out",) if self.dropped_text else ()
         return (*fence, *rest)
 
     def _detect_fence(self) -> bool:
-        """Decide whether the answer begins with a fence; return False if more must come first."""
-        opening = _OPENING.match(self._buffer[: MAX_SPACE + 1])
+        """Decide whether the answer begins with a fence; return False if more text is needed."""
+        opening = _OPENING.match(self._held.text[: MAX_SPACE + 1])
         if (
             opening is None
-            and len(self._buffer) <= MAX_SPACE
-            and _PARTIAL_OPENING.fullmatch(self._buffer)
+            and len(self._held.text) <= MAX_SPACE
+            and _PARTIAL_OPENING.fullmatch(self._held.text)
         ):
             return False
         self._has_started = True
         if opening is not None:
-            self._fence, self.removed_fence = opening[1], not self._hidden_length
-            self._emit(opening.end())
-        if self._drops_rest and (begin := _NESTED.match(self._buffer)):
+            self._fence, self.removed_fence = opening[1], not self._held.hidden
+            self._held.take(opening.end())
+        if self._drops_rest and (begin := _NESTED.match(self._held.text)):
             self._span = JsonSpan(begin.end() - 1)
         return True
 
     def _follow_span(self, span: JsonSpan) -> str:
-        """Return what belongs to the object or list; drop what comes once it is closed."""
+        """Return text of the object or list; drop what follows once it is closed."""
         text = ""
         if span.state == "open":
-            span.follow(self._buffer)
-            text = self._emit(span.end)
+            span.follow(self._held.text)
+            text = self._held.take(span.end)
             span.start = span.end = 0
         if span.state == "broken":
             self._span = None
         elif span.state == "closed":
-            rest = self._emit(len(self._buffer))
+            rest = self._held.take(len(self._held.text))
             self.dropped_text = self.dropped_text or bool(rest.strip(" \t\r\n`"))
         return text
 
     def _certain_length(self) -> int:
-        """Return the length of the text that no closing fence can take."""
-        body = self._buffer.rstrip().rstrip("`").rstrip()
-        return max(len(body), len(self._buffer) - MAX_SPACE)
-
-    def _emit(self, count: int) -> str:
-        """Take so many characters from what is held; return those that are not of ``before``."""
-        text, self._buffer = self._buffer[self._hidden_length : count], self._buffer[count:]
-        self._hidden_length = max(0, self._hidden_length - count)
-        return text
+        """Return the length of the text that cannot belong to a closing fence."""
+        body = self._held.text.rstrip().rstrip("`").rstrip()
+        return max(len(body), len(self._held.text) - MAX_SPACE)
 
 
 def extract_json(text: str) -> str:
-    """Return a whole answer as a filter leaves it."""
+    """Return the JSON of a whole answer; see `JsonExtractor`."""
     json = JsonExtractor()
     return json.push(text) + json.finish()
 
@@ -151,19 +144,19 @@ OutputPart = PlainText | ReasoningText | ParsedToolCall
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """A whole answer in its parts, and warnings of calls that are left out."""
+    """A whole answer in parts, and warnings about what was removed."""
 
     parts: tuple[OutputPart, ...]
     warnings: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
-        """The text that is neither thought nor call."""
+        """The text that is neither reasoning nor a call."""
         return "".join(part.text for part in self.parts if isinstance(part, PlainText))
 
     @property
     def reasoning(self) -> str:
-        """The thoughts, as one text."""
+        """The reasoning, as one text."""
         return "".join(part.text for part in self.parts if isinstance(part, ReasoningText))
 
     @property
@@ -174,35 +167,35 @@ class ParsedOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputParserConfig:
-    """How to read answers: the format of calls, the tools, how many calls count, thoughts, JSON."""
+    """How to parse the answers to one request."""
 
     call_format: ToolCallFormat
     tools: Collection[str] = ()
     single_call: bool = False
-    """Whether only the first call counts, as the client asked."""
+    """Whether the client wants only the first call."""
     may_think: bool = False
-    """Whether the base is one that may think before it answers."""
+    """Whether the base may write reasoning."""
     starts_in_reasoning: bool = False
-    """Whether the prompt ends inside a thought."""
+    """Whether the prompt ends inside reasoning."""
     expects_json: bool = False
-    """Whether the request asked for JSON, so that what stands around it is removed."""
+    """Whether JSON was requested, so that text around it is removed."""
     prefix: str = ""
-    """The beginning of the answer, without thoughts, where the request contains it."""
+    """The beginning of the answer, without reasoning, if the request contains it."""
     partial_tag: str = ""
-    """The first part of a tag of thoughts with which the prompt ends."""
+    """The partial reasoning tag at the end of the prompt."""
 
     def parse(self, text: str) -> ParsedOutput:
-        """Split a whole answer."""
+        """Parse a whole answer."""
         reader = OutputParser(self)
         parts = (*reader.push(text), *reader.finish())
         return ParsedOutput(parts, reader.warnings)
 
 
 class OutputParser:
-    """Reads one answer; how it is cut into pieces does not matter."""
+    """Parses one answer incrementally; the result does not depend on the pieces."""
 
     def __init__(self, config: OutputParserConfig) -> None:
-        """Begin at its start."""
+        """Start at the beginning of the answer."""
         self.calls = self.dropped_calls = 0
         self._single_call = config.single_call
         self._reasoning_parser = ReasoningParser(
@@ -216,7 +209,7 @@ class OutputParser:
         self._tool_parser = ToolCallParser(config.call_format, config.tools, prefix=before)
 
     def push(self, text: str) -> list[OutputPart]:
-        """Take the next piece; return the parts that are certain now."""
+        """Add the next piece; return the parts that are now certain."""
         return list(self._parse_parts(self._reasoning_parser.push(text)))
 
     def finish(self) -> list[OutputPart]:
@@ -228,13 +221,13 @@ class OutputParser:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Say what of the answer was left out: calls, a fence, text after JSON."""
+        """Warnings about what was removed: calls, a fence, text after the JSON."""
         told = list[str]()
         if self.dropped_calls:
-            told.append(f"calls of tools left out, since one was asked for: {self.dropped_calls}")
+            told.append(f"tool calls left out, since only one was requested: {self.dropped_calls}")
         return (*told, *(self._json_extractor.warnings if self._json_extractor is not None else ()))
 
-    def _parse_parts(self, parts: Iterable[Thinking]) -> Iterator[OutputPart]:
+    def _parse_parts(self, parts: Iterable[ReasoningPart]) -> Iterator[OutputPart]:
         for part in parts:
             if isinstance(part, ReasoningText):
                 yield part
@@ -256,12 +249,12 @@ class OutputParser:
 
 
 ToolSchemas = Mapping[str, AnswerSchema]
-"""Strict tool → the schema that its arguments must fit."""
+"""Strict tool → the schema of its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class StrictTool:
-    """A tool whose arguments must fit its schema, and the field that holds the schema."""
+    """A tool whose arguments must fit its schema; ``field`` is the schema's path."""
 
     name: str
     schema: JsonObject
@@ -274,11 +267,11 @@ class AnswerValidator:
 
     config: OutputParserConfig
     text_check: CheckFunction | None
-    """The check of the spoken text; None: the form that experts or the prompt call for."""
+    """The check of the text; None: the form that experts or the prompt call for."""
     tools: ToolSchemas
 
     def __call__(self, text: str) -> FormatCheck | str:
-        """Check a whole answer, as the model wrote it; or return the part that is to be checked."""
+        """Check a whole answer as written; or return the part that is left for a later check."""
         answer = self.config.parse(text)
         if answer.calls:
             found = [
@@ -291,14 +284,14 @@ class AnswerValidator:
         return self.text_check(extract_json(said) if self.config.expects_json else said)
 
     def _check_arguments(self, call: ParsedToolCall) -> FormatCheck:
-        what = f"what {call.name} is called with"
+        what = f"the input of {call.name}"
         return self.tools[call.name].check_value(call.arguments, what=what)
 
 
 def build_answer_validator(
     config: OutputParserConfig, *, text_check: CheckFunction | None, tools: Sequence[StrictTool]
 ) -> AnswerValidator | None:
-    """Return the check; None if there are neither a form nor tools, and the base never thinks.
+    """Return the validator; None without a format, tools, or a base that may reason.
 
     Raises:
         FieldError: when the schema of a tool cannot be used.
@@ -309,9 +302,11 @@ def build_answer_validator(
 
 
 def _compile_tool_schemas(tools: Sequence[StrictTool]) -> ToolSchemas:
-    """Read the schemas; the bounds of one schema hold for all of them together, too."""
+    """Compile the schemas; the bounds of one schema also apply to all of them together."""
     try:
-        check_schema_bounds(list[JsonValue](tool.schema for tool in tools), where="what tools take")
+        check_schema_bounds(
+            list[JsonValue](tool.schema for tool in tools), where="the schemas of tools"
+        )
     except UsageError as error:
         raise FieldError(error.message, field="tools", hint=error.hint) from error
     return {tool.name: _compile_tool_schema(tool) for tool in tools}

@@ -1,14 +1,13 @@
-"""`ReasoningParser`: separates thoughts, ``<think>`` to ``</think>``, from the answer.
+"""`ReasoningParser`: separates reasoning, ``<think>`` to ``</think>``, from the answer.
 
-Thoughts are returned, too, as parts of their own. White space inside a block, at both its ends,
-belongs to the tags, and so does white space around a block that has no answer before it. A block
-that is not closed ends with the text. How the text is cut into pieces does not matter, and no more
-is held back than a tag and white space.
+Reasoning is returned as parts of its own. White space at both ends of a block belongs to the tags,
+and so does white space around a block before which there is no answer. An unclosed block ends with
+the text. The parts do not depend on how the text is cut into pieces; no more is held back than a
+tag and white space.
 
-How many tokens of answers were thought, as both published APIs count them: with the tags.
-
-A token counts if its text begins inside a block. Counting a long thought would block the event
-loop, so it runs in a thread.
+Reasoning tokens are counted as both published APIs count them, tags included: a token counts if its
+text begins inside a block. Counting long reasoning would block the event loop, so it runs in a
+thread.
 """
 
 import asyncio
@@ -21,8 +20,8 @@ from expertctl.engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
 MAX_SPACE = 1024
-"""White space that is held back because a tag may follow; any more is text."""
-_SPACE = " \t\r\n"
+"""Maximum white space held back because a tag or marker may follow; any more is text."""
+WHITE_SPACE = " \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +33,14 @@ class AnswerText:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningText:
-    """A piece of a thought."""
+    """A piece of reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSpan:
-    """Where a block is in the text: from its opening tag to after its closing tag."""
+    """The range of a block in the text, from its opening tag to after its closing tag."""
 
     begin: int
     end: int
@@ -51,53 +50,70 @@ ReasoningPart = AnswerText | ReasoningText
 
 
 def prompt_opens_reasoning(prompt: str) -> bool:
-    """Whether a prompt ends inside a block, so that the model goes on thinking at once."""
-    return prompt.rstrip(_SPACE).endswith(OPEN_TAG)
+    """Tell whether a prompt ends inside a block, so that the answer begins with reasoning."""
+    return prompt.rstrip(WHITE_SPACE).endswith(OPEN_TAG)
 
 
 def ends_in_reasoning(text: str) -> bool:
-    """Whether the beginning of an answer ends inside a block."""
+    """Tell whether the beginning of an answer ends inside a block."""
     return text.rfind(OPEN_TAG) > text.rfind(CLOSE_TAG)
 
 
 def find_partial_tag(text: str) -> str:
-    """Return the end of the beginning of an answer that may be the first part of a tag."""
-    count = _count_overlap(text, CLOSE_TAG if ends_in_reasoning(text) else OPEN_TAG)
+    """Return the longest suffix of an answer's beginning that may be the start of a tag."""
+    count = count_overlap(text, CLOSE_TAG if ends_in_reasoning(text) else OPEN_TAG)
     return text[len(text) - count :]
 
 
+class HeldText:
+    """Text that a parser holds back; its first ``hidden`` characters are never returned."""
+
+    def __init__(self, text: str = "") -> None:
+        """Hold ``text``, hidden."""
+        self.text, self.hidden = text, len(text)
+
+    def take(self, count: int) -> str:
+        """Remove ``count`` characters; return those that are not hidden."""
+        text, self.text = self.text[self.hidden : count], self.text[count:]
+        self.hidden = max(0, self.hidden - count)
+        return text
+
+
+def count_overlap(text: str, tag: str) -> int:
+    """Return the number of characters at the end of a text that could begin a tag."""
+    counts = range(min(len(tag) - 1, len(text)), 0, -1)
+    return next((n for n in counts if tag.startswith(text[-n:])), 0)
+
+
 class ReasoningParser:
-    """Splits one text into answer and thoughts."""
+    """Splits one text into answer and reasoning."""
 
     def __init__(self, *, starts_in_reasoning: bool = False, partial_tag: str = "") -> None:
-        """Begin in the answer, or inside a block that the prompt opened.
+        """Start in the answer, or inside a block that the prompt opened.
 
-        ``begun`` is the first part of a tag with which the prompt ends; it is not given out.
+        ``partial_tag`` is the first part of a tag at the end of the prompt; it is not returned.
         """
         self._is_reasoning = starts_in_reasoning
-        self._buffer = partial_tag
-        self._hidden_length = len(partial_tag)
-        """How much of what is held belongs to ``begun``."""
+        self._held = HeldText(partial_tag)
         self._space = ""
         self._strips_space = starts_in_reasoning
-        """Whether white space that comes next belongs to the last tag."""
+        """Whether white space that follows belongs to the last tag."""
         self._answered = False
 
     def push(self, text: str) -> list[ReasoningPart]:
-        """Take the next piece; return the parts that are certain now."""
-        self._buffer += text
-        parts: list[ReasoningPart] = []
-        while (at := self._buffer.find(self._next_tag)) >= 0:
-            parts += self._emit(self._consume(at))
-            self._consume(len(self._next_tag))
+        """Add the next piece; return the parts that are now certain."""
+        held, parts = self._held, list[ReasoningPart]()
+        held.text += text
+        while (at := held.text.find(self._next_tag)) >= 0:
+            parts += self._emit(held.take(at))
+            held.take(len(self._next_tag))
             self._pass_tag()
-        certain = len(self._buffer) - _count_overlap(self._buffer, self._next_tag)
-        parts += self._emit(self._consume(certain))
-        return parts
+        certain = len(held.text) - count_overlap(held.text, self._next_tag)
+        return [*parts, *self._emit(held.take(certain))]
 
     def finish(self) -> list[ReasoningPart]:
         """Return what was held back."""
-        parts = self._emit(self._consume(len(self._buffer)))
+        parts = self._emit(self._held.take(len(self._held.text)))
         space, self._space = self._space, ""
         return parts if self._is_reasoning or not space else [*parts, AnswerText(space)]
 
@@ -106,20 +122,14 @@ class ReasoningParser:
         return CLOSE_TAG if self._is_reasoning else OPEN_TAG
 
     def _pass_tag(self) -> None:
-        """Go past a tag, and drop the white space that was held back."""
+        """Pass a tag and drop the white space held back before it."""
         self._is_reasoning, self._space = not self._is_reasoning, ""
         self._strips_space = self._is_reasoning or not self._answered
 
-    def _consume(self, count: int) -> str:
-        """Take so many characters from what is held; return those that are not of ``begun``."""
-        text, self._buffer = self._buffer[self._hidden_length : count], self._buffer[count:]
-        self._hidden_length = max(0, self._hidden_length - count)
-        return text
-
     def _emit(self, text: str) -> list[ReasoningPart]:
-        """Return text as a part; hold back white space that may belong to a following tag."""
+        """Return text as a part; hold back white space that may belong to the next tag."""
         text = self._space + text
-        text = text.lstrip(_SPACE) if self._strips_space else text
+        text = text.lstrip(WHITE_SPACE) if self._strips_space else text
         certain = max(self._certain_length(text), len(text) - MAX_SPACE)
         self._space, text = text[certain:], text[:certain]
         if not text:
@@ -129,13 +139,13 @@ class ReasoningParser:
         return [ReasoningText(text) if self._is_reasoning else AnswerText(text)]
 
     def _certain_length(self, text: str) -> int:
-        """Return the length of the part that a following tag cannot take."""
-        body = len(text.rstrip(_SPACE))
+        """Return the length of the text that cannot belong to a following tag."""
+        body = len(text.rstrip(WHITE_SPACE))
         return body if self._is_reasoning or not (self._answered or body) else len(text)
 
 
 def split_reasoning(text: str, *, starts_in_reasoning: bool = False) -> tuple[str, str]:
-    """Split a whole text; return the answer and the thoughts."""
+    """Split a whole text into answer and reasoning."""
     parting = ReasoningParser(starts_in_reasoning=starts_in_reasoning)
     parts = [*parting.push(text), *parting.finish()]
     answer = "".join(part.text for part in parts if isinstance(part, AnswerText))
@@ -145,7 +155,7 @@ def split_reasoning(text: str, *, starts_in_reasoning: bool = False) -> tuple[st
 def find_reasoning_spans(
     text: str, *, starts_in_reasoning: bool = False
 ) -> tuple[ReasoningSpan, ...]:
-    """Return where the blocks of a whole text are, their tags included."""
+    """Return the ranges of the blocks of a whole text, tags included."""
     blocks, begin = list[ReasoningSpan](), 0 if starts_in_reasoning else text.find(OPEN_TAG)
     while begin >= 0:
         close = text.find(CLOSE_TAG, begin)
@@ -155,19 +165,13 @@ def find_reasoning_spans(
     return tuple(blocks)
 
 
-def _count_overlap(text: str, tag: str) -> int:
-    """Return how many letters at the end could be the beginning of a tag."""
-    counts = range(min(len(tag) - 1, len(text)), 0, -1)
-    return next((n for n in counts if tag.startswith(text[-n:])), 0)
-
-
 _GeneratedSpans = tuple[GenerationOutput, Sequence[ReasoningSpan]]
 
 
 async def count_reasoning_tokens(
     results: Iterable[RunResult], tokenizer: Tokenizer, *, starts_in_reasoning: bool
 ) -> int:
-    """Return the count over all answers; ``opened``: their prompt ends inside a thought."""
+    """Count the reasoning tokens of all answers to a prompt."""
     answers = [result.generated for result in results]
     thinking = [
         (one, find_reasoning_spans(one.text, starts_in_reasoning=starts_in_reasoning))

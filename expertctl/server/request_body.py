@@ -1,25 +1,16 @@
-"""The error for a body with an invalid field.
+"""Request bodies as typed values: strict JSON, unknown fields, deadlines and sampling fields.
 
-Fields of requests that no type here knows: removed before the body is read, and reported.
+The size of a body and the pace of its upload are checked earlier, by `expertctl.server.middleware`.
 
-Clients send fields of the APIs that they were written for, and cannot be told to leave them out. A
-field that only says how the answer is delivered, stored or paid for is ignored; the answer says
-which ones were, in its ``warnings`` and in the header `IGNORED_HEADER`. A field that would change
-what the answer is (a grammar, an image) is refused by name, unless its value asks for nothing.
+Clients send fields of the APIs they were written for and cannot be told to leave them out. An
+unknown field that only affects how the answer is delivered, stored or paid for is removed before
+validation and reported in the answer's ``warnings`` and in the header `IGNORED_HEADER`. One that
+would change the answer itself (a grammar, an image) is refused by name unless its value is empty.
+The types of the bodies define what is known: objects of types that forbid unknown fields are
+examined at any depth; what a type leaves open (tool schemas, metadata) is not.
 
-The types of the bodies say what is known: objects of a type that forbids unknown fields are looked
-at, to any depth; what a type leaves open (schemas of tools, metadata) is not.
-
-The body of a request as a value: JSON read strictly, every field checked.
-
-The size of the body and its pace are checked earlier: see `expertctl.server.middleware`.
-
-The deadline of an answer: from the request, else the default of this server.
-
-The limits of the fields that say how tokens are drawn.
-
-There are no defaults here: what a client leaves open is decided by `expertctl.routing.sampling_presets`,
-whichever API the request came by.
+There are no sampling defaults here: `expertctl.routing.sampling_presets` decides what a client
+leaves open, for every API.
 """
 
 import asyncio
@@ -39,7 +30,7 @@ from anyio import CapacityLimiter, to_thread
 from msgspec import Meta
 from starlette.requests import ClientDisconnect, Request
 
-from expertctl.engine.generation import MAX_STOP_TOKENS, StopRules
+from expertctl.engine.generation import MAX_STOP_TOKENS
 from expertctl.errors import InvalidPackageError, MediaTypeError, UsageError
 from expertctl.routing.sampling_presets import LIMITS
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
@@ -47,23 +38,23 @@ from expertctl.schema.validation import convert_document
 
 
 class FieldError(UsageError):
-    """A field of a request is wrong; ``field`` is its path, such as ``messages[0].role``."""
+    """A field of a request is invalid; ``field`` is its path, such as ``messages[0].role``."""
 
     def __init__(self, message: str, *, field: str, hint: str = "") -> None:
-        """Keep the message and the path; an empty one is the body itself."""
+        """Store the message and the field's path, which is empty for the body itself."""
         super().__init__(message, hint=hint)
         self.field = field
 
 
 IGNORED_HEADER = "x-expertctl-ignored"
 MAX_REPORTED = 20
-"""How many ignored fields an answer names."""
+"""Maximum number of ignored fields named in an answer."""
 _MAX_NAME = 80
 _UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 _NO_CONSTRAINTS = (
-    "no text can be forced yet; ask for it by response_format, which is checked afterwards"
+    "constrained generation is not supported; use response_format, which is checked afterwards"
 )
-_ONLY_TEXT = "only text is read"
+_ONLY_TEXT = "only text input is supported"
 _NEVER_IGNORED: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -98,49 +89,49 @@ _NEVER_IGNORED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("allowed_token_ids", "bad_words", "logits_processors"),
-        "tokens can be neither demanded nor excluded yet",
+        "tokens cannot be required or excluded",
     ),
-    "chat_template": "conversations are read by the template of the base or of an expert",
-    "mcp_servers": "this server calls no tools itself",
-    "output_format": "give it as output_config.format, which is checked afterwards",
+    "chat_template": "the chat template is that of the base or of an expert",
+    "mcp_servers": "this server does not run tools itself",
+    "output_format": "use output_config.format, which is checked afterwards",
     "prompt_embeds": _ONLY_TEXT,
-    "response_format": "this call does not take it; ask for a chat completion",
+    "response_format": "this call does not support it; use a chat completion",
 }
-"""Field → why it cannot be ignored: without it the answer would be another one."""
+"""Unknown field → why it cannot be ignored: it would change the answer."""
 _NEUTRAL_VALUES: Mapping[str, tuple[JsonValue, ...]] = {
     "diagnostics": (None,),
     "inference_geo": (None,),
     "speed": (None, "standard"),
 }
-"""Known fields that only say how and where an answer is made; any other value is ignored."""
+"""Known delivery fields → supported values; any other value is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StructFields:
-    """The fields of one type of objects."""
+    """The fields of one struct type."""
 
     names: frozenset[str]
     nested: Mapping[str, "_KnownPlace"]
-    """The fields in which there are objects or lists of known types."""
+    """The fields that hold objects or lists of known types."""
     is_closed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _KnownPlace:
-    """What can stand at one place of a body: an object of one of some types, or a list."""
+    """What one place of a body can hold: an object of one of several types, or a list."""
 
     path: str
-    """Such as ``messages[].content``; numbers of items are left out."""
+    """Such as ``messages[].content``, without item indices."""
     tag_field: str
     structs: Mapping[str, _StructFields]
-    """Tag → type; the tag of a type without one is empty."""
+    """Tag → type; empty tag for an untagged type."""
     items: "_KnownPlace | None"
     max_items: int
 
 
 @dataclass(slots=True)
 class _UnknownFields:
-    """The paths of unknown fields, each once and in order, one more than are told."""
+    """The paths of unknown fields, in order, without duplicates, one more than is reported."""
 
     never_ignored: Mapping[str, str]
     paths: dict[str, None] = field(default_factory=dict)
@@ -157,12 +148,12 @@ class _UnknownFields:
 def remove_unknown_fields(
     body: JsonObject, kind: type, *, refused: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[str, ...]:
-    """Remove from a body the fields that a type does not know; return their names.
+    """Remove the fields of a body that a type does not know; return their paths.
 
-    ``refused`` are further fields that would change what the answer is, and why.
+    ``refused`` maps further fields that would change the answer to the reason.
 
     Raises:
-        FieldError: for an unknown field that would change what the answer is.
+        FieldError: for an unknown field that would change the answer.
     """
     found = _UnknownFields({**_NEVER_IGNORED, **refused})
     place = _find_root_place(kind)
@@ -172,14 +163,14 @@ def remove_unknown_fields(
 
 
 def format_ignored_warning(ignored: Sequence[str]) -> tuple[str, ...]:
-    """Return the warning of an answer; empty if no field was ignored."""
+    """Return the warning about ignored fields; empty if there are none."""
     if not ignored:
         return ()
     return (f"fields that this server does not implement were ignored: {_format_names(ignored)}",)
 
 
 def build_ignored_headers(ignored: Sequence[str]) -> dict[str, str]:
-    """Return the headers of an answer; empty if no field was ignored."""
+    """Return the response header of ignored fields; empty if there are none."""
     return {IGNORED_HEADER: _format_names(ignored)} if ignored else {}
 
 
@@ -195,7 +186,7 @@ def _remove(value: JsonValue, place: _KnownPlace, found: _UnknownFields) -> None
         if struct is not None:
             _remove_from_struct(value, struct, place, found)
     elif isinstance(value, list) and place.items is not None and len(value) <= place.max_items:
-        for item in value:  # a longer list is refused as a whole
+        for item in value:  # a longer list fails validation anyway
             _remove(item, place.items, found)
 
 
@@ -221,7 +212,7 @@ def _find_root_place(kind: type) -> _KnownPlace | None:
 
 
 def _build_place(kind: types.Type, path: str) -> _KnownPlace | None:
-    """Return what can stand at a place; None if nothing there has fields that are known."""
+    """Return what a place can hold; None if nothing there has known fields."""
     options = list(_iter_options(kind))
     structs = [one for one in options if isinstance(one, types.StructType)]
     lists = [one for one in options if isinstance(one, types.ListType)]
@@ -261,30 +252,30 @@ def _iter_options(kind: types.Type) -> Iterator[types.Type]:
 
 JSON_MEDIA_TYPE = "application/json"
 LARGE_BODY_BYTES = 64 << 10
-"""Longer bodies are parsed in a thread, one at a time, so as not to block the event loop."""
+"""Longer bodies are parsed in a thread, one at a time, to keep the event loop free."""
 _Kind = TypeVar("_Kind")
 _Result = TypeVar("_Result")
 _LIMITERS: WeakKeyDictionary[object, CapacityLimiter] = WeakKeyDictionary()
 _FLOAT = "got `float`"
-_SCHEMA_HINT = "GET /openapi.json says what each field may be"
+_SCHEMA_HINT = "GET /openapi.json describes every field"
 _ERROR_PATH = re.compile(r" - at `(?:key in )?\$?(.*)`$", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody(Generic[_Kind]):
-    """A body that was read, and the names of its fields that were ignored."""
+    """A parsed body, and the paths of its ignored fields."""
 
     value: _Kind
     ignored_fields: tuple[str, ...] = ()
 
 
 async def read_body(request: Request, kind: type[_Kind]) -> _Kind:
-    """Return the body of a request as a value of a kind.
+    """Read and parse the body of a request as a value of ``kind``.
 
     Raises:
         MediaTypeError: when its media type is not JSON.
-        UsageError: when it is not a strict JSON object, or is incomplete.
-        FieldError: when it does not have the shape; it names the field.
+        UsageError: when it is incomplete or not a strict JSON object.
+        FieldError: when it does not match the type; names the field.
     """
     return await _read_and_parse(request, lambda data: parse_body(data, kind))
 
@@ -296,11 +287,11 @@ async def read_lenient_body(
     strict: bool = False,
     refused: Mapping[str, str] = MappingProxyType({}),
 ) -> ParsedBody[_Kind]:
-    """Return the body of a request whose unknown fields are ignored, unless it is ``strict``.
+    """Read a body like `read_body`, but ignore unknown fields unless ``strict``.
 
-    ``refused`` are unknown fields that are not ignored, and why, besides those of every call.
+    ``refused`` maps further unknown fields that are refused instead to the reason.
 
-    Raises as `read_body` does, and `FieldError` for an unknown field that cannot be ignored.
+    Raises like `read_body`, and `FieldError` for an unknown field that cannot be ignored.
     """
     if strict:
         return ParsedBody(await read_body(request, kind))
@@ -318,26 +309,26 @@ async def _read_and_parse(request: Request, parse: Callable[[bytes], _Result]) -
     try:
         data = await request.body()
     except ClientDisconnect as error:
-        raise UsageError("the body of the request did not come whole") from error
+        raise UsageError("the request body is incomplete") from error
     if len(data) <= LARGE_BODY_BYTES:
         return parse(data)
     return await run_in_turn(partial(parse, data))
 
 
 async def run_in_turn(work: Callable[[], _Result]) -> _Result:
-    """Do work that would block the event loop in a thread, one call at a time."""
+    """Run blocking work in a thread, one call at a time."""
     return await to_thread.run_sync(work, limiter=_large_body_limiter())
 
 
 def parse_body(data: bytes, kind: type[_Kind]) -> _Kind:
-    """Read a JSON object as a value of a kind; raises as `read_body` does."""
+    """Parse a JSON object as a value of ``kind``; raises like `read_body`."""
     return _convert(_load_object(data), kind)
 
 
 def parse_lenient_body(
     data: bytes, kind: type[_Kind], *, refused: Mapping[str, str] = MappingProxyType({})
 ) -> ParsedBody[_Kind]:
-    """Read a JSON object without its unknown fields; raises as `read_lenient_body` does."""
+    """Parse a JSON object without its unknown fields; raises like `read_lenient_body`."""
     fields = _load_object(data)
     ignored = remove_unknown_fields(fields, kind, refused=refused)
     return ParsedBody(_convert(fields, kind), ignored)
@@ -362,7 +353,7 @@ def _convert(fields: JsonObject, kind: type[_Kind]) -> _Kind:
 def _convert_whole_floats(
     fields: JsonValue, kind: type[_Kind], first: msgspec.ValidationError
 ) -> _Kind:
-    """Read again with whole floats as integers: in JSON Schema ``5.0`` is an integer."""
+    """Convert again with whole floats as integers: in JSON Schema ``5.0`` is an integer."""
     try:
         return convert_document(_whole_floats_to_integers(fields), kind)
     except msgspec.ValidationError:
@@ -390,7 +381,7 @@ def _whole_floats_to_integers(value: JsonValue) -> JsonValue:
 
 
 def _large_body_limiter() -> CapacityLimiter:
-    """Return the limiter that lets one large body of this event loop be read at a time."""
+    """Return the limiter of this event loop: one large body at a time."""
     loop = asyncio.get_running_loop()
     return _LIMITERS.setdefault(loop, CapacityLimiter(1))
 
@@ -401,13 +392,13 @@ TimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
 
 
 def compute_deadline(timeout_ms: int | None, *, default: float | None) -> float | None:
-    """Return a time of `time.monotonic`; ``usual`` seconds from now if none is given."""
+    """Return a deadline in `time.monotonic` seconds; ``default`` seconds from now if not given."""
     seconds = default if timeout_ms is None else timeout_ms / 1e3
     return None if seconds is None else time.monotonic() + seconds
 
 
 _MIN_TOP_P = 1e-9
-"""Stands for a ``top_p`` of 0: the likeliest token is always kept, here it alone."""
+"""Replaces a ``top_p`` of 0: only the most likely token, which is always kept, remains."""
 _MAX_TOKENS = int(LIMITS["max_tokens"][1])
 TopK = Annotated[int, Meta(ge=-1, le=int(LIMITS["top_k"][1]))]
 MinTokens = Annotated[int, Meta(ge=0, le=_MAX_TOKENS)]
@@ -417,36 +408,16 @@ StopTokenIds = Annotated[
 
 
 def field_limits(name: str) -> Meta:
-    """Return the limits of a field."""
+    """Return the limits of a sampling field as a type constraint."""
     low, high = LIMITS[name]
     return Meta(ge=low, le=high)
 
 
 def normalise_top_k(given: int | None) -> int | None:
-    """Return the effective ``top_k``; -1 switches it off, as 0 does."""
+    """Return the effective ``top_k``; -1 disables it, as 0 does."""
     return 0 if given == -1 else given
 
 
-def make_stop_rules(
-    *,
-    min_tokens: int | None,
-    ignore_eos: bool | None,
-    stop_token_ids: Sequence[int] | None,
-    max_tokens: int | None,
-) -> StopRules:
-    """Return when an answer may end.
-
-    Raises:
-        FieldError: when it may not end before it has to.
-    """
-    least = min_tokens or 0
-    if max_tokens is not None and least > max_tokens:
-        raise FieldError(
-            f"min_tokens {least} is more than max_tokens {max_tokens}", field="min_tokens"
-        )
-    return StopRules(least, bool(ignore_eos), frozenset(stop_token_ids or ()))
-
-
 def normalise_top_p(given: float | None) -> float | None:
-    """Return the effective ``top_p`` for the value that a client gives."""
+    """Return the effective ``top_p``; see `_MIN_TOP_P`."""
     return _MIN_TOP_P if given == 0 else given

@@ -1,17 +1,12 @@
-"""The id of a request: in its answer, in the log, and in errors of the Anthropic API.
+"""JSON responses: documents, errors in the shape of each API, and the ids of requests.
 
-HTTP statuses of the generation server, in one table; the most specific class decides.
+An error gets the HTTP status of the most specific class in one table. A permanent error gets a
+status below 500, never 409: clients retry 409 and 5xx by themselves.
 
-A permanent error gets a status below 500, never 409: clients retry 409 and 5xx by themselves.
-
-How an error is answered: each API in its own shape, chosen by the path of the request.
-
-Where the path belongs to several APIs or to none, the request tells which API the client speaks:
-Anthropic's clients send ``anthropic-version``, and whatever else is below ``/v1`` is meant for
-OpenAI's. An error that clients handle by its words, such as a prompt that is too long, is told in
-the words of the API.
-
-An answer that is one JSON document, never stored by caches on the way.
+The path of a request selects the API whose error shape is used. Where a path belongs to several
+APIs or to none, a request with ``anthropic-version`` gets Anthropic's, anything else below ``/v1``
+OpenAI's. Errors that clients recognise by their wording, such as a prompt that is too long, use
+the wording of the API.
 """
 
 import secrets
@@ -53,17 +48,17 @@ REQUEST_ID_PREFIX = "req_"
 
 
 def new_request_id() -> str:
-    """Return an id that cannot be guessed."""
+    """Return an unguessable request id; it appears in headers, log and Anthropic errors."""
     return REQUEST_ID_PREFIX + secrets.token_hex(12)
 
 
 def get_request_id(scope: Scope) -> str:
-    """Return the id of a request; empty outside of the request log."""
+    """Return the id of a request; empty without the request-log middleware."""
     return str(scope.get("state", {}).get("request_id", ""))
 
 
 RETRY_SECONDS = 5
-"""The ``Retry-After`` of a 503, which cannot tell when to retry."""
+"""The ``Retry-After`` of a 503, for which no better estimate exists."""
 
 _STATUS_BY_CLASS: dict[type[ExpertError], int] = {
     UsageError: 400,
@@ -95,7 +90,7 @@ def get_status(error: ExpertError) -> int:
 
 
 def get_retry_after(error: ExpertError) -> int | None:
-    """Return the seconds after which the same request may succeed; None if waiting is no help."""
+    """Return the seconds after which a retry may succeed; None if retrying is pointless."""
     if isinstance(error, RateLimitError):
         return error.retry_after
     return RETRY_SECONDS if get_status(error) == 503 else None
@@ -120,7 +115,7 @@ _ANTHROPIC_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class ErrorContext:
-    """An error, the status that says it, and the request that it answers."""
+    """An error, its HTTP status, and the id of the failed request."""
 
     error: ExpertError
     status: int
@@ -128,7 +123,7 @@ class ErrorContext:
 
 
 class OwnFacts(msgspec.Struct, frozen=True):
-    """What went wrong: a stable word, a sentence, and the way out where there is one."""
+    """What went wrong: a stable code, a message, and a hint, which may be empty."""
 
     code: str
     message: str
@@ -136,13 +131,13 @@ class OwnFacts(msgspec.Struct, frozen=True):
 
 
 class OwnError(msgspec.Struct, frozen=True):
-    """An error of the native API, which is that of ``--json`` on the command line."""
+    """An error of the native API, in the form of ``--json`` on the command line."""
 
     error: OwnFacts
 
 
 class OpenAIFacts(msgspec.Struct, frozen=True):
-    """What went wrong, in OpenAI's words; ``param`` is the field."""
+    """The error object of the OpenAI API; ``param`` is the field."""
 
     message: str
     type: str
@@ -157,7 +152,7 @@ class OpenAIError(msgspec.Struct, frozen=True):
 
 
 class AnthropicFacts(msgspec.Struct, frozen=True):
-    """What went wrong, in Anthropic's words."""
+    """The error object of the Anthropic API."""
 
     type: str
     message: str
@@ -175,7 +170,7 @@ BuildErrorBody = Callable[[ErrorContext], ErrorBody]
 
 
 def native_error_body(context: ErrorContext) -> OwnError:
-    """Return the body of the native API."""
+    """Return the error body of the native API."""
     error = context.error
     return OwnError(
         OwnFacts(error.code, sanitise_error_text(error.message), sanitise_error_text(error.hint))
@@ -183,7 +178,7 @@ def native_error_body(context: ErrorContext) -> OwnError:
 
 
 def openai_error_body(context: ErrorContext) -> OpenAIError:
-    """Return the error object of the OpenAI API."""
+    """Return the error body of the OpenAI API."""
     error = context.error
     if isinstance(error, ContextLengthError):
         return _openai_context_error(error)
@@ -195,7 +190,7 @@ def openai_error_body(context: ErrorContext) -> OpenAIError:
 
 
 def _openai_context_error(error: ContextLengthError) -> OpenAIError:
-    """Return the error by which OpenAI's clients know that they have to shorten a conversation."""
+    """Return the error that tells OpenAI clients to shorten the conversation."""
     message = f"This model's maximum context length is exceeded: {error.message}"
     if error.unit == "tokens":
         message = (
@@ -209,7 +204,7 @@ def _openai_context_error(error: ContextLengthError) -> OpenAIError:
 
 
 def anthropic_error_body(context: ErrorContext) -> AnthropicError:
-    """Return the error object of the Anthropic API."""
+    """Return the error body of the Anthropic API."""
     usual = "invalid_request_error" if context.status < 500 else "api_error"
     kind = _ANTHROPIC_TYPES.get(context.status, usual)
     return AnthropicError(
@@ -228,23 +223,23 @@ MESSAGES = "/v1/messages"
 _NATIVE = ("/v1/infer", "/v1/jobs", "/v1/route", "/v1/experts")
 _OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions")
 _OPENAI_ENDINGS = ("/chat/completions", "/completions", "/models", "/embeddings", "/responses")
-"""How the addresses of OpenAI's API end: a base URL without ``/v1`` leads to one of these."""
+"""Path endings of the OpenAI API: a client's base URL without ``/v1`` leads to one of these."""
 
 
 def error_body(error: ExpertError, scope: Scope) -> JsonObject:
-    """Return the body for an error, in the shape of the API that the path belongs to."""
+    """Return the body for an error, in the shape of the path's API."""
     document: JsonObject = msgspec.to_builtins(_build_body(error, scope, get_status(error)))
     return document
 
 
 def error_response(error: ExpertError, scope: Scope, *, status: int | None = None) -> Response:
-    """Return the answer to a request that failed; ``status`` overrides that of the table."""
+    """Return the response to a failed request; ``status`` overrides that of the table."""
     _record_error_code(error, scope)
     code = status or get_status(error)
     headers = {"Cache-Control": "no-store"}
     if (seconds := get_retry_after(error)) is not None:
         headers["Retry-After"] = str(seconds)
-    if code == 408:  # else official clients would repeat a request whose time is over
+    if code == 408:  # else official clients retry a request whose deadline has passed
         headers["x-should-retry"] = "false"
     if code == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -255,7 +250,7 @@ def error_response(error: ExpertError, scope: Scope, *, status: int | None = Non
 def format_error_event(error: ExpertError, scope: Scope) -> bytes:
     """Return the event that ends a stream after an error.
 
-    OpenAI's streams have no names for events; in the others it is called ``error``.
+    OpenAI's streams have unnamed events; elsewhere the event is named ``error``.
     """
     _record_error_code(error, scope)
     data = msgspec.json.encode(_build_body(error, scope, get_status(error)))
@@ -264,7 +259,7 @@ def format_error_event(error: ExpertError, scope: Scope) -> bytes:
 
 
 def _record_error_code(error: ExpertError, scope: Scope) -> None:
-    """Keep the code with the request, for logs and traces."""
+    """Store the error code in the request state, for logs and traces."""
     scope.setdefault("state", {})["error_code"] = error.code
 
 
@@ -273,7 +268,7 @@ def _build_body(error: ExpertError, scope: Scope, status: int) -> ErrorBody:
 
 
 def list_error_types(path: str) -> tuple[type[ErrorBody], ...]:
-    """Return the types that an error's body can have at a path that is served."""
+    """Return the types of error bodies at a served path."""
     if _is_below(path, MESSAGES):
         return (AnthropicError,)
     if _is_below(path, MODELS):
@@ -282,12 +277,12 @@ def list_error_types(path: str) -> tuple[type[ErrorBody], ...]:
 
 
 def is_anthropic_request(scope: Scope) -> bool:
-    """Whether a client of the Anthropic API asks at an address that OpenAI's API has, too."""
+    """Tell whether the request comes from an Anthropic client (``anthropic-version``)."""
     return any(name == b"anthropic-version" for name, _ in scope.get("headers", ()))
 
 
 def uses_anthropic_format(scope: Scope) -> bool:
-    """Whether a request is answered as the Anthropic API does."""
+    """Tell whether a request is answered in the shape of the Anthropic API."""
     return _select_format(scope) is anthropic_error_body
 
 
@@ -302,7 +297,7 @@ def _select_format(scope: Scope) -> BuildErrorBody:
 
 
 def _is_for_openai(path: str) -> bool:
-    """Whether a path is in OpenAI's API, or in none: then its client most likely speaks that."""
+    """Tell whether a path belongs to OpenAI's API, or to none and most likely means it."""
     if any(_is_below(path, start) for start in _NATIVE):
         return False
     return _is_below(path, "/v1") or path.endswith(_OPENAI_ENDINGS)
@@ -323,6 +318,6 @@ def json_response(
     status: int = 200,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Return a document as an answer."""
+    """Return a document as a JSON response that caches must not store."""
     own = {"Cache-Control": "no-store", **(headers or {})}
     return Response(msgspec.json.encode(document), status, own, media_type="application/json")

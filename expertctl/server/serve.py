@@ -1,18 +1,14 @@
-"""How the C library keeps memory that the server's threads have freed.
-
-glibc gives every thread an arena of its own, up to eight for each processor, and memory that is
-free in one arena is not used by another. A server has dozens of threads that each compute now and
-then, so it would hold many times what it needs. Two arenas are hardly slower: large arrays are
-allocated outside of them.
-
-By itself an arena returns only its end to the system. Memory that is free in its middle, after many
-jobs at once, stays with the process until `trim_heap` is called.
-
-Serving under granian: one process listens for signals, one worker owns the engine and answers.
+"""Serving under granian: a parent process handles signals, one worker owns the engine.
 
 The worker answers ``/healthz`` from the start and everything else once the base is loaded. An error
-while loading is raised in the parent process. When the worker is told to end it accepts no more
-jobs; the present ones get `DRAIN_SECONDS`, then what they have written is their answer.
+while loading is raised in the parent process. On shutdown the worker accepts no more jobs; running
+ones get `DRAIN_SECONDS`, after which what they have written is their answer.
+
+Memory: glibc gives each thread its own arena, up to eight per processor, and memory free in one
+arena is not used by another. The server has dozens of threads that compute now and then, so they
+share two arenas, which is hardly slower: large arrays are allocated outside of arenas. An arena
+returns only its end to the system; memory free in its middle, after many simultaneous jobs, stays
+with the process until `trim_heap` is called.
 """
 
 import asyncio
@@ -44,11 +40,11 @@ from expertctl.store.store import Store
 
 MAX_ARENAS = 2
 _M_ARENA_MAX = -8
-"""A parameter of `mallopt`; see mallopt(3)."""
+"""``M_ARENA_MAX`` of mallopt(3)."""
 
 
 def limit_malloc_arenas() -> bool:
-    """Let the threads of this process, and those to come, share `MAX_ARENAS`; False without glibc."""
+    """Make all threads of this process share `MAX_ARENAS` arenas; False without glibc."""
     if sys.platform != "linux":
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -56,9 +52,9 @@ def limit_malloc_arenas() -> bool:
 
 
 def trim_heap() -> bool:
-    """Return empty pages to the system; False if there were none, or without glibc.
+    """Return free pages to the system; False if there were none, or without glibc.
 
-    Takes some milliseconds, in which other threads may wait for memory.
+    Takes some milliseconds, during which other threads may wait for memory.
     """
     if sys.platform != "linux":
         return False
@@ -68,13 +64,9 @@ def trim_heap() -> bool:
 
 DRAIN_SECONDS = 30
 _CANCEL_SECONDS = 15
-"""How long cancelled jobs may take to end, before the worker is killed."""
+"""How long cancelled jobs may take to end before the worker is killed."""
 _TRIM_SECONDS = 20.0
 ReportAddress = Callable[[ListenAddress], None]
-
-
-def _do_nothing() -> None:
-    """Prepare nothing."""
 
 
 def serve(
@@ -82,15 +74,15 @@ def serve(
     home: Settings,
     *,
     insecure: bool = False,
-    prepare: Callable[[], object] = _do_nothing,
+    prepare: Callable[[], object] = lambda: None,
     report: ReportAddress,
 ) -> None:
     """Serve until SIGTERM or SIGINT; call ``report`` with the address once jobs are accepted.
 
-    ``prepare`` is called after the settings and the address were checked.
+    ``prepare`` is called after the settings and the address have been checked.
 
     Raises:
-        UsageError: when others could reach the server without keys, or read keys on the way; or
+        UsageError: when others could reach the server without keys, or read keys in transit; or
             when an alias hides a base.
         NotFoundError: when an alias stands for a model or an expert that is not installed.
         RegistryError: when the address cannot be used, or the worker died.
@@ -130,14 +122,14 @@ def _check_aliases(settings: ServeSettings, home: Settings) -> None:
 
 @dataclass(slots=True)
 class _WorkerReport:
-    """What the worker tells the process that listens for signals."""
+    """Receives the worker's message, in the parent process."""
 
     address: ListenAddress
     report: ReportAddress
     problem: ExpertError | None = None
 
     def listen(self, news: Connection) -> None:
-        """Report that jobs are accepted; or keep the problem, and end the server."""
+        """Report that jobs are accepted, or keep the error and stop the server."""
         with suppress(EOFError, OSError):
             said: object = news.recv()
             if isinstance(said, ExpertError):
@@ -163,7 +155,7 @@ def _build_hosting(settings: ServeSettings) -> GranianOptions:
 
 
 def _load_app(settings: ServeSettings, home: Settings, tell: Connection) -> Starlette:
-    """Make the application in the worker, the only process that imports torch."""
+    """Build the application in the worker, the only process that imports torch."""
     from expertctl.server.app import EngineWorker
 
     limit_malloc_arenas()
@@ -181,7 +173,7 @@ def _load_app(settings: ServeSettings, home: Settings, tell: Connection) -> Star
 
 
 async def _trim_heap_regularly() -> None:
-    """Return memory that a burst of jobs left free to the system, now and then."""
+    """Trim the heap every `_TRIM_SECONDS`, to return what a burst of jobs left free."""
     while True:
         await asyncio.sleep(_TRIM_SECONDS)
         await to_thread.run_sync(trim_heap)

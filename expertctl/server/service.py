@@ -1,29 +1,23 @@
-"""Whether the engine accepts jobs: not before the base is loaded and warm, nor at the end.
+"""`Service`: what the routes of the generation server share, and the measuring of its jobs.
 
-One line of the log for each job: which experts answered, how long each stage took, the outcome.
+`Readiness` says whether jobs are accepted: not before the base is loaded and warm, nor during
+shutdown. Routes submit jobs through `MeteredJobs`, which counts them, limits them by quotas and, if
+tracing is on, traces them; their events are observed in the engine's threads, on the way to the
+job's sink. Everything else is asked of the engine itself.
 
-It has neither prompt nor answer. All lines have the same keys.
-
-`MeteredEngine`: the engine as routes use it; jobs are counted, limited and, if wanted, traced.
-
-Events are observed in the threads of the engine, on their way to the sink of the job.
-
-What every route of the generation server gets.
+Each job that ends adds one line to the log: experts, duration of each stage, outcome; neither
+prompt nor answer. All lines have the same keys.
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
 
-from expertctl.engine.moe.counters import CounterMode
-from expertctl.engine.moe.observation import Observation, ProfileOptions
-from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.request import (
@@ -35,10 +29,8 @@ from expertctl.engine.serving.request import (
     OutputDelta,
     TokenSink,
 )
-from expertctl.engine.serving.running_batch import AdapterStatus, EngineSnapshot
-from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.errors import ExpertError
-from expertctl.routing.planner import PlannedPrompt, Planner
+from expertctl.routing.planner import Planner
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.api_keys import ApiKeyStore
 from expertctl.server.caller import Quotas
@@ -53,17 +45,17 @@ ReadinessState = Literal["loading", "ready", "failed", "ending"]
 
 
 class ReadinessDocument(Struct, frozen=True):
-    """Whether jobs are taken, and what keeps them from that."""
+    """Whether jobs are accepted, and the state that decides it."""
 
     ready: bool
     state: ReadinessState
 
 
 class Readiness:
-    """The owner of the state of the engine; any thread may change it."""
+    """The state of the engine; any thread may change it."""
 
     def __init__(self, state: ReadinessState = "ready") -> None:
-        """Begin in a state."""
+        """Start in the given state."""
         self.state: ReadinessState = state
 
     @property
@@ -84,9 +76,9 @@ _INCOMPLETE_REASONS = {"cancelled", "timeout"}
 def record_answered_job(
     job: GenerationJob, results: Sequence[RunResult], *, total_ms: float
 ) -> JsonObject:
-    """Return the record of a job that was answered.
+    """Return the log record of a job that was answered.
 
-    Times are those of its first answer; ``memory_peak`` is the most that the server held so far.
+    Times are those of its first answer; ``memory_peak`` is the server's peak so far, in bytes.
     """
     first, times = results[0], results[0].timings_ms
     experts = [expert.ref for expert in first.planned.result.plan.experts]
@@ -112,12 +104,12 @@ def record_answered_job(
 
 
 def record_failed_job(job: GenerationJob, error: ExpertError, *, total_ms: float) -> JsonObject:
-    """Return the record of a job that failed."""
+    """Return the log record of a job that failed."""
     return _make_empty_record(job, total_ms) | {"error": error.code}
 
 
 def _make_empty_record(job: GenerationJob, total_ms: float) -> JsonObject:
-    """Return the record of a job that is over, with nothing else known of it."""
+    """Return the log record of an ended job with every other field empty."""
     submitted = datetime.now(UTC) - timedelta(milliseconds=total_ms)
     return {
         "job": job.id,
@@ -145,16 +137,16 @@ def _make_empty_record(job: GenerationJob, total_ms: float) -> JsonObject:
 
 LOG = logging.getLogger("expertctl.server.jobs")
 Trace = Callable[[GenerationJob, TokenSink], TokenSink]
-"""Returns a sink that makes spans of the events that it passes on."""
+"""Wraps a sink so that it also records spans of the events."""
 
 
 def pass_untraced(_: GenerationJob, sink: TokenSink) -> TokenSink:
-    """Make no spans."""
+    """Return the sink unchanged: no spans are recorded."""
     return sink
 
 
-class MeteredEngine:
-    """A batch engine whose jobs are measured."""
+class MeteredJobs:
+    """Submits jobs to an engine; counts, limits, logs and traces them."""
 
     def __init__(
         self,
@@ -165,92 +157,37 @@ class MeteredEngine:
         trace: Trace = pass_untraced,
         log_prompts: bool = False,
     ) -> None:
-        """Measure the jobs of ``engine``; prompts are logged only with ``log_prompts``."""
+        """Submit to ``engine``; prompts are logged only with ``log_prompts``."""
         self._engine, self._metrics, self._quotas = engine, metrics, quotas
         self._trace, self._log_prompts = trace, log_prompts
 
-    @property
-    def base_name(self) -> str:
-        """The name of the base that is served."""
-        return self._engine.base_name
-
-    @property
-    def context(self) -> int:
-        """How many tokens a text can have, the prompt included."""
-        return self._engine.context
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the base, with its chat template."""
-        return self._engine.tokenizer
-
     def submit(self, job: GenerationJob, sink: TokenSink) -> None:
-        """Take a job into the queue; its events come to the sink from now on.
+        """Queue a job; its events go to the sink.
 
         Raises:
-            RateLimitError: when the queue is full, or the owner had too many tokens.
-            UsageError: when the job asks for what is not done here.
+            RateLimitError: when the queue is full, or the owner has used up its tokens.
+            UsageError: when the job asks for something unsupported.
         """
         if self._log_prompts:
             fields = {"job": job.id, "owner": job.owner, "prompt": job.request.message.prompt}
             LOG.info("prompt", extra={"fields": fields})
         try:
             self._quotas.require_tokens(job.owner)
-            heard = self._trace(job, sink)
-            self._engine.submit(job, _JobMeter(job, heard, self._metrics, self._quotas))
+            traced = self._trace(job, sink)
+            self._engine.submit(job, _JobMeter(job, traced, self._metrics, self._quotas))
         except ExpertError as error:
             self._metrics.count_refusal(error)
             raise
 
     def cancel(self, job_id: str) -> None:
-        """Cancel a job; do nothing if it is unknown or has ended."""
+        """Cancel a job; unknown and ended jobs are ignored."""
         self._engine.cancel(job_id)
-
-    def plan(self, request: RunRequest) -> Future[PlannedPrompt]:
-        """Return the plan for a request, once it is made."""
-        return self._engine.plan(request)
-
-    def list_experts(self) -> Future[tuple[AdapterStatus, ...]]:
-        """Return the installed experts, once earlier planning is done."""
-        return self._engine.list_experts()
-
-    def estimate_wait(self, job_id: str | None = None) -> float:
-        """Return about how many seconds a job has to wait; without an id, one that came now."""
-        return self._engine.estimate_wait(job_id)
-
-    def forget(self, cache_key: str) -> None:
-        """Forget what is kept under a cache key."""
-        self._engine.forget(cache_key)
-
-    def take_snapshot(self) -> EngineSnapshot:
-        """Return what goes on now."""
-        return self._engine.take_snapshot()
-
-    def get_observation(self) -> Observation:
-        """Return what was counted of routed experts."""
-        return self._engine.get_observation()
-
-    def observe(self, *, mode: CounterMode | None, reset: bool) -> Observation:
-        """Count routed experts in another mode, or from zero; return what is counted then.
-
-        Raises:
-            IncompatibleError: when the base has no routed experts that can be counted.
-        """
-        return self._engine.observe(mode=mode, reset=reset)
-
-    def apply_profile(self, profile: JsonObject | None, options: ProfileOptions) -> Observation:
-        """Let a profile, or what was learnt of the base, decide which routed experts stay.
-
-        Raises:
-            ExpertError: when it does not fit, or changes nothing.
-        """
-        return self._engine.apply_profile(profile, options)
 
 
 class _JobMeter:
-    """Observes the events of one job, and passes them on.
+    """Observes the events of one job, then passes them on.
 
-    In this order: once a client has its answer, metrics, log and limits have counted it.
+    So metrics, log and quotas have counted an answer before the client gets it.
     """
 
     def __init__(
@@ -267,7 +204,7 @@ class _JobMeter:
     def __call__(self, event: JobEvent) -> None:
         try:
             self._observe(event)
-        finally:  # the answer goes out even if the observer fails
+        finally:  # deliver the event even if observing fails
             self._sink(event)
 
     def _observe(self, event: JobEvent) -> None:
@@ -296,16 +233,16 @@ class _JobMeter:
         fields = record_answered_job(self._job, results, total_ms=self._total_ms)
         LOG.info("job", extra={"fields": fields})
         tokens = sum(len(result.generated.tokens) for result in results)
-        self._quotas.spend_tokens(
-            self._job.owner, results[0].prompt_tokens + tokens
-        )  # prompt: read once
+        prompt = results[0].prompt_tokens  # read once for all answers
+        self._quotas.spend_tokens(self._job.owner, prompt + tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """The engine and how it is served; one for the life of the application."""
+    """The engine with its settings, keys and metrics; one per application."""
 
-    engine: MeteredEngine
+    engine: ServingEngine
+    jobs: MeteredJobs
     planner: Planner
     settings: ServeSettings
     keys: ApiKeyStore
@@ -313,7 +250,7 @@ class Service:
     quotas: Quotas
     readiness: Readiness = field(default_factory=Readiness)
     tracing: "Tracing | None" = None
-    """Sends traces; opened and closed together with the engine."""
+    """Exports traces; opened and closed together with the engine."""
 
 
 def build_service(
@@ -323,13 +260,12 @@ def build_service(
     *,
     readiness: Readiness | None = None,
 ) -> Service:
-    """Return the service of an engine, with nothing counted yet."""
+    """Return the service of an engine, with all counters at zero."""
     metrics, quotas = Metrics(), Quotas()
     tracing, trace = (None, pass_untraced) if settings.traces is None else _build_tracing(settings)
     return Service(
-        engine=MeteredEngine(
-            engine, metrics, quotas, trace=trace, log_prompts=settings.log_prompts
-        ),
+        engine=engine,
+        jobs=MeteredJobs(engine, metrics, quotas, trace=trace, log_prompts=settings.log_prompts),
         planner=planner,
         settings=settings,
         keys=ApiKeyStore(planner.home.api_keys),
@@ -341,7 +277,7 @@ def build_service(
 
 
 def _build_tracing(settings: ServeSettings) -> "tuple[Tracing, Trace]":
-    """Make the tracing; the extra is imported only here."""
+    """Create the tracing; the optional OpenTelemetry extra is imported only here."""
     from expertctl.server.tracing.exporter import Tracing
     from expertctl.server.tracing.spans import trace_job
 

@@ -1,18 +1,15 @@
-"""How the generation server is run: where it listens, what it takes, and the batch behind it.
+"""`ServeSettings`: where the server listens, what it accepts, and the engine behind it.
 
-Whether others can reach the server, and what that demands.
-
-Where traces go, by an option or by the standard variables of OpenTelemetry.
-
-All other variables, such as headers, the sampler and the name of the service, are read by
-OpenTelemetry itself.
+Also decides whether others can reach the server and what that requires (API keys, encryption), and
+where traces go: an option, or OpenTelemetry's standard variables. All other ``OTEL_*`` variables,
+such as headers, sampler and service name, are read by OpenTelemetry itself.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from expertctl.engine.serving.config import EngineConfig
 from expertctl.errors import UsageError
@@ -23,12 +20,12 @@ from expertctl.settings import MAX_PORT, MAX_QUEUE, MAX_ROWS, MAX_SECONDS
 
 DEFAULT_PORT = 8000
 BODY_BYTES = 4 << 20
-"""More than the longest prompt takes in JSON; once read, a body can take fifty times as much."""
+"""More than the longest prompt takes in JSON; a parsed body can take fifty times as much."""
 MAX_BODY_BYTES = 1 << 30
 MAX_READER_DELAY = 60.0
 _HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]{0,31}://[a-z0-9.-]{1,253}(?::[0-9]{1,5})?")
-"""As browsers send it: lower case, and nothing after the port."""
+"""As browsers send it: lower case, nothing after the port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,56 +35,59 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     url: str | None = None
-    """The address that users see; by default from host and port, never from a header."""
+    """The public URL; by default built from host and port, never from a header."""
     allowed_hosts: tuple[str, ...] = ()
-    """Further names that ``Host`` may be, in lower case, such as ``host.docker.internal``."""
+    """Further accepted ``Host`` names, in lower case, such as ``host.docker.internal``."""
     allowed_origins: tuple[str, ...] = ()
-    """Web pages of other sites that may send requests and read answers."""
+    """Origins of other web pages that may send requests and read responses."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names of models: ``gpt-4o-mini`` → ``auto``."""
+    """Further model names: ``gpt-4o-mini`` → ``auto``."""
     strict_fields: bool = False
-    """Whether a field that is not implemented here is refused instead of ignored."""
+    """Whether unsupported fields are refused instead of ignored."""
     json_instruction: bool = True
-    """Whether a model is told the form of JSON that a request asks for by a schema."""
+    """Whether prompts describe the JSON of a requested schema to the model."""
     certificate: Path | None = None
     private_key: Path | None = None
     body_bytes: int = BODY_BYTES
     timeout: float | None = None
-    """Seconds after which an answer ends as it is, if the request names no time."""
+    """Default deadline in seconds, after which an answer ends as it is."""
     behind_seconds: float = MAX_READER_DELAY
-    """How long the reader of a stream may leave an event unread."""
+    """Seconds that a streaming client may leave an event unread before it is dropped."""
     log_prompts: bool = False
     completions_special_tokens: bool = True
-    """Whether control tokens in prompts of completions are control tokens; in chats they never are.
+    """Whether completion prompts may spell control tokens; chat messages never can.
 
-    A request decides for itself with ``parse_special``.
+    ``parse_special`` overrides it per request.
     """
     traces: str | None = None
-    """Address that spans are sent to, from `resolve_trace_address`; None: no spans are made."""
+    """The URL spans are sent to, from `resolve_trace_address`; None disables tracing."""
     validators: Mapping[str, ValidatorCommand] = field(default_factory=dict)
-    """Programs that requests can name to have answers checked."""
+    """Programs that requests can name to check answers."""
     batch: EngineConfig = field(default_factory=EngineConfig)
 
     @property
     def public_url(self) -> str:
-        """The scheme, host and port that clients use, without a slash at the end."""
+        """The scheme, host and port that clients use, without a trailing slash."""
         if self.url:
             return self.url.rstrip("/")
         return build_url(self.host, self.port, secure=self.certificate is not None)
 
 
 def check_settings(settings: ServeSettings) -> None:
-    """Check settings before anything is opened.
+    """Check the settings before anything is opened.
 
     Raises:
-        UsageError: naming what is wrong.
+        UsageError: names the invalid setting.
     """
     _check_ranges(settings)
     if (settings.certificate is None) != (settings.private_key is None):
-        raise UsageError("a certificate and its key go together", hint="--tls-cert and --tls-key")
-    if settings.url is not None and not _is_server_url(settings.url):
         raise UsageError(
-            f"the url {settings.url[:80]!r} is no address of a server",
+            "a certificate and its key go together", hint="give both --tls-cert and --tls-key"
+        )
+    parts = None if settings.url is None else _split_base_url(settings.url)
+    if settings.url is not None and (parts is None or parts.path not in {"", "/"}):
+        raise UsageError(
+            f"the url {settings.url[:80]!r} is not the URL of a server",
             hint="write https://experts.example.org",
         )
     _check_allowed_names(settings)
@@ -113,53 +113,54 @@ def _check_allowed_names(settings: ServeSettings) -> None:
     for host in settings.allowed_hosts:
         if not _HOST.fullmatch(host):
             raise UsageError(
-                f"the allowed host {host[:80]!r} is not the name of a host",
-                hint="write the name alone, without scheme and port: host.docker.internal",
+                f"the allowed host {host[:80]!r} is not a host name",
+                hint="write only the name, without scheme and port: host.docker.internal",
             )
     for origin in settings.allowed_origins:
         if not _ORIGIN.fullmatch(origin):
             raise UsageError(
                 f"the allowed origin {origin[:80]!r} is not the origin of a page",
-                hint="write its scheme, host and port, and no path: http://localhost:3000",
+                hint="write scheme, host and port without a path: http://localhost:3000",
             )
 
 
-def _is_server_url(url: str) -> bool:
+def _split_base_url(url: str) -> SplitResult | None:
+    """Split an HTTP URL without query and fragment; None for anything else."""
     try:
         parts = urlsplit(url)
         names_port = parts.port is None or parts.port > 0
     except ValueError:
-        return False
-    bare = parts.path in {"", "/"} and not parts.query and not parts.fragment
-    return bare and names_port and parts.scheme in {"http", "https"} and bool(parts.hostname)
+        return None
+    is_http = parts.scheme in {"http", "https"} and bool(parts.hostname)
+    return parts if is_http and names_port and not parts.query and not parts.fragment else None
 
 
 def is_exposed(settings: ServeSettings) -> bool:
-    """Whether others can reach the server, by its own address or that of a proxy before it."""
+    """Tell whether other machines can reach the server, directly or through a proxy."""
     return not (is_loopback(settings.host) and is_loopback(_public_host(settings)))
 
 
 def require_secure(settings: ServeSettings, *, keyed: bool, insecure: bool) -> None:
-    """Refuse to serve a network without API keys, or with keys sent in clear text.
+    """Refuse to serve a network without API keys, or with keys in clear text.
 
     Raises:
-        UsageError: when others can reach the server, and keys or encryption are missing.
+        UsageError: when others can reach the server and keys or encryption are missing.
     """
     if not is_exposed(settings):
         return
     host = _public_host(settings)
     if not keyed:
-        hint = "make a key with `expertctl serve key new NAME`, or listen on 127.0.0.1 alone"
+        hint = "create a key with `expertctl serve key new NAME`, or listen on 127.0.0.1 only"
         raise UsageError(f"others can reach {host}, and there are no API keys", hint=hint)
     if not (_is_encrypted(settings) or insecure):
         raise UsageError(
             f"others can reach {host}, and keys would travel in clear text",
-            hint="give --tls-cert and --tls-key; or --insecure-http, behind what encrypts",
+            hint="give --tls-cert and --tls-key; or --insecure-http, behind an encrypting proxy",
         )
 
 
 def _is_encrypted(settings: ServeSettings) -> bool:
-    """Whether the connection is encrypted: by TLS here, or by a proxy on this machine."""
+    """Tell whether connections are encrypted, by TLS here or by a proxy on this machine."""
     proxied = settings.public_url.startswith("https:") and is_loopback(settings.host)
     return settings.certificate is not None or proxied
 
@@ -169,17 +170,17 @@ def _public_host(settings: ServeSettings) -> str:
 
 
 TRACES_PATH = "/v1/traces"
-"""The path for traces below the address of a collector (OTLP over HTTP)."""
+"""The path of traces below the URL of a collector (OTLP over HTTP)."""
 TRACES_PROTOCOL = "http/protobuf"
 _DISABLING_VALUES = {"OTEL_SDK_DISABLED": "true", "OTEL_TRACES_EXPORTER": "none"}
 _PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 def resolve_trace_address(option: str | None, environment: Mapping[str, str]) -> str | None:
-    """Return the address that traces are sent to; None if no traces are asked for.
+    """Return the URL that traces are sent to; None if tracing is not requested.
 
     Raises:
-        UsageError: when the address is malformed, or another protocol is asked for.
+        UsageError: when the URL is malformed, or another protocol is requested.
     """
     given = {name: value.strip() for name, value in environment.items() if value.strip()}
     off = next(
@@ -187,7 +188,7 @@ def resolve_trace_address(option: str | None, environment: Mapping[str, str]) ->
         None,
     )
     if off is not None and option is not None:
-        raise UsageError(f"--traces: {off} says that there are none", hint=f"unset {off}")
+        raise UsageError(f"--traces: {off} disables traces", hint=f"unset {off}")
     if off is not None:
         return None
     address = _find_trace_address(option, given)
@@ -212,23 +213,14 @@ def _with_traces_path(base: str) -> str:
 
 
 def _check_collector_url(address: str, source: str) -> str:
-    """Return a valid address; a login in it, which would appear in the log, is refused."""
-    if not _is_collector_url(address):
+    """Return a valid URL; credentials in it are refused, since they would appear in the log."""
+    parts = _split_base_url(address)
+    if parts is None or parts.username is not None:
         raise UsageError(
-            f"{source}: that is no address of a collector",
-            hint="write http://127.0.0.1:4318; a login belongs in OTEL_EXPORTER_OTLP_HEADERS",
+            f"{source}: not the URL of a collector",
+            hint="write http://127.0.0.1:4318; credentials belong in OTEL_EXPORTER_OTLP_HEADERS",
         )
     return address
-
-
-def _is_collector_url(address: str) -> bool:
-    try:
-        parts = urlsplit(address)
-        names_port = parts.port is None or parts.port > 0
-    except ValueError:
-        return False
-    bare = parts.username is None and not parts.query and not parts.fragment
-    return bare and names_port and parts.scheme in {"http", "https"} and bool(parts.hostname)
 
 
 def _check_protocol(given: Mapping[str, str]) -> None:
@@ -236,5 +228,5 @@ def _check_protocol(given: Mapping[str, str]) -> None:
     if name is not None and given[name] != TRACES_PROTOCOL:
         raise UsageError(
             f"{name}: traces are sent as {TRACES_PROTOCOL} only",
-            hint=f"set it to {TRACES_PROTOCOL}; collectors take that on port 4318",
+            hint=f"set it to {TRACES_PROTOCOL}; collectors accept that on port 4318",
         )

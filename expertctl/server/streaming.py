@@ -1,21 +1,17 @@
-"""The way between requests and the threads of the engine: events of a job, in an event loop.
+"""Jobs as streams: engine events in an event loop, and answers as server-sent events.
 
-A job lives as long as the ``async with`` that began it. Leaving the block early, because the client
-left or for any other reason, cancels the job: its row is free within one step.
+A job lives as long as the ``async with`` that submitted it. Leaving the block early, for whatever
+reason, cancels the job; its batch row is free within one step.
 
-The jobs of one call, collected: the outcome of all of them.
+An error before the first event is an ordinary response with its own status, so nothing is sent
+before the first event or the first `KEEP_ALIVE_SECONDS`. After that, each such time without an
+event sends a comment, and an error is sent as the last event. When the client disconnects, the
+stream ends at once.
 
-Server-sent events: pieces of an answer as they come, for as long as the client reads.
-
-An error before the first event is an ordinary answer with its own status, so nothing is sent until
-there is an event, or the client has waited for `KEEP_ALIVE_SECONDS`. From then on a comment is sent
-after each such time without an event, and an error is sent as the last event. If the client goes
-away, the events end at once.
-
-A slow reader does not hold up the batch. Events are taken as they are made, so a text is written at
-the pace of the batch and frees its row when it is whole; unread events wait here. To hold the text
-back instead would leave a row, its keys and its experts to the slowest reader. `BackpressureLimit` bounds
-what waits: a reader that is too far behind gets no more, and its job is cancelled.
+A slow reader does not delay the batch. Events are taken as they are produced, so a job writes at
+the batch's pace and frees its row when done; unread events wait here. Otherwise the slowest reader
+would hold a row, its KV cache and its experts. `BackpressureLimit` bounds what waits: a reader that
+is too far behind gets no more, and its job is cancelled.
 """
 
 import asyncio
@@ -25,6 +21,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -51,24 +48,24 @@ NumberedEvent = tuple[int, JobEvent]
 
 
 class JobSubmitter(Protocol):
-    """What the server needs of the engine."""
+    """The part of the engine that streams use."""
 
     def submit(self, job: GenerationJob, sink: TokenSink) -> None:
-        """Take a job into the queue.
+        """Queue a job.
 
         Raises:
             RateLimitError: when the queue is full.
         """
 
     def cancel(self, job_id: str) -> None:
-        """Cancel a job; do nothing if it is unknown or has ended."""
+        """Cancel a job; unknown and ended jobs are ignored."""
 
 
 @asynccontextmanager
 async def stream_job(
     jobs: JobSubmitter, job: GenerationJob
 ) -> AsyncIterator[AsyncIterator[JobEvent]]:
-    """Begin a job and give its events, the last one `JobFinished`.
+    """Submit a job and provide its events; the last one is `JobFinished`.
 
     Raises:
         ExpertError: when it is refused, or fails before or while its events are read.
@@ -81,11 +78,11 @@ async def stream_job(
 async def stream_jobs(
     jobs: JobSubmitter, submitted: Sequence[GenerationJob]
 ) -> AsyncIterator[AsyncIterator[NumberedEvent]]:
-    """Begin jobs and give the events of all as they come, each with the number of its job.
+    """Submit jobs and provide their events as they come, each with the index of its job.
 
     Raises:
         ExpertError: when one is refused, or fails before or while events are read; the others are
-            cancelled then.
+            then cancelled.
     """
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[NumberedEvent]()
     begun = list[GenerationJob]()
@@ -100,7 +97,7 @@ async def stream_jobs(
 
 
 async def run_job(jobs: JobSubmitter, job: GenerationJob) -> JobFinished:
-    """Begin a job and return how it finished.
+    """Submit a job and wait for its last event.
 
     Raises:
         ExpertError: when it is refused or fails.
@@ -137,21 +134,21 @@ async def _iter_events(
 
 @dataclass(frozen=True, slots=True)
 class CollectedJob:
-    """The outcome of a job: its answers, and the tokens of each if they were asked for."""
+    """The outcome of a job: its answers, and the sampled tokens of each if requested."""
 
     results: tuple[RunResult, ...]
     sampled: tuple[tuple[SampledToken, ...], ...]
     prompt: PromptLogprobs | None = None
-    """The log-probabilities of its prompt, if they were asked for and it was read."""
+    """The log-probabilities of its prompt, if requested and computed."""
 
 
 async def run_jobs(
     jobs: JobSubmitter, submitted: Sequence[GenerationJob]
 ) -> tuple[CollectedJob, ...]:
-    """Begin jobs and wait for the end of all.
+    """Submit jobs and wait for all of them.
 
     Raises:
-        ExpertError: when one is refused or fails; the others are cancelled then.
+        ExpertError: when one is refused or fails; the others are then cancelled.
     """
     drawn = [[list[SampledToken]() for _ in range(job.answers)] for job in submitted]
     results: dict[int, tuple[RunResult, ...]] = {}
@@ -181,47 +178,38 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackpressureLimit:
-    """How far behind the reader of a stream may be."""
+    """How far behind the reader of a stream may fall."""
 
     seconds: float = MAX_READER_DELAY
-    """How old an event may become before it is read."""
+    """Maximum age of an unread event."""
     unread_bytes: int = MAX_UNREAD_BYTES
-    """Bytes that may wait, besides what the system and granian hold for a connection."""
+    """Maximum unread bytes, not counting the buffers of the system and granian."""
 
 
 def format_event(data: bytes) -> bytes:
-    """Return an event without a name; ``data`` is one line, as JSON is."""
+    """Format an unnamed event; ``data`` must be one line, as JSON is."""
     return b"data: %s\n\n" % data
 
 
 def format_named_event(name: str, data: bytes) -> bytes:
-    """Return an event with a name."""
+    """Format a named event; ``data`` must be one line."""
     return b"event: %s\ndata: %s\n\n" % (name.encode("ascii"), data)
 
 
-def make_event_stream(
-    request: Request, lines: AsyncIterator[bytes], *, headers: Mapping[str, str] = _HEADERS
-) -> Response:
-    """Answer with events, each as `format_event` makes it; the body of the request must have been read.
-
-    ``headers`` are sent besides those of every stream.
-
-    The application says in ``state.patience`` how far behind a reader may be.
-    """
-    return EventStream(request, lines, headers=headers)
-
-
 async def while_connected(request: Request, awaitable: Awaitable[_Result]) -> _Result:
-    """Await a result; cancel it when the client goes away.
+    """Await a result; cancel it when the client disconnects.
 
     Raises:
-        ClientDisconnect: when the client goes away first.
+        ClientDisconnect: when the client disconnects first.
     """
     return await run_until_disconnect(request.receive, awaitable)
 
 
 class EventStream(Response):
-    """The answer that `make_event_stream` gives."""
+    """Streams ``lines``, each made by `format_event`; the request's body must be read already.
+
+    The application's ``state.patience`` is its `BackpressureLimit`.
+    """
 
     media_type = "text/event-stream"
 
@@ -231,20 +219,20 @@ class EventStream(Response):
         lines: AsyncIterator[bytes],
         *,
         keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
-        headers: Mapping[str, str] = _HEADERS,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Send ``lines``, and a comment after each ``quiet_seconds`` without one."""
+        """Send a comment after each ``keep_alive_seconds`` without a line.
+
+        ``headers`` are added to those of every stream.
+        """
         super().__init__(status_code=200, headers={**_HEADERS, **headers})
         del self.headers["content-length"]
-        self._scope, self._lines, self._keep_alive_seconds = (
-            request.scope,
-            lines,
-            keep_alive_seconds,
-        )
+        self._scope, self._lines = request.scope, lines
+        self._keep_alive_seconds = keep_alive_seconds
         self._limit: BackpressureLimit = getattr(request.app.state, "patience", BackpressureLimit())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the request; raises errors that come before the first event."""
+        """Send the response; raises errors that occur before the first event."""
         wire = _ResponseWriter(send, {"status": self.status_code, "headers": self.raw_headers})
         try:
             await run_until_disconnect(receive, self._stream_events(wire))
@@ -272,7 +260,7 @@ class EventStream(Response):
                 await self._lines.aclose()
 
     async def _collect(self, unread: "_EventBuffer") -> None:
-        """Take events as they are made."""
+        """Buffer events as they are produced."""
         try:
             async for line in self._lines:
                 unread.put(line)
@@ -282,7 +270,7 @@ class EventStream(Response):
     async def _send(
         self, unread: "_EventBuffer", wire: "_ResponseWriter", taking: asyncio.Task[None]
     ) -> None:
-        """Send events as they are read, then the error that ended them, if any."""
+        """Send buffered events, then the error that ended them, if any."""
         while not unread.is_at_end:
             try:
                 async with asyncio.timeout(self._keep_alive_seconds):
@@ -302,13 +290,13 @@ class EventStream(Response):
         await wire.end()
 
     def _log_slow_reader(self, unread: "_EventBuffer") -> None:
-        """Log that the reader is too far behind; the events stop without a last one."""
+        """Log a reader that is too far behind; its stream stops without a last event."""
         fields = {"id": get_request_id(self._scope), "unread": unread.bytes}
         LOG.info("a reader is too far behind", extra={"fields": fields})
 
 
 class _EventBuffer:
-    """Events that were made and not read, the oldest first, then the end."""
+    """Unread events, oldest first, then an end marker."""
 
     def __init__(self, limit: BackpressureLimit) -> None:
         self.bytes = 0
@@ -318,12 +306,12 @@ class _EventBuffer:
 
     @property
     def oldest(self) -> bytes:
-        """The event to send next; empty at the end and while there is none."""
+        """The next event to send; empty at the end and while there is none."""
         return self._items[0][1] if self._items else b""
 
     @property
     def is_at_end(self) -> bool:
-        """Whether no event is left and none will come."""
+        """Whether no event is left and none will be added."""
         return bool(self._items) and not self._items[0][1]
 
     def put(self, line: bytes) -> None:
@@ -331,17 +319,17 @@ class _EventBuffer:
             self._add(line)
 
     def close(self) -> None:
-        """Add the end, which is never dropped: its age counts until the last write is done."""
+        """Add the end marker; it is never dropped, so it ages until the last write is done."""
         self._add(b"")
 
     def drop(self) -> None:
-        """Drop the oldest event, which was read."""
+        """Drop the oldest event after it was sent."""
         self.bytes -= len(self._items.popleft()[1])
         if not self._items:
             self._has_events.clear()
 
     async def wait(self) -> None:
-        """Wait until there is an event, or the end."""
+        """Wait for an event or the end marker."""
         await self._has_events.wait()
 
     async def wait_until_full(self) -> None:
@@ -361,14 +349,14 @@ class _EventBuffer:
             self._is_full.set()
 
     def _seconds_left(self) -> float:
-        """Return for how many seconds the oldest event may still wait."""
+        """Return the seconds that the oldest event may still wait."""
         now = time.monotonic()
         since = self._items[0][0] if self._items else now
         return since + self._limit.seconds - now
 
 
 class _ResponseWriter:
-    """The body of an answer; its head is sent with the first piece."""
+    """Writes a response body; the head is sent with the first write."""
 
     def __init__(self, send: Send, head: dict[str, object]) -> None:
         self.started = False

@@ -1,26 +1,20 @@
-"""`Call`: a tool that a model wants to use, and the arguments.
+"""`ToolCallParser`: separates tool calls from the text of an answer while it is written.
 
-A call names a tool that was offered, and its arguments are a JSON object, read as strictly as any
-other JSON from outside. Anything else is not a call, and stays text.
+A call names an offered tool, and its arguments are a JSON object, parsed as strictly as any other
+untrusted JSON. Anything else is not a call and stays text.
 
-`ToolCallFormat`: how the models of one family write a call of a tool.
+A `ToolCallFormat` is how the models of one family write calls; it is recognised by the chat
+template, which writes earlier calls in the same form. Control tokens are not text (see
+`expertctl.engine.text.tokenizer`), so where a family marks calls by one, the marker may be missing:
+then a call counts only at the very beginning of an answer, or right after another call. In every
+family a call without a marker counts if it is the whole answer: models forget the marker, or have
+it as a control token.
 
-The chat template shows the family: it writes earlier calls as the model learnt to write them.
-Control tokens are not text (see `expertctl.engine.text.tokenizer`), so where a family marks a call by
-one, the mark may be missing: then a call counts only at the very beginning of an answer, or
-right after another call. In every family a call without a mark counts if it is the whole answer.
-
-`JsonSpan`: finds the end of the JSON value that begins a text which is still coming.
-
-`ToolCallParser`: separates calls from the text of an answer while it is written.
-
-Text that could still become a call is held back; if it turns out to be none, it is given out as
-written. White space around a call belongs to the call. If an answer ends inside a call of which
-only the end mark is missing, the call counts. An answer that is nothing but the JSON of one call
-counts, too, where the format demands a mark: models forget it, or have it as a control token. How
-the text is cut into pieces does not matter, and no more is held back than the longest call may
-have. Where the request contains the beginning of the answer, that is followed first, and none of it
-is given out: a call may begin in it.
+Text that could still become a call is held back; if it does not, it is returned as written. White
+space around a call belongs to the call. If an answer ends inside a call of which only the end
+marker is missing, the call counts. The result does not depend on how the text is cut into pieces;
+no more is held back than the longest call may have. If the request contains the beginning of the
+answer, that is read first and not returned: a call may begin in it.
 """
 
 import hashlib
@@ -32,15 +26,16 @@ from typing import Literal
 
 from expertctl.errors import InvalidPackageError
 from expertctl.schema.strict_json import JsonObject, JsonValue, loads
+from expertctl.server.reasoning_parser import MAX_SPACE, WHITE_SPACE, HeldText, count_overlap
 
 MAX_CALL_CHARACTERS = 1 << 18
-"""Most characters of one call, or of several that are written as one list."""
+"""Maximum characters of one call, or of several written as one list."""
 MAX_CALLS = 128
-"""Most calls in one list."""
+"""Maximum calls in one list."""
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = {"name", "id", "type"}
 CALL_KEYS = frozenset({*_ARGUMENT_KEYS, *_OTHER_KEYS})
-"""The keys that the object of a call has."""
+"""The keys that the JSON object of a call can have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +52,13 @@ class ParsedToolCall:
 
 
 def make_call_id(prefix: str, *, job_id: str, number: int) -> str:
-    """Return the id of a call of a job: stable, and as hard to guess as the id of the job."""
+    """Return the id of a job's call: stable, and as hard to guess as the job's id."""
     digest = hashlib.sha256(f"{job_id}/{number}".encode())
     return f"{prefix}{digest.hexdigest()[:24]}"
 
 
 def parse_tool_calls(text: str, *, tools: Collection[str]) -> tuple[ParsedToolCall, ...] | None:
-    """Return the calls in a JSON text, one or a list; None if it holds anything else."""
+    """Return the calls in a JSON text, one or a list; None for anything else."""
     document = _load_json(text)
     found = document if isinstance(document, list) else [document]
     if not 0 < len(found) <= MAX_CALLS:
@@ -74,7 +69,7 @@ def parse_tool_calls(text: str, *, tools: Collection[str]) -> tuple[ParsedToolCa
 
 
 def parse_named_call(name: str, text: str) -> tuple[ParsedToolCall, ...] | None:
-    """Return the call of a tool with this JSON text as arguments; None if it is no object."""
+    """Return the call of a tool with these JSON arguments; None if they are not an object."""
     arguments = _load_json(text)
     return (ParsedToolCall(name, arguments),) if isinstance(arguments, dict) else None
 
@@ -88,7 +83,7 @@ def _load_json(text: str) -> JsonValue:
 
 
 def _parse_call(value: JsonValue, tools: Collection[str]) -> ParsedToolCall | None:
-    """Read one call; None for anything else, or for unknown fields, which would be lost."""
+    """Parse one call; None for anything else, or with unknown fields, which would be lost."""
     if not isinstance(value, dict):
         return None
     name, given = value.get("name"), [key for key in _ARGUMENT_KEYS if key in value]
@@ -105,35 +100,35 @@ _TOOLS = re.compile(r"\btools\b")
 
 @dataclass(frozen=True, slots=True)
 class CallOpening:
-    """What stands before the JSON of a call."""
+    """The text that precedes the JSON of a call."""
 
     text: str
     brackets: str
-    """Brackets that the JSON may begin with; white space may come before."""
+    """Brackets that the JSON may begin with, after white space."""
     tool: str | None = None
-    """The tool, if the JSON holds its arguments alone."""
+    """The tool, if the JSON is only its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """How a family writes calls."""
+    """How a model family writes calls."""
 
     start_marker: str
-    """Text that begins a call, wherever it stands."""
+    """Text that begins a call anywhere in an answer."""
     brackets: str = "{"
     end_marker: str = ""
-    """Text that follows the JSON."""
+    """Text after the JSON."""
     marker_optional: bool = False
-    """Whether the mark may be missing."""
+    """Whether the start marker may be missing."""
     separator: str = ""
-    """Characters that may stand between two calls."""
+    """Characters allowed between two calls."""
     name_separator: str | None = None
-    """Text between the name of a tool and its arguments; None: the name is in the JSON."""
+    """Text between the tool's name and its arguments; None: the name is in the JSON."""
     id_length: int | None = None
-    """Letters and digits that the chat template demands in the id of a call; None: any."""
+    """Number of letters and digits the template requires in a call id; None: any id."""
 
     def iter_openings(self, tools: Iterable[str], *, without_marker: bool) -> Iterator[CallOpening]:
-        """Yield all ways to begin a call of these tools, with or without the mark."""
+        """Yield all ways to begin a call of these tools, with or without the marker."""
         mark = "" if without_marker else self.start_marker
         yield CallOpening(mark, self.brackets)
         if self.name_separator is None:
@@ -154,7 +149,7 @@ MISTRAL = ToolCallFormat(
 
 
 def detect_call_format(template: str) -> ToolCallFormat:
-    """Return the format that a chat template writes; Hermes if it writes none."""
+    """Return the format that a chat template writes; Hermes if none is recognised."""
     if HERMES.start_marker in template:
         return HERMES
     if MISTRAL.start_marker in template:
@@ -165,12 +160,12 @@ def detect_call_format(template: str) -> ToolCallFormat:
 
 
 def template_reads_tools(template: str) -> bool:
-    """Whether a chat template reads tools; otherwise the model never sees them."""
+    """Tell whether a chat template reads tools; otherwise the model never sees them."""
     return _TOOLS.search(template) is not None
 
 
 _STRUCTURE = re.compile(r"[ \t\r\n,:0-9+\-.eEtrufalsn]*")
-"""What stands between brackets and strings, in any order: a parser checks it later."""
+"""Text between brackets and strings, in any order: a parser checks it later."""
 _STRING_TEXT = re.compile(r'[^"\\\x00-\x1f]*')
 _CLOSING = {"{": "}", "[": "]"}
 
@@ -178,21 +173,21 @@ JsonSpanState = Literal["open", "closed", "broken"]
 
 
 class JsonSpan:
-    """Follows one object or list through a text that grows; each letter is looked at once.
+    """Finds the end of an object or list in a growing text; each character is read once.
 
-    It knows only brackets and strings, which is enough to find the end. Text that cannot become
-    JSON is mostly noticed at once.
+    It knows only brackets and strings, which suffice to find the end. Most text that cannot become
+    JSON is recognised at once.
     """
 
     def __init__(self, start: int) -> None:
-        """Begin at the first bracket."""
+        """Start at the opening bracket."""
         self.start = self.end = start
         self.state: JsonSpanState = "open"
         self._closing: list[str] = []
         self._in_string = False
 
     def follow(self, text: str) -> None:
-        """Go on to the end of the value or of ``text``, which may only have grown since."""
+        """Read on to the end of the value or of ``text``, which must extend the previous one."""
         while self.state == "open" and self.end < len(text):
             inside = _STRING_TEXT if self._in_string else _STRUCTURE
             match = inside.match(text, self.end)
@@ -201,7 +196,7 @@ class JsonSpan:
                 return
 
     def _step_letter(self, text: str) -> bool:
-        """Take the next significant letter; return False if it needs the letter after it."""
+        """Read the next significant character; return False if it needs the one after it."""
         letter = text[self.end]
         if self._in_string:
             return self._step_in_string(letter, last=self.end + 1 == len(text))
@@ -229,19 +224,14 @@ class JsonSpan:
         return True
 
 
-MAX_SPACE = 1024
-"""Most white space before or inside a call; more before its mark is text, else it is no call."""
-_SPACE = " \t\r\n"
-
-
 _WHOLE_ANSWER = CallOpening("", "{")
-"""How an answer begins that may be nothing but a call, without a mark."""
+"""The opening of an answer that consists of one call without a marker."""
 _FIRST_KEY = re.compile(r'\{[ \t\r\n]*"([^"\\]*)"')
 
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """A piece of the answer that is no call."""
+    """A piece of the answer that is not a call."""
 
     text: str
 
@@ -251,7 +241,7 @@ ToolCallPart = PlainText | ParsedToolCall
 
 @dataclass(frozen=True, slots=True)
 class _CallCandidate:
-    """A possible call: its opening, and its JSON in the text that is held."""
+    """A possible call: its opening, and its JSON in the buffer."""
 
     opening: CallOpening
     json: JsonSpan
@@ -262,27 +252,25 @@ class ToolCallParser:
     """Splits one answer into text and calls."""
 
     def __init__(self, form: ToolCallFormat, tools: Collection[str], *, prefix: str = "") -> None:
-        """Look for calls of these tools, behind ``before``."""
+        """Look for calls of these tools, after ``prefix``."""
         self._format, self._tools = form, frozenset(tools)
         self._marked_openings = tuple(form.iter_openings(sorted(self._tools), without_marker=False))
         usual = form.iter_openings(sorted(self._tools), without_marker=True)
         self._unmarked_openings = tuple(usual) if form.marker_optional else (_WHOLE_ANSWER,)
-        self._buffer = ""
+        self._held = HeldText()
         self._space = ""
         self._candidate: _CallCandidate | None = None
         self._accepts_unmarked = True
         self._is_after_call = False
-        self._hidden_length = 0
-        """How much of what is held belongs to ``before`` and is not given out."""
         if prefix and self._tools:
             self.push(prefix)
-            self._hidden_length, self._space = len(self._buffer), ""
+            self._held.hidden, self._space = len(self._held.text), ""
 
     def push(self, text: str) -> list[ToolCallPart]:
-        """Take the next piece; return the parts that are certain now."""
+        """Add the next piece; return the parts that are now certain."""
         if not self._tools:
             return [PlainText(text)] if text else []
-        self._buffer += text
+        self._held.text += text
         return list(self._iter_parts(final=False))
 
     def finish(self) -> list[ToolCallPart]:
@@ -292,7 +280,7 @@ class ToolCallParser:
         return [*parts, PlainText(space)] if space else parts
 
     def _iter_parts(self, *, final: bool) -> Iterator[ToolCallPart]:
-        while self._buffer:
+        while self._held.text:
             parts = (
                 self._seek_call(final=final)
                 if self._candidate is None
@@ -303,12 +291,12 @@ class ToolCallParser:
             yield from parts
 
     def _seek_call(self, *, final: bool) -> list[ToolCallPart] | None:
-        """Return the text before the next candidate; None if more text must come first."""
+        """Return the text before the next candidate; None if more text is needed."""
         if self._accepts_unmarked:
             return self._seek_unmarked_call(final=final)
-        at = _find_marker(self._buffer, self._format.start_marker)
+        at = _find_marker(self._held.text, self._format.start_marker)
         parts = self._emit(at)
-        begun = _match_opening(self._buffer, self._marked_openings, bare=False)
+        begun = _match_opening(self._held.text, self._marked_openings, bare=False)
         if isinstance(begun, _CallCandidate):
             self._candidate = begun
         elif begun == "perhaps" and not final:
@@ -318,9 +306,9 @@ class ToolCallParser:
         return parts
 
     def _seek_unmarked_call(self, *, final: bool) -> list[ToolCallPart] | None:
-        """Look for a call right here; if there is none, the next one needs its mark."""
-        between = _SPACE + (self._format.separator if self._is_after_call else "")
-        begun = _match_opening(self._buffer, self._unmarked_openings, bare=True, skip=between)
+        """Look for a call at the current position; if there is none, the next needs its marker."""
+        between = WHITE_SPACE + (self._format.separator if self._is_after_call else "")
+        begun = _match_opening(self._held.text, self._unmarked_openings, bare=True, skip=between)
         if begun == "perhaps" and not final:
             return None
         self._candidate = begun if isinstance(begun, _CallCandidate) else None
@@ -328,26 +316,25 @@ class ToolCallParser:
         return []
 
     def _read_call(self, *, final: bool) -> list[ToolCallPart] | None:
-        """Return the calls of the candidate if it is whole; None if more text must come first."""
+        """Return the calls of the candidate if it is complete; None if more text is needed."""
         assert self._candidate is not None
-        json = self._candidate.json
-        json.follow(self._buffer)
-        if self._candidate.opening is _WHOLE_ANSWER:
-            end = _find_whole_answer_end(self._buffer, json, self._format.end_marker, final=final)
-        else:
-            end = _find_call_end(self._buffer, json, self._format.end_marker, final=final)
+        text, json = self._held.text, self._candidate.json
+        json.follow(text)
+        is_whole = self._candidate.opening is _WHOLE_ANSWER
+        find_end = _find_whole_answer_end if is_whole else _find_call_end
+        end = find_end(text, json, self._format.end_marker, final=final)
         if end == "perhaps":
             return None
         calls = None if end is None else self._parse_calls(self._candidate)
         if end is None or calls is None:
             return self._reject_candidate(self._candidate)
-        self._consume(end)
+        self._held.take(end)
         self._space, self._candidate = "", None
         self._is_after_call, self._accepts_unmarked = True, self._format.marker_optional
         return list(calls)
 
     def _parse_calls(self, candidate: _CallCandidate) -> tuple[ParsedToolCall, ...] | None:
-        text = self._buffer[candidate.json.start : candidate.json.end]
+        text = self._held.text[candidate.json.start : candidate.json.end]
         tool = candidate.opening.tool
         return (
             parse_tool_calls(text, tools=self._tools)
@@ -356,53 +343,31 @@ class ToolCallParser:
         )
 
     def _reject_candidate(self, candidate: _CallCandidate) -> list[ToolCallPart]:
-        """Drop a candidate: its mark is text; without one, a mark is looked for from here on."""
+        """Drop a candidate: its marker is text; without one, look for a marker from here on."""
         self._candidate = None
         return [] if candidate.without_marker else self._emit(len(self._format.start_marker))
 
     def _emit(self, count: int) -> list[ToolCallPart]:
-        """Return ``count`` held characters as text; keep back the white space at their end."""
-        text = self._space + self._consume(count)
-        text = text.lstrip(_SPACE) if self._is_after_call else text
-        body = len(text.rstrip(_SPACE))
+        """Return ``count`` buffered characters as text; hold back white space at their end."""
+        text = self._space + self._held.take(count)
+        text = text.lstrip(WHITE_SPACE) if self._is_after_call else text
+        body = len(text.rstrip(WHITE_SPACE))
         self._is_after_call = self._is_after_call and body == 0
         certain = max(body, len(text) - MAX_SPACE)
         self._space = text[certain:]
         return [PlainText(text[:certain])] if certain else []
 
-    def _consume(self, count: int) -> str:
-        """Take so many characters from what is held; return those that are not of ``before``."""
-        text, self._buffer = self._buffer[self._hidden_length : count], self._buffer[count:]
-        self._hidden_length = max(0, self._hidden_length - count)
-        return text
-
-
-def split_tool_calls(text: str, form: ToolCallFormat, tools: Collection[str]) -> list[ToolCallPart]:
-    """Split a whole answer; the text between two calls is one part."""
-    scanner = ToolCallParser(form, tools)
-    parts: list[ToolCallPart] = []
-    for part in (*scanner.push(text), *scanner.finish()):
-        last = parts[-1] if parts else None
-        if isinstance(part, PlainText) and isinstance(last, PlainText):
-            parts[-1] = PlainText(last.text + part.text)
-        else:
-            parts.append(part)
-    return parts
-
 
 def _find_marker(text: str, mark: str) -> int:
-    """Return where a mark begins, even a partial one at the end; the length if nowhere."""
+    """Return the index of a marker, even a partial one at the end; the length if none."""
     at = text.find(mark)
-    if at >= 0:
-        return at
-    counts = range(min(len(mark) - 1, len(text)), 0, -1)
-    return len(text) - next((n for n in counts if mark.startswith(text[-n:])), 0)
+    return at if at >= 0 else len(text) - count_overlap(text, mark)
 
 
 def _match_opening(
     text: str, openings: Iterable[CallOpening], *, bare: bool, skip: str = ""
 ) -> _CallCandidate | Literal["perhaps"] | None:
-    """Return the candidate that a text begins with; "perhaps" if it may yet become one."""
+    """Return the candidate at the beginning of a text; "perhaps" if it may become one."""
     first = len(text) - len(text.lstrip(skip)) if skip else 0
     perhaps = False
     for opening in openings if first <= MAX_SPACE else ():
@@ -420,7 +385,7 @@ def _match_opening(
 def _find_call_end(
     text: str, json: JsonSpan, mark: str, *, final: bool
 ) -> int | Literal["perhaps"] | None:
-    """Return the end of a candidate; "perhaps" if more text must come, None if it is no call."""
+    """Return the end of a candidate; "perhaps" if more text is needed, None if not a call."""
     if json.state == "broken" or json.end - json.start > MAX_CALL_CHARACTERS:
         return None
     if json.state == "open":
@@ -438,21 +403,21 @@ def _find_call_end(
 def _find_whole_answer_end(
     text: str, json: JsonSpan, mark: str, *, final: bool
 ) -> int | Literal["perhaps"] | None:
-    """Return the end of a call that is a whole answer, as `_find_call_end` does."""
+    """Return the end of a call that is the whole answer, like `_find_call_end`."""
     if json.state == "broken" or json.end - json.start > MAX_CALL_CHARACTERS:
         return None
     key = _FIRST_KEY.match(text, json.start)
     if key is not None and key[1] not in CALL_KEYS:
-        return None  # it need not be held back any longer
+        return None  # not a call: stop holding it back
     if json.state == "open":
         return None if final else "perhaps"
-    rest = text[json.end :].strip(_SPACE)
+    rest = text[json.end :].strip(WHITE_SPACE)
     if len(text) - json.end > MAX_SPACE or not mark.startswith(rest):
         return None
     return len(text) if final else "perhaps"
 
 
 def _count_spaces(text: str, start: int) -> int:
-    """Return how much white space begins at ``start``."""
+    """Return the number of white-space characters from ``start``."""
     rest = text[start : start + MAX_SPACE + 1]
-    return len(rest) - len(rest.lstrip(_SPACE))
+    return len(rest) - len(rest.lstrip(WHITE_SPACE))

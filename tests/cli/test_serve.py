@@ -66,7 +66,7 @@ def test_the_last_key_that_is_revoked_leaves_the_server_closed(
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (("serve", "key", "new", "Alice"), 2, "cannot be the name"),
+        (("serve", "key", "new", "Alice"), 2, "not a valid key name"),
         (("serve", "key", "new", "a", "--per-minute", "0"), 2, "a limit is"),
         (("serve", "key", "new", "a", "--expires", "soon"), 2, "not a span of time"),
         (("serve", "key", "new", "a", "--expires", "0"), 2, "expired already"),
@@ -87,7 +87,7 @@ def test_the_last_key_that_is_revoked_leaves_the_server_closed(
         (("serve", "--alias", "q=acme/typo"), 3, "the alias q: acme/typo is not installed"),
         (("serve", "--alias", "q=p", "--alias", "p=auto"), 2, "which is an alias itself"),
         (("serve", "--alias", "q=acme/typo:1e9"), 2, "the alias q: weight"),
-        (("serve", "--allow-host", "http://host"), 2, "not the name of a host"),
+        (("serve", "--allow-host", "http://host"), 2, "not a host name"),
         (("serve", "--allow-origin", "*"), 2, "not the origin of a page"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -20,7 +20,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> CommandRunner:
 
 def test_what_is_no_collector_is_refused_before_anything_is_loaded(run: CommandRunner) -> None:
     said = run("serve", "--traces", "127.0.0.1:4318", exit_code=2)
-    assert "--traces: that is no address" in said.err
+    assert "--traces: not the URL" in said.err
     assert "http://127.0.0.1:4318" in said.err
 
 

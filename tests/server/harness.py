@@ -101,7 +101,7 @@ class ServerHarness:
     clients: list[TestClient] = field(default_factory=list)
 
     @property
-    def engine(self) -> Any:
+    def engine(self) -> ServingEngine:
         return self.service.engine
 
     def client(self, secret: str | None = None, **headers: str) -> TestClient:

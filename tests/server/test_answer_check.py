@@ -52,7 +52,7 @@ def test_every_call_of_a_strict_tool_must_fit_its_schema(text: str, passed: bool
 
 def test_what_does_not_fit_is_said_with_the_tool_and_the_place() -> None:
     assert checked(BAD).problem == (
-        'what f is called with does not fit its schema: a: "one" is not of type "integer"'
+        'the input of f does not fit its schema: a: "one" is not of type "integer"'
     )
 
 

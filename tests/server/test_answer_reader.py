@@ -54,7 +54,7 @@ def test_calls_beyond_the_one_that_is_wanted_are_counted_and_told_of() -> None:
     parts = [*reader.push(CALL * 3), *reader.finish()]
     assert parts == [ParsedToolCall("f", {"a": 1})]
     assert reader.calls == 1
-    assert reader.warnings == ("calls of tools left out, since one was asked for: 2",)
+    assert reader.warnings == ("tool calls left out, since only one was requested: 2",)
 
 
 def test_what_is_said_leaves_out_thoughts_and_calls() -> None:

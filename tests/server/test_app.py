@@ -183,9 +183,9 @@ def test_what_is_not_there_is_answered_with_the_way_out(served: ServerHarness) -
     page = client.post("/v1/infer", json=ASKED, headers={"Origin": "https://evil.example"})
     hints = [answer.json()["error"]["hint"] for answer in (nowhere, other, page)]
     assert hints == [
-        "GET /openapi.json lists all addresses",
+        "GET /openapi.json lists all paths",
         "it takes DELETE, GET, HEAD",
-        "ask from a server of that site, or start with --allow-origin ORIGIN",
+        "send the request from that site's server, or start with --allow-origin ORIGIN",
     ]
 
 
@@ -328,7 +328,7 @@ def test_what_nobody_expected_is_500_without_detail(
     def broken() -> float:
         raise RuntimeError("secret detail /etc/passwd")
 
-    monkeypatch.setattr(served.service.engine._engine, "estimate_wait", broken)
+    monkeypatch.setattr(served.service.engine, "estimate_wait", broken)
     answer = served.client().post("/v1/jobs", json={"prompt": "x"})
     assert answer.status_code == 500
     assert "secret detail" not in answer.text

@@ -34,7 +34,7 @@ def test_where_the_user_says_nothing_the_last_words_of_all_count() -> None:
 
 
 def test_a_conversation_without_a_word_is_refused() -> None:
-    with pytest.raises(FieldError, match="none of them has any text"):
+    with pytest.raises(FieldError, match="none of them has text"):
         find_routing_text([ConversationMessage("user", " \n"), ConversationMessage("user", "")])
 
 

@@ -133,9 +133,9 @@ def test_attack_101_a_page_of_an_origin_that_is_not_allowed_reads_nothing(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"allowed_hosts": ("http://host",)}, "not the name of a host"),
-        ({"allowed_hosts": ("host:8000",)}, "not the name of a host"),
-        ({"allowed_hosts": ("*",)}, "not the name of a host"),
+        ({"allowed_hosts": ("http://host",)}, "not a host name"),
+        ({"allowed_hosts": ("host:8000",)}, "not a host name"),
+        ({"allowed_hosts": ("*",)}, "not a host name"),
         ({"allowed_origins": ("*",)}, "not the origin of a page"),
         ({"allowed_origins": ("localhost:3000",)}, "not the origin of a page"),
         ({"allowed_origins": ("http://localhost/app",)}, "not the origin of a page"),

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.server.output_parser import (
-    MAX_SPACE,
     JsonExtractor,
     OutputParser,
     OutputParserConfig,
@@ -15,6 +14,7 @@ from expertctl.server.output_parser import (
     extract_json,
 )
 from expertctl.server.post_processing.response_format import ResponseFormat, build_check
+from expertctl.server.reasoning_parser import MAX_SPACE
 from expertctl.server.tool_parser import HERMES, ParsedToolCall, PlainText
 
 INNER = '{"a": [1, 2], "b": "```not a fence```"}'

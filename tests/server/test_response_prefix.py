@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.text.prompt import ConversationMessage
-from expertctl.server.chat_prompt import find_answer_partial_tag, find_answer_prefix
 from expertctl.server.output_parser import OutputParser, OutputParserConfig, OutputPart
-from expertctl.server.reasoning_parser import ReasoningText
+from expertctl.server.reasoning_parser import ReasoningText, find_partial_tag, split_reasoning
 from expertctl.server.tool_parser import (
     HERMES,
     LLAMA,
@@ -37,14 +35,13 @@ WRITTEN = [
 
 
 def reading_of(form: ToolCallFormat, begun: str, **more: Any) -> OutputParserConfig:
-    last = ConversationMessage("assistant", begun)
     return OutputParserConfig(
         call_format=form,
         tools={"now"},
         may_think=True,
         starts_in_reasoning=begun.rfind("<think>") > begun.rfind("</think>"),
-        prefix=find_answer_prefix(last, end="continue"),
-        partial_tag=find_answer_partial_tag(last, end="continue"),
+        prefix=split_reasoning(begun)[0],
+        partial_tag=find_partial_tag(begun),
         **more,
     )
 

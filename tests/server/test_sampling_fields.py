@@ -4,10 +4,10 @@ import pytest
 
 from expertctl.engine.generation import DEFAULT_STOP_RULES, StopRules
 from expertctl.routing.sampling_presets import LIMITS
+from expertctl.server.openai.generation_request import GenerationFields, build_stop_rules
 from expertctl.server.request_body import (
     FieldError,
     field_limits,
-    make_stop_rules,
     normalise_top_k,
     normalise_top_p,
 )
@@ -32,12 +32,13 @@ def test_a_top_k_of_minus_one_is_off(given: int | None, counts: int | None) -> N
 
 
 def test_rules_for_the_end_are_usual_unless_they_are_given() -> None:
-    none = make_stop_rules(min_tokens=None, ignore_eos=None, stop_token_ids=None, max_tokens=None)
+    none = build_stop_rules(GenerationFields(model="tiny"), max_tokens=None)
     assert none == DEFAULT_STOP_RULES
-    some = make_stop_rules(min_tokens=3, ignore_eos=True, stop_token_ids=[7, 7], max_tokens=3)
+    fields = GenerationFields(model="tiny", min_tokens=3, ignore_eos=True, stop_token_ids=[7, 7])
+    some = build_stop_rules(fields, max_tokens=3)
     assert some == StopRules(3, ignore_end=True, stop_tokens=frozenset({7}))
 
 
 def test_an_answer_that_may_not_end_before_it_has_to_is_refused() -> None:
     with pytest.raises(FieldError, match="min_tokens 4 is more than max_tokens 3"):
-        make_stop_rules(min_tokens=4, ignore_eos=None, stop_token_ids=None, max_tokens=3)
+        build_stop_rules(GenerationFields(model="tiny", min_tokens=4), max_tokens=3)

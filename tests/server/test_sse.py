@@ -19,7 +19,6 @@ from expertctl.server.streaming import (
     EventStream,
     format_event,
     format_named_event,
-    make_event_stream,
     while_connected,
 )
 from tests.server.harness import StreamingClient
@@ -55,7 +54,7 @@ def app_of(
     async def stream(request: Request) -> Response:
         await request.body()
         if quiet_seconds == 10:
-            return make_event_stream(request, source.lines())
+            return EventStream(request, source.lines())
         return EventStream(request, source.lines(), keep_alive_seconds=quiet_seconds)
 
     app = _app(stream)
@@ -267,7 +266,7 @@ def test_what_nobody_expected_is_no_end_of_a_stream() -> None:
 
     async def endpoint(request: Request) -> Response:
         await request.body()
-        return make_event_stream(request, lines())
+        return EventStream(request, lines())
 
     async def read() -> None:
         async with StreamingClient(_app(endpoint), PATH, {}) as listener:

@@ -130,7 +130,7 @@ def test_a_field_that_would_change_the_answer_is_refused_by_its_place(
 
 def test_a_form_of_the_answer_is_refused_in_a_call_that_does_not_take_it() -> None:
     body = {"model": "auto", "prompt": "Hi", "response_format": {"type": "json_object"}}
-    with pytest.raises(FieldError, match="response_format: this call does not take it"):
+    with pytest.raises(FieldError, match="response_format: this call does not support it"):
         parse_lenient_body(json.dumps(body).encode(), CompletionRequest)
     with pytest.raises(FieldError, match=r"output_config\.format"):
         message(output_format={"type": "json_schema", "schema": {"type": "object"}})

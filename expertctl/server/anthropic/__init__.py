@@ -1,1 +1,1 @@
-"""The messages of the Anthropic API: requests, answers, streams, and their length in tokens."""
+"""The Anthropic API: messages and token counts."""

@@ -1,20 +1,14 @@
-"""The blocks that the content of a message is made of.
+"""The conversation and tools of a request to the Anthropic API.
 
-Only text is read. Blocks of any other kind are known by name and refused, as are fields that the
-published API does not have. Cache marks change nothing: every prompt is kept as long as there is
-room.
+Only text blocks are read. Other kinds of blocks are known by name and refused, as are fields that
+the published API does not have. Cache marks change nothing: every prefix is kept if there is room.
 
-The messages of a request, as they are sent, and as the chat template reads them.
+Adjacent messages of one role are joined. A tool result becomes a message of its own after the call;
+each call must be answered in the next turn. A last message of the assistant is the beginning of the
+answer, which then contains only what follows it.
 
-Adjacent messages of one role become one. A tool's answer becomes a message of its own, after the
-call, and each call must be answered in the next turn. A last message of the assistant is the
-beginning of the answer, which holds only what follows it.
-
-The tools of a request, which the chat template describes to the model.
-
-Generation cannot be constrained yet, so a request that demands a call is refused. The input of a
-``strict`` tool is checked afterwards, against its schema. Tools that the server would run are not
-known here.
+Generation cannot be constrained, so a request that requires a tool call is refused. The input of a
+``strict`` tool is checked afterwards against its schema. Tools run by the server are not supported.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -36,18 +30,18 @@ Id = Annotated[str, Meta(min_length=1, max_length=_MAX_ID)]
 
 
 class CacheControl(Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a prefix ends that should be kept."""
+    """The end of a prefix that should be cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 class _ContentBlock(Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
-    """One block."""
+    """A content block."""
 
 
 class TextBlock(_ContentBlock, frozen=True, tag="text"):
-    """Text; what it cites is no part of it."""
+    """Text; citations are ignored."""
 
     text: str
     cache_control: CacheControl | None = None
@@ -55,20 +49,20 @@ class TextBlock(_ContentBlock, frozen=True, tag="text"):
 
 
 class ThinkingBlock(_ContentBlock, frozen=True, tag="thinking"):
-    """What a model thought before it answered."""
+    """Reasoning of the model before its answer."""
 
     thinking: str
     signature: str = ""
 
 
 class RedactedThinkingBlock(_ContentBlock, frozen=True, tag="redacted_thinking"):
-    """What a model thought, in a form that only another server reads."""
+    """Reasoning in a form that only another server can read."""
 
     data: str
 
 
 class ToolUseBlock(_ContentBlock, frozen=True, tag="tool_use"):
-    """A call of a tool, by the model."""
+    """A tool call by the model."""
 
     id: Id
     name: Id
@@ -77,7 +71,7 @@ class ToolUseBlock(_ContentBlock, frozen=True, tag="tool_use"):
     caller: dict[str, Any] | None = None
 
     def to_json(self) -> JsonObject:
-        """Return the call as templates read it."""
+        """Return the call in the form that templates read."""
         arguments = cast("JsonObject", self.input)
         return {
             "id": self.id,
@@ -87,7 +81,7 @@ class ToolUseBlock(_ContentBlock, frozen=True, tag="tool_use"):
 
 
 class _UnsupportedBlock(_ContentBlock, frozen=True, forbid_unknown_fields=False):
-    """A block that is not read."""
+    """A block that is refused."""
 
 
 class ImageBlock(_UnsupportedBlock, frozen=True, tag="image"):
@@ -99,16 +93,16 @@ class DocumentBlock(_UnsupportedBlock, frozen=True, tag="document"):
 
 
 class SearchResultBlock(_UnsupportedBlock, frozen=True, tag="search_result"):
-    """A place that was found."""
+    """A search result."""
 
 
 UnsupportedBlock = ImageBlock | DocumentBlock | SearchResultBlock
 ToolResultContent = TextBlock | UnsupportedBlock
-"""What a tool answers with."""
+"""A block of a tool's result."""
 
 
 class ToolResultBlock(_ContentBlock, frozen=True, tag="tool_result"):
-    """What a tool answered."""
+    """The result of a tool call."""
 
     tool_use_id: Id
     content: str | Annotated[list[ToolResultContent], Meta(max_length=_MAX_BLOCKS)] | None = None
@@ -124,21 +118,23 @@ TextContent = str | Annotated[list[TextBlock], Meta(max_length=_MAX_BLOCKS)]
 
 
 def join_text(content: str | list[TextBlock]) -> str:
-    """Return a text, or the text of blocks, joined by line ends."""
+    """Return the content as text; the texts of blocks are joined by newlines."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
 def unsupported_block_error(block: UnsupportedBlock, field: str) -> FieldError:
-    """Return the error for a block that is not read."""
+    """Return the error for an unsupported block."""
     what = block.__struct_config__.tag
-    return FieldError(f"{field}: a block of type {what} is not read, only text is", field=field)
+    return FieldError(
+        f"{field}: a block of type {what} is not supported, only text is", field=field
+    )
 
 
 def format_tool_result(result: ToolResultBlock, field: str) -> str:
-    """Return what a tool answered; an error is marked in the text, since no template marks it.
+    """Return the text of a tool result; errors are prefixed, since no template marks them.
 
     Raises:
-        FieldError: when it contains a block that is not read.
+        FieldError: when it contains an unsupported block.
     """
     parts = [result.content] if isinstance(result.content, str) else list[str]()
     blocks = result.content if isinstance(result.content, list) else []
@@ -151,23 +147,23 @@ def format_tool_result(result: ToolResultBlock, field: str) -> str:
 
 
 class _AnthropicTurn(Struct, frozen=True, tag_field="role", forbid_unknown_fields=True):
-    """One message."""
+    """A message."""
 
 
 class HumanTurn(_AnthropicTurn, frozen=True, tag="user"):
-    """What a person says, and what tools answered."""
+    """A message of the user, with tool results."""
 
     content: UserContent
 
 
 class ModelTurn(_AnthropicTurn, frozen=True, tag="assistant"):
-    """What a model said."""
+    """A message of the model."""
 
     content: AssistantContent
 
 
 class InstructionTurn(_AnthropicTurn, frozen=True, tag="system"):
-    """Instructions in the middle of a conversation."""
+    """Instructions within the conversation."""
 
     content: TextContent
 
@@ -178,17 +174,17 @@ Turn = HumanTurn | ModelTurn | InstructionTurn
 def read_messages(
     system: TextContent | None, turns: Sequence[Turn]
 ) -> tuple[ConversationMessage, ...]:
-    """Return the conversation as the chat template reads it.
+    """Return the conversation in the form that chat templates read.
 
     Raises:
-        FieldError: for blocks that are not read, calls without an answer, and too much text.
+        FieldError: for unsupported blocks, unanswered calls, and too much text.
     """
     said = join_text(system or "")
     first = [ConversationMessage("system", said)] if said else []
     messages = tuple(_join_adjacent([*first, *_ConversationReader().read(turns)]))
     if messages[-1].role == "assistant" and not messages[-1].content.strip():
         raise FieldError(
-            "messages: the last one is of the assistant and has no text to go on from",
+            "messages: the last message is from the assistant and has no text to continue",
             field="messages",
         )
     check_conversation_length(messages)
@@ -196,11 +192,11 @@ def read_messages(
 
 
 class _ConversationReader:
-    """Reads the turns one after the other, and checks that each call is answered."""
+    """Reads turns in order and checks that each call is answered."""
 
     def __init__(self) -> None:
         self._open_calls: dict[str, str] = {}
-        """Id of an unanswered call of the last turn → name of its tool."""
+        """Id of an unanswered call of the last turn → the tool's name."""
 
     def read(self, turns: Sequence[Turn]) -> Iterator[ConversationMessage]:
         for number, turn in enumerate(turns):
@@ -216,7 +212,7 @@ class _ConversationReader:
 
     def _read_user(self, content: UserContent, field: str) -> Iterator[ConversationMessage]:
         if not content:
-            raise FieldError(f"{field}.content: there is nothing in it", field=f"{field}.content")
+            raise FieldError(f"{field}.content: empty", field=f"{field}.content")
         blocks = [TextBlock(content)] if isinstance(content, str) else content
         texts = list[str]()
         for number, block in enumerate(blocks):
@@ -236,7 +232,7 @@ class _ConversationReader:
         name = self._open_calls.pop(block.tool_use_id, None)
         if name is None:
             raise FieldError(
-                f"{field}.tool_use_id: the turn before has no open call {block.tool_use_id!r}",
+                f"{field}.tool_use_id: the previous turn has no open call {block.tool_use_id!r}",
                 field=f"{field}.tool_use_id",
             )
         fields: JsonObject = {"tool_call_id": block.tool_use_id, "name": name}
@@ -256,15 +252,13 @@ class _ConversationReader:
 
     def _open_call(self, call: ToolUseBlock, field: str) -> None:
         if call.id in self._open_calls:
-            raise FieldError(
-                f"{field}.id: there is a call {call.id!r} already", field=f"{field}.id"
-            )
+            raise FieldError(f"{field}.id: duplicate call id {call.id!r}", field=f"{field}.id")
         self._open_calls[call.id] = call.name
 
     def _check_answered(self, calls: Collection[str], field: str) -> None:
         for call in calls:
             raise FieldError(
-                f"{field}: call {call!r} of the turn before has no tool_result", field=field
+                f"{field}: call {call!r} of the previous turn has no tool_result", field=field
             )
 
 
@@ -280,7 +274,7 @@ def _template_fields(blocks: Sequence[AssistantBlock]) -> JsonObject:
 
 
 def _join_adjacent(messages: Sequence[ConversationMessage]) -> Iterator[ConversationMessage]:
-    """Join adjacent messages of one role; answers of tools stay apart."""
+    """Join adjacent messages of one role; tool results stay separate."""
     last: ConversationMessage | None = None
     for message in messages:
         if last is not None and last.role == message.role != "tool":
@@ -303,7 +297,7 @@ ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
 
 class OfferedTool(Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool, what it is for, and the JSON schema of its input."""
+    """A tool with its description and the JSON schema of its input."""
 
     name: ToolName
     input_schema: dict[str, Any]
@@ -314,7 +308,7 @@ class OfferedTool(Struct, frozen=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
     def to_json(self) -> JsonObject:
-        """Return the tool as templates read it."""
+        """Return the tool in the form that templates read."""
         said = {} if self.description is None else {"description": self.description}
         parameters = cast("JsonObject", self.input_schema)
         function: JsonObject = {"name": self.name, **said, "parameters": parameters}
@@ -322,27 +316,27 @@ class OfferedTool(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _ToolChoiceOption(Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
-    """Whether tools are used."""
+    """Whether the model uses tools."""
 
 
 class AutoChoice(_ToolChoiceOption, frozen=True, tag="auto"):
-    """As the model likes."""
+    """The model decides."""
 
     disable_parallel_tool_use: bool = False
 
 
 class NoneChoice(_ToolChoiceOption, frozen=True, tag="none"):
-    """Not at all: the model is told of none."""
+    """No tools: the prompt describes none."""
 
 
 class AnyChoice(_ToolChoiceOption, frozen=True, tag="any"):
-    """One of them must be."""
+    """The model must call a tool."""
 
     disable_parallel_tool_use: bool = False
 
 
 class ToolChoice(_ToolChoiceOption, frozen=True, tag="tool"):
-    """This one must be."""
+    """The model must call this tool."""
 
     name: str
     disable_parallel_tool_use: bool = False
@@ -354,10 +348,10 @@ ToolChoiceOption = AutoChoice | NoneChoice | AnyChoice | ToolChoice
 def select_tools(
     tools: Sequence[OfferedTool], choice: ToolChoiceOption | None
 ) -> tuple[OfferedTool, ...]:
-    """Return the tools that the model is told of.
+    """Return the tools that the prompt describes.
 
     Raises:
-        FieldError: when a call is demanded, or two tools have one name.
+        FieldError: when a call is required, or two tools have the same name.
     """
     _check_unique_names(tools)
     match choice:
@@ -367,19 +361,19 @@ def select_tools(
             return ()
         case AnyChoice() | ToolChoice():
             raise FieldError(
-                "tool_choice: no call can be forced, since no text can be; give the type auto or "
-                "none, and say in the messages which tool is wanted",
+                "tool_choice: a tool call cannot be required, since generation is not constrained; "
+                "use the type auto or none, and name the tool in the messages",
                 field="tool_choice",
             )
 
 
 def is_single_call(choice: ToolChoiceOption | None) -> bool:
-    """Whether only the first call of an answer counts."""
+    """Tell whether only the first call of an answer counts."""
     return isinstance(choice, AutoChoice) and choice.disable_parallel_tool_use
 
 
 def list_strict_tools(tools: Sequence[OfferedTool]) -> tuple[StrictTool, ...]:
-    """Return the tools whose input is to be checked."""
+    """Return the tools whose input is checked."""
     return tuple(
         StrictTool(tool.name, tool.input_schema, f"tools[{number}].input_schema")
         for number, tool in enumerate(tools)
@@ -392,5 +386,5 @@ def _check_unique_names(tools: Sequence[OfferedTool]) -> None:
     for number, tool in enumerate(tools):
         if tool.name in seen:
             field = f"tools[{number}].name"
-            raise FieldError(f"{field}: there is a tool {tool.name} already", field=field)
+            raise FieldError(f"{field}: duplicate tool name {tool.name}", field=field)
         seen.add(tool.name)

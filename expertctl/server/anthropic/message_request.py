@@ -1,9 +1,7 @@
-"""`MessageRequest` and `CountRequest`: bodies of requests, with the fields of the published API.
+"""`MessageRequest` and `CountRequest`: request bodies, and the job of a message (`MessageCall`).
 
-A field that would change the answer, but is not implemented here, is accepted only with its
-neutral value. The last group of fields is our own, as in the other APIs of the server.
-
-`MessageCall`: a request for a message as a job for the engine, and how its answer is read.
+A field that would change the answer but is not implemented is accepted only with its neutral value.
+The last group of fields is not Anthropic's; the other APIs of this server have the same fields.
 """
 
 import uuid
@@ -43,11 +41,9 @@ from expertctl.server.chat_prompt import (
     INSTRUCTION_WARNING,
     ChatTemplateTraits,
     add_json_instruction,
-    answer_opens_reasoning,
+    build_parser_config,
     can_continue,
     check_tools_length,
-    find_answer_partial_tag,
-    find_answer_prefix,
     find_routing_text,
     normalise_call_ids,
 )
@@ -76,24 +72,24 @@ _ThinkingDisplay = Literal["summarized", "omitted"]
 
 
 class _ThinkingMode(Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
-    """Whether a model thinks before it answers, and whether that is shown."""
+    """Whether the model writes reasoning, and whether that is returned."""
 
 
 class ThinkingEnabled(_ThinkingMode, frozen=True, tag="enabled"):
-    """It does; how much it thinks is up to it, within ``max_tokens``."""
+    """Reasoning is on; ``budget_tokens`` is not enforced, only ``max_tokens``."""
 
     budget_tokens: Annotated[int, Meta(ge=MIN_THINKING_TOKENS)]
     display: _ThinkingDisplay | None = None
 
 
 class ThinkingAdaptive(_ThinkingMode, frozen=True, tag="adaptive"):
-    """It does where it sees fit."""
+    """The model decides whether to write reasoning."""
 
     display: _ThinkingDisplay | None = None
 
 
 class ThinkingDisabled(_ThinkingMode, frozen=True, tag="disabled"):
-    """It does not."""
+    """Reasoning is off."""
 
 
 ThinkingMode = ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled
@@ -107,14 +103,14 @@ class JsonFormat(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How an answer should be."""
+    """Requirements for the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
 
 
 class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
-    """Who the request is made for: texts are kept for each of them apart."""
+    """The end user of the request; prefixes are cached for each user separately."""
 
     user_id: _Key | None = None
 
@@ -134,12 +130,12 @@ class CountRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def enables_thinking(self) -> bool:
-        """Whether the model is to think before it answers."""
+        """Whether reasoning is on."""
         return isinstance(self.thinking, ThinkingEnabled | ThinkingAdaptive)
 
     @property
     def shows_thinking(self) -> bool:
-        """Whether what it thought is part of the answer."""
+        """Whether reasoning is part of the answer."""
         match self.thinking:
             case ThinkingEnabled(display=display) | ThinkingAdaptive(display=display):
                 return display != "omitted"
@@ -148,7 +144,7 @@ class CountRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class MessageRequest(CountRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A conversation whose next turn is asked for."""
+    """A conversation whose next message is requested."""
 
     max_tokens: Annotated[int, field_limits("max_tokens")]
     stream: bool | None = None
@@ -181,7 +177,7 @@ def check_thinking_budget(request: MessageRequest) -> None:
     """Refuse a thinking budget that is not below ``max_tokens``.
 
     Raises:
-        FieldError: naming the budget.
+        FieldError: names the budget.
     """
     thinking = request.thinking
     if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens >= request.max_tokens:
@@ -189,30 +185,30 @@ def check_thinking_budget(request: MessageRequest) -> None:
         raise FieldError(f"{field}: it must be less than max_tokens", field=field)
 
 
-BUDGET_WARNING = "thinking.budget_tokens is not enforced: max_tokens alone ends a thought"
+BUDGET_WARNING = "thinking.budget_tokens is not enforced: only max_tokens limits reasoning"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateInput:
-    """A conversation in the form that the chat template takes."""
+    """A conversation in the form that chat templates read."""
 
     messages: tuple[ConversationMessage, ...]
-    """What the model reads."""
+    """The messages that the model reads."""
     client_messages: tuple[ConversationMessage, ...]
-    """What the client sent, which experts are chosen by."""
+    """The messages that the client sent, which routing uses."""
     tools: tuple[OfferedTool, ...]
     variables: JsonObject
     warnings: tuple[str, ...] = ()
 
     @property
     def chat_end(self) -> ChatEnd:
-        """How the prompt ends: text of the assistant at the end is continued."""
+        """How the prompt ends: a last message of the assistant is continued."""
         return "continue" if can_continue(self.messages[-1]) else "new_turn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageCall:
-    """One request for a message, read."""
+    """A parsed request for a message: its job and what its answer needs."""
 
     job: GenerationJob
     parser_config: OutputParserConfig
@@ -222,10 +218,10 @@ class MessageCall:
     stop_sequences: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     ignored_fields: tuple[str, ...] = ()
-    """Fields of the request that are ignored."""
+    """Ignored fields of the request."""
 
     async def count_reasoning_tokens(self, results: Sequence[RunResult]) -> int:
-        """Return how many tokens of the answer are thought."""
+        """Count the reasoning tokens of the answer."""
         opened = self.parser_config.starts_in_reasoning
         return await count_reasoning_tokens(
             results, self.template.tokenizer, starts_in_reasoning=opened
@@ -240,14 +236,16 @@ class MessageCall:
 def build_template_input(
     request: CountRequest, template: ChatTemplateTraits, *, json_instruction: bool
 ) -> TemplateInput:
-    """Read the conversation, tools and variables that the model gets.
+    """Return the messages, tools and template variables of the prompt.
 
     Raises:
-        FieldError: when a field asks for what is not done here.
+        FieldError: when a field asks for something unsupported.
     """
     tools = select_tools(request.tools or (), request.tool_choice)
     if tools and not template.reads_tools:
-        raise FieldError("tools: the chat template of this base reads none", field="tools")
+        raise FieldError(
+            "tools: the chat template of this base does not support tools", field="tools"
+        )
     variables: JsonObject = {"enable_thinking": request.enables_thinking}
     if request.output_config is not None and request.output_config.effort is not None:
         variables["reasoning_effort"] = request.output_config.effort
@@ -279,28 +277,40 @@ def build_message_call(
     settings: ServeSettings,
     ignored: Sequence[str] = (),
 ) -> MessageCall:
-    """Read a request to a server of one base; ``ignored_fields`` fields were left out of it.
+    """Build the job of a request; ``ignored`` are the fields removed from it.
 
     Raises:
-        FieldError: when a field asks for what is not done here.
-        UsageError: when fields do not fit together.
+        FieldError: when a field asks for something unsupported.
+        UsageError: when fields contradict each other.
         ModelNotFoundError: when there is no such model.
     """
     check_thinking_budget(request)
     choice = parse_model(request.model, base_name=base_name, aliases=settings.aliases)
     asked = build_template_input(request, template, json_instruction=settings.json_instruction)
-    reading = _build_parser_config(request, asked, template)
+    parser_config = build_parser_config(
+        template,
+        asked.variables,
+        asked.messages[-1],
+        end=asked.chat_end,
+        tools=(tool.name for tool in asked.tools),
+        single_call=is_single_call(request.tool_choice),
+        expects_json=bool(request.output_config and request.output_config.format),
+    )
     job = GenerationJob(
         id=uuid.uuid4().hex,
         request=_build_run_request(request, asked, choice, caller),
         owner=caller.id,
         priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
         deadline=compute_deadline(request.timeout_ms, default=settings.timeout),
-        check=_build_check(request, asked, reading),
+        check=build_answer_validator(
+            parser_config,
+            text_check=_build_format_check(request),
+            tools=list_strict_tools(request.tools or ()) if parser_config.tools else (),
+        ),
     )
     return MessageCall(
         job=job,
-        parser_config=reading,
+        parser_config=parser_config,
         template=template,
         model=request.model,
         shows_thinking=request.shows_thinking,
@@ -308,45 +318,9 @@ def build_message_call(
         warnings=(
             *format_ignored_warning(ignored),
             *asked.warnings,
-            *_unenforced_warnings(request),
+            *([BUDGET_WARNING] if isinstance(request.thinking, ThinkingEnabled) else []),
         ),
         ignored_fields=tuple(ignored),
-    )
-
-
-def _build_check(
-    request: MessageRequest, template_input: TemplateInput, parser_config: OutputParserConfig
-) -> CheckFunction | None:
-    return build_answer_validator(
-        parser_config,
-        text_check=_build_format_check(request),
-        tools=list_strict_tools(request.tools or ()) if parser_config.tools else (),
-    )
-
-
-def _unenforced_warnings(request: MessageRequest) -> tuple[str, ...]:
-    return (BUDGET_WARNING,) if isinstance(request.thinking, ThinkingEnabled) else ()
-
-
-def _build_parser_config(
-    request: MessageRequest, template_input: TemplateInput, template: ChatTemplateTraits
-) -> OutputParserConfig:
-    return OutputParserConfig(
-        call_format=template.call_format,
-        tools=frozenset(tool.name for tool in template_input.tools),
-        single_call=is_single_call(request.tool_choice),
-        may_think=template.may_think,
-        starts_in_reasoning=answer_opens_reasoning(
-            template,
-            template_input.variables,
-            template_input.messages[-1],
-            end=template_input.chat_end,
-        ),
-        expects_json=bool(request.output_config and request.output_config.format),
-        prefix=find_answer_prefix(template_input.messages[-1], end=template_input.chat_end),
-        partial_tag=find_answer_partial_tag(
-            template_input.messages[-1], end=template_input.chat_end
-        ),
     )
 
 
@@ -376,7 +350,7 @@ def _build_run_request(
 
 
 def _read_sampling_options(request: MessageRequest) -> SamplingOverrides:
-    """Return what the request says of how tokens are drawn."""
+    """Return the sampling options of the request."""
     stop = request.stop_sequences
     return SamplingOverrides(
         temperature=request.temperature,

@@ -1,9 +1,4 @@
-"""The documents of messages: a whole one, and the events of a stream.
-
-The outcome of an answer: why it ended, its usage, and what the published API lacks.
-
-The answer to a request for a message, told in one document.
-"""
+"""The documents that answer a message request: a whole message, or the events of a stream."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -22,13 +17,13 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class ThinkingTokens(Struct, frozen=True, kw_only=True):
-    """Tokens that were thought, among those that were written."""
+    """Reasoning tokens, included in the output tokens."""
 
     thinking_tokens: int
 
 
 class MessageUsage(Struct, frozen=True, kw_only=True):
-    """Tokens that were read, taken from what was kept, and written."""
+    """Tokens read, reused from the cache, and generated."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -38,7 +33,7 @@ class MessageUsage(Struct, frozen=True, kw_only=True):
 
 
 class MessageExtension(Struct, frozen=True, kw_only=True):
-    """What the published API has no place for: who answered and why, and what was checked."""
+    """Facts beyond the published API: the plan, checks, warnings and times."""
 
     job_id: str
     plan: PlanDocument
@@ -50,7 +45,7 @@ class MessageExtension(Struct, frozen=True, kw_only=True):
 
 
 class _TaggedStruct(Struct, frozen=True, kw_only=True, tag_field="type"):
-    """A document that says what it is."""
+    """A document with a ``type``."""
 
 
 class Said(_TaggedStruct, frozen=True, kw_only=True, tag="text"):
@@ -60,14 +55,14 @@ class Said(_TaggedStruct, frozen=True, kw_only=True, tag="text"):
 
 
 class Thinking(_TaggedStruct, frozen=True, kw_only=True, tag="thinking"):
-    """A block of what was thought."""
+    """A block of reasoning."""
 
     thinking: str
     signature: str
 
 
 class Used(_TaggedStruct, frozen=True, kw_only=True, tag="tool_use"):
-    """A block that calls a tool."""
+    """A tool call."""
 
     id: str
     name: str
@@ -78,7 +73,7 @@ Block = Said | Thinking | Used
 
 
 class Message(_TaggedStruct, frozen=True, kw_only=True, tag="message"):
-    """The answer; where a stream begins, what is known of it before it is written."""
+    """The answer; at the start of a stream, without content."""
 
     id: str
     role: Literal["assistant"]
@@ -97,7 +92,7 @@ class MessageStart(_TaggedStruct, frozen=True, kw_only=True, tag="message_start"
 
 
 class Ping(_TaggedStruct, frozen=True, kw_only=True, tag="ping"):
-    """An event that says nothing."""
+    """An event without data."""
 
 
 class BlockStart(_TaggedStruct, frozen=True, kw_only=True, tag="content_block_start"):
@@ -114,19 +109,19 @@ class TextDelta(_TaggedStruct, frozen=True, kw_only=True, tag="text_delta"):
 
 
 class ThinkingDelta(_TaggedStruct, frozen=True, kw_only=True, tag="thinking_delta"):
-    """More of what was thought."""
+    """More reasoning."""
 
     thinking: str
 
 
 class SignatureDelta(_TaggedStruct, frozen=True, kw_only=True, tag="signature_delta"):
-    """Where a thought is from."""
+    """The signature of a block of reasoning."""
 
     signature: str
 
 
 class InputDelta(_TaggedStruct, frozen=True, kw_only=True, tag="input_json_delta"):
-    """More of what a tool is called with, as JSON text."""
+    """More of a tool call's input, as JSON text."""
 
     partial_json: str
 
@@ -135,27 +130,27 @@ Delta = TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockDelta(_TaggedStruct, frozen=True, kw_only=True, tag="content_block_delta"):
-    """A block grows."""
+    """An addition to a block."""
 
     index: int
     delta: Delta
 
 
 class BlockStop(_TaggedStruct, frozen=True, kw_only=True, tag="content_block_stop"):
-    """A block is whole."""
+    """A block ends."""
 
     index: int
 
 
 class Stop(Struct, frozen=True, kw_only=True):
-    """Why a message ended."""
+    """Why the message ended."""
 
     stop_reason: StopReason
     stop_sequence: str | None
 
 
 class MessageDelta(_TaggedStruct, frozen=True, kw_only=True, tag="message_delta"):
-    """The message ended; what it took in all."""
+    """The end of the message: its stop reason and total usage."""
 
     delta: Stop
     usage: MessageUsage
@@ -170,13 +165,13 @@ StreamEvent = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | Messag
 
 
 class TokenCount(Struct, frozen=True, kw_only=True):
-    """How many tokens a conversation is to the base."""
+    """The number of tokens of a conversation."""
 
     input_tokens: int
 
 
 def find_stop_reason(call: MessageCall, result: RunResult, *, calls: int) -> Stop:
-    """Return why an answer ended; one that was cut off, for any reason, is ``max_tokens``.
+    """Return the stop reason; an answer cut off for any reason has ``max_tokens``.
 
     A stop string that comes from an expert, not from the request, is not reported.
     """
@@ -190,10 +185,10 @@ def find_stop_reason(call: MessageCall, result: RunResult, *, calls: int) -> Sto
 
 
 def build_usage(*, prompt: int, cached: int, generated: int, reasoning: int = 0) -> MessageUsage:
-    """Return the ``usage``; ``input_tokens`` leaves out tokens kept from earlier requests.
+    """Return the ``usage``; ``input_tokens`` excludes ``cached`` tokens of earlier requests.
 
-    Keeping them takes no tokens of its own. ``thought`` counts the written tokens that are
-    thought, which are reported separately if there are any.
+    Caching costs no tokens of its own. ``reasoning`` counts the generated tokens that are
+    reasoning; they are reported separately if there are any.
     """
     return MessageUsage(
         input_tokens=prompt - cached,
@@ -217,7 +212,7 @@ def build_result_usage(result: RunResult, *, reasoning: int) -> MessageUsage:
 def build_extension(
     call: MessageCall, result: RunResult, warnings: Sequence[str]
 ) -> MessageExtension:
-    """Return what the published API has no place for."""
+    """Return the ``expertctl`` object of an answer."""
     return MessageExtension(
         job_id=result.job_id,
         plan=result.planned.result.plan.to_json(),
@@ -230,7 +225,7 @@ def build_extension(
 
 
 def build_message(call: MessageCall, result: RunResult, *, reasoning_tokens: int = 0) -> Message:
-    """Return the message that answers a request; ``thought`` is its number of thought tokens."""
+    """Return the whole message that answers a request."""
     read = call.parser_config.parse(result.generated.text)
     stop = find_stop_reason(call, result, calls=len(read.calls))
     return Message(
@@ -246,18 +241,18 @@ def build_message(call: MessageCall, result: RunResult, *, reasoning_tokens: int
 
 
 def build_tool_use(call: MessageCall, found: ParsedToolCall, *, number: int) -> Used:
-    """Return a call as a block with a unique id."""
+    """Return the block of a tool call, with a unique id."""
     name = make_call_id("toolu_", job_id=call.job.id, number=number)
     return Used(id=name, name=found.name, input=found.arguments)
 
 
 def make_signature(call: MessageCall) -> str:
-    """Return the signature of a thought: it names the origin, and proves nothing."""
+    """Return the signature of reasoning: the message's id, which proves nothing."""
     return call.id
 
 
 def _build_blocks(call: MessageCall, read: Iterable[OutputPart]) -> Iterator[Block]:
-    """Yield the blocks of an answer; adjacent parts of one kind are one block, except calls."""
+    """Yield the blocks of an answer; adjacent text or reasoning parts form one block."""
     shown = (part for part in read if call.shows_thinking or not isinstance(part, ReasoningText))
     calls = 0
     for part in _merge_parts(shown):

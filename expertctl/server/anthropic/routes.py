@@ -1,17 +1,11 @@
-"""`BlockWriter`: turns an answer into events of its content blocks while it is written.
+"""The routes of the Anthropic API, and the event stream of a message.
 
-Adjacent parts of one kind form one block; each call is a block of its own. Thoughts are left out
-unless the request asks for them.
+`BlockWriter` turns an answer into events of its content blocks while it is written: adjacent parts
+of one kind form one block, each call a block of its own; reasoning is left out unless requested.
+`MessageStream` wraps them: the message starts when prefill begins, with the usage so far; then come
+its blocks, then the stop reason, the total usage and, beside it, the ``expertctl`` object.
 
-`MessageStream`: the answer to a request for a message, told in events as it is written.
-
-The message begins when its prompt is being read, with the usage so far; then come its blocks, one
-after the other, then why it ended and the usage in all. What the published API has no place for
-stands beside the usage.
-
-The addresses of the Anthropic API: messages, and how many tokens a conversation has.
-
-The version that a client names in ``anthropic-version`` makes no difference: there is one.
+The version that a client names in ``anthropic-version`` makes no difference: there is only one.
 """
 
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -76,9 +70,9 @@ from expertctl.server.request_body import ParsedBody, build_ignored_headers, rea
 from expertctl.server.responses import json_response
 from expertctl.server.service import Service
 from expertctl.server.streaming import (
+    EventStream,
     JobSubmitter,
     format_named_event,
-    make_event_stream,
     run_job,
     stream_job,
     while_connected,
@@ -90,10 +84,10 @@ BlockEvent = BlockStart | BlockDelta | BlockStop
 
 
 class BlockWriter:
-    """Turns the text of one answer into events of its blocks."""
+    """Turns the text of one answer into block events."""
 
     def __init__(self, call: MessageCall) -> None:
-        """Begin without a block."""
+        """Start without an open block."""
         self._call = call
         self._parser = OutputParser(call.parser_config)
         self._open_kind: _PartKind | None = None
@@ -101,20 +95,20 @@ class BlockWriter:
 
     @property
     def calls(self) -> int:
-        """How many calls were written so far."""
+        """Number of calls written so far."""
         return self._calls
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Say how many calls are left out, if any."""
+        """Warnings about what was removed from the answer."""
         return self._parser.warnings
 
     def push(self, text: str) -> Iterator[BlockEvent]:
-        """Take the next piece of the answer; yield the events that are certain now."""
+        """Add the next piece of the answer; yield the events that are now certain."""
         yield from self._write_parts(self._parser.push(text))
 
     def finish(self) -> Iterator[BlockEvent]:
-        """Yield the events of text that was held back, and close the open block."""
+        """Yield the events of held-back text, and close the open block."""
         yield from self._write_parts(self._parser.finish())
         yield from self._close()
 
@@ -167,10 +161,10 @@ class BlockWriter:
 
 
 async def stream_message(jobs: JobSubmitter, call: MessageCall) -> AsyncIterator[bytes]:
-    """Begin the job of a request and yield the lines of its stream.
+    """Submit the job of a request and yield the events of its stream.
 
     Raises:
-        ExpertError: when it is refused, or fails on the way.
+        ExpertError: when it is refused or fails.
     """
     stream = MessageStream(call)
     async with stream_job(jobs, call.job) as events:
@@ -185,15 +179,15 @@ class MessageStream:
     """Turns the events of one job into those of the published API."""
 
     def __init__(self, call: MessageCall) -> None:
-        """Begin before the first event."""
+        """Start before the first event."""
         self.reasoning_tokens = 0
-        """How many tokens are thought; set before the last event."""
+        """Number of reasoning tokens; set before the last event."""
         self._call = call
         self._blocks = BlockWriter(call)
         self._has_started = False
 
     def translate(self, event: JobEvent) -> Iterator[StreamEvent]:
-        """Yield what an event adds to the message."""
+        """Yield the message events of a job event."""
         match event:
             case JobStarted(_, prompt, reused):
                 yield from self._start_message(prompt=prompt, reused=reused)
@@ -208,7 +202,7 @@ class MessageStream:
                 return
 
     def _start_message(self, *, prompt: int, reused: int) -> Iterator[StreamEvent]:
-        """Begin the message, once: a job can be over before its prompt was read."""
+        """Start the message, once: a job can end before prefill."""
         if self._has_started:
             return
         self._has_started = True
@@ -233,7 +227,7 @@ class MessageStream:
 
 
 def event_name(event: StreamEvent) -> str:
-    """Return the name of an event, which is its type."""
+    """Return the name of an event: its type."""
     return str(event.__struct_config__.tag)
 
 
@@ -241,11 +235,11 @@ _Kind = TypeVar("_Kind")
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 _MAX_COUNTS = 2
-"""How many conversations are counted at a time, each in a thread."""
+"""Maximum conversations counted at a time, each in a thread."""
 
 
 def build_routes(service: Service) -> list[BaseRoute]:
-    """Return the addresses, on one engine."""
+    """Return the routes of the Anthropic API."""
     wire = _AnthropicEndpoints(service)
     return [
         Route(MESSAGES, wire.create, methods=["POST"]),
@@ -254,14 +248,14 @@ def build_routes(service: Service) -> list[BaseRoute]:
 
 
 class _AnthropicEndpoints:
-    """Answers the requests of one server."""
+    """Handles the requests of the Anthropic API."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._counting = CapacityLimiter(_MAX_COUNTS)
 
     async def create(self, request: Request) -> Response:
-        """Answer with the next message of a conversation."""
+        """Return the next message of a conversation."""
         service = self._service
         body = await self._read_body(request, MessageRequest)
         call = build_message_call(
@@ -274,15 +268,15 @@ class _AnthropicEndpoints:
         )
         headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
-            return make_event_stream(request, stream_message(service.engine, call), headers=headers)
-        came = await while_connected(request, run_job(service.engine, call.job))
+            return EventStream(request, stream_message(service.jobs, call), headers=headers)
+        came = await while_connected(request, run_job(service.jobs, call.job))
         thought = await call.count_reasoning_tokens(came.results)
         return json_response(
             build_message(call, came.results[0], reasoning_tokens=thought), headers=headers
         )
 
     async def count(self, request: Request) -> Response:
-        """Answer with the number of tokens that the base would read."""
+        """Return the number of tokens of a conversation."""
         body, service = await self._read_body(request, CountRequest), self._service
         parse_model(
             body.value.model,

@@ -1,1 +1,1 @@
-"""Our own API: inference, jobs, routing and what is installed."""
+"""The native API: inference, background jobs, routing and installed experts."""

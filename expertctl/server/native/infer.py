@@ -1,14 +1,11 @@
-"""The bodies of ``/v1/route``, ``/v1/infer`` and ``/v1/jobs``.
+"""``/v1/infer``: request bodies, jobs, answer documents and event streams.
 
-A field that is not listed here is ignored and reported, or refused where it would change what the
-answer is; ``/v1/route`` refuses all of them. Experts are named by reference or digest, and must be
-installed: there is no way to name a file or an address.
+The bodies of ``/v1/route`` and ``/v1/jobs`` are defined here, too. An unknown field is ignored and
+reported, or refused if it would change the answer; ``/v1/route`` refuses all of them. Experts are
+named by reference or digest and must be installed: no file or URL can be named.
 
-`Call`: a request to answer a prompt, as a job for the engine, and its time of arrival.
-
-The answer to ``/v1/infer``: the document of ``run --json``, and when and how it came about.
-
-The events of a stream: ``started``, ``piece`` by ``piece``, then ``finished`` or ``failed``.
+An answer is the document of ``run --json`` with arrival and stage times. A stream has the events
+``started``, any number of ``piece``, then ``finished`` or ``failed``.
 """
 
 import time
@@ -70,17 +67,17 @@ from expertctl.server.streaming import JobSubmitter, format_named_event, stream_
 MAX_EXCLUDED = 100
 _MAX_CONTEXT = 2**31
 _MAX_METADATA = 16
-_NAMED_BY = "experts are named by force_experts"
-_ONE_PROMPT = "this call takes a prompt; ask for a chat completion"
+_NAMED_BY = "use force_experts to name experts"
+_ONE_PROMPT = "this call takes a prompt; use a chat completion"
 REFUSED_FIELDS: Mapping[str, str] = {
     **dict.fromkeys(("model", "expert", "experts", "force_expert", "plan"), _NAMED_BY),
-    **dict.fromkeys(("exclude", "exclude_expert"), "experts are excluded by exclude_experts"),
+    **dict.fromkeys(("exclude", "exclude_expert"), "use exclude_experts to exclude experts"),
     **dict.fromkeys(
         ("messages", "system", "tools", "tool_choice", "functions", "suffix"), _ONE_PROMPT
     ),
-    "base": "a server has one base",
+    "base": "a server has only one base",
 }
-"""Unknown fields of ``/v1/infer`` without which the answer would be another one, and why."""
+"""Unknown fields of ``/v1/infer`` that would change the answer → why they are refused."""
 _Named = TypeVar("_Named")
 
 
@@ -94,7 +91,7 @@ _MetadataKey = Annotated[str, Meta(max_length=64)]
 
 
 class RouteFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a plan depends on: the body of ``/v1/route``."""
+    """The body of ``/v1/route``: everything a plan depends on."""
 
     prompt: Annotated[PromptText, Meta(min_length=1)]
     temperature: Annotated[float, field_limits("temperature")] | None = None
@@ -110,11 +107,11 @@ class RouteFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     seed: Annotated[int, field_limits("seed")] | None = None
 
     def to_route_request(self) -> RouteRequest:
-        """Return the request for a route, without forced experts.
+        """Return the routing request, without forced experts.
 
         Raises:
-            UsageError: when fields do not fit together.
-            FieldError: when an expert is named wrongly.
+            UsageError: when fields contradict each other.
+            FieldError: when the name of an expert is malformed.
         """
         most = self.max_experts
         request = RouteRequest(
@@ -128,7 +125,7 @@ class RouteFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return request
 
     def to_plan_request(self) -> RunRequest:
-        """Return the request that a plan is made for; raises as `route` does."""
+        """Return the request to plan; raises like `to_route_request`."""
         return RunRequest(
             message=UserMessage(prompt=self.prompt),
             route=self.to_route_request(),
@@ -149,7 +146,7 @@ class RouteFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class InferRequest(RouteFields, frozen=True, kw_only=True):
-    """What an answer depends on, and how it is wanted: the body of ``/v1/infer``."""
+    """The body of ``/v1/infer``: what the answer depends on, and how it is delivered."""
 
     template: PromptText | None = None
     body: PromptText | None = None
@@ -164,9 +161,9 @@ class InferRequest(RouteFields, frozen=True, kw_only=True):
     stream: bool = False
 
     def build_instruction(self) -> str | None:
-        """Return what the model is told of the form of the JSON that is asked for, if anything.
+        """Return the instruction for the requested JSON schema, if one is added to the prompt.
 
-        A template says itself what the model reads, so nothing is added to one.
+        A template defines everything the model reads, so nothing is added to one.
         """
         schema = self.response_format and self.response_format.prompt_schema
         if not schema or self.template is not None:
@@ -178,11 +175,11 @@ class InferRequest(RouteFields, frozen=True, kw_only=True):
         )
 
     def to_run_request(self, caller: Caller, *, instruction: str | None = None) -> RunRequest:
-        """Return the request that is answered; the message ends with the instruction, if any.
+        """Return the request to run; the message ends with the instruction, if any.
 
         Raises:
-            UsageError: when fields do not fit together.
-            FieldError: when an expert is named wrongly.
+            UsageError: when fields contradict each other.
+            FieldError: when the name of an expert is malformed.
         """
         body = "\n\n".join(filter(None, (self.body, instruction))) if instruction else self.body
         message = UserMessage(prompt=self.prompt, body=body, template=self.template)
@@ -220,33 +217,33 @@ def _parse_one(field: str, text: str, read: Callable[[str], _Named]) -> _Named:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """When a request came, by both clocks."""
+    """The arrival time of a request, by both clocks."""
 
     wall_time: float = field(default_factory=time.time)
     tick: float = field(default_factory=time.perf_counter)
 
     @property
     def elapsed_ms(self) -> float:
-        """Milliseconds since then."""
+        """Milliseconds since the arrival."""
         return (time.perf_counter() - self.tick) * 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferCall:
-    """One request, read."""
+    """A parsed request: its job and what its answer needs."""
 
     job: GenerationJob
     arrival: Arrival
     reception_ms: float
     expects_json: bool = False
-    """Whether the answer was to be JSON, so that what stands around it is removed."""
+    """Whether JSON was requested, so that text around it is removed."""
     ignored_fields: tuple[str, ...] = ()
-    """Fields of the request that are ignored."""
+    """Ignored fields of the request."""
     warnings: tuple[str, ...] = ()
-    """Warnings of reading the request."""
+    """Warnings from parsing the request."""
 
     def filter_sink(self, sink: TokenSink) -> TokenSink:
-        """Return a sink that passes the events of the job on, with the text that is given out."""
+        """Return a sink that passes on the job's events with the text that is returned."""
         if not self.expects_json:
             return sink
         json = JsonExtractor()
@@ -259,12 +256,12 @@ class InferCall:
 
     @property
     def submitted_at(self) -> str:
-        """When it came, as RFC 3339 has it."""
+        """The arrival time in RFC 3339 format."""
         return format_time(self.arrival.wall_time)
 
 
 def filter_event(event: JobEvent, json: JsonExtractor) -> tuple[JobEvent, ...]:
-    """Return an event of an answer as a filter leaves it, behind what the filter held back."""
+    """Return an event with filtered text, preceded by text the filter held back."""
     match event:
         case OutputDelta():
             return (replace(event, text=json.push(event.text)),)
@@ -283,10 +280,10 @@ def build_call(
     arrival: Arrival,
     ignored: Sequence[str] = (),
 ) -> InferCall:
-    """Make a job of a request; ``ignored_fields`` fields were left out of it.
+    """Build the job of a request; ``ignored`` are the fields removed from it.
 
     Raises:
-        UsageError: when fields do not fit together.
+        UsageError: when fields contradict each other.
         FieldError: when a field names something that does not exist.
     """
     instruction = body.build_instruction() if settings.json_instruction else None
@@ -313,7 +310,7 @@ def build_call(
 
 
 def format_time(seconds: float) -> str:
-    """Return a time as text, in UTC."""
+    """Format a `time.time` in RFC 3339, in UTC, with milliseconds."""
     text = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
     return f"{text.removesuffix('+00:00')}Z"
 
@@ -334,7 +331,7 @@ def _build_check(body: InferRequest, commands: Validators) -> CheckFunction | No
 
 
 def build_answer(call: InferCall, finished: JobFinished) -> JsonObject:
-    """Return the document (``schemas/infer.schema.json``)."""
+    """Return the answer document (``schemas/infer.schema.json``)."""
     [result] = finished.results
     text, warnings = _filter_text(call, result.generated.text)
     experts = result.planned.result.plan.experts
@@ -361,13 +358,8 @@ def build_started_event(call: InferCall, event: JobStarted) -> JsonObject:
     }
 
 
-def build_piece_event(event: OutputDelta) -> JsonObject:
-    """Return an event with more of the text."""
-    return {"text": event.text}
-
-
 def _filter_text(call: InferCall, text: str) -> tuple[str, tuple[str, ...]]:
-    """Return the text that is given out, and warnings of what was removed from it."""
+    """Return the text of the answer, and warnings about what was removed from it."""
     if not call.expects_json:
         return text, ()
     json = JsonExtractor()
@@ -375,7 +367,7 @@ def _filter_text(call: InferCall, text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _measure_stages(call: InferCall, result: RunResult) -> JsonObject:
-    """Return how long each stage took; waiting in the queue is no stage, and is in the timings."""
+    """Return the milliseconds of each stage; queueing is not a stage, see ``timings_ms``."""
     took = result.timings_ms
     stages = {
         "reception": call.reception_ms,
@@ -388,10 +380,10 @@ def _measure_stages(call: InferCall, result: RunResult) -> JsonObject:
 
 
 async def stream_infer(jobs: JobSubmitter, call: InferCall, scope: Scope) -> AsyncIterator[bytes]:
-    """Begin the job of a call and yield the lines of its stream.
+    """Submit the job of a call and yield the events of its stream.
 
     Raises:
-        ExpertError: when it is refused, or fails before its first event was sent.
+        ExpertError: when it is refused, or fails before its first event.
     """
     begun, json = False, JsonExtractor() if call.expects_json else None
     try:
@@ -412,11 +404,11 @@ def _encode_event(call: InferCall, event: JobEvent) -> bytes:
         case JobStarted():
             return _encode_named("started", build_started_event(call, event))
         case OutputDelta():
-            return _encode_named("piece", build_piece_event(event)) if event.text else b""
+            return _encode_named("piece", {"text": event.text}) if event.text else b""
         case JobFinished():
             return _encode_named("finished", build_answer(call, event))
         case JobFailed():
-            return b""  # it is raised
+            return b""  # raised by `stream_job`
 
 
 def _encode_named(name: str, document: JsonObject) -> bytes:

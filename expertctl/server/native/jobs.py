@@ -1,14 +1,12 @@
-"""`JobStore`: background jobs, whose callers ask for the outcome later.
+"""`JobStore`: background jobs, whose callers poll for the outcome.
 
-A job belongs to the caller who made it: to anybody else it does not exist. Finished jobs are kept
-for a while, a limited number for each caller. When all of them take too many bytes, the oldest job
-of the caller with the most bytes is dropped first, so that one caller cannot displace the answers
-of others. The last answer of a caller is never dropped for lack of room.
+A job belongs to the caller that submitted it; for anybody else it does not exist. Ended jobs are
+kept for a while, a limited number per caller. When all of them take too many bytes, the oldest job
+of the caller with the most bytes is dropped first, so that one caller cannot evict the answers of
+others. The last answer of a caller is never dropped to save memory.
 
-Events come from the threads of the engine, requests from those of the server, so one lock guards
-both. A job that is over never changes again.
-
-What is told of a job (``schemas/job.schema.json``).
+Events come from engine threads, requests from server threads, so one lock guards both. An ended job
+never changes. `JobDocument` is what callers see (``schemas/job.schema.json``).
 """
 
 import threading
@@ -39,25 +37,25 @@ RETENTION_SECONDS = 3600.0
 MAX_ENDED_PER_OWNER = 1000
 MAX_ENDED_BYTES = 64 << 20
 _OVERHEAD = 1000
-"""About how many bytes a job takes besides its texts."""
+"""Estimated bytes of a job besides its texts."""
 
 DescribeAnswer = Callable[[JobFinished], JsonObject]
-"""Makes the document of an answer."""
+"""Builds the document of an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredJob:
-    """A job as it is at one moment."""
+    """A snapshot of a job."""
 
     id: str
     owner: str
     submitted: float
-    """A time of `time.time`, as are the other times."""
+    """In `time.time` seconds, like the other times."""
     started: float | None = None
     ended: float | None = None
     is_cancelled: bool = False
     text: str = ""
-    """The part of the answer that is certain."""
+    """The part of the answer that is already certain."""
     result: msgspec.Raw | None = None
     """The document of the whole answer."""
     error: ExpertError | None = None
@@ -73,13 +71,13 @@ class StoredJob:
 
     @property
     def size(self) -> int:
-        """About how many bytes it takes."""
+        """The estimated size in bytes."""
         return _OVERHEAD + 4 * len(self.text) + (0 if self.result is None else len(self.result))
 
 
 @dataclass(slots=True)
 class _RunningJob:
-    """A job, and the text of it that is not joined yet."""
+    """A running job, and the pieces of its text."""
 
     job: StoredJob
     describe: DescribeAnswer
@@ -87,7 +85,7 @@ class _RunningJob:
 
 
 class JobStore:
-    """The owner of all jobs that were submitted and not forgotten."""
+    """All jobs that were submitted and not yet dropped; any thread may use it."""
 
     def __init__(
         self,
@@ -97,7 +95,7 @@ class JobStore:
         kept_bytes: int = MAX_ENDED_BYTES,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begin without a job."""
+        """Start empty; limits apply to ended jobs, and ``clock`` is in `time.time` seconds."""
         self._kept_seconds = kept_seconds
         self._kept_per_owner = kept_per_owner
         self._kept_bytes = kept_bytes
@@ -105,16 +103,16 @@ class JobStore:
         self._lock = threading.Lock()
         self._running: dict[str, _RunningJob] = {}
         self._ended: dict[str, StoredJob] = {}
-        """Jobs that are over, in the order in which they ended."""
+        """Ended jobs, in the order they ended."""
         self._by_owner: dict[str, dict[str, None]] = {}
-        """Owner → ids of the jobs that are over, in the same order."""
+        """Owner → ids of its ended jobs, in the same order."""
         self._bytes: dict[str, int] = {}
-        """Owner → bytes of the jobs that are over."""
+        """Owner → bytes of its ended jobs."""
 
     def add(
         self, job_id: str, *, owner: str, submitted: float, describe: DescribeAnswer
     ) -> StoredJob:
-        """Take a job that is about to begin."""
+        """Add a job that is about to be submitted."""
         job = StoredJob(id=job_id, owner=owner, submitted=submitted)
         with self._lock:
             assert job_id not in self._running, "a job has an id of its own"
@@ -122,7 +120,7 @@ class JobStore:
         return job
 
     def drop(self, job_id: str) -> None:
-        """Forget a job that did not begin."""
+        """Drop a job that was refused."""
         with self._lock:
             self._running.pop(job_id, None)
 
@@ -143,20 +141,20 @@ class JobStore:
                     self._finish(_fail_job(entry, event.error))
 
     def find(self, job_id: str, *, owner: str) -> StoredJob:
-        """Return a job as it is now.
+        """Return the current state of a job.
 
         Raises:
-            NotFoundError: when this owner has no such job, or it was forgotten.
+            NotFoundError: when this owner has no such job, or it was dropped.
         """
         with self._lock:
             self._drop_expired()
             return self._find_owned(job_id, owner)
 
     def cancel(self, job_id: str, *, owner: str) -> StoredJob:
-        """Mark a job as cancelled; if it is over, nothing changes.
+        """Mark a job as cancelled; an ended job is unchanged.
 
         Raises:
-            NotFoundError: as `find`.
+            NotFoundError: like `find`.
         """
         with self._lock:
             self._drop_expired()
@@ -188,12 +186,12 @@ class JobStore:
         job = self._ended.get(job_id) if entry is None else _join_pieces(entry)
         if job is None or job.owner != owner:
             raise NotFoundError(
-                f"there is no job {job_id[:80]!r}", hint="jobs are kept for a while after their end"
+                f"there is no job {job_id[:80]!r}", hint="ended jobs are kept only for a while"
             )
         return job
 
     def _finish(self, job: StoredJob) -> None:
-        """Keep a job that is over; drop older ones if need be."""
+        """Keep an ended job; drop older ones to stay within the limits."""
         job = replace(job, ended=self._clock())
         del self._running[job.id]
         self._ended[job.id] = job
@@ -206,7 +204,7 @@ class JobStore:
         self._drop_largest()
 
     def _drop_largest(self) -> None:
-        """Drop the oldest jobs of the owner with the most bytes, but never the last of an owner."""
+        """Drop the oldest jobs of the owner with the most bytes, never an owner's last one."""
         while sum(self._bytes.values()) > self._kept_bytes:
             several = [owner for owner, ids in self._by_owner.items() if len(ids) > 1]
             if not several:
@@ -231,7 +229,7 @@ class JobStore:
 
 
 def _join_pieces(entry: _RunningJob) -> StoredJob:
-    """Return a job with its text in one piece."""
+    """Return a snapshot with the text joined."""
     entry.pieces = ["".join(entry.pieces)]
     return replace(entry.job, text=entry.pieces[0])
 
@@ -254,7 +252,7 @@ def _fail_job(entry: _RunningJob, error: ExpertError) -> StoredJob:
 
 
 class JobError(Struct, frozen=True):
-    """Why there is no answer, as the answer to a failed request says it."""
+    """Why there is no answer, in the form of a failed request's error."""
 
     code: str
     message: str
@@ -262,7 +260,7 @@ class JobError(Struct, frozen=True):
 
 
 class JobDocument(Struct, frozen=True, kw_only=True):
-    """A job as it is now; ``text`` is as much of the answer as is certain."""
+    """The current state of a job; ``text`` is the part of the answer that is certain."""
 
     job_id: str
     status: Status
@@ -270,15 +268,15 @@ class JobDocument(Struct, frozen=True, kw_only=True):
     started_at: str | None
     ended_at: str | None
     estimated_wait_ms: float | None
-    """About how long until it begins; None once it has."""
+    """Estimated time until it starts; None once it has started."""
     text: str
     result: Raw | None
-    """The document of ``/v1/infer``, once there is one."""
+    """The answer document of ``/v1/infer``, once the job has finished."""
     error: JobError | None
 
 
 def build_job_document(job: StoredJob, *, expected_wait: float) -> JobDocument:
-    """Return the document of a job; ``estimate_wait`` is in seconds."""
+    """Return the document of a job; ``expected_wait`` is in seconds."""
     waits = job.status == "queued"
     return JobDocument(
         job_id=job.id,

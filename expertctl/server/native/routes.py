@@ -1,12 +1,9 @@
-"""The document of an installed expert in ``/v1/experts``.
+"""The routes of the native API: inference, jobs, routing, installed experts and ``/moe``.
 
-``/moe``: what is counted of routed experts. GET changes nothing; POST does.
-
-The answer is the activity document of `expertctl.engine.moe`, from which experts can be placed. A
-profile comes as a document, or as the name of the base, which stands for the habits learnt here:
-there is no way to name a file.
-
-The addresses of our own API: inference, jobs, routing, and what is installed or observed.
+``/moe`` is about the routed experts of the base; GET changes nothing, POST does. It answers with
+the activity document of `expertctl.engine.moe`, from which experts can be placed. A profile is
+given as a document, or as the name of the base, which stands for the profile learnt here; no file
+can be named.
 """
 
 import asyncio
@@ -23,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 from expertctl.engine.moe.counters import CounterMode
 from expertctl.engine.moe.observation import Observation, ProfileOptions
-from expertctl.engine.moe.usage_profile import Pins, parse_pins
+from expertctl.engine.moe.usage_profile import parse_pins
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.running_batch import AdapterStatus
 from expertctl.errors import ExpertError, RateLimitError, UsageError
@@ -51,11 +48,11 @@ from expertctl.server.request_body import (
 )
 from expertctl.server.responses import json_response
 from expertctl.server.service import Service
-from expertctl.server.streaming import make_event_stream, run_job, while_connected
+from expertctl.server.streaming import EventStream, run_job, while_connected
 
 
 class ExpertDocument(Struct, frozen=True, kw_only=True):
-    """One version of one expert, and what it is to this server."""
+    """One version of an installed expert, and its state in this server."""
 
     ref: str
     name: str
@@ -69,21 +66,21 @@ class ExpertDocument(Struct, frozen=True, kw_only=True):
     size: int
     """Bytes of all its files."""
     fits: bool
-    """Whether it was made for the base that is served."""
+    """Whether it fits the served base."""
     revoked: bool
     """Whether the key that signed it was revoked."""
     in_memory: bool
 
 
 class ExpertsDocument(Struct, frozen=True, kw_only=True):
-    """All that are installed, by name and version."""
+    """All installed experts, by name and version."""
 
     base: str
     experts: tuple[ExpertDocument, ...]
 
 
 def build_experts_document(experts: tuple[AdapterStatus, ...], *, base: str) -> ExpertsDocument:
-    """Return the document of what is installed."""
+    """Return the document of the installed experts."""
     documents = sorted((_build_document(one) for one in experts), key=lambda one: one.ref)
     return ExpertsDocument(base=base, experts=tuple(documents))
 
@@ -113,74 +110,71 @@ _Count = Annotated[int, Meta(ge=0, le=MAX_EXPERTS_PER_LAYER)]
 
 
 class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is counted of routed experts from now on, and which profile says which stay."""
+    """A change to the counting of routed experts, or to the profile that decides which stay."""
 
     mode: Annotated[
         CounterMode | None,
-        Meta(description="All, what an exchange needs, or nothing; another mode begins again."),
+        Meta(
+            description="Full, what exchanges need, or off; changing the mode resets the counters."
+        ),
     ] = None
-    reset: Annotated[bool, Meta(description="Begin again in any case.")] = False
+    reset: Annotated[bool, Meta(description="Reset the counters.")] = False
     profile: Annotated[
         _Name | dict[str, Any] | None,
-        Meta(description="A profile; or the name of the base, for what was learnt of it."),
+        Meta(description="A profile, or the name of the base for its learnt profile."),
     ] = None
     pin: Annotated[
         _Count | _Share | None,
         Meta(
-            description="So many of each layer stay, or those that a share of tokens ask for; else "
-            "as the server was started."
+            description="Experts of each layer that always stay in memory: a number, or the "
+            "percentage of tokens to cover. Default: as set at server start."
         ),
     ] = None
     exchange: Annotated[
         Annotated[float, Meta(ge=0.0, le=1.0)] | None,
         Meta(
-            description="The share of residents that an update may exchange for others of the "
-            "profile; else as the server was started."
+            description="The share of resident experts that an update may exchange for others of "
+            "the profile. Default: as set at server start."
         ),
     ] = None
 
     def check_change(self, *, base: str) -> None:
-        """Refuse a body that asks for no change, or for the profile of another base.
+        """Refuse a body without a change, or with the profile of another base.
 
         Raises:
-            FieldError: naming the field that is wrong.
+            FieldError: names the invalid field.
         """
         _require_profile(self)
         if self.mode is None and not self.reset and self.profile is None:
             raise FieldError(
-                "the body asks for no change",
+                "the body changes nothing",
                 field="mode",
-                hint='give {"mode": "full"}, "update" or "off", {"reset": true}, or a "profile"',
+                hint='set "mode" to "full", "update" or "off", "reset" to true, or a "profile"',
             )
         if isinstance(self.profile, str) and self.profile != base:
             raise FieldError(
-                f"profile: this server answers on {base}, not on {self.profile[:80]!r}",
+                f"profile: this server serves {base}, not {self.profile[:80]!r}",
                 field="profile",
-                hint=f"name {base}, or give the document that `base profile export` writes",
+                hint=f"use {base}, or the document that `base profile export` writes",
             )
 
     @property
     def profile_document(self) -> JsonObject | None:
-        """The profile of the body; None stands for what was learnt of the base."""
+        """The profile of the body; None stands for the base's learnt profile."""
         return self.profile if isinstance(self.profile, dict) else None
 
     @property
     def profile_options(self) -> ProfileOptions:
-        """The pins and the exchange rate that are wanted for the profile.
+        """The requested pins and exchange rate of the profile.
 
         Raises:
-            FieldError: when ``pin`` is neither a number of experts nor a share.
+            FieldError: when ``pin`` is neither a number of experts nor a percentage.
         """
-        return ProfileOptions(pins=self._parse_pins, exchange=self.exchange)
-
-    @property
-    def _parse_pins(self) -> Pins | None:
-        if self.pin is None:
-            return None
         try:
-            return parse_pins(str(self.pin))
+            pins = None if self.pin is None else parse_pins(str(self.pin))
         except UsageError as error:
             raise FieldError(f"pin: {error.message}", field="pin", hint=error.hint) from error
+        return ProfileOptions(pins=pins, exchange=self.exchange)
 
 
 def _require_profile(body: ObserveRequest) -> None:
@@ -188,9 +182,9 @@ def _require_profile(body: ObserveRequest) -> None:
     for name, value in (("pin", body.pin), ("exchange", body.exchange)):
         if value is not None and body.profile is None:
             raise FieldError(
-                f"{name}: that is done for a profile, and none is given",
+                f"{name}: it requires a profile",
                 field=name,
-                hint='give "profile" too: a document, or the name of the base for what was learnt',
+                hint='set "profile": a document, or the name of the base for its learnt profile',
             )
 
 
@@ -201,11 +195,11 @@ ROUTE = "/v1/route"
 EXPERTS = "/v1/experts"
 MOE = "/moe"
 MAX_PENDING_PLANS = 16
-"""How many requests to ``/v1/route`` wait for a plan at a time: answers need plans, too."""
+"""Maximum ``/v1/route`` requests waiting for a plan at a time: answers need plans, too."""
 
 
 def build_routes(service: Service) -> list[BaseRoute]:
-    """Return the addresses, on one engine."""
+    """Return the routes of the native API."""
     wire = _NativeEndpoints(service)
     return [
         Route(INFER, wire.infer, methods=["POST"]),
@@ -220,40 +214,39 @@ def build_routes(service: Service) -> list[BaseRoute]:
 
 
 class _NativeEndpoints:
-    """Answers the requests of one server."""
+    """Handles the requests of the native API."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._jobs = JobStore()
         self._pending_plans = 0
-        """How many plans are waited for."""
+        """Number of plans being waited for."""
         self._is_adopting = False
-        """Whether a profile is being adopted."""
+        """Whether a profile is being applied."""
 
     async def infer(self, request: Request) -> Response:
-        """Answer a prompt, at once or piece by piece."""
+        """Answer a prompt, in one document or as a stream."""
         arrival = Arrival()
         body = await self._read_body(request)
-        call, engine = self._build_call(request, body, arrival), self._service.engine
+        call, jobs = self._build_call(request, body, arrival), self._service.jobs
         headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
-            lines = stream_infer(engine, call, request.scope)
-            return make_event_stream(request, lines, headers=headers)
-        answer = build_answer(call, await while_connected(request, run_job(engine, call.job)))
+            return EventStream(request, stream_infer(jobs, call, request.scope), headers=headers)
+        answer = build_answer(call, await while_connected(request, run_job(jobs, call.job)))
         return json_response(answer, headers=headers)
 
     async def submit(self, request: Request) -> Response:
-        """Begin a background job."""
+        """Submit a background job."""
         arrival = Arrival()
         body = await self._read_body(request)
         if body.value.stream:
             raise FieldError(
-                "stream: a job has none",
+                "stream: jobs are not streamed",
                 field="stream",
-                hint=f"ask for the job now and then, or post to {INFER}",
+                hint=f"poll the job, or post to {INFER}",
             )
-        call, engine = self._build_call(request, body, arrival), self._service.engine
-        expected_wait = engine.estimate_wait()
+        call, service = self._build_call(request, body, arrival), self._service
+        expected_wait = service.engine.estimate_wait()
         job = self._jobs.add(
             call.job.id,
             owner=call.job.owner,
@@ -261,7 +254,8 @@ class _NativeEndpoints:
             describe=partial(build_answer, call),
         )
         try:
-            engine.submit(call.job, call.filter_sink(partial(self._jobs.record_event, job.id)))
+            record = partial(self._jobs.record_event, job.id)
+            service.jobs.submit(call.job, call.filter_sink(record))
         except ExpertError:
             self._jobs.drop(job.id)
             raise
@@ -270,7 +264,7 @@ class _NativeEndpoints:
         return json_response(document, status=202, headers=headers)
 
     async def job(self, request: Request) -> Response:
-        """Answer with the state of a job."""
+        """Return the state of a job."""
         job = self._jobs.find(request.path_params["job_id"], owner=get_caller(request).id)
         return self._job_response(job)
 
@@ -281,15 +275,15 @@ class _NativeEndpoints:
         return self._job_response(job)
 
     async def route(self, request: Request) -> Response:
-        """Plan a prompt; nothing is loaded."""
+        """Return the plan for a prompt; nothing is loaded."""
         body = await read_body(request, RouteFields)
         planned = await while_connected(request, self._make_plan(body.to_plan_request()))
         return json_response(planned.result.to_json())
 
     async def _make_plan(self, request: RunRequest) -> PlannedPrompt:
-        """Have a plan made; if the client leaves, planning that has not begun is cancelled."""
+        """Wait for a plan; if the client disconnects, planning that has not begun is cancelled."""
         if self._pending_plans >= MAX_PENDING_PLANS:
-            raise RateLimitError("too many plans are asked for at once")
+            raise RateLimitError("too many plans are being made at once")
         planning = asyncio.wrap_future(self._service.engine.plan(request))
         self._pending_plans += 1
         try:
@@ -298,18 +292,18 @@ class _NativeEndpoints:
             self._pending_plans -= 1
 
     async def experts(self, _: Request) -> Response:
-        """List what is installed."""
+        """List the installed experts."""
         engine = self._service.engine
         experts = await asyncio.wrap_future(engine.list_experts())
         return json_response(build_experts_document(experts, base=engine.base_name))
 
     async def observation(self, _: Request) -> Response:
-        """Answer with what was counted of routed experts."""
+        """Return the routed-expert counters."""
         seen = await to_thread.run_sync(self._service.engine.get_observation)
         return json_response(seen.to_json())
 
     async def observe(self, request: Request) -> Response:
-        """Change how routed experts are counted, count anew, or adopt a profile."""
+        """Change the counter mode, reset the counters, or apply a profile."""
         require_manager(get_caller(request))
         body = await read_body(request, ObserveRequest)
         body.check_change(base=self._service.engine.base_name)
@@ -319,12 +313,12 @@ class _NativeEndpoints:
 
     @contextmanager
     def _exclusive_adoption(self, body: ObserveRequest) -> Iterator[None]:
-        """Adopt one profile at a time: that waits for a pass to end, and blocks a thread."""
+        """Allow one profile change at a time: it waits for a step to end and blocks a thread."""
         if body.profile is None:
             yield
             return
         if self._is_adopting:
-            raise RateLimitError("another profile is being taken")
+            raise RateLimitError("another profile is being applied")
         self._is_adopting = True
         try:
             yield
@@ -332,7 +326,7 @@ class _NativeEndpoints:
             self._is_adopting = False
 
     def _apply_changes(self, body: ObserveRequest) -> Observation:
-        """Apply the changes of a body; the profile first, since it may be refused."""
+        """Apply the changes of a body, the profile first, since it may be refused."""
         engine = self._service.engine
         if body.profile is not None:
             engine.apply_profile(body.profile_document, body.profile_options)

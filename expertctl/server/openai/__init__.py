@@ -1,1 +1,1 @@
-"""The calls of OpenAI's API: chat completions, completions, models."""
+"""The OpenAI API: chat completions, completions and models."""

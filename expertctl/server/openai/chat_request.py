@@ -1,9 +1,7 @@
-"""`ChatRequest`: the body of a chat call, every field that the published API has, and ours.
+"""`ChatRequest`: the body of a chat request, and its job (`ChatCall`).
 
-A field that would change the answer, but is not implemented here, is accepted only with its
-neutral value: to ignore it silently would mislead the client.
-
-`ChatCall`: a chat request as a job for the engine, and how its answers are to be read.
+A field that would change the answer but is not implemented is accepted only with its neutral value:
+ignoring it silently would mislead the client.
 """
 
 import re
@@ -26,11 +24,9 @@ from expertctl.server.chat_prompt import (
     INSTRUCTION_WARNING,
     ChatTemplateTraits,
     add_json_instruction,
-    answer_opens_reasoning,
+    build_parser_config,
     can_continue,
     check_tools_length,
-    find_answer_partial_tag,
-    find_answer_prefix,
     find_routing_text,
     normalise_call_ids,
 )
@@ -65,14 +61,14 @@ _METADATA_KEY = Annotated[str, Meta(max_length=64)]
 
 
 class CacheOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """How prefixes are kept: always, and as long as there is room."""
+    """How prefixes are cached; here always, while there is room."""
 
     mode: Literal["implicit"] | None = None
     ttl: Literal["30m"] | None = None
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
-    """One chat call."""
+    """A request for chat completions."""
 
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_TURNS)]
     max_completion_tokens: Tokens | None = None
@@ -94,7 +90,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
 
     prompt_cache_options: CacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    """The longest time that a prefix may be kept; ours are kept for less."""
+    """The maximum time a prefix may be cached; ours are cached for less."""
     modalities: list[Literal["text", "audio"]] | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     store: bool | None = None
@@ -111,17 +107,17 @@ _RESERVED_VARIABLES = re.compile(
     "messages|tools|add_generation_prompt|continue_final_message|raise_exception|strftime_now"
     "|[a-z_]*_tokens?"
 )
-"""Variables of the chat template that the server sets from the call and the base."""
+"""Template variables that the server sets from the request and the base."""
 
 MAX_VARIABLE_CHARACTERS = 4_096
-"""Characters that a call may pass to the chat template besides messages and tools."""
+"""Maximum characters of the template variables of a request."""
 MAX_CALLS_PER_ANSWER = 1 << 20
-"""More tool calls than one answer can hold."""
+"""More tool calls than one answer can have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """One chat request, read."""
+    """A parsed chat request: its job and what its answers need."""
 
     job: GenerationJob
     parser_config: OutputParserConfig
@@ -131,16 +127,16 @@ class ChatCall:
     with_usage: bool
     with_continuous_usage: bool = False
     ignored_fields: tuple[str, ...] = ()
-    """Fields of the request that are ignored."""
+    """Ignored fields of the request."""
     warnings: tuple[str, ...] = ()
-    """Warnings of reading the request."""
+    """Warnings from parsing the request."""
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Return the bytes of a token; None if they cannot be known."""
+        """Return the bytes of a token; None if unknown."""
         return self.template.tokenizer.token_bytes(token)
 
     async def count_reasoning_tokens(self, results: Sequence[RunResult]) -> int:
-        """Return how many tokens of its answers are thought."""
+        """Count the reasoning tokens of its answers."""
         opened = self.parser_config.starts_in_reasoning
         return await count_reasoning_tokens(
             results, self.template.tokenizer, starts_in_reasoning=opened
@@ -148,7 +144,7 @@ class ChatCall:
 
     @property
     def id(self) -> str:
-        """The id of the answer."""
+        """The id of the completion."""
         return f"chatcmpl-{self.job.id}"
 
 
@@ -161,11 +157,11 @@ def build_chat_call(
     settings: ServeSettings,
     ignored: Sequence[str] = (),
 ) -> ChatCall:
-    """Read a chat request to a server of one base; ``ignored_fields`` fields were left out of it.
+    """Build the job of a chat request; ``ignored`` are the fields removed from it.
 
     Raises:
-        FieldError: when a field asks for what is not done here.
-        UsageError: when fields do not fit together.
+        FieldError: when a field asks for something unsupported.
+        UsageError: when fields contradict each other.
         ModelNotFoundError: when there is no such model.
     """
     not_done = check_unsupported(request, strict=settings.strict_fields)
@@ -175,13 +171,15 @@ def build_chat_call(
     turns = normalise_call_ids(read_messages(request.messages), template.call_format)
     told = _add_instruction(request, turns, tools, settings)
     end = _find_chat_end(request, turns[-1])
-    reading = _build_parser_config(
-        request,
+    form = request.response_format
+    parser_config = build_parser_config(
         template,
-        tools,
-        starts_in_reasoning=answer_opens_reasoning(template, variables, turns[-1], end=end),
-        prefix=find_answer_prefix(turns[-1], end=end),
-        partial_tag=find_answer_partial_tag(turns[-1], end=end),
+        variables,
+        turns[-1],
+        end=end,
+        tools=(tool.function.name for tool in tools),
+        single_call=request.parallel_tool_calls is False,
+        expects_json=form is not None and form.is_json,
     )
     prompt = find_routing_text(turns)
     asked = RunRequest(
@@ -194,8 +192,8 @@ def build_chat_call(
         cache_key=_make_cache_key(request, caller),
     )
     return ChatCall(
-        job=_build_job(request, asked, reading, owner=caller.id, settings=settings),
-        parser_config=reading,
+        job=_build_job(request, asked, parser_config, owner=caller.id, settings=settings),
+        parser_config=parser_config,
         template=template,
         model=request.model,
         created=int(time.time()),
@@ -212,7 +210,7 @@ def _add_instruction(
     tools: Sequence[Tool],
     settings: ServeSettings,
 ) -> tuple[ConversationMessage, ...]:
-    """Return the conversation that is read; it may say the form of JSON that is asked for."""
+    """Return the conversation for the prompt, with the JSON instruction if it applies."""
     schema = request.response_format and request.response_format.prompt_schema
     return (
         add_json_instruction(turns, schema)
@@ -221,39 +219,17 @@ def _add_instruction(
     )
 
 
-def _build_parser_config(
-    request: ChatRequest,
-    template: ChatTemplateTraits,
-    tools: Sequence[Tool],
-    *,
-    starts_in_reasoning: bool,
-    prefix: str,
-    partial_tag: str,
-) -> OutputParserConfig:
-    form = request.response_format
-    return OutputParserConfig(
-        call_format=template.call_format,
-        tools=frozenset(tool.function.name for tool in tools),
-        single_call=request.parallel_tool_calls is False,
-        may_think=template.may_think,
-        starts_in_reasoning=starts_in_reasoning,
-        expects_json=form is not None and form.is_json,
-        prefix=prefix,
-        partial_tag=partial_tag,
-    )
-
-
 def _find_chat_end(request: ChatRequest, last: ConversationMessage) -> ChatEnd:
-    """Return how the prompt ends; text of the assistant at the end is continued unless refused."""
+    """Return how the prompt ends; a last assistant message is continued unless disabled."""
     wanted, opened = request.continue_final_message, request.add_generation_prompt
     if wanted and opened:
         raise FieldError(
-            "continue_final_message: it cannot be given with add_generation_prompt",
+            "continue_final_message: it cannot be combined with add_generation_prompt",
             field="continue_final_message",
         )
     if wanted and not can_continue(last):
         raise FieldError(
-            "continue_final_message: the last message is no text of the assistant",
+            "continue_final_message: the last message is not text of the assistant",
             field="continue_final_message",
         )
     if wanted or (wanted is None and opened is None and can_continue(last)):
@@ -289,7 +265,9 @@ def _build_job(
 def _select_tools(request: ChatRequest, template: ChatTemplateTraits) -> tuple[Tool, ...]:
     tools = select_tools(request.tools or (), request.tool_choice)
     if tools and not template.reads_tools:
-        raise FieldError("tools: the chat template of this base reads none", field="tools")
+        raise FieldError(
+            "tools: the chat template of this base does not support tools", field="tools"
+        )
     return tools
 
 
@@ -297,7 +275,7 @@ def _read_max_tokens(request: ChatRequest) -> int | None:
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise FieldError(
-            f"max_tokens {old} and max_completion_tokens {new} say different things",
+            f"max_tokens {old} and max_completion_tokens {new} contradict each other",
             field="max_tokens",
             hint="give max_completion_tokens alone",
         )
@@ -309,9 +287,9 @@ def _read_logprobs(request: ChatRequest) -> int | None:
         return request.top_logprobs or 0
     if request.top_logprobs is not None:
         raise FieldError(
-            "top_logprobs: it is for answers with logprobs only",
+            "top_logprobs: it requires logprobs",
             field="top_logprobs",
-            hint="give logprobs, too",
+            hint="set logprobs, or leave it out",
         )
     return None
 
@@ -341,7 +319,7 @@ def _build_variables(request: ChatRequest, tools: tuple[Tool, ...]) -> JsonObjec
     given = cast("JsonObject", request.chat_template_kwargs or {})
     for name in filter(_RESERVED_VARIABLES.fullmatch, given):
         field = f"chat_template_kwargs.{name}"
-        raise FieldError(f"{field}: the call or the base says that", field=field)
+        raise FieldError(f"{field}: it is set by the request or the base", field=field)
     _check_variables(given)
     said: JsonObject = {}
     if request.reasoning_effort is not None:
@@ -355,10 +333,10 @@ def _build_variables(request: ChatRequest, tools: tuple[Tool, ...]) -> JsonObjec
 
 
 def _check_variables(variables: JsonObject) -> None:
-    """Bound the variables of a request; they are part of the key of a cache."""
+    """Check the template variables of a request; they are part of a cache key."""
     field = "chat_template_kwargs"
     if any(isinstance(value, list | dict) for value in variables.values()):
-        raise FieldError(f"{field}: only words, numbers and truth values are taken", field=field)
+        raise FieldError(f"{field}: only strings, numbers and booleans are supported", field=field)
     if (
         sum(len(name) + len(str(value)) for name, value in variables.items())
         > MAX_VARIABLE_CHARACTERS

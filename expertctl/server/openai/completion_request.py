@@ -1,14 +1,9 @@
-"""`CompletionRequest`: the body of a completion call, which continues texts as they stand.
+"""`CompletionRequest`: the body of a completion request, its prompts and jobs (`CompletionCall`).
 
-``parse_special`` is llama.cpp's name, ``add_special_tokens`` that of vLLM.
-
-The prompts of a completion call: texts or tokens, one or several, perhaps with a suffix.
-
-Control tokens that a text spells are control tokens, if the server's setting and the request leave
-it so; beside a suffix, prompt and suffix are the text of a file, whose letters are letters unless
-the request says otherwise.
-
-`CompletionCall`: a completion request as jobs for the engine, one for each prompt.
+Prompts are texts or tokens, one or several, possibly with a suffix; each becomes one job. Control
+tokens spelled in a text are control tokens if the server's setting and the request allow it; with a
+suffix, prompt and suffix are the text of a file and are taken literally unless the request says
+otherwise. ``parse_special`` is llama.cpp's name, ``add_special_tokens`` vLLM's.
 """
 
 import time
@@ -45,7 +40,7 @@ Prompts = str | Annotated[list[str | Token | Tokens], Meta(min_length=1, max_len
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
-    """One completion call; with ``max_tokens`` 0 the prompts are only read."""
+    """A request for completions; with ``max_tokens`` 0 the prompts are only read."""
 
     prompt: Prompts
     max_tokens: Annotated[int, Meta(ge=0, le=LIMITS["max_tokens"][1])] | None = None
@@ -58,43 +53,43 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
 
     @property
     def has_token_prompts(self) -> bool:
-        """Whether a prompt is given as tokens, whose text takes a while to read."""
+        """Whether a prompt is given as tokens, which takes a while to decode."""
         prompt = self.prompt
         return not isinstance(prompt, str) and any(not isinstance(one, str) for one in prompt)
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the log-probabilities of the prompts' tokens are wanted."""
+        """Whether log-probabilities of the prompt tokens are requested."""
         return bool(self.echo) and self.logprobs is not None
 
 
 MAX_PROMPT_LOGPROBS = 600_000
-"""The most log-probabilities of prompts in one answer; each takes some hundred bytes."""
+"""Maximum prompt log-probabilities in one answer; each takes some hundred bytes."""
 _ROUTING_TOKENS = 2000
-"""How many tokens of a prompt that is given as tokens are read to choose experts by."""
+"""Number of tokens that routing uses of a prompt given as tokens."""
 _ROUTING_PLACEHOLDER = "?"
-"""What a prompt without any text is routed by; no expert is for that."""
+"""Routing text of a prompt without text; no expert matches it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionPrompt:
-    """One prompt."""
+    """A prompt of a request."""
 
     raw: RawPrompt
     routing_text: str
-    """The text that experts are chosen by."""
+    """The text that routing uses."""
     text: str
-    """The text that ``echo`` puts before the answer: as given, or that of the tokens."""
+    """The text that ``echo`` puts before the answer: as given, or decoded from tokens."""
 
 
 def read_prompts(
     request: CompletionRequest, tokenizer: Tokenizer, *, parse_special: bool
 ) -> list[CompletionPrompt]:
-    """Read the prompts of a request; ``parse_special`` counts where the request says nothing.
+    """Read the prompts of a request; ``parse_special`` is the default for the request's field.
 
     Raises:
-        FieldError: naming the field that cannot be read.
-        UsageError: when a text cannot be read as tokens.
+        FieldError: names the invalid field.
+        UsageError: when a text cannot be tokenised.
     """
     given = _split_prompts(request.prompt)
     if len(given) * request.answer_count > MAX_PROMPTS:
@@ -114,14 +109,14 @@ def read_prompts(
 
 
 def _split_prompts(prompt: str | Sequence[str | int | list[int]]) -> list[str | tuple[int, ...]]:
-    """Return texts and lists of tokens; numbers side by side are the tokens of one prompt."""
+    """Return texts and token lists; a flat list of numbers is one prompt."""
     if isinstance(prompt, str):
         return [prompt]
     tokens = tuple(one for one in prompt if isinstance(one, int))
     others = [one for one in prompt if not isinstance(one, int)]
     if tokens and others:
         raise FieldError(
-            "prompt: numbers stand beside texts or lists of numbers",
+            "prompt: numbers are mixed with texts or lists of numbers",
             field="prompt",
             hint="send one text, one list of tokens, a list of texts, or a list of such lists",
         )
@@ -131,12 +126,12 @@ def _split_prompts(prompt: str | Sequence[str | int | list[int]]) -> list[str | 
 def _read_prompt(
     given: str | tuple[int, ...], defaults: RawPrompt, tokenizer: Tokenizer, *, echo: bool
 ) -> CompletionPrompt:
-    """Read one prompt; the text of tokens is needed for ``echo`` only."""
+    """Read one prompt; tokens are decoded to text only for ``echo``."""
     if isinstance(given, str):
         return _read_text(given, defaults)
     if defaults.suffix is not None:
         raise FieldError(
-            "suffix: it goes with a text, not with tokens",
+            "suffix: it requires a text prompt, not tokens",
             field="suffix",
             hint="put the fill-in-the-middle tokens of the base into the prompt yourself",
         )
@@ -152,7 +147,7 @@ def _read_prompt(
 
 
 def _read_text(given: str, defaults: RawPrompt) -> CompletionPrompt:
-    """Read a text; with a suffix it may be empty: the middle begins the file."""
+    """Read a text prompt; with a suffix it may be empty: the middle begins the file."""
     suffix = defaults.suffix
     if suffix is None:
         return CompletionPrompt(replace(defaults, text=given), given, given)
@@ -170,7 +165,7 @@ def _read_text(given: str, defaults: RawPrompt) -> CompletionPrompt:
 def _tokenise_scored(
     request: CompletionRequest, prompts: Sequence[CompletionPrompt], tokenizer: Tokenizer
 ) -> list[CompletionPrompt]:
-    """Tokenise prompts whose log-probabilities are wanted, and bound how many there are."""
+    """Tokenise prompts whose log-probabilities are requested, and check their number."""
     read = [
         replace(one, raw=replace(one.raw, ids=encode_raw_prompt(tokenizer, one.raw).ids))
         for one in prompts
@@ -179,8 +174,8 @@ def _tokenise_scored(
     wanted = each * sum(len(one.raw.ids or ()) for one in read)
     if wanted > MAX_PROMPT_LOGPROBS:
         raise FieldError(
-            f"logprobs: {wanted} log-probabilities of prompts are more than the {MAX_PROMPT_LOGPROBS} "
-            "that one answer has",
+            f"logprobs: {wanted} log-probabilities of prompts are more than the "
+            f"{MAX_PROMPT_LOGPROBS} that one answer has",
             field="logprobs",
             hint="send fewer prompts in one request",
         )
@@ -192,12 +187,12 @@ def _first_given(given: bool | None, default: bool) -> bool:
 
 
 DEFAULT_MAX_TOKENS = 16
-"""The length that the published API uses if the client gives none."""
+"""The default length of the published API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionCall:
-    """One completion request, read."""
+    """A parsed completion request: its jobs and what their answers need."""
 
     jobs: tuple[GenerationJob, ...]
     prompts: tuple[CompletionPrompt, ...]
@@ -208,24 +203,24 @@ class CompletionCall:
     echo: bool
     with_continuous_usage: bool = False
     ignored_fields: tuple[str, ...] = ()
-    """Fields of the request that are ignored."""
+    """Ignored fields of the request."""
 
     @property
     def id(self) -> str:
-        """The id of the answer."""
+        """The id of the completion."""
         return f"cmpl-{self.jobs[0].id}"
 
     def choice_index(self, number: int, text: int) -> int:
-        """Return the index, among all choices, of an answer to a prompt."""
+        """Return the index among all choices of an answer to a prompt."""
         return number * self.jobs[number].answers + text
 
     def echoed_text(self, number: int) -> str:
-        """Return the text that the answers to a prompt begin with: the prompt with ``echo``."""
+        """Return the text before the answers to a prompt: the prompt with ``echo``, else empty."""
         return self.prompts[number].text if self.echo else ""
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether answers begin with the log-probabilities of the prompt's tokens."""
+        """Whether answers include the log-probabilities of the prompt tokens."""
         return self.jobs[0].prompt_logprobs is not None
 
 
@@ -238,14 +233,13 @@ def build_completion_call(
     settings: ServeSettings,
     ignored: Sequence[str] = (),
 ) -> CompletionCall:
-    """Read a completion request to a server of one base; ``ignored_fields`` fields were left out of it.
+    """Build the jobs of a completion request; ``ignored`` are the fields removed from it.
 
-    Prompts whose log-probabilities are wanted are tokenised here, and prompts of tokens decoded,
-    which may take a while.
+    Tokenising prompts for log-probabilities, and decoding prompts of tokens, may take a while.
 
     Raises:
-        FieldError: when a field asks for what is not done here.
-        UsageError: when fields do not fit together.
+        FieldError: when a field asks for something unsupported.
+        UsageError: when fields contradict each other.
         ModelNotFoundError: when there is no such model.
     """
     not_done = check_unsupported(request, strict=settings.strict_fields)
@@ -309,7 +303,7 @@ def _build_run_request(
 
 
 def _find_max_tokens(request: CompletionRequest, choice: ModelSelection) -> int | None:
-    """Return how long an answer may be; None where experts or the preset of the task decide."""
+    """Return the answer's maximum length; None: experts or the preset decide."""
     if request.max_tokens is None:
         return None if choice.auto else DEFAULT_MAX_TOKENS
     return request.max_tokens
@@ -322,16 +316,16 @@ def _check_suffix(request: CompletionRequest, tokenizer: Tokenizer) -> None:
         raise FieldError(
             "suffix: this base has no fill-in-the-middle tokens",
             field="suffix",
-            hint="leave it out, or ask a server of a base that was trained for it",
+            hint="leave it out, or use a base trained for it",
         )
     if request.echo:
         raise FieldError(
-            "echo: it does not go with suffix, behind which nothing is written",
+            "echo: it cannot be combined with suffix",
             field="echo",
-            hint="leave out the one or the other",
+            hint="leave out one of them",
         )
 
 
 def _skip_check(_: str) -> FormatCheck:
-    """Check nothing: no answer was asked for."""
+    """Check nothing: no answer was requested."""
     return FormatCheck(None)

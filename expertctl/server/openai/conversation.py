@@ -1,12 +1,10 @@
-"""The messages of a chat call, as they are sent, and as the chat template reads them.
+"""The messages and tools of a chat request.
 
-Only text is read: parts that hold images, audio or files are known by name and refused. Several
-texts of one message are joined by line ends. ``developer`` is the newer name of ``system``.
+Only text is read: parts with images, audio or files are known by name and refused. Several texts of
+one message are joined by newlines. ``developer`` is the newer name of ``system``.
 
-The tools of a chat call: functions that the chat template describes to the model.
-
-Generation cannot be constrained yet, so a request that demands a call is refused. The arguments of
-a ``strict`` tool are checked afterwards, against its schema.
+Generation cannot be constrained, so a request that requires a tool call is refused. The arguments
+of a ``strict`` tool are checked afterwards against its schema.
 """
 
 from collections.abc import Sequence
@@ -30,14 +28,14 @@ Name = Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
 
 
 class CacheBreakpoint(Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a prefix ends that should be kept; all of a prompt is, so it changes nothing."""
+    """The end of a prefix that should be cached; the whole prompt is, so it changes nothing."""
 
     mode: Literal["explicit"]
     ttl: Literal["30m", "12h"] | None = None
 
 
 class _ContentPart(Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
-    """One part of a message."""
+    """A part of a message."""
 
 
 class TextPart(_ContentPart, frozen=True, tag="text"):
@@ -48,21 +46,21 @@ class TextPart(_ContentPart, frozen=True, tag="text"):
 
 
 class RefusalPart(_ContentPart, frozen=True, tag="refusal"):
-    """What an assistant said instead of an answer."""
+    """The refusal of an assistant."""
 
     refusal: str
 
 
 class ImagePart(_ContentPart, frozen=True, tag="image_url", forbid_unknown_fields=False):
-    """An image, which is not read."""
+    """An image; refused."""
 
 
 class AudioPart(_ContentPart, frozen=True, tag="input_audio", forbid_unknown_fields=False):
-    """A recording, which is not read."""
+    """A recording; refused."""
 
 
 class FilePart(_ContentPart, frozen=True, tag="file", forbid_unknown_fields=False):
-    """A file, which is not read."""
+    """A file; refused."""
 
 
 ContentPart = TextPart | RefusalPart | ImagePart | AudioPart | FilePart
@@ -70,28 +68,28 @@ Content = str | Annotated[list[ContentPart], Meta(max_length=_MAX_PARTS)]
 
 
 class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
-    """The function that an assistant called; the arguments are what it wrote, JSON as a rule."""
+    """The function that an assistant called; the arguments are as written, usually JSON."""
 
     name: Name
     arguments: str
 
 
 class ToolCall(Struct, frozen=True, forbid_unknown_fields=True):
-    """One call that an assistant made."""
+    """A tool call of an assistant."""
 
     id: Name
     function: CalledFunction
     type: Literal["function"] = "function"
 
     def to_json(self) -> JsonObject:
-        """Return the call as templates read it, with arguments as an object if they are one."""
+        """Return the call in the form that templates read; JSON arguments become an object."""
         arguments = _parse_arguments(self.function.arguments)
         function: JsonObject = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": self.type, "function": function}
 
 
 class _OpenAITurn(Struct, frozen=True, tag_field="role", forbid_unknown_fields=True):
-    """One message."""
+    """A message."""
 
 
 class SystemTurn(_OpenAITurn, frozen=True, tag="system"):
@@ -102,21 +100,21 @@ class SystemTurn(_OpenAITurn, frozen=True, tag="system"):
 
 
 class DeveloperTurn(_OpenAITurn, frozen=True, tag="developer"):
-    """Instructions, too."""
+    """Instructions, under the newer name of the role."""
 
     content: Content
     name: Name | None = None
 
 
 class UserTurn(_OpenAITurn, frozen=True, tag="user"):
-    """What a person says."""
+    """A message of the user."""
 
     content: Content
     name: Name | None = None
 
 
 class AssistantTurn(_OpenAITurn, frozen=True, tag="assistant"):
-    """What a model said, in the form that it was answered in."""
+    """A message of the model, in the form of an answer."""
 
     content: Content | None = None
     refusal: str | None = None
@@ -129,7 +127,7 @@ class AssistantTurn(_OpenAITurn, frozen=True, tag="assistant"):
 
 
 class ToolTurn(_OpenAITurn, frozen=True, tag="tool"):
-    """What a tool answered."""
+    """The result of a tool call."""
 
     content: Content
     tool_call_id: Name
@@ -140,10 +138,10 @@ Turn = SystemTurn | DeveloperTurn | UserTurn | AssistantTurn | ToolTurn
 
 
 def read_messages(turns: Sequence[Turn]) -> tuple[ConversationMessage, ...]:
-    """Return the conversation as the chat template reads it.
+    """Return the conversation in the form that chat templates read.
 
     Raises:
-        FieldError: for parts that are not read, and for too much text.
+        FieldError: for unsupported parts and too much text.
     """
     messages = tuple(_read_message(turn, f"messages[{i}]") for i, turn in enumerate(turns))
     check_conversation_length(messages)
@@ -174,7 +172,7 @@ def _read_assistant_text(turn: AssistantTurn, where: str) -> str:
         return _join_texts(turn.content, where)
     if turn.refusal is None and not turn.tool_calls:
         raise FieldError(
-            f"{where}.content: it is missing, and no tool is called", field=f"{where}.content"
+            f"{where}.content: missing, and there are no tool calls", field=f"{where}.content"
         )
     return turn.refusal or ""
 
@@ -206,7 +204,7 @@ def _read_part(part: ContentPart, where: str) -> str:
             return part.refusal
         case ImagePart() | AudioPart() | FilePart():
             what = part.__struct_config__.tag
-            raise FieldError(f"{where}: {what} is not read, only text is", field=where)
+            raise FieldError(f"{where}: {what} is not supported, only text is", field=where)
 
 
 def _parse_arguments(text: str) -> JsonValue:
@@ -225,9 +223,9 @@ FunctionName = Annotated[str, Meta(pattern=_NAME)]
 
 
 class Function(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a function is called, what it is for, and the JSON schema of its arguments.
+    """A function with its description and the JSON schema of its arguments.
 
-    Without a schema there are no arguments. ``strict``: whether they fit is looked at afterwards.
+    Without a schema it takes no arguments. ``strict``: arguments are checked after generation.
     """
 
     name: FunctionName
@@ -236,7 +234,7 @@ class Function(Struct, frozen=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
     def to_json(self) -> JsonObject:
-        """Return the definition as templates read it."""
+        """Return the definition in the form that templates read."""
         given: JsonObject = {"description": self.description, "parameters": self.parameters}
         said = {name: value for name, value in given.items() if value is not None}
         return {"name": self.name, **said}
@@ -249,7 +247,7 @@ class Tool(Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
 
     def to_json(self) -> JsonObject:
-        """Return the tool as templates read it."""
+        """Return the tool in the form that templates read."""
         return {"type": self.type, "function": self.function.to_json()}
 
 
@@ -260,24 +258,24 @@ class NamedFunction(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FunctionChoice(Struct, frozen=True, tag_field="type", tag="function"):
-    """The demand that this function be called."""
+    """Requires a call of this function."""
 
     function: NamedFunction
 
 
 class CustomChoice(Struct, frozen=True, tag_field="type", tag="custom"):
-    """The demand that a custom tool be called."""
+    """Requires a call of a custom tool."""
 
 
 class AllowedTool(Struct, frozen=True, forbid_unknown_fields=True):
-    """One of the tools that may be called now."""
+    """A tool that may be called now."""
 
     function: NamedFunction
     type: Literal["function"] = "function"
 
 
 class AllowedTools(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which of the tools may be called now."""
+    """The tools that may be called now."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[AllowedTool], Meta(max_length=128)]
@@ -286,7 +284,7 @@ class AllowedTools(Struct, frozen=True, forbid_unknown_fields=True):
 class AllowedChoice(
     Struct, frozen=True, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True
 ):
-    """Fewer tools than were given."""
+    """Restricts the tools to a subset."""
 
     allowed_tools: AllowedTools
 
@@ -295,10 +293,10 @@ ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | CustomChoice
 
 
 def select_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool, ...]:
-    """Return the tools that the model is told of.
+    """Return the tools that the prompt describes.
 
     Raises:
-        FieldError: when a call is demanded, an allowed tool is missing, or two have one name.
+        FieldError: when a call is required, an allowed tool is missing, or two have the same name.
     """
     _check_unique_names([tool.function.name for tool in tools])
     match choice:
@@ -310,9 +308,9 @@ def select_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool
             return _select_allowed(tools, allowed)
         case "required" | FunctionChoice() | CustomChoice() | AllowedChoice():
             raise FieldError(
-                "tool_choice: no call can be forced, since no text can be",
+                "tool_choice: a tool call cannot be required, since generation is not constrained",
                 field="tool_choice",
-                hint='give "auto" or "none", and say in the messages which tool is wanted',
+                hint='use "auto" or "none", and name the tool in the messages',
             )
 
 
@@ -320,11 +318,11 @@ def _check_unique_names(names: Sequence[str]) -> None:
     for number, name in enumerate(names):
         if name in names[:number]:
             field = f"tools[{number}].function.name"
-            raise FieldError(f"{field}: another tool is called {name!r}", field=field)
+            raise FieldError(f"{field}: duplicate tool name {name!r}", field=field)
 
 
 def list_strict_tools(tools: Sequence[Tool]) -> tuple[StrictTool, ...]:
-    """Return the tools whose arguments are to be checked."""
+    """Return the tools whose arguments are checked."""
     return tuple(
         StrictTool(
             tool.function.name,

@@ -1,7 +1,4 @@
-"""The answers to a chat call, told in one document.
-
-The answers to a completion call, told in one document.
-"""
+"""The whole, unstreamed answers to chat and completion requests."""
 
 from collections.abc import Sequence
 
@@ -40,10 +37,7 @@ from expertctl.server.tool_parser import ParsedToolCall, make_call_id
 def build_chat_completion(
     call: ChatCall, collected: CollectedJob, *, reasoning_tokens: int = 0
 ) -> ChatCompletion:
-    """Return the answer to a chat call, without choices that did not begin before a deadline.
-
-    ``thought`` is how many of the tokens are thought.
-    """
+    """Return the answer to a chat request, without choices not started before the deadline."""
     read = [call.parser_config.parse(result.generated.text) for result in collected.results]
     parts = zip(collected.results, read, collected.sampled, strict=False)
     return ChatCompletion(
@@ -65,7 +59,7 @@ def build_chat_completion(
 
 
 def build_tool_call(call: ChatCall, found: ParsedToolCall, *, index: int, number: int) -> ToolCall:
-    """Return a call as an answer holds it; its id is unique within the job."""
+    """Return a tool call of an answer; its id is unique within the job."""
     number += index * MAX_CALLS_PER_ANSWER
     return ToolCall(
         id=make_call_id("call_", job_id=call.job.id, number=number),
@@ -105,7 +99,7 @@ def _build_message(call: ChatCall, index: int, read: ParsedOutput) -> ChatMessag
 
 
 def build_completion(call: CompletionCall, collected: Sequence[CollectedJob]) -> Completion:
-    """Return the answer to a completion call: for each prompt in order, all its answers."""
+    """Return the answer to a completion request: for each prompt in order, all its answers."""
     results = [one.results for one in collected]
     return Completion(
         id=call.id,
@@ -125,7 +119,7 @@ def build_completion(call: CompletionCall, collected: Sequence[CollectedJob]) ->
 def build_call_extension(
     call: CompletionCall, results: Sequence[Sequence[RunResult]]
 ) -> Extension | PromptExtensions:
-    """Return the ``expertctl`` object, prompt by prompt if there are several."""
+    """Return the ``expertctl`` object, per prompt if there are several."""
     each = [
         build_extension(
             [AnsweredChoice(call.choice_index(number, i), r) for i, r in enumerate(one)],
@@ -165,9 +159,9 @@ def _build_logprobs(
     *,
     start: int,
 ) -> CompletionLogprobs | None:
-    """Return the columns of an answer, behind those of its prompt; None if they are not wanted.
+    """Return the logprobs of the prompt and an answer; None if not requested.
 
-    A prompt that was not read to its end, for want of time, has none, nor has its answer then.
+    If the deadline passed before the whole prompt was read, there are none either.
     """
     if call.jobs[0].logprobs is None or (call.scores_prompt and prompt is None):
         return None

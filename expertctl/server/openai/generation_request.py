@@ -1,12 +1,10 @@
-"""The fields of both calls: how tokens are drawn, whose cache is used, how long it may take.
+"""Fields that chat and completion requests share: sampling, caching, deadlines, unsupported fields.
 
-The last group is our own. A field that is listed neither here nor in the call is refused.
+The last group of fields is not OpenAI's. A field listed neither here nor in the request is unknown.
 
-Fields of the published API that are not implemented here, and what becomes of them.
-
-A neutral value asks for nothing and is accepted. Any other value of a field that only says how an
-answer is stored, paid for or sent is ignored and reported; of a field that would change what the
-answer is, it is refused. A server with strict fields refuses both.
+A field of the published API that is not implemented is accepted with its neutral value. With
+another value it is ignored and reported if it only affects how an answer is stored, paid for or
+sent, and refused if it would change the answer. A server with strict fields refuses both.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +13,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from expertctl.engine.generation import StopRules
-from expertctl.routing.request import RouteRequest, Target, check_request, parse_target
+from expertctl.routing.request import RouteRequest, check_request, parse_target
 from expertctl.routing.sampling_presets import (
     DEFAULT_MAX_EXPERTS,
     MAX_STOP_CHARACTERS,
@@ -30,7 +28,6 @@ from expertctl.server.request_body import (
     TimeoutMs,
     TopK,
     field_limits,
-    make_stop_rules,
     normalise_top_k,
     normalise_top_p,
 )
@@ -45,16 +42,16 @@ Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a stream holds besides the text."""
+    """What a stream contains besides the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Whether every chunk holds the usage so far, where ``include_usage`` is given."""
+    """Whether every chunk contains the usage so far, with ``include_usage``."""
     include_obfuscation: bool | None = None
 
 
 class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields that chat completions and completions have in common."""
+    """The fields that chat completions and completions share."""
 
     model: Annotated[str, Meta(min_length=1)]
     stream: bool | None = None
@@ -85,17 +82,17 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def answer_count(self) -> int:
-        """How many answers there are to a prompt."""
+        """Number of answers to each prompt."""
         return self.n or 1
 
     @property
     def with_usage(self) -> bool:
-        """Whether the last chunk of a stream holds the usage."""
+        """Whether the last chunk of a stream contains the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def with_continuous_usage(self) -> bool:
-        """Whether every chunk of a stream holds the usage so far."""
+        """Whether every chunk of a stream contains the usage so far."""
         options = self.stream_options
         return self.with_usage and options is not None and bool(options.continuous_usage_stats)
 
@@ -103,15 +100,15 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def build_route_request(
     fields: GenerationFields, prompt: str, choice: ModelSelection, *, max_tokens: int | None
 ) -> RouteRequest:
-    """Return the request for a route.
+    """Return the routing request.
 
     Raises:
-        UsageError: when fields do not fit together, or an expert is named wrongly.
+        UsageError: when fields contradict each other, or the name of an expert is malformed.
     """
     most = fields.max_experts
     route = RouteRequest(
         prompt=prompt,
-        exclude=_parse_excluded(fields),
+        exclude=tuple(parse_target(text) for text in fields.exclude_experts or ()),
         base_alone=choice.base_alone,
         seed=None if fields.seed is None else fields.seed % _MAX_SEED,
         sampling=build_sampling_options(fields, max_tokens=max_tokens),
@@ -124,11 +121,7 @@ def build_route_request(
 def build_sampling_options(
     fields: GenerationFields, *, max_tokens: int | None
 ) -> SamplingOverrides:
-    """Return what a request says of how tokens are drawn.
-
-    What it does not give is decided by the experts, the base and the preset of the task, for every
-    model alike.
-    """
+    """Return the sampling options of a request; `expertctl.routing` fills in the missing ones."""
     return SamplingOverrides(
         temperature=fields.temperature,
         top_p=normalise_top_p(fields.top_p),
@@ -143,21 +136,17 @@ def build_sampling_options(
 
 
 def build_stop_rules(fields: GenerationFields, *, max_tokens: int | None) -> StopRules:
-    """Return when answers may end.
+    """Return the stop rules of the answers.
 
     Raises:
-        FieldError: when they may not end before they have to.
+        FieldError: when ``min_tokens`` exceeds ``max_tokens``.
     """
-    return make_stop_rules(
-        min_tokens=fields.min_tokens,
-        ignore_eos=fields.ignore_eos,
-        stop_token_ids=fields.stop_token_ids,
-        max_tokens=max_tokens,
-    )
-
-
-def _parse_excluded(fields: GenerationFields) -> tuple[Target, ...]:
-    return tuple(parse_target(text) for text in fields.exclude_experts or ())
+    least = fields.min_tokens or 0
+    if max_tokens is not None and least > max_tokens:
+        raise FieldError(
+            f"min_tokens {least} is more than max_tokens {max_tokens}", field="min_tokens"
+        )
+    return StopRules(least, bool(fields.ignore_eos), frozenset(fields.stop_token_ids or ()))
 
 
 def _list_stops(stop: str | list[str] | None) -> tuple[str, ...] | None:
@@ -185,10 +174,10 @@ _REPLACEMENTS = {"function_call": "tool_choice", "functions": "tools"}
 
 
 def check_unsupported(fields: GenerationFields, *, strict: bool = False) -> tuple[str, ...]:
-    """Return the names of fields whose values are ignored; ``strict``: refuse them, too.
+    """Return the names of ignored fields; with ``strict`` they are refused, too.
 
     Raises:
-        FieldError: naming the first field that asks for what is not done here.
+        FieldError: names the first field that asks for something unsupported.
     """
     ignored = list[str]()
     for error in _find_unsupported(fields):
@@ -208,7 +197,7 @@ def _find_unsupported(fields: GenerationFields) -> Iterator[FieldError]:
         if not any(type(value) is type(one) and value == one for one in values):
             instead = _REPLACEMENTS.get(name)
             hint = f"use {instead}" if instead else "leave it out"
-            yield FieldError(f"{name}: this server does not do that", field=name, hint=hint)
+            yield FieldError(f"{name}: not supported by this server", field=name, hint=hint)
 
 
 def _find_unsupported_stream_options(fields: GenerationFields) -> Iterator[FieldError]:
@@ -217,10 +206,10 @@ def _find_unsupported_stream_options(fields: GenerationFields) -> Iterator[Field
         return
     if not fields.stream:
         yield FieldError(
-            "stream_options: they are for streams only",
+            "stream_options: they require stream",
             field="stream_options",
-            hint="give stream, too",
+            hint="set stream, or leave them out",
         )
     if options.include_obfuscation:
         field = "stream_options.include_obfuscation"
-        yield FieldError(f"{field}: this server does not do that", field=field)
+        yield FieldError(f"{field}: not supported by this server", field=field)

@@ -1,13 +1,7 @@
-"""What an answer holds besides its text: why it ended, its usage, and an extension of our own.
+"""The documents of the OpenAI API: whole answers, stream chunks, usage and log-probabilities.
 
-The extension is the object ``expertctl``: which experts answered and why, how long it took, what
-was checked. The published API has no place for it; its clients keep unknown fields.
-
-The documents of chat answers: a whole one, and the chunks of a stream.
-
-The document of completions: a whole answer, or a chunk of a stream, which looks like one.
-
-How likely the tokens of an answer were, in the form of each API call.
+The object ``expertctl`` is an extension: the plan, times, checks and warnings. The published API
+has no place for it; its clients keep unknown fields.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,19 +26,19 @@ OpenAIFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokens(Struct, frozen=True, kw_only=True):
-    """Tokens of a prompt that were taken from what was kept."""
+    """Prompt tokens reused from the cache."""
 
     cached_tokens: int
 
 
 class CompletionTokens(Struct, frozen=True, kw_only=True):
-    """Tokens of answers that were thought."""
+    """Reasoning tokens of the answers."""
 
     reasoning_tokens: int
 
 
 class Usage(Struct, frozen=True, kw_only=True):
-    """Tokens that were read and written; a prompt with several answers was read once."""
+    """Tokens read and generated; a prompt with several answers is counted once."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -54,7 +48,7 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class AnswerFacts(Struct, frozen=True, kw_only=True):
-    """What is told of one of several answers."""
+    """Facts about one of several answers."""
 
     index: int
     finish_reason: FinishReason
@@ -63,9 +57,9 @@ class AnswerFacts(Struct, frozen=True, kw_only=True):
 
 
 class Extension(Struct, frozen=True, kw_only=True):
-    """What is told of the answers to a prompt; plan and times are those of the first one.
+    """Facts about the answers to a prompt; plan and times are those of the first one.
 
-    ``validation_passed`` is false when one failed, null when nothing was to be checked.
+    ``validation_passed`` is false if one check failed, null if nothing was checked.
     """
 
     job_id: str
@@ -79,7 +73,7 @@ class Extension(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class AnsweredChoice:
-    """One answer, its index among the choices, and warnings from reading it."""
+    """An answer, its index among the choices, and warnings from parsing it."""
 
     index: int
     result: RunResult
@@ -87,17 +81,21 @@ class AnsweredChoice:
 
 
 def map_finish_reason(reason: FinishReason, *, calls: int = 0) -> OpenAIFinishReason:
-    """Return why an answer ended; one that was cut off, for any reason, is ``length``."""
+    """Return the finish reason; an answer cut off for any reason has ``length``."""
     if reason != "stop":
         return "length"
     return "tool_calls" if calls else "stop"
 
 
 def build_usage(jobs: Sequence[Sequence[RunResult]], *, reasoning: int = 0) -> Usage:
-    """Return the ``usage`` of jobs; ``thought`` tokens are reported separately, if any."""
+    """Return the ``usage`` of jobs; ``reasoning`` tokens are reported separately, if any."""
     prompt = sum(results[0].prompt_tokens for results in jobs)
     cached = sum(results[0].kv_reused_tokens for results in jobs)
     written = sum(len(one.generated.tokens) for results in jobs for one in results)
+    return _make_usage(prompt=prompt, cached=cached, written=written, reasoning=reasoning)
+
+
+def _make_usage(*, prompt: int, cached: int, written: int, reasoning: int = 0) -> Usage:
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=written,
@@ -111,27 +109,27 @@ def build_usage(jobs: Sequence[Sequence[RunResult]], *, reasoning: int = 0) -> U
 
 @dataclass(slots=True)
 class RunningUsage:
-    """The usage of answers that are being written."""
+    """The usage of answers being generated, for the chunks of a stream."""
 
+    with_usage: bool
+    is_continuous: bool
+    """Whether every chunk contains the usage so far."""
     prompt: int = 0
     cached: int = 0
     generated: dict[int, int] = field(default_factory=dict)
-    """Index of an answer → how many tokens it has so far."""
+    """Index of an answer → its number of tokens so far."""
 
     def count_prompt(self, *, prompt: int, cached: int) -> None:
-        """Count a prompt, and how much of it was read before."""
+        """Add a prompt, and how many of its tokens were cached."""
         self.prompt += prompt
         self.cached += cached
 
-    def usage(self) -> Usage:
-        """Return what was read and written until now."""
+    def for_chunk(self) -> Usage | UnsetType | None:
+        """Return the ``usage`` of a chunk other than the last."""
+        if not self.is_continuous:
+            return None if self.with_usage else UNSET
         written = sum(self.generated.values())
-        return Usage(
-            prompt_tokens=self.prompt,
-            completion_tokens=written,
-            total_tokens=self.prompt + written,
-            prompt_tokens_details=PromptTokens(cached_tokens=self.cached),
-        )
+        return _make_usage(prompt=self.prompt, cached=self.cached, written=written)
 
 
 def build_extension(
@@ -152,7 +150,7 @@ def build_extension(
 
 
 def make_fingerprint(plan: Plan) -> str:
-    """Return a fingerprint: if it differs, the same request and seed may give another answer."""
+    """Return the fingerprint: if it differs, a request with the same seed may differ, too."""
     return f"fp_{plan.identity.hex[:12]}"
 
 
@@ -167,13 +165,13 @@ def _build_answer_facts(answered: AnsweredChoice) -> AnswerFacts:
 
 
 def _combine_checks(outcomes: Iterable[bool | None]) -> bool | None:
-    """Return False if a check failed, None if nothing was checked."""
+    """Return whether all checks passed; None if nothing was checked."""
     known = [outcome for outcome in outcomes if outcome is not None]
     return all(known) if known else None
 
 
 class TokenScore(Struct, frozen=True, kw_only=True):
-    """A token, how likely it was, and its bytes, where they are known."""
+    """A token, its log-probability, and its bytes, if known."""
 
     token: str
     logprob: float
@@ -181,20 +179,20 @@ class TokenScore(Struct, frozen=True, kw_only=True):
 
 
 class DrawnScore(TokenScore, frozen=True, kw_only=True):
-    """A token of the answer, and the likeliest in its place."""
+    """A token of the answer, and the most likely ones at its position."""
 
     top_logprobs: list[TokenScore]
 
 
 class ChatLogprobs(Struct, frozen=True, kw_only=True):
-    """How likely the tokens of an answer were."""
+    """The log-probabilities of an answer's tokens."""
 
     content: list[DrawnScore]
     refusal: None
 
 
 class ChatMessage(Struct, frozen=True, kw_only=True):
-    """What a model said, thought and called."""
+    """The model's text, reasoning and tool calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -204,7 +202,7 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
-    """One of the answers."""
+    """An answer."""
 
     index: int
     message: ChatMessage
@@ -213,7 +211,7 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletion(Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion"):
-    """The answers to a chat call."""
+    """The answers to a chat request."""
 
     id: str
     created: int
@@ -225,13 +223,13 @@ class ChatCompletion(Struct, frozen=True, kw_only=True, tag_field="object", tag=
 
 
 class ChunkCall(ToolCall, frozen=True, kw_only=True):
-    """A call, whole, and its place among those of an answer."""
+    """A whole tool call, and its index among those of the answer."""
 
     index: int
 
 
 class ChatDelta(Struct, frozen=True, kw_only=True):
-    """What an answer grows by."""
+    """An addition to an answer."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -240,7 +238,7 @@ class ChatDelta(Struct, frozen=True, kw_only=True):
 
 
 class ChunkChoice(Struct, frozen=True, kw_only=True):
-    """What one of the answers grows by; its reason to end comes last."""
+    """An addition to one of the answers; the finish reason comes last."""
 
     index: int
     delta: ChatDelta
@@ -249,7 +247,7 @@ class ChunkChoice(Struct, frozen=True, kw_only=True):
 
 
 class ChatChunk(Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion.chunk"):
-    """One event of a stream; only the last one has ``expertctl``, and a usage that is not null."""
+    """An event of a stream; only the last has ``expertctl`` and the total usage."""
 
     id: str
     created: int
@@ -261,7 +259,7 @@ class ChatChunk(Struct, frozen=True, kw_only=True, tag_field="object", tag="chat
 
 
 class PromptExtensions(Struct, frozen=True, kw_only=True):
-    """What is told besides of the answers to each of several prompts."""
+    """Facts about the answers to each of several prompts."""
 
     prompts: list[Extension]
 
@@ -271,13 +269,13 @@ _EXTENSION_SCHEMAS: list[JsonValue] = [
     make_reference("PromptExtensions"),
 ]
 ExtensionDocument = Annotated[Any, Meta(extra_json_schema={"anyOf": _EXTENSION_SCHEMAS})]
-"""An `Extension` or `PromptExtensions`: a union without tags, which no type can express."""
+"""An `Extension` or `PromptExtensions`: an untagged union, which no type can express."""
 
 
 class CompletionLogprobs(Struct, frozen=True, kw_only=True):
-    """How likely tokens were, and where in the text they begin.
+    """The log-probabilities of tokens, and their offsets in the text.
 
-    With ``echo`` those of the prompt come first; nothing is said of the first token of all.
+    With ``echo`` those of the prompt come first; the first token of all has none.
     """
 
     tokens: list[str]
@@ -287,7 +285,7 @@ class CompletionLogprobs(Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(Struct, frozen=True, kw_only=True):
-    """One of the answers, or what it grows by; its reason to end comes last."""
+    """An answer, or an addition to it; the finish reason comes last."""
 
     index: int
     text: str
@@ -296,7 +294,7 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
 
 
 class Completion(Struct, frozen=True, kw_only=True, tag_field="object", tag="text_completion"):
-    """The answers to a completion call; of a stream, only the last event has ``expertctl``."""
+    """The answers to a completion request; in a stream, only the last event has ``expertctl``."""
 
     id: str
     created: int
@@ -308,28 +306,28 @@ class Completion(Struct, frozen=True, kw_only=True, tag_field="object", tag="tex
 
 
 TokenBytes = Callable[[int], bytes | None]
-"""Returns the bytes of a token, if they are known."""
+"""Returns the bytes of a token, if known."""
 SpellToken = Callable[[int], str]
-"""Returns how a token looks alone."""
+"""Returns the text of a single token."""
 
 
 def build_chat_logprobs(sampled: Iterable[SampledToken], token_bytes: TokenBytes) -> ChatLogprobs:
-    """Return the ``logprobs`` of a choice of a chat."""
+    """Return the ``logprobs`` of a chat choice."""
     return ChatLogprobs(content=[_score_drawn(one, token_bytes) for one in sampled], refusal=None)
 
 
 class TokenOffsets:
-    """Where the tokens of an answer begin in its text, counted in characters, as they come.
+    """The offsets of an answer's tokens in its text, in characters.
 
-    The tokens of one character begin where it does, and control tokens take no room.
+    Several tokens of one character have its offset, and control tokens take no space.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, start: int = 0) -> None:
-        """Begin at ``start``."""
+        """Start at the offset ``start``."""
         self._stream, self._offset = IncrementalDetokenizer(tokenizer), start
 
     def advance(self, token: int) -> int:
-        """Return where a token begins, and go on behind it."""
+        """Return the offset of the next token, and move past it."""
         place = self._offset
         self._offset += len(self._stream.push(token))
         return place
@@ -338,7 +336,7 @@ class TokenOffsets:
 def build_completion_logprobs(
     sampled: Sequence[SampledToken], spell: SpellToken, places: TokenOffsets
 ) -> CompletionLogprobs:
-    """Return the ``logprobs`` of a choice of a completion, or of what it grows by."""
+    """Return the ``logprobs`` of a completion choice, or of an addition to it."""
     return CompletionLogprobs(
         tokens=[spell(one.chosen.token) for one in sampled],
         token_logprobs=[one.chosen.logprob for one in sampled],
@@ -350,7 +348,7 @@ def build_completion_logprobs(
 def build_prompt_logprobs(
     scores: PromptLogprobs, text: str, tokenizer: Tokenizer
 ) -> CompletionLogprobs:
-    """Return the same for the tokens of a prompt, which stand in ``text``."""
+    """Return the ``logprobs`` of a prompt's tokens, with offsets in ``text``."""
     spell, ids = cache(tokenizer.token_text), scores.ids
     tops: list[dict[str, float] | None] = [None]
     for place in range(1, len(ids)):
@@ -366,7 +364,7 @@ def build_prompt_logprobs(
 
 
 def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Return the columns of a prompt with those of its continuation behind them."""
+    """Return the columns of ``first`` followed by those of ``second``."""
     return CompletionLogprobs(
         tokens=first.tokens + second.tokens,
         token_logprobs=first.token_logprobs + second.token_logprobs,
@@ -376,10 +374,10 @@ def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> Comp
 
 
 def _find_offsets(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return where tokens begin in a text; a control token that it does not spell takes no room.
+    """Return the offsets of tokens; a control token not spelled in the text takes no space.
 
-    Where a tokenizer changes a text, by lower case say, other tokens take the room of their own
-    characters.
+    Where a tokenizer changes the text, to lower case for example, other tokens take the space of
+    their own characters.
     """
     stream, place, found = IncrementalDetokenizer(tokenizer, raw=True), 0, list[int]()
     for token in ids:
@@ -410,5 +408,5 @@ def _list_bytes(one: TokenLogprob, token_bytes: TokenBytes) -> list[int] | None:
 
 
 def _map_by_text(sampled: SampledToken, spell: SpellToken) -> dict[str, float]:
-    """Return the logprobs of the likeliest tokens and of the drawn one, by spelling."""
+    """Return the logprobs of the most likely tokens and the sampled one, by text."""
     return {spell(one.token): one.logprob for one in (sampled.chosen, *sampled.likeliest)}

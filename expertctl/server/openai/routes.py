@@ -1,14 +1,8 @@
-"""`ChatStream`: the answers to a chat call, told in chunks as they are written.
+"""The routes of the OpenAI API, and the streams of chat and completion requests.
 
-For each answer the role comes first, then text, thoughts and calls, then why it ended. The last
-chunk of all, which holds the usage if that is asked for, also holds the ``expertctl`` object.
-
-`CompletionStream`: the answers to a completion call, told in chunks as they are written.
-
-A chunk looks like the whole answer. The last one, which holds the usage if that is asked for, also
-holds the ``expertctl`` object.
-
-The addresses of the OpenAI API: chat completions, completions, models.
+A chat stream sends the role of each answer, then its text, reasoning and calls, then its finish
+reason. A completion chunk looks like the whole answer. In both, the last chunk contains the
+``expertctl`` object, and the usage if requested.
 """
 
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -16,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UnsetType
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -81,24 +75,24 @@ from expertctl.server.request_body import (
 from expertctl.server.responses import json_response
 from expertctl.server.service import Service
 from expertctl.server.streaming import (
+    EventStream,
     JobSubmitter,
-    make_event_stream,
+    format_event,
     run_jobs,
     stream_job,
     stream_jobs,
     while_connected,
 )
-from expertctl.server.streaming import format_event as line
 from expertctl.server.tool_parser import ParsedToolCall, PlainText
 
-DONE_EVENT = line(b"[DONE]")
+DONE_EVENT = format_event(b"[DONE]")
 
 
 async def stream_chat(jobs: JobSubmitter, call: ChatCall) -> AsyncIterator[bytes]:
-    """Begin the job of a call and yield the lines of its stream.
+    """Submit the job of a call and yield the events of its stream.
 
     Raises:
-        ExpertError: when it is refused, or fails on the way.
+        ExpertError: when it is refused or fails.
     """
     stream = ChatStream(call)
     async with stream_job(jobs, call.job) as events:
@@ -106,7 +100,7 @@ async def stream_chat(jobs: JobSubmitter, call: ChatCall) -> AsyncIterator[bytes
             if isinstance(event, JobFinished):
                 stream.reasoning_tokens = await call.count_reasoning_tokens(event.results)
             for chunk in stream.chunks(event):
-                yield line(msgspec.json.encode(chunk))
+                yield format_event(msgspec.json.encode(chunk))
     yield DONE_EVENT
 
 
@@ -114,37 +108,34 @@ class ChatStream:
     """Turns the events of one job into chunks."""
 
     def __init__(self, call: ChatCall) -> None:
-        """Begin before the first event."""
+        """Start before the first event."""
         self.reasoning_tokens = 0
-        """How many tokens are thought; set before the last event."""
+        """Number of reasoning tokens; set before the last event."""
         self._call = call
         self._parsers = [OutputParser(call.parser_config) for _ in range(call.job.answers)]
         self._calls = [0] * call.job.answers
         self._fingerprint: str | None = None
-        self._running_usage = RunningUsage() if call.with_continuous_usage else None
+        self._usage = RunningUsage(call.with_usage, call.with_continuous_usage)
 
     def chunks(self, event: JobEvent) -> Iterator[ChatChunk]:
-        """Yield the chunks that an event adds to the answer."""
+        """Yield the chunks of a job event."""
         match event:
             case JobStarted(plan, prompt, reused):
-                if self._running_usage is not None:
-                    self._running_usage.count_prompt(prompt=prompt, cached=reused)
+                self._usage.count_prompt(prompt=prompt, cached=reused)
                 yield from self._start_answers(plan)
             case OutputDelta(index, text, drawn, written):
-                if self._running_usage is not None:
-                    self._running_usage.generated[index] = written
+                self._usage.generated[index] = written
                 yield from self._part_chunks(index, self._parsers[index].push(text), drawn)
             case JobFinished(results):
-                if self._running_usage is not None:
-                    counts = (len(result.generated.tokens) for result in results)
-                    self._running_usage.generated = dict(enumerate(counts))
+                counts = (len(result.generated.tokens) for result in results)
+                self._usage.generated = dict(enumerate(counts))
                 yield from self._start_answers(results[0].planned.result.plan)
                 yield from self._end_chunks(results)
             case JobFailed():
                 return
 
     def _start_answers(self, plan: Plan) -> Iterator[ChatChunk]:
-        """Begin each answer, once: a job can be over before its prompt was read."""
+        """Start each answer, once: a job can end before prefill."""
         if self._fingerprint is not None:
             return
         self._fingerprint = make_fingerprint(plan)
@@ -179,7 +170,7 @@ class ChatStream:
         for index in range(len(results)):
             yield from self._part_chunks(index, self._parsers[index].finish())
         ends = [self._end_chunk(index, result) for index, result in enumerate(results)]
-        late = range(len(results), self._call.job.answers)  # the deadline passed before they began
+        late = range(len(results), self._call.job.answers)  # they missed the deadline
         ends += [self._delta_chunk(index, ChatDelta(), reason="length") for index in late]
         if self._call.with_usage:
             ends.append(
@@ -206,12 +197,7 @@ class ChatStream:
         reason: OpenAIFinishReason | None = None,
     ) -> ChatChunk:
         choice = ChunkChoice(index=index, delta=delta, logprobs=scores, finish_reason=reason)
-        return self._chunk([choice], usage=self._current_usage())
-
-    def _current_usage(self) -> Usage | UnsetType | None:
-        if self._running_usage is not None:
-            return self._running_usage.usage()
-        return None if self._call.with_usage else UNSET
+        return self._chunk([choice], usage=self._usage.for_chunk())
 
     def _chunk(self, choices: list[ChunkChoice], *, usage: Usage | UnsetType | None) -> ChatChunk:
         return ChatChunk(
@@ -225,10 +211,10 @@ class ChatStream:
 
 
 async def stream_completion(jobs: JobSubmitter, call: CompletionCall) -> AsyncIterator[bytes]:
-    """Begin the jobs of a call and yield the lines of its stream.
+    """Submit the jobs of a call and yield the events of its stream.
 
     Raises:
-        ExpertError: when one is refused, or fails on the way.
+        ExpertError: when one is refused or fails.
     """
     stream = CompletionStream(call)
     async with stream_jobs(jobs, call.jobs) as events:
@@ -241,31 +227,30 @@ async def stream_completion(jobs: JobSubmitter, call: CompletionCall) -> AsyncIt
 
 
 def _encode_chunks(stream: "CompletionStream", number: int, event: JobEvent) -> list[bytes]:
-    """Return the lines of an event; those of a scored prompt take a while."""
-    return [line(msgspec.json.encode(chunk)) for chunk in stream.chunks(number, event)]
+    """Return the chunks of an event; those of a scored prompt take a while."""
+    return [format_event(msgspec.json.encode(chunk)) for chunk in stream.chunks(number, event)]
 
 
 class CompletionStream:
-    """Turns the events of the jobs of a call into chunks."""
+    """Turns the events of a completion request's jobs into chunks."""
 
     def __init__(self, call: CompletionCall) -> None:
-        """Begin before the first event."""
+        """Start before the first event."""
         self._call = call
         self._fingerprint: str | None = None
         self._started: set[int] = set()
         self._pending_pieces: dict[int, list[OutputDelta]] = {}
-        """Pieces of jobs whose prompts have no log-probabilities yet, which come first."""
+        """Deltas of jobs whose prompt log-probabilities, which come first, are not known yet."""
         self._offsets: dict[int, TokenOffsets] = {}
-        """Index of an answer → where its next token begins."""
+        """Index of an answer → offset of its next token."""
         self._results: dict[int, tuple[RunResult, ...]] = {}
-        self._running_usage = RunningUsage() if call.with_continuous_usage else None
+        self._usage = RunningUsage(call.with_usage, call.with_continuous_usage)
 
     def chunks(self, number: int, event: JobEvent) -> Iterator[Completion]:
-        """Yield the chunks that an event of a job adds to the answer."""
+        """Yield the chunks of an event of the job ``number``."""
         match event:
             case JobStarted(plan, prompt, reused):
-                if self._running_usage is not None:
-                    self._running_usage.count_prompt(prompt=prompt, cached=reused)
+                self._usage.count_prompt(prompt=prompt, cached=reused)
                 yield from self._start_answers(number, plan)
             case OutputDelta():
                 yield from self._piece_chunks(number, event)
@@ -277,7 +262,7 @@ class CompletionStream:
                 return
 
     def _start_answers(self, number: int, plan: Plan) -> Iterator[Completion]:
-        """Yield the prompt of each answer, once, with ``echo``; if it is scored, then later."""
+        """Yield the echoed prompt of each answer, once; a scored prompt comes later."""
         if number in self._started:
             return
         self._started.add(number)
@@ -305,7 +290,7 @@ class CompletionStream:
             yield from self._flush_pending(number, piece.prompt)
 
     def _flush_pending(self, number: int, scores: PromptLogprobs | None) -> Iterator[Completion]:
-        """Yield the prompt of each answer, then what was held back."""
+        """Yield the echoed prompt of each answer, then the held-back deltas."""
         if number in self._pending_pieces:
             yield from self._echo_chunks(number, scores)
             for piece in self._pending_pieces.pop(number):
@@ -315,8 +300,7 @@ class CompletionStream:
         if not (piece.text or piece.sampled):
             return
         place = self._call.choice_index(number, piece.number)
-        if self._running_usage is not None:
-            self._running_usage.generated[place] = piece.token_count
+        self._usage.generated[place] = piece.token_count
         scores = None
         if piece.sampled:
             places = self._offsets.setdefault(place, TokenOffsets(self._call.tokenizer))
@@ -327,10 +311,9 @@ class CompletionStream:
 
     def _end_chunks(self, number: int, results: tuple[RunResult, ...]) -> Iterator[Completion]:
         self._results[number] = results
-        if self._running_usage is not None:
-            for index, result in enumerate(results):
-                written = len(result.generated.tokens)
-                self._running_usage.generated[self._call.choice_index(number, index)] = written
+        for index, result in enumerate(results):
+            written = len(result.generated.tokens)
+            self._usage.generated[self._call.choice_index(number, index)] = written
         ends = [
             self._delta_chunk(
                 self._call.choice_index(number, index),
@@ -348,7 +331,7 @@ class CompletionStream:
         yield from ends
 
     def _add_usage_and_extension(self, ends: list[Completion]) -> list[Completion]:
-        """Add the usage and the ``expertctl`` object, at the very end."""
+        """Add the usage and the ``expertctl`` object to the last chunk."""
         came = [self._results[number] for number in range(len(self._call.jobs))]
         if self._call.with_usage:
             ends = [*ends, self._chunk([], usage=build_usage(came))]
@@ -364,12 +347,7 @@ class CompletionStream:
         reason: OpenAIFinishReason | None = None,
     ) -> Completion:
         choice = CompletionChoice(index=place, text=text, logprobs=scores, finish_reason=reason)
-        return self._chunk([choice], usage=self._current_usage())
-
-    def _current_usage(self) -> Usage | UnsetType | None:
-        if self._running_usage is not None:
-            return self._running_usage.usage()
-        return None if self._call.with_usage else UNSET
+        return self._chunk([choice], usage=self._usage.for_chunk())
 
     def _chunk(
         self, choices: list[CompletionChoice], *, usage: Usage | UnsetType | None
@@ -390,7 +368,7 @@ COMPLETIONS = "/v1/completions"
 
 
 def build_routes(service: Service) -> list[BaseRoute]:
-    """Return the addresses, on one engine."""
+    """Return the routes of the OpenAI API."""
     wire = _OpenAIEndpoints(service)
     return [
         Route(CHAT, wire.chat, methods=["POST"]),
@@ -400,15 +378,15 @@ def build_routes(service: Service) -> list[BaseRoute]:
 
 
 class _OpenAIEndpoints:
-    """Answers the requests of one server."""
+    """Handles the requests of the OpenAI API."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def chat(self, request: Request) -> Response:
-        """Answer with the next message of a conversation."""
+        """Return the next message of a conversation."""
         body = await self._read_body(request, ChatRequest)
-        engine = self._service.engine
+        engine, jobs = self._service.engine, self._service.jobs
         call = build_chat_call(
             body.value,
             ignored=body.ignored_fields,
@@ -419,17 +397,17 @@ class _OpenAIEndpoints:
         )
         headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
-            return make_event_stream(request, stream_chat(engine, call), headers=headers)
-        [came] = await while_connected(request, run_jobs(engine, [call.job]))
+            return EventStream(request, stream_chat(jobs, call), headers=headers)
+        [came] = await while_connected(request, run_jobs(jobs, [call.job]))
         thought = await call.count_reasoning_tokens(came.results)
         return json_response(
             build_chat_completion(call, came, reasoning_tokens=thought), headers=headers
         )
 
     async def complete(self, request: Request) -> Response:
-        """Answer with the continuation of one or several prompts."""
+        """Return the continuation of one or several prompts."""
         body = await self._read_body(request, CompletionRequest)
-        engine = self._service.engine
+        engine, jobs = self._service.engine, self._service.jobs
         read = partial(
             build_completion_call,
             body.value,
@@ -443,8 +421,8 @@ class _OpenAIEndpoints:
         call = await run_in_turn(read) if takes_long else read()
         headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
-            return make_event_stream(request, stream_completion(engine, call), headers=headers)
-        came = await while_connected(request, run_jobs(engine, call.jobs))
+            return EventStream(request, stream_completion(jobs, call), headers=headers)
+        came = await while_connected(request, run_jobs(jobs, call.jobs))
         answer = partial(build_completion, call, came)
         document = await run_in_turn(answer) if body.value.scores_prompt else answer()
         return json_response(document, headers=headers)

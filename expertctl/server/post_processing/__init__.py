@@ -1,1 +1,1 @@
-"""Checks whether a whole answer has the form that the request asks for."""
+"""Checks of whole answers against the requested response format."""

@@ -1,19 +1,13 @@
-"""Answers that must be JSON and nothing else, so that a program can read them as they are.
+"""Answers that must be JSON, or fit a JSON Schema sent with the request.
 
-Anything around the JSON is a fault: a client that asks for a form parses the whole answer. One
-Markdown fence and text after the JSON are removed before that (`json_filter`).
+Anything around the JSON fails the check, since clients parse the whole answer; one Markdown fence
+and text after the JSON are removed before (`expertctl.server.output_parser.JsonExtractor`).
 
-How often a JSON Schema may look at one value: the bound keeps a small schema from taking hours.
-
-In a chain of n schemas that each apply the next one twice, a value is looked at 2ⁿ times. So a
-schema is read as a graph first: edges lead from each part to the parts that it applies to the same
-value, and to those that it applies one level further down. Only references within the schema are
-followed; there are no others.
-
-Answers that must fit a JSON Schema that came with the request.
-
-The schema is untrusted: its size and depth are bounded, nothing that it refers to is fetched, its
-patterns run in linear time, and how often it looks at a value is computed before it is applied.
+The schema is untrusted: its size and depth are bounded, nothing it refers to is fetched, its
+patterns run in linear time, and the number of visits is computed before it is applied. In a chain
+of n schemas that each apply the next one twice, a value is visited 2ⁿ times. So a schema is first
+read as a graph: edges lead from each part to the parts it applies to the same value, and to those
+it applies one level further down. Only references within the schema are followed.
 """
 
 import json
@@ -32,12 +26,12 @@ from expertctl.errors import UsageError
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
 _MAX_INTEGER_DIGITS = 4000
-"""Digits of an integer that are read exactly; a longer one is read as the nearest float."""
+"""Maximum digits of an exact integer; a longer one is read as the nearest float."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonAnswer:
-    """The JSON value that an answer is."""
+    """The JSON value of an answer."""
 
     value: JsonValue
 
@@ -55,11 +49,11 @@ def check_json_object(text: str) -> FormatCheck:
         return found
     if isinstance(found.value, dict):
         return FormatCheck(True)
-    return FormatCheck(False, "the answer is JSON, but no object")
+    return FormatCheck(False, "the answer is JSON, but not an object")
 
 
 def parse_json_answer(text: str) -> JsonAnswer | FormatCheck:
-    """Return the JSON value of an answer, or why it has none."""
+    """Return the JSON value of an answer, or the failed check."""
     if len(text) > MAX_CHARACTERS:
         return FormatCheck(None, f"the answer is not checked: over {MAX_CHARACTERS} characters")
     if not text.strip():
@@ -71,7 +65,9 @@ def parse_json_answer(text: str) -> JsonAnswer | FormatCheck:
     except ValueError as error:
         return FormatCheck(False, f"the answer is not JSON: {error}")
     except RecursionError:
-        return FormatCheck(False, "the answer is not JSON that can be read: it is nested too deep")
+        return FormatCheck(
+            False, "the answer is not JSON that can be parsed: it is nested too deep"
+        )
 
 
 def _parse_integer(digits: str) -> int | float:
@@ -84,7 +80,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 MAX_PARTS = 5_000
 MAX_COUNT = 10**12
-"""Counts saturate here, far beyond what is ever allowed."""
+"""Counts saturate here, far above `MAX_VISITS`."""
 
 _SAME_VALUE = ("not", "if", "then", "else")
 _SAME_VALUE_LISTS = ("allOf", "anyOf", "oneOf")
@@ -101,29 +97,29 @@ _REJECTED_KEYWORDS = (
     "unevaluatedItems",
     "unevaluatedProperties",
 )
-"""Keywords that would need another way to count, or to resolve references."""
+"""Unsupported keywords: they need another way to count visits or resolve references."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Subschema:
-    """One subschema; ``here`` and ``below`` are numbers of others."""
+    """A subschema; ``here`` and ``below`` are indices of others."""
 
     weight: int
     here: tuple[int, ...]
     below: tuple[tuple[int, ...], ...]
-    """Groups; at most one part of each is applied to the same value."""
+    """Groups, of which at most one part each is applied to the same value."""
 
 
 class SchemaCost:
-    """The graph of a schema."""
+    """The graph of a schema's parts."""
 
     def __init__(self, parts: Sequence[_Subschema], order: Sequence[int]) -> None:
-        """Keep the parts, of which the first is the root; in ``order`` applied parts come first."""
+        """Store the parts, root first; ``order`` lists each part after those it applies here."""
         self._parts = parts
         self._order = order
 
     def count_visits(self, levels: int) -> list[int]:
-        """Return for each level the most looks at a value at that depth."""
+        """Return the maximum number of visits of a value, for each depth."""
         counts, found = [0] * len(self._parts), list[int]()
         for level in range(levels):
             counts = self._count_level(counts, at_top=level == 0)
@@ -142,10 +138,10 @@ class SchemaCost:
 
 
 def build_schema_cost(schema: JsonObject, *, where: str) -> SchemaCost:
-    """Read the graph of a schema.
+    """Build the graph of a schema.
 
     Raises:
-        UsageError: when it refers to what it does not contain, or to itself without end.
+        UsageError: when a reference leaves the schema or recurses without end.
     """
     reading = _SchemaGraphBuilder(schema, where)
     parts = reading.build_parts()
@@ -153,7 +149,7 @@ def build_schema_cost(schema: JsonObject, *, where: str) -> SchemaCost:
 
 
 class _SchemaGraphBuilder:
-    """Numbers the parts as they are found, beginning with the root."""
+    """Numbers the parts as they are found, starting with the root."""
 
     def __init__(self, schema: JsonObject, where: str) -> None:
         self._schema = schema
@@ -204,7 +200,7 @@ class _SchemaGraphBuilder:
         for name in names:
             if isinstance(schema.get(name), str | dict | bool):
                 raise UsageError(
-                    f"{place}/{name}: {name} is not read here", hint="write the schema without it"
+                    f"{place}/{name}: {name} is not supported", hint="write the schema without it"
                 )
 
     def _iter_same_value_schemas(
@@ -223,11 +219,11 @@ class _SchemaGraphBuilder:
                 yield f"{self._where}{reference[1:]}", target
 
     def _resolve_reference(self, reference: str, place: str) -> JsonValue:
-        """Find the schema that a reference names."""
+        """Return the referenced schema."""
         if reference != "#" and not reference.startswith("#/"):
             raise UsageError(
-                f"{place}: {reference[:200]!r} is not in this schema, and nothing is fetched",
-                hint="put it below $defs, and refer to it by #/$defs/NAME",
+                f"{place}: {reference[:200]!r} is outside this schema, and nothing is fetched",
+                hint="put it below $defs and refer to it as #/$defs/NAME",
             )
         target: JsonValue = self._schema
         for word in unquote(reference[1:]).split("/")[1:]:
@@ -240,7 +236,7 @@ class _SchemaGraphBuilder:
 
 
 def _iter_child_groups(schema: JsonObject, place: str) -> Iterator[list[tuple[str, JsonObject]]]:
-    """Yield the schemas applied one level further down, in groups of which one applies."""
+    """Yield the schemas applied one level down, in groups of which one applies."""
     yield list(_iter_named_schemas(schema, place, "properties"))
     for child in _iter_named_schemas(schema, place, "patternProperties"):
         yield [child]
@@ -286,12 +282,12 @@ def _find_child(value: JsonValue, word: str) -> JsonValue:
 
 
 def _measure_visit_cost(schema: Mapping[str, JsonValue]) -> int:
-    """Return the cost of one look; that of an ``enum`` is its length."""
+    """Return the cost of one visit; that of an ``enum`` is its length."""
     return 1 + sum(len(v) if isinstance(v, list | dict) else 1 for v in schema.values())
 
 
 def _order_parts(parts: Sequence[_Subschema], places: Sequence[str]) -> list[int]:
-    """Order the parts so that each comes after those it applies to the same value."""
+    """Return a topological order: each part after those it applies to the same value."""
     waiting = [len(part.here) for part in parts]
     users: list[list[int]] = [[] for _ in parts]
     for number, part in enumerate(parts):
@@ -306,7 +302,7 @@ def _order_parts(parts: Sequence[_Subschema], places: Sequence[str]) -> list[int
     if len(order) < len(parts):
         place = places[next(n for n, count in enumerate(waiting) if count)]
         raise UsageError(
-            f"{place} refers to itself without an end", hint="let it go through a property or item"
+            f"{place} refers to itself endlessly", hint="recurse through a property or item"
         )
     return order
 
@@ -314,12 +310,12 @@ def _order_parts(parts: Sequence[_Subschema], places: Sequence[str]) -> list[int
 MAX_VALUES = 50_000
 MAX_DEPTH = 64
 MAX_VISITS = 5_000_000
-"""An answer whose check would take more looks at its values is not checked."""
+"""Maximum visits of a check; an answer that needs more is not checked."""
 _MAX_PATTERN_BYTES = 1 << 18
 MAX_PATTERNS, MAX_PATTERN_CHARACTERS = 100, 10_000
-"""Most patterns of a schema, and most characters of all of them together."""
+"""Maximum patterns of a schema, and maximum characters of all of them."""
 _MAX_SHOWN = 300
-_HINT = "correct the schema; patterns have neither look-around nor references back"
+_HINT = "correct the schema; patterns support neither look-around nor back-references"
 _NEWEST = "https://json-schema.org/draft/2020-12/schema"
 _DIALECTS: Mapping[str, type[jsonschema_rs.Validator]] = {
     _NEWEST: jsonschema_rs.Draft202012Validator,
@@ -330,7 +326,7 @@ _DIALECTS: Mapping[str, type[jsonschema_rs.Validator]] = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerSchema:
-    """A schema that was read, and what it costs."""
+    """A compiled schema, and its cost."""
 
     validator: jsonschema_rs.Validator
     cost: SchemaCost
@@ -365,10 +361,10 @@ class AnswerSchema:
 
 
 def compile_schema(schema: JsonObject, *, where: str) -> AnswerSchema:
-    """Read a schema that came with a request.
+    """Compile a schema from a request; ``where`` names its field in messages.
 
     Raises:
-        UsageError: when it is too large, refers to other places, or is no schema; names the place.
+        UsageError: when it is too large, has outside references or is invalid; names the place.
     """
     check_schema_bounds(schema, where=where)
     dialect = _find_dialect(schema, where)
@@ -388,7 +384,7 @@ def compile_schema(schema: JsonObject, *, where: str) -> AnswerSchema:
 
 
 def check_schema_bounds(schemas: JsonValue, *, where: str) -> None:
-    """Bound one schema, or all schemas of a list together, before any is compiled.
+    """Check the size of a schema, or of a list of schemas together, before compiling.
 
     Raises:
         UsageError: when there are too many values or patterns.
@@ -436,17 +432,17 @@ def _find_dialect(schema: JsonObject, where: str) -> type[jsonschema_rs.Validato
     named = schema.get("$schema", _NEWEST)
     found = _DIALECTS.get(named.removesuffix("#")) if isinstance(named, str) else None
     if found is None:
-        raise UsageError(f"{where}/$schema is none that is known", hint=f"use {_NEWEST}")
+        raise UsageError(f"{where}/$schema is not a supported dialect", hint=f"use {_NEWEST}")
     return found
 
 
 def _count_levels(value: JsonValue) -> Iterator[int]:
-    """Return how many values there are at each level."""
+    """Yield the number of values at each depth."""
     return map(len, _iter_levels(value))
 
 
 def _has_infinity(value: JsonValue) -> bool:
-    """Tell whether a number is infinite, too large to be compared."""
+    """Tell whether a number is infinite: too large for a float."""
     values = (one for level in _iter_levels(value) for one in level)
     return any(isinstance(one, float) and isinf(one) for one in values)
 
@@ -465,7 +461,7 @@ def _child_values(value: JsonValue) -> Iterable[JsonValue]:
 
 
 def _shorten(text: str) -> str:
-    """Cut out the middle of a long text: the problem is named at its end."""
+    """Cut out the middle of a long text; its end names the problem."""
     if len(text) <= _MAX_SHOWN:
         return text
     return f"{text[: _MAX_SHOWN // 2]}…{text[-_MAX_SHOWN // 2 + 1 :]}"

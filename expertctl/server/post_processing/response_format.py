@@ -1,15 +1,12 @@
-"""The ``response_format`` of requests: our own words, and those of the OpenAI API.
+"""The ``response_format`` of requests, and the check of an answer against it.
 
-Answers that must be SQL: each statement is parsed, none is run.
+Formats are those of the native API and of the OpenAI API. An answer is never changed, and no part
+of it is executed. A check that cannot be decided within bounds neither passes nor fails, and says
+why.
 
-No dialect is given, so it is enough if one dialect reads the whole answer. Only statements count:
-the parser reads any words as an expression, even ``hello world``. A statement that the parser keeps
-as raw text, without parsing it, neither passes nor fails. Prose around SQL is no fault.
-
-From the ``response_format`` of a request to the check of its answer.
-
-An answer is never changed, and no part of it is run. A check that cannot be decided within bounds
-neither passes nor fails, and says why.
+SQL is parsed, never run. No dialect is given, so an answer passes if one dialect parses all of it.
+Only statements count: the parser reads any words as an expression, even ``hello world``. A
+statement that the parser keeps as raw text neither passes nor fails. Prose around SQL is accepted.
 """
 
 import logging
@@ -46,7 +43,7 @@ _Name = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
 class NamedSchema(Struct, frozen=True, forbid_unknown_fields=True):
-    """A JSON Schema as the OpenAI API has it; ``strict`` changes nothing: it always is."""
+    """A JSON Schema in OpenAI's form; ``strict`` changes nothing, checks always are."""
 
     name: _Name
     schema: dict[str, Any] | None = None
@@ -55,10 +52,10 @@ class NamedSchema(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
-    """The form that an answer is to have.
+    """The required form of an answer.
 
-    ``schema`` belongs to ``json_schema``, as does ``json_schema``, of which one is given; ``name``
-    belongs to ``custom`` and is one that the server knows.
+    The type ``json_schema`` takes either ``schema`` or ``json_schema``; the type ``custom`` takes
+    ``name``, the name of a validator of the server.
     """
 
     type: FormatType
@@ -68,21 +65,21 @@ class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def prompt_schema(self) -> JsonObject | None:
-        """The schema that a model may be shown; None without one."""
+        """The schema that the prompt may describe; None without one."""
         if self.type != "json_schema":
             return None
         return self.schema or (self.json_schema.schema if self.json_schema else None)
 
     @property
     def is_json(self) -> bool:
-        """Whether the answer is to be JSON."""
+        """Whether the answer must be JSON."""
         return self.type in {"json", "json_object", "json_schema"}
 
 
 MAX_CHARACTERS = 20_000
-"""A longer answer is not checked: the parser is slow."""
+"""Longer answers are not checked: the parser is slow."""
 _DIALECTS = ("", "postgres", "mysql", "tsql")
-"""The default, which reads most, and dialects with quoting rules of their own."""
+"""The default, which accepts most, and dialects with other quoting rules."""
 _FENCE_TAGS = frozenset({"sql", "mysql", "postgresql", "postgres", "sqlite", "tsql"})
 _STATEMENTS = (
     expressions.Query,
@@ -108,11 +105,11 @@ _STATEMENTS = (
 )
 _NOT_SQL_MESSAGE = "the answer is not SQL"
 
-logging.getLogger("sqlglot").setLevel(logging.ERROR)  # its warnings contain the text
+logging.getLogger("sqlglot").setLevel(logging.ERROR)  # its warnings contain the answer
 
 
 def check_sql(text: str) -> FormatCheck:
-    """Check that an answer, or each of its SQL code blocks, consists of SQL statements."""
+    """Check that an answer, or each SQL code block in it, consists of SQL statements."""
     if not text.strip():
         return FormatCheck(False, "the answer is empty")
     if len(text) > MAX_CHARACTERS:
@@ -127,7 +124,7 @@ def check_sql(text: str) -> FormatCheck:
 
 
 def _check_dialects(text: str) -> FormatCheck:
-    """Return a pass if any dialect passes, else the verdict of the first dialect."""
+    """Return a pass if any dialect passes, else the result of the first dialect."""
     found = [_check_dialect(text, dialect) for dialect in _DIALECTS]
     return next((one for one in found if one.passed), None) or found[0]
 
@@ -140,35 +137,37 @@ def _check_dialect(text: str, dialect: str) -> FormatCheck:
     except RecursionError:
         return FormatCheck(None, "the answer is not checked: its SQL is nested too deep")
     if any(isinstance(one, expressions.Command) for one in statements):
-        return FormatCheck(None, "the answer is not checked: it has a statement that is not read")
+        return FormatCheck(
+            None, "the answer is not checked: it has a statement that cannot be parsed"
+        )
     if not statements or not all(isinstance(one, _STATEMENTS) for one in statements):
-        return FormatCheck(False, f"{_NOT_SQL_MESSAGE}: it is no statement")
+        return FormatCheck(False, f"{_NOT_SQL_MESSAGE}: it is not a statement")
     return FormatCheck(True)
 
 
 def _describe_error(error: SqlglotError) -> str:
-    """Return what is wrong and where, without the excerpt that the parser adds in colours."""
+    """Return the problem and its place, without the coloured excerpt of the parser."""
     first = error.errors[0] if isinstance(error, ParseError) and error.errors else {}
     if not first:
-        return "it cannot be split into words"
+        return "it cannot be split into tokens"
     fact = str(first["description"]).partition(" but got <")[0]
     return f"{fact[:200]}, line {first['line']}, column {first['col']}"
 
 
 Validators = Mapping[str, ValidatorCommand]
-"""The validators that the operator of the server named."""
+"""The operator's validators, by name."""
 NO_VALIDATORS: Validators = MappingProxyType({})
 _FIELDS_BY_TYPE: Mapping[FormatType, frozenset[str]] = {
     "json_schema": frozenset({"schema", "json_schema"}),
     "custom": frozenset({"name"}),
 }
-"""Type → the fields that it has."""
+"""Type → the fields it takes."""
 
 
 def build_check(
     response_format: ResponseFormat | None, *, commands: Validators = NO_VALIDATORS
 ) -> CheckFunction | None:
-    """Return the check that a request asks for; None where it asks for none.
+    """Return the check for a response format; None if nothing is to be checked.
 
     Raises:
         UsageError: when the format is incomplete, or its schema cannot be used.
@@ -198,12 +197,12 @@ def build_check(
 
 
 def _reject_unused_fields(given: ResponseFormat) -> None:
-    """Refuse a field that has no meaning for the type."""
+    """Refuse fields that the type does not take."""
     known = _FIELDS_BY_TYPE.get(given.type, frozenset())
     for name in ("schema", "json_schema", "name"):
         if getattr(given, name) is not None and name not in known:
             raise UsageError(
-                f"response_format.{name} has no meaning beside the type {given.type}",
+                f"response_format.{name} does not belong to the type {given.type}",
                 hint="leave it out",
             )
 
@@ -214,7 +213,7 @@ def _select_schema(given: ResponseFormat) -> JsonObject:
     if len(found) != 1:
         raise UsageError(
             f"response_format: {len(found)} schemas are given, one is needed",
-            hint="give it as response_format.schema, or as response_format.json_schema.schema",
+            hint="set either response_format.schema or response_format.json_schema.schema",
         )
     return found[0]
 
@@ -231,7 +230,8 @@ def _check_python(text: str) -> FormatCheck:
 def _find_validator(given: ResponseFormat, commands: Validators) -> ValidatorCommand:
     if given.name is None:
         raise UsageError(
-            "response_format.name is missing: which validator?", hint=_list_validators(commands)
+            "response_format.name is missing: it names the validator",
+            hint=_list_validators(commands),
         )
     if given.name not in commands:
         raise UsageError(
@@ -243,5 +243,5 @@ def _find_validator(given: ResponseFormat, commands: Validators) -> ValidatorCom
 
 def _list_validators(commands: Validators) -> str:
     if not commands:
-        return "`expertctl serve --validator NAME=PROGRAM` names them, and none was named"
-    return f"there is {', '.join(sorted(commands))}"
+        return "there are none; add one with `expertctl serve --validator NAME=PROGRAM`"
+    return f"available: {', '.join(sorted(commands))}"

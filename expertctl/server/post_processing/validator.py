@@ -1,8 +1,8 @@
-"""A validator of the operator's own: a program that reads the answer and ends with 0 if it passes.
+"""Custom validators: programs of the operator that read an answer and exit with 0 if it passes.
 
-The programs are given when the server starts, never by a request, and run without a shell. A
-program gets the answer on stdin and none of the server's secrets in its environment. Its stderr is
-the reason that users are told. It is killed when its time is up.
+Programs are set when the server starts, never by a request, and run without a shell. A program gets
+the answer on stdin and none of the server's secrets in its environment. Its stderr is the reason
+shown to users. It is killed when its time is up.
 """
 
 import os
@@ -21,21 +21,21 @@ from expertctl.errors import NotFoundError, UsageError
 from expertctl.messages import to_single_line
 
 DEFAULT_TIMEOUT = 5.0
-"""How long a validator may take."""
+"""Default time limit of a validator, in seconds."""
 MAX_OUTPUT = 2000
-"""Bytes of its stderr that are kept; the rest is read and dropped."""
+"""Bytes of stderr that are kept; the rest is read and discarded."""
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TMPDIR", "SYSTEMROOT")
 
 
 @dataclass(frozen=True, slots=True)
 class ValidatorCommand:
-    """A program with its arguments, and how long it may take."""
+    """A program with its arguments and its time limit in seconds."""
 
     arguments: tuple[str, ...]
     timeout: float = DEFAULT_TIMEOUT
 
     def check(self, name: str, text: str) -> FormatCheck:
-        """Let the program check an answer; without a verdict it neither passes nor fails."""
+        """Run the program on an answer; without a result, the answer neither passes nor fails."""
         if len(text) > MAX_CHARACTERS:
             return FormatCheck(None, f"the answer is not checked: over {MAX_CHARACTERS} characters")
         try:
@@ -47,17 +47,17 @@ class ValidatorCommand:
         except OSError as error:
             return FormatCheck(None, f"the validator {name} could not be started: {error.strerror}")
         if code < 0:
-            return FormatCheck(None, f"the validator {name} was ended by signal {-code}")
+            return FormatCheck(None, f"the validator {name} was killed by signal {-code}")
         if code > 0:
-            return FormatCheck(False, f"the validator {name} refuses the answer: {said or code}")
+            return FormatCheck(False, f"the validator {name} rejected the answer: {said or code}")
         return FormatCheck(True)
 
     def _run(self, text: str) -> tuple[int, str]:
-        """Return the exit code, and the stderr as one line."""
+        """Return the exit code, and stderr as one line."""
         with tempfile.TemporaryFile() as stdin:
             stdin.write(text.encode("utf-8", "replace"))
             stdin.seek(0)
-            process = subprocess.Popen(  # noqa: S603  # the operator's own words, by no shell
+            process = subprocess.Popen(  # noqa: S603  # the operator's own command, without a shell
                 self.arguments,
                 stdin=stdin,
                 stdout=subprocess.DEVNULL,
@@ -75,7 +75,7 @@ class ValidatorCommand:
 
 
 class _StderrReader:
-    """Reads the stderr of a program in a thread, so that the program never blocks on it."""
+    """Reads stderr in a thread, so that the program never blocks on it."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -84,8 +84,8 @@ class _StderrReader:
         self._thread.start()
 
     def read_line(self) -> str:
-        """Return the stderr as one printable line."""
-        self._thread.join(1.0)  # a child outside the group may keep the pipe open
+        """Return stderr as one printable line."""
+        self._thread.join(1.0)  # a child process outside the group may keep the pipe open
         words = self._kept.decode("utf-8", "replace").split()
         return to_single_line(" ".join(words), "?")
 
@@ -97,7 +97,7 @@ class _StderrReader:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a program and the processes that it started."""
+    """Kill a program and the processes it started."""
     if hasattr(os, "killpg"):
         os.killpg(process.pid, signal.SIGKILL)  # still valid: the leader is not reaped yet
     process.kill()
@@ -105,17 +105,17 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def parse_validators(options: Iterable[str]) -> Mapping[str, ValidatorCommand]:
-    """Read ``NAME=PROGRAM [ARGUMENT…]``, split into words as a shell would.
+    """Parse ``NAME=PROGRAM [ARGUMENT…]`` options, split into words as by a shell.
 
     Raises:
-        UsageError: when one is not of that form, or a name is given twice.
+        UsageError: when one is malformed, or a name is given twice.
         NotFoundError: when there is no such program.
     """
     commands = dict[str, ValidatorCommand]()
     for option in options:
         name, words = _parse_option(option)
         if name in commands:
-            raise UsageError(f"there are two validators {name!r}", hint="give them other names")
+            raise UsageError(f"there are two validators {name!r}", hint="give them different names")
         commands[name] = ValidatorCommand((_find_program(words[0]), *words[1:]))
     return commands
 
@@ -138,7 +138,7 @@ def _find_program(word: str) -> str:
     found = shutil.which(word)
     if found is None:
         raise NotFoundError(
-            f"the validator {word[:200]!r} is no program",
-            hint="give its path, and make it runnable",
+            f"the validator {word[:200]!r} is not a program",
+            hint="give its path, and make it executable",
         )
     return str(os.path.abspath(found))  # noqa: PTH100  # symbolic links are kept

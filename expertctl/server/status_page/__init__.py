@@ -1,1 +1,1 @@
-"""The status page: a browser draws what the server does now, from numbers that it asks for."""
+"""The status page: live charts of the server, drawn in the browser."""

@@ -1,16 +1,10 @@
-"""Which installed experts are in memory, for the status page.
+"""The status page, its static files, and ``/status/data`` and ``/status/experts``, which feed it.
 
-What the status page shows of routed experts: room in memory, hits and misses.
+Sizes are in bytes, times in seconds. Counts are since the start, so the difference of two readings
+shows what happened in between.
 
-The numbers behind the status page, as ``/status/data`` gives them.
-
-Sizes are in bytes, times in seconds. Counts are since the start, so that the difference of two
-readings shows what happened in between.
-
-The status page, its files, and the numbers that it asks for.
-
-The page holds nothing secret, so anybody may load it; the numbers need a key if the server demands
-keys. The page loads nothing from elsewhere and runs no script but its own.
+The page contains nothing secret, so it is public; its data needs a key if the server requires keys.
+The page loads nothing from other sites and runs only its own scripts.
 """
 
 import asyncio
@@ -35,11 +29,11 @@ from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.service import Service
 
 MAX_LISTED = 200
-"""Most experts that are listed; the others are only counted."""
+"""Maximum number of experts listed; the others are only counted."""
 
 
 def list_experts_in_memory(experts: Sequence[AdapterStatus], counts: ExpertJobCounts) -> JsonObject:
-    """Return how many experts can answer here, and those whose weights are in memory, by name."""
+    """Return the number of usable experts, and those whose weights are in memory, by name."""
     here = sorted((one for one in experts if one.in_memory), key=lambda one: one.expert.ref)
     listed = list[JsonValue](_describe_expert(one, counts) for one in here[:MAX_LISTED])
     able = sum(one.fits and not one.expert.revoked for one in experts)
@@ -54,7 +48,7 @@ def _describe_expert(here: AdapterStatus, counts: ExpertJobCounts) -> JsonObject
 def describe_routed_experts(now: EngineSnapshot) -> JsonObject | None:
     """Return the ``routed`` object; None if the base has no routed experts.
 
-    Layers are listed only while they are counted, which `/moe` may turn off.
+    Layers are listed only while counting is on; `/moe` can turn it off.
     """
     if now.routed is None:
         return None
@@ -92,7 +86,7 @@ def _list_layers(now: EngineSnapshot, *, experts: int) -> list[JsonValue]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstTokenTotals:
-    """How many texts have had a first token, and the sum of their times to it."""
+    """The number of answers that had a first token, and their summed time to it."""
 
     count: int
     seconds: float
@@ -103,7 +97,7 @@ class FirstTokenTotals:
 
 
 def build_figures(now: EngineSnapshot, first_tokens: FirstTokenTotals) -> JsonObject:
-    """Return the numbers of a snapshot, by subject."""
+    """Return the figures of a snapshot, by subject."""
     kv_held = now.held["kv"]
     return {
         "jobs": _describe_jobs(now),
@@ -146,9 +140,9 @@ def _describe_jobs(now: EngineSnapshot) -> JsonObject:
 
 
 def _list_active_experts(now: EngineSnapshot) -> list[JsonValue]:
-    """List the experts of running texts and of prepared jobs, the busiest first.
+    """List the experts of running sequences and prepared jobs, busiest first.
 
-    An expert counts once for each plan, however often the plan names it.
+    An expert counts once per plan, however often the plan names it.
     """
     running, prepared = _count_experts(now.running_plans), _count_experts(now.waiting_plans)
     busiest = sorted(running | prepared, key=lambda ref: (-running[ref], -prepared[ref], ref))
@@ -180,9 +174,9 @@ FILES: Mapping[str, str] = {
     "style.css": "text/css",
     "icon.svg": "image/svg+xml",
 }
-"""The files beside the page, with their media types."""
+"""The static files of the page → their media types."""
 PUBLIC_PATHS = (STATUS_PATH, *(f"{STATUS_PATH}/{name}" for name in FILES))
-"""Paths that a browser loads before a user can type a key."""
+"""Paths that a browser loads before the user can enter a key."""
 _CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "form-action 'none'; base-uri 'none'; frame-ancestors 'none'; "
@@ -202,7 +196,7 @@ _FOLDER = Path(__file__).parent / "static"
 
 
 def build_routes(service: Service) -> list[BaseRoute]:
-    """Return the routes of the page, its files and numbers; ``/`` redirects to the page."""
+    """Return the routes of the page, its files and data; ``/`` redirects to the page."""
     numbers = _StatusEndpoints(service)
     return [
         Route("/", _redirect_to_page, methods=["GET"]),
@@ -214,18 +208,18 @@ def build_routes(service: Service) -> list[BaseRoute]:
 
 
 class _StatusEndpoints:
-    """Reads the numbers of the engine; an id tells one run of the server from another."""
+    """Serves the figures of the engine; a random id identifies this run of the server."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._run_id, self._started_at = secrets.token_hex(8), time.monotonic()
 
     async def read_figures(self, _: Request) -> Response:
-        """Answer with the numbers of this moment."""
+        """Return the current figures."""
         return _json_response(await to_thread.run_sync(self._build_document))
 
     async def experts(self, _: Request) -> Response:
-        """Answer with the experts installed and in memory; this may wait for a plan."""
+        """Return the experts installed and in memory; may wait for a plan in progress."""
         engine = self._service.engine
         experts = await asyncio.wrap_future(engine.list_experts())
         return _json_response(

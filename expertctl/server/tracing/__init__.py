@@ -1,1 +1,1 @@
-"""Traces for OpenTelemetry, if they are asked for: spans of requests, jobs and stages."""
+"""OpenTelemetry traces, if enabled: spans of requests, jobs and stages."""

@@ -1,8 +1,8 @@
-"""`Tracing`: sends spans to a collector.
+"""`Tracing`: exports spans to a collector.
 
-Ended spans wait in a queue of bounded length (``OTEL_BSP_MAX_QUEUE_SIZE``) for a thread that sends
-them; when it is full the oldest are dropped. So no request waits for a collector. If the collector
-does not answer, the log says so once a minute.
+Ended spans wait in a bounded queue (``OTEL_BSP_MAX_QUEUE_SIZE``) for a sender thread; when it is
+full the oldest are dropped, so no request waits for a collector. If the collector does not answer,
+the log says so once a minute.
 """
 
 import logging
@@ -20,35 +20,35 @@ from expertctl.errors import UsageError
 
 LOG = logging.getLogger("expertctl.server")
 DEFAULT_SERVICE_NAME = "expertctl"
-"""The name of the service if the environment gives none."""
+"""The service name if the environment sets none."""
 CLOSE_SECONDS = 3.0
-"""How long the last spans may take when the server ends."""
+"""Maximum time to send the last spans at shutdown."""
 ERROR_INTERVAL_SECONDS = 60.0
 _SENDER = logging.getLogger(OTLPSpanExporter.__module__)
 _UNKNOWN_SERVICE = "unknown_service"
 
 
 class Tracing:
-    """Makes spans, once it is open, and sends them."""
+    """Provides a tracer and exports its spans while open."""
 
     def __init__(self, address: str, *, server: str) -> None:
-        """Send nothing yet; ``server`` is the address that users see."""
+        """Send nothing yet; ``server`` is the public URL."""
         self.address, self.server = address, server
         self.tracer: Tracer = NoOpTracer()
         self._provider: TracerProvider | None = None
         self._throttle = _ErrorThrottle()
 
     def open(self) -> None:
-        """Begin to make spans, as the variables of the environment say.
+        """Start recording spans, configured by the ``OTEL_*`` environment variables.
 
         Raises:
-            UsageError: when one of them has an impossible value.
+            UsageError: when a variable has an invalid value.
         """
         try:
             processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=self.address))
             provider = TracerProvider(resource=_build_resource(), shutdown_on_exit=False)
         except (ValueError, OSError, RuntimeError, ImportError) as error:
-            hint = "look at the variables of the environment that begin with OTEL_"
+            hint = "check the environment variables that begin with OTEL_"
             raise UsageError(f"traces cannot be sent: {error}", hint=hint) from error
         _SENDER.addFilter(self._throttle)
         provider.add_span_processor(processor)
@@ -58,7 +58,7 @@ class Tracing:
         )
 
     def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
-        """Make no more spans; send the remaining ones, for ``seconds`` at most."""
+        """Stop recording, and send the remaining spans for at most ``seconds``."""
         provider, self._provider = self._provider, None
         self.tracer = NoOpTracer()
         if provider is None:
@@ -72,7 +72,7 @@ class Tracing:
 
 
 class _ErrorThrottle(logging.Filter):
-    """Lets errors of the sender pass only once in a while, so that they do not fill the log."""
+    """Passes one error of the sender per interval, so that errors do not fill the log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class _ErrorThrottle(logging.Filter):
 
 
 def _build_resource() -> Resource:
-    """Return the attributes of the server itself; those of the environment take precedence."""
+    """Return the resource attributes of the server; the environment takes precedence."""
     found = Resource.create({SERVICE_VERSION: __version__})
     nameless = str(found.attributes[SERVICE_NAME]).startswith(_UNKNOWN_SERVICE)
     return found.merge(Resource({SERVICE_NAME: DEFAULT_SERVICE_NAME})) if nameless else found

@@ -1,13 +1,13 @@
-"""The span of a request, from its first byte to the last of its answer.
+"""Spans of requests, jobs and stages.
 
-It follows the semantic conventions for HTTP servers. The caller's ``traceparent`` is its parent if
-well-formed; a ``tracestate`` is ignored. The span contains no query, header or body. All times of a
-trace are those of one steady clock, set by the wall clock when the request began.
+A request's span lasts from its first byte to the last byte of the response and follows the semantic
+conventions for HTTP servers. A well-formed ``traceparent`` names its parent; ``tracestate`` is
+ignored. It contains no query, header or body. All times of a trace come from one monotonic clock,
+set by the wall clock when the request began.
 
-The spans of a job and of its stages, made when it has ended, with its actual times.
-
-They follow the semantic conventions for generative AI. They contain neither prompt nor answer, nor
-other texts of the request, such as stop strings.
+The spans of a job and its stages are created when the job has ended, with its actual times. They
+follow the semantic conventions for generative AI and contain neither prompt nor answer, nor other
+texts of the request, such as stop strings.
 """
 
 import time
@@ -43,20 +43,20 @@ from expertctl.server.responses import get_request_id
 from expertctl.server.tracing.exporter import Tracing
 
 MAX_PARENT = 256
-"""Most characters of a ``traceparent``; the known version has 55, later ones may have more."""
+"""Maximum length of a ``traceparent``; the known version has 55, later ones may have more."""
 MAX_PATH = 256
 UNROUTED = "none"
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"}
 _PROPAGATOR = TraceContextTextMapPropagator()
 _CURRENT: ContextVar["RequestSpan | None"] = ContextVar("request_span", default=None)
-"""The request whose span is the parent of jobs that this task or thread submits now."""
+"""The request span that is the parent of jobs submitted by this task or thread."""
 
 
 class RequestSpan:
-    """A span that has begun, and the clock of its trace."""
+    """The open span of a request, and the clock of its trace."""
 
     def __init__(self, tracer: Tracer, scope: Scope, *, server: str) -> None:
-        """Begin now."""
+        """Start the span now."""
         self._tracer, self._scope = tracer, scope
         self._began = time.perf_counter()
         self._offset = time.time_ns() - _nanoseconds(self._began)
@@ -75,7 +75,7 @@ class RequestSpan:
         return self._span.get_span_context().trace_flags.sampled
 
     def mark_received(self, tick: float) -> None:
-        """Record that the request was read and became a job; of several jobs the first counts."""
+        """Record at ``tick`` that the request became a job; only the first of several counts."""
         if not self._is_received:
             self._is_received = True
             self.add_child("reception", started=self._began, ended=tick)
@@ -90,7 +90,7 @@ class RequestSpan:
         attributes: dict[str, AttributeValue] | None = None,
         failed: bool = False,
     ) -> Span:
-        """Add an ended span below this one or ``within`` another; times are of `perf_counter`."""
+        """Add an ended child of this span or of ``within``; times are those of `perf_counter`."""
         span = self._tracer.start_span(
             name,
             context=set_span_in_context(within or self._span, Context()),
@@ -103,16 +103,16 @@ class RequestSpan:
         return span
 
     def record_status(self, message: Message) -> None:
-        """Take the status from a message of the answer."""
+        """Record the status from an ASGI message of the response."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
 
     def mark_failed(self) -> None:
-        """Record that a fault of the server broke off the answer, whatever its status."""
+        """Record that a server bug broke off the response, whatever its status."""
         self._scope.setdefault("state", {}).setdefault("error_code", ExpertError.code)
 
     def end(self) -> None:
-        """End the span, with what is known of the request now."""
+        """End the span with the final attributes of the request."""
         span, scope = self._span, self._scope
         span.update_name(_request_span_name(scope))
         span.set_attributes(_final_attributes(scope, self._status))
@@ -128,14 +128,14 @@ class RequestSpan:
 
 
 class TracingMiddleware:
-    """ASGI middleware, the outermost, that gives each request its span."""
+    """The outermost ASGI middleware; it creates the span of each request."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         """Trace the requests of ``app``."""
         self._app, self._tracing = app, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -170,7 +170,7 @@ def _activate_span(span: RequestSpan) -> Iterator[RequestSpan]:
 
 
 def _extract_parent(headers: Headers) -> Context:
-    """Return the parent span that a caller names; none unless there is one well-formed name."""
+    """Return the parent context from a single well-formed ``traceparent``, else an empty one."""
     given = headers.getlist("traceparent")
     if len(given) != 1 or len(given[0]) > MAX_PARENT:
         return Context()
@@ -188,7 +188,7 @@ def _method_name(scope: Scope) -> str:
 
 
 def _initial_attributes(scope: Scope, server: str) -> dict[str, AttributeValue]:
-    """Return the attributes that are known at the beginning, which samplers see."""
+    """Return the attributes known at the start, which samplers see."""
     parts, client = urlsplit(server), scope.get("client")
     found: dict[str, AttributeValue] = {
         "http.request.method": _method_name(scope),
@@ -222,22 +222,19 @@ def _nanoseconds(tick: float) -> int:
 
 PROVIDER = "expertctl"
 MIN_SPAN_MS = 1.0
-"""Shorter laps have no span of their own, except the longest one of each step."""
+"""Shorter stages get no span, except the longest of each step."""
 MAX_STAGE_SPANS = 32
 Attributes = dict[str, AttributeValue]
 
 
 def trace_job(job: GenerationJob, sink: TokenSink) -> TokenSink:
-    """Return a sink that makes the spans of a job from its events, and passes them on.
-
-    A job without a recorded request has no spans.
-    """
+    """Return a sink that records the spans of a job; ``sink`` itself without a recorded request."""
     request = current_request()
     return sink if request is None else _JobTracer(request, job, sink)
 
 
 class _JobTracer:
-    """Makes the spans of one job, before it passes on the last event."""
+    """Records the spans of one job before it passes on the last event."""
 
     def __init__(self, request: RequestSpan, job: GenerationJob, sink: TokenSink) -> None:
         self._request, self._job, self._sink = request, job, sink
@@ -249,7 +246,7 @@ class _JobTracer:
     def __call__(self, event: JobEvent) -> None:
         try:
             self._observe(event)
-        finally:  # the answer goes out even if tracing fails
+        finally:  # deliver the event even if tracing fails
             self._sink(event)
 
     def _observe(self, event: JobEvent) -> None:
@@ -286,7 +283,7 @@ class _JobTracer:
             started=self._submitted,
             ended=time.perf_counter(),
             attributes=known,
-            failed=not isinstance(error, CancelledError),  # the caller wanted that
+            failed=not isinstance(error, CancelledError),  # the caller asked for it
         )
 
 
@@ -296,7 +293,7 @@ def _job_span_name(known: Attributes) -> str:
 
 
 def _request_attributes(job: GenerationJob, base: str | None) -> Attributes:
-    """Return the attributes of the request; the base is known once there is a plan."""
+    """Return the attributes of the request; ``base`` is None before the plan is made."""
     request, wishes = job.request, job.request.route.sampling
     found: dict[str, AttributeValue | None] = {
         "gen_ai.operation.name": "chat" if request.raw is None else "text_completion",
@@ -316,7 +313,7 @@ def _request_attributes(job: GenerationJob, base: str | None) -> Attributes:
 
 
 def _find_model(request: RunRequest, base: str | None) -> str | None:
-    """Return the ``model`` of a request, as `expertctl.server.model_name` would read it."""
+    """Return the ``model`` of a request, in the notation of `expertctl.server.model_name`."""
     if request.route.base_alone:
         return base
     forced = [expert for expert in request.experts if isinstance(expert, ForcedExpert)]
@@ -340,14 +337,14 @@ def _response_attributes(results: tuple[RunResult, ...]) -> Attributes:
 
 
 def _select_stages(laps: tuple[StageSpan, ...]) -> list[StageSpan]:
-    """Return the laps that took a while, but at least one of each step."""
+    """Return the stages of at least `MIN_SPAN_MS`, and the longest of each step."""
     longest = {lap.step: lap for lap in sorted(laps, key=lambda lap: lap.ms)}
     told = [lap for lap in laps if lap.ms >= MIN_SPAN_MS or lap is longest[lap.step]]
     return told if len(told) <= MAX_STAGE_SPANS else list(longest.values())
 
 
 def _inference_stages(first: RunResult, started: float | None) -> Iterator[StageSpan]:
-    """Yield the lap of reading the prompt and that of writing, to the end of the last text."""
+    """Yield the prefill stage and the decode stage, which ends with the last answer."""
     if started is None:
         return
     generated = first.generated

@@ -154,7 +154,7 @@ def test_what_a_strict_tool_is_called_with_is_checked_afterwards(
     assert message.stop_reason == "tool_use"
     extension: Any = message.to_dict()["expertctl"]
     assert extension["validation_passed"] is passed
-    warned = any("weather is called with" in warning for warning in extension["warnings"])
+    warned = any("the input of weather" in warning for warning in extension["warnings"])
     assert warned is not passed
 
 

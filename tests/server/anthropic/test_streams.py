@@ -177,13 +177,10 @@ def test_who_leaves_in_the_middle_frees_the_row(make_served: MakeServed) -> None
 
 
 class _Breaking:
-    """The engine of a server, which fails every job after its first piece."""
+    """Fails every job of a server after its first piece."""
 
     def __init__(self, served: ServerHarness) -> None:
-        self._engine = served.engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+        self._jobs = served.service.jobs
 
     def submit(self, job: GenerationJob, sink: TokenSink) -> None:
         broken = False
@@ -196,12 +193,15 @@ class _Breaking:
                 broken = True
                 sink(JobFailed(StoreError("the file of an expert is gone")))
 
-        self._engine.submit(job, some)
+        self._jobs.submit(job, some)
+
+    def cancel(self, job_id: str) -> None:
+        self._jobs.cancel(job_id)
 
 
 def test_an_error_on_the_way_is_the_last_event(scripted: ServerHarness) -> None:
-    engine: Any = _Breaking(scripted)
-    app = create_app(replace(scripted.service, engine=engine))
+    jobs: Any = _Breaking(scripted)
+    app = create_app(replace(scripted.service, jobs=jobs))
     with make_client(ServerHarness(scripted.service, app, scripted.house)) as client:
         stream = client.messages.create(messages=HI, stream=True, **ASK)
         assert next(iter(stream)).type == "message_start"

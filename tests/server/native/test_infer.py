@@ -224,7 +224,7 @@ def test_validators_of_the_operator_are_asked_by_name(make_served: MakeServed) -
     passed = ask(served, **GREEDY, response_format={"type": "custom", "name": "any"})
     failed = ask(served, **GREEDY, stop=stop, response_format={"type": "custom", "name": "none"})
     assert (passed["validation_passed"], failed["validation_passed"]) == (True, False)
-    assert "the validator none refuses the answer: no such thing" in failed["warnings"]
+    assert "the validator none rejected the answer: no such thing" in failed["warnings"]
     status, error = refusal(
         served, {**GREEDY, "response_format": {"type": "custom", "name": "/bin/true"}}
     )

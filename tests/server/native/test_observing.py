@@ -268,7 +268,7 @@ def pinning(
 
 
 def list_resident_experts(one: ServerHarness) -> dict[int, set[int]]:
-    cache = one.engine._engine._runner.model.experts
+    cache = one.engine._runner.model.experts
     return dict(zip((1, 2, 3), (set(slots.resident_ids) for slots in cache.slots), strict=True))
 
 
@@ -332,9 +332,9 @@ DEEP: Any = {"layers": 1}
 for _ in range(40):
     DEEP = {"x": DEEP}
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
-    ({"profile": "elsewhere", "pin": 1}, 400, "this server answers on tiny"),
-    ({"profile": "/etc/passwd", "pin": 1}, 400, "this server answers on tiny"),
-    ({"profile": "../habits", "pin": 1}, 400, "this server answers on tiny"),
+    ({"profile": "elsewhere", "pin": 1}, 400, "this server serves tiny"),
+    ({"profile": "/etc/passwd", "pin": 1}, 400, "this server serves tiny"),
+    ({"profile": "../habits", "pin": 1}, 400, "this server serves tiny"),
     ({"profile": "", "pin": 1}, 400, "profile"),
     ({"profile": [], "pin": 1}, 400, "profile"),
     ({"profile": 5, "pin": 1}, 400, "profile"),
@@ -355,8 +355,8 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"profile": pinning({"1": 3}), "pin": 10**15}, 400, "pin"),
     ({"profile": pinning({"1": 3}), "exchange": 1.5}, 400, "exchange"),
     ({"profile": pinning({"1": 3}), "exchange": -0.1}, 400, "exchange"),
-    ({"pin": 1}, 400, "none is given"),
-    ({"mode": "full", "exchange": 0.5}, 400, "none is given"),
+    ({"pin": 1}, 400, "it requires a profile"),
+    ({"mode": "full", "exchange": 0.5}, 400, "it requires a profile"),
     ({"profile": pinning({"1": 3}, layer="9"), "pin": 1, "mode": "off"}, 422, "layer 9"),
 ]
 
@@ -489,5 +489,5 @@ def test_profiles_change_while_texts_are_written(routed: ServerHarness, client: 
         assert told.json()["guide"] == {"exchange": 1, "pinned": {"1": pinned}}
     asking.join()
     assert found == [wanted] * 4
-    routed.engine._engine._runner.model.experts.check_integrity()
+    routed.engine._runner.model.experts.check_integrity()
     client.post("/moe", json={"profile": pinning({"1": 1}), "pin": 0, "exchange": 0})

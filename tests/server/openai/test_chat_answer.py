@@ -196,7 +196,7 @@ def test_several_calls_have_ids_of_their_own_and_one_is_kept_where_one_is_wanted
     one = ask(client, "both", tools=[WEATHER], parallel_tool_calls=False)
     assert len(one.choices[0].message.tool_calls or []) == 1
     assert read_extra_fields(one)["warnings"] == [
-        "calls of tools left out, since one was asked for: 1"
+        "tool calls left out, since only one was requested: 1"
     ]
 
 
@@ -225,7 +225,7 @@ def test_what_a_strict_tool_is_called_with_is_checked_afterwards(
     assert answer.choices[0].finish_reason == "tool_calls"
     assert read_extra_fields(answer)["validation_passed"] is passed
     assert (
-        any("weather is called with" in one for one in read_extra_fields(answer)["warnings"])
+        any("the input of weather" in one for one in read_extra_fields(answer)["warnings"])
         is not passed
     )
     loose = ask(client, words, tools=[WEATHER])

@@ -187,9 +187,9 @@ def test_stop_strings_are_one_or_several_or_left_to_the_experts(text: ChatTempla
 def test_fields_that_do_not_fit_together_are_refused(text: ChatTemplateTraits) -> None:
     with pytest.raises(FieldError, match="min_tokens 9 is more than max_tokens 3"):
         call(text, min_tokens=9, max_tokens=3)
-    with pytest.raises(FieldError, match="say different things"):
+    with pytest.raises(FieldError, match="contradict each other"):
         call(text, max_tokens=1, max_completion_tokens=2)
-    with pytest.raises(FieldError, match="for answers with logprobs only"):
+    with pytest.raises(FieldError, match="it requires logprobs"):
         call(text, top_logprobs=1)
 
 
@@ -207,7 +207,7 @@ def test_a_check_that_only_the_operator_can_name_is_one_of_theirs(text: ChatTemp
 
 def test_a_base_that_reads_no_tools_is_not_told_of_any(text: ChatTemplateTraits) -> None:
     deaf = retold(text, "{{ messages[0].content }}")
-    with pytest.raises(FieldError, match="reads none"):
+    with pytest.raises(FieldError, match="does not support tools"):
         call(deaf, tools=[WEATHER])
 
 

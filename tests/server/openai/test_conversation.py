@@ -99,7 +99,7 @@ def test_a_refusal_is_what_an_assistant_said() -> None:
     ids=lambda part: part["type"],
 )
 def test_what_is_no_text_is_refused_by_its_name_and_place(part: dict[str, Any]) -> None:
-    with pytest.raises(FieldError, match=f"{part['type']} is not read") as refused:
+    with pytest.raises(FieldError, match=f"{part['type']} is not supported") as refused:
         messages({"role": "system", "content": "?"}, {"role": "user", "content": [text("a"), part]})
     assert refused.value.field == "messages[1].content[1]"
 

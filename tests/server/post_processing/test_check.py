@@ -97,8 +97,8 @@ def test_python_is_parsed_and_not_run(text: str, passed: bool) -> None:
             ResponseFormat("json_schema", schema={}, json_schema=NamedSchema("x", {})),
             "2 schemas are given",
         ),
-        (ResponseFormat("json", schema={}), "response_format.schema has no meaning"),
-        (ResponseFormat("sql", name="x"), "response_format.name has no meaning"),
+        (ResponseFormat("json", schema={}), "response_format.schema does not belong"),
+        (ResponseFormat("sql", name="x"), "response_format.name does not belong"),
         (ResponseFormat("custom"), "response_format.name is missing"),
         (ResponseFormat("custom", name="iban"), "there is no validator 'iban'"),
         (

@@ -25,12 +25,12 @@ def test_the_program_reads_the_answer_and_its_exit_code_decides() -> None:
     assert asks.check("umlaut", "grün").passed is True
     refused = asks.check("umlaut", "green")
     assert refused.passed is False
-    assert refused.problem == "the validator umlaut refuses the answer: no"
+    assert refused.problem == "the validator umlaut rejected the answer: no"
 
 
 def test_a_program_that_says_nothing_refuses_by_its_code() -> None:
     found = program("raise SystemExit(3)").check("three", "x")
-    assert (found.passed, found.problem) == (False, "the validator three refuses the answer: 3")
+    assert (found.passed, found.problem) == (False, "the validator three rejected the answer: 3")
 
 
 def test_what_it_says_is_bounded_and_one_printable_line() -> None:
@@ -52,7 +52,7 @@ def test_a_program_that_takes_too_long_is_ended_with_what_it_started() -> None:
 def test_a_program_that_reads_nothing_and_one_that_dies_do_no_harm() -> None:
     assert program("pass").check("deaf", "x" * 200_000).passed is True
     killed = program("import os; os.kill(os.getpid(), 9)").check("dead", "x")
-    assert (killed.passed, killed.problem) == (None, "the validator dead was ended by signal 9")
+    assert (killed.passed, killed.problem) == (None, "the validator dead was killed by signal 9")
 
 
 def test_a_program_that_is_gone_leaves_it_open(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_only_validators_that_were_named_can_be_asked_for() -> None:
     assert check("x").passed is True
     with pytest.raises(UsageError, match="no validator '/bin/sh'") as refused:
         build_check(ResponseFormat("custom", name="/bin/sh"), commands=commands)
-    assert refused.value.hint == "there is ok"
+    assert refused.value.hint == "available: ok"
 
 
 def test_a_program_is_found_once_when_it_is_named(

@@ -1,23 +1,23 @@
 """Which part of an answer is a call."""
 
 import json
+from collections.abc import Collection, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from expertctl.server.reasoning_parser import MAX_SPACE
 from expertctl.server.tool_parser import (
     HERMES,
     LLAMA,
     MAX_CALL_CHARACTERS,
-    MAX_SPACE,
     MISTRAL,
     ParsedToolCall,
     PlainText,
     ToolCallFormat,
     ToolCallParser,
     ToolCallPart,
-    split_tool_calls,
 )
 
 TOOLS = ("get_weather", "get", "now")
@@ -31,8 +31,14 @@ def hermes(name: str, arguments: object) -> str:
 
 
 def pushed(text: str, form: ToolCallFormat, places: list[int]) -> list[ToolCallPart]:
-    """What a scanner gives for a text in pieces; neighbouring texts are one."""
-    scanner, parts = ToolCallParser(form, TOOLS), list[ToolCallPart]()
+    return split_tool_calls(text, form, TOOLS, places)
+
+
+def split_tool_calls(
+    text: str, form: ToolCallFormat, tools: Collection[str], places: Sequence[int] = ()
+) -> list[ToolCallPart]:
+    """Parse a text in pieces cut at ``places``; adjacent texts are joined."""
+    scanner, parts = ToolCallParser(form, tools), list[ToolCallPart]()
     ends = sorted({min(place, len(text)) for place in places} | {len(text)})
     for begin, end in zip([0, *ends], ends, strict=False):
         parts += scanner.push(text[begin:end])

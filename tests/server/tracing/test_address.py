@@ -77,5 +77,5 @@ def test_another_protocol_is_refused() -> None:
 
 
 def test_an_option_and_a_variable_that_contradict_each_other_are_told() -> None:
-    with pytest.raises(UsageError, match="--traces: OTEL_SDK_DISABLED says that there are none"):
+    with pytest.raises(UsageError, match="--traces: OTEL_SDK_DISABLED disables traces"):
         resolve_trace_address("http://127.0.0.1:4318", {"OTEL_SDK_DISABLED": "true"})

@@ -152,8 +152,9 @@ from expertctl.server.app import EngineWorker
 from expertctl.server.settings import ServeSettings
 from expertctl.settings import load_settings
 
-settings = ServeSettings(traces=sys.argv[1] if len(sys.argv) > 1 else None)
-EngineWorker(settings, load_settings()).build_app(None)
+address = sys.argv[1] if len(sys.argv) > 1 else None
+opening = EngineWorker(ServeSettings(traces=address), load_settings())
+opening.build_app(None)
 print(sorted(name for name in sys.modules if name.startswith("opentelemetry"))[:1])
 """
 

@@ -236,7 +236,7 @@ def test_what_nobody_expected_is_a_failure_of_the_server(
         raise RuntimeError("secret detail")
 
     made = make_traced()
-    monkeypatch.setattr(made.served.service.engine._engine, "estimate_wait", broken)
+    monkeypatch.setattr(made.served.service.engine, "estimate_wait", broken)
     assert made.served.client().post("/v1/jobs", json={"prompt": "x"}).status_code == 500
     made.close()
     (span,) = made.collector.spans
@@ -255,7 +255,7 @@ async def left_early(made: TracedServer) -> None:
 def test_a_job_that_is_left_ends_as_cancelled(make_traced: MakeTraced) -> None:
     made = make_traced()
     asyncio.run(left_early(made))
-    made.served.engine._engine.close(seconds=0)
+    made.served.engine.close(seconds=0)
     made.close()
     (job,) = [span for span in made.collector.spans if span.name == f"chat {BASE}"]
     assert read_attributes(job)[gen_ai.GEN_AI_RESPONSE_FINISH_REASONS] == ["cancelled"]
