@@ -281,7 +281,8 @@ def explain_conflict(causes: Iterable[Requirement], search: ResolverState) -> Ex
 def _describe_requirements(
     package: PackageName, requirements: Sequence[Requirement], search: ResolverState
 ) -> str:
-    return f"{_join_clauses([_describe_chain(n, search) for n in requirements])}; {_describe_versions(search.find_availability(package))}"
+    clauses = _join_clauses([_describe_chain(need, search) for need in requirements])
+    return f"{clauses}; {_describe_versions(search.find_availability(package))}"
 
 
 def _conflict_type(requirements: Sequence[Requirement], offer: Availability) -> type[ExpertError]:

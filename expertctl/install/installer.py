@@ -1,10 +1,10 @@
 """Installing packages: verified, checked against each other and the bases, published.
 
-They come from files, from one set that was exported elsewhere, or from registries
-(`expertctl.install.request`); the checks are the same. Everything given in one call counts together.
-Nothing is published before all of it has passed; then each is published after what it requires, so
-a killed process leaves no expert without its requirements. When one cannot be published, those
-before it are withdrawn, and what they replaced is restored.
+Packages come from files, from one exported set, or from registries (`expertctl.install.request`);
+the checks are the same. All packages of one call are checked together, and nothing is published
+before every check has passed. Each package is published after those it requires, so a killed
+process leaves no expert without its requirements. When one cannot be published, those before it
+are withdrawn and the versions they replaced are restored.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -209,8 +209,8 @@ def _change_notice(ref: str, registry: str, before: VersionContent, now: Version
 
 def _unchecked_notice(version: KnownVersion, error: ExpertError) -> Notice:
     message = (
-        f"{version.ref}: {version.registry} cannot say whether its key was revoked or it was yanked: "
-        f"{error.message}"
+        f"{version.ref}: {version.registry} cannot say whether its key was revoked or it was "
+        f"yanked: {error.message}"
     )
     return Notice("unchecked", version.ref, version.registry, message)
 
@@ -225,9 +225,9 @@ def check_resolution(
 ) -> tuple[Notice, ...]:
     """Return what is known against a resolution and is no reason to refuse it.
 
-    ``locked`` are the entries of a lock file that must not be contradicted; ``mark_accepted`` refs may
-    have another content. Of other installed versions of the same packages those are returned that
-    `collect_other_notices` returns.
+    ``locked`` are the entries of a lock file that must not be contradicted; refs in ``accepted``
+    may have another content. For other installed versions of the same packages, the notices of
+    `collect_other_notices` are returned too.
 
     Raises:
         RevokedError: when a key was revoked that signed something chosen.
@@ -237,11 +237,18 @@ def check_resolution(
     kept = [one for one in locked if _still_fits(one, items.get(one.package))]
     held = [
         *(version_in_resolution(item, sources) for item in chosen if not item.candidate.is_local),
-        *(_without_replaced_signer(version_in_store(e), e.package_digest, items[e.package])
-          for e in experts if _is_chosen(e, items)),
-        *(_without_replaced_signer(version_in_lock(one, sources), one.package_digest, items[one.package])
-          for one in kept),
-    ]  # fmt: skip
+        *(
+            _without_replaced_signer(version_in_store(e), e.package_digest, items[e.package])
+            for e in experts
+            if _is_chosen(e, items)
+        ),
+        *(
+            _without_replaced_signer(
+                version_in_lock(e, sources), e.package_digest, items[e.package]
+            )
+            for e in kept
+        ),
+    ]
     notices = collect_notices(held, sources)
     check_notices([*notices, *_find_contradictions(kept, items)], accepted=accepted)
     others = [

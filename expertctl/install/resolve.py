@@ -127,12 +127,18 @@ def _collect_reached(
 
 def list_requirements(candidate: InstallCandidate) -> list[Requirement]:
     """Return what a candidate requires and refuses; its own name aside."""
-    home = candidate.registry
-    required = [Requirement.from_expert(candidate.ref, r, requirer=candidate.package, registry=home)
-                for r in candidate.requires if r.package != candidate.package]  # fmt: skip
-    refused = [Requirement.from_expert(candidate.ref, r, requirer=candidate.package, registry=home, refused=True)
-               for r in candidate.conflicts if r.package != candidate.package]  # fmt: skip
-    return [*required, *refused]
+    return [
+        Requirement.from_expert(
+            candidate.ref,
+            reference,
+            requirer=candidate.package,
+            registry=candidate.registry,
+            refused=refused,
+        )
+        for references, refused in ((candidate.requires, False), (candidate.conflicts, True))
+        for reference in references
+        if reference.package != candidate.package
+    ]
 
 
 def _add_requirements(requirements: _Needs, more: Sequence[Requirement]) -> _Needs:

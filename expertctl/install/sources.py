@@ -1,10 +1,10 @@
-"""What registries offer this user: versions from index documents that were believed.
+"""`RegistrySources`: the versions that registries offer, from their signed index documents.
 
 A reference typed by the user chooses its registry; a package or a project file cannot move a
-namespace (`expertctl.registry.registry_trust`). Each index is asked for once in a command. What is learnt
-from it is kept in this order, so that a process may be killed anywhere: the index document itself
-(`registry.index_store`), its revocations (``trust.json``), and, once the signatures of all that is
-to be installed were verified, the publisher keys (`pinning`).
+namespace (`expertctl.registry.registry_trust`). Each index is requested once per command. Its
+content is stored in this order, so that a process may be killed at any point: the index document
+(`expertctl.registry.index_store`), its revocations (``trust.json``) and, once the signatures of
+everything to install were verified, the publisher keys (`pin_verified_keys`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -428,12 +428,11 @@ class RegistrySources:
         if days is not None:
             interval = document.interval_days
             every = "day" if interval == 1 else f"{interval} days"
-            self._notify_all(
-                [
-                    f"{WARNING_PREFIX}what {known.host} says of {package} is {days} days old, and it says "
-                    f"something new every {every}: versions, yanks and revocations may be missing"
-                ]
+            text = (
+                f"what {known.host} says of {package} is {days} days old, and it says something "
+                f"new every {every}: versions, yanks and revocations may be missing"
             )
+            self._notify_all([f"{WARNING_PREFIX}{text}"])
         self._record = pin_index_keys(self._record, document, known)
         self._documents[known.host, package] = document
         self._unanswered.pop((known.host, package), None)  # it did, when it was asked again

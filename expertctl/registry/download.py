@@ -456,8 +456,11 @@ def _check_start(job: _DownloadJob, answer: StreamedResponse, start: int) -> Non
             raise RegistryError(f"{message}, {sanitise_text(text, 80)!r} came", hint=ALTERED_HINT)
     length = answer.headers.get("content-length")
     if length is not None and length != str(size - start):
-        message = f"{job.what}: {size - start} bytes were asked for, {sanitise_text(length, 20)} shall come"
-        raise DigestError(message, hint=ALTERED_HINT)
+        raise DigestError(
+            f"{job.what}: {size - start} bytes were asked for, "
+            f"{sanitise_text(length, 20)} shall come",
+            hint=ALTERED_HINT,
+        )
 
 
 def _find_strong_etag(answer: StreamedResponse) -> str | None:

@@ -335,8 +335,8 @@ class RegistryHttp:
         encoding = response.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in {"identity", ""}:
             raise RegistryError(
-                f"{name}: its answer is compressed ({sanitise_text(encoding, 40)}), which was not asked "
-                "for",
+                f"{name}: its answer is compressed ({sanitise_text(encoding, 40)}), which was not "
+                "asked for",
                 hint="a proxy between may do that; the registry must send packages as they are",
             )
         started, size = time.monotonic(), 0

@@ -55,9 +55,13 @@ VALUES (?, 0, max(0, ?2), max(0, ?3), NULL)
 ON CONFLICT (content_digest) DO UPDATE SET successes = max(0, successes + ?2),
 failures = max(0, failures + ?3)
 """
+_PLAIN_FIELDS = (
+    "job_id", "at", "task", "base", "finish_reason", "validation", "verdict", "judged_at",
+    "prompt_tokens", "generated_tokens",
+)  # fmt: skip
+"""The fields of a `RunRecord` that are stored as they are, under their own names."""
 _JOB_COLUMNS = (
-    "job_id, at, task, base, finish_reason, validation, verdict, judged_at, prompt_tokens, "
-    "generated_tokens, blamed, route_ms, load_ms, ttft_ms, decode_ms, total_ms"
+    f"{', '.join(_PLAIN_FIELDS)}, blamed, route_ms, load_ms, ttft_ms, decode_ms, total_ms"
 )
 _INSERT_JOB = f"INSERT INTO jobs ({_JOB_COLUMNS}) VALUES ({', '.join('?' * 16)})"  # noqa: S608  # constants
 _FIGURES = tuple(RunFigures.__dataclass_fields__)
@@ -343,34 +347,17 @@ def _query_figures(db: Database, rows: Sequence[Mapping[str, Any]]) -> dict[int,
 
 
 def _run_values(job: RunRecord) -> list[object]:
-    times = job.times
-    return [
-        job.job_id,
-        job.at,
-        job.task,
-        job.base,
-        job.finish_reason,
-        job.validation,
-        job.verdict,
-        job.judged_at,
-        job.prompt_tokens,
-        job.generated_tokens,
-        int(job.blamed),
-        times.route,
-        times.load,
-        times.ttft,
-        times.decode,
-        times.total,
-    ]
+    """Return the values of `_JOB_COLUMNS`."""
+    times = [getattr(job.times, name) for name in RunTimes.__dataclass_fields__]
+    return [*(getattr(job, name) for name in _PLAIN_FIELDS), int(job.blamed), *times]
 
 
 def _make_run(
     row: Mapping[str, Any], experts: tuple[UsedExpert, ...], figures: RunFigures | None
 ) -> RunRecord:
     times = RunTimes(**{name: row[f"{name}_ms"] for name in RunTimes.__dataclass_fields__})
-    plain = ("job_id", "at", "task", "base", "finish_reason", "validation", "verdict", "judged_at")
     return RunRecord(
-        **{name: row[name] for name in (*plain, "prompt_tokens", "generated_tokens")},
+        **{name: row[name] for name in _PLAIN_FIELDS},
         blamed=bool(row["blamed"]),
         experts=experts,
         times=times,

@@ -58,7 +58,7 @@ TABLES = {
 }
 """Table → its columns. The owner of a table defines what it holds: `Catalogue`, `RunHistory`."""
 _MAX_LOG_BYTES = 1 << 20
-"""From this size on a log is folded into the file, which `write_relaxed` otherwise keeps from happening."""
+"""Above this size the log is checkpointed into the file, which `write_relaxed` otherwise avoids."""
 _LAYOUT_VERSION = 2
 """The ``user_version`` of a file that has all tables."""
 
