@@ -1,14 +1,12 @@
-"""Packages of a registry that has no index: any OCI registry, as it is.
+"""Fetching packages from registries: manifests by digest, then every blob that is missing.
 
-Nothing there says which versions are right, so the user must: by naming exact bytes, or an exact
-version whose publisher's key the user trusts for that namespace of that registry.
+A registry without an index (any OCI registry) does not say which versions are right, so the user
+must: by naming exact bytes, or an exact version whose publisher's key the user trusts for that
+namespace of that registry.
 
-Fetching packages from registries: manifests by digest, then every blob that is missing.
-
-A blob that the store has is not fetched, one that two packages share is fetched once. Complete
-blobs lie in ``registries/arrived/`` until they are installed, so that a killed install can go on;
-partial ones belong to `expertctl.registry.download`. Everything is hashed again when the packages
-are read.
+A blob in the store is not fetched, one that two packages share is fetched once. Complete blobs lie
+in ``registries/arrived/`` until they are installed, so that a killed install can continue; partial
+ones belong to `expertctl.registry.download`. Everything is hashed again when the packages are read.
 """
 
 import time
@@ -41,20 +39,20 @@ from expertctl.store.transaction import PackageStaging
 
 @dataclass(frozen=True, slots=True)
 class UnindexedPackage:
-    """One package that was found without an index."""
+    """One package from a registry without an index."""
 
     candidate: InstallCandidate
     named_digest: Digest | None
-    """Its exact bytes, where the user named them by hand."""
+    """Its exact bytes, where the user typed their digest."""
 
 
 def find_unindexed(requirement: Requirement, sources: RegistrySources) -> UnindexedPackage | None:
     """Find what a reference names in a registry without an index; None where it has one.
 
     Raises:
-        NotFoundError: when it is not there.
+        NotFoundError: when it does not exist there.
         TrustError: when it is another package than its name says, or may not come from there.
-        InvalidPackageError: when it is none.
+        InvalidPackageError: when it is no package.
     """
     wanted = requirement.wanted
     if wanted.registry is None:
@@ -136,12 +134,12 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 OpenProgress = Callable[[int], AbstractContextManager[Progress]]
-"""Lends a reporter of progress over a number of bytes."""
+"""Opens a reporter of progress over a number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchItem:
-    """One package to fetch: by which digest, from where, and what it must be."""
+    """One package to fetch, with the digests that it must have."""
 
     wanted: Reference
     """Its name and exact version."""
@@ -150,7 +148,7 @@ class FetchItem:
     package_digest: Digest
     content_digest: Digest
     release: Release | None
-    """What the index says of it; None when it does not come from an index."""
+    """Its entry in the index; None when it does not come from an index."""
     named_digest: Digest | None = None
 
     @property
@@ -166,21 +164,21 @@ class FetchItem:
 
 @dataclass(frozen=True, slots=True)
 class DownloadCache:
-    """The folder of whole blobs that are not installed yet; their names are their digests."""
+    """The folder of complete blobs that are not installed yet, named by their digests."""
 
     folder: Path
 
     def path(self, digest: Digest) -> Path:
-        """Return where a blob is, if it arrived."""
+        """Return the path of a blob."""
         return self.folder / digest.hex
 
     def remove(self, digests: Iterable[Digest]) -> None:
-        """Remove blobs that are installed."""
+        """Remove blobs that were installed."""
         for digest in digests:
             self.path(digest).unlink(missing_ok=True)
 
     def sweep(self, *, age: float = KEPT_SECONDS) -> None:
-        """Remove old blobs of installs that were not resumed."""
+        """Remove old blobs of installs that were not continued."""
         now = time.time()
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             with suppress(FileNotFoundError):
@@ -196,7 +194,7 @@ def fetch_packages(
     registries: Path,
     open_progress: OpenProgress,
 ) -> list[StagedPackage]:
-    """Bring packages into a staging folder, read as strictly as files.
+    """Fetch packages into a staging folder and read them with the same checks as files.
 
     Raises:
         NotFoundError: when a registry lacks what its index promised.
@@ -225,13 +223,13 @@ def fetch_packages(
 
 
 def clear_downloads(staged: Iterable[StagedPackage], registries: Path) -> None:
-    """Remove what arrived for packages that are installed now."""
+    """Remove the downloaded blobs of packages that are installed now."""
     layers = {file.digest for item in staged for file in item.contents.layout.layers}
     DownloadCache(registries / "arrived").remove(layers)
 
 
 def _fetch_layout(item: FetchItem) -> PackageLayout:
-    """Fetch a manifest by its digest and read it; its files must be the promised content."""
+    """Fetch a manifest by its digest and parse it; its files must have the promised content."""
     remote = item.client.fetch_manifest(str(item.package), item.package_digest)
     layout = parse_oci_manifest(remote.data, what=item.what)
     if compute_content_digest(layout.files) != item.content_digest:
@@ -244,7 +242,7 @@ def _fetch_layout(item: FetchItem) -> PackageLayout:
 
 
 def _check_sizes(item: FetchItem, layout: PackageLayout) -> None:
-    """Demand the sizes that the index states, before anything large is fetched."""
+    """Require the sizes that the index states, before anything large is fetched."""
     if item.release is None:
         return
     form = item.release.find_form(item.package_digest)
@@ -272,7 +270,7 @@ def _stage_blobs(
     registries: Path,
     open_progress: OpenProgress,
 ) -> None:
-    """Bring every blob into staging: from the store, from what arrived, or from a registry."""
+    """Stage every blob: from the store, from the download cache, or from a registry."""
     arrivals.sweep()
     make_folders(arrivals.folder, mode=0o700)
     missing = _find_missing(pairs, staging, [store.paths.blob, arrivals.path])
@@ -289,7 +287,7 @@ def _stage_blobs(
 def _find_missing(
     pairs: _Pairs, staging: PackageStaging, places: Sequence[Callable[[Digest], Path]]
 ) -> list[tuple[FetchItem, list[FileDigest]]]:
-    """Adopt the blobs that are here; return each missing one once, with a package that has it."""
+    """Adopt the blobs that exist here; return each missing one once, with a package that has it."""
     seen: set[Digest] = set()
     missing: list[tuple[FetchItem, list[FileDigest]]] = []
     for parcel, layout in pairs:
@@ -304,7 +302,7 @@ def _find_missing(
 def _adopt_downloaded(
     files: Sequence[FileDigest], staging: PackageStaging, arrivals: DownloadCache
 ) -> list[FileDigest]:
-    """Adopt blobs that were hashed on arrival; return those that another process took meanwhile."""
+    """Adopt blobs hashed on arrival; return those that another process removed meanwhile."""
     left = []
     for file in files:
         try:
@@ -315,7 +313,7 @@ def _adopt_downloaded(
 
 
 def _adopt(file: FileDigest, staging: PackageStaging, place: Callable[[Digest], Path]) -> bool:
-    """Adopt a blob that is here already, if it is whole."""
+    """Adopt a blob from a local folder, if it is there and whole."""
     if staging.path(file.digest).exists():
         return True
     source = place(file.digest)
@@ -334,7 +332,7 @@ def _download(
     arrivals: DownloadCache,
     progress: Progress,
 ) -> None:
-    """Fetch from several repositories at once; the first failure ends the rest."""
+    """Download from several repositories at once; the first failure ends the rest."""
     wanted = [
         BlobRequest(parcel.client, str(parcel.package), file)
         for parcel, files in missing
@@ -357,7 +355,7 @@ def _read_staged(part: tuple[FetchItem, PackageLayout, PackageStaging]) -> Stage
 
 
 def _check_claims(staged: StagedPackage, release: Release, item: FetchItem) -> None:
-    """Demand that a package matches what its index says of it."""
+    """Require that a package matches its entry in the index."""
     manifest = staged.contents.manifest
     pairs: Mapping[str, tuple[object, object]] = {
         "requires": (manifest.composition.requires, release.requires),
@@ -374,7 +372,7 @@ def _check_claims(staged: StagedPackage, release: Release, item: FetchItem) -> N
 
 
 def _run_parallel(work: Callable[[T], R], items: Sequence[T], http: RegistryHttp) -> list[R]:
-    """Return the result of work on each, in order; raise the first failure, cancel the rest."""
+    """Return the results of ``work``, in order; raise the first failure and cancel the rest."""
     if len(items) == 1:
         return [work(items[0])]
     with (

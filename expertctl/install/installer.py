@@ -65,7 +65,7 @@ from expertctl.trust.trust_store import TrustStore
 
 T = TypeVar("T")
 LockedContents = Mapping[str, VersionContent]
-"""``namespace/name@version`` → what a version contains, according to one source."""
+"""``namespace/name@version`` → the content of that version, according to one source."""
 NO_LOCKED_CONTENTS: LockedContents = {}
 
 
@@ -79,7 +79,7 @@ class VerifyAndPin(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StagedPackage:
-    """A package whose bytes are here and right; its signature is not verified yet."""
+    """A package whose bytes are staged and hashed; its signature is not verified yet."""
 
     contents: PackageContents
     staging: PackageStaging
@@ -145,9 +145,9 @@ def install_set(
     locked: LockedContents = NO_LOCKED_CONTENTS,
     progress: Progress = ignore_progress,
 ) -> list[InstalledPackage]:
-    """Install what was exported together, all or none of it; checks are those of `install_files`.
+    """Install an exported set, all or none of it; the checks are those of `install_files`.
 
-    ``locked`` is what a lock file says that versions contain.
+    ``locked`` are the contents of versions in a lock file.
 
     Raises:
         NotFoundError: when the file, or something that a package requires, is missing.
@@ -187,11 +187,11 @@ def install_staged(
     locked: LockedContents = NO_LOCKED_CONTENTS,
     pinning: VerifyAndPin | None = None,
 ) -> list[InstalledPackage]:
-    """Verify packages whose bytes are here, and install all or none of them.
+    """Verify staged packages, and install all or none of them.
 
     All signatures are verified first, through ``pinning`` where there is one. A ref in
-    ``accept_changed`` may have another content than the one that is installed, which it replaces,
-    and than the one in ``locked``, which is what a lock file says.
+    ``accept_changed`` may have another content than the installed one, which it replaces, and than
+    the one in ``locked``, the contents in a lock file.
 
     Raises:
         NotFoundError: when something that a package requires is missing.
@@ -214,7 +214,7 @@ def install_staged(
 def stage_files(
     paths: Iterable[Path], store: Store, stack: ExitStack, progress: Progress
 ) -> Iterator[StagedPackage]:
-    """Read files into folders that last until the stack is closed.
+    """Read files into staging folders that last until the stack is closed.
 
     Raises:
         NotFoundError: when a file is missing.
@@ -247,7 +247,7 @@ def _make_publishable(
 def _check_locked(
     candidates: Iterable[Publishable], locked: LockedContents, accept_changed: Collection[str]
 ) -> None:
-    """Refuse another content for a version than a lock file has, unless it was accepted.
+    """Refuse another content than a lock file has for a version, unless it was accepted.
 
     Raises:
         ChangedVersionError: with both contents.
@@ -263,7 +263,7 @@ def _check_locked(
 
 
 def _check_documents(staged: StagedPackage) -> None:
-    """Refuse a package that gives away a secret of its publisher, or whose README is no text.
+    """Refuse a package that contains a publisher's secret, or whose README is no text.
 
     Raises:
         InvalidPackageError: with every problem.
@@ -354,7 +354,7 @@ def _check_bases(
 def _remove_replaced_vectors(
     before: Iterable[StoredExpert], added: Iterable[InstalledPackage], index: RoutingIndex | None
 ) -> None:
-    """Remove the vectors of contents that others have replaced; `reindex` would do the same."""
+    """Remove the vectors of replaced contents; `reindex` would do the same."""
     now = {item.expert.ref: item.expert.content_digest for item in added}
     gone = [
         e.content_digest for e in before if now.get(e.ref, e.content_digest) != e.content_digest
@@ -383,7 +383,7 @@ def _check_relations(
 
 
 def _prefer_signed(first: Publishable | None, second: Publishable) -> Publishable:
-    """Of a package that was given twice, take the signed one, else the first."""
+    """Of a package that was given twice, return the signed one, else the first."""
     if first is None:
         return second
     if first.package.contents.content_digest != second.package.contents.content_digest:
@@ -410,7 +410,7 @@ def _register(
     catalogue: Catalogue | None,
     index: RoutingIndex | None,
 ) -> dict[str, list[str]]:
-    """Enter installed experts in the catalogue and the index; return warnings by ref."""
+    """Add installed experts to the catalogue and the index; return warnings by ref."""
     try:
         if catalogue is not None:
             catalogue.add_all(manifests.items())
@@ -423,7 +423,7 @@ def _register(
 def _add_to_index(
     manifests: Mapping[StoredExpert, Manifest], index: RoutingIndex
 ) -> dict[str, list[str]]:
-    """Make experts known to the router, and judge what they say of themselves."""
+    """Add experts to the routing index and vet their routing metadata."""
     by_digest = {expert.content_digest: manifest for expert, manifest in manifests.items()}
     index.add(by_digest)
     own = find_own_packages(manifests, KeyRing(Home(index.folder).keys))
@@ -438,7 +438,7 @@ def _add_to_index(
 def _routing_warnings(
     expert: StoredExpert, manifest: Manifest, flags: tuple[Flag, ...]
 ) -> list[str]:
-    """Return what the user should know of how the router treats an expert."""
+    """Return warnings about how the router treats an expert."""
     named = f"`--expert {expert.package}`"
     told = (
         [f"{expert.ref} {describe_flags(flags)}; {describe_flag_effects(flags, named)}"]

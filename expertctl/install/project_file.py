@@ -37,16 +37,16 @@ _HEADER = re.compile(r"^[ \t]*\[[ \t]*experts[ \t]*\][ \t]*(?:#.*)?$", re.MULTIL
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """What ``experts.toml`` says."""
+    """The content of ``experts.toml``."""
 
     experts: tuple[Reference, ...] = ()
-    """Sorted by name, one of each package."""
+    """Sorted by name, one per package."""
     registries: tuple[tuple[str, str], ...] = ()
-    """Namespaces, and the registries that they are to come from."""
+    """Namespaces, and the registries that they come from."""
 
     @classmethod
     def parse(cls, text: str, *, what: str) -> Self:
-        """Read the text of the file.
+        """Parse the text of the file.
 
         Raises:
             InvalidPackageError: with every problem, when it is not such a file.
@@ -68,11 +68,11 @@ class Project:
         return cls(tuple(sorted(located, key=lambda r: r.package)), tuple(sorted(registries)))
 
     def find(self, package: PackageName) -> Reference | None:
-        """Return what is wanted of a package."""
+        """Return the reference to a package, if it is wanted."""
         return next((r for r in self.experts if r.package == package), None)
 
     def with_wanted(self, references: Iterable[Reference]) -> Self:
-        """Return the same with other references of some packages, as `ProjectFile.save` does."""
+        """Return the same with other references to some packages, as after `ProjectFile.update`."""
         wanted = {reference.package: self.with_registry(reference) for reference in references}
         kept = [r for r in self.experts if r.package not in wanted]
         experts = sorted([*kept, *wanted.values()], key=lambda r: r.package)
@@ -93,15 +93,15 @@ class ProjectFile:
 
     @property
     def lock_path(self) -> Path:
-        """Where its lock file is."""
+        """The path of its lock file."""
         return self.path.with_name("expert.lock")
 
     def exists(self) -> bool:
-        """Tell whether there is such a file."""
+        """Tell whether the file exists."""
         return self.path.is_file()
 
     def read(self) -> Project:
-        """Read the file; one that is not there wants nothing.
+        """Read the file; a missing one wants nothing.
 
         Raises:
             InvalidPackageError: when it is not such a file.
@@ -109,7 +109,7 @@ class ProjectFile:
         return Project.parse(read_bounded_text(self.path), what=str(self.path))
 
     def update(self, references: Mapping[PackageName, Reference]) -> None:
-        """Write what is wanted of some packages, in place of what was; all else stays.
+        """Write the references to some packages, replacing present ones; everything else stays.
 
         Raises:
             InvalidPackageError: when the file cannot be read, or is written in an unusual way.
@@ -119,7 +119,7 @@ class ProjectFile:
         )
 
     def remove(self, package: PackageName) -> bool:
-        """Take a package out; tell whether it was there.
+        """Remove a package from the list; tell whether it was there.
 
         Raises:
             InvalidPackageError: when the file cannot be read, or is written in an unusual way.
@@ -139,7 +139,7 @@ class ProjectFile:
             write_atomic(self.path, text.encode("utf-8"))
 
     def _check_meaning(self, before: Project, text: str, lines: Mapping[PackageName, str]) -> None:
-        """Demand that a line-wise change did what it should and nothing else."""
+        """Require that a line-wise change did what it should and nothing else."""
         added = "".join(line for line in lines.values() if line)
         wanted = Project.parse(f"[experts]\n{added}", what=str(self.path)).experts
         kept = tuple(r for r in before.experts if r.package not in lines)

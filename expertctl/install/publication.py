@@ -1,16 +1,13 @@
-"""What experts say of each other: which require and which exclude others. No I/O.
+"""Publishing verified packages to the store, all or none of them, and the checks on them.
 
-Whether a package fits the bases that this machine knows.
+`Claims` are what experts say of each other: which they require and which they refuse.
+`check_base_fit` compares a package with the known bases. `find_own_packages` finds the user's own
+packages, which the router does not guard against: those that one of the user's own keys signed,
+wherever they were installed from, and unsigned files of ``local/``, which the router uses only when
+they are named.
 
-Which installed packages are the user's own: the router does not guard against them.
-
-These are packages that one of the user's own keys signed, wherever they were installed from, and
-files of ``local/`` that nobody signed, which the router uses only when they are named.
-
-Publishing verified packages to the store, all or none of them.
-
-Each is published after what it requires. When one cannot be, those before it are withdrawn, and
-what they replaced is restored: blobs are freed only after the last one.
+Each package is published after those it requires. When one cannot be, those before it are withdrawn
+and the versions they replaced are restored: blobs are freed only after the last one.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -34,7 +31,7 @@ from expertctl.trust.trust_store import OWN_NAMESPACE
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What one expert, installed or about to be installed, says of others."""
+    """What one expert, installed or about to be installed, requires and refuses."""
 
     package: PackageName
     version: Version
@@ -68,7 +65,7 @@ class Claims:
 
 
 def check_requirements(new: Sequence[Claims], installed: Iterable[Claims]) -> None:
-    """Demand that all that the new experts require is installed or among them.
+    """Require that everything the new experts require is installed or among them.
 
     Raises:
         MissingDependencyError: naming everything that is missing.
@@ -88,7 +85,7 @@ def check_requirements(new: Sequence[Claims], installed: Iterable[Claims]) -> No
 
 
 def check_conflicts(new: Sequence[Claims], installed: Iterable[Claims]) -> None:
-    """Demand that no expert refuses another, in either direction.
+    """Require that no expert refuses another, in either direction.
 
     Raises:
         ConflictError: naming every pair.
@@ -132,7 +129,7 @@ def expand_requirements(
         MissingDependencyError: when something that one requires is not installed.
     """
     chosen = list(dict.fromkeys(wanted))
-    for expert in chosen:  # grows while it is walked
+    for expert in chosen:  # grows during the iteration
         for needed in Claims.from_expert(expert).requires:
             if not any(Claims.from_expert(other).satisfies(needed) for other in chosen):
                 chosen.append(_find_newest(needed, installed, of=expert))
@@ -152,7 +149,7 @@ def _find_newest(
 
 
 def find_dependants(expert: StoredExpert, installed: Iterable[StoredExpert]) -> list[str]:
-    """Return the refs that would miss an expert: they require it, and nothing else fits."""
+    """Return the refs of the experts that require this one and could use no other."""
     rest = [Claims.from_expert(other) for other in installed if other != expert]
     own = Claims.from_expert(expert)
     return [
@@ -163,7 +160,7 @@ def find_dependants(expert: StoredExpert, installed: Iterable[StoredExpert]) -> 
 
 
 def find_missing_requirements(installed: Iterable[StoredExpert]) -> Mapping[str, list[str]]:
-    """Return, for each ref, what it requires and does not find."""
+    """Return, for each ref, its requirements that are not installed."""
     claims = [Claims.from_expert(expert) for expert in installed]
     missing = {
         c.ref: [str(w) for w in c.requires if not any(o.satisfies(w) for o in claims)]
@@ -177,7 +174,7 @@ def check_base_fit(
 ) -> tuple[list[str], list[str]]:
     """Check a package against the base it was made for, if that is known.
 
-    Returns the warnings that stay with the expert, and those of the moment.
+    Returns the warnings stored with the expert, and those shown only now.
 
     Raises:
         BaseMismatchError: when it was made for another base of that name, or when its tensors do
@@ -230,7 +227,7 @@ def _unknown_base_warning(contents: PackageContents) -> str:
 
 
 def find_own_packages(experts: Iterable[StoredExpert], ring: KeyRing) -> frozenset[Digest]:
-    """Return the content digests of those that are the user's own."""
+    """Return the content digests of the user's own packages."""
     keys = _read_key_ids(ring)
     return frozenset(expert.content_digest for expert in experts if _is_own(expert, keys))
 
@@ -243,7 +240,7 @@ def _is_own(expert: StoredExpert, keys: frozenset[str]) -> bool:
 
 
 def _read_key_ids(ring: KeyRing) -> frozenset[str]:
-    """Return the ids of the user's keys; one that cannot be read counts for nothing."""
+    """Return the ids of the user's keys; unreadable ones are skipped."""
     found = set()
     for name in ring.list_names():
         try:
@@ -255,7 +252,7 @@ def _read_key_ids(ring: KeyRing) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class InstalledPackage:
-    """What happened to one package."""
+    """The result for one package."""
 
     expert: StoredExpert
     outcome: AddOutcome
@@ -264,7 +261,7 @@ class InstalledPackage:
 
 @dataclass(frozen=True, slots=True)
 class Publishable:
-    """A verified package in its staging, with what the user is to be told of it."""
+    """A verified package in its staging, with warnings for the user."""
 
     package: VerifiedPackage
     staging: PackageStaging
@@ -276,7 +273,7 @@ class Publishable:
 
     @property
     def manifest(self) -> Manifest:
-        """What the package says of itself."""
+        """The manifest of the package."""
         return self.package.contents.manifest
 
 
@@ -312,7 +309,7 @@ def _roll_back(
     here: Mapping[str, StoredExpert],
     before: Collection[str],
 ) -> None:
-    """Bring the store back to what it was before: remove what is new, restore what was replaced."""
+    """Restore the store: remove what is new, restore what was replaced."""
     there = {expert.ref: expert for expert in changes.scan().experts}
     for candidate in reversed(candidates):
         ref = candidate.manifest.ref
@@ -328,9 +325,9 @@ def _roll_back(
 def _keep_from_authority(
     candidate: Publishable, there: StoredExpert | None
 ) -> InstalledPackage | None:
-    """Return the same content from the namespace's own registry, which another does not replace.
+    """Return the installed expert where it has the same content from the namespace's own registry.
 
-    Otherwise what that registry revokes would not count for it any more.
+    Another registry does not replace it: revocations by the own one would no longer apply to it.
     """
     if there is None or candidate.authority is None or there.registry != candidate.authority:
         return None

@@ -1,15 +1,14 @@
-"""What is wanted here: a project's ``experts.toml``, or else the user's own in ``EXPERT_HOME``.
+"""The list of wanted experts, a project's ``experts.toml`` or the user's own, and its lock file.
 
-Only the working folder is looked at. A project has a lock file; the user's list has none, for what
-is installed is its state. A project's file may come from another person and may name only
-registries that the user knows; the user's own list counts as typed by the user.
+Only the working folder is searched for a project. A project has a lock file; the user's list in
+``EXPERT_HOME`` has none: what is installed is its state. A project's file may come from another
+person and may name only registries that the user knows; the user's own list counts as typed by the
+user.
 
-Installing exactly what a lock file says, and nothing that it should not say.
-
-A lock file comes with a project, so nothing in it is believed unchecked: its registry must be the
-one where the namespace belongs, its digests those of the registry's signed index or of what is
-installed, and the publisher's key must count. It can only narrow what would be installed without
-it.
+`install_locked` installs exactly what a lock file says. A lock file comes with a project, so none
+of it is trusted unchecked: its registry must be the one that the namespace belongs to, its digests
+those of the registry's signed index or of the installed version, and the publisher's key must be
+trusted. It can only narrow what would be installed without it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -67,7 +66,7 @@ class RequirementList:
         return tuple(Requirement(wanted, who, by_hand=by_hand) for wanted in project.experts)
 
     def load_lock(self) -> LockFile | None:
-        """Return the lock file's content; None where there is none.
+        """Return the content of the lock file; None where there is none.
 
         Raises:
             InvalidPackageError: when it is damaged.
@@ -77,7 +76,7 @@ class RequirementList:
 
 @dataclass(frozen=True, slots=True)
 class ListResolution:
-    """What a list was resolved to."""
+    """The resolution of a list."""
 
     chosen: tuple[ResolvedPackage, ...]
     unindexed: tuple[UnindexedPackage, ...]
@@ -87,7 +86,7 @@ class ListResolution:
 
 
 def find_requirement_list(home: Home, folder: Path) -> RequirementList:
-    """Return the list that counts in a folder."""
+    """Return the list that applies in a folder."""
     guard = home.root / f"{PROJECT_FILE}.lock"
     here = ProjectFile(folder / PROJECT_FILE, guard)
     if is_project(folder, home):
@@ -124,9 +123,9 @@ def resolve_requirement_list(
     fresh: Iterable[PackageName] | None = (),
     project: Project | None = None,
 ) -> ListResolution:
-    """Resolve a list, keeping what is locked but for ``fresh`` packages (None: for all).
+    """Resolve a list, keeping locked versions except for ``fresh`` packages (None: for all).
 
-    ``project`` is what the list is going to say, where that is not what it says now.
+    ``project`` is the future content of the list, where that differs from the present one.
 
     Raises:
         ExpertError: as `resolve`.
@@ -158,7 +157,7 @@ def resolve_requirement_list(
 def check_requirement_list(
     resolved: ListResolution, context: InstallContext, sources: RegistrySources
 ) -> tuple[Notice, ...]:
-    """Return what is known against a resolution and is no reason to refuse it.
+    """Return the notices about a resolution that are no reason to refuse it.
 
     Raises:
         TrustError: when a key was revoked, or a version has another content than before.
@@ -175,7 +174,7 @@ def check_requirement_list(
 def lock_requirement_list(
     requirement_list: RequirementList, resolved: ListResolution
 ) -> tuple[list[str], bool]:
-    """Write the lock file of a project; return what changed, and whether it was written."""
+    """Write the lock file of a project; return the changes, and whether it was written."""
     before = requirement_list.load_lock()
     after = LockFile.from_resolution(requirement_list.file.read(), resolved.chosen)
     changes = describe_changes(before.experts if before else (), after.experts)
@@ -191,7 +190,7 @@ def install_requirement_list(
     *,
     fresh: Iterable[PackageName] | None = (),
 ) -> tuple[InstallReport, list[str]]:
-    """Install what a list wants, and lock it where it is a project's; return what changed.
+    """Install what a list wants, and lock it where it is a project's; return the changes.
 
     Raises:
         UsageError: when it wants nothing.
@@ -217,7 +216,7 @@ def install_requirement_list(
 
 
 def _describe_moved(project: Project, sources: RegistrySources) -> list[str]:
-    """Say from which registry a project's file takes a namespace, if not the usual one."""
+    """Return notes about namespaces for which a project's file names another registry."""
     usual = sources.default_host
     return [
         f"{namespace}/* comes from {host}, says {PROJECT_FILE}"
@@ -233,7 +232,7 @@ _RELOCK_HINT = "if you trust what the registry says, `expertctl lock` writes exp
 
 @dataclass(frozen=True, slots=True)
 class _ResolvedEntry:
-    """What one entry of a lock file was resolved to."""
+    """The resolution of one entry of a lock file."""
 
     chosen: ResolvedPackage
     unindexed: UnindexedPackage | None = None
@@ -279,7 +278,7 @@ def _select_entries(lock: LockFile, wanted: Sequence[Reference]) -> list[LockedE
             hint = "leave out --locked, or change experts.toml and `expertctl lock`"
             raise NotFoundError(f"{reference}: {there}", hint=hint)
         packages.append(reference.package)
-    for package in packages:  # grows while it is walked
+    for package in packages:  # grows during the iteration
         found = lock.find(package)
         packages += (
             [r.package for r in found.requires if r.package not in packages] if found else []
@@ -331,7 +330,7 @@ def _find_version(locked: LockedExpert, candidates: Sequence[InstallCandidate]) 
 
 
 def _check_same(locked: LockedExpert, candidate: InstallCandidate, who: str) -> None:
-    """Demand that what a lock file says of an expert is true."""
+    """Require that the statements of a lock file about an expert are true."""
     pairs = {
         "version": (locked.version, candidate.version),
         "content_digest": (locked.content_digest, candidate.content_digest),
@@ -347,7 +346,7 @@ def _check_same(locked: LockedExpert, candidate: InstallCandidate, who: str) -> 
 
 
 def _check_authority(locked: LockedExpert, project: Project, sources: RegistrySources) -> None:
-    """Demand that an expert is locked to the registry where its namespace belongs."""
+    """Require that an expert is locked to the registry that its namespace belongs to."""
     if locked.registry == LOCAL:
         return
     homes = _allowed_hosts(locked, project, sources)
@@ -368,6 +367,6 @@ def _allowed_hosts(locked: LockedExpert, project: Project, sources: RegistrySour
         wanted = project.with_registry(Reference(locked.package, exact, registry=host))
         try:
             found.add(sources.resolve_project_host(wanted))
-        except NotFoundError:  # no registry is set: any that is known will do
+        except NotFoundError:  # no registry is set: any known one is allowed
             continue
     return found

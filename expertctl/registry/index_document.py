@@ -1,10 +1,8 @@
-"""The index document: all that a registry says of one package, as a value and as bytes.
+"""The index document: everything that a registry says of one package, and its signed envelope.
 
-It is the one thing that a client believes of a registry, and only inside the envelope that the
-registry's index key signed (`expertctl.registry.index_document`). The form is
-``schemas/index.schema.json``; the bytes are canonical JSON (RFC 8785).
-
-The signed envelope around an index document, and who must have signed it.
+It is the only statement of a registry that a client trusts, and only inside the envelope that the
+registry's index key signed. The form is ``schemas/index.schema.json``; the bytes are canonical JSON
+(RFC 8785).
 """
 
 import json
@@ -49,13 +47,13 @@ class Release:
     version: Version
     content_digest: Digest
     forms: tuple[SignedForm, ...]
-    """The newest last; an older one can still be pulled."""
+    """The newest last; older ones can still be pulled."""
     size: int
     """Bytes of all files."""
     published: str
     """RFC 3339 in UTC, to the second."""
     yanked: str | None
-    """Why it was yanked, which may be an empty text; ``None`` when it was not."""
+    """Why it was yanked, which may be empty; None when it was not."""
     kinds: tuple[AdapterKind, ...]
     base: BaseRequirement
     requires: tuple[str, ...] = ()
@@ -83,7 +81,7 @@ class KeyEntry:
 
 @dataclass(frozen=True, slots=True)
 class RevokedKey:
-    """A key of the namespace that counts no more, and why."""
+    """A key of the namespace that is no longer valid, and why."""
 
     key_id: str
     reason: str
@@ -103,23 +101,23 @@ class IndexDocument:
     keys: tuple[KeyEntry, ...] = ()
     revoked: tuple[RevokedKey, ...] = ()
     interval_days: int | None = None
-    """How often the registry makes a new revision at least, where it says so."""
+    """The longest time between two revisions, in days, where the registry states it."""
 
     @classmethod
     def parse(cls, data: bytes, *, what: str) -> Self:
-        """Read the bytes of an index document.
+        """Parse the bytes of an index document.
 
         Raises:
-            InvalidPackageError: with every problem, when it is not exactly such a document.
+            InvalidPackageError: with every problem, when they are not exactly such a document.
         """
         return cls._from_json(load_object(data, what=what, max_bytes=MAX_BYTES), what)
 
     @classmethod
     def parse_canonical(cls, data: bytes, *, what: str) -> Self:
-        """Read the bytes of an index document, as only `encode` spells them.
+        """Parse the bytes of an index document in the only form that `encode` writes.
 
         Raises:
-            InvalidPackageError: as `parse`, and when it is spelled in another way.
+            InvalidPackageError: as `parse`, and when they are encoded in another way.
         """
         document = load_object(data, what=what, max_bytes=MAX_BYTES)
         index = cls._from_json(document, what)
@@ -186,24 +184,24 @@ class IndexDocument:
         return next((release for release in self.releases if release.version == version), None)
 
     def overdue_days(self, now: datetime) -> int | None:
-        """Return how old it is, in days, where a newer revision is due; None where none is."""
+        """Return its age in days where a newer revision is overdue; None where none is."""
         if self.interval_days is None:
             return None
         age = now - parse_time(self.updated)
         return age.days if age > timedelta(days=self.interval_days) else None
 
     def is_revoked(self, key_id: str) -> bool:
-        """Tell whether a key of the namespace counts no more."""
+        """Tell whether a key of the namespace was revoked."""
         return any(entry.key_id == key_id for entry in self.revoked)
 
 
 def format_time(moment: datetime) -> str:
-    """Return a moment as RFC 3339 in UTC, to the second."""
+    """Return a time as RFC 3339 in UTC, to the second."""
     return moment.astimezone(UTC).strftime(_TIME_FORMAT)
 
 
 def parse_time(text: str) -> datetime:
-    """Read what `format_time` wrote; a text that was not parsed is our own bug."""
+    """Parse the output of `format_time`; another text is a bug."""
     return datetime.strptime(text, _TIME_FORMAT).replace(tzinfo=UTC)
 
 
@@ -334,7 +332,7 @@ def _store_key_entry(entry: KeyEntry) -> _StoredKeyEntry:
 
 
 def _find_inconsistencies(index: IndexDocument, stored: _StoredIndexDocument) -> Iterator[str]:
-    """Yield what a schema cannot say."""
+    """Yield the problems that the JSON schema cannot express."""
     for before, after in pairwise(index.releases):
         if not before.version < after.version:
             yield f"releases: {after.version} does not sort after {before.version}"
@@ -351,9 +349,9 @@ def _find_inconsistencies(index: IndexDocument, stored: _StoredIndexDocument) ->
 
 
 def _canonical_bytes(document: JsonObject) -> bytes:
-    """Return the RFC 8785 bytes of a valid document, in a hundredth of the time of `canonical`.
+    """Return the RFC 8785 bytes of a valid document, 100 times faster than `encode_canonical`.
 
-    Its names are ASCII and its numbers integers, so that the standard library writes the same.
+    Its names are ASCII and its numbers integers, so the standard library writes the same bytes.
     """
     text = json.dumps(document, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return text.encode()
@@ -374,11 +372,11 @@ def _is_time(text: str) -> bool:
 
 INDEX_PAYLOAD_TYPE = "application/vnd.expertctl.index.v1+json"
 MAX_ENVELOPE = MAX_BYTES * 4 // 3 + 4096
-"""A document of the largest size in base64, and what is around it."""
+"""A document of the largest size in base64, and the envelope around it."""
 
 
 def sign_index(document: IndexDocument, key: PrivateKey) -> bytes:
-    """Return the envelope of a document, the same for the same arguments.
+    """Return the envelope of a document; deterministic.
 
     Raises:
         InvalidPackageError: when the document is too large for any client to read.

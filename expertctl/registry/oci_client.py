@@ -1,7 +1,7 @@
-"""The OCI distribution interface of any registry: manifests, tags, blobs.
+"""`OciClient`: the OCI distribution interface of any registry: manifests, tags, blobs.
 
-What is asked for by digest is returned only if it has that digest; what is asked for by tag only
-if the registry names the digest that it has.
+A manifest requested by digest is returned only if it has that digest; one requested by tag only if
+it has the digest that the registry names, if any.
 """
 
 import re
@@ -41,7 +41,7 @@ _NEXT = re.compile(r"<([^<>]{1,4096})>\s*;\s*rel=\"?next\"?")
 
 @dataclass(frozen=True, slots=True)
 class RemoteManifest:
-    """A manifest as a registry has it; ``digest`` is that of ``data``."""
+    """A manifest of a registry; ``digest`` is that of ``data``."""
 
     digest: Digest
     data: bytes
@@ -50,18 +50,18 @@ class RemoteManifest:
 
 @dataclass(frozen=True, slots=True)
 class OciClient:
-    """Speaks to one registry; repositories are named ``namespace/name``."""
+    """A client of one registry; repositories are named ``namespace/name``."""
 
     http: RegistryHttp
     address: RegistryAddress
     uploads: Path | None = field(default=None)
-    """Where uploads that broke off are remembered; None: they begin anew in another process."""
+    """Where interrupted uploads are stored; None: another process starts over."""
 
     def ping(self) -> None:
-        """Check that there is a registry, and that it knows who asks.
+        """Check that there is a registry, and that it accepts the login.
 
         Raises:
-            UnauthenticatedError: when it wants a login, or another one.
+            UnauthenticatedError: when it requires a login, or another one.
         """
         self.http.request(RegistryRequest("GET", self.address, "/v2/"), max_bytes=MAX_TAGS_ANSWER)
 
@@ -81,7 +81,7 @@ class OciClient:
         return RemoteManifest(digest, answer.body, answer.headers.get("content-type", ""))
 
     def fetch_manifest_digest(self, repository: str, tag: str) -> Digest | None:
-        """Return the digest that a registry says a tag has, None where there is no such tag.
+        """Return the digest that a registry states for a tag; None where there is no such tag.
 
         Raises:
             RegistryError: when it does not say so.
@@ -143,7 +143,7 @@ class OciClient:
     def open_blob(
         self, repository: str, digest: Digest, *, headers: Mapping[str, str] | None = None
     ) -> Iterator[StreamedResponse]:
-        """Lend a blob's bytes, or with a ``Range`` header the rest of them; nothing is checked.
+        """Request a blob, or with a ``Range`` header the rest of it; the bytes are not checked.
 
         Raises:
             NotFoundError: when it is not there.
@@ -162,7 +162,7 @@ class OciClient:
         mount_from: str | None = None,
         progress: Progress = ignore_progress,
     ) -> bool:
-        """Send a blob unless it is there; tell whether its bytes travelled.
+        """Upload a blob unless the registry has it; tell whether its bytes were sent.
 
         Raises:
             DigestError: when the bytes are not those of the digest.

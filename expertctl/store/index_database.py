@@ -1,7 +1,7 @@
-"""`IndexDatabase`: the file ``index.db`` itself: its tables, how it is opened, what damage means.
+"""`IndexDatabase`: the file ``index.db``: its tables, how it is opened, what counts as damage.
 
-Every call opens it, so processes may share it. A damaged file is moved aside, and `notes` says so.
-Where nothing can be written, reading still works.
+Every call opens the file, so processes may share it. A damaged file is moved aside, and `notes`
+says so. Where nothing can be written, reading still works.
 """
 
 import os
@@ -56,7 +56,7 @@ TABLES = {
         at REAL, PRIMARY KEY (first, second, base)""",
     "revision": "id INTEGER PRIMARY KEY, number INTEGER",
 }
-"""Table → its columns. The owner of a table defines what it holds: `Catalogue`, `RunHistory`."""
+"""Table → its columns. `Catalogue` and `RunHistory` define what each table holds."""
 _MAX_LOG_BYTES = 1 << 20
 """Above this size the log is checkpointed into the file, which `write_relaxed` otherwise avoids."""
 _LAYOUT_VERSION = 2
@@ -67,13 +67,13 @@ class IndexDatabase:
     """The owner of one ``index.db``."""
 
     def __init__(self, path: Path) -> None:
-        """Remember the path; nothing is read yet."""
+        """Store the path; nothing is read yet."""
         self.path = path
         self.notes: list[str] = []
         self._revision = FileCachedValue(path, self._query_revision)
 
     def read_revision(self) -> int:
-        """Return a number that `advance` changes, and that differs in a replacement of the file.
+        """Return the number that `advance_revision` increments; a replaced file has another one.
 
         Raises:
             StoreError: when the file cannot be read.
@@ -81,7 +81,7 @@ class IndexDatabase:
         return self._revision.get()
 
     def write(self, action: Callable[[Database], object]) -> None:
-        """Do something to the tables; on a damaged file, do it to a new one.
+        """Run an action that changes the tables; a damaged file is replaced first.
 
         Raises:
             StoreError: when the file cannot be written.
@@ -96,10 +96,10 @@ class IndexDatabase:
             self._retry_on_new_file(action)
 
     def write_relaxed(self, action: Callable[[Database], object]) -> None:
-        """Do as `write` does, without waiting for the disk: a power failure may undo it.
+        """Write as `write` does without waiting for the disk: a power failure may undo it.
 
-        SQLite folds its log into the file, and flushes both, when the last open connection is
-        closed, if it may write; a reader held open meanwhile avoids that.
+        SQLite checkpoints its log into the file, and flushes both, when the last open connection is
+        closed and may write; a reader held open meanwhile avoids that.
 
         Raises:
             StoreError: when the file cannot be written.
@@ -117,7 +117,7 @@ class IndexDatabase:
         return 0
 
     def query_rows(self, table: str, query: str, *values: object) -> list[dict[str, Any]]:
-        """Ask about a table.
+        """Return the rows of a query of one table.
 
         Raises:
             StoreError: when the file cannot be read.
@@ -127,7 +127,7 @@ class IndexDatabase:
         return found
 
     def read(self, table: str, action: Callable[[Database], object]) -> None:
-        """Read; a file without the table is one whose writer was killed before it began.
+        """Run a read-only action; skip it where the file or the table does not exist yet.
 
         Raises:
             StoreError: when the file cannot be read.
@@ -147,7 +147,7 @@ class IndexDatabase:
             self._move_aside(str(error))
 
     def _query(self, action: Callable[[Database], None]) -> None:
-        """Read; on a full disk without the memory of a log, as long as there is no log."""
+        """Run a read; on a full disk without a log's shared memory, as long as there is no log."""
         try:
             with self._open_for_reading() as db:
                 action(db)
@@ -158,7 +158,7 @@ class IndexDatabase:
                 action(db)
 
     def find_problems(self) -> list[str]:
-        """Return what is wrong with the file, without changing it."""
+        """Return the faults of the file, without changing it."""
         if not self.path.exists():
             return []
         problems = []
@@ -197,7 +197,7 @@ class IndexDatabase:
 
     @contextmanager
     def _hold_reader(self) -> Iterator[None]:
-        """Hold the file open, where there is one that can be read."""
+        """Hold the file open for reading, where it can be read."""
         with ExitStack() as stack:
             with suppress(sqlite3.DatabaseError):
                 db = stack.enter_context(_open_database(self.path, "mode=ro"))
@@ -206,7 +206,7 @@ class IndexDatabase:
 
     @contextmanager
     def _open_for_reading(self) -> Iterator[Database]:
-        """Open without writing; where no log can be written, the file is opened as immutable."""
+        """Open without writing; where no log can be written, open the file as immutable."""
         log = [self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm")]
         can_log = os.access(self.path.parent, os.W_OK) or all(path.exists() for path in log)
         mode = "mode=ro" if can_log else "mode=ro&immutable=1"
@@ -214,7 +214,7 @@ class IndexDatabase:
             yield db
 
     def _move_aside(self, why: str) -> None:
-        """Move a damaged file aside; one that another process repaired meanwhile stays."""
+        """Move a damaged file aside, unless another process repaired it meanwhile."""
         target = self.path.with_name(f"{self.path.name}.damaged")
         if not os.access(self.path.parent, os.W_OK):
             self.notes.append(f"{self.path} is damaged ({why}) and cannot be replaced here")
@@ -259,7 +259,7 @@ def immediate_transaction(db: Database) -> Iterator[None]:
 
 
 def advance_revision(db: Database) -> None:
-    """Count up the revision; a new file begins at a number that no older file had."""
+    """Increment the revision; a new file begins above every number of an older file."""
     first = time.time_ns()
     db.execute(
         "INSERT INTO revision VALUES (1, ?) ON CONFLICT (id) DO UPDATE SET number = number + 1",
@@ -274,7 +274,7 @@ def _open_database(path: Path, parameters: str) -> Iterator[Database]:
 
 
 def _create_tables(db: Database) -> None:
-    """Make the tables that are missing; those of an older version stay as they are."""
+    """Create the missing tables; existing ones of an older version stay."""
     use_write_ahead_log(db.conn)
     with immediate_transaction(db):
         for name, columns in TABLES.items():
@@ -283,7 +283,7 @@ def _create_tables(db: Database) -> None:
 
 
 def _find_foreign_tables(db: Database) -> list[str]:
-    """Return which of our tables do not have our columns."""
+    """Report the tables that have our names but not our columns."""
     there = {name: set(db.table(name).columns_dict) for name in db.table_names()}
     return [
         f"the table {name} is not ours"
@@ -293,7 +293,7 @@ def _find_foreign_tables(db: Database) -> list[str]:
 
 
 def _column_names(table: str) -> set[str]:
-    """Return the names of the columns of one of our tables."""
+    """Return the column names of one of our tables."""
     with sqlite3.connect(":memory:") as memory:
         memory.execute(f"CREATE TABLE {table} ({TABLES[table]})")
         names = {str(row[1]) for row in memory.execute(f"PRAGMA table_info({table})")}

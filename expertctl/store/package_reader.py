@@ -1,4 +1,4 @@
-"""Packages as the store or a file has them, opened for reading: their layout and their bytes."""
+"""Reading packages from the store or from a file: their layouts and their bytes."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class OpenPackage:
 def read_stored_expert(
     store: Store, expert: StoredExpert, *, progress: Progress = ignore_progress
 ) -> PackageContents:
-    """Read every file of an expert as strictly as when it was installed.
+    """Read every file of an expert with the same checks as an install.
 
     Raises:
         DigestError: when a file was changed in the store.
@@ -50,7 +50,7 @@ def open_package(
     unpack_folder: Path | None = None,
     progress: Progress = ignore_progress,
 ) -> Iterator[OpenPackage]:
-    """Open a ``.expert`` file, unpacked for the while beside a place, or an installed expert.
+    """Open a ``.expert`` file, unpacked beside ``unpack_folder`` meanwhile, or an installed expert.
 
     Raises:
         NotFoundError: when there is no such file or expert.
@@ -84,7 +84,10 @@ def open_experts(
 
 
 def make_stored_layout(expert: StoredExpert) -> PackageLayout:
-    """Return the layout of an installed expert, which its record must make.
+    """Return the layout of an installed expert.
+
+    Raises:
+        DigestError: when its recorded files do not make its package digest.
 
     Raises:
         DigestError: when it does not.
