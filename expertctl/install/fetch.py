@@ -9,10 +9,9 @@ in ``registries/arrived/`` until they are installed, so that a killed install ca
 ones belong to `expertctl.registry.download`. Everything is hashed again when the packages are read.
 """
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +31,7 @@ from expertctl.registry.download import ALTERED_HINT, BlobDownloader, BlobReques
 from expertctl.registry.http import RegistryHttp
 from expertctl.registry.index_document import Release
 from expertctl.registry.oci_client import OciClient
+from expertctl.registry.upload import remove_old_files
 from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES, parse_manifest
 from expertctl.store.store import Store
 from expertctl.store.transaction import PackageStaging
@@ -58,7 +58,7 @@ def find_unindexed(requirement: Requirement, sources: RegistrySources) -> Uninde
     if wanted.registry is None:
         return None
     address = sources.resolve_address(wanted, by_hand=True)
-    if sources.has_index(address) or not _is_authorised(requirement, address, sources):
+    if sources.knows_host(address.host) or not _is_authorised(requirement, address, sources):
         return None
     if not requirement.by_hand:
         sources.require_authority(wanted, address)
@@ -177,13 +177,9 @@ class DownloadCache:
         for digest in digests:
             self.path(digest).unlink(missing_ok=True)
 
-    def sweep(self, *, age: float = KEPT_SECONDS) -> None:
+    def sweep(self) -> None:
         """Remove old blobs of installs that were not continued."""
-        now = time.time()
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            with suppress(FileNotFoundError):
-                if abs(now - path.stat().st_mtime) >= age:
-                    path.unlink()
+        remove_old_files(self.folder, age=KEPT_SECONDS)
 
 
 def fetch_packages(

@@ -13,7 +13,8 @@ from typing import Literal
 
 from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.errors import ConflictError, ExpertError, NotFoundError, UsageError
-from expertctl.install.publication import Claims, expand_requirements, find_dependants
+from expertctl.install.candidate import InstallCandidate, candidate_from_expert
+from expertctl.install.publication import expand_requirements, find_dependants
 from expertctl.package.layout import PackageLayout, build_index_name, build_set_layout
 from expertctl.package.peft_directory import export_peft_directories
 from expertctl.package.read import is_file_name
@@ -206,34 +207,29 @@ def explain_install(
 
 def _find_requirers(expert: StoredExpert, installed: Sequence[StoredExpert]) -> list[Requirer]:
     """Walk up from the expert, nearest first; each requirer is listed once."""
-    own, claims = Claims.from_expert(expert), [Claims.from_expert(other) for other in installed]
+    own, others = candidate_from_expert(expert), list(map(candidate_from_expert, installed))
     chains: dict[str, tuple[RequirementLink, ...]] = {}
-    waiting: deque[tuple[Claims, tuple[RequirementLink, ...]]] = deque([(own, ())])
+    waiting: deque[tuple[InstallCandidate, tuple[RequirementLink, ...]]] = deque([(own, ())])
     while waiting:
         below, chain = waiting.popleft()
-        for other in claims:
-            wanted = _find_requirement(other, below)
+        for other in others:
+            wanted = next((str(w) for w in other.requires if below.satisfies(w)), None)
             if wanted is not None and other.ref not in chains and other != own:
                 chains[other.ref] = (RequirementLink(other.ref, wanted), *chain)
                 waiting.append((other, chains[other.ref]))
     return [Requirer(ref, chain) for ref, chain in chains.items()]
 
 
-def _find_requirement(claims: Claims, other: Claims) -> str | None:
-    """Return the reference by which one expert requires another."""
-    return next((str(wanted) for wanted in claims.requires if other.satisfies(wanted)), None)
-
-
 def _find_broken(expert: StoredExpert, installed: Sequence[StoredExpert]) -> list[str]:
     """Return the experts that would lack this one, directly or through their requirements."""
-    rest = [Claims.from_expert(other) for other in installed if other != expert]
-    sound, before = _satisfied_claims(rest), _satisfied_claims([*rest, Claims.from_expert(expert)])
-    return [claims.ref for claims in rest if claims in before - sound]
+    rest = [candidate_from_expert(other) for other in installed if other != expert]
+    sound, before = _find_runnable(rest), _find_runnable([*rest, candidate_from_expert(expert)])
+    return [other.ref for other in rest if other in before - sound]
 
 
-def _satisfied_claims(claims: Sequence[Claims]) -> set[Claims]:
+def _find_runnable(experts: Sequence[InstallCandidate]) -> set[InstallCandidate]:
     """Return the largest set in which each expert finds all its requirements within the set."""
-    kept = set(claims)
+    kept = set(experts)
     while True:
         left = {c for c in kept if all(any(o.satisfies(w) for o in kept) for w in c.requires)}
         if left == kept:

@@ -24,8 +24,8 @@ from expertctl.errors import (
     UnsignedError,
     UsageError,
 )
+from expertctl.install.candidate import candidate_from_expert, candidate_from_file
 from expertctl.install.publication import (
-    Claims,
     InstalledPackage,
     Publishable,
     check_base_fit,
@@ -375,11 +375,14 @@ def _check_relations(
         changes.check_addition(
             candidate.package, registry=candidate.registry, replace=ref in accept_changed
         )
-    installed = [Claims.from_expert(expert) for expert in changes.scan().experts]
-    new = {ref: _make_claims(candidate) for ref, candidate in unique.items()}
-    check_conflicts(list(new.values()), installed)
-    check_requirements(list(new.values()), installed)
-    return [unique[claims.ref] for claims in sort_by_requirements(list(new.values()))]
+    installed = list(map(candidate_from_expert, changes.scan().experts))
+    new = [
+        replace(candidate_from_file(item.package.contents), registry=item.registry)
+        for item in unique.values()
+    ]
+    check_conflicts(new, installed)
+    check_requirements(new, installed)
+    return [unique[candidate.ref] for candidate in sort_by_requirements(new)]
 
 
 def _prefer_signed(first: Publishable | None, second: Publishable) -> Publishable:
@@ -392,17 +395,6 @@ def _prefer_signed(first: Publishable | None, second: Publishable) -> Publishabl
             hint="install one of them, or build one as another version",
         )
     return first if first.package.signer or not second.package.signer else second
-
-
-def _make_claims(candidate: Publishable) -> Claims:
-    manifest, composition = candidate.manifest, candidate.manifest.composition
-    return Claims(
-        manifest.package,
-        manifest.semver,
-        tuple(Reference.parse(text) for text in composition.requires),
-        tuple(Reference.parse(text) for text in composition.conflicts),
-        candidate.registry,
-    )
 
 
 def _register(

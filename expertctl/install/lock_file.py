@@ -18,7 +18,7 @@ from expertctl.install.resolve import LockedVersion, ResolvedPackage
 from expertctl.package.verify import VersionContent
 from expertctl.reference import Constraint, PackageName, Reference, Version
 from expertctl.registry.address import RegistryAddress
-from expertctl.store.pins import parse_toml, read_bounded_text
+from expertctl.store.pins import LOCK_FILE, parse_toml, read_bounded_text
 from expertctl.store.refs import LOCAL
 
 FORMAT = 1
@@ -125,7 +125,7 @@ class LockFile:
     @property
     def contents(self) -> dict[str, VersionContent]:
         """The content of each locked version by its ref; the file does not say who signed it."""
-        return {e.ref: VersionContent("expert.lock", e.content_digest) for e in self.experts}
+        return {e.ref: VersionContent(LOCK_FILE, e.content_digest) for e in self.experts}
 
     def find(self, package: PackageName) -> LockedExpert | None:
         """Return the locked version of a package."""

@@ -18,6 +18,7 @@ from expertctl.package.verify import VersionContent, changed_version_error
 from expertctl.reference import PackageName, Version
 from expertctl.registry.index_document import Release
 from expertctl.registry.index_store import release_content
+from expertctl.store.pins import LOCK_FILE
 from expertctl.store.refs import LOCAL, StoredExpert
 
 NoticeKind = Literal["revoked", "yanked", "changed", "unlisted", "unchecked"]
@@ -90,7 +91,7 @@ def version_in_lock(locked: LockedExpert, sources: RegistrySources) -> KnownVers
     first = sources.find_first_content(locked.registry, locked.package, locked.version)
     if first is not None and first.digest == locked.content_digest:
         signers = first.signers
-    content = VersionContent("expert.lock", locked.content_digest, signers)
+    content = VersionContent(LOCK_FILE, locked.content_digest, signers)
     return KnownVersion(locked.package, locked.version, locked.registry, content, signer)
 
 
@@ -311,6 +312,6 @@ def _find_contradictions(
         candidate = items[locked.package].candidate
         same = candidate.version == locked.version
         if same and candidate.content_digest != locked.content_digest:
-            before = VersionContent("expert.lock", locked.content_digest)
+            before = VersionContent(LOCK_FILE, locked.content_digest)
             now = VersionContent(candidate.registry, candidate.content_digest)
             yield _change_notice(locked.ref, locked.registry, before, now)

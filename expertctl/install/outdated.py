@@ -153,7 +153,7 @@ def _list_offered(
 ) -> Sequence[InstallCandidate]:
     """Return the versions in the registry of a candidate; none when it has no index."""
     wanted = Reference(candidate.package, registry=candidate.registry)
-    if not sources.has_index(sources.resolve_address(wanted, by_hand=True)):
+    if not sources.knows_host(sources.resolve_address(wanted, by_hand=True).host):
         return []
     try:
         return sources.find_candidates(wanted, by_hand)

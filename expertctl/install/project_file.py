@@ -14,19 +14,17 @@ moves a namespace: a registry that it names must be known to the user already.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
-from filelock import FileLock, Timeout
-
-from expertctl.errors import ExpertError, InvalidPackageError, StoreError, UsageError
+from expertctl.errors import ExpertError, InvalidPackageError, UsageError
 from expertctl.files import make_folders, write_atomic
 from expertctl.reference import PackageName, Reference
 from expertctl.registry.address import RegistryAddress
-from expertctl.store.pins import parse_toml, read_bounded_text
+from expertctl.store.locks import exclusive_lock
+from expertctl.store.pins import LOCK_FILE, parse_toml, read_bounded_text
 
 MAX_EXPERTS = 200
 LOCK_SECONDS = 30.0
@@ -94,7 +92,7 @@ class ProjectFile:
     @property
     def lock_path(self) -> Path:
         """The path of its lock file."""
-        return self.path.with_name("expert.lock")
+        return self.path.with_name(LOCK_FILE)
 
     def exists(self) -> bool:
         """Tell whether the file exists."""
@@ -131,7 +129,7 @@ class ProjectFile:
 
     def _rewrite(self, lines: Mapping[PackageName, str]) -> None:
         make_folders(self.lock_file.parent, mode=0o700)
-        with _file_lock(self.lock_file):
+        with exclusive_lock(self.lock_file, seconds=LOCK_SECONDS):
             before, text = self.read(), read_bounded_text(self.path)
             for package, line in lines.items():
                 text = _replace_line(text, package, line)
@@ -209,13 +207,3 @@ def _replace_line(text: str, package: PackageName, line: str) -> str:
         return f"{text[:end]}\n{line}{text[end:].removeprefix(chr(10))}"
     gap = "" if not text else "\n" if text.endswith("\n") else "\n\n"
     return f"{text}{gap}[experts]\n{line}"
-
-
-@contextmanager
-def _file_lock(guard: Path) -> Iterator[None]:
-    try:
-        with FileLock(guard, timeout=LOCK_SECONDS, thread_local=False):
-            yield
-    except Timeout as error:
-        message = f"{guard} is held for too long by another process"
-        raise StoreError(message, hint="try again when that has ended") from error

@@ -1,6 +1,6 @@
 """Publishing verified packages to the store, all or none of them, and the checks on them.
 
-`Claims` are what experts say of each other: which they require and which they refuse.
+Requirements and conflicts are checked between candidates, new and installed ones.
 `check_base_fit` compares a package with the known bases. `find_own_packages` finds the user's own
 packages, which the router does not guard against: those that one of the user's own keys signed,
 wherever they were installed from, and unsigned files of ``local/``, which the router uses only when
@@ -16,10 +16,11 @@ from itertools import permutations
 
 from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError, ConflictError, ExpertError, MissingDependencyError
+from expertctl.install.candidate import InstallCandidate, candidate_from_expert
 from expertctl.package.compatibility import check_expert_base, check_tensors
 from expertctl.package.read import PackageContents
 from expertctl.package.verify import VerifiedPackage
-from expertctl.reference import PackageName, Reference, Version
+from expertctl.reference import Reference
 from expertctl.routing.base_choice import collect_hidden_sizes
 from expertctl.schema.manifest import Manifest
 from expertctl.store.base_record import StoredBase
@@ -29,42 +30,9 @@ from expertctl.trust.keys import KeyRing
 from expertctl.trust.trust_store import OWN_NAMESPACE
 
 
-@dataclass(frozen=True, slots=True)
-class Claims:
-    """What one expert, installed or about to be installed, requires and refuses."""
-
-    package: PackageName
-    version: Version
-    requires: tuple[Reference, ...]
-    conflicts: tuple[Reference, ...]
-    registry: str = LOCAL
-
-    @classmethod
-    def from_expert(cls, expert: StoredExpert) -> "Claims":
-        """Return the claims of an installed expert."""
-        return cls(
-            expert.package,
-            expert.version,
-            tuple(Reference.parse(text) for text in expert.requires),
-            tuple(Reference.parse(text) for text in expert.conflicts),
-            expert.registry,
-        )
-
-    @property
-    def ref(self) -> str:
-        """``namespace/name@version``."""
-        return f"{self.package}@{self.version}"
-
-    def satisfies(self, wanted: Reference) -> bool:
-        """Tell whether this is what a reference asks for."""
-        return (
-            self.package == wanted.package
-            and wanted.registry in {None, self.registry}
-            and wanted.allows(self.version)
-        )
-
-
-def check_requirements(new: Sequence[Claims], installed: Iterable[Claims]) -> None:
+def check_requirements(
+    new: Sequence[InstallCandidate], installed: Iterable[InstallCandidate]
+) -> None:
     """Require that everything the new experts require is installed or among them.
 
     Raises:
@@ -72,9 +40,9 @@ def check_requirements(new: Sequence[Claims], installed: Iterable[Claims]) -> No
     """
     there = [*new, *installed]
     missing = [
-        (claims.ref, wanted)
-        for claims in new
-        for wanted in claims.requires
+        (candidate.ref, wanted)
+        for candidate in new
+        for wanted in candidate.requires
         if not any(other.satisfies(wanted) for other in there)
     ]
     if missing:
@@ -84,14 +52,14 @@ def check_requirements(new: Sequence[Claims], installed: Iterable[Claims]) -> No
         raise MissingDependencyError(f"{lines}, which is not installed", hint=hint)
 
 
-def check_conflicts(new: Sequence[Claims], installed: Iterable[Claims]) -> None:
+def check_conflicts(new: Sequence[InstallCandidate], installed: Iterable[InstallCandidate]) -> None:
     """Require that no expert refuses another, in either direction.
 
     Raises:
         ConflictError: naming every pair.
     """
-    refs = {claims.ref for claims in new}
-    others = [claims for claims in installed if claims.ref not in refs]
+    refs = {candidate.ref for candidate in new}
+    others = [candidate for candidate in installed if candidate.ref not in refs]
     pairs = [(a, b) for a, b in permutations([*new, *others], 2) if a.ref in refs or b.ref in refs]
     found = [
         f"{a.ref} conflicts with {b.ref}" for a, b in pairs if any(map(b.satisfies, a.conflicts))
@@ -101,22 +69,22 @@ def check_conflicts(new: Sequence[Claims], installed: Iterable[Claims]) -> None:
         raise ConflictError("; ".join(found), hint=hint)
 
 
-def sort_by_requirements(new: Sequence[Claims]) -> list[Claims]:
+def sort_by_requirements(new: Sequence[InstallCandidate]) -> list[InstallCandidate]:
     """Return the new experts in an order in which each follows what it requires, cycles aside."""
-    ordered: list[Claims] = []
+    ordered: list[InstallCandidate] = []
     seen: set[str] = set()
 
-    def visit(claims: Claims) -> None:
-        if claims.ref in seen:
+    def visit(candidate: InstallCandidate) -> None:
+        if candidate.ref in seen:
             return
-        seen.add(claims.ref)
-        for wanted in claims.requires:
+        seen.add(candidate.ref)
+        for wanted in candidate.requires:
             for other in filter(lambda c: c.satisfies(wanted), new):
                 visit(other)
-        ordered.append(claims)
+        ordered.append(candidate)
 
-    for claims in new:
-        visit(claims)
+    for candidate in new:
+        visit(candidate)
     return ordered
 
 
@@ -130,8 +98,8 @@ def expand_requirements(
     """
     chosen = list(dict.fromkeys(wanted))
     for expert in chosen:  # grows during the iteration
-        for needed in Claims.from_expert(expert).requires:
-            if not any(Claims.from_expert(other).satisfies(needed) for other in chosen):
+        for needed in candidate_from_expert(expert).requires:
+            if not any(candidate_from_expert(other).satisfies(needed) for other in chosen):
                 chosen.append(_find_newest(needed, installed, of=expert))
     return chosen
 
@@ -139,7 +107,7 @@ def expand_requirements(
 def _find_newest(
     needed: Reference, installed: Sequence[StoredExpert], *, of: StoredExpert
 ) -> StoredExpert:
-    found = [expert for expert in installed if Claims.from_expert(expert).satisfies(needed)]
+    found = [expert for expert in installed if candidate_from_expert(expert).satisfies(needed)]
     if not found:
         hint = f"install it first, or `expertctl remove {of.ref}`"
         raise MissingDependencyError(
@@ -150,21 +118,21 @@ def _find_newest(
 
 def find_dependants(expert: StoredExpert, installed: Iterable[StoredExpert]) -> list[str]:
     """Return the refs of the experts that require this one and could use no other."""
-    rest = [Claims.from_expert(other) for other in installed if other != expert]
-    own = Claims.from_expert(expert)
+    rest = [candidate_from_expert(other) for other in installed if other != expert]
+    own = candidate_from_expert(expert)
     return [
-        claims.ref
-        for claims in rest
-        if any(own.satisfies(w) and not any(o.satisfies(w) for o in rest) for w in claims.requires)
+        other.ref
+        for other in rest
+        if any(own.satisfies(w) and not any(o.satisfies(w) for o in rest) for w in other.requires)
     ]
 
 
 def find_missing_requirements(installed: Iterable[StoredExpert]) -> Mapping[str, list[str]]:
     """Return, for each ref, its requirements that are not installed."""
-    claims = [Claims.from_expert(expert) for expert in installed]
+    experts = list(map(candidate_from_expert, installed))
     missing = {
-        c.ref: [str(w) for w in c.requires if not any(o.satisfies(w) for o in claims)]
-        for c in claims
+        c.ref: [str(w) for w in c.requires if not any(o.satisfies(w) for o in experts)]
+        for c in experts
     }
     return {ref: wanted for ref, wanted in missing.items() if wanted}
 

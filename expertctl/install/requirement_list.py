@@ -48,7 +48,7 @@ from expertctl.install.sources import RegistrySources
 from expertctl.package.verify import changed_version_error
 from expertctl.reference import Constraint, PackageName, Reference
 from expertctl.settings import Home
-from expertctl.store.pins import PROJECT_FILE, is_project
+from expertctl.store.pins import LOCK_FILE, PROJECT_FILE, is_project
 from expertctl.store.refs import LOCAL
 
 
@@ -87,11 +87,10 @@ class ListResolution:
 
 def find_requirement_list(home: Home, folder: Path) -> RequirementList:
     """Return the list that applies in a folder."""
-    guard = home.root / f"{PROJECT_FILE}.lock"
-    here = ProjectFile(folder / PROJECT_FILE, guard)
-    if is_project(folder, home):
-        return RequirementList(here, is_project=True)
-    return user_requirement_list(home)
+    own = user_requirement_list(home)
+    if not is_project(folder, home):
+        return own
+    return RequirementList(replace(own.file, path=folder / PROJECT_FILE), is_project=True)
 
 
 def user_requirement_list(home: Home) -> RequirementList:
@@ -225,17 +224,8 @@ def _describe_moved(project: Project, sources: RegistrySources) -> list[str]:
     ]
 
 
-LOCK = "expert.lock"
 _ACCEPT_HINT = "if the publisher confirms it, `expertctl lock --accept-changed {ref}`"
 _RELOCK_HINT = "if you trust what the registry says, `expertctl lock` writes expert.lock anew"
-
-
-@dataclass(frozen=True, slots=True)
-class _ResolvedEntry:
-    """The resolution of one entry of a lock file."""
-
-    chosen: ResolvedPackage
-    unindexed: UnindexedPackage | None = None
 
 
 def install_locked(
@@ -261,8 +251,8 @@ def install_locked(
     query_authorities(((locked.registry, locked.package) for locked in part), sources)
     here = find_installed_candidates(context, sources)
     found = [_resolve_entry(locked, here, sources) for locked in part]
-    directs = [item.unindexed for item in found if item.unindexed is not None]
-    chosen = [item.chosen for item in found]
+    directs = [direct for _, direct in found if direct is not None]
+    chosen = [item for item, _ in found]
     return install_resolved(chosen, context, sources, open_progress, unindexed=directs, locked=part)
 
 
@@ -288,16 +278,16 @@ def _select_entries(lock: LockFile, wanted: Sequence[Reference]) -> list[LockedE
 
 def _resolve_entry(
     locked: LockedExpert, here: Sequence[InstallCandidate], sources: RegistrySources
-) -> _ResolvedEntry:
+) -> tuple[ResolvedPackage, UnindexedPackage | None]:
     installed = next((c for c in here if locked.pin.is_met_by(c)), None)
     if installed is not None:
         _check_same(locked, installed, "what is installed")
-        return _ResolvedEntry(_make_chosen(locked, installed))
+        return _make_chosen(locked, installed), None
     if locked.registry == LOCAL:
         hint = "get its .expert file, then `expertctl install FILE`"
         raise NotFoundError(f"{locked.ref} was installed from a file when it was locked", hint=hint)
     exact = Reference(locked.package, registry=locked.registry, digest=locked.package_digest)
-    direct = find_unindexed(Requirement(exact, LOCK), sources)
+    direct = find_unindexed(Requirement(exact, LOCK_FILE), sources)
     if direct is not None:
         candidate = direct.candidate
     else:
@@ -312,12 +302,12 @@ def _resolve_entry(
             locked.ref, before, now, hint=_ACCEPT_HINT.format(ref=locked.ref)
         )
     _check_same(locked, candidate, locked.registry)
-    return _ResolvedEntry(_make_chosen(locked, candidate), direct)
+    return _make_chosen(locked, candidate), direct
 
 
 def _make_chosen(locked: LockedExpert, candidate: InstallCandidate) -> ResolvedPackage:
     wanted = Reference(locked.package, digest=locked.package_digest)
-    return ResolvedPackage(candidate, (Requirement(wanted, LOCK),))
+    return ResolvedPackage(candidate, (Requirement(wanted, LOCK_FILE),))
 
 
 def _find_version(locked: LockedExpert, candidates: Sequence[InstallCandidate]) -> InstallCandidate:
@@ -341,8 +331,10 @@ def _check_same(locked: LockedExpert, candidate: InstallCandidate, who: str) -> 
     if not candidate.is_local and locked.package_digest not in candidate.package_digests:
         wrong.append("package_digest")
     if wrong:
-        message = f"{LOCK} says another {' and '.join(wrong)} of {locked.ref} than {who}"
-        raise DigestError(message, hint=f"{LOCK} was edited, or the registry lies; {_RELOCK_HINT}")
+        raise DigestError(
+            f"{LOCK_FILE} says another {' and '.join(wrong)} of {locked.ref} than {who}",
+            hint=f"{LOCK_FILE} was edited, or the registry lies; {_RELOCK_HINT}",
+        )
 
 
 def _check_authority(locked: LockedExpert, project: Project, sources: RegistrySources) -> None:
@@ -352,8 +344,8 @@ def _check_authority(locked: LockedExpert, project: Project, sources: RegistrySo
     homes = _allowed_hosts(locked, project, sources)
     if homes and locked.registry not in homes:
         raise TrustError(
-            f"{LOCK} takes {locked.ref} from {locked.registry}, but {locked.package.namespace}/* "
-            f"belongs to {' and '.join(sorted(homes))}",
+            f"{LOCK_FILE} takes {locked.ref} from {locked.registry}, but "
+            f"{locked.package.namespace}/* belongs to {' and '.join(sorted(homes))}",
             hint=f"if that is right, name the registry in experts.toml; {_RELOCK_HINT}",
         )
 

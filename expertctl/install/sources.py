@@ -156,7 +156,12 @@ class RegistrySources:
             return []
         failed: dict[tuple[str, PackageName], ExpertError] = {}
         with ThreadPoolExecutor(MAX_PARALLEL_QUERIES) as pool, self.http.interrupt_on_ctrl_c():
-            jobs = {key: pool.submit(self._fetch_document_once, *key) for key in asked}
+            jobs = {
+                (host, package): pool.submit(
+                    self._fetch_document, self._before.find_registry(host), package, attempts=1
+                )
+                for host, package in asked
+            }
             for key, job in jobs.items():
                 try:
                     self._accept_document(self._before.find_registry(key[0]), key[1], job.result())
@@ -255,7 +260,7 @@ class RegistrySources:
         """
         if wanted.registry is not None:
             address = self.resolve_address(wanted, by_hand=True)
-            if not self.has_index(address) and self.has_trusted_key(address, wanted.package):
+            if not self.knows_host(address.host) and self.has_trusted_key(address, wanted.package):
                 self.require_authority(wanted, address)
                 return address.host
         return self.resolve_address(wanted, by_hand=False).host
@@ -294,10 +299,6 @@ class RegistrySources:
                 f"that it is to come from {host}",
                 hint=f"if that is right: `expertctl install {host}/{item.candidate.package}` first",
             )
-
-    def has_index(self, address: RegistryAddress) -> bool:
-        """Tell whether the user accepted the index key of a registry."""
-        return self.knows_host(address.host)
 
     def knows_host(self, host: str) -> bool:
         """Tell whether the user accepted the index key of a host."""
@@ -409,15 +410,14 @@ class RegistrySources:
             self._accept_document(known, package, self._fetch_document(known, package))
         return self._documents[key]
 
-    def _fetch_document(self, known: KnownRegistry, package: PackageName) -> IndexDocument:
-        offline = self.settings.offline
-        return fetch_index(self.http, known, package, self._indexes, offline=offline)
-
-    def _fetch_document_once(self, host: str, package: PackageName) -> IndexDocument:
-        known = self._before.find_registry(host)
+    def _fetch_document(
+        self, known: KnownRegistry | None, package: PackageName, attempts: int | None = None
+    ) -> IndexDocument:
         assert known is not None
         offline = self.settings.offline
-        return fetch_index(self.http, known, package, self._indexes, offline=offline, attempts=1)
+        return fetch_index(
+            self.http, known, package, self._indexes, offline=offline, attempts=attempts
+        )
 
     def _accept_document(
         self, known: KnownRegistry | None, package: PackageName, document: IndexDocument
@@ -442,7 +442,8 @@ class RegistrySources:
         if host in self._plain:
             hint = f"name its exact bytes too: {host}/{package}@sha256:…"
             raise NotFoundError(f"{host} has no index to find {package} in", hint=hint)
-        if self.has_index(address) or self.settings.offline or self._is_default_registry(address):
+        known = self.knows_host(host) or self.settings.offline
+        if known or has_expert_api(ApiClient(self.http, address)):
             return find_known_registry(address, self._before)
         raise RegistryError(
             f"{host} has no index of experts: it is a plain OCI registry, so nothing there tells "
@@ -451,9 +452,6 @@ class RegistrySources:
             f"`expertctl trust add KEY.pem --namespace {package.namespace} --registry {host}`, "
             f"and name an exact version",
         )
-
-    def _is_default_registry(self, address: RegistryAddress) -> bool:
-        return has_expert_api(ApiClient(self.http, address))
 
     def _make_judge(self, package: PackageName, host: str) -> JudgeSigner:
         def judge(release: Release, form: SignedForm) -> SignerVerdict:

@@ -19,7 +19,7 @@ from expertctl.registry.address import RegistryAddress
 from expertctl.registry.api_client import ApiClient, has_expert_api, iterate_pages, parse_answer
 from expertctl.registry.credentials import Credential, UnsavedCredential
 from expertctl.registry.errors import sanitise_text
-from expertctl.registry.http import RegistryHttp, make_http
+from expertctl.registry.http import make_http
 from expertctl.registry.oci_client import OciClient
 from expertctl.schema.strict_json import JsonObject
 from expertctl.settings import Settings
@@ -200,7 +200,7 @@ def list_users(api: ApiClient) -> list[RegistryUser]:
 def create_user(api: ApiClient, name: str, *, admin: bool) -> UserWithToken:
     """Create a user with a first token."""
     made = api.post("users", {"name": _path_segment(name), "admin": admin})
-    return parse_answer(made, UserWithToken, host=_host_name(api))
+    return parse_answer(made, UserWithToken, host=api.address.host)
 
 
 def remove_user(api: ApiClient, name: str) -> None:
@@ -223,21 +223,20 @@ def fetch_namespace(api: ApiClient, name: str) -> NamespaceDetails:
     Raises:
         NotFoundError: when there is none that the user may see.
     """
-    return parse_answer(
-        api.get(f"namespaces/{_path_segment(name)}"), NamespaceDetails, host=_host_name(api)
-    )
+    found = api.get(f"namespaces/{_path_segment(name)}")
+    return parse_answer(found, NamespaceDetails, host=api.address.host)
 
 
 def create_namespace(api: ApiClient, name: str, options: JsonObject) -> NamespaceDetails:
     """Create a namespace."""
     made = api.post("namespaces", {"name": _path_segment(name), **options})
-    return parse_answer(made, NamespaceDetails, host=_host_name(api))
+    return parse_answer(made, NamespaceDetails, host=api.address.host)
 
 
 def update_namespace(api: ApiClient, name: str, options: JsonObject) -> NamespaceDetails:
     """Change a namespace's read access or quota."""
-    path = f"namespaces/{_path_segment(name)}"
-    return parse_answer(api.patch(path, options), NamespaceDetails, host=_host_name(api))
+    changed = api.patch(f"namespaces/{_path_segment(name)}", options)
+    return parse_answer(changed, NamespaceDetails, host=api.address.host)
 
 
 def add_member(api: ApiClient, name: str, user: str, role: Role) -> None:
@@ -278,16 +277,12 @@ def add_key(api: ApiClient, name: str, key: PublicKey, *, by: PrivateKey | None)
     vouched = base64.b64encode(statement).decode("ascii") if statement is not None else None
     body: JsonObject = {"public_key": key.pem().decode("ascii"), "statement": vouched}
     document = api.post(f"namespaces/{_path_segment(name)}/keys", body)
-    return parse_answer(document, KeyAddition, host=_host_name(api))
+    return parse_answer(document, KeyAddition, host=api.address.host)
 
 
 def revoke_key(api: ApiClient, name: str, key_id: str, *, reason: str) -> None:
     """Revoke a key for a namespace; clients learn it from the index."""
     api.delete(f"namespaces/{_path_segment(name)}/keys/{quote(key_id)}", {"reason": reason})
-
-
-def _host_name(api: ApiClient) -> str:
-    return api.address.host
 
 
 def _member_path(name: str, user: str) -> str:
@@ -339,7 +334,7 @@ def verify_login(
         if has_expert_api(ApiClient(http, address)):
             return _fetch_login(ApiClient(http, address), credential)
         OciClient(http, address).ping()
-        return LoginResult(address, credential, checked=_has_authenticated(http, address))
+        return LoginResult(address, credential, checked=http.has_authenticated(address))
 
 
 def check_reachable(
@@ -370,7 +365,3 @@ def _fetch_login(api: ApiClient, credential: Credential) -> LoginResult:
         raise UnauthenticatedError(message, hint="make one with `expertctl token new`, or ask")
     known = Credential(found.user, credential.secret, credential.realm)
     return LoginResult(api.address, known, found.admin, found.token)
-
-
-def _has_authenticated(http: RegistryHttp, address: RegistryAddress) -> bool:
-    return http.has_authenticated(address)

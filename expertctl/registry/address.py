@@ -18,8 +18,6 @@ from typing import Literal, Self
 from expertctl.errors import UsageError
 from expertctl.reference import is_loopback
 
-__all__ = ["RegistryAddress", "is_loopback", "looks_numeric"]
-
 MAX_LENGTH = 256
 _PORTS = {"https": 443, "http": 80}
 _ADDRESS = re.compile(

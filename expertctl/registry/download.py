@@ -249,18 +249,6 @@ class BlobDownloader:
     kept_bytes: int = KEPT_BYTES
     """Smaller blobs start over after a failure: keeping them would cost more."""
 
-    def fetch(
-        self,
-        client: OciClient,
-        repository: str,
-        files: Iterable[FileDigest],
-        target: BlobTarget,
-        *,
-        progress: Progress = ignore_progress,
-    ) -> None:
-        """Download the blobs of one repository to their target; see `fetch_all`."""
-        self.fetch_all([BlobRequest(client, repository, file) for file in files], target, progress)
-
     def fetch_all(
         self,
         wanted: Iterable[BlobRequest],

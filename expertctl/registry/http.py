@@ -106,10 +106,10 @@ class RegistryHttp:
         self._credentials = credentials
         self._environment = environment
         self._offline = offline
-        self._timeouts = timeouts or Timeouts()
-        self._retries = retries or RetrySchedule()
+        self.timeouts = timeouts or Timeouts()
+        self.retries = retries or RetrySchedule()
         self._transport = transport or RegistryTransport(
-            timeouts=self._timeouts, ca_file=ca_file, environment=environment
+            timeouts=self.timeouts, ca_file=ca_file, environment=environment
         )
         self._logins = LoginSessions(self._find_credential, self._fetch_token)
         self._found: dict[str, Credential | None] = {}
@@ -128,16 +128,6 @@ class RegistryHttp:
     ) -> None:
         """Close every connection."""
         self._transport.close()
-
-    @property
-    def retries(self) -> RetrySchedule:
-        """When requests are retried."""
-        return self._retries
-
-    @property
-    def timeouts(self) -> Timeouts:
-        """How long requests may take."""
-        return self._timeouts
 
     def interrupt(self) -> None:
         """End the waits of other threads at once; they get an `UnreachableError`."""
@@ -181,7 +171,7 @@ class RegistryHttp:
             RegistryError: when the answer is too large or not understood.
         """
         again = call.method in _IDEMPOTENT_METHODS if repeatable is None else repeatable
-        retries = replace(self._retries, attempts=attempts) if attempts else self._retries
+        retries = replace(self.retries, attempts=attempts) if attempts else self.retries
         return retries.run(
             lambda: self._request_once(call, max_bytes, accept),
             repeatable=again,
@@ -319,7 +309,7 @@ class RegistryHttp:
         if reads and length.isdigit() and int(length[:20]) > max_bytes:
             raise too_long
         parts, size = [], 0
-        deadline = time.monotonic() + self._timeouts.answer
+        deadline = time.monotonic() + self.timeouts.answer
         for chunk in self._iter_chunks(response):
             parts.append(chunk)
             size += len(chunk)
@@ -343,7 +333,7 @@ class RegistryHttp:
         with translate_errors(name):
             for chunk in response.iter_raw():
                 size += len(chunk)
-                if time.monotonic() - started > self._timeouts.body_timeout(size):
+                if time.monotonic() - started > self.timeouts.body_timeout(size):
                     raise UnreachableError(f"{name}: the answer comes too slowly")
                 yield chunk
 

@@ -6,8 +6,7 @@ registry's index key signed. The form is ``schemas/index.schema.json``; the byte
 """
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -22,6 +21,7 @@ from expertctl.schema.manifest import AdapterKind, BaseRequirement
 from expertctl.schema.strict_json import JsonObject, encode_canonical, load_object
 from expertctl.schema.validation import convert_document, find_problems
 from expertctl.trust.dsse import DsseEnvelope, from_base64, to_base64
+from expertctl.trust.grants import find_repeated
 from expertctl.trust.keys import PrivateKey, PublicKey
 
 INDEX_SCHEMA = 1
@@ -259,7 +259,6 @@ class _StoredIndexDocument(msgspec.Struct):
 
 
 def _parse_release(stored: _StoredRelease) -> Release:
-    base = stored.base
     for text in (*stored.requires, *stored.conflicts):
         Reference.parse(text)
     return Release(
@@ -273,15 +272,7 @@ def _parse_release(stored: _StoredRelease) -> Release:
         published=stored.published,
         yanked=stored.yanked,
         kinds=stored.kinds,
-        base=BaseRequirement(
-            name=base.name,
-            arch=base.arch,
-            tokenizer=base.tokenizer,
-            revision=base.revision,
-            weights=base.weights,
-            accepts=base.accepts,
-            tokenizer_version=base.tokenizer_version,
-        ),
+        base=msgspec.convert(stored.base, BaseRequirement, from_attributes=True),
         requires=stored.requires,
         conflicts=stored.conflicts,
         description=stored.description,
@@ -289,7 +280,6 @@ def _parse_release(stored: _StoredRelease) -> Release:
 
 
 def _store_release(release: Release) -> _StoredRelease:
-    base = release.base
     return _StoredRelease(
         version=str(release.version),
         content_digest=str(release.content_digest),
@@ -300,22 +290,10 @@ def _store_release(release: Release) -> _StoredRelease:
         published=release.published,
         yanked=release.yanked,
         kinds=release.kinds,
-        base=_store_base(base),
+        base=msgspec.convert(release.base, _StoredBaseRequirement, from_attributes=True),
         requires=release.requires,
         conflicts=release.conflicts,
         description=release.description,
-    )
-
-
-def _store_base(base: BaseRequirement) -> _StoredBaseRequirement:
-    return _StoredBaseRequirement(
-        name=base.name,
-        revision=base.revision,
-        arch=base.arch,
-        weights=base.weights,
-        tokenizer=base.tokenizer,
-        accepts=base.accepts,
-        tokenizer_version=base.tokenizer_version,
     )
 
 
@@ -340,9 +318,9 @@ def _find_inconsistencies(index: IndexDocument, stored: _StoredIndexDocument) ->
         if written.key_id != entry.key.key_id:
             yield f"keys: key_id is {written.key_id}, its key has {entry.key.key_id}"
     forms = [str(f.package_digest) for release in index.releases for f in release.forms]
-    yield from _find_repeated("package_digest", forms)
-    yield from _find_repeated("keys", (entry.key.key_id for entry in index.keys))
-    yield from _find_repeated("revoked", (entry.key_id for entry in index.revoked))
+    yield from find_repeated("package_digest", forms)
+    yield from find_repeated("keys", (entry.key.key_id for entry in index.keys))
+    yield from find_repeated("revoked", (entry.key_id for entry in index.revoked))
     for text in {index.updated, *(release.published for release in index.releases)}:
         if not _is_time(text):
             yield f"{text} is no moment"
@@ -355,11 +333,6 @@ def _canonical_bytes(document: JsonObject) -> bytes:
     """
     text = json.dumps(document, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return text.encode()
-
-
-def _find_repeated(what: str, values: Iterable[str]) -> Iterator[str]:
-    counted = sorted(Counter(values).items())
-    yield from (f"{what}: {value} is there twice" for value, count in counted if count > 1)
 
 
 def _is_time(text: str) -> bool:

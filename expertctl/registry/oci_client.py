@@ -1,4 +1,4 @@
-"""`OciClient`: the OCI distribution interface of any registry: manifests, tags, blobs.
+"""`OciClient`: the OCI distribution interface of any registry: manifests and blobs.
 
 A manifest requested by digest is returned only if it has that digest; one requested by tag only if
 it has the digest that the registry names, if any.
@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 from expertctl.digest import Digest, Progress, ignore_progress
-from expertctl.errors import DigestError, ExpertError, NotFoundError, RegistryError
+from expertctl.errors import DigestError, NotFoundError, RegistryError
 from expertctl.package.layout import INDEX_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.errors import sanitise_text
@@ -24,19 +24,14 @@ from expertctl.registry.http import (
     StreamedResponse,
 )
 from expertctl.registry.upload import BlobUpload, Uploader
-from expertctl.schema.strict_json import load_object
 
-MAX_FOREIGN_MANIFEST = 4 << 20
-MAX_TAGS_ANSWER = 4 << 20
-MAX_TAG_PAGES = 1000
-TAG_PAGE_SIZE = 1000
+_MAX_ANSWER = 4 << 20
 _DIGEST_HEADER = "docker-content-digest"
 _TYPES = f"{MANIFEST_TYPE}, {INDEX_TYPE}"
 _REPOSITORY = re.compile(
     r"(?=.{1,255}\Z)[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)*"
 )
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-_NEXT = re.compile(r"<([^<>]{1,4096})>\s*;\s*rel=\"?next\"?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +58,7 @@ class OciClient:
         Raises:
             UnauthenticatedError: when it requires a login, or another one.
         """
-        self.http.request(RegistryRequest("GET", self.address, "/v2/"), max_bytes=MAX_TAGS_ANSWER)
+        self.http.request(RegistryRequest("GET", self.address, "/v2/"), max_bytes=_MAX_ANSWER)
 
     def fetch_manifest(
         self, repository: str, reference: str | Digest, *, max_bytes: int = MAX_MANIFEST_BYTES
@@ -114,21 +109,8 @@ class OciClient:
             body=data,
             scope=_token_scope(repository, "pull,push"),
         )
-        self.http.request(call, max_bytes=MAX_TAGS_ANSWER, accept={201})
+        self.http.request(call, max_bytes=_MAX_ANSWER, accept={201})
         return Digest.compute(data)
-
-    def delete_manifest(self, repository: str, digest: Digest) -> None:
-        """Remove a manifest where the registry allows it.
-
-        Raises:
-            NotFoundError: when it is not there.
-        """
-        target, scope = (
-            _repository_path(repository, _manifest_path(digest)),
-            _token_scope(repository, "delete"),
-        )
-        call = RegistryRequest("DELETE", self.address, target, scope=scope)
-        self.http.request(call, max_bytes=MAX_TAGS_ANSWER, accept={202})
 
     def has_blob(self, repository: str, digest: Digest) -> bool:
         """Tell whether a repository has a blob."""
@@ -179,27 +161,6 @@ class OciClient:
         uploader = Uploader(self.http, self.address, self.uploads)
         return uploader.send(target, open_blob, progress=progress)
 
-    def list_tags(self, repository: str) -> list[str]:
-        """Return every tag of a repository, page by page.
-
-        Raises:
-            NotFoundError: when there is no such repository.
-        """
-        found: list[str] = []
-        target: str | None = (
-            _repository_path(repository, "tags/list") + "?" + urlencode({"n": TAG_PAGE_SIZE})
-        )
-        for _ in range(MAX_TAG_PAGES):
-            if target is None:
-                return found
-            call = RegistryRequest(
-                "GET", self.address, target, scope=_token_scope(repository, "pull")
-            )
-            answer = self.http.request(call, max_bytes=MAX_TAGS_ANSWER)
-            found += self._parse_tags(answer)
-            target = self._find_next_page(answer)
-        raise RegistryError(f"{self.address.host}: the tags of {repository} never end")
-
     def _make_request(
         self, method: str, repository: str, rest: str, headers: Mapping[str, str] | None = None
     ) -> RegistryRequest:
@@ -227,26 +188,6 @@ class OciClient:
                 f"{sanitise_text(text, 80)!r} is no sha256 digest" if text else "it names no digest"
             )
             raise RegistryError(f"{self.address.host}: {repository}: {fact}") from error
-
-    def _parse_tags(self, answer: RegistryResponse) -> list[str]:
-        try:
-            document = load_object(answer.body, what="the tags", max_bytes=MAX_TAGS_ANSWER)
-        except ExpertError as error:
-            raise RegistryError(f"{self.address.host}: {error.message}") from error
-        tags = document.get("tags") or []
-        return (
-            [t for t in tags if isinstance(t, str) and _TAG.fullmatch(t)]
-            if isinstance(tags, list)
-            else []
-        )
-
-    def _find_next_page(self, answer: RegistryResponse) -> str | None:
-        """Return path and query of the next page; a page on another host is none."""
-        match = _NEXT.search(answer.headers.get("link", ""))
-        if match is None:
-            return None
-        target = match[1].removeprefix(self.address.url)
-        return target if target.startswith("/") and not target.startswith("//") else None
 
 
 def _repository_path(repository: str, rest: str) -> str:

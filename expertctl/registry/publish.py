@@ -116,25 +116,10 @@ class UploadPlan:
         return max(0, self.namespace.quota - self.namespace.used)
 
 
-def read_publish_package(
-    path: Path, trust: TrustStore, *, progress: Progress = ignore_progress
-) -> PublishPackage:
-    """Read a package file as strictly as install does, and look for secrets in it.
-
-    Raises:
-        InvalidPackageError: when it is malformed, or holds what must never be published.
-        TrustError: when it is not signed, or not by a key that is trusted here.
-    """
-    parcel, problems = examine_publish_package(path, trust, progress=progress)
-    for problem in problems:
-        raise problem
-    return parcel
-
-
 def examine_publish_package(
     path: Path, trust: TrustStore, *, progress: Progress = ignore_progress
 ) -> tuple[PublishPackage, list[ExpertError]]:
-    """Read a package file and return it with every reason not to publish it.
+    """Read a package file as strictly as install; return it and every reason not to publish it.
 
     Raises:
         InvalidPackageError: when it is malformed.

@@ -333,24 +333,6 @@ def apply_revocations(
     return _describe_new_revocations(before, after)
 
 
-def find_trusted_form(
-    release: Release, *, package: PackageName, host: str, record: TrustRecord
-) -> SignedForm:
-    """Return the newest signed form of a version whose signer may sign it.
-
-    Raises:
-        RevokedError: when there is none, and the signer of the newest was revoked.
-        TrustError: when there is none.
-    """
-    problems = []
-    for form in reversed(release.forms):
-        problem = find_signer_problem(form, release, package=package, host=host, record=record)
-        if problem is None:
-            return form
-        problems.append(problem)
-    raise problems[0]
-
-
 def find_signer_problem(
     form: SignedForm, release: Release, *, package: PackageName, host: str, record: TrustRecord
 ) -> TrustError | None:
@@ -374,7 +356,7 @@ def find_signer_problem(
 def _with_index_revocations(
     record: TrustRecord, document: IndexDocument, known: KnownRegistry
 ) -> TrustRecord:
-    reasons = [(entry.key_id, _printable_reason(entry.reason)) for entry in document.revoked]
+    reasons = [(entry.key_id, to_single_line(entry.reason)) for entry in document.revoked]
     return record.with_registry_revocations(known.host, document.package.namespace, reasons)
 
 
@@ -410,11 +392,6 @@ def _is_vouched_by(signer: PublicKey, entry: KeyEntry, namespace: str) -> bool:
 
 def _is_revoked(record: TrustRecord, key: PublicKey, namespace: str, host: str) -> bool:
     return record.find_revocation(key.key_id, namespace=namespace, registry=host) is not None
-
-
-def _printable_reason(reason: str) -> str:
-    """Return a reason as one line that can be printed."""
-    return to_single_line(reason)
 
 
 def _describe_new_revocations(before: TrustRecord, after: TrustRecord) -> list[str]:

@@ -89,7 +89,7 @@ class Uploader:
         """
         state = self._state_path(upload)
         if state is not None:
-            sweep_uploads(state.parent, now=time.time(), age=KEPT_SECONDS)
+            remove_old_files(state.parent, age=KEPT_SECONDS)
         session = None if upload.mount_from else self._load_session(upload, state)
         session = session or self._start(upload)
         if session is None:
@@ -336,8 +336,9 @@ class Uploader:
         return None
 
 
-def sweep_uploads(folder: Path, *, now: float, age: float) -> None:
-    """Remove the state of uploads that were not continued for ``age`` seconds."""
+def remove_old_files(folder: Path, *, age: float) -> None:
+    """Remove the files of a folder that were not written for ``age`` seconds."""
+    now = time.time()
     for path in folder.iterdir() if folder.is_dir() else ():
         with suppress(FileNotFoundError):
             if abs(now - path.stat().st_mtime) >= age:

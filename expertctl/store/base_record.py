@@ -98,11 +98,8 @@ class BaseFile:
     digest: Digest
 
 
-@dataclass(frozen=True, slots=True)
-class _FileStat:
-    size: int
-    mtime_ns: int
-    inode: int
+_FileStat = tuple[int, int, int]
+"""Size, modification time in nanoseconds, and inode."""
 
 
 def list_base_files(directory: Path) -> list[str]:
@@ -141,7 +138,7 @@ def hash_base_files(
         problems = [f"{name} changed while it was read" for name in changed]
         raise InvalidPackageError(str(directory), problems)
     return tuple(
-        BaseFile(path.name, stamp.size, stamp.mtime_ns, stamp.inode, digest)
+        BaseFile(path.name, *stamp, digest)
         for path, stamp, (_, digest) in zip(paths, stamps, hashed, strict=True)
     )
 
@@ -201,10 +198,10 @@ def _refresh_file(directory: Path, file: BaseFile) -> BaseFile:
     path = directory / file.path
     if not _is_present(directory, file):
         raise _ChangedError(f"{path} is missing")
-    stamp = _stat_file(path)
-    if stamp.size != file.size:
-        raise _ChangedError(f"{path} has {stamp.size:,} bytes, not {file.size:,}")
-    if (stamp.mtime_ns, stamp.inode) == (file.mtime_ns, file.inode):
+    size, *stamp = _stat_file(path)
+    if size != file.size:
+        raise _ChangedError(f"{path} has {size:,} bytes, not {file.size:,}")
+    if stamp == [file.mtime_ns, file.inode]:
         return file
     (now,) = hash_base_files(directory, [file.path])
     if now.digest != file.digest:
@@ -222,7 +219,7 @@ def _is_present(directory: Path, file: BaseFile) -> bool:
 
 def _stat_file(path: Path) -> _FileStat:
     status = path.stat()
-    return _FileStat(status.st_size, status.st_mtime_ns, status.st_ino)
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def copy_files(source: Path, target: Path, progress: Progress) -> None:

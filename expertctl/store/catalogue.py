@@ -96,14 +96,16 @@ class RunHistory:
         self._rates = FileCachedValue(database.path, self._read_rates)
         self._gains = FileCachedValue(database.path, self._read_gains)
 
-    def count_use(self, content_digest: Digest) -> bool:
-        """Count one use without a run; return False where it cannot be written."""
-        values = [str(content_digest), self._clock()]
-        return self._try_write(lambda db: db.execute(_COUNT_USE, values))
-
     def record_run(self, job: RunRecord) -> bool:
         """Store a run; return False where it cannot be written, which is never fatal."""
-        return self._try_write(lambda db: _insert_run(db, job))
+        try:
+            self._database.write_relaxed(
+                lambda db: _run_atomically(db, lambda db: _insert_run(db, job))
+            )
+        except (StoreError, DiskFullError) as error:
+            self._database.notes.append(f"this use was not recorded: {error.message}")
+            return False
+        return True
 
     def rate_run(self, name: str, verdict: UserVerdict) -> RunRecord:
         """Rate a run good or bad and return it; the last rating of a run counts, once.
@@ -185,14 +187,6 @@ class RunHistory:
         if self._database.path.exists():
             self._database.write(lambda db: _run_atomically(db, clear))
         return counts[-1] if counts else 0
-
-    def _try_write(self, action: Callable[[Database], object]) -> bool:
-        try:
-            self._database.write_relaxed(lambda db: _run_atomically(db, action))
-        except (StoreError, DiskFullError) as error:
-            self._database.notes.append(f"this use was not recorded: {error.message}")
-            return False
-        return True
 
     def _read_gains(self) -> Sequence[PairGain]:
         rows = self._database.query_rows("gains", "SELECT * FROM gains ORDER BY at DESC")
@@ -377,15 +371,6 @@ class Catalogue:
         """Messages about the file for the user; grows."""
         return self.database.notes
 
-    def add(self, expert: StoredExpert, manifest: Manifest) -> None:
-        """Store an expert.
-
-        Raises:
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
-        """
-        self.add_all([(expert, manifest)])
-
     def add_all(self, experts: Iterable[tuple[StoredExpert, Manifest]]) -> None:
         """Store several experts in one write.
 
@@ -436,24 +421,12 @@ class Catalogue:
         """Return the current success rates; looking one up does not read the file again."""
         return self.history.read_success_rates()
 
-    def find_success_rate(self, content_digest: Digest, *, task: str | None = None) -> float | None:
-        """Return the recent success rate of an expert at a task, 0 to 1; None without evidence."""
-        return self.read_success_rates().find_rate(content_digest, task=task)
-
     def find_sure_gains(self, *, base: str | None = None) -> Mapping[tuple[Digest, Digest], float]:
         """Return the significant gains of chains of two experts over the better one of the two.
 
         A pair is (first, second) of the chain. With ``base`` only gains measured on it count.
         """
         return self.history.find_sure_gains(base=base)
-
-    def record_use(self, content_digest: Digest) -> bool:
-        """Count one use; return False where the history cannot be written."""
-        return self.history.count_use(content_digest)
-
-    def find_usage(self, content_digest: Digest) -> UsageCount | None:
-        """Return how often an expert was used; None when never."""
-        return self.history.read_usage_counts().get(content_digest)
 
     def find_problems(self) -> list[str]:
         """Return the faults of the file, without changing it."""

@@ -14,20 +14,17 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from expertctl.errors import DiskFullError, StoreError
 from expertctl.store.disk import FileCachedValue
 from expertctl.store.locks import (
     create_private_file,
     exclusive_lock,
-    is_busy,
+    is_damage,
+    is_disk_full,
     open_connection,
-    sqlite_error_name,
+    quick_check,
+    translate_sqlite_error,
     use_write_ahead_log,
 )
-
-_FULL_CODES = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"}
-_DAMAGED_CODES = {"SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH"}
-"""SQLITE_ERROR means a missing table or column: we always ask for the same ones."""
 
 TABLES = {
     "experts": """
@@ -90,8 +87,8 @@ class IndexDatabase:
         try:
             self._attempt(action)
         except sqlite3.DatabaseError as error:
-            if not _is_damage(error):
-                raise self._translate_error(error) from error
+            if not is_damage(error):
+                raise translate_sqlite_error(error, self.path) from error
             self._move_aside(str(error))
             self._retry_on_new_file(action)
 
@@ -142,8 +139,8 @@ class IndexDatabase:
         try:
             self._query(ask)
         except sqlite3.DatabaseError as error:
-            if not _is_damage(error):
-                raise self._translate_error(error) from error
+            if not is_damage(error):
+                raise translate_sqlite_error(error, self.path) from error
             self._move_aside(str(error))
 
     def _query(self, action: Callable[[Database], None]) -> None:
@@ -152,7 +149,7 @@ class IndexDatabase:
             with self._open_for_reading() as db:
                 action(db)
         except sqlite3.DatabaseError as error:
-            if sqlite_error_name(error) not in _FULL_CODES or self._log_size():
+            if not is_disk_full(error) or self._log_size():
                 raise
             with _open_database(self.path, "mode=ro&immutable=1") as db:
                 action(db)
@@ -166,11 +163,9 @@ class IndexDatabase:
             problems.append("others may read or write it")
         try:
             with self._open_for_reading() as db:
-                found = [str(row[0]) for row in db.execute("PRAGMA quick_check").fetchall()]
-                found += _find_foreign_tables(db)
+                return [*problems, *quick_check(db.conn), *_find_foreign_tables(db)]
         except sqlite3.DatabaseError as error:
-            found = [str(error)]
-        return problems + [line for line in found if line != "ok"]
+            return [*problems, str(error)]
 
     def _query_revision(self) -> int:
         rows = self.query_rows("revision", "SELECT number FROM revision")
@@ -184,7 +179,7 @@ class IndexDatabase:
         try:
             self._attempt(action)
         except sqlite3.DatabaseError as error:
-            raise self._translate_error(error) from error
+            raise translate_sqlite_error(error, self.path) from error
 
     @contextmanager
     def _open_for_writing(self) -> Iterator[Database]:
@@ -236,18 +231,7 @@ class IndexDatabase:
                 found = str(db.execute("PRAGMA integrity_check").fetchone()[0])
                 return found != "ok" or bool(_find_foreign_tables(db))
         except sqlite3.DatabaseError as error:
-            return _is_damage(error)
-
-    def _translate_error(self, error: sqlite3.DatabaseError) -> StoreError | DiskFullError:
-        name = sqlite_error_name(error)
-        if self.path.exists() and not self.path.is_file():
-            return StoreError(f"{self.path} is not a regular file", hint="move it away")
-        if name in _FULL_CODES:
-            return DiskFullError(f"{self.path}: no space left", hint="free some space, then repeat")
-        if is_busy(error):
-            return StoreError(f"{self.path} is in use by another process", hint="try again later")
-        hint = "look whether the disk is full or fails, then repeat"
-        return StoreError(f"{self.path}: {error}", hint=hint)
+            return is_damage(error)
 
 
 @contextmanager
@@ -299,7 +283,3 @@ def _column_names(table: str) -> set[str]:
         names = {str(row[1]) for row in memory.execute(f"PRAGMA table_info({table})")}
     memory.close()
     return names
-
-
-def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    return sqlite_error_name(error).startswith(tuple(_DAMAGED_CODES))

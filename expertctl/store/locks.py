@@ -22,7 +22,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from expertctl.digest import Digest
-from expertctl.errors import StoreError
+from expertctl.errors import DiskFullError, StoreError
 from expertctl.files import make_folders, remove_tree
 from expertctl.store.disk import READ_ONLY_ERRORS
 from expertctl.store.refs import StorePaths
@@ -94,6 +94,9 @@ BUSY_SECONDS = 30.0
 """How long a statement waits for other users of a file."""
 _FILE_MODE = 0o600
 _RETRY_SECONDS = 0.01
+_FULL_CODES = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"}
+_DAMAGED_CODES = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH")
+"""SQLITE_ERROR means a missing table or column: we always ask for the same ones."""
 
 
 def create_private_file(path: Path) -> None:
@@ -156,6 +159,34 @@ def sqlite_error_name(error: sqlite3.DatabaseError) -> str:
 def is_busy(error: sqlite3.DatabaseError) -> bool:
     """Tell whether other users kept the file locked for longer than the timeout."""
     return sqlite_error_name(error).startswith(("SQLITE_BUSY", "SQLITE_LOCKED"))
+
+
+def is_disk_full(error: sqlite3.DatabaseError) -> bool:
+    """Tell whether there was no space left."""
+    return sqlite_error_name(error) in _FULL_CODES
+
+
+def is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Tell whether the file is damaged or not ours; a missing table or column counts too."""
+    return sqlite_error_name(error).startswith(_DAMAGED_CODES)
+
+
+def quick_check(connection: sqlite3.Connection) -> list[str]:
+    """Return the faults that SQLite finds in a file."""
+    rows = connection.execute("PRAGMA quick_check").fetchall()
+    return [str(row[0]) for row in rows if row[0] != "ok"]
+
+
+def translate_sqlite_error(error: sqlite3.DatabaseError, path: Path) -> StoreError | DiskFullError:
+    """Return the error of ours for a file that could not be used."""
+    if path.exists() and not path.is_file():
+        return StoreError(f"{path} is not a regular file", hint="move it away")
+    if is_disk_full(error):
+        return DiskFullError(f"{path}: no space left", hint="free some space, then repeat")
+    if is_busy(error):
+        return StoreError(f"{path} is in use by another process", hint="try again later")
+    hint = "look whether the disk is full or fails, then repeat"
+    return StoreError(f"{path}: {error}", hint=hint)
 
 
 _LIST_NAME = "blobs"

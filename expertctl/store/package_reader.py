@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
-from expertctl.digest import Digest, Progress, ignore_progress
+from expertctl.digest import Progress, ignore_progress
 from expertctl.errors import DigestError
 from expertctl.package.layout import Blobs, PackageLayout, build_layout
 from expertctl.package.read import PackageContents, is_file_name, read_blobs
@@ -100,10 +99,4 @@ def make_stored_layout(expert: StoredExpert) -> PackageLayout:
 
 def open_stored_blobs(store: Store) -> Blobs:
     """Return a function that opens the files of a store."""
-
-    @contextmanager
-    def blob(digest: Digest) -> Iterator[BinaryIO]:
-        with store.blob_path(digest).open("rb") as stream:
-            yield stream
-
-    return blob
+    return lambda digest: store.blob_path(digest).open("rb")

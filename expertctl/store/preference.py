@@ -41,7 +41,6 @@ from expertctl.trust.authority import (
     find_other_registry,
 )
 
-YANKS_FILE = "yanked.json"
 YANKS_FILE_MODE = 0o600
 MAX_YANKS_BYTES = 16 << 20
 

@@ -17,7 +17,6 @@ from expertctl.errors import DigestError, DiskFullError, NotFoundError, StoreErr
 from expertctl.reference import ANY, Reference
 from expertctl.store.preference import PREFER_NEWEST, VersionPreference
 from expertctl.store.refs import (
-    LOCAL,
     StoredExpert,
     StorePaths,
     StoreScan,
@@ -26,9 +25,8 @@ from expertctl.store.refs import (
 )
 
 if TYPE_CHECKING:
-    from expertctl.package.verify import VerifiedPackage
     from expertctl.schema.manifest import Manifest
-    from expertctl.store.transaction import AddResult, FreedFiles, PackageStaging, StoreTransaction
+    from expertctl.store.transaction import FreedFiles, PackageStaging, StoreTransaction
 
 _NEAR, _ALIKE, _ALIKE_IN_ALL = 3, 0.66, 0.8  # one of three letters may differ
 """The number of suggested names, and the least similarity of the last part, or of the whole name.
@@ -149,18 +147,6 @@ class Store:
         from expertctl.store.transaction import begin_transaction
 
         return begin_transaction(self.paths)
-
-    def add(
-        self,
-        package: "VerifiedPackage",
-        staging: "PackageStaging",
-        *,
-        warnings: Sequence[str] = (),
-        registry: str = LOCAL,
-    ) -> "AddResult":
-        """Publish one package whose blobs are staged; see `Transaction.add`."""
-        with self.begin_transaction() as changes:
-            return changes.add(package, staging, warnings=warnings, registry=registry)
 
     def remove(self, expert: StoredExpert) -> "FreedFiles":
         """Remove an expert, and the blobs that nothing else needs now."""

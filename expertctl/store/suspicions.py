@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import Protocol
 
 from expertctl.digest import Digest
-from expertctl.errors import DiskFullError, StoreError
 from expertctl.store.disk import disk_errors
 from expertctl.store.locks import (
     create_private_file,
     exclusive_lock,
+    is_damage,
     open_connection,
-    sqlite_error_name,
+    quick_check,
+    translate_sqlite_error,
     use_write_ahead_log,
 )
 from expertctl.store.preference import FLAGS_FILE as FLAGGED_FILE
 from expertctl.store.preference import Flag, decode_flags, encode_flags, read_flags, write_flags
 
 SUSPICIONS_FILE = "suspicions.db"
-_FULL_CODES = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"}
-_DAMAGED_CODES = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH")
+
 _QUERY_LIMIT = 500
 """How many values one query may have; SQLite allows 999 and more."""
 _TABLES = (
@@ -88,11 +88,6 @@ class SuspicionStore:
     def read_flagged(self) -> dict[Digest, tuple[Flag, ...]]:
         """Return the flags of all contents that have any."""
         return read_flags(self.path.with_name(FLAGGED_FILE))
-
-    def find_flags(self, content_digest: Digest) -> tuple[Flag, ...] | None:
-        """Return the flags of one content; None where it was not vetted yet."""
-        found = self.find_verdicts([content_digest])
-        return found[content_digest].flags if found else None
 
     def find_verdicts(self, content_digests: Collection[Digest]) -> dict[Digest, PackageVerdict]:
         """Return the verdicts on those of these contents that were vetted."""
@@ -160,10 +155,9 @@ class SuspicionStore:
             return []
         try:
             with _open_database(self.path, "ro") as db:
-                found = [str(row[0]) for row in db.execute("PRAGMA quick_check").fetchall()]
+                return quick_check(db)
         except sqlite3.DatabaseError as error:
-            found = [str(error)]
-        return [line for line in found if line != "ok"]
+            return [str(error)]
 
     def check_integrity(self) -> None:
         """Raise unless the file is whole and every mark belongs to a package."""
@@ -191,8 +185,8 @@ class SuspicionStore:
         try:
             self._attempt(action)
         except sqlite3.DatabaseError as error:
-            if not _is_damage(error):
-                raise self._translate_error(error) from error
+            if not is_damage(error):
+                raise translate_sqlite_error(error, self.path) from error
             self._retry_on_new_file(action)
         self._write_flags_file()
 
@@ -226,12 +220,12 @@ class SuspicionStore:
                 try:
                     self._attempt(action)
                 except sqlite3.DatabaseError as error:
-                    if not _is_damage(error):
+                    if not is_damage(error):
                         raise
                     self._remove_damaged(error)
                     self._attempt(action)
         except sqlite3.DatabaseError as error:
-            raise self._translate_error(error) from error
+            raise translate_sqlite_error(error, self.path) from error
 
     def _remove_damaged(self, why: sqlite3.DatabaseError) -> None:
         for suffix in ("", "-wal", "-shm", "-journal"):
@@ -247,22 +241,12 @@ class SuspicionStore:
         with disk_errors(path), exclusive_lock(path):
             yield
 
-    def _translate_error(self, error: sqlite3.DatabaseError) -> StoreError | DiskFullError:
-        if sqlite_error_name(error) in _FULL_CODES:
-            return DiskFullError(f"{self.path}: no space left", hint="free some space, then repeat")
-        hint = "look whether the disk is full or fails, then repeat"
-        return StoreError(f"{self.path}: {error}", hint=hint)
-
 
 @contextmanager
 def _open_database(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
     immutable = "" if os.access(path.parent, os.W_OK) else "&immutable=1"
     with open_connection(path, f"mode={mode}{immutable}") as connection:
         yield connection
-
-
-def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    return sqlite_error_name(error).startswith(_DAMAGED_CODES)
 
 
 def _insert_verdict(db: sqlite3.Connection, verdict: PackageVerdict) -> None:

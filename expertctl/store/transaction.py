@@ -152,23 +152,6 @@ class StoreTransaction:
         """Read every ref."""
         return scan_refs(self._paths)
 
-    def add(
-        self,
-        package: VerifiedPackage,
-        staging: PackageStaging,
-        *,
-        warnings: Sequence[str] = (),
-        registry: str = LOCAL,
-        replace: bool = False,
-    ) -> AddResult:
-        """Publish a package as `put` does, and remove the blobs that nothing needs now."""
-        added = self.publish(
-            package, staging, warnings=warnings, registry=registry, replace=replace
-        )
-        if added.superseded:  # otherwise there is no need to read every ref
-            self.free_blobs(added.superseded)
-        return added
-
     def publish(
         self,
         package: VerifiedPackage,

@@ -273,17 +273,18 @@ def _find_inconsistencies(stored: _StoredTrust, file: TrustFileContent) -> Itera
             yield f"key {entry.name!r}: key_id is {entry.key_id}, its key has {trusted.key_id}"
         if len({grant.sort_key for grant in trusted.grants}) != len(trusted.grants):
             yield f"key {entry.name!r}: two grants for one namespace"
-    yield from _find_repeated("keys", (k.key_id for k in file.keys))
-    yield from _find_repeated("revoked", (_describe_scope(r) for r in file.revoked))
-    yield from _find_repeated("registries", (known.host for known in file.registries))
+    yield from find_repeated("keys", (k.key_id for k in file.keys))
+    yield from find_repeated("revoked", (_describe_scope(r) for r in file.revoked))
+    yield from find_repeated("registries", (known.host for known in file.registries))
     meant = (name for known in file.registries for name in known.namespaces)
-    yield from _find_repeated("namespaces of registries", meant)
+    yield from find_repeated("namespaces of registries", meant)
 
 
 def _describe_scope(revocation: Revocation) -> str:
     return " of ".join((revocation.key_id, *reversed(revocation.scope or ())))
 
 
-def _find_repeated(what: str, names: Iterable[str]) -> Iterator[str]:
+def find_repeated(what: str, names: Iterable[str]) -> Iterator[str]:
+    """Yield a problem for each name that occurs more than once, sorted by name."""
     counted = sorted(Counter(names).items())
     yield from (f"{what}: {name} is there twice" for name, count in counted if count > 1)

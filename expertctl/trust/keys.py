@@ -161,21 +161,8 @@ class KeyRing:
         return sorted(stem for stem in stems if _NAME.fullmatch(stem))
 
     def create(self, name: str, algorithm: Algorithm = "ecdsa-p256") -> PrivateKey:
-        """Generate a key and store it.
-
-        Raises:
-            UsageError: when the name is not a name, or taken.
-        """
+        """Generate a key and store it, as `add`."""
         return self.add(name, PrivateKey.generate(algorithm))
-
-    def import_pem(self, name: str, pem: bytes, *, what: str = "private key") -> PrivateKey:
-        """Keep a key that was made elsewhere.
-
-        Raises:
-            InvalidPackageError: when it is not a private key of a kind that is used here.
-            UsageError: when the name is not a name, or taken.
-        """
-        return self.add(name, PrivateKey.from_pem(pem, what=what))
 
     def add(self, name: str, key: PrivateKey) -> PrivateKey:
         """Store a key under a new name.
@@ -206,10 +193,6 @@ class KeyRing:
     def read_public(self, name: str) -> PublicKey:
         """Return the public half of a key."""
         return self.read_private(name).public
-
-    def export_public(self, name: str) -> bytes:
-        """Return the public half as PEM text, to be handed to others."""
-        return self.read_public(name).pem()
 
     def path(self, name: str) -> Path:
         """Return the file of a key.

@@ -98,10 +98,6 @@ class TrustStore:
         """Return the trusted keys in the order they were added, revoked ones included."""
         return list(self.read().keys)
 
-    def list_revocations(self) -> list[Revocation]:
-        """Return all revocations, the oldest first."""
-        return list(self.read().revoked)
-
     def is_revoked(self, key_id: str) -> bool:
         """Tell whether a key was revoked."""
         return self.read().find_revocation(key_id) is not None

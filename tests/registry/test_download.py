@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest, FileDigest
+from expertctl.digest import Digest, FileDigest, Progress, ignore_progress
 from expertctl.errors import (
     DigestError,
     DiskFullError,
@@ -62,6 +62,17 @@ class StagingTarget:
         return self.folder / digest.hex
 
 
+def download(
+    downloads: BlobDownloader,
+    oci: OciClient,
+    files: Iterable[FileDigest],
+    target: StagingTarget,
+    progress: Progress = ignore_progress,
+) -> None:
+    """Fetch blobs of acme/sql."""
+    downloads.fetch_all([BlobRequest(oci, "acme/sql", file) for file in files], target, progress)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a test downloads to."""
@@ -74,9 +85,7 @@ class Place:
         counts: list[int] = []
         with make_client(server, attempts=attempts) as http:
             oci = OciClient(http, server.address)
-            self.downloads.fetch(
-                oci, "acme/sql", files or [FILE], self.target, progress=counts.append
-            )
+            download(self.downloads, oci, files or [FILE], self.target, counts.append)
         self.downloads.check_integrity()
         return counts
 
@@ -403,7 +412,7 @@ def test_a_stalled_blob_goes_on_on_another_connection(serve: Serve, place: Place
     server = serve(first_then([broken_at(4000), StallMarker()]))
     with make_client(server, stall=0.2) as http:
         oci = OciClient(http, server.address)
-        place.downloads.fetch(oci, "acme/sql", [FILE], place.target)
+        download(place.downloads, oci, [FILE], place.target)
     assert place.arrived == DATA
 
 
@@ -548,15 +557,15 @@ from expertctl.registry.address import RegistryAddress
 from expertctl.registry.download import BlobDownloader, BlobRequest
 from expertctl.registry.http import RegistryHttp
 from expertctl.registry.oci_client import OciClient
-from tests.registry.test_download import StagingTarget
+from tests.registry.test_download import StagingTarget, download
 
 url, folder, digest, size = sys.argv[1:]
 with RegistryHttp() as http:
     oci = OciClient(http, RegistryAddress.parse(url))
     file = FileDigest("f", int(size), Digest.parse(digest))
-    BlobDownloader(Path(folder) / "partial", kept_bytes=0).fetch(
-        oci, "acme/sql", [file], StagingTarget(Path(folder) / "staging"),
-        progress=lambda count: print(count, flush=True),
+    download(
+        BlobDownloader(Path(folder) / "partial", kept_bytes=0), oci, [file],
+        StagingTarget(Path(folder) / "staging"), lambda count: print(count, flush=True),
     )
 """
 

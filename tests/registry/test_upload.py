@@ -22,7 +22,7 @@ from expertctl.errors import (
     RegistryError,
     UnreachableError,
 )
-from expertctl.registry.upload import BlobUpload, Uploader, sweep_uploads
+from expertctl.registry.upload import BlobUpload, Uploader, remove_old_files
 from tests.registry.hostile_registry import (
     HostileServer,
     ReceivedRequest,
@@ -480,11 +480,11 @@ def test_a_memory_that_makes_no_sense_is_passed_over(
 
 
 def test_old_memories_are_swept(tmp_path: Path) -> None:
-    sweep_uploads(tmp_path / "missing", now=0.0, age=1.0)
-    for name, age in (("old", 100), ("young", 0)):
+    remove_old_files(tmp_path / "missing", age=1.0)
+    for name in ("old", "young"):
         (tmp_path / f"{name}.json").write_text("{}")
-        os.utime(tmp_path / f"{name}.json", (1000 - age, 1000 - age))
-    sweep_uploads(tmp_path, now=1000.0, age=50.0)
+    os.utime(tmp_path / "old.json", (1000, 1000))
+    remove_old_files(tmp_path, age=5000.0)
     assert [path.name for path in tmp_path.iterdir()] == ["young.json"]
 
 
