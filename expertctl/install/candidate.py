@@ -346,9 +346,7 @@ def _describe_versions(offer: Availability) -> str:
 def _version_note(candidate: InstallCandidate, age: ReleaseAge) -> str:
     """Return why a version is not taken by default; empty when it may be."""
     if candidate.yanked is not None:
-        return f"{candidate.version} was yanked" + (
-            f": {candidate.yanked}" * bool(candidate.yanked)
-        )
+        return f"{candidate.version} was yanked" + (candidate.yanked and f": {candidate.yanked}")
     if candidate.revoked:
         return f"the key of {candidate.version} was revoked"
     ripe = age.allowed_at(candidate)

@@ -212,8 +212,8 @@ def fetch_packages(
         open_progress=open_progress,
     )
     parts = [
-        (parcel, layout, staging.subset(str(number), {file.digest for file in layout.layers}))
-        for number, (parcel, layout) in enumerate(pairs)
+        (item, layout, staging.subset(str(number), {file.digest for file in layout.layers}))
+        for number, (item, layout) in enumerate(pairs)
     ]
     return _run_parallel(_read_staged, parts, http)
 
@@ -275,7 +275,7 @@ def _stage_blobs(
             if not missing:
                 return
             _download(missing, BlobDownloader(registries / "partial", PARALLEL), arrivals, progress)
-            missing = [(parcel, left) for parcel, files in missing
+            missing = [(item, left) for item, files in missing
                        if (left := _adopt_downloaded(files, staging, arrivals))]  # fmt: skip
     raise RegistryError(f"{missing[0][0].what}: its files vanish as they arrive; try again")
 
@@ -286,12 +286,12 @@ def _find_missing(
     """Adopt the blobs that exist here; return each missing one once, with a package that has it."""
     seen: set[Digest] = set()
     missing: list[tuple[FetchItem, list[FileDigest]]] = []
-    for parcel, layout in pairs:
+    for item, layout in pairs:
         files = [file for file in layout.layers if file.digest not in seen]
         seen.update(file.digest for file in files)
         absent = [f for f in files if not any(_adopt(f, staging, place) for place in places)]
         if absent:
-            missing.append((parcel, absent))
+            missing.append((item, absent))
     return missing
 
 
@@ -330,8 +330,8 @@ def _download(
 ) -> None:
     """Download from several repositories at once; the first failure ends the rest."""
     wanted = [
-        BlobRequest(parcel.client, str(parcel.package), file)
-        for parcel, files in missing
+        BlobRequest(item.client, str(item.package), file)
+        for item, files in missing
         for file in files
     ]
     try:
@@ -342,11 +342,11 @@ def _download(
 
 
 def _read_staged(part: tuple[FetchItem, PackageLayout, PackageStaging]) -> StagedPackage:
-    parcel, layout, staging = part
-    contents = read_blobs(layout, staging.blob, what=parcel.what)
-    staged = StagedPackage(contents, staging, parcel.registry, parcel.wanted, parcel.named_digest)
-    if parcel.release is not None:
-        _check_claims(staged, parcel.release, parcel)
+    item, layout, staging = part
+    contents = read_blobs(layout, staging.blob, what=item.what)
+    staged = StagedPackage(contents, staging, item.registry, item.wanted, item.named_digest)
+    if item.release is not None:
+        _check_claims(staged, item.release, item)
     return staged
 
 

@@ -145,18 +145,9 @@ def install_set(
     locked: LockedContents = NO_LOCKED_CONTENTS,
     progress: Progress = ignore_progress,
 ) -> list[InstalledPackage]:
-    """Install an exported set, all or none of it; the checks are those of `install_files`.
+    """Install an exported set, all or none of it; checks and errors are those of `install_files`.
 
     ``locked`` are the contents of versions in a lock file.
-
-    Raises:
-        NotFoundError: when the file, or something that a package requires, is missing.
-        InvalidPackageError: when the file or a package in it is malformed.
-        TrustError: when nobody who is trusted vouches for one, or one is installed with another
-            content.
-        IncompatibleError: when they do not fit a base, each other or what is installed.
-        DiskFullError: when there is no space left.
-        StoreError: when the store cannot be written.
     """
     with store.stage_package() as staging:
         return install_staged(
@@ -187,18 +178,11 @@ def install_staged(
     locked: LockedContents = NO_LOCKED_CONTENTS,
     pinning: VerifyAndPin | None = None,
 ) -> list[InstalledPackage]:
-    """Verify staged packages, and install all or none of them.
+    """Verify staged packages, and install all or none of them; raises as `install_files`.
 
     All signatures are verified first, through ``pinning`` where there is one. A ref in
     ``accept_changed`` may have another content than the installed one, which it replaces, and than
     the one in ``locked``, the contents in a lock file.
-
-    Raises:
-        NotFoundError: when something that a package requires is missing.
-        TrustError: when nobody who is trusted vouches for one, or one is installed with another
-            content.
-        IncompatibleError: when they do not fit a base, each other or what is installed.
-        StoreError: when the store cannot be written.
     """
 
     def verify(record: TrustRecord) -> list[Publishable]:
@@ -314,9 +298,9 @@ def _publish_candidates(
         ordered = _check_relations(candidates, changes, accept_changed)
         added = publish_all(ordered, changes, accept_changed)
     manifests = {item.expert: c.manifest for item, c in zip(added, ordered, strict=True)}
-    told = _register(manifests, catalogue, index)
+    warnings = _register(manifests, catalogue, index)
     _remove_replaced_vectors(before, added, index)
-    return [replace(i, warnings=(*i.warnings, *told.get(i.expert.ref, ()))) for i in added]
+    return [replace(i, warnings=(*i.warnings, *warnings.get(i.expert.ref, ()))) for i in added]
 
 
 def _verify_signature(
@@ -346,8 +330,8 @@ def _check_bases(
             f"{candidate.manifest.ref}: {d}"
             for d in find_numeric_anomalies(contents, candidate.staging.blob)
         ]
-        told = (*candidate.stored_warnings, *lasting, *odd)
-        fitted.append(replace(candidate, stored_warnings=told, install_warnings=tuple(momentary)))
+        stored = (*candidate.stored_warnings, *lasting, *odd)
+        fitted.append(replace(candidate, stored_warnings=stored, install_warnings=tuple(momentary)))
     return fitted
 
 
@@ -421,9 +405,8 @@ def _add_to_index(
     own = find_own_packages(manifests, KeyRing(Home(index.folder).keys))
     found = vet_experts(by_digest, index, own=own)
     return {
-        expert.ref: told
+        expert.ref: _routing_warnings(expert, manifest, found[expert.content_digest])
         for expert, manifest in manifests.items()
-        if (told := _routing_warnings(expert, manifest, found[expert.content_digest]))
     }
 
 
@@ -431,12 +414,10 @@ def _routing_warnings(
     expert: StoredExpert, manifest: Manifest, flags: tuple[Flag, ...]
 ) -> list[str]:
     """Return warnings about how the router treats an expert."""
-    named = f"`--expert {expert.package}`"
-    told = (
-        [f"{expert.ref} {describe_flags(flags)}; {describe_flag_effects(flags, named)}"]
-        if flags
-        else []
-    )
+    named, warnings = f"`--expert {expert.package}`", []
+    if flags:
+        effects = describe_flag_effects(flags, named)
+        warnings.append(f"{expert.ref} {describe_flags(flags)}; {effects}")
     if not manifest.routing.examples:
-        told.append(describe_missing_examples(expert.ref, name_option=named))
-    return told
+        warnings.append(describe_missing_examples(expert.ref, name_option=named))
+    return warnings

@@ -117,18 +117,18 @@ def install_request(
         with open_progress(sum(p.stat().st_size for p in request.files if p.is_file())) as progress:
             staged = list(stage_files(request.files, context.store, stack, progress))
         here = find_installed_candidates(context, sources)
-        directs = _find_unindexed_packages(request.needs, here, sources)
+        unindexed = _find_unindexed_packages(request.needs, here, sources)
         files = [candidate_from_file(item.contents) for item in staged]
         needs = [*request.needs, *_file_requirements(files, [*files, *here])]
-        universe = CandidatePool(
+        pool = CandidatePool(
             sources.find_candidates,
             installed=files,
-            files=[direct.candidate for direct in directs],
+            files=[direct.candidate for direct in unindexed],
             locked=preferred_pins(request.locked, context),
             age=request.age,
         )
-        sources.prefetch(_list_needed_indexes(request, here, directs))
-        chosen = resolve_and_verify(needs, universe, context, sources)
+        sources.prefetch(_list_needed_indexes(request, here, unindexed))
+        chosen = resolve_and_verify(needs, pool, context, sources)
         sources.check_namespace_claims(chosen)
         done = install_resolved(
             chosen,
@@ -136,7 +136,7 @@ def install_request(
             sources,
             open_progress,
             files=staged,
-            unindexed=directs,
+            unindexed=unindexed,
             locked=request.locked,
         )
         return replace(done, notes=(*done.notes, *describe_waiting(chosen, sources, request.age)))
@@ -199,15 +199,15 @@ def install_resolved(
     asked = [item for item in chosen if item.candidate.content_digest not in brought]
     wanted = [item for item in asked if not _is_installed(item, there, context, sources)]
     named = {direct.candidate: direct for direct in unindexed}
-    parcels = [_make_fetch_item(item, sources, named.get(item.candidate)) for item in wanted]
-    _check_online(parcels, sources)
+    to_fetch = [_make_fetch_item(item, sources, named.get(item.candidate)) for item in wanted]
+    _check_online(to_fetch, sources)
     pinned = [item for item in chosen if item in wanted or _is_vouched_for(item, there, sources)]
 
     def pinning(verify: Callable[[TrustRecord], T]) -> T:
         return sources.verify_and_pin(pinned, verify)
 
     stated = {entry.ref: version_in_lock(entry, sources).content for entry in locked}
-    new = _fetch_and_install(parcels, files, context, open_progress, pinning, stated)
+    new = _fetch_and_install(to_fetch, files, context, open_progress, pinning, stated)
     sources.accept_contents(chosen, context.accept_changed)
     kept = [
         InstalledPackage(there[item.candidate.ref], "already installed")
@@ -246,7 +246,7 @@ def find_installed_candidates(
     return [
         candidate_from_expert(expert, yanked=sources.find_yank_reason(expert))
         for expert in context.store.list_experts()
-        if not sources.is_revoked(expert.signer, expert.package, expert.registry)
+        if sources.find_revocation(expert.signer, expert.package, expert.registry) is None
         and expert.ref not in context.accept_changed
     ]
 
@@ -374,7 +374,7 @@ def _find_named_digest(item: ResolvedPackage, sources: RegistrySources) -> Diges
 
 def _check_online(items: Sequence[FetchItem], sources: RegistrySources) -> None:
     if items and sources.settings.offline:
-        names = ", ".join(str(parcel.wanted) for parcel in items)
+        names = ", ".join(str(item.wanted) for item in items)
         raise OfflineError(
             f"{names} must be fetched, and expertctl is offline",
             hint="leave out --offline, EXPERT_OFFLINE and the setting `offline`",

@@ -135,22 +135,22 @@ def resolve_requirement_list(
     entries = lock.experts if lock is not None else ()
     anew = {entry.package for entry in entries} if fresh is None else set(fresh)
     kept = [entry for entry in entries if entry.package not in anew]
-    directs = [found for need in needs if (found := find_unindexed(need, sources))]
-    universe = CandidatePool(
+    unindexed = [found for need in needs if (found := find_unindexed(need, sources))]
+    pool = CandidatePool(
         lambda wanted, by_hand: sources.find_candidates(
             project.with_registry(wanted), by_hand=by_hand and wanted.registry is not None
         ),
-        files=[direct.candidate for direct in directs],
+        files=[direct.candidate for direct in unindexed],
         locked=preferred_pins(kept, context),
         age=age,
         prefer_installed=not requirement_list.is_project and fresh is not None,
     )
-    chosen = resolve_and_verify(needs, universe, context, sources)
+    chosen = resolve_and_verify(needs, pool, context, sources)
     sources.check_namespace_claims(chosen)
     notes = [*_describe_moved(project, sources), *describe_waiting(chosen, sources, age)]
     refs = {item.candidate.ref for item in chosen}
     again = [entry for entry in entries if entry.package in anew and entry.ref in refs]
-    return ListResolution(tuple(chosen), tuple(directs), tuple(notes), (*kept, *again))
+    return ListResolution(tuple(chosen), tuple(unindexed), tuple(notes), (*kept, *again))
 
 
 def check_requirement_list(
@@ -251,9 +251,11 @@ def install_locked(
     query_authorities(((locked.registry, locked.package) for locked in part), sources)
     here = find_installed_candidates(context, sources)
     found = [_resolve_entry(locked, here, sources) for locked in part]
-    directs = [direct for _, direct in found if direct is not None]
+    unindexed = [direct for _, direct in found if direct is not None]
     chosen = [item for item, _ in found]
-    return install_resolved(chosen, context, sources, open_progress, unindexed=directs, locked=part)
+    return install_resolved(
+        chosen, context, sources, open_progress, unindexed=unindexed, locked=part
+    )
 
 
 def _select_entries(lock: LockFile, wanted: Sequence[Reference]) -> list[LockedExpert]:

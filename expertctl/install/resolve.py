@@ -105,7 +105,7 @@ def resolve(requirements: Sequence[Requirement], pool: CandidatePool) -> list[Re
     search = _Search(CandidateProvider(pool, {n.package for n in requirements if n.is_from_user}))
     found = search.extend({}, _add_requirements({}, requirements))
     if isinstance(found, _Conflict):
-        raise explain_conflict(found.trouble, search.shelves)
+        raise explain_conflict(found.trouble, search.provider)
     return _collect_reached(requirements, found)
 
 
@@ -152,7 +152,7 @@ class _Search:
     """Tries one version after the other, within `MAX_STEPS`."""
 
     def __init__(self, provider: "CandidateProvider") -> None:
-        self.shelves = provider
+        self.provider = provider
         self._steps = 0
 
     def extend(self, choices: _Choices, requirements: _Needs) -> _Choices | _Conflict:
@@ -160,16 +160,12 @@ class _Search:
         package = self._pick_next(choices, requirements)
         if package is None:
             return choices
-        blame, troubles = (
-            set(_iter_requirers(requirements[package])),
-            list[tuple[Requirement, ...]](),
-        )
-        for candidate in self.shelves.iter_choices(package, requirements[package]):
+        blame = set(_iter_requirers(requirements[package]))
+        troubles = list[tuple[Requirement, ...]]()
+        for candidate in self.provider.iter_choices(package, requirements[package]):
             self._count()
             found = self._try(candidate, choices, requirements)
-            if not isinstance(found, _Conflict):
-                return found
-            if package not in found.blame:
+            if not isinstance(found, _Conflict) or package not in found.blame:
                 return found
             blame |= found.blame
             troubles.append(found.trouble)
@@ -193,11 +189,11 @@ class _Search:
     def _pick_next(self, choices: _Choices, requirements: _Needs) -> PackageName | None:
         """Return the package to choose next: first those the user asked for, then by name."""
         open_ = [p for p in requirements if p not in choices and _is_wanted(requirements[p])]
-        return min(open_, key=lambda p: (not self.shelves.is_direct(p), p), default=None)
+        return min(open_, key=lambda p: (not self.provider.is_direct(p), p), default=None)
 
     def _is_hopeless(self, package: PackageName, requirements: _Needs) -> bool:
         wanted = requirements[package]
-        return _is_wanted(wanted) and self.shelves.is_hopeless(package, wanted)
+        return _is_wanted(wanted) and self.provider.is_hopeless(package, wanted)
 
     def _count(self) -> None:
         self._steps += 1
@@ -218,7 +214,7 @@ class CandidateProvider:
 
     def __init__(self, pool: CandidatePool, unindexed: set[PackageName]) -> None:
         """Provide the candidates of a pool; the user asked for the ``unindexed`` packages."""
-        self._universe = pool
+        self._pool = pool
         self._direct = unindexed
         self._published: dict[tuple[PackageName, str | None], Availability] = {}
         self._hopeless: set[frozenset[Requirement]] = set()
@@ -255,11 +251,11 @@ class CandidateProvider:
     def find_availability(self, package: PackageName) -> Availability:
         """Return what is known of a package, for messages; no index is requested."""
         known = [offer for (name, _), offer in self._published.items() if name == package]
-        here = tuple(c for c in self._local_candidates(package))
-        every = tuple(c for offer in known for c in offer.candidates)
+        here = self._local_candidates(package)
+        every = [c for offer in known for c in offer.candidates]
         reason = next((offer.reason for offer in known if offer.reason), "")
         way_out = next((offer.hint for offer in known if offer.hint), "")
-        return Availability((*here, *every), reason, way_out, self._universe.age)
+        return Availability((*here, *every), reason, way_out, self._pool.age)
 
     def _count(self) -> None:
         self._looks += 1
@@ -280,14 +276,14 @@ class CandidateProvider:
     def _iter_sorted(
         self, package: PackageName, requirements: Sequence[Requirement]
     ) -> Iterator[InstallCandidate]:
-        files = [c for c in self._universe.files if c.package == package]
+        files = [c for c in self._pool.files if c.package == package]
         if files:
             yield from files
             return
-        here, pin = self._local_candidates(package), self._universe.locked.get(package)
+        here, pin = self._local_candidates(package), self._pool.locked.get(package)
         exact = any(need.names_one_version for need in requirements)
         yield from (c for c in here if pin and pin.is_met_by(c))
-        good_enough = self._universe.prefer_installed and package not in self._direct
+        good_enough = self._pool.prefer_installed and package not in self._direct
         if pin is None and (exact or good_enough):
             yield from here
         everything = self._find_availability(package, requirements).candidates
@@ -296,14 +292,14 @@ class CandidateProvider:
         yield from here
 
     def _local_candidates(self, package: PackageName) -> list[InstallCandidate]:
-        found = [c for c in self._universe.installed if c.package == package]
+        found = [c for c in self._pool.installed if c.package == package]
         return sorted(found, key=lambda c: (c.yanked is None, c.version), reverse=True)
 
     def _may_be_new(self, candidate: InstallCandidate, requirements: Sequence[Requirement]) -> bool:
         if any(need.wanted.digest for need in requirements if need.is_from_user):
             return True
         named = any(need.names_one_version and need.is_from_user for need in requirements)
-        ripe = self._universe.age.allowed_at(candidate) is None
+        ripe = self._pool.age.allowed_at(candidate) is None
         doubtful = candidate.revoked or candidate.yanked is not None
         return ripe and (named or not doubtful)
 
@@ -329,7 +325,7 @@ class CandidateProvider:
 
     def _query_index(self, wanted: Reference, by_hand: bool) -> Availability:
         try:
-            found = self._universe.index(wanted, by_hand)
+            found = self._pool.index(wanted, by_hand)
         except (NotFoundError, OfflineError) as error:
             return Availability((), error.message, error.hint)
         return Availability(tuple(sorted(found, key=lambda c: c.version)))

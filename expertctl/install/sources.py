@@ -81,7 +81,7 @@ class RegistrySources:
         self.settings = settings
         self.told: list[str] = []
         self.pinned: list[PinnedKey] = []
-        self._tell = notify
+        self._notify = notify
         self._trust = trust
         self._before = trust.read()
         self._record = self._before
@@ -361,10 +361,6 @@ class RegistrySources:
             return None
         return self._record.find_revocation(key_id, namespace=package.namespace, registry=registry)
 
-    def is_revoked(self, key_id: str | None, package: PackageName, registry: str) -> bool:
-        """Tell whether a key was revoked for a namespace."""
-        return self.find_revocation(key_id, package, registry) is not None
-
     def find_authorities(self, package: PackageName, registry: str) -> list[str]:
         """Return the hosts whose revocations apply to packages from a registry or a file."""
         return sorted(self._record.find_authoritative_hosts(package.namespace, registry))
@@ -397,7 +393,7 @@ class RegistrySources:
     def _notify_all(self, texts: Iterable[str]) -> None:
         for text in texts:
             self.told.append(text)
-            self._tell(text)
+            self._notify(text)
 
     def _needs_query(self, host: str, package: PackageName) -> bool:
         key = host, package

@@ -258,36 +258,24 @@ def mark_revoked_versions(
     releases: Iterable[PackageVersion], record: TrustRecord, *, namespace: str, host: str
 ) -> tuple[PackageVersion, ...]:
     """Return releases, marking as revoked also those whose newest signer is revoked here."""
-    return tuple(
-        release
-        if release.revoked is not None
-        else replace(release, revoked=_find_revocation(release.signer, record, namespace, host))
-        for release in releases
-    )
+    return tuple(_mark_revoked(release, record, namespace, host) for release in releases)
 
 
 def mark_revoked_hits(
     hits: Iterable[PackageHit], record: TrustRecord, *, host: str
 ) -> tuple[PackageHit, ...]:
     """Return hits, marking as revoked also those whose newest signer is revoked here."""
-    return tuple(
-        hit
-        if hit.revoked is not None
-        else replace(
-            hit, revoked=_find_revocation(hit.signer, record, hit.name.partition("/")[0], host)
-        )
-        for hit in hits
-    )
+    return tuple(_mark_revoked(hit, record, hit.name.partition("/")[0], host) for hit in hits)
 
 
-def _find_revocation(
-    signer: str | None, record: TrustRecord, namespace: str, host: str
-) -> str | None:
-    """Return why a key is revoked on this machine, which may be empty; None when it is not."""
-    if signer is None:
-        return None
-    found = record.find_revocation(signer, namespace=namespace, registry=host)
-    return found.reason if found else None
+_Signed = TypeVar("_Signed", PackageVersion, PackageHit)
+
+
+def _mark_revoked(item: _Signed, record: TrustRecord, namespace: str, host: str) -> _Signed:
+    if item.revoked is not None or item.signer is None:
+        return item
+    found = record.find_revocation(item.signer, namespace=namespace, registry=host)
+    return replace(item, revoked=found.reason) if found else item
 
 
 def yank_version(api: ApiClient, package: PackageName, version: Version, reason: str) -> None:

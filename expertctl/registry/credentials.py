@@ -96,34 +96,25 @@ class UnsavedCredential:
 
 @dataclass(frozen=True, slots=True)
 class CredentialStore:
-    """The owner of ``credentials.json``."""
+    """The owner of ``credentials.json``.
+
+    Methods raise `InvalidPackageError` when the file is damaged, or others may read it.
+    """
 
     path: Path
 
     def add(self, address: RegistryAddress, credential: Credential) -> None:
-        """Store a credential, replacing the one of the same address.
-
-        Raises:
-            InvalidPackageError: when the file is damaged.
-        """
+        """Store a credential, replacing the one of the same address."""
         with self._update() as stored:
             stored[address.url] = credential
 
     def remove(self, address: RegistryAddress) -> bool:
-        """Remove a credential; tell whether there was one.
-
-        Raises:
-            InvalidPackageError: when the file is damaged.
-        """
+        """Remove a credential; tell whether there was one."""
         with self._update() as stored:
             return stored.pop(address.url, None) is not None
 
     def list_credentials(self) -> dict[str, Credential]:
-        """Return every credential by the URL of its registry.
-
-        Raises:
-            InvalidPackageError: when the file is damaged, or others may read it.
-        """
+        """Return every credential by the URL of its registry."""
         try:
             with self.path.open("rb") as stream:
                 _check_private(os.fstat(stream.fileno()).st_mode, self.path)

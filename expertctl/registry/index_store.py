@@ -127,7 +127,10 @@ class RememberedIndex:
 
 @dataclass(frozen=True, slots=True)
 class IndexStore:
-    """The newest accepted index document of each package; nothing exists before the first."""
+    """The newest accepted index document of each package; nothing exists before the first.
+
+    Methods raise `StoreError` when a stored file is damaged, or cannot be read or written.
+    """
 
     folder: Path
     lock_seconds: float = LOCK_SECONDS
@@ -138,11 +141,7 @@ class IndexStore:
         return self._index_folder(known) / key / package.namespace / f"{package.name}.json"
 
     def load(self, known: KnownRegistry, package: PackageName) -> RememberedIndex | None:
-        """Return the last document of a package; None when its registry was never asked.
-
-        Raises:
-            StoreError: when the file is damaged or cannot be read.
-        """
+        """Return the last document of a package; None when its registry was never asked."""
         path = self.path(known, package)
         try:
             envelope = read_bounded(path, max_bytes=MAX_ENVELOPE)
@@ -199,11 +198,7 @@ class IndexStore:
         return document
 
     def first_contents(self, known: KnownRegistry, package: PackageName) -> FirstContents:
-        """Return the first contents of versions that the registry changed or removed later.
-
-        Raises:
-            StoreError: when the file is damaged or cannot be read.
-        """
+        """Return the first contents of versions that the registry changed or removed later."""
         path = self.path(known, package).with_suffix(".first")
         try:
             data = read_bounded(path, max_bytes=MAX_BYTES)
@@ -218,11 +213,7 @@ class IndexStore:
             ) from error
 
     def accept_content(self, known: KnownRegistry, package: PackageName, version: Version) -> None:
-        """Accept the registry's current content of a version, as the user demanded.
-
-        Raises:
-            StoreError: when that cannot be stored.
-        """
+        """Accept the registry's current content of a version, as the user demanded."""
         if version in self.first_contents(known, package):
             with self._hold_lock(known):
                 self._update_first_contents(

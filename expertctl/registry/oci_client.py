@@ -7,7 +7,7 @@ it has the digest that the registry names, if any.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
@@ -101,14 +101,9 @@ class OciClient:
         Raises:
             ConflictError: when the tag is taken.
         """
-        call = RegistryRequest(
-            "PUT",
-            self.address,
-            _repository_path(repository, _manifest_path(reference)),
-            headers={"Content-Type": media_type},
-            body=data,
-            scope=_token_scope(repository, "pull,push"),
-        )
+        headers = {"Content-Type": media_type}
+        call = self._make_request("PUT", repository, _manifest_path(reference), headers)
+        call = replace(call, body=data, scope=_token_scope(repository, "pull,push"))
         self.http.request(call, max_bytes=_MAX_ANSWER, accept={201})
         return Digest.compute(data)
 

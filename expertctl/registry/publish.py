@@ -158,10 +158,10 @@ def sort_by_requirements(items: Sequence[PublishPackage]) -> list[PublishPackage
     Raises:
         UsageError: when two are the same version, or they require each other in a circle.
     """
-    by_ref = {parcel.ref: parcel for parcel in items}
+    by_ref = {item.ref: item for item in items}
     if len(by_ref) < len(items):
         raise UsageError("two of the files are the same version of a package", hint="name one")
-    graph = {parcel.ref: _list_required(parcel, items) for parcel in items}
+    graph = {item.ref: _list_required(item, items) for item in items}
     try:
         return [by_ref[ref] for ref in TopologicalSorter(graph).static_order()]
     except CycleError as error:
@@ -187,11 +187,11 @@ def plan_upload(item: PublishPackage, to: PublishTarget) -> UploadPlan:
         TrustError: when the signer's key may not sign there.
         ConflictError: when the version is there with other content.
     """
-    shipment, problems = check_upload(item, to)
+    plan, problems = check_upload(item, to)
     for problem in problems:
         raise problem
-    assert shipment is not None, "there are problems without it"
-    return shipment
+    assert plan is not None, "there are problems without it"
+    return plan
 
 
 def check_upload(
@@ -225,12 +225,12 @@ def publish_package(
     """
     if plan.state == "published":
         return
-    parcel = plan.source
+    item = plan.source
     if plan.missing:
-        with _spool_blobs(parcel, plan.missing, to.spool_folder) as blobs:
-            _upload_blobs(str(parcel.package), plan.missing, blobs, to.oci, progress)
-    version = parcel.contents.manifest.version
-    to.oci.put_manifest(str(parcel.package), version, parcel.contents.layout.manifest)
+        with _spool_blobs(item, plan.missing, to.spool_folder) as blobs:
+            _upload_blobs(str(item.package), plan.missing, blobs, to.oci, progress)
+    version = item.contents.manifest.version
+    to.oci.put_manifest(str(item.package), version, item.contents.layout.manifest)
 
 
 def _check_namespace(

@@ -184,9 +184,8 @@ def parse_fingerprint(text: str) -> str:
         return str(Digest.parse(text.strip().lower()))
     except DigestError as error:
         hint = "`expertctl registry init` prints it; ask whoever runs the registry"
-        raise UsageError(f"{text[:80]!r} is not a fingerprint such as sha256:…", hint=hint) from (
-            error
-        )
+        message = f"{text[:80]!r} is not a fingerprint such as sha256:…"
+        raise UsageError(message, hint=hint) from error
 
 
 def fetch_index_key(http: RegistryHttp, address: RegistryAddress, *, fingerprint: str) -> PublicKey:

@@ -154,10 +154,11 @@ def refresh_files(
     known = tuple(files)
     now, problems = [], []
     for file in known:
-        try:
-            now.append(_refresh_file(directory, file))
-        except _ChangedError as error:
-            problems.append(str(error))
+        match _refresh_file(directory, file):
+            case str(problem):
+                problems.append(problem)
+            case same:
+                now.append(same)
     names = {file.path for file in known}
     new = [n for n in OPTIONAL_FILES if n not in names and (directory / n).is_file()]
     return tuple(now), problems + [f"{directory / name} is new" for name in new]
@@ -168,12 +169,13 @@ def find_changed_files(
 ) -> list[str]:
     """Hash all files, and return one line per file whose digest differs."""
     known = tuple(files)
-    missing = [f"{directory / f.path} is missing" for f in known if not _is_present(directory, f)]
+    paths = [directory / file.path for file in known]
+    missing = [f"{path} is missing" for path in paths if not path.is_file()]
     if missing:
         return missing
     found = hash_base_files(directory, [file.path for file in known], progress=progress)
-    pairs = zip(known, found, strict=True)
-    return [_check_content(directory, old) for old, new in pairs if old.digest != new.digest]
+    pairs = zip(known, found, paths, strict=True)
+    return [f"{path} has other content" for old, new, path in pairs if old.digest != new.digest]
 
 
 def check_unchanged(name: str, problems: list[str]) -> None:
@@ -190,31 +192,18 @@ def check_unchanged(name: str, problems: list[str]) -> None:
         )
 
 
-class _ChangedError(ValueError):
-    """One file has changed."""
-
-
-def _refresh_file(directory: Path, file: BaseFile) -> BaseFile:
+def _refresh_file(directory: Path, file: BaseFile) -> BaseFile | str:
+    """Return a file with its current stat values, or how its content changed."""
     path = directory / file.path
-    if not _is_present(directory, file):
-        raise _ChangedError(f"{path} is missing")
+    if not path.is_file():
+        return f"{path} is missing"
     size, *stamp = _stat_file(path)
     if size != file.size:
-        raise _ChangedError(f"{path} has {size:,} bytes, not {file.size:,}")
+        return f"{path} has {size:,} bytes, not {file.size:,}"
     if stamp == [file.mtime_ns, file.inode]:
         return file
     (now,) = hash_base_files(directory, [file.path])
-    if now.digest != file.digest:
-        raise _ChangedError(_check_content(directory, file))
-    return now
-
-
-def _check_content(directory: Path, file: BaseFile) -> str:
-    return f"{directory / file.path} has other content"
-
-
-def _is_present(directory: Path, file: BaseFile) -> bool:
-    return (directory / file.path).is_file()
+    return now if now.digest == file.digest else f"{path} has other content"
 
 
 def _stat_file(path: Path) -> _FileStat:
@@ -328,13 +317,13 @@ def read_base_record(path: Path) -> StoredBase:
 
 
 def _base_from_record(record: _StoredBaseRecord, folder: Path) -> StoredBase:
-    told = record.identity
+    stored = record.identity
     identity = BaseIdentity(
         name=record.name,
-        revision=told.revision,
-        arch=Digest.parse(told.arch),
-        weights=Digest.parse(told.weights) if told.weights else None,
-        tokenizer=Digest.parse(told.tokenizer),
+        revision=stored.revision,
+        arch=Digest.parse(stored.arch),
+        weights=Digest.parse(stored.weights) if stored.weights else None,
+        tokenizer=Digest.parse(stored.tokenizer),
     )
     files = tuple(
         BaseFile(f.path, f.size, int(f.mtime_ns), int(f.inode), Digest.parse(f.digest))

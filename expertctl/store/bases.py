@@ -65,7 +65,11 @@ _MAX_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class BaseStore:
-    """The known bases; nothing is created until one is added."""
+    """The known bases; nothing is created until one is added.
+
+    Methods that write raise `StoreError` when the folder cannot be written, or other processes
+    change it for too long.
+    """
 
     folder: Path
 
@@ -167,11 +171,7 @@ class BaseStore:
                 return self._commit_copy(files, base)
 
     def remove(self, base: StoredBase) -> None:
-        """Unregister a base; its files stay, unless they are our own copy.
-
-        Raises:
-            StoreError: when the store cannot be written.
-        """
+        """Unregister a base; its files stay, unless they are our own copy."""
         with self._exclusive():
             home = self._base_folder(base.name)
             self._touch_folder()  # before, too: the process may be killed after the change
@@ -208,7 +208,6 @@ class BaseStore:
 
         Raises:
             ConflictError: when the base was removed or replaced meanwhile.
-            StoreError: when its copies cannot be written.
         """
         with ExitStack() as stack:
             with self._exclusive():
@@ -228,7 +227,6 @@ class BaseStore:
 
         Raises:
             ConflictError: when the base was removed or replaced meanwhile.
-            StoreError: when the store cannot be written.
         """
         with self._exclusive():
             self._check_recorded(base)
@@ -244,7 +242,6 @@ class BaseStore:
 
         Raises:
             ConflictError: when the base was removed or replaced meanwhile.
-            StoreError: when the store cannot be written, or others change it for too long.
         """
         with self._exclusive(seconds):
             self._check_recorded(base)
@@ -254,9 +251,6 @@ class BaseStore:
         """Remove files or folders among the copies of bases.
 
         Waits at most ``seconds`` for other processes that change bases.
-
-        Raises:
-            StoreError: when the store cannot be written.
         """
         with self._exclusive(seconds):
             for path in copies:
@@ -264,11 +258,7 @@ class BaseStore:
                 remove_entry(path)
 
     def collect_garbage(self) -> tuple[Path, ...]:
-        """Remove what `find_garbage` returns.
-
-        Raises:
-            StoreError: when the store cannot be written.
-        """
+        """Remove what `find_garbage` returns."""
         if not self.folder.is_dir():
             return ()
         with disk_errors(self.folder), exclusive_lock(self.folder / "lock"):

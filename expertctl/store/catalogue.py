@@ -88,7 +88,7 @@ class UsageCount:
 
 
 class RunHistory:
-    """The owner of all tables of ``index.db`` except that of experts."""
+    """The owner of all tables of ``index.db`` except that of experts; raises as `IndexDatabase`."""
 
     def __init__(self, database: IndexDatabase, *, clock: Callable[[], float] = time.time) -> None:
         """Remember the file; nothing is read yet."""
@@ -113,10 +113,8 @@ class RunHistory:
         ``name`` is its id, an unambiguous prefix of it, or `LAST`.
 
         Raises:
-            NotFoundError: when no such run is remembered.
-            UsageError: when several begin so.
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
+            NotFoundError: when no such run is stored.
+            UsageError: when several ids have that prefix.
         """
         judged: list[RunRecord] = []
         if not self._database.path.exists():
@@ -148,12 +146,7 @@ class RunHistory:
         return self._rates.get()
 
     def record_gain(self, gain: PairGain) -> None:
-        """Store the gain of a chain of two experts; a later measurement replaces an earlier one.
-
-        Raises:
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
-        """
+        """Store the gain of a chain of two experts; a later measurement replaces an earlier one."""
 
         def record(db: Database) -> None:
             db.execute(_SET_GAIN, gain.to_row())
@@ -358,7 +351,10 @@ def _make_run(
 
 
 class Catalogue:
-    """The owner of the table of experts; `history` owns the other tables of the same file."""
+    """The owner of the table of experts; `history` owns the rest of the file.
+
+    Methods raise as those of `IndexDatabase`.
+    """
 
     def __init__(self, path: Path) -> None:
         """Remember the path; nothing is read yet."""
@@ -372,30 +368,16 @@ class Catalogue:
         return self.database.notes
 
     def add_all(self, experts: Iterable[tuple[StoredExpert, Manifest]]) -> None:
-        """Store several experts in one write.
-
-        Raises:
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
-        """
+        """Store several experts in one write."""
         rows = [_expert_row(expert, manifest) for expert, manifest in experts]
         self._write(lambda db: db.table("experts").upsert_all(rows, pk="ref"))
 
     def remove(self, expert: StoredExpert) -> None:
-        """Remove an expert; its history stays in case it is installed again.
-
-        Raises:
-            StoreError: when the file cannot be written.
-        """
+        """Remove an expert; its history stays in case it is installed again."""
         self._write(lambda db: db.table("experts").delete_where("ref = ?", [expert.ref]))
 
     def rebuild(self, experts: Iterable[tuple[StoredExpert, Manifest]]) -> None:
-        """Replace all experts; the history stays.
-
-        Raises:
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
-        """
+        """Replace all experts; the history stays."""
         rows = [_expert_row(expert, manifest) for expert, manifest in experts]
 
         def replace(db: Database) -> None:

@@ -77,12 +77,9 @@ class FileCachedValue(Generic[T]):
 
     def get(self) -> T:
         """Return the current value."""
-        mark, kept = (
-            (stat_fingerprint(self._paths[0]), stat_fingerprint(self._paths[1])),
-            self._kept,
-        )
-        if kept is not None and kept[0] == mark:
-            return kept[1]
+        mark = stat_fingerprint(self._paths[0]), stat_fingerprint(self._paths[1])
+        if self._kept is not None and self._kept[0] == mark:
+            return self._kept[1]
         value = self._read()
         self._kept = (mark, value) if _is_stable(mark) else None
         return value

@@ -61,7 +61,11 @@ _LAYOUT_VERSION = 2
 
 
 class IndexDatabase:
-    """The owner of one ``index.db``."""
+    """The owner of one ``index.db``.
+
+    Methods raise `StoreError` when the file cannot be read or written, and `DiskFullError` when
+    there is no space left.
+    """
 
     def __init__(self, path: Path) -> None:
         """Store the path; nothing is read yet."""
@@ -70,20 +74,11 @@ class IndexDatabase:
         self._revision = FileCachedValue(path, self._query_revision)
 
     def read_revision(self) -> int:
-        """Return the number that `advance_revision` increments; a replaced file has another one.
-
-        Raises:
-            StoreError: when the file cannot be read.
-        """
+        """Return the number that `advance_revision` increments; a replaced file has another one."""
         return self._revision.get()
 
     def write(self, action: Callable[[Database], object]) -> None:
-        """Run an action that changes the tables; a damaged file is replaced first.
-
-        Raises:
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
-        """
+        """Run an action that changes the tables; a damaged file is replaced first."""
         try:
             self._attempt(action)
         except sqlite3.DatabaseError as error:
@@ -97,10 +92,6 @@ class IndexDatabase:
 
         SQLite checkpoints its log into the file, and flushes both, when the last open connection is
         closed and may write; a reader held open meanwhile avoids that.
-
-        Raises:
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
         """
         with ExitStack() as stack:
             if self._log_size() < _MAX_LOG_BYTES:
@@ -114,21 +105,13 @@ class IndexDatabase:
         return 0
 
     def query_rows(self, table: str, query: str, *values: object) -> list[dict[str, Any]]:
-        """Return the rows of a query of one table.
-
-        Raises:
-            StoreError: when the file cannot be read.
-        """
+        """Return the rows of a query of one table."""
         found: list[dict[str, Any]] = []
         self.read(table, lambda db: found.extend(db.query(query, values)))
         return found
 
     def read(self, table: str, action: Callable[[Database], object]) -> None:
-        """Run a read-only action; skip it where the file or the table does not exist yet.
-
-        Raises:
-            StoreError: when the file cannot be read.
-        """
+        """Run a read-only action; skip it where the file or the table does not exist yet."""
         if not self.path.exists():
             return
 

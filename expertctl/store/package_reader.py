@@ -72,12 +72,7 @@ def open_package(
 def open_experts(
     store: Store, experts: Sequence[StoredExpert]
 ) -> Iterator[tuple[list[PackageLayout], Blobs]]:
-    """Open several installed experts at once.
-
-    Raises:
-        NotFoundError: when one was removed meanwhile.
-        DigestError: when a record in the store is not that of a package.
-    """
+    """Open several installed experts at once; raises as `open_package`."""
     with store.lease_experts(experts):
         yield [make_stored_layout(expert) for expert in experts], open_stored_blobs(store)
 

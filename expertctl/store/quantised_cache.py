@@ -58,7 +58,10 @@ _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLO
 
 @dataclass(frozen=True, slots=True)
 class UsageProfileFile:
-    """The usage profile of one base, as bytes."""
+    """The usage profile of one base, as bytes.
+
+    Methods that write raise as `BaseStore.lock_base`.
+    """
 
     bases: BaseStore
     base: StoredBase
@@ -93,12 +96,7 @@ class UsageProfileFile:
         return data
 
     def update(self, change: Callable[[bytes | None], bytes]) -> None:
-        """Replace the content by ``change(content)``, where an absent or unreadable one is None.
-
-        Raises:
-            ConflictError: when the base was removed or replaced meanwhile.
-            StoreError: when nothing can be written there.
-        """
+        """Replace the content by ``change(content)``, where an absent or unreadable one is None."""
         with self.bases.lock_base(self.base, seconds=LOCK_SECONDS):
             self._remove_leftovers()
             data: bytes | None = None
@@ -108,12 +106,7 @@ class UsageProfileFile:
                 write_atomic(self.path, change(data), mode=0o600)
 
     def remove(self) -> bool:
-        """Remove the file; return whether there was one.
-
-        Raises:
-            ConflictError: when the base was removed or replaced meanwhile.
-            StoreError: when it cannot be removed.
-        """
+        """Remove the file; return whether there was one."""
         with self.bases.lock_base(self.base, seconds=LOCK_SECONDS), disk_errors(self.path):
             self._remove_leftovers()
             was_there = self.path.is_symlink() or self.path.exists()
@@ -169,7 +162,7 @@ class QuantisedCache:
         self, bases: BaseStore, base: StoredBase, *, notify: Notify = ignore_notification
     ) -> None:
         """Keep copies beside the record of a base; they are removed with it."""
-        self._bases, self._base, self._tell = bases, base, notify
+        self._bases, self._base, self._notify = bases, base, notify
         self._notes: dict[str, str] = {}
 
     def open(self, scheme: str, shape: QuantisedLayout) -> QuantisedFile | None:
@@ -329,14 +322,14 @@ class QuantisedCache:
                     write_quantised(write, self._copy_source(scheme), shape, pieces)
                 self._bases.place_copy(self._base, folder / path.name, path)
         except (*_WRITE_ERRORS, OSError) as error:
-            told = _os_error_reason(error) if isinstance(error, OSError) else error.message
-            self._notes[scheme] = f"{path} cannot be written ({told}): tried again next time"
+            reason = _os_error_reason(error) if isinstance(error, OSError) else error.message
+            self._notes[scheme] = f"{path} cannot be written ({reason}): tried again next time"
 
     def _announce_write(self, path: Path, min_bytes: int) -> None:
         """Tell the user about a write that takes long and occupies the disk."""
         if min_bytes >= _LARGE_BYTES:
             size, name = format_size(min_bytes), self._base.name
-            self._tell(f"copying {name} for this machine, once: at least {size} to {path}")
+            self._notify(f"copying {name} for this machine, once: at least {size} to {path}")
 
     def _check_weights(self, weights: Digest | None) -> None:
         if weights != self.weights:

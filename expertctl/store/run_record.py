@@ -20,6 +20,7 @@ STRENGTH = 4.0
 """How many ratings the prior counts for."""
 
 _DAY = 86_400.0
+_WEIGHTS = ("good", "bad", "well_formed", "malformed")
 StoredEvidence = tuple[str, float, float, float, float, float]
 """A task, and the numbers of a row."""
 
@@ -37,7 +38,7 @@ class RunEvidence:
 
     def __bool__(self) -> bool:
         """Tell whether there is any."""
-        return any((self.good, self.bad, self.well_formed, self.malformed))
+        return any(getattr(self, name) for name in _WEIGHTS)
 
     def decay_to(self, now: float) -> Self:
         """Return the evidence as of ``now``; a clock that was set back changes nothing."""
@@ -56,22 +57,11 @@ class RunEvidence:
         return self._combine(other, -1)
 
     def _combine(self, other: Self, sign: int) -> Self:
-        return replace(
-            self,
-            good=max(0.0, self.good + sign * other.good),
-            bad=max(0.0, self.bad + sign * other.bad),
-            well_formed=max(0.0, self.well_formed + sign * other.well_formed),
-            malformed=max(0.0, self.malformed + sign * other.malformed),
-        )
+        sums = ((name, getattr(self, name) + sign * getattr(other, name)) for name in _WEIGHTS)
+        return replace(self, **{name: max(0.0, value) for name, value in sums})
 
     def _scale(self, factor: float) -> Self:
-        return replace(
-            self,
-            good=self.good * factor,
-            bad=self.bad * factor,
-            well_formed=self.well_formed * factor,
-            malformed=self.malformed * factor,
-        )
+        return replace(self, **{name: getattr(self, name) * factor for name in _WEIGHTS})
 
 
 def decay_factor(then: float, now: float) -> float:

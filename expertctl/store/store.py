@@ -35,7 +35,11 @@ _NEAR, _ALIKE, _ALIKE_IN_ALL = 3, 0.66, 0.8  # one of three letters may differ
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The packages below one folder; nothing is created until something is written."""
+    """The packages below one folder; nothing is created until something is written.
+
+    Methods that write raise `StoreError` when the store cannot be written, or another process holds
+    its lock for too long, and `DiskFullError` when there is no space left.
+    """
 
     root: Path
     preference: VersionPreference = PREFER_NEWEST
@@ -115,12 +119,7 @@ class Store:
 
     @contextmanager
     def stage_package(self) -> "Iterator[PackageStaging]":
-        """Create a folder that one package can be written to; it is removed at the end.
-
-        Raises:
-            StoreError: when the store cannot be written.
-            DiskFullError: when there is no space left.
-        """
+        """Create a folder that one package can be written to; it is removed at the end."""
         from expertctl.store.disk import disk_errors
         from expertctl.store.locks import claim_folder
         from expertctl.store.transaction import PackageStaging
@@ -139,11 +138,7 @@ class Store:
             return 0
 
     def begin_transaction(self) -> "AbstractContextManager[StoreTransaction]":
-        """Lock the store against changes by other processes.
-
-        Raises:
-            StoreError: when it cannot be written, or another process holds it for too long.
-        """
+        """Lock the store against changes by other processes."""
         from expertctl.store.transaction import begin_transaction
 
         return begin_transaction(self.paths)
@@ -157,7 +152,7 @@ class Store:
         """Remove what nothing needs: blobs without a ref, folders of killed processes.
 
         Raises:
-            StoreError: when a ref is damaged, or the store cannot be written.
+            StoreError: when a ref is damaged.
         """
         if not self.root.exists():
             return self.find_garbage()

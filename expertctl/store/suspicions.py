@@ -78,7 +78,10 @@ class KnownPackages(Protocol):
 
 
 class SuspicionStore:
-    """The owner of one ``suspicions.db``; every call opens it, so processes may share it."""
+    """The owner of one ``suspicions.db``; every call opens it, so processes may share it.
+
+    Methods that write raise `StoreError`, or `DiskFullError` when there is no space left.
+    """
 
     def __init__(self, path: Path) -> None:
         """Store the path; nothing is read yet."""
@@ -118,12 +121,7 @@ class SuspicionStore:
         return {str(name): str(package) for name, package in [*short, *full]}
 
     def add(self, verdicts: Iterable[PackageVerdict]) -> None:
-        """Store verdicts; marks of a flagged package do not count against later ones.
-
-        Raises:
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
-        """
+        """Store verdicts; marks of a flagged package do not count against later ones."""
         new = list(verdicts)
 
         def add_all(db: sqlite3.Connection) -> None:
@@ -133,12 +131,7 @@ class SuspicionStore:
         self._write(add_all)
 
     def retain(self, content_digests: Collection[Digest], names: Collection[str]) -> None:
-        """Remove the verdicts on all other contents, and the marks of all other packages.
-
-        Raises:
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
-        """
+        """Remove the verdicts on all other contents, and the marks of all other packages."""
         kept = [(value,) for value in {*map(str, content_digests), *names}]
 
         def forget(db: sqlite3.Connection) -> None:

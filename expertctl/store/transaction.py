@@ -184,9 +184,7 @@ class StoreTransaction:
         if old != expert:
             self._write_ref(expert, path, staging)
         self._touch_refs()  # even where the ref stays: blobs that were damaged are whole now
-        for place in self._paths.find_refs(expert.package, expert.version):
-            if place != path:
-                self.discard(place)
+        self._discard_others(expert, path)
         superseded = {*new.layers, *(old.layers if old else ())} - {*expert.layers}
         return AddResult(expert, outcome, tuple(sorted({file.digest for file in superseded})))
 
@@ -195,9 +193,7 @@ class StoreTransaction:
         path = self._paths.ref(before.registry, before.package, before.version)
         self._touch_refs()
         self._write_ref(before, path, staging)
-        for place in self._paths.find_refs(before.package, before.version):
-            if place != path:
-                self.discard(place)
+        self._discard_others(before, path)
         self._touch_refs()
 
     def check_addition(
@@ -250,6 +246,12 @@ class StoreTransaction:
         """Remove folders left by killed processes."""
         for folder in list_abandoned_folders(self._paths, age=age):
             remove_tree(folder)
+
+    def _discard_others(self, expert: StoredExpert, path: Path) -> None:
+        """Remove the refs of a version but the one at ``path``."""
+        for place in self._paths.find_refs(expert.package, expert.version):
+            if place != path:
+                self.discard(place)
 
     def _find_replaced(self, new: StoredExpert) -> StoredExpert | None:
         """Return the expert that a new one would replace; a damaged ref counts as none."""

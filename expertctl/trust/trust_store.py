@@ -126,14 +126,7 @@ class TrustStore:
         content_digest: Digest,
         registry: str | None = None,
     ) -> PublicKey:
-        """Return the key when it may vouch for this content under this name.
-
-        ``registry`` is the host of the registry that the package came from; None: a file.
-
-        Raises:
-            RevokedError: when the key was revoked.
-            TrustError: when it is not trusted, or not for this namespace or content.
-        """
+        """Return the key when it may vouch for this content; see `TrustRecord.authorise`."""
         return self.read().authorise(
             key_id, package=package, content_digest=content_digest, registry=registry
         )
@@ -255,12 +248,7 @@ class PublisherIdentity:
         return key
 
     def revoke_key(self, name_or_id: str, reason: str = "") -> Revocation:
-        """Revoke a key: one of the user's own, a trusted one, or any by its id.
-
-        Raises:
-            NotFoundError: when no key is called so and it is not a key id.
-            UsageError: when the name means two keys.
-        """
+        """Revoke a key that `resolve_key_id` finds: an own one, a trusted one, or any by its id."""
         return self.trust.revoke(self.resolve_key_id(name_or_id), reason)
 
     def resolve_key_id(self, name_or_id: str) -> str:
