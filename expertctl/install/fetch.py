@@ -231,7 +231,7 @@ def _fetch_layout(item: FetchItem) -> PackageLayout:
     if compute_content_digest(layout.files) != item.content_digest:
         raise DigestError(
             f"{item.what}: the manifest names other content than the index",
-            hint="tell whoever runs the registry; nothing was installed",
+            hint="tell the operator of the registry; nothing was installed",
         )
     _check_sizes(item, layout)
     return layout
@@ -250,7 +250,7 @@ def _check_sizes(item: FetchItem, layout: PackageLayout) -> None:
         if real != stated:
             raise DigestError(
                 f"{item.what}: {what} {real:,} bytes, the index says {stated:,}",
-                hint="tell whoever runs the registry; nothing was installed",
+                hint="tell the operator of the registry; nothing was installed",
             )
 
 
@@ -363,7 +363,7 @@ def _check_claims(staged: StagedPackage, release: Release, item: FetchItem) -> N
         raise DigestError(
             f"{item.what}: the index says something else of its {', '.join(wrong)} than the "
             f"package itself",
-            hint="tell whoever runs the registry; nothing was installed",
+            hint="tell the operator of the registry; nothing was installed",
         )
 
 

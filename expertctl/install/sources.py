@@ -425,8 +425,8 @@ class RegistrySources:
             interval = document.interval_days
             every = "day" if interval == 1 else f"{interval} days"
             text = (
-                f"what {known.host} says of {package} is {days} days old, and it says something "
-                f"new every {every}: versions, yanks and revocations may be missing"
+                f"the index of {package} from {known.host} is {days} days old, and it is "
+                f"updated every {every}: versions, yanks and revocations may be missing"
             )
             self._notify_all([f"{WARNING_PREFIX}{text}"])
         self._record = pin_index_keys(self._record, document, known)

@@ -76,7 +76,7 @@ def parse_lifetime(text: str) -> int:
     """
     match = _LIFETIME.fullmatch(text)
     if match is None:
-        raise UsageError(f"{text[:40]!r} is not a time to live", hint="write 90d, 12h or 2w")
+        raise UsageError(f"{text[:40]!r} is not a lifetime", hint="write 90d, 12h or 2w")
     return int(match.group(1)) * _SECONDS[match.group(2)]
 
 
@@ -115,7 +115,7 @@ def revoke_token(api: ApiClient, token_id: str) -> None:
     """
     if not _ID.fullmatch(token_id):
         hint = "`expertctl token list` shows the ids"
-        raise UsageError("that is not the id of a token", hint=hint)  # perhaps the token itself
+        raise UsageError("that is not a token id", hint=hint)  # perhaps the token itself
     api.delete(f"tokens/{token_id}")
 
 

@@ -48,7 +48,7 @@ class RegistryAddress:
         """
         if "@" in text:  # not shown: it may hold a password
             hint = "`expertctl login HOST` takes the token, and keeps it from messages and logs"
-            raise UsageError("the address of a registry holds no login", hint=hint)
+            raise UsageError("the address of a registry contains no login", hint=hint)
         match = _ADDRESS.fullmatch(text) if len(text) <= MAX_LENGTH else None
         if match is None:
             raise UsageError(f"{text[:80]!r} is not the address of a registry", hint=_HINT)
@@ -62,7 +62,7 @@ class RegistryAddress:
             raise UsageError(f"{text[:80]} would send tokens and packages unencrypted", hint=hint)
         port = int(match["port"]) if match["port"] else _PORTS[scheme]
         if not 0 < port < 65536:
-            raise UsageError(f"{text[:80]!r} has no possible port", hint=_HINT)
+            raise UsageError(f"{text[:80]!r} has an invalid port", hint=_HINT)
         return cls(hostname, port, scheme)
 
     @property

@@ -82,7 +82,8 @@ class ApiClient:
             return load_object(answer.body, what=call.what, max_bytes=MAX_ANSWER)
         except InvalidPackageError as error:
             raise RegistryError(
-                f"{self.address.host}: {call.what}: the answer is not JSON of ours",
+                f"{self.address.host}: {call.what}: the answer is not JSON of an expertctl "
+                "registry",
                 hint="is that the address of an expertctl registry?",
             ) from error
 
@@ -114,7 +115,7 @@ def parse_answer(document: JsonObject, kind: type[AnswerType], *, host: str) -> 
     try:
         return convert_document(document, kind)
     except msgspec.ValidationError as error:
-        message = f"{host} answered with something else than was asked for: {error}"
+        message = f"{host} sent an unexpected answer: {error}"
         hint = f"is {host} a registry of this kind, and of a version that fits?"
         raise RegistryError(message, hint=hint) from error
 
@@ -305,4 +306,4 @@ def _check_package(
     except ExpertError as error:
         raise RegistryError(f"{host} about {package}: {error.message}") from error
     if not same:
-        raise RegistryError(f"{host} was asked for {package} and answered about another package")
+        raise RegistryError(f"{host} sent another package instead of {package}")

@@ -433,7 +433,7 @@ def _parse_token(body: bytes, origin: str) -> tuple[str, float]:
 def _realm_error(registry: RegistryAddress, realm: str, fact: str) -> RegistryError:
     return RegistryError(
         f"{registry.host}: it sends logins to {sanitise_text(realm, 200)!r}: {fact}",
-        hint="nothing was sent there; tell whoever runs the registry",
+        hint="nothing was sent there; tell the operator of the registry",
     )
 
 

@@ -212,7 +212,7 @@ KEPT_BYTES = 1 << 20
 PROGRESS = 64 << 10
 """How many bytes a connection must bring for earlier failures not to count."""
 MAX_ETAG = 1024
-ALTERED_HINT = "the registry, or a proxy between, does not send what was published"
+ALTERED_HINT = "the registry or a proxy does not send the published bytes"
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15}|\*)")
 
 
@@ -341,7 +341,7 @@ def _download_blob(job: _DownloadJob, target: BlobTarget, progress: Progress) ->
             partial.forget_origin()
     except OSError as error:
         if error.errno in NO_SPACE_ERRORS:
-            hint = "free some space, or `expertctl gc`; then again: what is here is kept"
+            hint = "free some space, or `expertctl gc`; then retry: partial data is kept"
             raise DiskFullError(f"{job.what}: no space left", hint=hint) from error
         raise
 
@@ -375,7 +375,7 @@ def _append_with_retries(job: _DownloadJob, partial: PartialBlob, progress: Prog
         if job.stop.is_set():
             raise _StoppedError
         if time.monotonic() > deadline:
-            raise UnreachableError(f"{job.what}: it comes too slowly; what is here is kept")
+            raise UnreachableError(f"{job.what}: the download is too slow; partial data is kept")
         before = partial.size
         try:
             _append_range(job, partial, progress)
@@ -386,7 +386,7 @@ def _append_with_retries(job: _DownloadJob, partial: PartialBlob, progress: Prog
             progress(-partial.size)
             partial.restart()
             if restarts > retries.attempts:
-                raise RegistryError(f"{job.what}: it changes while it is fetched") from None
+                raise RegistryError(f"{job.what}: it changed during the download") from None
         except (UnreachableError, RateLimitError) as error:
             failures = 1 if partial.size - before >= PROGRESS else failures + 1
             retries.pause(failures, error, stop=job.stop)
@@ -425,7 +425,7 @@ def _check_start(job: _DownloadJob, answer: StreamedResponse, start: int) -> Non
     size = job.file.size
     if answer.status == 416 or (start > 0 and answer.status == 200):
         if start == 0:
-            raise RegistryError(f"{job.what}: it refuses a range that was not asked for")
+            raise RegistryError(f"{job.what}: it refuses a range that was not requested")
         raise _RestartError
     if answer.status == 206:
         text = answer.headers.get("content-range", "")
@@ -437,13 +437,13 @@ def _check_start(job: _DownloadJob, answer: StreamedResponse, start: int) -> Non
             or match.group(1, 2) != expected
             or match[3] not in {str(size), "*"}
         ):
-            message = f"{job.what}: bytes {start}-{size - 1} of {size} were asked for"
-            raise RegistryError(f"{message}, {sanitise_text(text, 80)!r} came", hint=ALTERED_HINT)
+            message = f"{job.what}: bytes {start}-{size - 1} of {size} were requested"
+            raise RegistryError(f"{message}, got {sanitise_text(text, 80)!r}", hint=ALTERED_HINT)
     length = answer.headers.get("content-length")
     if length is not None and length != str(size - start):
         raise DigestError(
-            f"{job.what}: {size - start} bytes were asked for, "
-            f"{sanitise_text(length, 20)} shall come",
+            f"{job.what}: {size - start} bytes were requested, "
+            f"the answer has {sanitise_text(length, 20)}",
             hint=ALTERED_HINT,
         )
 

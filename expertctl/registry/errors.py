@@ -215,19 +215,19 @@ def _text_or_empty(value: JsonValue) -> str:
 
 _STATUS_MESSAGES = {
     400: "the request is refused",
-    401: "it wants to know who asks",
+    401: "it requires a login",
     403: "not allowed",
-    404: "not there",
-    409: "it conflicts with what is there",
+    404: "not found",
+    409: "it conflicts with existing content",
     413: "too large",
     429: "too many requests",
     500: "the server failed",
-    502: "no answer behind the proxy",
+    502: "the proxy got no answer",
     503: "the server is not available",
-    504: "no answer behind the proxy in time",
+    504: "the proxy got no answer in time",
 }
 _STATUS_HINTS = {
     401: "log in with `expertctl login {host}`",
     403: "ask an owner of the namespace; `expertctl login {host}` changes who asks",
-    404: "if it should be there, tell whoever runs {host}",
+    404: "if it should exist, tell the operator of {host}",
 }

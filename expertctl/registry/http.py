@@ -326,8 +326,8 @@ class RegistryHttp:
         if encoding not in {"identity", ""}:
             raise RegistryError(
                 f"{name}: its answer is compressed ({sanitise_text(encoding, 40)}), which was not "
-                "asked for",
-                hint="a proxy between may do that; the registry must send packages as they are",
+                "requested",
+                hint="a proxy may do that; the registry must send packages uncompressed",
             )
         started, size = time.monotonic(), 0
         with translate_errors(name):
@@ -425,7 +425,7 @@ def _resolve_redirect(
     if call.method not in _SAFE_METHODS:
         raise RegistryError(f"{host}: {call.what}: redirected, which is not followed")
     if not location or len(location) > MAX_URL:
-        raise RegistryError(f"{host}: {call.what}: redirected to nowhere")
+        raise RegistryError(f"{host}: {call.what}: redirected without a target")
     target = _resolve_url(str(url), location, call.address)
     named = sanitise_text(f"{target.scheme}://{target.host}", 200)
     if target.scheme == "http" and url.scheme == "https":
@@ -448,7 +448,7 @@ def _resolve_url(base: str, text: str, address: RegistryAddress) -> httpx2.URL:
     except (httpx2.InvalidURL, ValueError):
         pass
     raise RegistryError(
-        f"{address.host}: it names {sanitise_text(text, 200)!r}, which is no plain URL"
+        f"{address.host}: it names {sanitise_text(text, 200)!r}, which is not a plain URL"
     )
 
 

@@ -150,7 +150,7 @@ class IndexStore:
             return None
         except (OSError, ExpertError) as error:
             raise StoreError(
-                f"what {known.host} said last of {package} cannot be read: {error}",
+                f"the stored index of {package} from {known.host} cannot be read: {error}",
                 hint=f"restore {path} from a backup; or move it away, which allows {known.host} "
                 "to show an older state than before",
             ) from error
@@ -240,7 +240,7 @@ class IndexStore:
             raise TrustError(
                 f"{known.host} changed or took away {len(after):,} versions of {package}, more "
                 "than can be remembered",
-                hint="tell whoever runs the registry; what was believed before still is",
+                hint="tell the operator of the registry; the index accepted before stays in force",
             )
         write_atomic(self.path(known, package).with_suffix(".first"), data, mode=0o600)
 
@@ -283,7 +283,7 @@ class IndexStore:
         if after == before and new.envelope != old.envelope:
             raise TrustError(
                 f"{what} was changed without a new revision: {after} says two things",
-                hint=f"tell whoever runs the registry; what was believed first is {path}",
+                hint=f"tell the operator of the registry; what was believed first is {path}",
             )
 
     @contextmanager
@@ -304,8 +304,8 @@ class IndexStore:
             raise StoreError(message, hint="try again when that has ended") from error
         except OSError as error:
             raise StoreError(
-                f"{folder}: what {known.host} says cannot be remembered: {error.strerror}",
-                hint="without that an older state could be shown as new; free or unlock the disk",
+                f"{folder}: the index of {known.host} cannot be stored: {error.strerror}",
+                hint="without it an older state could pass as new; free or unlock the disk",
             ) from error
 
 
@@ -348,7 +348,7 @@ def _load_offline(
 ) -> IndexDocument:
     if floor is None:
         raise NotFoundError(
-            f"{known.host} was never asked about {package}, and may not be now",
+            f"{known.host} was never asked about {package}, and expertctl is offline",
             hint="leave out --offline",
         )
     return floor.document
@@ -382,7 +382,7 @@ def _request_envelope(
     if answer.status != _NOT_MODIFIED:
         return answer.body
     if floor is None:
-        raise RegistryError(f"{known.host}: 304 for {package}, of which nothing is here")
+        raise RegistryError(f"{known.host}: 304 for {package}, but no index of it is stored")
     return floor.envelope
 
 

@@ -172,7 +172,7 @@ class OciClient:
             expected = self._header_digest(answer, repository) if named else None
         if expected not in {None, digest}:
             message = f"{self.address.host}: the manifest of {repository} is not {expected}"
-            raise DigestError(message, hint="something between alters it, or the registry does")
+            raise DigestError(message, hint="a proxy or the registry alters it")
 
     def _header_digest(self, answer: RegistryResponse, repository: str) -> Digest:
         text = answer.headers.get(_DIGEST_HEADER, "")

@@ -117,7 +117,7 @@ def find_known_registry(address: RegistryAddress, record: TrustRecord) -> KnownR
     if known := record.find_registry(address.host):
         return known
     raise TrustError(
-        f"the index key of {address.host} is not known, so nothing that it says can be believed",
+        f"the index key of {address.host} is not known, so its index cannot be trusted",
         hint=f"ask whoever runs it, then `expertctl trust registry add {address.url} "
         "--fingerprint sha256:…`",
     )
@@ -208,7 +208,7 @@ def fetch_index_key(http: RegistryHttp, address: RegistryAddress, *, fingerprint
 
 def _fetch_key_bytes(http: RegistryHttp, address: RegistryAddress) -> bytes:
     foreign = RegistryError(
-        f"{address.host} says nothing of an index key",
+        f"{address.host} has no index key",
         hint="an OCI registry of another kind has no index: packages from there need a digest",
     )
     try:

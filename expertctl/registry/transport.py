@@ -244,7 +244,7 @@ def _failure_reason(error: Exception) -> str:
         case httpcore2.ReadTimeout():
             return "the answer stalled"
         case httpcore2.WriteTimeout():
-            return "it stopped reading what is sent"
+            return "it stopped reading the request"
         case httpcore2.ProxyError():
             return f"the proxy refuses: {_error_line(error)}"
         case httpcore2.ConnectError():
@@ -349,7 +349,7 @@ def _resolve_checked(host: str, port: int, allowed: frozenset[NetworkScope]) -> 
         raise RegistryError(
             f"{host}:{port} is {outside}, an address within a network, to which no registry "
             "elsewhere may lead",
-            hint="nothing was sent there; tell whoever runs the registry",
+            hint="nothing was sent there; tell the operator of the registry",
         )
     return list(dict.fromkeys(addresses))[:MAX_ADDRESSES]
 
@@ -394,7 +394,7 @@ class _WatchedStream(httpcore2.NetworkStream):
         if self._in_body and self._received >= MIN_BYTES:
             self._spent, self._received = 0.0, 0
         if not self._in_body and self._received > MAX_HEADER_BYTES:
-            raise httpcore2.RemoteProtocolError("it never gets to the point")
+            raise httpcore2.RemoteProtocolError("its headers are too long")
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:

@@ -148,7 +148,7 @@ class Uploader:
         least = answer.headers.get("oci-chunk-min-length", "")
         wanted = int(least) if re.fullmatch(r"[0-9]{1,12}", least) else 0
         if wanted > MAX_CHUNK:
-            raise RegistryError(f"{self.address.host}: it wants chunks of {wanted} bytes")
+            raise RegistryError(f"{self.address.host}: it requires chunks of {wanted} bytes")
         return _UploadSession(self._parse_location(answer), 0, max(self.chunk_bytes, wanted))
 
     def _send_monolithic(
@@ -231,7 +231,7 @@ class Uploader:
         offset = _parse_offset(answer, end)
         if not start < offset <= end:
             raise RegistryError(
-                f"{self.address.host}: it says to have {offset} bytes of a blob, sent were {end}"
+                f"{self.address.host}: it reports {offset} bytes of a blob, {end} were sent"
             )
         return replace(session, location=self._parse_location(answer), offset=offset)
 
@@ -250,7 +250,7 @@ class Uploader:
             return self._new_session(upload)
         offset = _parse_offset(answer, 0)
         if offset > upload.size:
-            raise RegistryError(f"{self.address.host}: it says to have more than was sent")
+            raise RegistryError(f"{self.address.host}: it reports more bytes than were sent")
         return replace(session, location=self._parse_location(answer), offset=offset)
 
     def _finish(
@@ -300,9 +300,9 @@ class Uploader:
 
     def _foreign_location_error(self, text: str) -> RegistryError:
         return RegistryError(
-            f"{self.address.host}: the upload shall go on at "
+            f"{self.address.host}: the upload would continue at "
             f"{sanitise_text(text.partition('?')[0], 200)!r}, which is not this registry",
-            hint="nothing was sent there; behind a proxy a registry must know its own address",
+            hint="nothing was sent there; a registry behind a proxy must know its public address",
         )
 
     def _state_path(self, upload: BlobUpload) -> Path | None:
@@ -384,7 +384,7 @@ class _HashedSource:
         """
         self._hash_to(self._upload.size)
         if self._hasher.hexdigest() != self._upload.digest.hex:
-            raise DigestError(f"what is sent as {self._upload.digest} has another digest")
+            raise DigestError(f"the data for {self._upload.digest} has another digest")
 
     def _iter_part(self, start: int, end: int, counted: _UploadProgress) -> Iterator[bytes]:
         position = start

@@ -182,10 +182,10 @@ def translate_sqlite_error(error: sqlite3.DatabaseError, path: Path) -> StoreErr
     if path.exists() and not path.is_file():
         return StoreError(f"{path} is not a regular file", hint="move it away")
     if is_disk_full(error):
-        return DiskFullError(f"{path}: no space left", hint="free some space, then repeat")
+        return DiskFullError(f"{path}: no space left", hint="free some space, then retry")
     if is_busy(error):
         return StoreError(f"{path} is in use by another process", hint="try again later")
-    hint = "look whether the disk is full or fails, then repeat"
+    hint = "check whether the disk is full or failing, then retry"
     return StoreError(f"{path}: {error}", hint=hint)
 
 

@@ -237,7 +237,7 @@ def test_a_blob_that_is_never_whole_is_given_up_after_a_time_for_its_size(
         head, _, body = honest(request).partition(b"\r\n\r\n")
         return head + b"\r\n\r\n" + body[:1]
 
-    with pytest.raises(UnreachableError, match="too slowly; what is here is kept"):
+    with pytest.raises(UnreachableError, match="too slow; partial data is kept"):
         place.fetch(serve(script), attempts=2)
 
 
@@ -282,7 +282,7 @@ def test_a_registry_that_breaks_off_and_grants_no_range_is_given_up(
     def script(request: ReceivedRequest) -> Reply:
         return make_reply(200, DATA) if "range" in request.headers else broken_at(4000)
 
-    with pytest.raises(RegistryError, match="changes while it is fetched"):
+    with pytest.raises(RegistryError, match="changed during the download"):
         place.fetch(serve(script))
 
 
@@ -473,7 +473,7 @@ def test_a_full_disk_is_said_and_what_is_here_stays(
     monkeypatch.setattr(os, "write", write)
     with pytest.raises(DiskFullError, match="no space left") as caught:
         place.fetch(server)
-    assert "what is here is kept" in caught.value.hint
+    assert "partial data is kept" in caught.value.hint
     assert place.kept == DATA[:3000]
     monkeypatch.undo()
     place.fetch(server)
