@@ -368,7 +368,7 @@ class TestStore:
         class Raced(TrustStore):
             """Another process pins bob between the first look and the change."""
 
-            def change(self, change: Callable[[TrustRecord], TrustRecord]) -> TrustRecord:
+            def update(self, change: Callable[[TrustRecord], TrustRecord]) -> TrustRecord:
                 pin(make_index_document(2, keys=[make_key_entry("bob")]), trust)
                 return super().update(change)
 
