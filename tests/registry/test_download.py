@@ -297,7 +297,7 @@ def test_a_wrong_content_range_is_refused(serve: Serve, place: Place, content_ra
     def script(_: ReceivedRequest) -> Reply:
         return make_reply(206, DATA[4000:], Content_Range=content_range)
 
-    with pytest.raises(RegistryError, match="bytes 4000-10239 of 10240 were asked for"):
+    with pytest.raises(RegistryError, match="bytes 4000-10239 of 10240 were requested"):
         place.fetch(serve(first_then(broken_at(4000), script)))
     assert place.kept == DATA[:4000]
     assert not place.target.path(DIGEST).exists()
@@ -313,7 +313,7 @@ def test_a_content_range_of_unknown_length_is_good_enough(serve: Serve, place: P
 
 def test_a_part_that_nobody_asked_for_is_refused(serve: Serve, place: Place) -> None:
     part = make_reply(206, DATA[5:], Content_Range=f"bytes 5-{len(DATA) - 1}/{len(DATA)}")
-    with pytest.raises(RegistryError, match="were asked for"):
+    with pytest.raises(RegistryError, match="were requested"):
         place.fetch(serve(part))
     with pytest.raises(RegistryError, match="it refuses a range"):
         place.fetch(serve(make_reply(416)))
@@ -338,7 +338,7 @@ def test_a_body_longer_than_promised_is_cut_and_refused(serve: Serve, place: Pla
 def test_a_wrong_length_is_refused_before_a_byte_is_written(
     serve: Serve, place: Place, claimed: int
 ) -> None:
-    with pytest.raises(DigestError, match="10240 bytes were asked for"):
+    with pytest.raises(DigestError, match="10240 bytes were requested"):
         place.fetch(serve(lambda _: [make_reply(200, DATA, length=claimed), StallMarker()]))
     assert place.left() == []
 
