@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -230,7 +231,7 @@ def test_a_blob_that_is_never_whole_is_given_up_after_a_time_for_its_size(
     """However often it goes on: 30 seconds and the time for its bytes, and not for ever."""
     monkeypatch.setattr("expertctl.registry.download.PROGRESS", 1)
     clock = iter(range(0, 10**6, 50))
-    fake = SimpleNamespace(monotonic=lambda: float(next(clock)))
+    fake = SimpleNamespace(monotonic=lambda: float(next(clock)), time=time.time)
     monkeypatch.setattr("expertctl.registry.download.time", fake)
 
     def script(request: ReceivedRequest) -> Reply:
