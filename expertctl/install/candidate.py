@@ -1,10 +1,8 @@
-"""What could be installed: one version of one package, from any source.
+"""Candidates for an install, the requirements on them, and the explanation of a conflict.
 
-How long a version must have been published before it is taken: time for others to look at it.
-
-A version that is locked or installed already, or named by its digest, does not wait.
-
-Requirements, and what to say when they cannot all be met.
+An `InstallCandidate` is one version of one package from any source. `ReleaseAge` is the minimum age
+of a published version before it is taken, which gives others time to inspect it; a version that is
+locked, installed already or named by its digest need not have that age.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +26,7 @@ from expertctl.store.refs import LOCAL, StoredExpert
 
 SignerVerdict = Literal["trusted", "unknown", "revoked"]
 JudgeSigner = Callable[[Release, SignedForm], SignerVerdict]
-"""Says how much the key that signed a form counts here."""
+"""Returns how far the key that signed a form is trusted here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class InstallCandidate:
     registry: str
     content_digest: Digest
     package_digests: tuple[Digest, ...]
-    """Of its signed forms, the newest of a trusted key first, which is the default."""
+    """Of its signed forms; the first is the default: the newest one of a trusted key."""
     requires: tuple[Reference, ...] = ()
     conflicts: tuple[Reference, ...] = ()
     base: str = ""
@@ -52,7 +50,7 @@ class InstallCandidate:
     revoked: bool = False
     """Whether every key that signed it was revoked."""
     is_local: bool = False
-    """Whether the bytes are here already: installed, or in a file that the user named."""
+    """Whether its bytes are on this machine: installed, or in a file that the user named."""
 
     @property
     def ref(self) -> str:
@@ -74,7 +72,7 @@ class InstallCandidate:
 
     @property
     def contradicts_itself(self) -> bool:
-        """Tell whether it requires another version of its own package, which can never be met."""
+        """Whether it requires another version of its own package, which can never be met."""
         own = [wanted for wanted in self.requires if wanted.package == self.package]
         return not all(wanted.allows(self.version) for wanted in own)
 
@@ -107,7 +105,7 @@ def candidate_from_expert(expert: StoredExpert, *, yanked: str | None = None) ->
 
 
 def candidate_from_file(contents: PackageContents) -> InstallCandidate:
-    """Return what a file holds as a candidate."""
+    """Return the package in a file as a candidate."""
     manifest = contents.manifest
     return InstallCandidate(
         package=manifest.package,
@@ -151,7 +149,7 @@ def _parse_references(texts: Sequence[str]) -> tuple[Reference, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseAge:
-    """The least age, and what is exempt from it; ``now`` is when the command began."""
+    """The minimum age, and the packages exempt from it; ``now`` is when the command began."""
 
     minimum: timedelta = timedelta()
     exclude: tuple[str, ...] = ()
@@ -173,7 +171,7 @@ class ReleaseAge:
 
 
 def format_moment(moment: datetime) -> str:
-    """Return a moment as messages show it."""
+    """Return a time as messages show it."""
     return moment.strftime("%Y-%m-%d %H:%M UTC")
 
 
@@ -183,15 +181,15 @@ _MAX_CHAIN = 6
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """A wish for, or a refusal of, some versions of a package, by the user or an expert."""
+    """A requirement for, or a refusal of, some versions of a package, by the user or an expert."""
 
     wanted: Reference
     source: str
     """``you``, a file's name, or the ref of an expert."""
     requirer: PackageName | None = None
-    """The package that needs it; None when the user does."""
+    """The package that requires it; None when the user does."""
     default_registry: str | None = None
-    """Where to look for it when it names no registry: that of its asker's own namespace."""
+    """Where to look for it when it names no registry: that of the requirer's own namespace."""
     refused: bool = False
     by_hand: bool = False
     """Whether the user typed it."""
@@ -206,7 +204,7 @@ class Requirement:
         registry: str,
         refused: bool = False,
     ) -> "Requirement":
-        """Return what an expert of a registry requires or refuses."""
+        """Return what an expert from a registry requires or refuses."""
         near = wanted.package.namespace == requirer.namespace and registry != LOCAL
         return cls(wanted, source, requirer, registry if near else None, refused)
 
@@ -222,11 +220,11 @@ class Requirement:
 
     @property
     def names_one_version(self) -> bool:
-        """Whether one version is spelled out, by its number or a digest."""
+        """Whether it names exactly one version, by its number or a digest."""
         return self.wanted.constraint.pinned is not None or self.wanted.digest is not None
 
     def is_met_by(self, candidate: InstallCandidate) -> bool:
-        """Tell whether a candidate is what is wanted, or is none of what is refused."""
+        """Tell whether a candidate satisfies it, or is none of the refused versions."""
         return candidate.satisfies(self.wanted) != self.refused
 
     def __str__(self) -> str:
@@ -238,7 +236,7 @@ class Requirement:
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """What a registry has of one package, oldest first, or why it has nothing."""
+    """The versions of one package, oldest first, or why there are none."""
 
     candidates: tuple[InstallCandidate, ...]
     reason: str = ""
@@ -247,7 +245,7 @@ class Availability:
 
 
 class ResolverState(Protocol):
-    """What the search remembers: which needs there were, and what was on offer."""
+    """The state of the search: the requirements so far, and the versions that were found."""
 
     asked: dict[PackageName, list[Requirement]]
 
@@ -281,7 +279,8 @@ def explain_conflict(causes: Iterable[Requirement], search: ResolverState) -> Ex
 def _describe_requirements(
     package: PackageName, requirements: Sequence[Requirement], search: ResolverState
 ) -> str:
-    return f"{_join_clauses([_describe_chain(n, search) for n in requirements])}; {_describe_versions(search.find_availability(package))}"
+    clauses = _join_clauses([_describe_chain(need, search) for need in requirements])
+    return f"{clauses}; {_describe_versions(search.find_availability(package))}"
 
 
 def _conflict_type(requirements: Sequence[Requirement], offer: Availability) -> type[ExpertError]:
@@ -311,7 +310,7 @@ def _missing_error(
 
 
 def _describe_chain(requirement: Requirement, search: ResolverState) -> str:
-    """Return a need with the chain that led to it, from what the user asked for down."""
+    """Return a requirement with the chain that led to it, from the user's own downwards."""
     links = [str(requirement)]
     seen = {requirement.package}
     while (
@@ -345,11 +344,9 @@ def _describe_versions(offer: Availability) -> str:
 
 
 def _version_note(candidate: InstallCandidate, age: ReleaseAge) -> str:
-    """Return why a version is not taken by itself; empty when it may be."""
+    """Return why a version is not taken by default; empty when it may be."""
     if candidate.yanked is not None:
-        return f"{candidate.version} was yanked" + (
-            f": {candidate.yanked}" * bool(candidate.yanked)
-        )
+        return f"{candidate.version} was yanked" + (candidate.yanked and f": {candidate.yanked}")
     if candidate.revoked:
         return f"the key of {candidate.version} was revoked"
     ripe = age.allowed_at(candidate)
@@ -370,7 +367,7 @@ def _conflict_hint(offer: Availability, requirements: Sequence[Requirement]) -> 
 
 
 def _no_choice_hint(offer: Availability) -> str:
-    """Say how to go on where no version may be chosen; empty where one may be."""
+    """Return the way out where no version may be chosen; empty where one may be."""
     usable = [c for c in offer.candidates if not c.revoked]
     if not usable:
         return (

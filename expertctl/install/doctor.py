@@ -1,6 +1,7 @@
-"""Making the catalogue, the routing vectors and verdicts again from the blobs of the store.
+"""`reindex`, which rebuilds the indexes from the store, and `examine_store`, which finds faults.
 
-What is wrong with this machine's experts, and the way out of each; changes nothing.
+`examine_store` and `query_registries` report what is wrong with this machine's experts, each with
+the way out; they change nothing in the store.
 """
 
 import os
@@ -48,14 +49,14 @@ from expertctl.trust.trust_store import TrustStore
 
 @dataclass(frozen=True, slots=True)
 class ReindexReport:
-    """What is in the index now, and what could not be read."""
+    """The number of indexed experts, and what could not be read."""
 
     experts: int
     warnings: tuple[str, ...]
 
 
 def reindex(store: Store, *, catalogue: Catalogue, index: RoutingIndex) -> ReindexReport:
-    """Make the catalogue and the vectors again; the history of uses stays where it can be read.
+    """Rebuild the catalogue, vectors and verdicts; the history of uses stays if it is readable.
 
     Raises:
         StoreError: when they cannot be written.
@@ -77,7 +78,7 @@ def reindex(store: Store, *, catalogue: Catalogue, index: RoutingIndex) -> Reind
 
 
 def _install_time(expert: StoredExpert, store: Store) -> int:
-    """Return when an expert was installed: what came first is no copy of what came later."""
+    """Return when an expert was installed: the first one is no copy of a later one."""
     ref = store.paths.ref(expert.registry, expert.package, expert.version)
     return ref.stat().st_mtime_ns if ref.exists() else 0
 
@@ -90,13 +91,13 @@ _RESTORE_TRUST_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it should be."""
+    """One fault, and the way out."""
 
     subject: str
     problem: str
     hint: str
     broken: bool = True
-    """False when all works, but the user should know."""
+    """False when everything works, but the user should know."""
     untrusted: bool = False
     """True when a key was revoked, a version changed, or an index cannot be trusted."""
     unchecked: bool = False
@@ -105,7 +106,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was looked at and what was found."""
+    """The findings, and how much was examined."""
 
     findings: tuple[Finding, ...]
     experts: int
@@ -114,23 +115,23 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Tell whether nothing is broken."""
+        """Whether nothing is broken."""
         return not any(finding.broken for finding in self.findings)
 
     @property
     def untrusted(self) -> bool:
-        """Tell whether trust in something was withdrawn."""
+        """Whether trust in something was withdrawn."""
         return any(finding.untrusted for finding in self.findings)
 
     @property
     def unchecked(self) -> bool:
-        """Tell whether a registry could not be asked about something."""
+        """Whether a registry could not be asked about something."""
         return any(finding.unchecked for finding in self.findings)
 
 
 @dataclass(frozen=True, slots=True)
 class _BlobState:
-    """What a file among the blobs really is; no size when it is missing."""
+    """The real size and digest of a blob file; no size when it is missing."""
 
     size: int | None
     digest: Digest | None
@@ -149,7 +150,7 @@ def examine_store(
     online: Iterable[Finding] = (),
     progress: Progress = ignore_progress,
 ) -> Diagnosis:
-    """Read everything and hash every blob, in threads; ``online`` is what registries say."""
+    """Check everything and hash every blob, in threads; ``online`` are findings of registries."""
     blobs = _hash_blobs(store.paths, progress)
     now = store.scan()
     distrusted = list(_trust_findings(trust))
@@ -174,9 +175,9 @@ def examine_store(
 
 
 def query_registries(store: Store, sources: RegistrySources) -> tuple[Finding, ...]:
-    """Return what registries say now against what is installed, and who could not be asked.
+    """Return what registries say against installed experts, and which could not be asked.
 
-    New revocations are taken over. One registry that fails keeps nobody from asking the others.
+    New revocations are applied. A registry that fails does not keep the others from being asked.
     """
     experts = store.list_experts()
     held = ((expert.registry, expert.package) for expert in experts)
@@ -189,9 +190,9 @@ def query_registries(store: Store, sources: RegistrySources) -> tuple[Finding, .
 def _collect_notices(expert: StoredExpert, sources: RegistrySources) -> Iterator[Notice]:
     try:
         found = collect_notices([version_in_store(expert)], sources)
-    except StoreError:  # `examine` reports what cannot be read of what registries said before
+    except StoreError:  # `examine_store` reports stored indexes that cannot be read
         return
-    # it also reports every key that was revoked; `_index_refused_finding` who was not asked
+    # revoked keys are reported there too, unanswered requests by `_index_refused_finding`
     yield from (notice for notice in found if notice.kind not in {"revoked", "unchecked"})
 
 
@@ -206,9 +207,10 @@ def _notice_finding(notice: Notice) -> Finding:
 
 
 def _index_refused_finding(host: str, package: PackageName, error: ExpertError) -> Finding:
-    """Return the one line about a package whose registry gave no index that can be believed.
+    """Return the finding for a package whose registry gave no index that can be trusted.
 
-    What is not a signed index is none; one of another key, or older than before, is a lie.
+    An answer that is not a signed index counts as none; an index of another key, or one older than
+    before, counts as a lie.
     """
     lie = isinstance(error, TrustError) and not isinstance(error, SignatureError)
     problem = (
@@ -219,7 +221,7 @@ def _index_refused_finding(host: str, package: PackageName, error: ExpertError) 
 
 
 def count_blob_bytes(store: Store) -> int:
-    """Return how many bytes `examine` will hash."""
+    """Return how many bytes `examine_store` will hash."""
     paths = [store.paths.blob(digest) for digest in list_blobs(store.paths)]
     return sum(path.stat().st_size for path in paths if path.exists())
 
@@ -255,7 +257,7 @@ def _expert_findings(
     yield from broken
     if not broken:
         yield from _record_findings(expert, store)
-        if trust is not None:  # otherwise that one file is at fault, and no expert
+        if trust is not None:  # otherwise only ``trust.json`` is at fault
             yield from _signer_findings(expert, store, trust)
 
 
@@ -278,7 +280,7 @@ def _file_finding(
 
 
 def _record_findings(expert: StoredExpert, store: Store) -> Iterator[Finding]:
-    """A record must follow from the files that it names."""
+    """Compare a record with the files that it names."""
     layout = build_layout(expert.files, expert.signature)
     try:
         manifest = store.read_manifest(expert)
@@ -373,7 +375,7 @@ def _trust_findings(trust: TrustStore) -> Iterator[Finding]:
 
 
 def _index_findings(indexes: IndexStore | None, trust: TrustStore | None) -> Iterator[Finding]:
-    """What registries said last must be readable: it is the floor for what they say next."""
+    """Report stored index documents that cannot be read: they are the floor for later ones."""
     known = trust.read().registries if indexes is not None and trust is not None else ()
     for registry in known:
         assert indexes is not None
@@ -401,7 +403,7 @@ def _vector_findings(home: Path) -> Iterator[Finding]:
 def _suspicion_findings(
     suspicions: SuspicionStore | None, store: Store, now: StoreScan
 ) -> Iterator[Finding]:
-    """Report what was flagged at install, or would be now where it was not judged yet."""
+    """Report the flags found at install, or the current ones of an expert not vetted yet."""
     if suspicions is None:
         return
     for problem in suspicions.find_problems():
@@ -429,7 +431,7 @@ def _current_flags(
 ) -> tuple[Flag, ...]:
     try:
         return find_flags(store.read_manifest(expert), suspicions)
-    except ExpertError:  # told already
+    except ExpertError:  # reported already
         return ()
 
 

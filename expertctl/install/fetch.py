@@ -1,20 +1,17 @@
-"""Packages of a registry that has no index: any OCI registry, as it is.
+"""Fetching packages from registries: manifests by digest, then every blob that is missing.
 
-Nothing there says which versions are right, so the user must: by naming exact bytes, or an exact
-version whose publisher's key the user trusts for that namespace of that registry.
+A registry without an index (any OCI registry) does not say which versions are right, so the user
+must: by naming exact bytes, or an exact version whose publisher's key the user trusts for that
+namespace of that registry.
 
-Fetching packages from registries: manifests by digest, then every blob that is missing.
-
-A blob that the store has is not fetched, one that two packages share is fetched once. Complete
-blobs lie in ``registries/arrived/`` until they are installed, so that a killed install can go on;
-partial ones belong to `expertctl.registry.download`. Everything is hashed again when the packages
-are read.
+A blob in the store is not fetched, one that two packages share is fetched once. Complete blobs lie
+in ``registries/arrived/`` until they are installed, so that a killed install can continue; partial
+ones belong to `expertctl.registry.download`. Everything is hashed again when the packages are read.
 """
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +31,7 @@ from expertctl.registry.download import ALTERED_HINT, BlobDownloader, BlobReques
 from expertctl.registry.http import RegistryHttp
 from expertctl.registry.index_document import Release
 from expertctl.registry.oci_client import OciClient
+from expertctl.registry.upload import remove_old_files
 from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES, parse_manifest
 from expertctl.store.store import Store
 from expertctl.store.transaction import PackageStaging
@@ -41,26 +39,26 @@ from expertctl.store.transaction import PackageStaging
 
 @dataclass(frozen=True, slots=True)
 class UnindexedPackage:
-    """One package that was found without an index."""
+    """One package from a registry without an index."""
 
     candidate: InstallCandidate
     named_digest: Digest | None
-    """Its exact bytes, where the user named them by hand."""
+    """Its exact bytes, where the user typed their digest."""
 
 
 def find_unindexed(requirement: Requirement, sources: RegistrySources) -> UnindexedPackage | None:
     """Find what a reference names in a registry without an index; None where it has one.
 
     Raises:
-        NotFoundError: when it is not there.
+        NotFoundError: when it does not exist there.
         TrustError: when it is another package than its name says, or may not come from there.
-        InvalidPackageError: when it is none.
+        InvalidPackageError: when it is no package.
     """
     wanted = requirement.wanted
     if wanted.registry is None:
         return None
     address = sources.resolve_address(wanted, by_hand=True)
-    if sources.has_index(address) or not _is_authorised(requirement, address, sources):
+    if sources.knows_host(address.host) or not _is_authorised(requirement, address, sources):
         return None
     if not requirement.by_hand:
         sources.require_authority(wanted, address)
@@ -136,12 +134,12 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 OpenProgress = Callable[[int], AbstractContextManager[Progress]]
-"""Lends a reporter of progress over a number of bytes."""
+"""Opens a reporter of progress over a number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchItem:
-    """One package to fetch: by which digest, from where, and what it must be."""
+    """One package to fetch, with the digests that it must have."""
 
     wanted: Reference
     """Its name and exact version."""
@@ -150,7 +148,7 @@ class FetchItem:
     package_digest: Digest
     content_digest: Digest
     release: Release | None
-    """What the index says of it; None when it does not come from an index."""
+    """Its entry in the index; None when it does not come from an index."""
     named_digest: Digest | None = None
 
     @property
@@ -166,26 +164,22 @@ class FetchItem:
 
 @dataclass(frozen=True, slots=True)
 class DownloadCache:
-    """The folder of whole blobs that are not installed yet; their names are their digests."""
+    """The folder of complete blobs that are not installed yet, named by their digests."""
 
     folder: Path
 
     def path(self, digest: Digest) -> Path:
-        """Return where a blob is, if it arrived."""
+        """Return the path of a blob."""
         return self.folder / digest.hex
 
     def remove(self, digests: Iterable[Digest]) -> None:
-        """Remove blobs that are installed."""
+        """Remove blobs that were installed."""
         for digest in digests:
             self.path(digest).unlink(missing_ok=True)
 
-    def sweep(self, *, age: float = KEPT_SECONDS) -> None:
-        """Remove old blobs of installs that were not resumed."""
-        now = time.time()
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            with suppress(FileNotFoundError):
-                if abs(now - path.stat().st_mtime) >= age:
-                    path.unlink()
+    def sweep(self) -> None:
+        """Remove old blobs of installs that were not continued."""
+        remove_old_files(self.folder, age=KEPT_SECONDS)
 
 
 def fetch_packages(
@@ -196,7 +190,7 @@ def fetch_packages(
     registries: Path,
     open_progress: OpenProgress,
 ) -> list[StagedPackage]:
-    """Bring packages into a staging folder, read as strictly as files.
+    """Fetch packages into a staging folder and read them with the same checks as files.
 
     Raises:
         NotFoundError: when a registry lacks what its index promised.
@@ -218,33 +212,33 @@ def fetch_packages(
         open_progress=open_progress,
     )
     parts = [
-        (parcel, layout, staging.subset(str(number), {file.digest for file in layout.layers}))
-        for number, (parcel, layout) in enumerate(pairs)
+        (item, layout, staging.subset(str(number), {file.digest for file in layout.layers}))
+        for number, (item, layout) in enumerate(pairs)
     ]
     return _run_parallel(_read_staged, parts, http)
 
 
 def clear_downloads(staged: Iterable[StagedPackage], registries: Path) -> None:
-    """Remove what arrived for packages that are installed now."""
+    """Remove the downloaded blobs of packages that are installed now."""
     layers = {file.digest for item in staged for file in item.contents.layout.layers}
     DownloadCache(registries / "arrived").remove(layers)
 
 
 def _fetch_layout(item: FetchItem) -> PackageLayout:
-    """Fetch a manifest by its digest and read it; its files must be the promised content."""
+    """Fetch a manifest by its digest and parse it; its files must have the promised content."""
     remote = item.client.fetch_manifest(str(item.package), item.package_digest)
     layout = parse_oci_manifest(remote.data, what=item.what)
     if compute_content_digest(layout.files) != item.content_digest:
         raise DigestError(
             f"{item.what}: the manifest names other content than the index",
-            hint="tell whoever runs the registry; nothing was installed",
+            hint="tell the operator of the registry; nothing was installed",
         )
     _check_sizes(item, layout)
     return layout
 
 
 def _check_sizes(item: FetchItem, layout: PackageLayout) -> None:
-    """Demand the sizes that the index states, before anything large is fetched."""
+    """Require the sizes that the index states, before anything large is fetched."""
     if item.release is None:
         return
     form = item.release.find_form(item.package_digest)
@@ -256,7 +250,7 @@ def _check_sizes(item: FetchItem, layout: PackageLayout) -> None:
         if real != stated:
             raise DigestError(
                 f"{item.what}: {what} {real:,} bytes, the index says {stated:,}",
-                hint="tell whoever runs the registry; nothing was installed",
+                hint="tell the operator of the registry; nothing was installed",
             )
 
 
@@ -272,7 +266,7 @@ def _stage_blobs(
     registries: Path,
     open_progress: OpenProgress,
 ) -> None:
-    """Bring every blob into staging: from the store, from what arrived, or from a registry."""
+    """Stage every blob: from the store, from the download cache, or from a registry."""
     arrivals.sweep()
     make_folders(arrivals.folder, mode=0o700)
     missing = _find_missing(pairs, staging, [store.paths.blob, arrivals.path])
@@ -281,7 +275,7 @@ def _stage_blobs(
             if not missing:
                 return
             _download(missing, BlobDownloader(registries / "partial", PARALLEL), arrivals, progress)
-            missing = [(parcel, left) for parcel, files in missing
+            missing = [(item, left) for item, files in missing
                        if (left := _adopt_downloaded(files, staging, arrivals))]  # fmt: skip
     raise RegistryError(f"{missing[0][0].what}: its files vanish as they arrive; try again")
 
@@ -289,22 +283,22 @@ def _stage_blobs(
 def _find_missing(
     pairs: _Pairs, staging: PackageStaging, places: Sequence[Callable[[Digest], Path]]
 ) -> list[tuple[FetchItem, list[FileDigest]]]:
-    """Adopt the blobs that are here; return each missing one once, with a package that has it."""
+    """Adopt the blobs that exist here; return each missing one once, with a package that has it."""
     seen: set[Digest] = set()
     missing: list[tuple[FetchItem, list[FileDigest]]] = []
-    for parcel, layout in pairs:
+    for item, layout in pairs:
         files = [file for file in layout.layers if file.digest not in seen]
         seen.update(file.digest for file in files)
         absent = [f for f in files if not any(_adopt(f, staging, place) for place in places)]
         if absent:
-            missing.append((parcel, absent))
+            missing.append((item, absent))
     return missing
 
 
 def _adopt_downloaded(
     files: Sequence[FileDigest], staging: PackageStaging, arrivals: DownloadCache
 ) -> list[FileDigest]:
-    """Adopt blobs that were hashed on arrival; return those that another process took meanwhile."""
+    """Adopt blobs hashed on arrival; return those that another process removed meanwhile."""
     left = []
     for file in files:
         try:
@@ -315,7 +309,7 @@ def _adopt_downloaded(
 
 
 def _adopt(file: FileDigest, staging: PackageStaging, place: Callable[[Digest], Path]) -> bool:
-    """Adopt a blob that is here already, if it is whole."""
+    """Adopt a blob from a local folder, if it is there and whole."""
     if staging.path(file.digest).exists():
         return True
     source = place(file.digest)
@@ -334,10 +328,10 @@ def _download(
     arrivals: DownloadCache,
     progress: Progress,
 ) -> None:
-    """Fetch from several repositories at once; the first failure ends the rest."""
+    """Download from several repositories at once; the first failure ends the rest."""
     wanted = [
-        BlobRequest(parcel.client, str(parcel.package), file)
-        for parcel, files in missing
+        BlobRequest(item.client, str(item.package), file)
+        for item, files in missing
         for file in files
     ]
     try:
@@ -348,16 +342,16 @@ def _download(
 
 
 def _read_staged(part: tuple[FetchItem, PackageLayout, PackageStaging]) -> StagedPackage:
-    parcel, layout, staging = part
-    contents = read_blobs(layout, staging.blob, what=parcel.what)
-    staged = StagedPackage(contents, staging, parcel.registry, parcel.wanted, parcel.named_digest)
-    if parcel.release is not None:
-        _check_claims(staged, parcel.release, parcel)
+    item, layout, staging = part
+    contents = read_blobs(layout, staging.blob, what=item.what)
+    staged = StagedPackage(contents, staging, item.registry, item.wanted, item.named_digest)
+    if item.release is not None:
+        _check_claims(staged, item.release, item)
     return staged
 
 
 def _check_claims(staged: StagedPackage, release: Release, item: FetchItem) -> None:
-    """Demand that a package matches what its index says of it."""
+    """Require that a package matches its entry in the index."""
     manifest = staged.contents.manifest
     pairs: Mapping[str, tuple[object, object]] = {
         "requires": (manifest.composition.requires, release.requires),
@@ -369,12 +363,12 @@ def _check_claims(staged: StagedPackage, release: Release, item: FetchItem) -> N
         raise DigestError(
             f"{item.what}: the index says something else of its {', '.join(wrong)} than the "
             f"package itself",
-            hint="tell whoever runs the registry; nothing was installed",
+            hint="tell the operator of the registry; nothing was installed",
         )
 
 
 def _run_parallel(work: Callable[[T], R], items: Sequence[T], http: RegistryHttp) -> list[R]:
-    """Return the result of work on each, in order; raise the first failure, cancel the rest."""
+    """Return the results of ``work``, in order; raise the first failure and cancel the rest."""
     if len(items) == 1:
         return [work(items[0])]
     with (

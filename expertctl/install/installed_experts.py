@@ -1,12 +1,8 @@
-"""Removing experts and bases, unless others need them.
+"""Operations on installed experts: removing, explaining why they are installed, exporting.
 
-Why an expert is here: which experts require it, who vouches for it, which base it is for.
-
-The store does not record whether the user asked for an expert by name, so nothing here says so.
-
-Taking experts elsewhere: as a file, as an archive for other tools, for PEFT, or several at once.
-
-A set holds what was named and all that it requires, so that `install_set` finds everything in it.
+An expert or a base is not removed while others need it, unless forced. The store does not record
+whether the user asked for an expert by name, so `explain_install` cannot say so. An exported set
+holds the named experts and all that they require, so that `install_set` finds everything in it.
 """
 
 from collections import deque
@@ -17,7 +13,8 @@ from typing import Literal
 
 from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.errors import ConflictError, ExpertError, NotFoundError, UsageError
-from expertctl.install.publication import Claims, expand_requirements, find_dependants
+from expertctl.install.candidate import InstallCandidate, candidate_from_expert
+from expertctl.install.publication import expand_requirements, find_dependants
 from expertctl.package.layout import PackageLayout, build_index_name, build_set_layout
 from expertctl.package.peft_directory import export_peft_directories
 from expertctl.package.read import is_file_name
@@ -36,7 +33,7 @@ from expertctl.trust.trust_record import TrustRecord
 
 @dataclass(frozen=True, slots=True)
 class RemovalReport:
-    """What was removed, and what lacks a requirement now."""
+    """What was removed, and warnings about experts that lack a requirement now."""
 
     ref: str
     freed: FreedFiles
@@ -51,7 +48,7 @@ def remove_expert(
     index: RoutingIndex | None = None,
     force: bool = False,
 ) -> RemovalReport:
-    """Remove the newest version that fits; given its exact name, also one with a damaged ref.
+    """Remove the preferred version that fits; given its exact name, also one with a damaged ref.
 
     Raises:
         NotFoundError: when nothing fits.
@@ -77,7 +74,7 @@ def remove_expert(
 def remove_base(
     wanted: str, *, bases: BaseStore, store: Store, force: bool = False
 ) -> RemovalReport:
-    """Forget a base.
+    """Unregister a base.
 
     Raises:
         NotFoundError: when it is not known.
@@ -106,7 +103,7 @@ def find_stranded_experts(
 
 
 def fits_base(required: RequiredBase, base: StoredBase) -> bool:
-    """Tell whether a base is what an installed expert was made for."""
+    """Tell whether a base is the one that an installed expert was made for."""
     identity = base.identity
     tokenizer = identity.tokenizer_for_version(required.tokenizer_version)
     if (required.arch, required.tokenizer) != (identity.arch, tokenizer):
@@ -149,7 +146,7 @@ def _still_needed_error(name: str, needy: Sequence[str], command: str) -> Confli
 
 @dataclass(frozen=True, slots=True)
 class RequirementLink:
-    """One expert requires another, in these words."""
+    """One expert requires another; ``wanted`` is the reference that it states."""
 
     ref: str
     wanted: str
@@ -157,7 +154,7 @@ class RequirementLink:
 
 @dataclass(frozen=True, slots=True)
 class Requirer:
-    """An expert that needs the one asked about, by the shortest chain of requirements."""
+    """An expert that requires the explained one, by the shortest chain of requirements."""
 
     ref: str
     chain: tuple[RequirementLink, ...]
@@ -166,11 +163,11 @@ class Requirer:
 
 @dataclass(frozen=True, slots=True)
 class SignerTrust:
-    """Who signed an expert, and what the user trusts that key for now."""
+    """The signer of an expert, and the user's present trust in that key."""
 
     key_id: str
     name: str | None
-    """What the user calls the key; None when it is not trusted any more."""
+    """The user's name for the key; None when it is no longer trusted."""
     grant: Grant | None
     """The permission to sign this expert's namespace and content, if there is one."""
     revoked: str | None
@@ -179,16 +176,16 @@ class SignerTrust:
 
 @dataclass(frozen=True, slots=True)
 class InstallReason:
-    """All there is to say about why an expert is installed."""
+    """Why an expert is installed."""
 
     expert: StoredExpert
     required_by: tuple[Requirer, ...]
     breaks: tuple[str, ...]
     """The experts that would no longer run without it."""
     vouching: SignerTrust | None
-    """None means that nobody signed it."""
+    """None when nobody signed it."""
     bases: tuple[str, ...]
-    """The bases of this machine that it was made for."""
+    """The known bases that it was made for."""
 
 
 def explain_install(
@@ -209,35 +206,30 @@ def explain_install(
 
 
 def _find_requirers(expert: StoredExpert, installed: Sequence[StoredExpert]) -> list[Requirer]:
-    """Go up from the expert, nearest first; each requirer is met once."""
-    own, claims = Claims.from_expert(expert), [Claims.from_expert(other) for other in installed]
+    """Walk up from the expert, nearest first; each requirer is listed once."""
+    own, others = candidate_from_expert(expert), list(map(candidate_from_expert, installed))
     chains: dict[str, tuple[RequirementLink, ...]] = {}
-    waiting: deque[tuple[Claims, tuple[RequirementLink, ...]]] = deque([(own, ())])
+    waiting: deque[tuple[InstallCandidate, tuple[RequirementLink, ...]]] = deque([(own, ())])
     while waiting:
         below, chain = waiting.popleft()
-        for other in claims:
-            wanted = _find_requirement(other, below)
+        for other in others:
+            wanted = next((str(w) for w in other.requires if below.satisfies(w)), None)
             if wanted is not None and other.ref not in chains and other != own:
                 chains[other.ref] = (RequirementLink(other.ref, wanted), *chain)
                 waiting.append((other, chains[other.ref]))
     return [Requirer(ref, chain) for ref, chain in chains.items()]
 
 
-def _find_requirement(claims: Claims, other: Claims) -> str | None:
-    """Return the reference by which one expert requires another."""
-    return next((str(wanted) for wanted in claims.requires if other.satisfies(wanted)), None)
-
-
 def _find_broken(expert: StoredExpert, installed: Sequence[StoredExpert]) -> list[str]:
-    """Return what would lack the expert, directly or through its own requirements."""
-    rest = [Claims.from_expert(other) for other in installed if other != expert]
-    sound, before = _satisfied_claims(rest), _satisfied_claims([*rest, Claims.from_expert(expert)])
-    return [claims.ref for claims in rest if claims in before - sound]
+    """Return the experts that would lack this one, directly or through their requirements."""
+    rest = [candidate_from_expert(other) for other in installed if other != expert]
+    sound, before = _find_runnable(rest), _find_runnable([*rest, candidate_from_expert(expert)])
+    return [other.ref for other in rest if other in before - sound]
 
 
-def _satisfied_claims(claims: Sequence[Claims]) -> set[Claims]:
-    """Return the largest set in which each finds all that it requires within the set."""
-    kept = set(claims)
+def _find_runnable(experts: Sequence[InstallCandidate]) -> set[InstallCandidate]:
+    """Return the largest set in which each expert finds all its requirements within the set."""
+    kept = set(experts)
     while True:
         left = {c for c in kept if all(any(o.satisfies(w) for o in kept) for w in c.requires)}
         if left == kept:
@@ -271,12 +263,12 @@ SetFormat = Literal["set", "oci"]
 
 @dataclass(frozen=True, slots=True)
 class ExportedPackage:
-    """One package that was written out."""
+    """One package that was written."""
 
     ref: str
     package_digest: Digest
     adapters: tuple[str, ...] = ()
-    """The places of its adapters in a directory for PEFT, in order."""
+    """The paths of its adapters in a directory for PEFT, in order."""
 
 
 def export_package(
@@ -316,7 +308,7 @@ def export_set(
     store: Store,
     progress: Progress = ignore_progress,
 ) -> list[ExportedPackage]:
-    """Write installed experts, and all that they require, into one file; return them by name.
+    """Write installed experts and all their requirements into one file; return them by name.
 
     Raises:
         NotFoundError: when one is not installed, or something that it requires.

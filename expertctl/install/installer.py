@@ -1,10 +1,10 @@
 """Installing packages: verified, checked against each other and the bases, published.
 
-They come from files, from one set that was exported elsewhere, or from registries
-(`expertctl.install.request`); the checks are the same. Everything given in one call counts together.
-Nothing is published before all of it has passed; then each is published after what it requires, so
-a killed process leaves no expert without its requirements. When one cannot be published, those
-before it are withdrawn, and what they replaced is restored.
+Packages come from files, from one exported set, or from registries (`expertctl.install.request`);
+the checks are the same. All packages of one call are checked together, and nothing is published
+before every check has passed. Each package is published after those it requires, so a killed
+process leaves no expert without its requirements. When one cannot be published, those before it
+are withdrawn and the versions they replaced are restored.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,8 +24,8 @@ from expertctl.errors import (
     UnsignedError,
     UsageError,
 )
+from expertctl.install.candidate import candidate_from_expert, candidate_from_file
 from expertctl.install.publication import (
-    Claims,
     InstalledPackage,
     Publishable,
     check_base_fit,
@@ -65,7 +65,7 @@ from expertctl.trust.trust_store import TrustStore
 
 T = TypeVar("T")
 LockedContents = Mapping[str, VersionContent]
-"""``namespace/name@version`` → what a version contains, according to one source."""
+"""``namespace/name@version`` → the content of that version, according to one source."""
 NO_LOCKED_CONTENTS: LockedContents = {}
 
 
@@ -79,7 +79,7 @@ class VerifyAndPin(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StagedPackage:
-    """A package whose bytes are here and right; its signature is not verified yet."""
+    """A package whose bytes are staged and hashed; its signature is not verified yet."""
 
     contents: PackageContents
     staging: PackageStaging
@@ -145,18 +145,9 @@ def install_set(
     locked: LockedContents = NO_LOCKED_CONTENTS,
     progress: Progress = ignore_progress,
 ) -> list[InstalledPackage]:
-    """Install what was exported together, all or none of it; checks are those of `install_files`.
+    """Install an exported set, all or none of it; checks and errors are those of `install_files`.
 
-    ``locked`` is what a lock file says that versions contain.
-
-    Raises:
-        NotFoundError: when the file, or something that a package requires, is missing.
-        InvalidPackageError: when the file or a package in it is malformed.
-        TrustError: when nobody who is trusted vouches for one, or one is installed with another
-            content.
-        IncompatibleError: when they do not fit a base, each other or what is installed.
-        DiskFullError: when there is no space left.
-        StoreError: when the store cannot be written.
+    ``locked`` are the contents of versions in a lock file.
     """
     with store.stage_package() as staging:
         return install_staged(
@@ -187,18 +178,11 @@ def install_staged(
     locked: LockedContents = NO_LOCKED_CONTENTS,
     pinning: VerifyAndPin | None = None,
 ) -> list[InstalledPackage]:
-    """Verify packages whose bytes are here, and install all or none of them.
+    """Verify staged packages, and install all or none of them; raises as `install_files`.
 
     All signatures are verified first, through ``pinning`` where there is one. A ref in
-    ``accept_changed`` may have another content than the one that is installed, which it replaces,
-    and than the one in ``locked``, which is what a lock file says.
-
-    Raises:
-        NotFoundError: when something that a package requires is missing.
-        TrustError: when nobody who is trusted vouches for one, or one is installed with another
-            content.
-        IncompatibleError: when they do not fit a base, each other or what is installed.
-        StoreError: when the store cannot be written.
+    ``accept_changed`` may have another content than the installed one, which it replaces, and than
+    the one in ``locked``, the contents in a lock file.
     """
 
     def verify(record: TrustRecord) -> list[Publishable]:
@@ -214,7 +198,7 @@ def install_staged(
 def stage_files(
     paths: Iterable[Path], store: Store, stack: ExitStack, progress: Progress
 ) -> Iterator[StagedPackage]:
-    """Read files into folders that last until the stack is closed.
+    """Read files into staging folders that last until the stack is closed.
 
     Raises:
         NotFoundError: when a file is missing.
@@ -247,7 +231,7 @@ def _make_publishable(
 def _check_locked(
     candidates: Iterable[Publishable], locked: LockedContents, accept_changed: Collection[str]
 ) -> None:
-    """Refuse another content for a version than a lock file has, unless it was accepted.
+    """Refuse another content than a lock file has for a version, unless it was accepted.
 
     Raises:
         ChangedVersionError: with both contents.
@@ -263,7 +247,7 @@ def _check_locked(
 
 
 def _check_documents(staged: StagedPackage) -> None:
-    """Refuse a package that gives away a secret of its publisher, or whose README is no text.
+    """Refuse a package that contains a publisher's secret, or whose README is no text.
 
     Raises:
         InvalidPackageError: with every problem.
@@ -314,9 +298,9 @@ def _publish_candidates(
         ordered = _check_relations(candidates, changes, accept_changed)
         added = publish_all(ordered, changes, accept_changed)
     manifests = {item.expert: c.manifest for item, c in zip(added, ordered, strict=True)}
-    told = _register(manifests, catalogue, index)
+    warnings = _register(manifests, catalogue, index)
     _remove_replaced_vectors(before, added, index)
-    return [replace(i, warnings=(*i.warnings, *told.get(i.expert.ref, ()))) for i in added]
+    return [replace(i, warnings=(*i.warnings, *warnings.get(i.expert.ref, ()))) for i in added]
 
 
 def _verify_signature(
@@ -346,15 +330,15 @@ def _check_bases(
             f"{candidate.manifest.ref}: {d}"
             for d in find_numeric_anomalies(contents, candidate.staging.blob)
         ]
-        told = (*candidate.stored_warnings, *lasting, *odd)
-        fitted.append(replace(candidate, stored_warnings=told, install_warnings=tuple(momentary)))
+        stored = (*candidate.stored_warnings, *lasting, *odd)
+        fitted.append(replace(candidate, stored_warnings=stored, install_warnings=tuple(momentary)))
     return fitted
 
 
 def _remove_replaced_vectors(
     before: Iterable[StoredExpert], added: Iterable[InstalledPackage], index: RoutingIndex | None
 ) -> None:
-    """Remove the vectors of contents that others have replaced; `reindex` would do the same."""
+    """Remove the vectors of replaced contents; `reindex` would do the same."""
     now = {item.expert.ref: item.expert.content_digest for item in added}
     gone = [
         e.content_digest for e in before if now.get(e.ref, e.content_digest) != e.content_digest
@@ -375,15 +359,18 @@ def _check_relations(
         changes.check_addition(
             candidate.package, registry=candidate.registry, replace=ref in accept_changed
         )
-    installed = [Claims.from_expert(expert) for expert in changes.scan().experts]
-    new = {ref: _make_claims(candidate) for ref, candidate in unique.items()}
-    check_conflicts(list(new.values()), installed)
-    check_requirements(list(new.values()), installed)
-    return [unique[claims.ref] for claims in sort_by_requirements(list(new.values()))]
+    installed = list(map(candidate_from_expert, changes.scan().experts))
+    new = [
+        replace(candidate_from_file(item.package.contents), registry=item.registry)
+        for item in unique.values()
+    ]
+    check_conflicts(new, installed)
+    check_requirements(new, installed)
+    return [unique[candidate.ref] for candidate in sort_by_requirements(new)]
 
 
 def _prefer_signed(first: Publishable | None, second: Publishable) -> Publishable:
-    """Of a package that was given twice, take the signed one, else the first."""
+    """Of a package that was given twice, return the signed one, else the first."""
     if first is None:
         return second
     if first.package.contents.content_digest != second.package.contents.content_digest:
@@ -394,23 +381,12 @@ def _prefer_signed(first: Publishable | None, second: Publishable) -> Publishabl
     return first if first.package.signer or not second.package.signer else second
 
 
-def _make_claims(candidate: Publishable) -> Claims:
-    manifest, composition = candidate.manifest, candidate.manifest.composition
-    return Claims(
-        manifest.package,
-        manifest.semver,
-        tuple(Reference.parse(text) for text in composition.requires),
-        tuple(Reference.parse(text) for text in composition.conflicts),
-        candidate.registry,
-    )
-
-
 def _register(
     manifests: Mapping[StoredExpert, Manifest],
     catalogue: Catalogue | None,
     index: RoutingIndex | None,
 ) -> dict[str, list[str]]:
-    """Enter installed experts in the catalogue and the index; return warnings by ref."""
+    """Add installed experts to the catalogue and the index; return warnings by ref."""
     try:
         if catalogue is not None:
             catalogue.add_all(manifests.items())
@@ -423,28 +399,25 @@ def _register(
 def _add_to_index(
     manifests: Mapping[StoredExpert, Manifest], index: RoutingIndex
 ) -> dict[str, list[str]]:
-    """Make experts known to the router, and judge what they say of themselves."""
+    """Add experts to the routing index and vet their routing metadata."""
     by_digest = {expert.content_digest: manifest for expert, manifest in manifests.items()}
     index.add(by_digest)
     own = find_own_packages(manifests, KeyRing(Home(index.folder).keys))
     found = vet_experts(by_digest, index, own=own)
     return {
-        expert.ref: told
+        expert.ref: _routing_warnings(expert, manifest, found[expert.content_digest])
         for expert, manifest in manifests.items()
-        if (told := _routing_warnings(expert, manifest, found[expert.content_digest]))
     }
 
 
 def _routing_warnings(
     expert: StoredExpert, manifest: Manifest, flags: tuple[Flag, ...]
 ) -> list[str]:
-    """Return what the user should know of how the router treats an expert."""
-    named = f"`--expert {expert.package}`"
-    told = (
-        [f"{expert.ref} {describe_flags(flags)}; {describe_flag_effects(flags, named)}"]
-        if flags
-        else []
-    )
+    """Return warnings about how the router treats an expert."""
+    named, warnings = f"`--expert {expert.package}`", []
+    if flags:
+        effects = describe_flag_effects(flags, named)
+        warnings.append(f"{expert.ref} {describe_flags(flags)}; {effects}")
     if not manifest.routing.examples:
-        told.append(describe_missing_examples(expert.ref, name_option=named))
-    return told
+        warnings.append(describe_missing_examples(expert.ref, name_option=named))
+    return warnings

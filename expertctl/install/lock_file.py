@@ -1,7 +1,7 @@
-"""``expert.lock``: exactly what a project's experts were resolved to.
+"""``expert.lock``: the exact versions that a project's experts were resolved to.
 
 It is written by `expertctl lock` and kept with the project. Reading is strict: it is TOML, so that
-a person can read a change, but it has one form only, sorted, and every field must be there.
+a person can read a change, but it has exactly one form, sorted, with every field present.
 """
 
 import json
@@ -18,7 +18,7 @@ from expertctl.install.resolve import LockedVersion, ResolvedPackage
 from expertctl.package.verify import VersionContent
 from expertctl.reference import Constraint, PackageName, Reference, Version
 from expertctl.registry.address import RegistryAddress
-from expertctl.store.pins import parse_toml, read_bounded_text
+from expertctl.store.pins import LOCK_FILE, parse_toml, read_bounded_text
 from expertctl.store.refs import LOCAL
 
 FORMAT = 1
@@ -41,7 +41,7 @@ class LockedExpert:
 
     @classmethod
     def from_chosen(cls, chosen: ResolvedPackage) -> Self:
-        """Return what is written about a choice."""
+        """Return the entry for a resolved package."""
         candidate = chosen.candidate
         return cls(
             candidate.package,
@@ -66,7 +66,7 @@ class LockedExpert:
 
     @property
     def pin(self) -> LockedVersion:
-        """What the resolver prefers."""
+        """The preference for the resolver."""
         return LockedVersion(self.version, self.content_digest)
 
     def satisfies(self, wanted: Reference) -> bool:
@@ -80,12 +80,12 @@ class LockedExpert:
 
 @dataclass(frozen=True, slots=True)
 class LockFile:
-    """All of a lock file: what was asked for, and what that was resolved to."""
+    """The content of a lock file: the requests, and the versions they were resolved to."""
 
     wanted: tuple[str, ...]
     """The references of experts.toml, sorted."""
     experts: tuple[LockedExpert, ...]
-    """Sorted by name, one of each package."""
+    """Sorted by name, one per package."""
 
     @classmethod
     def from_resolution(cls, project: Project, chosen: Iterable[ResolvedPackage]) -> Self:
@@ -95,7 +95,7 @@ class LockFile:
 
     @classmethod
     def parse(cls, text: str, *, what: str) -> Self:
-        """Read the text of the file.
+        """Parse the text of the file.
 
         Raises:
             InvalidPackageError: when it is not exactly what `encode` writes.
@@ -124,15 +124,15 @@ class LockFile:
 
     @property
     def contents(self) -> dict[str, VersionContent]:
-        """What each locked version contains, by its ref; who signed it is not written there."""
-        return {e.ref: VersionContent("expert.lock", e.content_digest) for e in self.experts}
+        """The content of each locked version by its ref; the file does not say who signed it."""
+        return {e.ref: VersionContent(LOCK_FILE, e.content_digest) for e in self.experts}
 
     def find(self, package: PackageName) -> LockedExpert | None:
         """Return the locked version of a package."""
         return next((locked for locked in self.experts if locked.package == package), None)
 
     def check_current(self, project: Project, *, what: str) -> None:
-        """Demand that this is the lock of that project: nothing missing, nothing extra.
+        """Require that this is the lock of that project: nothing missing, nothing extra.
 
         Raises:
             ConflictError: naming every difference.
@@ -168,7 +168,7 @@ class LockFile:
 
 
 class _InvalidLockError(Exception):
-    """A field that is not what it must be."""
+    """A field has a wrong type or value."""
 
 
 def read_lock(path: Path) -> LockFile | None:
@@ -182,7 +182,7 @@ def read_lock(path: Path) -> LockFile | None:
 
 
 def require_lock(path: Path) -> LockFile:
-    """Read a lock file that must be there.
+    """Read a lock file that must exist.
 
     Raises:
         NotFoundError: when there is none.
@@ -204,7 +204,7 @@ def write_lock(path: Path, lock: LockFile) -> bool:
 
 
 def normalise_toml(text: str) -> str:
-    """Return a text without what an editor may change unasked: space at ends of lines."""
+    """Return a text without what an editor may change unasked: spaces at line ends."""
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
@@ -278,7 +278,7 @@ def _parse_texts(value: object) -> tuple[str, ...]:
 
 
 def describe_changes(before: Sequence[LockedExpert], after: Sequence[LockedExpert]) -> list[str]:
-    """Return what changed between two locks, one line each."""
+    """Return the differences between two locks, one line each."""
     old, new = ({locked.package: locked for locked in side} for side in (before, after))
     lines = []
     for package in sorted({*old, *new}):

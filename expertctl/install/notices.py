@@ -1,8 +1,8 @@
-"""What registries say now against versions that are installed, locked or about to be installed.
+"""Notices: facts that registries state against installed, locked or chosen versions.
 
-A *notice* is one such fact: the signing key was revoked, the version was yanked, its content is
-another than before, it is not listed any more, or nobody could be asked. `install`, `update` and
-`lock` refuse a revoked key and a changed content; `outdated` and `doctor --online` report them.
+A *notice* is one such fact: the signing key was revoked, the version was yanked, its content
+changed, it is no longer listed, or its registry could not be asked. `install`, `update` and `lock`
+refuse a revoked key and a changed content; `outdated` and `doctor --online` report them.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,11 +18,12 @@ from expertctl.package.verify import VersionContent, changed_version_error
 from expertctl.reference import PackageName, Version
 from expertctl.registry.index_document import Release
 from expertctl.registry.index_store import release_content
+from expertctl.store.pins import LOCK_FILE
 from expertctl.store.refs import LOCAL, StoredExpert
 
 NoticeKind = Literal["revoked", "yanked", "changed", "unlisted", "unchecked"]
 REFUSED_KINDS: frozenset[NoticeKind] = frozenset({"revoked", "changed"})
-"""What `install`, `update` and `lock` refuse; exit code 5 wherever it is found."""
+"""The kinds that `install`, `update` and `lock` refuse; exit code 5 wherever one is found."""
 _ERRORS: dict[NoticeKind, type[TrustError]] = {
     "revoked": RevokedError,
     "changed": ChangedVersionError,
@@ -39,11 +40,11 @@ class Notice:
     message: str
     hint: str = ""
     reason: str = ""
-    """Of a yank: what the publisher says, which may be nothing."""
+    """For a yank: the publisher's reason, which may be empty."""
     contents: tuple[VersionContent, ...] = ()
-    """Of a changed version: what it contained before, and now."""
+    """For a changed version: its content before, and now."""
     in_use: bool = True
-    """False for another installed version than the one that was chosen or is current."""
+    """False for an installed version other than the chosen or current one."""
 
     @property
     def text(self) -> str:
@@ -53,7 +54,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class KnownVersion:
-    """A version that is installed, locked or chosen, and what it contains according to that."""
+    """A version that is installed, locked or chosen, and its content according to that source."""
 
     package: PackageName
     version: Version
@@ -69,7 +70,7 @@ class KnownVersion:
 
 
 def version_in_store(expert: StoredExpert) -> KnownVersion:
-    """Return an installed expert as a held version."""
+    """Return an installed expert as a known version."""
     signers = (expert.signer,) if expert.signer else ()
     content = VersionContent("what is installed", expert.content_digest, signers)
     held = KnownVersion(expert.package, expert.version, expert.registry, content, expert.signer)
@@ -77,7 +78,10 @@ def version_in_store(expert: StoredExpert) -> KnownVersion:
 
 
 def version_in_lock(locked: LockedExpert, sources: RegistrySources) -> KnownVersion:
-    """Return an entry of a lock file; its signer is looked up in the index, or the one before."""
+    """Return an entry of a lock file; its signer is looked up in the index.
+
+    The signers of a content that the registry changed since are those of its first content.
+    """
     document = sources.find_index(locked.registry, locked.package)
     release = document.find_release(locked.version) if document else None
     same = release is not None and release.content_digest == locked.content_digest
@@ -87,12 +91,12 @@ def version_in_lock(locked: LockedExpert, sources: RegistrySources) -> KnownVers
     first = sources.find_first_content(locked.registry, locked.package, locked.version)
     if first is not None and first.digest == locked.content_digest:
         signers = first.signers
-    content = VersionContent("expert.lock", locked.content_digest, signers)
+    content = VersionContent(LOCK_FILE, locked.content_digest, signers)
     return KnownVersion(locked.package, locked.version, locked.registry, content, signer)
 
 
 def version_in_resolution(item: ResolvedPackage, sources: RegistrySources) -> KnownVersion:
-    """Return what a resolution chose; its signer is that of the form that would be installed."""
+    """Return a resolved package; its signer is that of the form that would be installed."""
     candidate = item.candidate
     found = sources.find_release(candidate)
     form = found[1].find_form(item.package_digest) if found else None
@@ -104,13 +108,13 @@ def version_in_resolution(item: ResolvedPackage, sources: RegistrySources) -> Kn
 
 
 def collect_notices(versions: Iterable[KnownVersion], sources: RegistrySources) -> list[Notice]:
-    """Return all that is known against some versions; their indexes were asked for before."""
+    """Return all notices about some versions; their indexes were requested before."""
     found = [notice for one in versions for notice in _version_notices(one, sources)]
     return list({(n.kind, n.ref, n.registry): n for n in reversed(found)}.values())[::-1]
 
 
 def check_notices(notices: Iterable[Notice], *, accepted: Collection[str] = ()) -> None:
-    """Refuse revoked keys and changed contents; ``mark_accepted`` refs may have another content.
+    """Refuse revoked keys and changed contents; ``accepted`` refs may have another content.
 
     Raises:
         RevokedError: when a key was revoked.
@@ -209,8 +213,8 @@ def _change_notice(ref: str, registry: str, before: VersionContent, now: Version
 
 def _unchecked_notice(version: KnownVersion, error: ExpertError) -> Notice:
     message = (
-        f"{version.ref}: {version.registry} cannot say whether its key was revoked or it was yanked: "
-        f"{error.message}"
+        f"{version.ref}: {version.registry} cannot say whether its key was revoked or it was "
+        f"yanked: {error.message}"
     )
     return Notice("unchecked", version.ref, version.registry, message)
 
@@ -223,11 +227,11 @@ def check_resolution(
     *,
     accepted: Collection[str],
 ) -> tuple[Notice, ...]:
-    """Return what is known against a resolution and is no reason to refuse it.
+    """Return the notices about a resolution that are no reason to refuse it.
 
-    ``locked`` are the entries of a lock file that must not be contradicted; ``mark_accepted`` refs may
-    have another content. Of other installed versions of the same packages those are returned that
-    `collect_other_notices` returns.
+    ``locked`` are the entries of a lock file that must not be contradicted; refs in ``accepted``
+    may have another content. The notices of `collect_other_notices` about other installed versions
+    of the same packages are included.
 
     Raises:
         RevokedError: when a key was revoked that signed something chosen.
@@ -237,11 +241,18 @@ def check_resolution(
     kept = [one for one in locked if _still_fits(one, items.get(one.package))]
     held = [
         *(version_in_resolution(item, sources) for item in chosen if not item.candidate.is_local),
-        *(_without_replaced_signer(version_in_store(e), e.package_digest, items[e.package])
-          for e in experts if _is_chosen(e, items)),
-        *(_without_replaced_signer(version_in_lock(one, sources), one.package_digest, items[one.package])
-          for one in kept),
-    ]  # fmt: skip
+        *(
+            _without_replaced_signer(version_in_store(e), e.package_digest, items[e.package])
+            for e in experts
+            if _is_chosen(e, items)
+        ),
+        *(
+            _without_replaced_signer(
+                version_in_lock(e, sources), e.package_digest, items[e.package]
+            )
+            for e in kept
+        ),
+    ]
     notices = collect_notices(held, sources)
     check_notices([*notices, *_find_contradictions(kept, items)], accepted=accepted)
     others = [
@@ -254,9 +265,9 @@ def check_resolution(
 def collect_other_notices(
     versions: Iterable[KnownVersion], sources: RegistrySources
 ) -> list[Notice]:
-    """Return what is known against installed versions beside the ones that are used.
+    """Return the notices about installed versions other than the ones in use.
 
-    Only revoked keys, yanks and changed contents: none is a reason to refuse anything.
+    Only revoked keys, yanks and changed contents; none is a reason to refuse anything.
     """
     return [
         _mark_unused(notice)
@@ -278,7 +289,7 @@ def _mark_unused(notice: Notice) -> Notice:
 def _without_replaced_signer(
     version: KnownVersion, package_digest: Digest, item: ResolvedPackage
 ) -> KnownVersion:
-    """Return a held version, without its signer where a form with another signature was chosen."""
+    """Return a known version, without its signer where a form with another signature was chosen."""
     stays = item.candidate.is_local or item.package_digest == package_digest
     return version if stays else replace(version, signer=None)
 
@@ -289,18 +300,18 @@ def _is_chosen(expert: StoredExpert, items: Mapping[PackageName, ResolvedPackage
 
 
 def _still_fits(locked: LockedExpert, item: ResolvedPackage | None) -> bool:
-    """Tell whether all needs of a package allow its locked version, whatever was chosen."""
+    """Tell whether all requirements on a package allow its locked version, whatever was chosen."""
     return item is not None and all(locked.satisfies(n.wanted) != n.refused for n in item.needs)
 
 
 def _find_contradictions(
     kept: Iterable[LockedExpert], items: Mapping[PackageName, ResolvedPackage]
 ) -> Iterator[Notice]:
-    """Yield locked versions that were chosen with another content, also from files."""
+    """Yield notices about locked versions chosen with another content, also from files."""
     for locked in kept:
         candidate = items[locked.package].candidate
         same = candidate.version == locked.version
         if same and candidate.content_digest != locked.content_digest:
-            before = VersionContent("expert.lock", locked.content_digest)
+            before = VersionContent(LOCK_FILE, locked.content_digest)
             now = VersionContent(candidate.registry, candidate.content_digest)
             yield _change_notice(locked.ref, locked.registry, before, now)

@@ -1,6 +1,7 @@
-"""What is behind: for each expert the version in use, the one allowed, and the newest.
+"""`find_outdated`: for each expert the version in use, the newest allowed one, and the newest one.
 
-Also what its registry says against installed versions: a revoked key, a yank, another content.
+It includes the notices of registries about installed versions: a revoked key, a yank, a changed
+content.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,33 +36,33 @@ from expertctl.store.refs import LOCAL, StoredExpert
 
 @dataclass(frozen=True, slots=True)
 class OutdatedEntry:
-    """How one expert compares with what its registry has."""
+    """How one expert compares with the versions of its registry."""
 
     package: PackageName
     current: Version
-    """Locked, or else the installed one that is used where no version is named."""
+    """The locked version, or else the installed one that is used where no version is named."""
     wanted: Version
-    """The newest that all needs allow and that may be taken today."""
+    """The newest that all requirements allow and that may be taken today."""
     newest: Version | None
     """The newest that was neither yanked nor revoked, prereleases aside; None: there is none."""
     waiting: tuple[Version, datetime] | None = None
     """A version that is too young, and until when."""
     notices: tuple[Notice, ...] = ()
-    """What is known against the current version, and others that are installed beside it."""
+    """Notices about the current version and other installed ones."""
 
     @property
     def yanked(self) -> str | None:
-        """Why the current one was yanked; None when it was not."""
+        """Why the current version was yanked; None when it was not."""
         return next((n.reason for n in self.notices if n.kind == "yanked" and n.in_use), None)
 
     @property
     def is_refused(self) -> bool:
-        """Tell whether the key of the current one was revoked or its content changed."""
+        """Whether the key of the current version was revoked or its content changed."""
         return any(notice.kind in REFUSED_KINDS and notice.in_use for notice in self.notices)
 
     @property
     def is_behind(self) -> bool:
-        """Tell whether the user should look at it."""
+        """Whether the user should look at it."""
         return bool(self.notices) or self.current != self.newest or self.waiting is not None
 
 
@@ -71,7 +72,7 @@ def find_outdated(
     sources: RegistrySources,
     age: ReleaseAge,
 ) -> list[OutdatedEntry]:
-    """Compare what is locked, or outside a project installed, with what registries have.
+    """Compare the locked, or outside a project the installed, versions with the registries.
 
     Raises:
         TrustError: when an index cannot be trusted.
@@ -129,7 +130,7 @@ def _read_list_preference(
 def _current_candidates(
     lock: LockFile | None, experts: Sequence[StoredExpert], preference: VersionPreference
 ) -> list[InstallCandidate]:
-    """Return the current version of each package; those from files, never behind, are left out."""
+    """Return the current version of each package, without those from files: they never lag."""
     if lock is not None:
         return [
             InstallCandidate(
@@ -150,9 +151,9 @@ def _current_candidates(
 def _list_offered(
     candidate: InstallCandidate, sources: RegistrySources, *, by_hand: bool
 ) -> Sequence[InstallCandidate]:
-    """Return what the registry of a candidate has now; nothing when it has no index."""
+    """Return the versions in the registry of a candidate; none when it has no index."""
     wanted = Reference(candidate.package, registry=candidate.registry)
-    if not sources.has_index(sources.resolve_address(wanted, by_hand=True)):
+    if not sources.knows_host(sources.resolve_address(wanted, by_hand=True).host):
         return []
     try:
         return sources.find_candidates(wanted, by_hand)
@@ -187,7 +188,7 @@ def _compare_versions(
 
 
 def _is_met(requirement: Requirement, candidate: InstallCandidate) -> bool:
-    """Tell whether a need allows a version; an exact digest allows only itself."""
+    """Tell whether a requirement allows a version; an exact digest allows only itself."""
     wanted = Reference(
         requirement.package, requirement.wanted.constraint, None, requirement.wanted.digest
     )

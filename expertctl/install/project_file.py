@@ -14,19 +14,17 @@ moves a namespace: a registry that it names must be known to the user already.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
-from filelock import FileLock, Timeout
-
-from expertctl.errors import ExpertError, InvalidPackageError, StoreError, UsageError
+from expertctl.errors import ExpertError, InvalidPackageError, UsageError
 from expertctl.files import make_folders, write_atomic
 from expertctl.reference import PackageName, Reference
 from expertctl.registry.address import RegistryAddress
-from expertctl.store.pins import parse_toml, read_bounded_text
+from expertctl.store.locks import exclusive_lock
+from expertctl.store.pins import LOCK_FILE, parse_toml, read_bounded_text
 
 MAX_EXPERTS = 200
 LOCK_SECONDS = 30.0
@@ -37,16 +35,16 @@ _HEADER = re.compile(r"^[ \t]*\[[ \t]*experts[ \t]*\][ \t]*(?:#.*)?$", re.MULTIL
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """What ``experts.toml`` says."""
+    """The content of ``experts.toml``."""
 
     experts: tuple[Reference, ...] = ()
-    """Sorted by name, one of each package."""
+    """Sorted by name, one per package."""
     registries: tuple[tuple[str, str], ...] = ()
-    """Namespaces, and the registries that they are to come from."""
+    """Namespaces, and the registries that they come from."""
 
     @classmethod
     def parse(cls, text: str, *, what: str) -> Self:
-        """Read the text of the file.
+        """Parse the text of the file.
 
         Raises:
             InvalidPackageError: with every problem, when it is not such a file.
@@ -68,11 +66,11 @@ class Project:
         return cls(tuple(sorted(located, key=lambda r: r.package)), tuple(sorted(registries)))
 
     def find(self, package: PackageName) -> Reference | None:
-        """Return what is wanted of a package."""
+        """Return the reference to a package, if it is wanted."""
         return next((r for r in self.experts if r.package == package), None)
 
     def with_wanted(self, references: Iterable[Reference]) -> Self:
-        """Return the same with other references of some packages, as `ProjectFile.save` does."""
+        """Return the same with other references to some packages, as after `ProjectFile.update`."""
         wanted = {reference.package: self.with_registry(reference) for reference in references}
         kept = [r for r in self.experts if r.package not in wanted]
         experts = sorted([*kept, *wanted.values()], key=lambda r: r.package)
@@ -93,15 +91,15 @@ class ProjectFile:
 
     @property
     def lock_path(self) -> Path:
-        """Where its lock file is."""
-        return self.path.with_name("expert.lock")
+        """The path of its lock file."""
+        return self.path.with_name(LOCK_FILE)
 
     def exists(self) -> bool:
-        """Tell whether there is such a file."""
+        """Tell whether the file exists."""
         return self.path.is_file()
 
     def read(self) -> Project:
-        """Read the file; one that is not there wants nothing.
+        """Read the file; a missing one wants nothing.
 
         Raises:
             InvalidPackageError: when it is not such a file.
@@ -109,7 +107,7 @@ class ProjectFile:
         return Project.parse(read_bounded_text(self.path), what=str(self.path))
 
     def update(self, references: Mapping[PackageName, Reference]) -> None:
-        """Write what is wanted of some packages, in place of what was; all else stays.
+        """Write the references to some packages, replacing present ones; everything else stays.
 
         Raises:
             InvalidPackageError: when the file cannot be read, or is written in an unusual way.
@@ -119,7 +117,7 @@ class ProjectFile:
         )
 
     def remove(self, package: PackageName) -> bool:
-        """Take a package out; tell whether it was there.
+        """Remove a package from the list; tell whether it was there.
 
         Raises:
             InvalidPackageError: when the file cannot be read, or is written in an unusual way.
@@ -131,7 +129,7 @@ class ProjectFile:
 
     def _rewrite(self, lines: Mapping[PackageName, str]) -> None:
         make_folders(self.lock_file.parent, mode=0o700)
-        with _file_lock(self.lock_file):
+        with exclusive_lock(self.lock_file, seconds=LOCK_SECONDS):
             before, text = self.read(), read_bounded_text(self.path)
             for package, line in lines.items():
                 text = _replace_line(text, package, line)
@@ -139,7 +137,7 @@ class ProjectFile:
             write_atomic(self.path, text.encode("utf-8"))
 
     def _check_meaning(self, before: Project, text: str, lines: Mapping[PackageName, str]) -> None:
-        """Demand that a line-wise change did what it should and nothing else."""
+        """Require that a line-wise change did what it should and nothing else."""
         added = "".join(line for line in lines.values() if line)
         wanted = Project.parse(f"[experts]\n{added}", what=str(self.path)).experts
         kept = tuple(r for r in before.experts if r.package not in lines)
@@ -209,13 +207,3 @@ def _replace_line(text: str, package: PackageName, line: str) -> str:
         return f"{text[:end]}\n{line}{text[end:].removeprefix(chr(10))}"
     gap = "" if not text else "\n" if text.endswith("\n") else "\n\n"
     return f"{text}{gap}[experts]\n{line}"
-
-
-@contextmanager
-def _file_lock(guard: Path) -> Iterator[None]:
-    try:
-        with FileLock(guard, timeout=LOCK_SECONDS, thread_local=False):
-            yield
-    except Timeout as error:
-        message = f"{guard} is held for too long by another process"
-        raise StoreError(message, hint="try again when that has ended") from error

@@ -1,16 +1,13 @@
-"""What experts say of each other: which require and which exclude others. No I/O.
+"""Publishing verified packages to the store, all or none of them, and the checks on them.
 
-Whether a package fits the bases that this machine knows.
+Requirements and conflicts are checked between candidates, new and installed ones.
+`check_base_fit` compares a package with the known bases. `find_own_packages` finds the user's own
+packages, which the router does not guard against: those that one of the user's own keys signed,
+wherever they were installed from, and unsigned files of ``local/``, which the router uses only when
+they are named.
 
-Which installed packages are the user's own: the router does not guard against them.
-
-These are packages that one of the user's own keys signed, wherever they were installed from, and
-files of ``local/`` that nobody signed, which the router uses only when they are named.
-
-Publishing verified packages to the store, all or none of them.
-
-Each is published after what it requires. When one cannot be, those before it are withdrawn, and
-what they replaced is restored: blobs are freed only after the last one.
+Each package is published after those it requires. When one cannot be, those before it are withdrawn
+and the versions they replaced are restored: blobs are freed only after the last one.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,10 +16,11 @@ from itertools import permutations
 
 from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError, ConflictError, ExpertError, MissingDependencyError
+from expertctl.install.candidate import InstallCandidate, candidate_from_expert
 from expertctl.package.compatibility import check_expert_base, check_tensors
 from expertctl.package.read import PackageContents
 from expertctl.package.verify import VerifiedPackage
-from expertctl.reference import PackageName, Reference, Version
+from expertctl.reference import Reference
 from expertctl.routing.base_choice import collect_hidden_sizes
 from expertctl.schema.manifest import Manifest
 from expertctl.store.base_record import StoredBase
@@ -32,52 +30,19 @@ from expertctl.trust.keys import KeyRing
 from expertctl.trust.trust_store import OWN_NAMESPACE
 
 
-@dataclass(frozen=True, slots=True)
-class Claims:
-    """What one expert, installed or about to be installed, says of others."""
-
-    package: PackageName
-    version: Version
-    requires: tuple[Reference, ...]
-    conflicts: tuple[Reference, ...]
-    registry: str = LOCAL
-
-    @classmethod
-    def from_expert(cls, expert: StoredExpert) -> "Claims":
-        """Return the claims of an installed expert."""
-        return cls(
-            expert.package,
-            expert.version,
-            tuple(Reference.parse(text) for text in expert.requires),
-            tuple(Reference.parse(text) for text in expert.conflicts),
-            expert.registry,
-        )
-
-    @property
-    def ref(self) -> str:
-        """``namespace/name@version``."""
-        return f"{self.package}@{self.version}"
-
-    def satisfies(self, wanted: Reference) -> bool:
-        """Tell whether this is what a reference asks for."""
-        return (
-            self.package == wanted.package
-            and wanted.registry in {None, self.registry}
-            and wanted.allows(self.version)
-        )
-
-
-def check_requirements(new: Sequence[Claims], installed: Iterable[Claims]) -> None:
-    """Demand that all that the new experts require is installed or among them.
+def check_requirements(
+    new: Sequence[InstallCandidate], installed: Iterable[InstallCandidate]
+) -> None:
+    """Require that everything the new experts require is installed or among them.
 
     Raises:
         MissingDependencyError: naming everything that is missing.
     """
     there = [*new, *installed]
     missing = [
-        (claims.ref, wanted)
-        for claims in new
-        for wanted in claims.requires
+        (candidate.ref, wanted)
+        for candidate in new
+        for wanted in candidate.requires
         if not any(other.satisfies(wanted) for other in there)
     ]
     if missing:
@@ -87,14 +52,14 @@ def check_requirements(new: Sequence[Claims], installed: Iterable[Claims]) -> No
         raise MissingDependencyError(f"{lines}, which is not installed", hint=hint)
 
 
-def check_conflicts(new: Sequence[Claims], installed: Iterable[Claims]) -> None:
-    """Demand that no expert refuses another, in either direction.
+def check_conflicts(new: Sequence[InstallCandidate], installed: Iterable[InstallCandidate]) -> None:
+    """Require that no expert refuses another, in either direction.
 
     Raises:
         ConflictError: naming every pair.
     """
-    refs = {claims.ref for claims in new}
-    others = [claims for claims in installed if claims.ref not in refs]
+    refs = {candidate.ref for candidate in new}
+    others = [candidate for candidate in installed if candidate.ref not in refs]
     pairs = [(a, b) for a, b in permutations([*new, *others], 2) if a.ref in refs or b.ref in refs]
     found = [
         f"{a.ref} conflicts with {b.ref}" for a, b in pairs if any(map(b.satisfies, a.conflicts))
@@ -104,22 +69,22 @@ def check_conflicts(new: Sequence[Claims], installed: Iterable[Claims]) -> None:
         raise ConflictError("; ".join(found), hint=hint)
 
 
-def sort_by_requirements(new: Sequence[Claims]) -> list[Claims]:
+def sort_by_requirements(new: Sequence[InstallCandidate]) -> list[InstallCandidate]:
     """Return the new experts in an order in which each follows what it requires, cycles aside."""
-    ordered: list[Claims] = []
+    ordered: list[InstallCandidate] = []
     seen: set[str] = set()
 
-    def visit(claims: Claims) -> None:
-        if claims.ref in seen:
+    def visit(candidate: InstallCandidate) -> None:
+        if candidate.ref in seen:
             return
-        seen.add(claims.ref)
-        for wanted in claims.requires:
+        seen.add(candidate.ref)
+        for wanted in candidate.requires:
             for other in filter(lambda c: c.satisfies(wanted), new):
                 visit(other)
-        ordered.append(claims)
+        ordered.append(candidate)
 
-    for claims in new:
-        visit(claims)
+    for candidate in new:
+        visit(candidate)
     return ordered
 
 
@@ -132,9 +97,9 @@ def expand_requirements(
         MissingDependencyError: when something that one requires is not installed.
     """
     chosen = list(dict.fromkeys(wanted))
-    for expert in chosen:  # grows while it is walked
-        for needed in Claims.from_expert(expert).requires:
-            if not any(Claims.from_expert(other).satisfies(needed) for other in chosen):
+    for expert in chosen:  # grows during the iteration
+        for needed in candidate_from_expert(expert).requires:
+            if not any(candidate_from_expert(other).satisfies(needed) for other in chosen):
                 chosen.append(_find_newest(needed, installed, of=expert))
     return chosen
 
@@ -142,7 +107,7 @@ def expand_requirements(
 def _find_newest(
     needed: Reference, installed: Sequence[StoredExpert], *, of: StoredExpert
 ) -> StoredExpert:
-    found = [expert for expert in installed if Claims.from_expert(expert).satisfies(needed)]
+    found = [expert for expert in installed if candidate_from_expert(expert).satisfies(needed)]
     if not found:
         hint = f"install it first, or `expertctl remove {of.ref}`"
         raise MissingDependencyError(
@@ -152,22 +117,22 @@ def _find_newest(
 
 
 def find_dependants(expert: StoredExpert, installed: Iterable[StoredExpert]) -> list[str]:
-    """Return the refs that would miss an expert: they require it, and nothing else fits."""
-    rest = [Claims.from_expert(other) for other in installed if other != expert]
-    own = Claims.from_expert(expert)
+    """Return the refs of the experts that require this one and could use no other."""
+    rest = [candidate_from_expert(other) for other in installed if other != expert]
+    own = candidate_from_expert(expert)
     return [
-        claims.ref
-        for claims in rest
-        if any(own.satisfies(w) and not any(o.satisfies(w) for o in rest) for w in claims.requires)
+        other.ref
+        for other in rest
+        if any(own.satisfies(w) and not any(o.satisfies(w) for o in rest) for w in other.requires)
     ]
 
 
 def find_missing_requirements(installed: Iterable[StoredExpert]) -> Mapping[str, list[str]]:
-    """Return, for each ref, what it requires and does not find."""
-    claims = [Claims.from_expert(expert) for expert in installed]
+    """Return, for each ref, its requirements that are not installed."""
+    experts = list(map(candidate_from_expert, installed))
     missing = {
-        c.ref: [str(w) for w in c.requires if not any(o.satisfies(w) for o in claims)]
-        for c in claims
+        c.ref: [str(w) for w in c.requires if not any(o.satisfies(w) for o in experts)]
+        for c in experts
     }
     return {ref: wanted for ref, wanted in missing.items() if wanted}
 
@@ -177,7 +142,7 @@ def check_base_fit(
 ) -> tuple[list[str], list[str]]:
     """Check a package against the base it was made for, if that is known.
 
-    Returns the warnings that stay with the expert, and those of the moment.
+    Returns the warnings stored with the expert, and those shown only now.
 
     Raises:
         BaseMismatchError: when it was made for another base of that name, or when its tensors do
@@ -230,7 +195,7 @@ def _unknown_base_warning(contents: PackageContents) -> str:
 
 
 def find_own_packages(experts: Iterable[StoredExpert], ring: KeyRing) -> frozenset[Digest]:
-    """Return the content digests of those that are the user's own."""
+    """Return the content digests of the user's own packages."""
     keys = _read_key_ids(ring)
     return frozenset(expert.content_digest for expert in experts if _is_own(expert, keys))
 
@@ -243,7 +208,7 @@ def _is_own(expert: StoredExpert, keys: frozenset[str]) -> bool:
 
 
 def _read_key_ids(ring: KeyRing) -> frozenset[str]:
-    """Return the ids of the user's keys; one that cannot be read counts for nothing."""
+    """Return the ids of the user's keys; unreadable ones are skipped."""
     found = set()
     for name in ring.list_names():
         try:
@@ -255,7 +220,7 @@ def _read_key_ids(ring: KeyRing) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class InstalledPackage:
-    """What happened to one package."""
+    """The result for one package."""
 
     expert: StoredExpert
     outcome: AddOutcome
@@ -264,7 +229,7 @@ class InstalledPackage:
 
 @dataclass(frozen=True, slots=True)
 class Publishable:
-    """A verified package in its staging, with what the user is to be told of it."""
+    """A verified package in its staging, with warnings for the user."""
 
     package: VerifiedPackage
     staging: PackageStaging
@@ -276,7 +241,7 @@ class Publishable:
 
     @property
     def manifest(self) -> Manifest:
-        """What the package says of itself."""
+        """The manifest of the package."""
         return self.package.contents.manifest
 
 
@@ -312,7 +277,7 @@ def _roll_back(
     here: Mapping[str, StoredExpert],
     before: Collection[str],
 ) -> None:
-    """Bring the store back to what it was before: remove what is new, restore what was replaced."""
+    """Restore the store: remove what is new, restore what was replaced."""
     there = {expert.ref: expert for expert in changes.scan().experts}
     for candidate in reversed(candidates):
         ref = candidate.manifest.ref
@@ -328,9 +293,9 @@ def _roll_back(
 def _keep_from_authority(
     candidate: Publishable, there: StoredExpert | None
 ) -> InstalledPackage | None:
-    """Return the same content from the namespace's own registry, which another does not replace.
+    """Return the installed expert where it has the same content from the namespace's own registry.
 
-    Otherwise what that registry revokes would not count for it any more.
+    Another registry does not replace it: revocations by the own one would no longer apply to it.
     """
     if there is None or candidate.authority is None or there.registry != candidate.authority:
         return None

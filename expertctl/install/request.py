@@ -1,8 +1,8 @@
-"""Installing what references and files ask for: resolved, fetched, checked, published.
+"""`install_request`: resolves, fetches, checks and publishes what references and files ask for.
 
-What a file requires counts as installed if it is, or if another file brings it; only the rest is
-looked for in registries. What is installed already and whole is left as it is: its registry is
-asked what it says of it now, but need not answer.
+What a file requires counts as installed if it is, or if another file provides it; only the rest is
+looked up in registries. An installed, undamaged version is left as it is: its registry is asked for
+news about it, but need not answer.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class InstallContext:
-    """Where experts are installed to, and what the user tolerates."""
+    """The stores that experts are installed to, and what the user tolerates."""
 
     store: Store
     bases: BaseStore
@@ -90,14 +90,14 @@ class InstallRequest:
 
 @dataclass(frozen=True, slots=True)
 class InstallReport:
-    """The result of an order."""
+    """The result of an install."""
 
     installed: tuple[InstalledPackage, ...]
     chosen: tuple[ResolvedPackage, ...]
     """What the references were resolved to."""
     notes: tuple[str, ...] = ()
     notices: tuple[Notice, ...] = ()
-    """What registries say against what was chosen, and is no reason to refuse it."""
+    """What registries state against the chosen versions that is no reason to refuse them."""
 
 
 def install_request(
@@ -109,7 +109,7 @@ def install_request(
     """Install what references and files ask for, all or none of it.
 
     Raises:
-        ExpertError: as `install_files`, `resolve` and `fetch`; nothing is installed then.
+        ExpertError: as `install_files`, `resolve` and `fetch_packages`; nothing is installed then.
     """
     if not (request.needs or request.files):
         raise UsageError("nothing to install", hint="expertctl install REF… or FILE…")
@@ -117,18 +117,18 @@ def install_request(
         with open_progress(sum(p.stat().st_size for p in request.files if p.is_file())) as progress:
             staged = list(stage_files(request.files, context.store, stack, progress))
         here = find_installed_candidates(context, sources)
-        directs = _find_unindexed_packages(request.needs, here, sources)
+        unindexed = _find_unindexed_packages(request.needs, here, sources)
         files = [candidate_from_file(item.contents) for item in staged]
         needs = [*request.needs, *_file_requirements(files, [*files, *here])]
-        universe = CandidatePool(
+        pool = CandidatePool(
             sources.find_candidates,
             installed=files,
-            files=[direct.candidate for direct in directs],
+            files=[direct.candidate for direct in unindexed],
             locked=preferred_pins(request.locked, context),
             age=request.age,
         )
-        sources.prefetch(_list_needed_indexes(request, here, directs))
-        chosen = resolve_and_verify(needs, universe, context, sources)
+        sources.prefetch(_list_needed_indexes(request, here, unindexed))
+        chosen = resolve_and_verify(needs, pool, context, sources)
         sources.check_namespace_claims(chosen)
         done = install_resolved(
             chosen,
@@ -136,7 +136,7 @@ def install_request(
             sources,
             open_progress,
             files=staged,
-            unindexed=directs,
+            unindexed=unindexed,
             locked=request.locked,
         )
         return replace(done, notes=(*done.notes, *describe_waiting(chosen, sources, request.age)))
@@ -148,9 +148,10 @@ def resolve_and_verify(
     context: InstallContext,
     sources: RegistrySources,
 ) -> list[ResolvedPackage]:
-    """Choose versions, installed ones among them, and ask registries about all that were chosen.
+    """Choose versions, installed ones among them, and ask the registries of all that were chosen.
 
-    Where an answer revokes a key, what it signed counts no more, and the choice is made again.
+    Where an answer revokes a key, the versions it signed no longer count and the choice is
+    repeated.
     """
     if not requirements:
         return []
@@ -182,14 +183,14 @@ def install_resolved(
     unindexed: Sequence[UnindexedPackage] = (),
     locked: Sequence[LockedExpert] = (),
 ) -> InstallReport:
-    """Install what was resolved, and files that are staged, all or none of it.
+    """Install what was resolved, and staged files, all or none of it.
 
-    ``locked`` are entries of a lock file that what was chosen must not contradict.
+    ``locked`` are entries of a lock file that the chosen versions must not contradict.
 
     Raises:
         RevokedError: when a key was revoked that signed something chosen.
         ChangedVersionError: when a version has another content than before, and was not accepted.
-        ExpertError: as `install_staged` and `fetch`; nothing is installed then.
+        ExpertError: as `install_staged` and `fetch_packages`; nothing is installed then.
     """
     experts = context.store.list_experts()
     notices = check_resolution(chosen, experts, locked, sources, accepted=context.accept_changed)
@@ -198,15 +199,15 @@ def install_resolved(
     asked = [item for item in chosen if item.candidate.content_digest not in brought]
     wanted = [item for item in asked if not _is_installed(item, there, context, sources)]
     named = {direct.candidate: direct for direct in unindexed}
-    parcels = [_make_fetch_item(item, sources, named.get(item.candidate)) for item in wanted]
-    _check_online(parcels, sources)
+    to_fetch = [_make_fetch_item(item, sources, named.get(item.candidate)) for item in wanted]
+    _check_online(to_fetch, sources)
     pinned = [item for item in chosen if item in wanted or _is_vouched_for(item, there, sources)]
 
     def pinning(verify: Callable[[TrustRecord], T]) -> T:
         return sources.verify_and_pin(pinned, verify)
 
     stated = {entry.ref: version_in_lock(entry, sources).content for entry in locked}
-    new = _fetch_and_install(parcels, files, context, open_progress, pinning, stated)
+    new = _fetch_and_install(to_fetch, files, context, open_progress, pinning, stated)
     sources.accept_contents(chosen, context.accept_changed)
     kept = [
         InstalledPackage(there[item.candidate.ref], "already installed")
@@ -219,7 +220,7 @@ def install_resolved(
 def _add_warnings(
     installed: Iterable[InstalledPackage], notices: Sequence[Notice]
 ) -> tuple[InstalledPackage, ...]:
-    """Return what was installed, each with the notices about it."""
+    """Return the installed packages, each with the notices about it."""
     return tuple(
         replace(i, warnings=(*i.warnings, *(n.text for n in notices if n.ref == i.expert.ref)))
         for i in installed
@@ -229,7 +230,7 @@ def _add_warnings(
 def _is_vouched_for(
     item: ResolvedPackage, there: Mapping[str, StoredExpert], sources: RegistrySources
 ) -> bool:
-    """Tell whether an installed expert, whose signature was verified then, shows the first keys."""
+    """Tell whether an installed expert, verified at its install, confirms the index's keys."""
     expert = there.get(item.candidate.ref)
     document = sources.find_index(item.candidate.registry, item.candidate.package)
     if expert is None or document is None:
@@ -241,11 +242,11 @@ def _is_vouched_for(
 def find_installed_candidates(
     context: InstallContext, sources: RegistrySources
 ) -> list[InstallCandidate]:
-    """Return the installed experts that may be counted on."""
+    """Return the installed experts that may be chosen."""
     return [
         candidate_from_expert(expert, yanked=sources.find_yank_reason(expert))
         for expert in context.store.list_experts()
-        if not sources.is_revoked(expert.signer, expert.package, expert.registry)
+        if sources.find_revocation(expert.signer, expert.package, expert.registry) is None
         and expert.ref not in context.accept_changed
     ]
 
@@ -253,7 +254,7 @@ def find_installed_candidates(
 def describe_waiting(
     chosen: Iterable[ResolvedPackage], sources: RegistrySources, age: ReleaseAge
 ) -> list[str]:
-    """Say which newer versions are passed over because they are too young."""
+    """Return notes about newer versions that are skipped because they are too young."""
     notes = []
     for item in chosen:
         newer = [
@@ -269,7 +270,7 @@ def describe_waiting(
 def _find_unindexed_packages(
     requirements: Iterable[Requirement], here: Sequence[InstallCandidate], sources: RegistrySources
 ) -> list[UnindexedPackage]:
-    """Find what registries without an index have, unless it is installed already."""
+    """Find packages of registries without an index, unless they are installed already."""
     absent = [
         need
         for need in requirements
@@ -281,7 +282,7 @@ def _find_unindexed_packages(
 def _list_needed_indexes(
     request: InstallRequest, here: Sequence[InstallCandidate], unindexed: Sequence[UnindexedPackage]
 ) -> list[tuple[Reference, bool]]:
-    """Return the indexes needed in any case: none for installed versions that will do."""
+    """Return the indexes needed in any case: none where an installed version will do."""
     found = {direct.candidate.package for direct in unindexed}
     pins = {entry.package: entry.pin for entry in request.locked}
     asked = []
@@ -296,7 +297,7 @@ def _list_needed_indexes(
 def _file_requirements(
     files: Sequence[InstallCandidate], there: Sequence[InstallCandidate]
 ) -> list[Requirement]:
-    """Return what files require and neither the files nor the store have."""
+    """Return the requirements of files that neither the files nor the store satisfy."""
     return [
         Requirement(wanted, file.ref, file.package)
         for file in files
@@ -342,7 +343,7 @@ def _is_whole(expert: StoredExpert, store: Store) -> bool:
 def _make_fetch_item(
     item: ResolvedPackage, sources: RegistrySources, unindexed: UnindexedPackage | None
 ) -> FetchItem:
-    """Return what is to be fetched for a choice; its signer must be one that counts.
+    """Return the package to fetch for a choice; its signer must be trusted.
 
     Raises:
         TrustError: when nobody who is trusted signed that form.
@@ -363,7 +364,7 @@ def _make_fetch_item(
 
 
 def _find_named_digest(item: ResolvedPackage, sources: RegistrySources) -> Digest | None:
-    """Return the exact bytes that the user names again for an expert that is damaged here."""
+    """Return the digest that the user names again for an expert that is damaged here."""
     candidate = item.candidate
     named = {need.wanted.digest for need in item.needs if need.by_hand}
     if sources.knows_host(candidate.registry) or candidate.package_digest not in named:
@@ -373,7 +374,7 @@ def _find_named_digest(item: ResolvedPackage, sources: RegistrySources) -> Diges
 
 def _check_online(items: Sequence[FetchItem], sources: RegistrySources) -> None:
     if items and sources.settings.offline:
-        names = ", ".join(str(parcel.wanted) for parcel in items)
+        names = ", ".join(str(item.wanted) for item in items)
         raise OfflineError(
             f"{names} must be fetched, and expertctl is offline",
             hint="leave out --offline, EXPERT_OFFLINE and the setting `offline`",

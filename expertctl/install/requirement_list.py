@@ -1,15 +1,14 @@
-"""What is wanted here: a project's ``experts.toml``, or else the user's own in ``EXPERT_HOME``.
+"""The list of wanted experts, a project's ``experts.toml`` or the user's own, and its lock file.
 
-Only the working folder is looked at. A project has a lock file; the user's list has none, for what
-is installed is its state. A project's file may come from another person and may name only
-registries that the user knows; the user's own list counts as typed by the user.
+Only the working folder is searched for a project. A project has a lock file; the user's list in
+``EXPERT_HOME`` has none: what is installed is its state. A project's file may come from another
+person and may name only registries that the user knows; the user's own list counts as typed by the
+user.
 
-Installing exactly what a lock file says, and nothing that it should not say.
-
-A lock file comes with a project, so nothing in it is believed unchecked: its registry must be the
-one where the namespace belongs, its digests those of the registry's signed index or of what is
-installed, and the publisher's key must count. It can only narrow what would be installed without
-it.
+`install_locked` installs exactly what a lock file says. A lock file comes with a project, so none
+of it is trusted unchecked: its registry must be the one that the namespace belongs to, its digests
+those of the registry's signed index or of the installed version, and the publisher's key must be
+trusted. It can only narrow what would be installed without it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -49,7 +48,7 @@ from expertctl.install.sources import RegistrySources
 from expertctl.package.verify import changed_version_error
 from expertctl.reference import Constraint, PackageName, Reference
 from expertctl.settings import Home
-from expertctl.store.pins import PROJECT_FILE, is_project
+from expertctl.store.pins import LOCK_FILE, PROJECT_FILE, is_project
 from expertctl.store.refs import LOCAL
 
 
@@ -67,7 +66,7 @@ class RequirementList:
         return tuple(Requirement(wanted, who, by_hand=by_hand) for wanted in project.experts)
 
     def load_lock(self) -> LockFile | None:
-        """Return the lock file's content; None where there is none.
+        """Return the content of the lock file; None where there is none.
 
         Raises:
             InvalidPackageError: when it is damaged.
@@ -77,7 +76,7 @@ class RequirementList:
 
 @dataclass(frozen=True, slots=True)
 class ListResolution:
-    """What a list was resolved to."""
+    """The resolution of a list."""
 
     chosen: tuple[ResolvedPackage, ...]
     unindexed: tuple[UnindexedPackage, ...]
@@ -87,12 +86,11 @@ class ListResolution:
 
 
 def find_requirement_list(home: Home, folder: Path) -> RequirementList:
-    """Return the list that counts in a folder."""
-    guard = home.root / f"{PROJECT_FILE}.lock"
-    here = ProjectFile(folder / PROJECT_FILE, guard)
-    if is_project(folder, home):
-        return RequirementList(here, is_project=True)
-    return user_requirement_list(home)
+    """Return the list that applies in a folder."""
+    own = user_requirement_list(home)
+    if not is_project(folder, home):
+        return own
+    return RequirementList(replace(own.file, path=folder / PROJECT_FILE), is_project=True)
 
 
 def user_requirement_list(home: Home) -> RequirementList:
@@ -124,9 +122,9 @@ def resolve_requirement_list(
     fresh: Iterable[PackageName] | None = (),
     project: Project | None = None,
 ) -> ListResolution:
-    """Resolve a list, keeping what is locked but for ``fresh`` packages (None: for all).
+    """Resolve a list, keeping locked versions except for ``fresh`` packages (None: for all).
 
-    ``project`` is what the list is going to say, where that is not what it says now.
+    ``project`` is the future content of the list, where that differs from the present one.
 
     Raises:
         ExpertError: as `resolve`.
@@ -137,28 +135,28 @@ def resolve_requirement_list(
     entries = lock.experts if lock is not None else ()
     anew = {entry.package for entry in entries} if fresh is None else set(fresh)
     kept = [entry for entry in entries if entry.package not in anew]
-    directs = [found for need in needs if (found := find_unindexed(need, sources))]
-    universe = CandidatePool(
+    unindexed = [found for need in needs if (found := find_unindexed(need, sources))]
+    pool = CandidatePool(
         lambda wanted, by_hand: sources.find_candidates(
             project.with_registry(wanted), by_hand=by_hand and wanted.registry is not None
         ),
-        files=[direct.candidate for direct in directs],
+        files=[direct.candidate for direct in unindexed],
         locked=preferred_pins(kept, context),
         age=age,
         prefer_installed=not requirement_list.is_project and fresh is not None,
     )
-    chosen = resolve_and_verify(needs, universe, context, sources)
+    chosen = resolve_and_verify(needs, pool, context, sources)
     sources.check_namespace_claims(chosen)
     notes = [*_describe_moved(project, sources), *describe_waiting(chosen, sources, age)]
     refs = {item.candidate.ref for item in chosen}
     again = [entry for entry in entries if entry.package in anew and entry.ref in refs]
-    return ListResolution(tuple(chosen), tuple(directs), tuple(notes), (*kept, *again))
+    return ListResolution(tuple(chosen), tuple(unindexed), tuple(notes), (*kept, *again))
 
 
 def check_requirement_list(
     resolved: ListResolution, context: InstallContext, sources: RegistrySources
 ) -> tuple[Notice, ...]:
-    """Return what is known against a resolution and is no reason to refuse it.
+    """Return the notices about a resolution that are no reason to refuse it.
 
     Raises:
         TrustError: when a key was revoked, or a version has another content than before.
@@ -175,7 +173,7 @@ def check_requirement_list(
 def lock_requirement_list(
     requirement_list: RequirementList, resolved: ListResolution
 ) -> tuple[list[str], bool]:
-    """Write the lock file of a project; return what changed, and whether it was written."""
+    """Write the lock file of a project; return the changes, and whether it was written."""
     before = requirement_list.load_lock()
     after = LockFile.from_resolution(requirement_list.file.read(), resolved.chosen)
     changes = describe_changes(before.experts if before else (), after.experts)
@@ -191,7 +189,7 @@ def install_requirement_list(
     *,
     fresh: Iterable[PackageName] | None = (),
 ) -> tuple[InstallReport, list[str]]:
-    """Install what a list wants, and lock it where it is a project's; return what changed.
+    """Install what a list wants, and lock it where it is a project's; return the changes.
 
     Raises:
         UsageError: when it wants nothing.
@@ -217,7 +215,7 @@ def install_requirement_list(
 
 
 def _describe_moved(project: Project, sources: RegistrySources) -> list[str]:
-    """Say from which registry a project's file takes a namespace, if not the usual one."""
+    """Return notes about namespaces for which a project's file names another registry."""
     usual = sources.default_host
     return [
         f"{namespace}/* comes from {host}, says {PROJECT_FILE}"
@@ -226,17 +224,8 @@ def _describe_moved(project: Project, sources: RegistrySources) -> list[str]:
     ]
 
 
-LOCK = "expert.lock"
 _ACCEPT_HINT = "if the publisher confirms it, `expertctl lock --accept-changed {ref}`"
 _RELOCK_HINT = "if you trust what the registry says, `expertctl lock` writes expert.lock anew"
-
-
-@dataclass(frozen=True, slots=True)
-class _ResolvedEntry:
-    """What one entry of a lock file was resolved to."""
-
-    chosen: ResolvedPackage
-    unindexed: UnindexedPackage | None = None
 
 
 def install_locked(
@@ -262,9 +251,11 @@ def install_locked(
     query_authorities(((locked.registry, locked.package) for locked in part), sources)
     here = find_installed_candidates(context, sources)
     found = [_resolve_entry(locked, here, sources) for locked in part]
-    directs = [item.unindexed for item in found if item.unindexed is not None]
-    chosen = [item.chosen for item in found]
-    return install_resolved(chosen, context, sources, open_progress, unindexed=directs, locked=part)
+    unindexed = [direct for _, direct in found if direct is not None]
+    chosen = [item for item, _ in found]
+    return install_resolved(
+        chosen, context, sources, open_progress, unindexed=unindexed, locked=part
+    )
 
 
 def _select_entries(lock: LockFile, wanted: Sequence[Reference]) -> list[LockedExpert]:
@@ -279,7 +270,7 @@ def _select_entries(lock: LockFile, wanted: Sequence[Reference]) -> list[LockedE
             hint = "leave out --locked, or change experts.toml and `expertctl lock`"
             raise NotFoundError(f"{reference}: {there}", hint=hint)
         packages.append(reference.package)
-    for package in packages:  # grows while it is walked
+    for package in packages:  # grows during the iteration
         found = lock.find(package)
         packages += (
             [r.package for r in found.requires if r.package not in packages] if found else []
@@ -289,16 +280,16 @@ def _select_entries(lock: LockFile, wanted: Sequence[Reference]) -> list[LockedE
 
 def _resolve_entry(
     locked: LockedExpert, here: Sequence[InstallCandidate], sources: RegistrySources
-) -> _ResolvedEntry:
+) -> tuple[ResolvedPackage, UnindexedPackage | None]:
     installed = next((c for c in here if locked.pin.is_met_by(c)), None)
     if installed is not None:
         _check_same(locked, installed, "what is installed")
-        return _ResolvedEntry(_make_chosen(locked, installed))
+        return _make_chosen(locked, installed), None
     if locked.registry == LOCAL:
         hint = "get its .expert file, then `expertctl install FILE`"
         raise NotFoundError(f"{locked.ref} was installed from a file when it was locked", hint=hint)
     exact = Reference(locked.package, registry=locked.registry, digest=locked.package_digest)
-    direct = find_unindexed(Requirement(exact, LOCK), sources)
+    direct = find_unindexed(Requirement(exact, LOCK_FILE), sources)
     if direct is not None:
         candidate = direct.candidate
     else:
@@ -313,12 +304,12 @@ def _resolve_entry(
             locked.ref, before, now, hint=_ACCEPT_HINT.format(ref=locked.ref)
         )
     _check_same(locked, candidate, locked.registry)
-    return _ResolvedEntry(_make_chosen(locked, candidate), direct)
+    return _make_chosen(locked, candidate), direct
 
 
 def _make_chosen(locked: LockedExpert, candidate: InstallCandidate) -> ResolvedPackage:
     wanted = Reference(locked.package, digest=locked.package_digest)
-    return ResolvedPackage(candidate, (Requirement(wanted, LOCK),))
+    return ResolvedPackage(candidate, (Requirement(wanted, LOCK_FILE),))
 
 
 def _find_version(locked: LockedExpert, candidates: Sequence[InstallCandidate]) -> InstallCandidate:
@@ -331,7 +322,7 @@ def _find_version(locked: LockedExpert, candidates: Sequence[InstallCandidate]) 
 
 
 def _check_same(locked: LockedExpert, candidate: InstallCandidate, who: str) -> None:
-    """Demand that what a lock file says of an expert is true."""
+    """Require that the statements of a lock file about an expert are true."""
     pairs = {
         "version": (locked.version, candidate.version),
         "content_digest": (locked.content_digest, candidate.content_digest),
@@ -342,19 +333,21 @@ def _check_same(locked: LockedExpert, candidate: InstallCandidate, who: str) -> 
     if not candidate.is_local and locked.package_digest not in candidate.package_digests:
         wrong.append("package_digest")
     if wrong:
-        message = f"{LOCK} says another {' and '.join(wrong)} of {locked.ref} than {who}"
-        raise DigestError(message, hint=f"{LOCK} was edited, or the registry lies; {_RELOCK_HINT}")
+        raise DigestError(
+            f"{LOCK_FILE} says another {' and '.join(wrong)} of {locked.ref} than {who}",
+            hint=f"{LOCK_FILE} was edited, or the registry lies; {_RELOCK_HINT}",
+        )
 
 
 def _check_authority(locked: LockedExpert, project: Project, sources: RegistrySources) -> None:
-    """Demand that an expert is locked to the registry where its namespace belongs."""
+    """Require that an expert is locked to the registry that its namespace belongs to."""
     if locked.registry == LOCAL:
         return
     homes = _allowed_hosts(locked, project, sources)
     if homes and locked.registry not in homes:
         raise TrustError(
-            f"{LOCK} takes {locked.ref} from {locked.registry}, but {locked.package.namespace}/* "
-            f"belongs to {' and '.join(sorted(homes))}",
+            f"{LOCK_FILE} takes {locked.ref} from {locked.registry}, but "
+            f"{locked.package.namespace}/* belongs to {' and '.join(sorted(homes))}",
             hint=f"if that is right, name the registry in experts.toml; {_RELOCK_HINT}",
         )
 
@@ -368,6 +361,6 @@ def _allowed_hosts(locked: LockedExpert, project: Project, sources: RegistrySour
         wanted = project.with_registry(Reference(locked.package, exact, registry=host))
         try:
             found.add(sources.resolve_project_host(wanted))
-        except NotFoundError:  # no registry is set: any that is known will do
+        except NotFoundError:  # no registry is set: any known one is allowed
             continue
     return found

@@ -1,13 +1,13 @@
-"""From what is asked for to one version of each package: a search with backjumping.
+"""`resolve`: chooses one version of each required package, by a search with backjumping.
 
 One version per package in one resolution; older ones may stay installed beside it. The locked
 version is preferred; then, for a package that the user did not ask for by name, the installed one;
-then the newest version that is not yanked and has its least age. A yanked version is taken only
+then the newest version that is not yanked and has the minimum age. A yanked version is taken only
 when it is locked or named exactly by the user; a prerelease only when a constraint names it.
 Requirements may form a cycle.
 
-The search finds an answer iff there is one: a choice that fails is undone together with those after
-it that have no part in the failure, and nothing is remembered beyond the choices it depended on.
+The search finds an answer iff there is one: a failed choice is undone together with the later ones
+that have no part in the failure, and nothing is remembered beyond the choices it depended on.
 `resolvelib` carries such memory over and misses answers, so it is not used.
 """
 
@@ -28,12 +28,12 @@ from expertctl.reference import PackageName, Reference, Version
 MAX_STEPS = 5_000
 """How many versions are tried before the search gives up."""
 MAX_LOOKS = 300_000
-"""How many times a version is checked against needs, over all tries: some seconds."""
+"""How often a version is checked against requirements, over all tries: some seconds."""
 MAX_PACKAGES = 300
 """More than any real set of experts; each costs a request."""
 
 IndexLookup = Callable[[Reference, bool], Sequence[InstallCandidate]]
-"""Asks for all versions of a package; the flag says whether a registry, if named, was named by the
+"""Requests all versions of a package; the flag says whether a registry, if named, was named by the
 user, and not by a package or a project file."""
 
 
@@ -45,19 +45,19 @@ class LockedVersion:
     content_digest: Digest
 
     def is_met_by(self, candidate: InstallCandidate) -> bool:
-        """Tell whether a candidate is that very content."""
+        """Tell whether a candidate has exactly that version and content."""
         return (candidate.version, candidate.content_digest) == (self.version, self.content_digest)
 
 
 @dataclass(frozen=True, slots=True)
 class CandidatePool:
-    """All that there is to choose from, and what is preferred."""
+    """All candidates, and the preferences among them."""
 
     index: IndexLookup
     installed: Sequence[InstallCandidate] = ()
     """Installed experts; a yanked one is the last choice among them."""
     files: Sequence[InstallCandidate] = ()
-    """From files that the user named: for the same package, nothing else counts."""
+    """From files that the user named: no other candidate of the same package counts."""
     locked: Mapping[PackageName, LockedVersion] = field(default_factory=dict)
     age: ReleaseAge = field(default_factory=ReleaseAge)
     prefer_installed: bool = True
@@ -66,14 +66,14 @@ class CandidatePool:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPackage:
-    """One version of the resolution, and the reasons for it."""
+    """One version of the resolution, and the requirements that led to it."""
 
     candidate: InstallCandidate
     needs: tuple[Requirement, ...]
 
     @property
     def package_digest(self) -> Digest:
-        """The signed form that was named, else the newest."""
+        """The signed form that was named, else the default one."""
         named = {need.wanted.digest for need in self.needs}
         digests = self.candidate.package_digests
         return next((digest for digest in digests if digest in named), digests[0])
@@ -81,12 +81,12 @@ class ResolvedPackage:
 
 @dataclass(frozen=True, slots=True)
 class _Conflict:
-    """Why nothing fits."""
+    """Why no version fits."""
 
     blame: frozenset[PackageName]
-    """The choices of which at least one must be another."""
+    """The packages of which at least one needs another choice."""
     trouble: tuple[Requirement, ...]
-    """The needs, all of one package, that cannot be met together."""
+    """The requirements, all on one package, that cannot be met together."""
 
 
 _Choices = dict[PackageName, InstallCandidate]
@@ -94,18 +94,18 @@ _Needs = dict[PackageName, tuple[Requirement, ...]]
 
 
 def resolve(requirements: Sequence[Requirement], pool: CandidatePool) -> list[ResolvedPackage]:
-    """Choose one version of every package that is needed, sorted by name.
+    """Choose one version of every required package, sorted by name.
 
     Raises:
-        NotFoundError: when something that is asked for is nowhere.
-        MissingDependencyError: when only something that is required is nowhere.
+        NotFoundError: when a package that the user asks for is nowhere.
+        MissingDependencyError: when only a package that an expert requires is nowhere.
         ConflictError: when the requirements disagree.
-        IncompatibleError: when no answer was found within the bounds.
+        IncompatibleError: when no answer was found within the limits.
     """
     search = _Search(CandidateProvider(pool, {n.package for n in requirements if n.is_from_user}))
     found = search.extend({}, _add_requirements({}, requirements))
     if isinstance(found, _Conflict):
-        raise explain_conflict(found.trouble, search.shelves)
+        raise explain_conflict(found.trouble, search.provider)
     return _collect_reached(requirements, found)
 
 
@@ -117,7 +117,7 @@ def _depth_error(what: str) -> IncompatibleError:
 def _collect_reached(
     requirements: Sequence[Requirement], choices: _Choices
 ) -> list[ResolvedPackage]:
-    """Return the choices with the reasons for each."""
+    """Return the choices with the requirements for each."""
     reasons: dict[PackageName, list[Requirement]] = {}
     for need in [*requirements, *(n for c in choices.values() for n in list_requirements(c))]:
         if not need.refused:
@@ -126,13 +126,19 @@ def _collect_reached(
 
 
 def list_requirements(candidate: InstallCandidate) -> list[Requirement]:
-    """Return what a candidate requires and refuses; its own name aside."""
-    home = candidate.registry
-    required = [Requirement.from_expert(candidate.ref, r, requirer=candidate.package, registry=home)
-                for r in candidate.requires if r.package != candidate.package]  # fmt: skip
-    refused = [Requirement.from_expert(candidate.ref, r, requirer=candidate.package, registry=home, refused=True)
-               for r in candidate.conflicts if r.package != candidate.package]  # fmt: skip
-    return [*required, *refused]
+    """Return what a candidate requires and refuses of other packages."""
+    return [
+        Requirement.from_expert(
+            candidate.ref,
+            reference,
+            requirer=candidate.package,
+            registry=candidate.registry,
+            refused=refused,
+        )
+        for references, refused in ((candidate.requires, False), (candidate.conflicts, True))
+        for reference in references
+        if reference.package != candidate.package
+    ]
 
 
 def _add_requirements(requirements: _Needs, more: Sequence[Requirement]) -> _Needs:
@@ -143,27 +149,23 @@ def _add_requirements(requirements: _Needs, more: Sequence[Requirement]) -> _Nee
 
 
 class _Search:
-    """Tries one version after the other, and counts."""
+    """Tries one version after the other, within `MAX_STEPS`."""
 
     def __init__(self, provider: "CandidateProvider") -> None:
-        self.shelves = provider
+        self.provider = provider
         self._steps = 0
 
     def extend(self, choices: _Choices, requirements: _Needs) -> _Choices | _Conflict:
-        """Choose all that is needed beyond the choices so far, which stay."""
+        """Choose a version of every package that is still required; earlier choices stay."""
         package = self._pick_next(choices, requirements)
         if package is None:
             return choices
-        blame, troubles = (
-            set(_iter_requirers(requirements[package])),
-            list[tuple[Requirement, ...]](),
-        )
-        for candidate in self.shelves.iter_choices(package, requirements[package]):
+        blame = set(_iter_requirers(requirements[package]))
+        troubles = list[tuple[Requirement, ...]]()
+        for candidate in self.provider.iter_choices(package, requirements[package]):
             self._count()
             found = self._try(candidate, choices, requirements)
-            if not isinstance(found, _Conflict):
-                return found
-            if package not in found.blame:
+            if not isinstance(found, _Conflict) or package not in found.blame:
                 return found
             blame |= found.blame
             troubles.append(found.trouble)
@@ -172,7 +174,7 @@ class _Search:
     def _try(
         self, candidate: InstallCandidate, choices: _Choices, requirements: _Needs
     ) -> _Choices | _Conflict:
-        """Go on with one choice, unless its requirements clearly cannot be met."""
+        """Continue with one choice, unless its requirements clearly cannot be met."""
         more, package = list_requirements(candidate), candidate.package
         joined = _add_requirements(requirements, more)
         for need in more:
@@ -185,13 +187,13 @@ class _Search:
         return self.extend({**choices, package: candidate}, joined)
 
     def _pick_next(self, choices: _Choices, requirements: _Needs) -> PackageName | None:
-        """Return what to choose next: first what the user asked for, then by name."""
+        """Return the package to choose next: first those the user asked for, then by name."""
         open_ = [p for p in requirements if p not in choices and _is_wanted(requirements[p])]
-        return min(open_, key=lambda p: (not self.shelves.is_direct(p), p), default=None)
+        return min(open_, key=lambda p: (not self.provider.is_direct(p), p), default=None)
 
     def _is_hopeless(self, package: PackageName, requirements: _Needs) -> bool:
         wanted = requirements[package]
-        return _is_wanted(wanted) and self.shelves.is_hopeless(package, wanted)
+        return _is_wanted(wanted) and self.provider.is_hopeless(package, wanted)
 
     def _count(self) -> None:
         self._steps += 1
@@ -208,17 +210,17 @@ def _iter_requirers(requirements: Sequence[Requirement]) -> Iterator[PackageName
 
 
 class CandidateProvider:
-    """The versions of each package, best first; asks an index once, and only when it must."""
+    """The versions of each package, best first; requests an index once, and only when it must."""
 
     def __init__(self, pool: CandidatePool, unindexed: set[PackageName]) -> None:
-        """Offer what is in a universe; ``unindexed`` packages were asked for by the user."""
-        self._universe = pool
+        """Provide the candidates of a pool; the user asked for the ``unindexed`` packages."""
+        self._pool = pool
         self._direct = unindexed
         self._published: dict[tuple[PackageName, str | None], Availability] = {}
         self._hopeless: set[frozenset[Requirement]] = set()
         self._looks = 0
         self.asked: dict[PackageName, list[Requirement]] = {}
-        """The last needs of each package, to tell why it was wanted."""
+        """The last requirements on each package, to explain why it was wanted."""
 
     def is_direct(self, package: PackageName) -> bool:
         """Tell whether the user asked for a package."""
@@ -227,7 +229,7 @@ class CandidateProvider:
     def iter_choices(
         self, package: PackageName, requirements: Sequence[Requirement]
     ) -> Iterator[InstallCandidate]:
-        """Yield what meets all needs of a package, best first."""
+        """Yield the candidates that meet all requirements on a package, best first."""
         self.asked[package] = list(requirements)
         real = [need for need in requirements if not need.refused]
         for candidate in self._iter_preferred(package, real):
@@ -236,7 +238,7 @@ class CandidateProvider:
                 yield candidate
 
     def is_hopeless(self, package: PackageName, requirements: Sequence[Requirement]) -> bool:
-        """Tell whether nothing meets all needs of a package; cached, as versions often agree."""
+        """Tell whether no version meets all requirements; cached, as versions often agree."""
         key = frozenset(replace(need, source="") for need in requirements)
         if key in self._hopeless:
             self.asked[package] = list(requirements)
@@ -247,13 +249,13 @@ class CandidateProvider:
         return True
 
     def find_availability(self, package: PackageName) -> Availability:
-        """Return what is known of a package, for messages; no index is asked."""
+        """Return what is known of a package, for messages; no index is requested."""
         known = [offer for (name, _), offer in self._published.items() if name == package]
-        here = tuple(c for c in self._local_candidates(package))
-        every = tuple(c for offer in known for c in offer.candidates)
+        here = self._local_candidates(package)
+        every = [c for offer in known for c in offer.candidates]
         reason = next((offer.reason for offer in known if offer.reason), "")
         way_out = next((offer.hint for offer in known if offer.hint), "")
-        return Availability((*here, *every), reason, way_out, self._universe.age)
+        return Availability((*here, *every), reason, way_out, self._pool.age)
 
     def _count(self) -> None:
         self._looks += 1
@@ -263,7 +265,7 @@ class CandidateProvider:
     def _iter_preferred(
         self, package: PackageName, requirements: Sequence[Requirement]
     ) -> Iterator[InstallCandidate]:
-        """Yield what may be chosen, best first, each once; the index is asked only for more."""
+        """Yield what may be chosen, best first, each once; requests the index only if needed."""
         seen: set[tuple[Version, Digest, str]] = set()
         for candidate in self._iter_sorted(package, requirements):
             key = candidate.version, candidate.content_digest, candidate.registry
@@ -274,14 +276,14 @@ class CandidateProvider:
     def _iter_sorted(
         self, package: PackageName, requirements: Sequence[Requirement]
     ) -> Iterator[InstallCandidate]:
-        files = [c for c in self._universe.files if c.package == package]
+        files = [c for c in self._pool.files if c.package == package]
         if files:
             yield from files
             return
-        here, pin = self._local_candidates(package), self._universe.locked.get(package)
+        here, pin = self._local_candidates(package), self._pool.locked.get(package)
         exact = any(need.names_one_version for need in requirements)
         yield from (c for c in here if pin and pin.is_met_by(c))
-        good_enough = self._universe.prefer_installed and package not in self._direct
+        good_enough = self._pool.prefer_installed and package not in self._direct
         if pin is None and (exact or good_enough):
             yield from here
         everything = self._find_availability(package, requirements).candidates
@@ -290,14 +292,14 @@ class CandidateProvider:
         yield from here
 
     def _local_candidates(self, package: PackageName) -> list[InstallCandidate]:
-        found = [c for c in self._universe.installed if c.package == package]
+        found = [c for c in self._pool.installed if c.package == package]
         return sorted(found, key=lambda c: (c.yanked is None, c.version), reverse=True)
 
     def _may_be_new(self, candidate: InstallCandidate, requirements: Sequence[Requirement]) -> bool:
         if any(need.wanted.digest for need in requirements if need.is_from_user):
             return True
         named = any(need.names_one_version and need.is_from_user for need in requirements)
-        ripe = self._universe.age.allowed_at(candidate) is None
+        ripe = self._pool.age.allowed_at(candidate) is None
         doubtful = candidate.revoked or candidate.yanked is not None
         return ripe and (named or not doubtful)
 
@@ -323,7 +325,7 @@ class CandidateProvider:
 
     def _query_index(self, wanted: Reference, by_hand: bool) -> Availability:
         try:
-            found = self._universe.index(wanted, by_hand)
+            found = self._pool.index(wanted, by_hand)
         except (NotFoundError, OfflineError) as error:
             return Availability((), error.message, error.hint)
         return Availability(tuple(sorted(found, key=lambda c: c.version)))

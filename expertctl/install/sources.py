@@ -1,10 +1,10 @@
-"""What registries offer this user: versions from index documents that were believed.
+"""`RegistrySources`: the versions that registries offer, from their signed index documents.
 
 A reference typed by the user chooses its registry; a package or a project file cannot move a
-namespace (`expertctl.registry.registry_trust`). Each index is asked for once in a command. What is learnt
-from it is kept in this order, so that a process may be killed anywhere: the index document itself
-(`registry.index_store`), its revocations (``trust.json``), and, once the signatures of all that is
-to be installed were verified, the publisher keys (`pinning`).
+namespace (`expertctl.registry.registry_trust`). Each index is requested once per command. Its
+content is stored in this order, so that a process may be killed at any point: the index document
+(`expertctl.registry.index_store`), its revocations (``trust.json``) and, once the signatures of
+everything to install were verified, the publisher keys (`pin_verified_keys`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -62,11 +62,11 @@ from expertctl.trust.trust_store import TrustStore
 
 T = TypeVar("T")
 MAX_PARALLEL_QUERIES = 8
-"""How many indexes are asked for at once."""
+"""How many indexes are requested at once."""
 
 
 class RegistrySources:
-    """Keeps the answers of registries during one command."""
+    """The answers of registries, cached during one command."""
 
     def __init__(
         self,
@@ -76,12 +76,12 @@ class RegistrySources:
         *,
         notify: Notify = ignore_notification,
     ) -> None:
-        """Ask through ``http``; nothing is asked yet. What changes in trust is told at once."""
+        """Ask through ``http``; nothing is sent yet. ``notify`` gets changes of trust at once."""
         self.http = http
         self.settings = settings
         self.told: list[str] = []
         self.pinned: list[PinnedKey] = []
-        self._tell = notify
+        self._notify = notify
         self._trust = trust
         self._before = trust.read()
         self._record = self._before
@@ -109,7 +109,7 @@ class RegistrySources:
         )
 
     def prefetch(self, wanted: Iterable[tuple[Reference, bool]]) -> None:
-        """Ask for several indexes at once; a refused one is later asked for alone and reported.
+        """Request several indexes at once; a refused one is requested again alone and reported.
 
         Each reference comes with whether the user named its registry.
 
@@ -128,7 +128,7 @@ class RegistrySources:
                         jobs[known.host, reference.package] = job
                 for (host, package), job in jobs.items():
                     self._accept_document(self._before.find_registry(host), package, job.result())
-            except UnreachableError:  # trying again would take as long again
+            except UnreachableError:  # another attempt would take as long
                 raise
             except ExpertError:
                 return
@@ -136,9 +136,9 @@ class RegistrySources:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def query_quietly(self, packages: Iterable[tuple[str, PackageName]]) -> None:
-        """Ask hosts about packages of which versions are here already, each once, without patience.
+        """Ask hosts once each about packages with versions here already, without retries.
 
-        Who does not answer is in `unanswered`.
+        Failures to answer are in `unanswered`.
 
         Raises:
             TrustError: when an index cannot be trusted.
@@ -150,13 +150,18 @@ class RegistrySources:
                 raise error
 
     def query_each(self, packages: Iterable[tuple[str, PackageName]]) -> list[ExpertError]:
-        """Ask as `ask_about` does; return all that failed, which is in `unanswered` too."""
+        """Ask as `query_quietly` does; return all failures, which are in `unanswered` too."""
         asked = [key for key in dict.fromkeys(packages) if self._needs_query(*key)]
         if not asked:
             return []
         failed: dict[tuple[str, PackageName], ExpertError] = {}
         with ThreadPoolExecutor(MAX_PARALLEL_QUERIES) as pool, self.http.interrupt_on_ctrl_c():
-            jobs = {key: pool.submit(self._fetch_document_once, *key) for key in asked}
+            jobs = {
+                (host, package): pool.submit(
+                    self._fetch_document, self._before.find_registry(host), package, attempts=1
+                )
+                for host, package in asked
+            }
             for key, job in jobs.items():
                 try:
                     self._accept_document(self._before.find_registry(key[0]), key[1], job.result())
@@ -167,11 +172,11 @@ class RegistrySources:
 
     @property
     def unanswered(self) -> Mapping[tuple[str, PackageName], ExpertError]:
-        """Why there is no index to believe, by host and package; offline nothing was asked."""
+        """Why there is no index, by host and package; empty offline, where nothing was asked."""
         return {} if self.settings.offline else self._unanswered
 
     def find_index(self, host: str, package: PackageName) -> IndexDocument | None:
-        """Return what a registry says of a package, or said last where it does not answer now.
+        """Return the index of a package, or the last stored one where its registry does not answer.
 
         None when it was not asked in this command, or never answered.
         """
@@ -184,20 +189,20 @@ class RegistrySources:
     def find_first_content(
         self, host: str, package: PackageName, version: Version
     ) -> VersionContent | None:
-        """Return what a version contained before the registry changed it; None if it never did."""
+        """Return the content of a version before the registry changed it; None if it never did."""
         known = self._before.find_registry(host)
         contents = self._indexes.first_contents(known, package) if known else {}
         return contents.get(version)
 
     def accept_contents(self, chosen: Iterable[ResolvedPackage], refs: Collection[str]) -> None:
-        """Remember that the person takes what registries say now for the content of versions."""
+        """Store that the user accepts the registries' current contents of versions."""
         for candidate in (item.candidate for item in chosen):
             known = self._before.find_registry(candidate.registry)
             if known is not None and candidate.ref in refs:
                 self._indexes.accept_content(known, candidate.package, candidate.version)
 
     def find_yank_reason(self, expert: StoredExpert) -> str | None:
-        """Return why an installed version was yanked, as far as is known now; None: it was not."""
+        """Return why an installed version was yanked, as far as is known; None: it was not."""
         document = self._documents.get((expert.registry, expert.package))
         if document is None:
             return self._yanks.get((expert.registry, expert.ref))
@@ -205,7 +210,7 @@ class RegistrySources:
         return release.yanked if release else None
 
     def record_yanks(self) -> None:
-        """Write down which installed versions were yanked, for the router; a failure is told."""
+        """Store which installed versions were yanked, for the router; a failure is a warning."""
         stated = {
             key: {r.version: r.yanked for r in document.releases if r.yanked is not None}
             for key, document in self._documents.items()
@@ -255,7 +260,7 @@ class RegistrySources:
         """
         if wanted.registry is not None:
             address = self.resolve_address(wanted, by_hand=True)
-            if not self.has_index(address) and self.has_trusted_key(address, wanted.package):
+            if not self.knows_host(address.host) and self.has_trusted_key(address, wanted.package):
                 self.require_authority(wanted, address)
                 return address.host
         return self.resolve_address(wanted, by_hand=False).host
@@ -264,7 +269,7 @@ class RegistrySources:
         """Refuse a project file that moves a namespace to a registry without an index.
 
         Raises:
-            TrustError: when it would.
+            TrustError: when it moves one.
         """
         hint = f"if you know that it is right: `expertctl install {wanted}`"
         check_authority(wanted, address, self._before, hint=hint)
@@ -272,11 +277,11 @@ class RegistrySources:
     def check_namespace_claims(self, chosen: Sequence[ResolvedPackage]) -> None:
         """Refuse a package that assigns a registry to a namespace which has none yet.
 
-        Otherwise all that the user asks for in it would from then on come from there, not from the
-        default registry.
+        Otherwise later requests of the user for that namespace would go to that registry, not to
+        the default one.
 
         Raises:
-            TrustError: when one does.
+            TrustError: when a package assigns one.
         """
         said = {
             _package_origin(item)
@@ -295,20 +300,16 @@ class RegistrySources:
                 hint=f"if that is right: `expertctl install {host}/{item.candidate.package}` first",
             )
 
-    def has_index(self, address: RegistryAddress) -> bool:
-        """Tell whether the user knows the index key of a registry."""
-        return self.knows_host(address.host)
-
     def knows_host(self, host: str) -> bool:
-        """Tell whether the user knows the index key of a host."""
+        """Tell whether the user accepted the index key of a host."""
         return self._before.find_registry(host) is not None
 
     def has_trusted_key(self, address: RegistryAddress, package: PackageName) -> bool:
-        """Tell whether the user trusts a key for the namespace of a package from there."""
+        """Tell whether the user trusts a key for the namespace of a package from a registry."""
         return bool(self._before.list_vouching_keys(address.host, package.namespace))
 
     def note_unindexed(self, address: RegistryAddress) -> None:
-        """Remember that packages came from a registry that has no index."""
+        """Remember that packages came from a registry without an index."""
         self._plain.add(address.host)
 
     def open_client(self, host: str) -> OciClient:
@@ -323,7 +324,7 @@ class RegistrySources:
         return OciClient(self.http, address)
 
     def find_release(self, candidate: InstallCandidate) -> tuple[IndexDocument, Release] | None:
-        """Return what the index says of a candidate; None when it does not come from an index."""
+        """Return the index entry of a candidate; None when it does not come from an index."""
         document = self._documents.get((candidate.registry, candidate.package))
         release = document.find_release(candidate.version) if document else None
         return (document, release) if document and release else None
@@ -335,7 +336,7 @@ class RegistrySources:
         return candidates_from_index(document, candidate.registry, judge) if document else []
 
     def check_signer(self, candidate: InstallCandidate, digest: Digest) -> None:
-        """Demand that the signer of a form may sign it.
+        """Require that the signer of a form may sign it.
 
         Raises:
             TrustError: when it may not, or the index has no such form.
@@ -355,21 +356,17 @@ class RegistrySources:
     def find_revocation(
         self, key_id: str | None, package: PackageName, registry: str
     ) -> Revocation | None:
-        """Return why a key does not count for a namespace any more; None when it does."""
+        """Return the revocation of a key for a namespace; None when there is none."""
         if key_id is None:
             return None
         return self._record.find_revocation(key_id, namespace=package.namespace, registry=registry)
 
-    def is_revoked(self, key_id: str | None, package: PackageName, registry: str) -> bool:
-        """Tell whether a key no longer counts for a namespace."""
-        return self.find_revocation(key_id, package, registry) is not None
-
     def find_authorities(self, package: PackageName, registry: str) -> list[str]:
-        """Return the hosts whose revocations count for what came from a registry or a file."""
+        """Return the hosts whose revocations apply to packages from a registry or a file."""
         return sorted(self._record.find_authoritative_hosts(package.namespace, registry))
 
     def is_pinned(self, candidate: InstallCandidate) -> bool:
-        """Tell whether the publisher keys of a candidate's namespace were fixed before."""
+        """Tell whether the publisher keys of a candidate's namespace were pinned before."""
         return self._before.is_pinned(candidate.registry, candidate.package.namespace)
 
     def verify_and_pin(
@@ -377,7 +374,7 @@ class RegistrySources:
         chosen: Iterable[ResolvedPackage],
         verify: Callable[[TrustRecord], T],
     ) -> T:
-        """Verify what is to be installed, then pin the publisher keys of its namespaces; tell them.
+        """Verify the chosen packages, then pin and announce the publisher keys of their namespaces.
 
         Raises:
             ExpertError: as ``verify``; nothing is pinned then.
@@ -396,7 +393,7 @@ class RegistrySources:
     def _notify_all(self, texts: Iterable[str]) -> None:
         for text in texts:
             self.told.append(text)
-            self._tell(text)
+            self._notify(text)
 
     def _needs_query(self, host: str, package: PackageName) -> bool:
         key = host, package
@@ -409,15 +406,14 @@ class RegistrySources:
             self._accept_document(known, package, self._fetch_document(known, package))
         return self._documents[key]
 
-    def _fetch_document(self, known: KnownRegistry, package: PackageName) -> IndexDocument:
-        offline = self.settings.offline
-        return fetch_index(self.http, known, package, self._indexes, offline=offline)
-
-    def _fetch_document_once(self, host: str, package: PackageName) -> IndexDocument:
-        known = self._before.find_registry(host)
+    def _fetch_document(
+        self, known: KnownRegistry | None, package: PackageName, attempts: int | None = None
+    ) -> IndexDocument:
         assert known is not None
         offline = self.settings.offline
-        return fetch_index(self.http, known, package, self._indexes, offline=offline, attempts=1)
+        return fetch_index(
+            self.http, known, package, self._indexes, offline=offline, attempts=attempts
+        )
 
     def _accept_document(
         self, known: KnownRegistry | None, package: PackageName, document: IndexDocument
@@ -428,22 +424,22 @@ class RegistrySources:
         if days is not None:
             interval = document.interval_days
             every = "day" if interval == 1 else f"{interval} days"
-            self._notify_all(
-                [
-                    f"{WARNING_PREFIX}what {known.host} says of {package} is {days} days old, and it says "
-                    f"something new every {every}: versions, yanks and revocations may be missing"
-                ]
+            text = (
+                f"the index of {package} from {known.host} is {days} days old, and it is "
+                f"updated every {every}: versions, yanks and revocations may be missing"
             )
+            self._notify_all([f"{WARNING_PREFIX}{text}"])
         self._record = pin_index_keys(self._record, document, known)
         self._documents[known.host, package] = document
-        self._unanswered.pop((known.host, package), None)  # it did, when it was asked again
+        self._unanswered.pop((known.host, package), None)  # it answered the second request
 
     def _find_known(self, address: RegistryAddress, wanted: Reference) -> KnownRegistry:
         host, package = address.host, wanted.package
         if host in self._plain:
             hint = f"name its exact bytes too: {host}/{package}@sha256:…"
             raise NotFoundError(f"{host} has no index to find {package} in", hint=hint)
-        if self.has_index(address) or self.settings.offline or self._is_default_registry(address):
+        known = self.knows_host(host) or self.settings.offline
+        if known or has_expert_api(ApiClient(self.http, address)):
             return find_known_registry(address, self._before)
         raise RegistryError(
             f"{host} has no index of experts: it is a plain OCI registry, so nothing there tells "
@@ -452,9 +448,6 @@ class RegistrySources:
             f"`expertctl trust add KEY.pem --namespace {package.namespace} --registry {host}`, "
             f"and name an exact version",
         )
-
-    def _is_default_registry(self, address: RegistryAddress) -> bool:
-        return has_expert_api(ApiClient(self.http, address))
 
     def _make_judge(self, package: PackageName, host: str) -> JudgeSigner:
         def judge(release: Release, form: SignedForm) -> SignerVerdict:
@@ -472,9 +465,9 @@ class RegistrySources:
 def open_sources(
     settings: Settings, trust: TrustStore, *, notify: Notify | None = None
 ) -> Iterator[RegistrySources]:
-    """Lend a `RegistrySources` for this user's registries; nothing is sent while offline.
+    """Open the `RegistrySources` of this user; nothing is sent while offline.
 
-    At the end the yanks that were learnt are written down, also after an error.
+    At the end the yanks learnt from indexes are stored, also after an error.
     """
     with open_http(settings, notify=notify) as http:
         sources = RegistrySources(http, trust, settings, notify=notify or ignore_notification)

@@ -1,6 +1,6 @@
-"""The starter pack: a small base and experts that ship in the wheel, for the first minute.
+"""The starter pack: a small base and experts that ship in the wheel, for a first run.
 
-They take the ordinary path: the base is added, the experts are verified and installed. The key that
+They are installed like any package: the base is added, the experts are verified. The key that
 signed them was made for that, used once and thrown away; its public half is trusted for the content
 digests that ``starter.json`` pins, and for nothing else.
 """
@@ -40,7 +40,7 @@ class StarterBase:
 
 @dataclass(frozen=True, slots=True)
 class StarterManifest:
-    """``starter.json``: what the pack holds; ``experts`` maps a file to its content digest."""
+    """``starter.json``: the content of the pack; ``experts`` maps a file to its content digest."""
 
     base: StarterBase
     public_key: str
@@ -48,7 +48,7 @@ class StarterManifest:
 
 
 def read_starter_manifest(folder: Path = STARTER) -> StarterManifest:
-    """Read what the wheel pins.
+    """Read the pinned digests of the wheel.
 
     Raises:
         InvalidPackageError: when the installation is damaged.

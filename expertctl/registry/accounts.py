@@ -1,8 +1,6 @@
-"""Access tokens of a registry: made for one use, shown once, taken back by their id.
+"""Accounts of a registry: users, namespaces, publisher keys, access tokens and login.
 
-Users, namespaces and their publisher keys, as a registry keeps them.
-
-Trying a login before it is kept: what the registry says about its user.
+A secret, of a token or of a new user, is returned once and stored nowhere here.
 """
 
 import base64
@@ -21,7 +19,7 @@ from expertctl.registry.address import RegistryAddress
 from expertctl.registry.api_client import ApiClient, has_expert_api, iterate_pages, parse_answer
 from expertctl.registry.credentials import Credential, UnsavedCredential
 from expertctl.registry.errors import sanitise_text
-from expertctl.registry.http import RegistryHttp, make_http
+from expertctl.registry.http import make_http
 from expertctl.registry.oci_client import OciClient
 from expertctl.schema.strict_json import JsonObject
 from expertctl.settings import Settings
@@ -50,7 +48,7 @@ class AccessToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenWithSecret(AccessToken):
-    """A token with its secret, which the registry shows once."""
+    """A token with its secret, which the registry returns only once."""
 
     token: str = ""
 
@@ -63,7 +61,7 @@ class _TokenPage:
 
 @dataclass(frozen=True, slots=True)
 class LoginIdentity:
-    """Whose credentials a registry sees."""
+    """The user that the registry recognises."""
 
     user: str | None
     admin: bool = False
@@ -71,19 +69,19 @@ class LoginIdentity:
 
 
 def parse_lifetime(text: str) -> int:
-    """Read how long a token lives, ``90d`` say, in seconds.
+    """Parse the lifetime of a token, such as ``90d``; return seconds.
 
     Raises:
         UsageError: for anything else.
     """
     match = _LIFETIME.fullmatch(text)
     if match is None:
-        raise UsageError(f"{text[:40]!r} is not a time to live", hint="write 90d, 12h or 2w")
+        raise UsageError(f"{text[:40]!r} is not a lifetime", hint="write 90d, 12h or 2w")
     return int(match.group(1)) * _SECONDS[match.group(2)]
 
 
 def fetch_identity(api: ApiClient) -> LoginIdentity:
-    """Return whose credentials the registry sees."""
+    """Return the user that the registry recognises."""
     return parse_answer(api.get("whoami"), LoginIdentity, host=api.address.host)
 
 
@@ -95,7 +93,7 @@ def list_tokens(api: ApiClient) -> list[AccessToken]:
 def create_token(
     api: ApiClient, name: str, *, scopes: list[str], lifetime: int | None
 ) -> TokenWithSecret:
-    """Make a token that may do what its scopes say; none: what the user may.
+    """Create a token with some scopes; without scopes it may do everything the user may.
 
     Raises:
         UsageError: when that is no scope.
@@ -109,7 +107,7 @@ def create_token(
 
 
 def revoke_token(api: ApiClient, token_id: str) -> None:
-    """Take a token back.
+    """Revoke a token.
 
     Raises:
         UsageError: when that is no id.
@@ -117,7 +115,7 @@ def revoke_token(api: ApiClient, token_id: str) -> None:
     """
     if not _ID.fullmatch(token_id):
         hint = "`expertctl token list` shows the ids"
-        raise UsageError("that is not the id of a token", hint=hint)  # perhaps the token itself
+        raise UsageError("that is not a token id", hint=hint)  # perhaps the token itself
     api.delete(f"tokens/{token_id}")
 
 
@@ -130,7 +128,7 @@ ReadAccess = Literal["public", "token"]
 
 @dataclass(frozen=True, slots=True)
 class RegistryUser:
-    """Somebody with an account."""
+    """A user with an account."""
 
     name: str
     admin: bool = False
@@ -139,7 +137,7 @@ class RegistryUser:
 
 @dataclass(frozen=True, slots=True)
 class UserWithToken:
-    """A user who was just made, with the first token, which is shown once."""
+    """A new user with the first token, which is returned only once."""
 
     user: RegistryUser
     token: str
@@ -147,7 +145,7 @@ class UserWithToken:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceKey:
-    """A key that may sign the packages of a namespace, or could once."""
+    """A key that may sign the packages of a namespace, or could before it was revoked."""
 
     key_id: str
     public_key: str = ""
@@ -157,7 +155,7 @@ class NamespaceKey:
 
 @dataclass(frozen=True, slots=True)
 class KeyAddition:
-    """A key that was just added, and what the registry has to say about that."""
+    """A key that was just added, and the registry's remarks about it."""
 
     key_id: str
     vouched_by: str | None = None
@@ -166,7 +164,7 @@ class KeyAddition:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceDetails:
-    """A namespace: who may publish, with which keys, and how much room there is."""
+    """A namespace: its members, its keys, and its quota in bytes."""
 
     name: str
     kind: str = "expert"
@@ -195,18 +193,18 @@ class _NamespacePage:
 
 
 def list_users(api: ApiClient) -> list[RegistryUser]:
-    """Return everybody who has an account."""
+    """Return all users."""
     return [each for page in iterate_pages(api, "users", _UserPage) for each in page.users]
 
 
 def create_user(api: ApiClient, name: str, *, admin: bool) -> UserWithToken:
-    """Make a user with a first token."""
+    """Create a user with a first token."""
     made = api.post("users", {"name": _path_segment(name), "admin": admin})
-    return parse_answer(made, UserWithToken, host=_host_name(api))
+    return parse_answer(made, UserWithToken, host=api.address.host)
 
 
 def remove_user(api: ApiClient, name: str) -> None:
-    """Let a user in no longer; the name is never given to another."""
+    """Remove a user; the name is never given to another."""
     api.delete(f"users/{_path_segment(name)}")
 
 
@@ -225,35 +223,34 @@ def fetch_namespace(api: ApiClient, name: str) -> NamespaceDetails:
     Raises:
         NotFoundError: when there is none that the user may see.
     """
-    return parse_answer(
-        api.get(f"namespaces/{_path_segment(name)}"), NamespaceDetails, host=_host_name(api)
-    )
+    found = api.get(f"namespaces/{_path_segment(name)}")
+    return parse_answer(found, NamespaceDetails, host=api.address.host)
 
 
 def create_namespace(api: ApiClient, name: str, options: JsonObject) -> NamespaceDetails:
-    """Make a namespace."""
+    """Create a namespace."""
     made = api.post("namespaces", {"name": _path_segment(name), **options})
-    return parse_answer(made, NamespaceDetails, host=_host_name(api))
+    return parse_answer(made, NamespaceDetails, host=api.address.host)
 
 
 def update_namespace(api: ApiClient, name: str, options: JsonObject) -> NamespaceDetails:
-    """Change who may read a namespace, or its quota."""
-    path = f"namespaces/{_path_segment(name)}"
-    return parse_answer(api.patch(path, options), NamespaceDetails, host=_host_name(api))
+    """Change a namespace's read access or quota."""
+    changed = api.patch(f"namespaces/{_path_segment(name)}", options)
+    return parse_answer(changed, NamespaceDetails, host=api.address.host)
 
 
 def add_member(api: ApiClient, name: str, user: str, role: Role) -> None:
-    """Let a user publish in a namespace, or manage it."""
+    """Give a user a role in a namespace."""
     api.put(_member_path(name, user), {"role": role})
 
 
 def remove_member(api: ApiClient, name: str, user: str) -> None:
-    """Take from a user all rights in a namespace."""
+    """Remove a user's role in a namespace."""
     api.delete(_member_path(name, user))
 
 
 def read_public_key(ring: KeyRing, text: str) -> PublicKey:
-    """Return the public half of an own key, or what a file holds.
+    """Return the public half of an own key, or the key in a file.
 
     Raises:
         NotFoundError: when neither is called so.
@@ -268,28 +265,24 @@ def read_public_key(ring: KeyRing, text: str) -> PublicKey:
 
 
 def find_vouching_key(found: NamespaceDetails, ring: KeyRing, new: PublicKey) -> PrivateKey | None:
-    """Return an own key that counts in the namespace already, and so can vouch for another."""
+    """Return an own key that is valid in the namespace already and so can vouch for another."""
     live = {key.key_id for key in found.keys if not key.revoked} - {new.key_id}
     name = next((name for name in ring.list_names() if ring.read_public(name).key_id in live), None)
     return ring.read_private(name) if name is not None else None
 
 
 def add_key(api: ApiClient, name: str, key: PublicKey, *, by: PrivateKey | None) -> KeyAddition:
-    """Let a key sign packages of a namespace; ``source`` is an older key that vouches for it."""
+    """Allow a key to sign packages of a namespace; ``by`` is an older key that vouches for it."""
     statement = sign_key_statement(namespace=name, new=key, by=by) if by is not None else None
     vouched = base64.b64encode(statement).decode("ascii") if statement is not None else None
     body: JsonObject = {"public_key": key.pem().decode("ascii"), "statement": vouched}
     document = api.post(f"namespaces/{_path_segment(name)}/keys", body)
-    return parse_answer(document, KeyAddition, host=_host_name(api))
+    return parse_answer(document, KeyAddition, host=api.address.host)
 
 
 def revoke_key(api: ApiClient, name: str, key_id: str, *, reason: str) -> None:
-    """Let a key sign nothing more, and tell everybody who installs from the namespace."""
+    """Revoke a key for a namespace; clients learn it from the index."""
     api.delete(f"namespaces/{_path_segment(name)}/keys/{quote(key_id)}", {"reason": reason})
-
-
-def _host_name(api: ApiClient) -> str:
-    return api.address.host
 
 
 def _member_path(name: str, user: str) -> str:
@@ -297,7 +290,7 @@ def _member_path(name: str, user: str) -> str:
 
 
 def _path_segment(text: str) -> str:
-    """Return a name as a segment of a path, once it is one.
+    """Return a valid name as a segment of a path.
 
     Raises:
         UsageError: for anything else.
@@ -318,7 +311,7 @@ class LoginResult:
     token: AccessToken | None = None
     """What our own registry says about the token; other registries say nothing."""
     checked: bool = True
-    """False where a registry lets anybody in and so never checked the credential."""
+    """False where a registry admits anybody and so never checked the credential."""
 
 
 def verify_login(
@@ -329,7 +322,7 @@ def verify_login(
     *,
     notify: Notify | None = None,
 ) -> LoginResult:
-    """Show a credential to its registry and return whom it identifies.
+    """Show a credential to its registry and return the user that it identifies.
 
     Raises:
         UnauthenticatedError: when the registry does not accept it.
@@ -341,7 +334,7 @@ def verify_login(
         if has_expert_api(ApiClient(http, address)):
             return _fetch_login(ApiClient(http, address), credential)
         OciClient(http, address).ping()
-        return LoginResult(address, credential, checked=_has_authenticated(http, address))
+        return LoginResult(address, credential, checked=http.has_authenticated(address))
 
 
 def check_reachable(
@@ -351,7 +344,7 @@ def check_reachable(
     *,
     notify: Notify | None = None,
 ) -> None:
-    """Ask a registry for a sign of life, before a person is asked for a token.
+    """Check that a registry answers, before the user is asked for a token.
 
     Raises:
         OfflineError: when the network is switched off.
@@ -372,7 +365,3 @@ def _fetch_login(api: ApiClient, credential: Credential) -> LoginResult:
         raise UnauthenticatedError(message, hint="make one with `expertctl token new`, or ask")
     known = Credential(found.user, credential.secret, credential.realm)
     return LoginResult(api.address, known, found.admin, found.token)
-
-
-def _has_authenticated(http: RegistryHttp, address: RegistryAddress) -> bool:
-    return http.has_authenticated(address)

@@ -1,12 +1,11 @@
-"""Where a registry is: scheme, host and port, and nothing else.
+"""`RegistryAddress`, scheme, host and port of a registry; and the scopes of IP addresses.
 
-Two addresses are the same registry when all three are equal; credentials, pins and what an index
-said last belong to exactly one of them.
+Two addresses are the same registry when all three parts are equal; credentials, pins and the last
+index belong to exactly one of them.
 
-How far an IP address reaches, so that a registry cannot lead a client into its own network.
-
-A redirect and the realm of a login may lead to any public address, and beyond that only to where
-the registry is itself: from this machine to this machine, from a private network into one.
+A registry must not lead a client into its own network. A redirect and the realm of a login may lead
+to any public address, and beyond that only to where the registry is itself: from this machine to
+this machine, from a private network into one.
 """
 
 import ipaddress
@@ -18,8 +17,6 @@ from typing import Literal, Self
 
 from expertctl.errors import UsageError
 from expertctl.reference import is_loopback
-
-__all__ = ["RegistryAddress", "is_loopback", "looks_numeric"]
 
 MAX_LENGTH = 256
 _PORTS = {"https": 443, "http": 80}
@@ -33,7 +30,7 @@ _HINT = "write it as registry.example.com, registry.example.com:8443 or https://
 
 @dataclass(frozen=True, slots=True, order=True)
 class RegistryAddress:
-    """One registry; `parse` is what makes it."""
+    """One registry, made by `parse`."""
 
     hostname: str
     """Lower case; an IPv6 address without its brackets."""
@@ -42,16 +39,16 @@ class RegistryAddress:
 
     @classmethod
     def parse(cls, text: str, *, allow_http: bool = False) -> Self:
-        """Read ``host[:port]`` or a URL without path, name or question.
+        """Parse ``host[:port]`` or a URL without path, user name or query.
 
-        Without a scheme it is https, but for loopback addresses, which mean http.
+        Without a scheme it is https, except for loopback addresses: http.
 
         Raises:
             UsageError: for anything else, and for http to another machine unless it is allowed.
         """
         if "@" in text:  # not shown: it may hold a password
             hint = "`expertctl login HOST` takes the token, and keeps it from messages and logs"
-            raise UsageError("the address of a registry holds no login", hint=hint)
+            raise UsageError("the address of a registry contains no login", hint=hint)
         match = _ADDRESS.fullmatch(text) if len(text) <= MAX_LENGTH else None
         if match is None:
             raise UsageError(f"{text[:80]!r} is not the address of a registry", hint=_HINT)
@@ -65,14 +62,14 @@ class RegistryAddress:
             raise UsageError(f"{text[:80]} would send tokens and packages unencrypted", hint=hint)
         port = int(match["port"]) if match["port"] else _PORTS[scheme]
         if not 0 < port < 65536:
-            raise UsageError(f"{text[:80]!r} has no possible port", hint=_HINT)
+            raise UsageError(f"{text[:80]!r} has an invalid port", hint=_HINT)
         return cls(hostname, port, scheme)
 
     @property
     def host(self) -> str:
         """``host``, or ``host:port`` where the port is not 443 or the host is this machine.
 
-        Names the registry to people; `Reference` writes hosts so, too.
+        The name of the registry in messages and in `Reference`.
         """
         name = f"[{self.hostname}]" if ":" in self.hostname else self.hostname
         usual = self.port == _PORTS["https"] and not self.is_loopback
@@ -80,19 +77,19 @@ class RegistryAddress:
 
     @property
     def url(self) -> str:
-        """``scheme://host[:port]``, without a slash at the end."""
+        """``scheme://host[:port]``, without a trailing slash."""
         name = f"[{self.hostname}]" if ":" in self.hostname else self.hostname
         port = "" if self.port == _PORTS[self.scheme] else f":{self.port}"
         return f"{self.scheme}://{name}{port}"
 
     @property
     def folder(self) -> str:
-        """The host as the name of a folder on any system."""
+        """The host as a folder name valid on any system."""
         return self.host.replace(":", "+").replace("[", "").replace("]", "")
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it is on this machine by its very name."""
+        """Whether its very name says that it is on this machine."""
         return is_loopback(self.hostname)
 
     def __str__(self) -> str:
@@ -101,7 +98,7 @@ class RegistryAddress:
 
 
 def looks_numeric(hostname: str) -> bool:
-    """Tell whether a host is an IP address in any writing that systems accept: 1.2.3.4, 0x7f.1."""
+    """Tell whether a host is an IP address in any notation that systems accept: 1.2.3.4, 0x7f.1."""
     if ":" in hostname:
         return True
     last = hostname.rstrip(".").rpartition(".")[2].lower()
@@ -123,12 +120,12 @@ def _check_hostname(text: str, whole: str) -> str:
 NetworkScope = Literal["global", "private", "link-local", "loopback"]
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
-"""All that is assigned for the public network (RFC 4291 and IANA); `is_global` allows more."""
+"""The assigned part of the public network (RFC 4291 and IANA); `is_global` allows more."""
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def classify_address(text: str) -> NetworkScope:
-    """Return the scope of an IP address; what is neither public nor known counts as private."""
+    """Return the scope of an IP address; one that is neither public nor known counts as private."""
     try:
         address = _embedded_ipv4(ipaddress.ip_address(text.partition("%")[0]))
     except ValueError:
@@ -141,7 +138,7 @@ def classify_address(text: str) -> NetworkScope:
 
 
 def classify_host(hostname: str) -> NetworkScope | None:
-    """Return the scope of a host that is an address in any spelling; None for other names."""
+    """Return the scope of a host that is an address in any notation; None for other names."""
     name = hostname.rstrip(".").lower()
     if is_loopback(name):
         return "loopback"
@@ -158,7 +155,7 @@ def classify_host(hostname: str) -> NetworkScope | None:
 def find_forbidden_address(
     addresses: Collection[str], allowed: Collection[NetworkScope]
 ) -> str | None:
-    """Return the first address that may not be connected to; None when all may."""
+    """Return the first address outside the allowed scopes; None when all are allowed."""
     return next((a for a in addresses if classify_address(a) not in allowed), None)
 
 
@@ -169,7 +166,7 @@ def _is_public(address: IpAddress) -> bool:
 
 
 def _embedded_ipv4(address: IpAddress) -> IpAddress:
-    """Return the IPv4 address that an IPv6 one leads to."""
+    """Return the IPv4 address that an IPv6 address maps to, or else the address itself."""
     if isinstance(address, ipaddress.IPv4Address):
         return address
     if address in _NAT64:

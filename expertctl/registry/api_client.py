@@ -1,13 +1,8 @@
-"""``/api/v1`` of our own registry: JSON there and back.
+"""`ApiClient` for ``/api/v1`` of an expertctl registry, and its answers about packages as types.
 
-What a registry answered, as typed values: the one place that turns its JSON into them.
-
-Unknown fields are ignored, so that a newer registry can say more. Text stays as it came; the code
-that shows it makes it harmless.
-
-What a registry says about packages: for people who look, never a base for trust.
-
-Install believes the signed index document alone; this is what ``search`` and ``info`` show.
+Unknown fields are ignored, so that a newer registry can say more. Text is kept as received; the
+code that shows it makes it harmless. What a registry says here about packages is for people
+(``search``, ``info``) and never a base for trust: install trusts the signed index document alone.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,33 +37,33 @@ _SUCCESS = frozenset({200, 201, 202, 204})
 
 @dataclass(frozen=True, slots=True)
 class ApiClient:
-    """Asks one registry; paths are those below ``/api/v1/``.
+    """Sends requests to one registry; paths are relative to ``/api/v1/``.
 
-    Every method raises what the answer means: `NotFoundError`, `ForbiddenError`, `ConflictError`,
-    `RegistryError` where it is not understood.
+    Every method raises the error that the answer means: `NotFoundError`, `ForbiddenError`,
+    `ConflictError`, `RegistryError` where it is not understood.
     """
 
     http: RegistryHttp
     address: RegistryAddress
 
     def get(self, path: str) -> JsonObject:
-        """Ask for something."""
+        """Return a resource."""
         return self._request("GET", path, None)
 
     def post(self, path: str, body: Mapping[str, JsonValue]) -> JsonObject:
-        """Make something; sent again only when it cannot have arrived."""
+        """Create a resource; sent again only when the request cannot have arrived."""
         return self._request("POST", path, body)
 
     def put(self, path: str, body: Mapping[str, JsonValue]) -> JsonObject:
-        """Set something."""
+        """Set a resource."""
         return self._request("PUT", path, body)
 
     def patch(self, path: str, body: Mapping[str, JsonValue]) -> JsonObject:
-        """Change something."""
+        """Change a resource."""
         return self._request("PATCH", path, body)
 
     def delete(self, path: str, body: Mapping[str, JsonValue] | None = None) -> JsonObject:
-        """Remove something."""
+        """Remove a resource."""
         return self._request("DELETE", path, body)
 
     def _request(self, method: str, path: str, body: Mapping[str, JsonValue] | None) -> JsonObject:
@@ -87,7 +82,8 @@ class ApiClient:
             return load_object(answer.body, what=call.what, max_bytes=MAX_ANSWER)
         except InvalidPackageError as error:
             raise RegistryError(
-                f"{self.address.host}: {call.what}: the answer is not JSON of ours",
+                f"{self.address.host}: {call.what}: the answer is not JSON of an expertctl "
+                "registry",
                 hint="is that the address of an expertctl registry?",
             ) from error
 
@@ -99,11 +95,11 @@ AnswerType = TypeVar("AnswerType")
 
 
 class ResultPage(Protocol):
-    """A part of a list; ``next`` is where the following part begins."""
+    """A part of a list; ``next`` is the cursor of the following part."""
 
     @property
     def next(self) -> str | None:
-        """The cursor of the following part, None at the end."""
+        """The cursor of the following part; None at the end."""
         ...
 
 
@@ -111,21 +107,21 @@ PageType = TypeVar("PageType", bound=ResultPage)
 
 
 def parse_answer(document: JsonObject, kind: type[AnswerType], *, host: str) -> AnswerType:
-    """Read an answer as a value of ``kind``.
+    """Convert an answer to a value of ``kind``.
 
     Raises:
-        RegistryError: when it is something else.
+        RegistryError: when it has another form.
     """
     try:
         return convert_document(document, kind)
     except msgspec.ValidationError as error:
-        message = f"{host} answered with something else than was asked for: {error}"
+        message = f"{host} sent an unexpected answer: {error}"
         hint = f"is {host} a registry of this kind, and of a version that fits?"
         raise RegistryError(message, hint=hint) from error
 
 
 def has_expert_api(api: ApiClient) -> bool:
-    """Tell whether a registry speaks our API; another OCI registry does not.
+    """Tell whether a registry has our API; other OCI registries do not.
 
     Raises:
         RegistryError: when it cannot be asked.
@@ -139,10 +135,10 @@ def has_expert_api(api: ApiClient) -> bool:
 
 
 def iterate_pages(api: ApiClient, path: str, kind: type[PageType]) -> Iterator[PageType]:
-    """Read a list part by part.
+    """Read a list page by page.
 
     Raises:
-        RegistryError: when it is something else, or never ends.
+        RegistryError: when a page has another form, or the list never ends.
     """
     wanted = {"limit": str(PAGE_SIZE)}
     for _ in range(MAX_PAGES):
@@ -156,7 +152,7 @@ def iterate_pages(api: ApiClient, path: str, kind: type[PageType]) -> Iterator[P
 
 @dataclass(frozen=True, slots=True)
 class PackageHit:
-    """A package that a search found, by its newest version."""
+    """A package that a search found, described by its newest version."""
 
     name: str
     version: str
@@ -168,12 +164,12 @@ class PackageHit:
     updated: str = ""
     signer: str | None = None
     revoked: str | None = None
-    """Why every key that signed it was revoked, if they were."""
+    """The reason why every key that signed it was revoked, if they were."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackageHits:
-    """One page of a search; ``next`` is where the following one begins."""
+    """One page of a search; ``next`` is the cursor of the following one."""
 
     results: tuple[PackageHit, ...]
     next: str | None = None
@@ -188,9 +184,9 @@ class PackageVersion:
     package_digest: str
     published: str = ""
     yanked: str | None = None
-    """Why it was taken back, if it was."""
+    """The reason of the yank, if it was yanked."""
     revoked: str | None = None
-    """Why every key that signed it was revoked, if they were."""
+    """The reason why every key that signed it was revoked, if they were."""
     size: int = 0
     signer: str | None = None
     downloads: int = 0
@@ -201,7 +197,7 @@ class PackageVersion:
 
     @property
     def is_sound(self) -> bool:
-        """Tell whether it was neither yanked nor signed by revoked keys alone."""
+        """Whether it was neither yanked nor signed by revoked keys alone."""
         return self.yanked is None and self.revoked is None
 
 
@@ -227,7 +223,7 @@ class VersionSummary:
 def search_packages(
     api: ApiClient, text: str, *, limit: int, cursor: str | None = None
 ) -> PackageHits:
-    """Return the packages whose name, description or keywords fit a text."""
+    """Return the packages whose name, description or keywords match a text."""
     wanted = {"q": text, "limit": str(limit), **({"cursor": cursor} if cursor else {})}
     document = api.get(f"search?{urlencode(wanted)}")
     return parse_answer(document, PackageHits, host=api.address.host)
@@ -262,46 +258,34 @@ def fetch_version(api: ApiClient, package: PackageName, version: Version) -> Ver
 def mark_revoked_versions(
     releases: Iterable[PackageVersion], record: TrustRecord, *, namespace: str, host: str
 ) -> tuple[PackageVersion, ...]:
-    """Return releases, also those marked as revoked whose newest signer is revoked here."""
-    return tuple(
-        release
-        if release.revoked is not None
-        else replace(release, revoked=_find_revocation(release.signer, record, namespace, host))
-        for release in releases
-    )
+    """Return releases, marking as revoked also those whose newest signer is revoked here."""
+    return tuple(_mark_revoked(release, record, namespace, host) for release in releases)
 
 
 def mark_revoked_hits(
     hits: Iterable[PackageHit], record: TrustRecord, *, host: str
 ) -> tuple[PackageHit, ...]:
-    """Return hits, also those marked as revoked whose newest signer is revoked here."""
-    return tuple(
-        hit
-        if hit.revoked is not None
-        else replace(
-            hit, revoked=_find_revocation(hit.signer, record, hit.name.partition("/")[0], host)
-        )
-        for hit in hits
-    )
+    """Return hits, marking as revoked also those whose newest signer is revoked here."""
+    return tuple(_mark_revoked(hit, record, hit.name.partition("/")[0], host) for hit in hits)
 
 
-def _find_revocation(
-    signer: str | None, record: TrustRecord, namespace: str, host: str
-) -> str | None:
-    """Return why a key is revoked on this machine, which may be empty; None when it is not."""
-    if signer is None:
-        return None
-    found = record.find_revocation(signer, namespace=namespace, registry=host)
-    return found.reason if found else None
+_Signed = TypeVar("_Signed", PackageVersion, PackageHit)
+
+
+def _mark_revoked(item: _Signed, record: TrustRecord, namespace: str, host: str) -> _Signed:
+    if item.revoked is not None or item.signer is None:
+        return item
+    found = record.find_revocation(item.signer, namespace=namespace, registry=host)
+    return replace(item, revoked=found.reason) if found else item
 
 
 def yank_version(api: ApiClient, package: PackageName, version: Version, reason: str) -> None:
-    """Take a version back: only users who locked it are still given it."""
+    """Yank a version: new installs skip it; existing lock files still get it."""
     api.put(_yank_path(package, version), {"reason": reason})
 
 
 def unyank_version(api: ApiClient, package: PackageName, version: Version) -> None:
-    """Let a version that was taken back count again."""
+    """Undo a yank."""
     api.delete(_yank_path(package, version))
 
 
@@ -312,7 +296,7 @@ def _yank_path(package: PackageName, version: Version) -> str:
 def _check_package(
     name: str, package: PackageName, releases: Iterable[PackageVersion], host: str
 ) -> None:
-    """Refuse an answer about another package, or with versions that are none."""
+    """Refuse an answer about another package, or with malformed versions."""
     try:
         same = PackageName.parse(name) == package
         for release in releases:
@@ -322,4 +306,4 @@ def _check_package(
     except ExpertError as error:
         raise RegistryError(f"{host} about {package}: {error.message}") from error
     if not same:
-        raise RegistryError(f"{host} was asked for {package} and answered about another package")
+        raise RegistryError(f"{host} sent another package instead of {package}")

@@ -1,13 +1,12 @@
-"""Tokens for registries: one per address, in a file that only its owner can read.
+"""`CredentialStore`, the tokens of registries in a private file, and `LoginSessions`.
 
 A token belongs to exactly one scheme, host and port. ``EXPERT_TOKEN`` belongs to the registry that
 ``EXPERT_REGISTRY`` names and to no other. Nothing is read from ``.netrc`` or from docker.
 
-Logins that a registry asks for: Basic, or Bearer with a token from its realm.
-
-A secret goes only to the address it belongs to, or to the realm that its owner named beside it.
-Any other realm is asked without it, or not at all where that would reach into a network: addresses
-and names of this machine are refused here, other names by what they resolve to, in `wire`.
+A registry asks for Basic, or for Bearer with a token from its realm. A secret is sent only to the
+address it belongs to, or to the realm that its owner named with it. Any other realm is asked
+without it, or not at all where that would reach into a network: addresses and names of this machine
+are refused here, other names by what they resolve to, in `expertctl.registry.transport`.
 """
 
 import base64
@@ -51,7 +50,7 @@ _HINT = "remove the file and run `expertctl login` again"
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """What identifies a user to a registry."""
+    """The user name and secret for a registry."""
 
     user: str
     secret: str = field(repr=False)
@@ -59,7 +58,7 @@ class Credential:
     """The other address that may exchange it for a short-lived token, where the user said so."""
 
     def __post_init__(self) -> None:
-        """Refuse what could not be a header.
+        """Refuse a value that could not be a header.
 
         Raises:
             UsageError: for an empty or unprintable name or secret.
@@ -72,17 +71,17 @@ class Credential:
 
 
 class CredentialSource(Protocol):
-    """Where credentials come from."""
+    """A source of credentials."""
 
     def find_credential(
         self, address: RegistryAddress, environment: Mapping[str, str]
     ) -> Credential | None:
-        """Return what to show a registry."""
+        """Return the credential for a registry."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnsavedCredential:
-    """A credential that is not kept yet, for its registry alone; None: no login at all."""
+    """A credential that is not stored yet, for its registry alone; None: no login at all."""
 
     address: RegistryAddress
     credential: Credential | None
@@ -97,34 +96,25 @@ class UnsavedCredential:
 
 @dataclass(frozen=True, slots=True)
 class CredentialStore:
-    """Owns ``credentials.json``."""
+    """The owner of ``credentials.json``.
+
+    Methods raise `InvalidPackageError` when the file is damaged, or others may read it.
+    """
 
     path: Path
 
     def add(self, address: RegistryAddress, credential: Credential) -> None:
-        """Keep a credential, in place of the one that was there.
-
-        Raises:
-            InvalidPackageError: when the file is damaged.
-        """
+        """Store a credential, replacing the one of the same address."""
         with self._update() as stored:
             stored[address.url] = credential
 
     def remove(self, address: RegistryAddress) -> bool:
-        """Forget a credential; tell whether there was one.
-
-        Raises:
-            InvalidPackageError: when the file is damaged.
-        """
+        """Remove a credential; tell whether there was one."""
         with self._update() as stored:
             return stored.pop(address.url, None) is not None
 
     def list_credentials(self) -> dict[str, Credential]:
-        """Return every credential by the URL of its registry.
-
-        Raises:
-            InvalidPackageError: when the file is damaged, or others may read it.
-        """
+        """Return every credential by the URL of its registry."""
         try:
             with self.path.open("rb") as stream:
                 _check_private(os.fstat(stream.fileno()).st_mode, self.path)
@@ -141,7 +131,7 @@ class CredentialStore:
     def find_credential(
         self, address: RegistryAddress, environment: Mapping[str, str] = os.environ
     ) -> Credential | None:
-        """Return what to show a registry: ``EXPERT_TOKEN`` if it is meant for it, or the login."""
+        """Return a registry's credential: ``EXPERT_TOKEN`` if it belongs there, or the login."""
         return read_environment_credential(address, environment) or self.list_credentials().get(
             address.url
         )
@@ -195,7 +185,7 @@ def _parse_credentials(document: JsonObject, what: str) -> dict[str, Credential]
 
 
 def _check_url(url: str, what: str) -> None:
-    """Demand the one spelling of an address; a login under another would not be found."""
+    """Require the canonical spelling of an address; a login under another would not be found."""
     try:
         if RegistryAddress.parse(url, allow_http=True).url == url:
             return
@@ -230,13 +220,13 @@ _METADATA = frozenset({"metadata", "instance-data", "metadata.google.internal"})
 FindCredential = Callable[[RegistryAddress], Credential | None]
 NetworkScopes = frozenset[NetworkScope]
 FetchToken = Callable[[str, str | None, NetworkScopes | None], bytes]
-"""Gets a URL, with an ``Authorization`` or none, from addresses of these scopes only, where they
-are given; the body, bounded by `MAX_ANSWER`."""
+"""Requests a URL, with an ``Authorization`` or none, from addresses of these scopes only, where
+they are given; returns the body, bounded by `MAX_ANSWER`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """One way to log in that a 401 offers."""
+    """One login method that a 401 offers."""
 
     scheme: str
     fields: Mapping[str, str]
@@ -249,7 +239,7 @@ class _AuthSession:
 
 
 class LoginSessions:
-    """The logins to show to each registry; short-lived tokens are kept in memory."""
+    """The authorisations for each registry; short-lived tokens are kept in memory."""
 
     def __init__(
         self,
@@ -258,7 +248,7 @@ class LoginSessions:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Keep where credentials come from and how a realm is asked."""
+        """Store the functions that find credentials and fetch tokens from realms."""
         self._find = find
         self._fetch = fetch
         self._clock = clock
@@ -266,7 +256,7 @@ class LoginSessions:
         self._sessions: dict[tuple[str, str], _AuthSession] = {}
 
     def initial_authorization(self, address: RegistryAddress, scope: str) -> str | None:
-        """Return the ``Authorization`` to begin with, if any."""
+        """Return the ``Authorization`` of a first request, if any."""
         credential = self._find(address)
         if credential and credential.secret.startswith(OUR_TOKEN):
             return f"Bearer {credential.secret}"
@@ -277,7 +267,7 @@ class LoginSessions:
         return None
 
     def has_sent_login(self, address: RegistryAddress) -> bool:
-        """Tell whether a registry asked for a login, or a token of its realm, and was given one."""
+        """Tell whether a registry asked for a login, or a token of its realm, and got one."""
         return any(url == address.url for url, _ in self._sessions)
 
     def answer_challenge(
@@ -289,9 +279,9 @@ class LoginSessions:
         refused: str | None,
         reachable: NetworkScopes,
     ) -> str | None:
-        """Return the ``Authorization`` that a challenge wants, None where there is none to give.
+        """Return the ``Authorization`` for a challenge; None where there is none.
 
-        ``reachable`` limits to which addresses a realm elsewhere may resolve.
+        ``reachable`` limits the addresses that a realm elsewhere may resolve to.
 
         Raises:
             RegistryError: when the realm may not be asked or does not answer sensibly.
@@ -364,12 +354,12 @@ def _make_basic_session(
 
 
 def _was_refused(credential: Credential | None, refused: str | None) -> bool:
-    """Tell whether the secret was shown as a token and refused: it is worth nothing elsewhere."""
+    """Tell whether the secret was refused as a bearer token: then no other method takes it."""
     return credential is not None and refused == f"Bearer {credential.secret}"
 
 
 def parse_challenges(header: str) -> list[Challenge]:
-    """Read ``WWW-Authenticate``, several challenges included; the first malformed one ends it."""
+    """Parse ``WWW-Authenticate``, several challenges included; the first malformed one ends it."""
     challenges: list[Challenge] = []
     position = 0
     text = header[:MAX_HEADER]
@@ -408,7 +398,7 @@ def check_realm(realm: str, registry: RegistryAddress) -> str:
 
 
 def _parse_origin(url: str) -> str | None:
-    """Return scheme, host and port of a URL as `RegistryAddress.url` writes them."""
+    """Return scheme, host and port of a URL in the form of `RegistryAddress.url`."""
     if not (url.isascii() and url.isprintable()) or "\\" in url or " " in url or "#" in url:
         return None
     try:
@@ -443,7 +433,7 @@ def _parse_token(body: bytes, origin: str) -> tuple[str, float]:
 def _realm_error(registry: RegistryAddress, realm: str, fact: str) -> RegistryError:
     return RegistryError(
         f"{registry.host}: it sends logins to {sanitise_text(realm, 200)!r}: {fact}",
-        hint="nothing was sent there; tell whoever runs the registry",
+        hint="nothing was sent there; tell the operator of the registry",
     )
 
 

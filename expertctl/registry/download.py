@@ -1,4 +1,4 @@
-"""The beginning of a blob that is not whole yet, kept for the next attempt.
+"""Downloads of blobs: several at once, resumed after a failure, verified while written.
 
 ::
 
@@ -6,13 +6,10 @@
     FOLDER/<hex>.json     where they came from: URL of the registry and ETag
     FOLDER/<hex>.lock     held by the process that writes them
 
-After a power cut the bytes may differ from those written; the digest tells. A second
-process that wants the same blob does not wait: it writes a private file that it does not keep.
-
-Fetching blobs: several at once, resumed where they broke off, verified while written.
-
-Bytes are only ever appended to bytes of the same registry and ETag; a whole blob, flushed to the
-disk, gets to its target by one rename. For partial blobs see `expertctl.registry.download`.
+Bytes are only appended to bytes of the same registry and ETag; after a power failure they may
+differ from those written, which the digest shows. A complete blob, flushed to the disk, is moved to
+its target by one rename. A second process that wants the same blob does not wait: it writes a
+private file and discards it if it is interrupted.
 """
 
 import hashlib
@@ -46,24 +43,24 @@ from expertctl.registry.oci_client import OciClient
 from expertctl.schema.strict_json import encode_canonical, load_object
 
 KEPT_SECONDS = 7 * 86400.0
-"""How long the beginning of a blob is kept for another attempt."""
+"""How long a partial blob is kept for another attempt."""
 BLOB_MODE = 0o444
 MAX_STATE = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class BlobOrigin:
-    """Where the beginning of a blob came from."""
+    """Where the bytes of a partial blob came from."""
 
     url: str
     etag: str | None
 
 
 class PartialBlob:
-    """The file that a blob grows in; ``digest`` is that of what is in it."""
+    """A partly downloaded blob; ``digest`` is that of the bytes present."""
 
     def __init__(self, path: Path, state: Path | None) -> None:
-        """Open the file, or make it; without ``state`` nothing is remembered beside it."""
+        """Open the file, or create it; without ``state`` its origin is not stored."""
         self.path = path
         self._state = state
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
@@ -72,7 +69,7 @@ class PartialBlob:
         self.origin: BlobOrigin | None = None
 
     def resume(self, size: int) -> None:
-        """Take over what an earlier process left, if it can be the beginning of the blob."""
+        """Adopt the bytes of an earlier process, if they can be the beginning of the blob."""
         self.origin = self._read_state()
         there = os.fstat(self._handle).st_size
         if self.origin is None or there > size:
@@ -84,7 +81,7 @@ class PartialBlob:
 
     @property
     def digest(self) -> Digest:
-        """The digest of the bytes that are here."""
+        """The digest of the bytes present."""
         return Digest(self._hasher.hexdigest())
 
     def append(self, chunk: bytes) -> None:
@@ -97,14 +94,14 @@ class PartialBlob:
             view = view[written:]
 
     def record_origin(self, origin: BlobOrigin) -> None:
-        """Remember where the bytes come from, before the first of them is written."""
+        """Store where the bytes come from, before the first of them is written."""
         if self._state is not None and origin != self.origin:
             document = {"url": origin.url, "etag": origin.etag}
             _replace_file(self._state, encode_canonical(document))
         self.origin = origin
 
     def restart(self) -> None:
-        """Forget all bytes."""
+        """Discard all bytes."""
         os.ftruncate(self._handle, 0)
         os.lseek(self._handle, 0, os.SEEK_SET)
         self._hasher, self.size, self.origin = hashlib.sha256(), 0, None
@@ -116,12 +113,12 @@ class PartialBlob:
         os.fsync(self._handle)
 
     def forget_origin(self) -> None:
-        """Remove what was remembered."""
+        """Remove the stored origin."""
         if self._state is not None:
             self._state.unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove the bytes."""
+        """Remove the file and its origin."""
         self.path.unlink(missing_ok=True)
         self.forget_origin()
 
@@ -146,7 +143,7 @@ class PartialBlob:
 
 @contextmanager
 def open_kept_partial(folder: Path, file: FileDigest) -> Iterator[PartialBlob]:
-    """Lend the blob's file: the kept one, or a private one while another process holds that."""
+    """Open the blob's kept file, or a private one while another process holds the kept one."""
     base = folder / file.digest.hex
     lock = FileLock(f"{base}.lock", timeout=0, thread_local=False, mode=0o600)
     try:
@@ -170,7 +167,7 @@ def open_kept_partial(folder: Path, file: FileDigest) -> Iterator[PartialBlob]:
 
 @contextmanager
 def open_private_partial(folder: Path, file: FileDigest) -> Iterator[PartialBlob]:
-    """Lend a file that is removed at the end."""
+    """Open a file that is removed at the end."""
     name = f"{file.digest.hex}-{secrets.token_hex(8)}.part"
     partial = PartialBlob(folder / name, None)
     try:
@@ -187,7 +184,7 @@ def sweep_partials(folder: Path, *, age: float) -> None:
         with suppress(FileNotFoundError):
             if abs(now - path.stat().st_mtime) < age:
                 continue
-            if path.suffix == ".tmp":  # of a process that was killed while it remembered
+            if path.suffix == ".tmp":  # left by a killed process
                 path.unlink()
             elif path.suffix in {".part", ".lock"}:
                 _remove_unheld(path)
@@ -204,7 +201,7 @@ def _remove_unheld(path: Path) -> None:
 
 
 def _replace_file(path: Path, data: bytes) -> None:
-    """Replace a file at once, without a flush: after a power cut a blob may begin anew."""
+    """Replace a file atomically, without a flush: after a power failure the blob may start over."""
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(data)
     temporary.replace(path)
@@ -213,14 +210,14 @@ def _replace_file(path: Path, data: bytes) -> None:
 WORKERS = 4
 KEPT_BYTES = 1 << 20
 PROGRESS = 64 << 10
-"""What a connection must bring for the failures before it to be forgotten."""
+"""How many bytes a connection must bring for earlier failures not to count."""
 MAX_ETAG = 1024
-ALTERED_HINT = "the registry, or a proxy between, does not send what was published"
+ALTERED_HINT = "the registry or a proxy does not send the published bytes"
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15}|\*)")
 
 
 class BlobTarget(Protocol):
-    """Where whole blobs go: a staging folder of the store."""
+    """The place for complete blobs: a staging folder of the store."""
 
     def path(self, digest: Digest) -> Path:
         """Return the path for a blob."""
@@ -228,7 +225,7 @@ class BlobTarget(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BlobRequest:
-    """A blob and where it is to be had."""
+    """A blob and where to download it."""
 
     client: OciClient
     repository: str
@@ -236,33 +233,21 @@ class BlobRequest:
 
 
 class _RestartError(Exception):
-    """The bytes that are here do not belong to those that come: begin anew."""
+    """The present bytes do not belong to those that arrive: start over."""
 
 
 class _StoppedError(Exception):
-    """Another blob failed, or the person pressed Ctrl-C."""
+    """Another blob failed, or the user pressed Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlobDownloader:
-    """Owns the folder of partial blobs."""
+    """The owner of the folder of partial blobs."""
 
     folder: Path
     max_workers: int = WORKERS
     kept_bytes: int = KEPT_BYTES
-    """Smaller blobs begin anew when they break off: remembering them would cost more."""
-
-    def fetch(
-        self,
-        client: OciClient,
-        repository: str,
-        files: Iterable[FileDigest],
-        target: BlobTarget,
-        *,
-        progress: Progress = ignore_progress,
-    ) -> None:
-        """Bring the blobs of one repository to their target; see `fetch_all`."""
-        self.fetch_all([BlobRequest(client, repository, file) for file in files], target, progress)
+    """Smaller blobs start over after a failure: keeping them would cost more."""
 
     def fetch_all(
         self,
@@ -270,12 +255,12 @@ class BlobDownloader:
         target: BlobTarget,
         progress: Progress = ignore_progress,
     ) -> None:
-        """Bring blobs to their target, several at once; partial blobs are resumed.
+        """Download blobs to their target, several at once; partial blobs are resumed.
 
         Raises:
             DigestError: when bytes are not those of their digest.
-            UnreachableError: when the registry does not answer for long enough; what is here stays.
-            DiskFullError: when there is no room; what is here stays.
+            UnreachableError: when the registry does not answer for too long; partial blobs stay.
+            DiskFullError: when there is no space; partial blobs stay.
         """
         make_folders(self.folder, mode=0o700)
         self.sweep()
@@ -292,7 +277,7 @@ class BlobDownloader:
                 done, waiting = wait(jobs, return_when=FIRST_EXCEPTION)
             finally:
                 stop.set()
-                if waiting:  # one failed, or the person pressed Ctrl-C
+                if waiting:  # one failed, or the user pressed Ctrl-C
                     for http in {one.client.http for one in once.values()}:
                         http.interrupt()
                 pool.shutdown(cancel_futures=True)
@@ -305,7 +290,7 @@ class BlobDownloader:
         sweep_partials(self.folder, age=age)
 
     def check_integrity(self) -> None:
-        """Assert that everything here is the beginning of a blob, or belongs to one."""
+        """Assert that every file belongs to a partial blob."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             assert path.suffix in {".part", ".json", ".lock"}, path
             name = path.name.split(".")[0].split("-")[0]
@@ -314,7 +299,7 @@ class BlobDownloader:
 
 @dataclass(frozen=True, slots=True)
 class _DownloadJob:
-    """One blob to fetch."""
+    """One blob to download."""
 
     downloads: BlobDownloader
     wanted: BlobRequest
@@ -356,13 +341,13 @@ def _download_blob(job: _DownloadJob, target: BlobTarget, progress: Progress) ->
             partial.forget_origin()
     except OSError as error:
         if error.errno in NO_SPACE_ERRORS:
-            hint = "free some space, or `expertctl gc`; then again: what is here is kept"
+            hint = "free some space, or `expertctl gc`; then retry: partial data is kept"
             raise DiskFullError(f"{job.what}: no space left", hint=hint) from error
         raise
 
 
 def _download_fully(job: _DownloadJob, partial: PartialBlob, progress: Progress) -> None:
-    """Append until the blob is whole, and has its digest."""
+    """Append until the blob is complete and has its digest."""
     resumed = partial.size > 0
     progress(partial.size)
     try:
@@ -374,7 +359,7 @@ def _download_fully(job: _DownloadJob, partial: PartialBlob, progress: Progress)
     except DigestError:
         partial.discard()
         raise
-    progress(-partial.size)  # what an earlier process left may have been damaged: once anew
+    progress(-partial.size)  # the bytes of an earlier process may be damaged: start over once
     partial.restart()
     _download_fully(job, partial, progress)
 
@@ -390,7 +375,7 @@ def _append_with_retries(job: _DownloadJob, partial: PartialBlob, progress: Prog
         if job.stop.is_set():
             raise _StoppedError
         if time.monotonic() > deadline:
-            raise UnreachableError(f"{job.what}: it comes too slowly; what is here is kept")
+            raise UnreachableError(f"{job.what}: the download is too slow; partial data is kept")
         before = partial.size
         try:
             _append_range(job, partial, progress)
@@ -401,14 +386,14 @@ def _append_with_retries(job: _DownloadJob, partial: PartialBlob, progress: Prog
             progress(-partial.size)
             partial.restart()
             if restarts > retries.attempts:
-                raise RegistryError(f"{job.what}: it changes while it is fetched") from None
+                raise RegistryError(f"{job.what}: it changed during the download") from None
         except (UnreachableError, RateLimitError) as error:
             failures = 1 if partial.size - before >= PROGRESS else failures + 1
             retries.pause(failures, error, stop=job.stop)
 
 
 def _append_range(job: _DownloadJob, partial: PartialBlob, progress: Progress) -> None:
-    """Ask for what is missing and append it."""
+    """Request the missing bytes and append them."""
     url, size = job.client.address.url, job.file.size
     start = partial.size if partial.origin is not None and partial.origin.url == url else 0
     if partial.size and not start:
@@ -436,11 +421,11 @@ def _range_headers(start: int, origin: BlobOrigin | None) -> dict[str, str]:
 
 
 def _check_start(job: _DownloadJob, answer: StreamedResponse, start: int) -> None:
-    """Demand that an answer holds exactly the bytes from ``start`` to the end."""
+    """Require that an answer holds exactly the bytes from ``start`` to the end."""
     size = job.file.size
     if answer.status == 416 or (start > 0 and answer.status == 200):
         if start == 0:
-            raise RegistryError(f"{job.what}: it refuses a range that was not asked for")
+            raise RegistryError(f"{job.what}: it refuses a range that was not requested")
         raise _RestartError
     if answer.status == 206:
         text = answer.headers.get("content-range", "")
@@ -452,12 +437,15 @@ def _check_start(job: _DownloadJob, answer: StreamedResponse, start: int) -> Non
             or match.group(1, 2) != expected
             or match[3] not in {str(size), "*"}
         ):
-            message = f"{job.what}: bytes {start}-{size - 1} of {size} were asked for"
-            raise RegistryError(f"{message}, {sanitise_text(text, 80)!r} came", hint=ALTERED_HINT)
+            message = f"{job.what}: bytes {start}-{size - 1} of {size} were requested"
+            raise RegistryError(f"{message}, got {sanitise_text(text, 80)!r}", hint=ALTERED_HINT)
     length = answer.headers.get("content-length")
     if length is not None and length != str(size - start):
-        message = f"{job.what}: {size - start} bytes were asked for, {sanitise_text(length, 20)} shall come"
-        raise DigestError(message, hint=ALTERED_HINT)
+        raise DigestError(
+            f"{job.what}: {size - start} bytes were requested, "
+            f"the answer has {sanitise_text(length, 20)}",
+            hint=ALTERED_HINT,
+        )
 
 
 def _find_strong_etag(answer: StreamedResponse) -> str | None:

@@ -1,8 +1,8 @@
-"""When something is tried again: failures that may pass, with growing, random pauses.
+"""Failures of registries: what their error answers mean, and when a request is retried.
 
-What a registry's refusal means: statuses and error bodies become errors of ours.
-
-Every text of a server is bounded and cleared of control characters before a person sees it.
+`make_response_error` turns statuses and error bodies into errors of ours; every text of a server is
+bounded and cleared of control characters before a user sees it. `RetrySchedule` repeats transient
+failures after growing, random pauses.
 """
 
 import math
@@ -39,7 +39,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class RetrySchedule:
-    """How often and after how long; sleep and chance can be given by tests."""
+    """How often and after which pauses a request is retried; tests replace sleep and jitter."""
 
     attempts: int = 5
     first_pause: float = 0.5
@@ -47,7 +47,7 @@ class RetrySchedule:
     max_retry_after: float = 60.0
     """A server that asks for a longer pause is not waited for."""
     tell: Callable[[str], object] | None = None
-    """Told of the first failure, so that the user knows what is waited for."""
+    """Called with a message after the first failure."""
     sleep: Callable[[float], object] | None = None
     jitter: Callable[[], float] = random.random
 
@@ -58,7 +58,7 @@ class RetrySchedule:
         repeatable: bool = True,
         stop: Event | None = None,
     ) -> _Result:
-        """Retry until it works; a request that may have arrived only if it is repeatable.
+        """Call ``operation`` until it succeeds; one that may have arrived only if it is repeatable.
 
         Raises:
             UnreachableError: the last one, when every attempt failed.
@@ -131,7 +131,7 @@ _OUR_CODES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class RefusalReason:
-    """What the body of a refusal says; empty where it says nothing."""
+    """The content of an error body; empty fields where it says nothing."""
 
     code: str = ""
     message: str = ""
@@ -141,7 +141,7 @@ class RefusalReason:
 def make_response_error(
     status: int, headers: Mapping[str, str], body: bytes, *, host: str, what: str
 ) -> ExpertError:
-    """Return the error for an answer whose status was not expected."""
+    """Return the error for an answer with an unexpected status."""
     reason = parse_error_body(body)
     message = f"{host}: {_error_message(status, reason, what)}"
     if status == 429:
@@ -157,7 +157,7 @@ def make_response_error(
 
 
 def _error_message(status: int, reason: RefusalReason, what: str) -> str:
-    """Return what happened: a full message of a registry of ours, else the request and status."""
+    """Return the fact: a message of a registry of ours as it is, else the request and status."""
     if reason.message and reason.code in _OUR_CODES:
         return reason.message
     said = f": {reason.message}" if reason.message else ""
@@ -171,7 +171,7 @@ def _error_hint(status: int, reason: RefusalReason, host: str) -> str:
 
 
 def parse_error_body(body: bytes) -> RefusalReason:
-    """Read the error body of `/api/v1`, or that of the OCI specification."""
+    """Parse the error body of `/api/v1`, or that of the OCI specification."""
     try:
         document = load_object(body, what="an error", max_bytes=MAX_ERROR_BYTES)
     except ExpertError:
@@ -205,7 +205,7 @@ def parse_retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def _flatten_details(document: JsonObject) -> JsonObject:
-    """``{"details": …}`` and the like of token servers."""
+    """Convert ``{"details": …}`` and similar bodies of token servers."""
     return {"message": document.get("message") or document.get("details")}
 
 
@@ -215,19 +215,19 @@ def _text_or_empty(value: JsonValue) -> str:
 
 _STATUS_MESSAGES = {
     400: "the request is refused",
-    401: "it wants to know who asks",
+    401: "it requires a login",
     403: "not allowed",
-    404: "not there",
-    409: "it conflicts with what is there",
+    404: "not found",
+    409: "it conflicts with existing content",
     413: "too large",
     429: "too many requests",
     500: "the server failed",
-    502: "no answer behind the proxy",
+    502: "the proxy got no answer",
     503: "the server is not available",
-    504: "no answer behind the proxy in time",
+    504: "the proxy got no answer in time",
 }
 _STATUS_HINTS = {
     401: "log in with `expertctl login {host}`",
     403: "ask an owner of the namespace; `expertctl login {host}` changes who asks",
-    404: "if it should be there, tell whoever runs {host}",
+    404: "if it should exist, tell the operator of {host}",
 }

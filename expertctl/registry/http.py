@@ -1,6 +1,6 @@
-"""HTTP to registries: credentials stay where they belong, answers are bounded, failures named.
+"""`RegistryHttp`: HTTP requests to registries, with login, redirects, retries and bounded answers.
 
-A login is shown only to the scheme, host and port it was made for: never to the target of a
+A login is sent only to the scheme, host and port it was made for: never to the target of a
 redirect, nor after one that leads back. Nothing is sent at all while offline.
 """
 
@@ -44,7 +44,7 @@ _SAFE_METHODS = frozenset({"GET", "HEAD"})
 _IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "PUT", "DELETE"})
 
 OpenChunks = Callable[[], Iterator[bytes]]
-"""Begins a body anew: a request may be sent again after a login or a broken connection."""
+"""Starts a body anew: a request may be sent again after a login or a broken connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +58,17 @@ class RegistryRequest:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | OpenChunks | None = None
     scope: str = ""
-    """What a token is asked for: ``repository:acme/sql:pull``."""
+    """The scope of the token to request: ``repository:acme/sql:pull``."""
 
     @property
     def what(self) -> str:
-        """The request as messages name it, without what may be secret in a query."""
+        """The request as messages name it, without a query that may be secret."""
         return f"{self.method} {sanitise_text(self.target.partition('?')[0], 200)}"
 
 
 @dataclass(frozen=True, slots=True)
 class RegistryResponse:
-    """A whole answer, its body within the bound that was asked for."""
+    """A complete answer, its body within the requested bound."""
 
     status: int
     headers: Mapping[str, str]
@@ -79,7 +79,7 @@ class RegistryResponse:
 
 @dataclass(frozen=True, slots=True)
 class StreamedResponse:
-    """An answer whose body is still to come, once."""
+    """An answer whose body can be read once."""
 
     status: int
     headers: Mapping[str, str]
@@ -89,7 +89,7 @@ class StreamedResponse:
 
 
 class RegistryHttp:
-    """Sends requests to registries; to be used with ``with``, from any number of threads."""
+    """Sends requests to registries; a context manager, usable from any number of threads."""
 
     def __init__(
         self,
@@ -102,14 +102,14 @@ class RegistryHttp:
         retries: RetrySchedule | None = None,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
-        """Keep how to reach registries; ``transport`` replaces sockets in tests."""
+        """Store how to reach registries; ``transport`` replaces sockets in tests."""
         self._credentials = credentials
         self._environment = environment
         self._offline = offline
-        self._timeouts = timeouts or Timeouts()
-        self._retries = retries or RetrySchedule()
+        self.timeouts = timeouts or Timeouts()
+        self.retries = retries or RetrySchedule()
         self._transport = transport or RegistryTransport(
-            timeouts=self._timeouts, ca_file=ca_file, environment=environment
+            timeouts=self.timeouts, ca_file=ca_file, environment=environment
         )
         self._logins = LoginSessions(self._find_credential, self._fetch_token)
         self._found: dict[str, Credential | None] = {}
@@ -117,7 +117,7 @@ class RegistryHttp:
         self._stopped = threading.Event()
 
     def __enter__(self) -> Self:
-        """Begin; connections are opened when they are needed."""
+        """Return self; connections are opened when they are needed."""
         return self
 
     def __exit__(
@@ -129,24 +129,14 @@ class RegistryHttp:
         """Close every connection."""
         self._transport.close()
 
-    @property
-    def retries(self) -> RetrySchedule:
-        """When something is tried again."""
-        return self._retries
-
-    @property
-    def timeouts(self) -> Timeouts:
-        """How long is waited."""
-        return self._timeouts
-
     def interrupt(self) -> None:
-        """End at once what other threads wait for; they get an `UnreachableError`."""
+        """End the waits of other threads at once; they get an `UnreachableError`."""
         if isinstance(self._transport, RegistryTransport):
             self._transport.interrupt()
 
     @contextmanager
     def interrupt_on_ctrl_c(self) -> Iterator[None]:
-        """On Ctrl-C end what other threads wait for, and keep them from asking again.
+        """On Ctrl-C end the waits of other threads, and refuse their further requests.
 
         Enter it after the pool of these threads, which waits for them on exit.
         """
@@ -158,7 +148,7 @@ class RegistryHttp:
             raise
 
     def has_authenticated(self, address: RegistryAddress) -> bool:
-        """Tell whether a registry was shown a login, or at least an anonymous token."""
+        """Tell whether a registry was sent a login, or at least an anonymous token."""
         return self._logins.has_sent_login(address)
 
     def request(
@@ -170,10 +160,10 @@ class RegistryHttp:
         repeatable: bool | None = None,
         attempts: int | None = None,
     ) -> RegistryResponse:
-        """Send a request and read its answer; what may be repeated is tried again.
+        """Send a request and read its answer; a repeatable request is retried.
 
-        By default GET, HEAD, PUT and DELETE may, and others when they cannot have arrived; and as
-        often as `Retries` says.
+        By default GET, HEAD, PUT and DELETE are repeatable, and others when they cannot have
+        arrived; the number of attempts is that of `RetrySchedule`.
 
         Raises:
             UnreachableError: when the registry cannot be reached, or not for long enough.
@@ -181,7 +171,7 @@ class RegistryHttp:
             RegistryError: when the answer is too large or not understood.
         """
         again = call.method in _IDEMPOTENT_METHODS if repeatable is None else repeatable
-        retries = replace(self._retries, attempts=attempts) if attempts else self._retries
+        retries = replace(self.retries, attempts=attempts) if attempts else self.retries
         return retries.run(
             lambda: self._request_once(call, max_bytes, accept),
             repeatable=again,
@@ -192,10 +182,10 @@ class RegistryHttp:
     def open_stream(
         self, call: RegistryRequest, *, accept: Collection[int] = frozenset({200})
     ) -> Iterator[StreamedResponse]:
-        """Send a request, once, and lend its answer as it comes.
+        """Send a request, once, and return its answer as it arrives.
 
         Raises:
-            UnreachableError: also while the body is read; the caller decides whether to try again.
+            UnreachableError: also while the body is read; the caller decides whether to retry.
             ExpertError: as `request`.
         """
         response = self._open_response(call, accept)
@@ -319,7 +309,7 @@ class RegistryHttp:
         if reads and length.isdigit() and int(length[:20]) > max_bytes:
             raise too_long
         parts, size = [], 0
-        deadline = time.monotonic() + self._timeouts.answer
+        deadline = time.monotonic() + self.timeouts.answer
         for chunk in self._iter_chunks(response):
             parts.append(chunk)
             size += len(chunk)
@@ -330,20 +320,20 @@ class RegistryHttp:
         return b"".join(parts)
 
     def _iter_chunks(self, response: httpx2.Response) -> Iterator[bytes]:
-        """Yield a body as it comes, as long as it comes fast enough."""
+        """Yield a body as it arrives, as long as it arrives fast enough."""
         name = response.url.netloc.decode("ascii", "replace")
         encoding = response.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in {"identity", ""}:
             raise RegistryError(
-                f"{name}: its answer is compressed ({sanitise_text(encoding, 40)}), which was not asked "
-                "for",
-                hint="a proxy between may do that; the registry must send packages as they are",
+                f"{name}: its answer is compressed ({sanitise_text(encoding, 40)}), which was not "
+                "requested",
+                hint="a proxy may do that; the registry must send packages uncompressed",
             )
         started, size = time.monotonic(), 0
         with translate_errors(name):
             for chunk in response.iter_raw():
                 size += len(chunk)
-                if time.monotonic() - started > self._timeouts.body_timeout(size):
+                if time.monotonic() - started > self.timeouts.body_timeout(size):
                     raise UnreachableError(f"{name}: the answer comes too slowly")
                 yield chunk
 
@@ -355,7 +345,7 @@ class RegistryHttp:
             return b""
 
     def _discard_response(self, response: httpx2.Response) -> None:
-        """Discard an answer; once it is read, its connection can be reused."""
+        """Read and discard an answer, so that its connection can be reused."""
         try:
             self._read_error(response)
         finally:
@@ -397,7 +387,7 @@ def make_http(
     *,
     notify: Notify | None = None,
 ) -> RegistryHttp:
-    """Return what the user's settings say: logins, certificates, offline or not."""
+    """Return a client with the user's settings: logins, certificates, offline or not."""
     return RegistryHttp(
         credentials or CredentialStore(settings.home.credentials),
         environment=environment,
@@ -411,7 +401,7 @@ def make_http(
 def open_http(
     settings: Settings, environment: Mapping[str, str] = os.environ, *, notify: Notify | None = None
 ) -> Iterator[RegistryHttp]:
-    """Lend `make_http` the settings, with the logins that are kept."""
+    """Open a client with the user's settings and stored logins; closed at the end."""
     with make_http(settings, environment=environment, notify=notify) as http:
         yield http
 
@@ -419,9 +409,9 @@ def open_http(
 def _find_reachable_scopes(
     address: RegistryAddress, response: httpx2.Response
 ) -> frozenset[NetworkScope]:
-    """Return to which addresses a registry may send a client: public ones, and where it is itself.
+    """Return where a registry may send a client: to public addresses, and to its own scope.
 
-    That is known by its name, else by the address that answered.
+    Its scope is known by its name, else by the address that answered.
     """
     answered: NetworkScope = response.extensions.get("scope", "global")
     return frozenset({"global", classify_host(address.hostname) or answered})
@@ -430,12 +420,12 @@ def _find_reachable_scopes(
 def _resolve_redirect(
     call: RegistryRequest, url: httpx2.URL, location: str, allowed: frozenset[NetworkScope]
 ) -> httpx2.URL:
-    """Return where a redirect leads, if one may go there; names are checked once resolved."""
+    """Return the target of a redirect, if it is allowed; names are checked once resolved."""
     host = call.address.host
     if call.method not in _SAFE_METHODS:
         raise RegistryError(f"{host}: {call.what}: redirected, which is not followed")
     if not location or len(location) > MAX_URL:
-        raise RegistryError(f"{host}: {call.what}: redirected to nowhere")
+        raise RegistryError(f"{host}: {call.what}: redirected without a target")
     target = _resolve_url(str(url), location, call.address)
     named = sanitise_text(f"{target.scheme}://{target.host}", 200)
     if target.scheme == "http" and url.scheme == "https":
@@ -450,7 +440,7 @@ def _resolve_redirect(
 
 
 def _resolve_url(base: str, text: str, address: RegistryAddress) -> httpx2.URL:
-    """Resolve a path or URL that was found at ``base``."""
+    """Resolve a path or URL relative to ``base``."""
     try:
         url = httpx2.URL(urljoin(base, text))
         if url.scheme in {"http", "https"} and url.host and not url.userinfo:
@@ -458,12 +448,12 @@ def _resolve_url(base: str, text: str, address: RegistryAddress) -> httpx2.URL:
     except (httpx2.InvalidURL, ValueError):
         pass
     raise RegistryError(
-        f"{address.host}: it names {sanitise_text(text, 200)!r}, which is no plain URL"
+        f"{address.host}: it names {sanitise_text(text, 200)!r}, which is not a plain URL"
     )
 
 
 def _url_origin(url: httpx2.URL) -> str:
-    """Return scheme, host and port as `RegistryAddress.url` writes them."""
+    """Return scheme, host and port in the form of `RegistryAddress.url`."""
     host = url.raw_host.decode("ascii")
     name = f"[{host}]" if ":" in host else host
     default = {"https": 443, "http": 80}[url.scheme]

@@ -1,15 +1,12 @@
-"""The index document: all that a registry says of one package, as a value and as bytes.
+"""The index document: everything that a registry says of one package, and its signed envelope.
 
-It is the one thing that a client believes of a registry, and only inside the envelope that the
-registry's index key signed (`expertctl.registry.index_document`). The form is
-``schemas/index.schema.json``; the bytes are canonical JSON (RFC 8785).
-
-The signed envelope around an index document, and who must have signed it.
+It is the only statement of a registry that a client trusts, and only inside the envelope that the
+registry's index key signed. The form is ``schemas/index.schema.json``; the bytes are canonical JSON
+(RFC 8785).
 """
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -24,6 +21,7 @@ from expertctl.schema.manifest import AdapterKind, BaseRequirement
 from expertctl.schema.strict_json import JsonObject, encode_canonical, load_object
 from expertctl.schema.validation import convert_document, find_problems
 from expertctl.trust.dsse import DsseEnvelope, from_base64, to_base64
+from expertctl.trust.grants import find_repeated
 from expertctl.trust.keys import PrivateKey, PublicKey
 
 INDEX_SCHEMA = 1
@@ -49,13 +47,13 @@ class Release:
     version: Version
     content_digest: Digest
     forms: tuple[SignedForm, ...]
-    """The newest last; an older one can still be pulled."""
+    """The newest last; older ones can still be pulled."""
     size: int
     """Bytes of all files."""
     published: str
     """RFC 3339 in UTC, to the second."""
     yanked: str | None
-    """Why it was yanked, which may be an empty text; ``None`` when it was not."""
+    """Why it was yanked, which may be empty; None when it was not."""
     kinds: tuple[AdapterKind, ...]
     base: BaseRequirement
     requires: tuple[str, ...] = ()
@@ -83,7 +81,7 @@ class KeyEntry:
 
 @dataclass(frozen=True, slots=True)
 class RevokedKey:
-    """A key of the namespace that counts no more, and why."""
+    """A key of the namespace that is no longer valid, and why."""
 
     key_id: str
     reason: str
@@ -103,23 +101,23 @@ class IndexDocument:
     keys: tuple[KeyEntry, ...] = ()
     revoked: tuple[RevokedKey, ...] = ()
     interval_days: int | None = None
-    """How often the registry makes a new revision at least, where it says so."""
+    """The longest time between two revisions, in days, where the registry states it."""
 
     @classmethod
     def parse(cls, data: bytes, *, what: str) -> Self:
-        """Read the bytes of an index document.
+        """Parse the bytes of an index document.
 
         Raises:
-            InvalidPackageError: with every problem, when it is not exactly such a document.
+            InvalidPackageError: with every problem, when they are not exactly such a document.
         """
         return cls._from_json(load_object(data, what=what, max_bytes=MAX_BYTES), what)
 
     @classmethod
     def parse_canonical(cls, data: bytes, *, what: str) -> Self:
-        """Read the bytes of an index document, as only `encode` spells them.
+        """Parse the bytes of an index document in the only form that `encode` writes.
 
         Raises:
-            InvalidPackageError: as `parse`, and when it is spelled in another way.
+            InvalidPackageError: as `parse`, and when they are encoded in another way.
         """
         document = load_object(data, what=what, max_bytes=MAX_BYTES)
         index = cls._from_json(document, what)
@@ -186,24 +184,24 @@ class IndexDocument:
         return next((release for release in self.releases if release.version == version), None)
 
     def overdue_days(self, now: datetime) -> int | None:
-        """Return how old it is, in days, where a newer revision is due; None where none is."""
+        """Return its age in days where a newer revision is overdue; None where none is."""
         if self.interval_days is None:
             return None
         age = now - parse_time(self.updated)
         return age.days if age > timedelta(days=self.interval_days) else None
 
     def is_revoked(self, key_id: str) -> bool:
-        """Tell whether a key of the namespace counts no more."""
+        """Tell whether a key of the namespace was revoked."""
         return any(entry.key_id == key_id for entry in self.revoked)
 
 
 def format_time(moment: datetime) -> str:
-    """Return a moment as RFC 3339 in UTC, to the second."""
+    """Return a time as RFC 3339 in UTC, to the second."""
     return moment.astimezone(UTC).strftime(_TIME_FORMAT)
 
 
 def parse_time(text: str) -> datetime:
-    """Read what `format_time` wrote; a text that was not parsed is our own bug."""
+    """Parse the output of `format_time`; another text is a bug."""
     return datetime.strptime(text, _TIME_FORMAT).replace(tzinfo=UTC)
 
 
@@ -261,7 +259,6 @@ class _StoredIndexDocument(msgspec.Struct):
 
 
 def _parse_release(stored: _StoredRelease) -> Release:
-    base = stored.base
     for text in (*stored.requires, *stored.conflicts):
         Reference.parse(text)
     return Release(
@@ -275,15 +272,7 @@ def _parse_release(stored: _StoredRelease) -> Release:
         published=stored.published,
         yanked=stored.yanked,
         kinds=stored.kinds,
-        base=BaseRequirement(
-            name=base.name,
-            arch=base.arch,
-            tokenizer=base.tokenizer,
-            revision=base.revision,
-            weights=base.weights,
-            accepts=base.accepts,
-            tokenizer_version=base.tokenizer_version,
-        ),
+        base=msgspec.convert(stored.base, BaseRequirement, from_attributes=True),
         requires=stored.requires,
         conflicts=stored.conflicts,
         description=stored.description,
@@ -291,7 +280,6 @@ def _parse_release(stored: _StoredRelease) -> Release:
 
 
 def _store_release(release: Release) -> _StoredRelease:
-    base = release.base
     return _StoredRelease(
         version=str(release.version),
         content_digest=str(release.content_digest),
@@ -302,22 +290,10 @@ def _store_release(release: Release) -> _StoredRelease:
         published=release.published,
         yanked=release.yanked,
         kinds=release.kinds,
-        base=_store_base(base),
+        base=msgspec.convert(release.base, _StoredBaseRequirement, from_attributes=True),
         requires=release.requires,
         conflicts=release.conflicts,
         description=release.description,
-    )
-
-
-def _store_base(base: BaseRequirement) -> _StoredBaseRequirement:
-    return _StoredBaseRequirement(
-        name=base.name,
-        revision=base.revision,
-        arch=base.arch,
-        weights=base.weights,
-        tokenizer=base.tokenizer,
-        accepts=base.accepts,
-        tokenizer_version=base.tokenizer_version,
     )
 
 
@@ -334,7 +310,7 @@ def _store_key_entry(entry: KeyEntry) -> _StoredKeyEntry:
 
 
 def _find_inconsistencies(index: IndexDocument, stored: _StoredIndexDocument) -> Iterator[str]:
-    """Yield what a schema cannot say."""
+    """Yield the problems that the JSON schema cannot express."""
     for before, after in pairwise(index.releases):
         if not before.version < after.version:
             yield f"releases: {after.version} does not sort after {before.version}"
@@ -342,26 +318,21 @@ def _find_inconsistencies(index: IndexDocument, stored: _StoredIndexDocument) ->
         if written.key_id != entry.key.key_id:
             yield f"keys: key_id is {written.key_id}, its key has {entry.key.key_id}"
     forms = [str(f.package_digest) for release in index.releases for f in release.forms]
-    yield from _find_repeated("package_digest", forms)
-    yield from _find_repeated("keys", (entry.key.key_id for entry in index.keys))
-    yield from _find_repeated("revoked", (entry.key_id for entry in index.revoked))
+    yield from find_repeated("package_digest", forms)
+    yield from find_repeated("keys", (entry.key.key_id for entry in index.keys))
+    yield from find_repeated("revoked", (entry.key_id for entry in index.revoked))
     for text in {index.updated, *(release.published for release in index.releases)}:
         if not _is_time(text):
             yield f"{text} is no moment"
 
 
 def _canonical_bytes(document: JsonObject) -> bytes:
-    """Return the RFC 8785 bytes of a valid document, in a hundredth of the time of `canonical`.
+    """Return the RFC 8785 bytes of a valid document, 100 times faster than `encode_canonical`.
 
-    Its names are ASCII and its numbers integers, so that the standard library writes the same.
+    Its names are ASCII and its numbers integers, so the standard library writes the same bytes.
     """
     text = json.dumps(document, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return text.encode()
-
-
-def _find_repeated(what: str, values: Iterable[str]) -> Iterator[str]:
-    counted = sorted(Counter(values).items())
-    yield from (f"{what}: {value} is there twice" for value, count in counted if count > 1)
 
 
 def _is_time(text: str) -> bool:
@@ -374,11 +345,11 @@ def _is_time(text: str) -> bool:
 
 INDEX_PAYLOAD_TYPE = "application/vnd.expertctl.index.v1+json"
 MAX_ENVELOPE = MAX_BYTES * 4 // 3 + 4096
-"""A document of the largest size in base64, and what is around it."""
+"""A document of the largest size in base64, and the envelope around it."""
 
 
 def sign_index(document: IndexDocument, key: PrivateKey) -> bytes:
-    """Return the envelope of a document, the same for the same arguments.
+    """Return the envelope of a document; deterministic.
 
     Raises:
         InvalidPackageError: when the document is too large for any client to read.

@@ -1,22 +1,20 @@
-"""The first known content of versions that a registry changed or took away later, as bytes.
-
-An index document says only what a version contains now. A version that vanished, or that got
-another content, would be forgotten with the document before, and could come back as something else.
-
-What registries said last: the floor below which no index document is believed.
+"""`IndexStore`, the last index document of each package; `fetch_index` requests a newer one.
 
 ::
 
     <folder>/<registry>/index/<index key>/<namespace>/<name>.json   the newest signed envelope
-    <folder>/<registry>/index/<index key>/<namespace>/<name>.first  `registry.first_contents`
+    <folder>/<registry>/index/<index key>/<namespace>/<name>.first  first contents, see below
     <folder>/<registry>/index/lock                                  held while one is written
 
-A new index key, which only the person can accept, begins anew; nothing else ever lowers the floor.
-A file that cannot be read stops everything about its package: it is not taken for an unknown one.
-``.first`` is written before the envelope that makes it necessary, so a killed process forgets no
-content; only `accept_content` removes an entry.
+The stored document is the floor below which no index document is accepted. A new index key, which
+only the user can accept, begins anew; nothing else ever lowers the floor. A file that cannot be
+read blocks its package: it is not treated as a missing one.
 
-Asking a registry for the index document of a package: signed, and never older than before.
+An index document says only what a version contains now. If a version vanished or got another
+content, its first content would be forgotten with the document before, and it could come back as
+something else. So ``.first`` keeps the first known content of such versions. It is written before
+the envelope that makes it necessary, so a killed process forgets no content; only `accept_content`
+removes an entry.
 """
 
 import hashlib
@@ -66,7 +64,7 @@ class _StoredFirstContents(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def release_content(release: Release, *, source: str) -> VersionContent:
-    """Return what an index document says a version contains; the newest signer comes first."""
+    """Return the content of a release; the newest signer comes first."""
     signers = dict.fromkeys(form.signer for form in reversed(release.forms))
     return VersionContent(source, release.content_digest, tuple(signers))
 
@@ -97,10 +95,10 @@ def encode_first_contents(contents: FirstContents) -> bytes:
 
 
 def parse_first_contents(data: bytes, *, host: str, what: str) -> FirstContents:
-    """Read the bytes of the file.
+    """Parse the bytes of the file.
 
     Raises:
-        InvalidPackageError: when it is not exactly such a document.
+        InvalidPackageError: when they are not exactly such a document.
     """
     document = load_object(data, what=what, max_bytes=MAX_BYTES)
     try:
@@ -121,7 +119,7 @@ _POLL_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class RememberedIndex:
-    """An index document that was believed, with the bytes that were signed."""
+    """An accepted index document, with the bytes that were signed."""
 
     document: IndexDocument
     envelope: bytes
@@ -129,7 +127,10 @@ class RememberedIndex:
 
 @dataclass(frozen=True, slots=True)
 class IndexStore:
-    """The newest believed index document of each package; nothing is created until one is."""
+    """The newest accepted index document of each package; nothing exists before the first.
+
+    Methods raise `StoreError` when a stored file is damaged, or cannot be read or written.
+    """
 
     folder: Path
     lock_seconds: float = LOCK_SECONDS
@@ -140,11 +141,7 @@ class IndexStore:
         return self._index_folder(known) / key / package.namespace / f"{package.name}.json"
 
     def load(self, known: KnownRegistry, package: PackageName) -> RememberedIndex | None:
-        """Return what a registry said last of a package; ``None`` when it was never asked.
-
-        Raises:
-            StoreError: when the file is damaged or cannot be read.
-        """
+        """Return the last document of a package; None when its registry was never asked."""
         path = self.path(known, package)
         try:
             envelope = read_bounded(path, max_bytes=MAX_ENVELOPE)
@@ -153,7 +150,7 @@ class IndexStore:
             return None
         except (OSError, ExpertError) as error:
             raise StoreError(
-                f"what {known.host} said last of {package} cannot be read: {error}",
+                f"the stored index of {package} from {known.host} cannot be read: {error}",
                 hint=f"restore {path} from a backup; or move it away, which allows {known.host} "
                 "to show an older state than before",
             ) from error
@@ -167,15 +164,15 @@ class IndexStore:
         *,
         floor: RememberedIndex | None,
     ) -> IndexDocument:
-        """Return the newest document, which is then remembered.
+        """Store a document unless a newer one is stored; return the newest.
 
-        ``floor`` is what was remembered before the registry was asked. A newer document that
-        another process has remembered meanwhile is returned instead.
+        ``floor`` is the document that was stored before the registry was asked. A newer document
+        that another process has stored meanwhile is returned instead.
 
         Raises:
             TrustError: when it is not signed as it must be, older than before, changed without a
                 new revision, or changes too many versions.
-            StoreError: when it cannot be remembered.
+            StoreError: when it cannot be stored.
         """
         document = open_index(envelope, key=known.index_key, package=package)
         new = RememberedIndex(document, envelope)
@@ -201,11 +198,7 @@ class IndexStore:
         return document
 
     def first_contents(self, known: KnownRegistry, package: PackageName) -> FirstContents:
-        """Return what versions contained at first that the registry changed or took away later.
-
-        Raises:
-            StoreError: when the file is damaged or cannot be read.
-        """
+        """Return the first contents of versions that the registry changed or removed later."""
         path = self.path(known, package).with_suffix(".first")
         try:
             data = read_bounded(path, max_bytes=MAX_BYTES)
@@ -220,11 +213,7 @@ class IndexStore:
             ) from error
 
     def accept_content(self, known: KnownRegistry, package: PackageName, version: Version) -> None:
-        """Take what a registry says now for the content of a version, as the person demanded.
-
-        Raises:
-            StoreError: when that cannot be remembered.
-        """
+        """Accept the registry's current content of a version, as the user demanded."""
         if version in self.first_contents(known, package):
             with self._hold_lock(known):
                 self._update_first_contents(
@@ -251,12 +240,12 @@ class IndexStore:
             raise TrustError(
                 f"{known.host} changed or took away {len(after):,} versions of {package}, more "
                 "than can be remembered",
-                hint="tell whoever runs the registry; what was believed before still is",
+                hint="tell the operator of the registry; the index accepted before stays in force",
             )
         write_atomic(self.path(known, package).with_suffix(".first"), data, mode=0o600)
 
     def find_problems(self, known: KnownRegistry) -> list[StoreError]:
-        """Return what cannot be read of what a registry said last."""
+        """Return an error for every stored document of a registry that cannot be read."""
         found = []
         for package in self._list_packages(known):
             try:
@@ -267,7 +256,7 @@ class IndexStore:
         return found
 
     def check_integrity(self, known: KnownRegistry) -> None:
-        """Raise unless every remembered document of a registry can be read."""
+        """Raise unless every stored document of a registry can be read."""
         for package in self._list_packages(known):
             assert self.load(known, package) is not None
 
@@ -294,7 +283,7 @@ class IndexStore:
         if after == before and new.envelope != old.envelope:
             raise TrustError(
                 f"{what} was changed without a new revision: {after} says two things",
-                hint=f"tell whoever runs the registry; what was believed first is {path}",
+                hint=f"tell the operator of the registry; what was believed first is {path}",
             )
 
     @contextmanager
@@ -315,8 +304,8 @@ class IndexStore:
             raise StoreError(message, hint="try again when that has ended") from error
         except OSError as error:
             raise StoreError(
-                f"{folder}: what {known.host} says cannot be remembered: {error.strerror}",
-                hint="without that an older state could be shown as new; free or unlock the disk",
+                f"{folder}: the index of {known.host} cannot be stored: {error.strerror}",
+                hint="without it an older state could pass as new; free or unlock the disk",
             ) from error
 
 
@@ -332,14 +321,14 @@ def fetch_index(
     offline: bool = False,
     attempts: int | None = None,
 ) -> IndexDocument:
-    """Return what a registry says of a package now; offline, what it said last.
+    """Return the current index document of a package; offline, the last stored one.
 
-    ``attempts`` is how often it is tried, where not as often as usual.
+    ``attempts`` is the number of attempts, by default that of the client.
 
     Raises:
         NotFoundError: when it has no such package, or we are offline and never asked it.
         TrustError: when its index key did not sign this, or it is older than before.
-        StoreError: when what it said last cannot be read, or the answer not be remembered.
+        StoreError: when the stored document cannot be read, or the new one not be stored.
         RegistryError: when it cannot be reached or understood.
     """
     floor = store.load(known, package)
@@ -350,7 +339,7 @@ def fetch_index(
 
 
 def index_path(package: PackageName) -> str:
-    """Return where a registry keeps the index document of a package."""
+    """Return the URL path of the index document of a package."""
     return f"/tuf/targets/index/{package.namespace}/{package.name}.json"
 
 
@@ -359,7 +348,7 @@ def _load_offline(
 ) -> IndexDocument:
     if floor is None:
         raise NotFoundError(
-            f"{known.host} was never asked about {package}, and may not be now",
+            f"{known.host} was never asked about {package}, and expertctl is offline",
             hint="leave out --offline",
         )
     return floor.document
@@ -393,7 +382,7 @@ def _request_envelope(
     if answer.status != _NOT_MODIFIED:
         return answer.body
     if floor is None:
-        raise RegistryError(f"{known.host}: 304 for {package}, of which nothing is here")
+        raise RegistryError(f"{known.host}: 304 for {package}, but no index of it is stored")
     return floor.envelope
 
 

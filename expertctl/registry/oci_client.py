@@ -1,19 +1,19 @@
-"""The OCI distribution interface of any registry: manifests, tags, blobs.
+"""`OciClient`: the OCI distribution interface of any registry: manifests and blobs.
 
-What is asked for by digest is returned only if it has that digest; what is asked for by tag only
-if the registry names the digest that it has.
+A manifest requested by digest is returned only if it has that digest; one requested by tag only if
+it has the digest that the registry names, if any.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 from expertctl.digest import Digest, Progress, ignore_progress
-from expertctl.errors import DigestError, ExpertError, NotFoundError, RegistryError
+from expertctl.errors import DigestError, NotFoundError, RegistryError
 from expertctl.package.layout import INDEX_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.errors import sanitise_text
@@ -24,24 +24,19 @@ from expertctl.registry.http import (
     StreamedResponse,
 )
 from expertctl.registry.upload import BlobUpload, Uploader
-from expertctl.schema.strict_json import load_object
 
-MAX_FOREIGN_MANIFEST = 4 << 20
-MAX_TAGS_ANSWER = 4 << 20
-MAX_TAG_PAGES = 1000
-TAG_PAGE_SIZE = 1000
+_MAX_ANSWER = 4 << 20
 _DIGEST_HEADER = "docker-content-digest"
 _TYPES = f"{MANIFEST_TYPE}, {INDEX_TYPE}"
 _REPOSITORY = re.compile(
     r"(?=.{1,255}\Z)[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)*"
 )
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-_NEXT = re.compile(r"<([^<>]{1,4096})>\s*;\s*rel=\"?next\"?")
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteManifest:
-    """A manifest as a registry has it; ``digest`` is that of ``data``."""
+    """A manifest of a registry; ``digest`` is that of ``data``."""
 
     digest: Digest
     data: bytes
@@ -50,20 +45,20 @@ class RemoteManifest:
 
 @dataclass(frozen=True, slots=True)
 class OciClient:
-    """Speaks to one registry; repositories are named ``namespace/name``."""
+    """A client of one registry; repositories are named ``namespace/name``."""
 
     http: RegistryHttp
     address: RegistryAddress
     uploads: Path | None = field(default=None)
-    """Where uploads that broke off are remembered; None: they begin anew in another process."""
+    """Where interrupted uploads are stored; None: another process starts over."""
 
     def ping(self) -> None:
-        """Check that there is a registry, and that it knows who asks.
+        """Check that there is a registry, and that it accepts the login.
 
         Raises:
-            UnauthenticatedError: when it wants a login, or another one.
+            UnauthenticatedError: when it requires a login, or another one.
         """
-        self.http.request(RegistryRequest("GET", self.address, "/v2/"), max_bytes=MAX_TAGS_ANSWER)
+        self.http.request(RegistryRequest("GET", self.address, "/v2/"), max_bytes=_MAX_ANSWER)
 
     def fetch_manifest(
         self, repository: str, reference: str | Digest, *, max_bytes: int = MAX_MANIFEST_BYTES
@@ -81,7 +76,7 @@ class OciClient:
         return RemoteManifest(digest, answer.body, answer.headers.get("content-type", ""))
 
     def fetch_manifest_digest(self, repository: str, tag: str) -> Digest | None:
-        """Return the digest that a registry says a tag has, None where there is no such tag.
+        """Return the digest that a registry states for a tag; None where there is no such tag.
 
         Raises:
             RegistryError: when it does not say so.
@@ -106,29 +101,11 @@ class OciClient:
         Raises:
             ConflictError: when the tag is taken.
         """
-        call = RegistryRequest(
-            "PUT",
-            self.address,
-            _repository_path(repository, _manifest_path(reference)),
-            headers={"Content-Type": media_type},
-            body=data,
-            scope=_token_scope(repository, "pull,push"),
-        )
-        self.http.request(call, max_bytes=MAX_TAGS_ANSWER, accept={201})
+        headers = {"Content-Type": media_type}
+        call = self._make_request("PUT", repository, _manifest_path(reference), headers)
+        call = replace(call, body=data, scope=_token_scope(repository, "pull,push"))
+        self.http.request(call, max_bytes=_MAX_ANSWER, accept={201})
         return Digest.compute(data)
-
-    def delete_manifest(self, repository: str, digest: Digest) -> None:
-        """Remove a manifest where the registry allows it.
-
-        Raises:
-            NotFoundError: when it is not there.
-        """
-        target, scope = (
-            _repository_path(repository, _manifest_path(digest)),
-            _token_scope(repository, "delete"),
-        )
-        call = RegistryRequest("DELETE", self.address, target, scope=scope)
-        self.http.request(call, max_bytes=MAX_TAGS_ANSWER, accept={202})
 
     def has_blob(self, repository: str, digest: Digest) -> bool:
         """Tell whether a repository has a blob."""
@@ -143,7 +120,7 @@ class OciClient:
     def open_blob(
         self, repository: str, digest: Digest, *, headers: Mapping[str, str] | None = None
     ) -> Iterator[StreamedResponse]:
-        """Lend a blob's bytes, or with a ``Range`` header the rest of them; nothing is checked.
+        """Request a blob, or with a ``Range`` header the rest of it; the bytes are not checked.
 
         Raises:
             NotFoundError: when it is not there.
@@ -162,7 +139,7 @@ class OciClient:
         mount_from: str | None = None,
         progress: Progress = ignore_progress,
     ) -> bool:
-        """Send a blob unless it is there; tell whether its bytes travelled.
+        """Upload a blob unless the registry has it; tell whether its bytes were sent.
 
         Raises:
             DigestError: when the bytes are not those of the digest.
@@ -178,27 +155,6 @@ class OciClient:
         )
         uploader = Uploader(self.http, self.address, self.uploads)
         return uploader.send(target, open_blob, progress=progress)
-
-    def list_tags(self, repository: str) -> list[str]:
-        """Return every tag of a repository, page by page.
-
-        Raises:
-            NotFoundError: when there is no such repository.
-        """
-        found: list[str] = []
-        target: str | None = (
-            _repository_path(repository, "tags/list") + "?" + urlencode({"n": TAG_PAGE_SIZE})
-        )
-        for _ in range(MAX_TAG_PAGES):
-            if target is None:
-                return found
-            call = RegistryRequest(
-                "GET", self.address, target, scope=_token_scope(repository, "pull")
-            )
-            answer = self.http.request(call, max_bytes=MAX_TAGS_ANSWER)
-            found += self._parse_tags(answer)
-            target = self._find_next_page(answer)
-        raise RegistryError(f"{self.address.host}: the tags of {repository} never end")
 
     def _make_request(
         self, method: str, repository: str, rest: str, headers: Mapping[str, str] | None = None
@@ -216,7 +172,7 @@ class OciClient:
             expected = self._header_digest(answer, repository) if named else None
         if expected not in {None, digest}:
             message = f"{self.address.host}: the manifest of {repository} is not {expected}"
-            raise DigestError(message, hint="something between alters it, or the registry does")
+            raise DigestError(message, hint="a proxy or the registry alters it")
 
     def _header_digest(self, answer: RegistryResponse, repository: str) -> Digest:
         text = answer.headers.get(_DIGEST_HEADER, "")
@@ -227,26 +183,6 @@ class OciClient:
                 f"{sanitise_text(text, 80)!r} is no sha256 digest" if text else "it names no digest"
             )
             raise RegistryError(f"{self.address.host}: {repository}: {fact}") from error
-
-    def _parse_tags(self, answer: RegistryResponse) -> list[str]:
-        try:
-            document = load_object(answer.body, what="the tags", max_bytes=MAX_TAGS_ANSWER)
-        except ExpertError as error:
-            raise RegistryError(f"{self.address.host}: {error.message}") from error
-        tags = document.get("tags") or []
-        return (
-            [t for t in tags if isinstance(t, str) and _TAG.fullmatch(t)]
-            if isinstance(tags, list)
-            else []
-        )
-
-    def _find_next_page(self, answer: RegistryResponse) -> str | None:
-        """Return path and query of the next page; a page on another host is none."""
-        match = _NEXT.search(answer.headers.get("link", ""))
-        if match is None:
-            return None
-        target = match[1].removeprefix(self.address.url)
-        return target if target.startswith("/") and not target.startswith("//") else None
 
 
 def _repository_path(repository: str, rest: str) -> str:

@@ -1,8 +1,8 @@
-"""Publishing: what a registry lacks, then those bytes, then the manifest, which is the commit.
+"""Publishing a package: check, plan, upload the missing blobs, then the manifest as the commit.
 
-Everything that can be refused is refused before a byte travels. Until the manifest is accepted
+Everything that can be refused is refused before a byte is sent. Until the manifest is accepted
 nothing is visible; afterwards the version never changes. Blobs that arrived need not be sent again,
-and partial ones go on where they ended (`expertctl.registry.upload`).
+and interrupted uploads resume (`expertctl.registry.upload`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,19 +43,20 @@ from expertctl.trust.bundle import read_bundle
 from expertctl.trust.trust_store import TrustStore
 
 WORKERS = 4
-"""How many blobs travel at once."""
+"""How many blobs are sent at once."""
 
 IMMUTABLE_HINT = "a version never changes: build this one with a higher `--version`"
 
 _CONFIG = Digest.compute(CONFIG)
 
 PublishState = Literal["new", "signed anew", "published"]
-"""What a registry has of a version: nothing, its content under another signature, or this."""
+"""What a registry has of a version: nothing, its content under another signature, or this package.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishPackage:
-    """A package file that may be published: whole, without secrets, signed by a trusted key."""
+    """A package file that may be published: valid, without secrets, signed by a trusted key."""
 
     path: Path
     contents: PackageContents
@@ -73,7 +74,7 @@ class PublishPackage:
 
     @property
     def blobs(self) -> tuple[tuple[Digest, int], ...]:
-        """Digest and size of all that the manifest names, its configuration too."""
+        """Digest and size of every blob that the manifest names, the OCI configuration included."""
         return ((_CONFIG, len(CONFIG)), *self.contents.layout.blobs)
 
 
@@ -84,17 +85,17 @@ class PublishTarget:
     oci: OciClient
     api: ApiClient | None
     spool_folder: Path
-    """Where blobs wait for their turn, on a disk with room."""
+    """Where blobs are unpacked before they are sent, on a disk with room."""
 
     @property
     def host(self) -> str:
-        """What the registry is called."""
+        """The name of the registry."""
         return self.oci.address.host
 
 
 @dataclass(frozen=True, slots=True)
 class UploadPlan:
-    """What publishing a package takes: the blobs that must travel, and the room there is."""
+    """The upload of one package: the blobs to send, and the room in the namespace."""
 
     source: PublishPackage
     state: PublishState
@@ -104,7 +105,7 @@ class UploadPlan:
 
     @property
     def size(self) -> int:
-        """The bytes that must travel."""
+        """The bytes to send."""
         return sum(size for _, size in self.missing)
 
     @property
@@ -115,25 +116,10 @@ class UploadPlan:
         return max(0, self.namespace.quota - self.namespace.used)
 
 
-def read_publish_package(
-    path: Path, trust: TrustStore, *, progress: Progress = ignore_progress
-) -> PublishPackage:
-    """Read a package file as strictly as install does, and look for secrets in it.
-
-    Raises:
-        InvalidPackageError: when it is malformed, or holds what must never be published.
-        TrustError: when it is not signed, or not by a key that is trusted here.
-    """
-    parcel, problems = examine_publish_package(path, trust, progress=progress)
-    for problem in problems:
-        raise problem
-    return parcel
-
-
 def examine_publish_package(
     path: Path, trust: TrustStore, *, progress: Progress = ignore_progress
 ) -> tuple[PublishPackage, list[ExpertError]]:
-    """Read a package file and return it with all that forbids to publish it.
+    """Read a package file as strictly as install; return it and every reason not to publish it.
 
     Raises:
         InvalidPackageError: when it is malformed.
@@ -154,7 +140,7 @@ def examine_publish_package(
 
 
 def _read_claimed_signer(contents: PackageContents) -> str:
-    """Return the key that a signature names, not verified; empty where that cannot be read."""
+    """Return the key that a signature names, unverified; empty where that cannot be read."""
     with suppress(SignatureError):
         return read_bundle(contents.signature or b"").key_id
     return ""
@@ -172,10 +158,10 @@ def sort_by_requirements(items: Sequence[PublishPackage]) -> list[PublishPackage
     Raises:
         UsageError: when two are the same version, or they require each other in a circle.
     """
-    by_ref = {parcel.ref: parcel for parcel in items}
+    by_ref = {item.ref: item for item in items}
     if len(by_ref) < len(items):
         raise UsageError("two of the files are the same version of a package", hint="name one")
-    graph = {parcel.ref: _list_required(parcel, items) for parcel in items}
+    graph = {item.ref: _list_required(item, items) for item in items}
     try:
         return [by_ref[ref] for ref in TopologicalSorter(graph).static_order()]
     except CycleError as error:
@@ -201,17 +187,17 @@ def plan_upload(item: PublishPackage, to: PublishTarget) -> UploadPlan:
         TrustError: when the signer's key may not sign there.
         ConflictError: when the version is there with other content.
     """
-    shipment, problems = check_upload(item, to)
+    plan, problems = check_upload(item, to)
     for problem in problems:
         raise problem
-    assert shipment is not None, "there are problems without it"
-    return shipment
+    assert plan is not None, "there are problems without it"
+    return plan
 
 
 def check_upload(
     item: PublishPackage, to: PublishTarget
 ) -> tuple[UploadPlan | None, list[NotFoundError | TrustError | ConflictError]]:
-    """Ask a registry what it has, and return all that is in the way; nothing is sent.
+    """Ask a registry what it has, and return every obstacle; nothing is sent.
 
     Raises:
         RegistryError: when it cannot be asked.
@@ -233,18 +219,18 @@ def publish_package(
     """Send what is missing, then the manifest; afterwards the package is published, or not at all.
 
     Raises:
-        RegistryError: when the network or the registry fails; the same call goes on from there.
+        RegistryError: when the network or the registry fails; the same call resumes from there.
         ConflictError: when another content was published under this version meanwhile.
         BudgetError: when there is no room.
     """
     if plan.state == "published":
         return
-    parcel = plan.source
+    item = plan.source
     if plan.missing:
-        with _spool_blobs(parcel, plan.missing, to.spool_folder) as blobs:
-            _upload_blobs(str(parcel.package), plan.missing, blobs, to.oci, progress)
-    version = parcel.contents.manifest.version
-    to.oci.put_manifest(str(parcel.package), version, parcel.contents.layout.manifest)
+        with _spool_blobs(item, plan.missing, to.spool_folder) as blobs:
+            _upload_blobs(str(item.package), plan.missing, blobs, to.oci, progress)
+    version = item.contents.manifest.version
+    to.oci.put_manifest(str(item.package), version, item.contents.layout.manifest)
 
 
 def _check_namespace(
@@ -289,7 +275,7 @@ def _find_state(item: PublishPackage, api: ApiClient) -> PublishState:
 
 
 def _find_oci_state(item: PublishPackage, oci: OciClient) -> PublishState:
-    """Look at the tag, which a registry without our rules would let anybody move."""
+    """Check the tag, which a registry without our rules would let anybody move."""
     version = item.contents.manifest.version
     there = oci.fetch_manifest_digest(str(item.package), version)
     if there is None:
@@ -308,7 +294,7 @@ def _find_missing_blobs(item: PublishPackage, oci: OciClient) -> tuple[tuple[Dig
 
 @dataclass(frozen=True, slots=True)
 class _SelectiveSink:
-    """A sink that keeps some blobs and passes over the others."""
+    """A sink that stores some blobs and discards the others."""
 
     spool: BlobSpool
     digests: frozenset[Digest]
@@ -316,7 +302,7 @@ class _SelectiveSink:
     def open(
         self, digest: Digest, size: int
     ) -> AbstractContextManager[Callable[[memoryview], object]]:
-        """Take a blob."""
+        """Create a blob."""
         return (self.spool if digest in self.digests else DISCARD).open(digest, size)
 
 
@@ -324,7 +310,7 @@ class _SelectiveSink:
 def _spool_blobs(
     item: PublishPackage, missing: Sequence[tuple[Digest, int]], spool_folder: Path
 ) -> Iterator[Blobs]:
-    """Write the missing blobs to files: the frame yields them in one order only."""
+    """Write the missing blobs to files: the package file yields them in one order only."""
     spool_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".publish-", dir=spool_folder) as name:
         spool = BlobSpool(Path(name))
@@ -342,7 +328,7 @@ def _upload_blobs(
     oci: OciClient,
     progress: Progress,
 ) -> None:
-    """Send blobs, several at once; the first that fails stops the others."""
+    """Send blobs, several at once; the first failure stops the others."""
     stop = Event()
 
     def report(count: int) -> None:
@@ -360,7 +346,7 @@ def _upload_blobs(
             done, waiting = wait(running, return_when=FIRST_EXCEPTION)
         finally:
             stop.set()
-            if waiting:  # one failed, or the person pressed Ctrl-C
+            if waiting:  # one failed, or the user pressed Ctrl-C
                 oci.http.interrupt()
             pool.shutdown(cancel_futures=True)
     failures = [error for each in done if (error := each.exception())]

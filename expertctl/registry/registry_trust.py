@@ -1,21 +1,18 @@
-"""Which registry a package is meant to come from, and whether its index key was accepted.
+"""Trust in registries: which one a reference means, its index key, and the publisher keys it names.
 
 A namespace belongs to one registry: packages of one name from two of them are never merged, and the
-registry of a namespace changes only when the person says so. What a package or a project file says
-may ask for nothing else.
+registry of a namespace changes only when the user says so. A package or a project file cannot
+change it.
 
-Accepting a registry: its index key, held against what the person was told of it.
+The index key of a registry is accepted by its fingerprint, which comes from whoever runs the
+registry (``registry init`` prints it); what the registry itself sends proves only that it has a key
+of that fingerprint.
 
-The fingerprint comes from whoever runs the registry (``registry init`` prints it); what the
-registry itself sends proves nothing but that it has a key of that fingerprint.
-
-Publisher keys from an index: pinned at first, later only with a pinned key's word.
-
-At the first install of a namespace from a registry its word is taken for the keys of the namespace,
-once the signatures of all that is to be installed were verified with them (`pin_verified_keys`).
-From then on a new key counts when a key that counts already vouches for it (`key_statement`), or
-when the person adds it. Revocations are taken over at once. All of it holds for that namespace of
-that registry and for nothing else.
+Publisher keys are trusted on first use: at the first install of a namespace from a registry the
+keys in its index are pinned, once the signatures of everything to install were verified with them
+(`pin_verified_keys`). From then on a new key is accepted when an accepted key vouches for it
+(`verify_key_statement`), or when the user adds it. Revocations apply at once. All of it is limited
+to that namespace of that registry.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,9 +44,9 @@ from expertctl.trust.trust_store import TrustStore
 def choose_registry(
     reference: Reference, record: TrustRecord, default: str | None, *, allow_http: bool = False
 ) -> RegistryAddress:
-    """Return the registry that a person's reference means.
+    """Return the registry that a user's reference means.
 
-    The host that it names; else the registry that the person named for the namespace; else the one
+    The host that it names; else the registry that the user assigned to the namespace; else the one
     from which the namespace's keys were pinned; else ``default``, the setting.
 
     Raises:
@@ -74,7 +71,7 @@ def choose_required_registry(
     """Return the registry that a reference in a package or a project file means.
 
     Such a reference moves no namespace: a host in it must be where the namespace belongs already,
-    or, where it belongs nowhere yet, a registry that the person knows.
+    or, where it belongs nowhere yet, a registry that the user knows.
 
     Raises:
         TrustError: when the reference names another registry, or one that is not known.
@@ -97,7 +94,7 @@ def choose_required_registry(
 def check_authority(
     reference: Reference, named: RegistryAddress, record: TrustRecord, *, hint: str
 ) -> None:
-    """Demand that a namespace belongs to the named registry, or to none yet.
+    """Require that a namespace belongs to the named registry, or to none yet.
 
     Raises:
         TrustError: when it belongs elsewhere.
@@ -120,14 +117,14 @@ def find_known_registry(address: RegistryAddress, record: TrustRecord) -> KnownR
     if known := record.find_registry(address.host):
         return known
     raise TrustError(
-        f"the index key of {address.host} is not known, so nothing that it says can be believed",
+        f"the index key of {address.host} is not known, so its index cannot be trusted",
         hint=f"ask whoever runs it, then `expertctl trust registry add {address.url} "
         "--fingerprint sha256:…`",
     )
 
 
 def known_registry_address(known: KnownRegistry) -> RegistryAddress:
-    """Return where a known registry is; its URL was accepted with its key."""
+    """Return the address of a known registry; its URL was accepted with its key."""
     return RegistryAddress.parse(known.url, allow_http=True)
 
 
@@ -142,7 +139,7 @@ def _find_authority(reference: Reference, record: TrustRecord) -> str | None:
 
 
 def _parse_address(text: str, record: TrustRecord, *, allow_http: bool) -> RegistryAddress:
-    """Read a host; a known registry is where its accepted URL says, whatever the scheme."""
+    """Parse a host; for a known registry return its accepted URL, whatever the scheme."""
     if text == FROM_FILE:
         raise UsageError(f"{FROM_FILE!r} stands for what came from files, not for a registry")
     for known in record.registries:
@@ -153,17 +150,17 @@ def _parse_address(text: str, record: TrustRecord, *, allow_http: bool) -> Regis
 
 @dataclass(frozen=True, slots=True)
 class RegistryAcceptance:
-    """What accepting a registry changes."""
+    """The changes of accepting a registry."""
 
     known: KnownRegistry
     replaced: str | None
-    """The id of the index key that was accepted before, where it was another."""
+    """The id of the previous index key, where it was another."""
     moved: tuple[tuple[str, str], ...]
     """Namespaces that belonged to another registry, with its host."""
 
 
 def plan_acceptance(known: KnownRegistry, record: TrustRecord) -> RegistryAcceptance:
-    """Tell what accepting a registry changes; nothing is written here."""
+    """Return the changes of accepting a registry; nothing is written."""
     before = record.find_registry(known.host)
     other_key = before is not None and before.index_key != known.index_key
     moved = tuple(
@@ -178,7 +175,7 @@ def plan_acceptance(known: KnownRegistry, record: TrustRecord) -> RegistryAccept
 
 
 def parse_fingerprint(text: str) -> str:
-    """Return a fingerprint that a person typed: the id of a key.
+    """Parse a fingerprint that a user typed: the id of a key.
 
     Raises:
         UsageError: when it is not ``sha256:`` and 64 hex digits.
@@ -187,13 +184,12 @@ def parse_fingerprint(text: str) -> str:
         return str(Digest.parse(text.strip().lower()))
     except DigestError as error:
         hint = "`expertctl registry init` prints it; ask whoever runs the registry"
-        raise UsageError(f"{text[:80]!r} is not a fingerprint such as sha256:…", hint=hint) from (
-            error
-        )
+        message = f"{text[:80]!r} is not a fingerprint such as sha256:…"
+        raise UsageError(message, hint=hint) from error
 
 
 def fetch_index_key(http: RegistryHttp, address: RegistryAddress, *, fingerprint: str) -> PublicKey:
-    """Return the index key of a registry, which must be the one with this fingerprint.
+    """Fetch the index key of a registry, which must have this fingerprint.
 
     Raises:
         TrustError: when the registry has another.
@@ -212,7 +208,7 @@ def fetch_index_key(http: RegistryHttp, address: RegistryAddress, *, fingerprint
 
 def _fetch_key_bytes(http: RegistryHttp, address: RegistryAddress) -> bytes:
     foreign = RegistryError(
-        f"{address.host} says nothing of an index key",
+        f"{address.host} has no index key",
         hint="an OCI registry of another kind has no index: packages from there need a digest",
     )
     try:
@@ -230,13 +226,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PinnedKey:
-    """A publisher key that counts from now on for a namespace of a registry."""
+    """A publisher key that is now trusted for a namespace of a registry."""
 
     key_id: str
     namespace: str
     registry: str
     vouched: bool
-    """Whether a key that counted already vouches for it; else the registry's word was taken."""
+    """Whether an accepted key vouches for it; else it was pinned on first use."""
 
     @property
     def message(self) -> str:
@@ -255,11 +251,11 @@ def pin_verified_keys(
 ) -> tuple[T, list[PinnedKey]]:
     """Verify with the keys that indexes name, then pin these keys; nothing is pinned if it raises.
 
-    Both happen while no other process changes ``trust.json``, so what is written is what was
-    verified against. Returns the result of ``verify`` and the keys that count from now on.
+    Both happen while no other process changes ``trust.json``, so the keys written are those that
+    were verified against. Returns the result of ``verify`` and the newly pinned keys.
 
     Raises:
-        TrustError: when ``trust.json`` may not be believed or would grow too large.
+        TrustError: when ``trust.json`` cannot be trusted or would grow too large.
         StoreError: when it cannot be written.
         ExpertError: as ``verify``.
     """
@@ -303,7 +299,7 @@ def _list_new_pins(
 def pin_index_keys(
     record: TrustRecord, document: IndexDocument, known: KnownRegistry
 ) -> TrustRecord:
-    """Return what is trusted after an index was believed; revocations come first."""
+    """Return the record with the revocations and then the keys of an accepted index."""
     namespace, host = document.package.namespace, known.host
     record = _with_index_revocations(record, document, known)
     entries = [e for e in document.keys if not _is_revoked(record, e.key, namespace, host)]
@@ -317,13 +313,13 @@ def pin_index_keys(
 def apply_revocations(
     document: IndexDocument, known: KnownRegistry, trust: TrustStore
 ) -> list[str]:
-    """Take over what an index revokes, and nothing else, where keys are pinned already.
+    """Apply the revocations of an index, and nothing else, where keys are pinned already.
 
-    Returns a sentence for each new revocation. Done as soon as an index is believed: a revocation
-    can only deny, and what is installed from there must be refused from now on.
+    Returns a sentence for each new revocation. Done as soon as an index is accepted: a revocation
+    can only deny, and installed packages from there must be refused from now on.
 
     Raises:
-        TrustError: when ``trust.json`` may not be believed or would grow too large.
+        TrustError: when ``trust.json`` cannot be trusted or would grow too large.
         StoreError: when it cannot be written.
     """
     before = trust.read()
@@ -336,28 +332,10 @@ def apply_revocations(
     return _describe_new_revocations(before, after)
 
 
-def find_trusted_form(
-    release: Release, *, package: PackageName, host: str, record: TrustRecord
-) -> SignedForm:
-    """Return the newest signed form of a version whose signer may sign it.
-
-    Raises:
-        RevokedError: when there is none, and the signer of the newest was revoked.
-        TrustError: when there is none.
-    """
-    problems = []
-    for form in reversed(release.forms):
-        problem = find_signer_problem(form, release, package=package, host=host, record=record)
-        if problem is None:
-            return form
-        problems.append(problem)
-    raise problems[0]
-
-
 def find_signer_problem(
     form: SignedForm, release: Release, *, package: PackageName, host: str, record: TrustRecord
 ) -> TrustError | None:
-    """Return why the signer of a form may not sign it; ``None`` when it may."""
+    """Return why the signer of a form may not sign it; None when it may."""
     try:
         record.authorise(
             form.signer, package=package, content_digest=release.content_digest, registry=host
@@ -377,14 +355,14 @@ def find_signer_problem(
 def _with_index_revocations(
     record: TrustRecord, document: IndexDocument, known: KnownRegistry
 ) -> TrustRecord:
-    reasons = [(entry.key_id, _printable_reason(entry.reason)) for entry in document.revoked]
+    reasons = [(entry.key_id, to_single_line(entry.reason)) for entry in document.revoked]
     return record.with_registry_revocations(known.host, document.package.namespace, reasons)
 
 
 def _trace_vouched_keys(
     entries: Sequence[KeyEntry], vouching: Sequence[PublicKey], namespace: str
 ) -> list[PublicKey]:
-    """Return keys that count, and those that statements, each read once, trace back to them."""
+    """Return accepted keys, and those that statements, each read once, trace back to them."""
     waiting: dict[str, list[KeyEntry]] = {}
     for entry in entries:
         if entry.statement is not None and (signer := read_claimed_signer(entry.statement)):
@@ -406,18 +384,13 @@ def _is_vouched_by(signer: PublicKey, entry: KeyEntry, namespace: str) -> bool:
     assert entry.statement is not None
     try:
         verify_key_statement(entry.statement, namespace=namespace, new=entry.key, keys=[signer])
-    except TrustError:  # a bad statement is worth as much as none
+    except TrustError:  # a bad statement counts as none
         return False
     return True
 
 
 def _is_revoked(record: TrustRecord, key: PublicKey, namespace: str, host: str) -> bool:
     return record.find_revocation(key.key_id, namespace=namespace, registry=host) is not None
-
-
-def _printable_reason(reason: str) -> str:
-    """Return a reason as one line that can be printed."""
-    return to_single_line(reason)
 
 
 def _describe_new_revocations(before: TrustRecord, after: TrustRecord) -> list[str]:

@@ -1,7 +1,7 @@
-"""Connections: TLS, proxies, and the watch over answers that never come or never end.
+"""`RegistryTransport`: connections to registries: TLS, proxies, and time limits on slow answers.
 
-Certificates are always verified: there is no switch against that. A machine's own addresses are
-reached directly, whatever the environment says about proxies.
+Certificates are always verified: no option turns that off. Addresses of this machine are reached
+directly, whatever the environment says about proxies.
 """
 
 import re
@@ -27,12 +27,12 @@ from expertctl.reference import is_loopback
 from expertctl.registry.address import NetworkScope, classify_address, find_forbidden_address
 
 MIN_BYTES = 1024
-"""What must arrive within `Timeouts.stall` seconds for an answer to count as going on."""
+"""How many bytes must arrive within `Timeouts.stall` seconds for an answer not to be stalled."""
 MAX_HEADER_BYTES = 1 << 20
-"""What may come before a body does: headers, and any number of ``100 Continue``."""
+"""The most bytes before a body: headers, and any number of ``100 Continue``."""
 MAX_CONNECTIONS = 16
 MAX_ADDRESSES = 4
-"""How many addresses of a host that a redirect leads to are tried."""
+"""How many addresses of the target of a redirect are tried."""
 _PoolKey = tuple[str, frozenset[NetworkScope] | None]
 _ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
@@ -48,18 +48,18 @@ _NOT_SENT_ERRORS = (httpcore2.ConnectError, httpcore2.ConnectTimeout, httpcore2.
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long to wait, in seconds."""
+    """Time limits, in seconds."""
 
     connect: float = 10.0
     stall: float = 30.0
     """Without a byte sent, or `MIN_BYTES` received."""
     answer: float = 300.0
-    """For the whole of an answer that is no blob, and until what was sent is dealt with."""
+    """For a complete answer that is no blob, and until the server has processed a request body."""
     rate: float = 1024.0
     """The fewest bytes a second of any body, averaged from `stall` seconds on."""
 
     def body_timeout(self, size: int) -> float:
-        """Return how long that many bytes of a body may take."""
+        """Return how long a body of ``size`` bytes may take."""
         return self.stall + size / self.rate
 
 
@@ -69,7 +69,7 @@ class RegistryTransport(httpx2.BaseTransport):
     def __init__(
         self, *, timeouts: Timeouts, ca_file: Path | None, environment: Mapping[str, str]
     ) -> None:
-        """Keep how to connect; nothing is opened yet."""
+        """Store how to connect; nothing is opened yet."""
         self._timeouts = timeouts
         self._ca_file = ca_file
         self._environment = environment
@@ -79,7 +79,7 @@ class RegistryTransport(httpx2.BaseTransport):
         self._open = _OpenStreams()
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send a request; what fails is for `translated`."""
+        """Send a request; failures are for `translate_errors`."""
         url, limits = request.url, self._timeouts
         target = httpcore2.URL(
             scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
@@ -111,7 +111,7 @@ class RegistryTransport(httpx2.BaseTransport):
         )
 
     def interrupt(self) -> None:
-        """End what other threads wait for: their connections break at once."""
+        """Break all connections, so that waiting threads fail at once."""
         self._open.interrupt()
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class RegistryTransport(httpx2.BaseTransport):
 
 @contextmanager
 def translate_errors(host: str) -> Iterator[None]:
-    """Turn what libraries raise about connections into errors of ours.
+    """Turn the connection errors of libraries into errors of ours.
 
     Raises:
         UnreachableError: when a connection cannot be made or breaks.
@@ -244,7 +244,7 @@ def _failure_reason(error: Exception) -> str:
         case httpcore2.ReadTimeout():
             return "the answer stalled"
         case httpcore2.WriteTimeout():
-            return "it stopped reading what is sent"
+            return "it stopped reading the request"
         case httpcore2.ProxyError():
             return f"the proxy refuses: {_error_line(error)}"
         case httpcore2.ConnectError():
@@ -262,7 +262,7 @@ def _error_line(error: Exception) -> str:
 
 
 class _ResponseStream(httpx2.SyncByteStream):
-    """The body of an answer, as it comes."""
+    """The body of an answer, as it arrives."""
 
     def __init__(self, answer: httpcore2.Response) -> None:
         self._answer = answer
@@ -276,14 +276,14 @@ class _ResponseStream(httpx2.SyncByteStream):
 
 
 class _OpenStreams:
-    """The connections that are used, so that all can be broken at once."""
+    """The connections in use, so that all can be broken at once."""
 
     def __init__(self) -> None:
         self._streams: weakref.WeakSet[_WatchedStream] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def add(self, stream: "_WatchedStream") -> None:
-        """Remember a connection for as long as it is used."""
+        """Track a connection for as long as it is used."""
         with self._lock:
             self._streams.add(stream)
 
@@ -296,7 +296,7 @@ class _OpenStreams:
 
 
 class _WatchedBackend(httpcore2.NetworkBackend):
-    """Opens connections whose answers must go on, only to addresses of allowed scopes, if given."""
+    """Opens watched connections, only to addresses of allowed scopes, if given."""
 
     def __init__(
         self, stall: float, streams: _OpenStreams, allowed: frozenset[NetworkScope] | None
@@ -332,7 +332,7 @@ class _WatchedBackend(httpcore2.NetworkBackend):
         return self.watch(stream, scope=_peer_scope(stream))
 
     def watch(self, stream: httpcore2.NetworkStream, *, scope: NetworkScope) -> "_WatchedStream":
-        """Remember a connection for as long as it is used."""
+        """Track a connection for as long as it is used."""
         watched = _WatchedStream(stream, self._stall, self, scope=scope)
         self._streams.add(watched)
         return watched
@@ -349,13 +349,13 @@ def _resolve_checked(host: str, port: int, allowed: frozenset[NetworkScope]) -> 
         raise RegistryError(
             f"{host}:{port} is {outside}, an address within a network, to which no registry "
             "elsewhere may lead",
-            hint="nothing was sent there; tell whoever runs the registry",
+            hint="nothing was sent there; tell the operator of the registry",
         )
     return list(dict.fromkeys(addresses))[:MAX_ADDRESSES]
 
 
 def _peer_scope(stream: httpcore2.NetworkStream) -> NetworkScope:
-    """Return where a new connection leads; public, which allows the least, if it broke already."""
+    """Return the scope of a new connection; global, which allows the least, if it broke already."""
     try:
         peer = stream.get_extra_info("server_addr")
     except OSError:
@@ -364,9 +364,9 @@ def _peer_scope(stream: httpcore2.NetworkStream) -> NetworkScope:
 
 
 class _WatchedStream(httpcore2.NetworkStream):
-    """Counts the time spent waiting for an answer to begin, then for its next `MIN_BYTES`.
+    """Limits the time spent waiting for an answer to begin, then for its next `MIN_BYTES`.
 
-    A timeout of each read alone would let one byte now and then hold a client for ever.
+    A timeout of each read alone would let a server that sends single bytes hold a client for ever.
     """
 
     def __init__(
@@ -394,7 +394,7 @@ class _WatchedStream(httpcore2.NetworkStream):
         if self._in_body and self._received >= MIN_BYTES:
             self._spent, self._received = 0.0, 0
         if not self._in_body and self._received > MAX_HEADER_BYTES:
-            raise httpcore2.RemoteProtocolError("it never gets to the point")
+            raise httpcore2.RemoteProtocolError("its headers are too long")
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
@@ -402,7 +402,7 @@ class _WatchedStream(httpcore2.NetworkStream):
         self._stream.write(buffer, timeout=timeout)
 
     def start_body(self) -> None:
-        """Say that status and headers are read."""
+        """Switch to the limits of a body: status and headers were read."""
         self._spent, self._received, self._in_body = 0.0, 0, True
 
     def close(self) -> None:

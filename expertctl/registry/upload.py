@@ -1,7 +1,7 @@
-"""Sending blobs: in one piece when small, else in chunks that go on where they broke off.
+"""`Uploader`: sends blobs, small ones in one request, others in chunks that can be resumed.
 
-Only the registry says how far an upload is; a local file remembers nothing but its address, so that
-another process can ask. Bytes go to the registry itself: an upload that would continue on another
+Only the registry knows how far an upload is; a local file stores just its URL, so that another
+process can ask. Bytes are sent to the registry itself: an upload that would continue on another
 host is refused.
 """
 
@@ -32,7 +32,7 @@ from expertctl.registry.http import OpenChunks, RegistryHttp, RegistryRequest, R
 from expertctl.schema.strict_json import encode_canonical, load_object
 
 UPLOAD_CHUNK_BYTES = 16 << 20
-"""A chunk is what a broken connection can cost; also what is sent in one piece at most."""
+"""The size of a chunk, which a broken connection can cost; also the limit for one request."""
 MAX_CHUNK = 1 << 30
 MAX_ANSWER = 1 << 20
 MAX_STATE = 64 << 10
@@ -53,7 +53,7 @@ class BlobUpload:
     digest: Digest
     size: int
     mount_from: str | None = None
-    """A repository of the same registry that has it, as far as we know."""
+    """A repository of the same registry that may have the blob."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class _UploadSession:
 
 
 class _ChunksRefusedError(Exception):
-    """The registry takes no chunks."""
+    """The registry accepts no chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +81,15 @@ class Uploader:
     def send(
         self, upload: BlobUpload, open_blob: OpenBlob, *, progress: Progress = ignore_progress
     ) -> bool:
-        """Send a blob; tell whether its bytes travelled, or it could be mounted.
+        """Send a blob; tell whether its bytes were sent, False when it was mounted.
 
         Raises:
             DigestError: when the bytes are not those of the digest.
-            UnreachableError: when it does not get on; what is there is remembered.
+            UnreachableError: when it makes no progress; the state is kept for the next attempt.
         """
         state = self._state_path(upload)
         if state is not None:
-            sweep_uploads(state.parent, now=time.time(), age=KEPT_SECONDS)
+            remove_old_files(state.parent, age=KEPT_SECONDS)
         session = None if upload.mount_from else self._load_session(upload, state)
         session = session or self._start(upload)
         if session is None:
@@ -133,7 +133,7 @@ class Uploader:
         except (UnreachableError, RateLimitError):
             raise
         except ExpertError:
-            if state is not None:  # what arrived is not the blob: the next run begins anew
+            if state is not None:  # other bytes than the blob arrived: start over next time
                 state.unlink(missing_ok=True)
             raise
 
@@ -148,7 +148,7 @@ class Uploader:
         least = answer.headers.get("oci-chunk-min-length", "")
         wanted = int(least) if re.fullmatch(r"[0-9]{1,12}", least) else 0
         if wanted > MAX_CHUNK:
-            raise RegistryError(f"{self.address.host}: it wants chunks of {wanted} bytes")
+            raise RegistryError(f"{self.address.host}: it requires chunks of {wanted} bytes")
         return _UploadSession(self._parse_location(answer), 0, max(self.chunk_bytes, wanted))
 
     def _send_monolithic(
@@ -158,7 +158,7 @@ class Uploader:
         session: _UploadSession,
         counted: "_UploadProgress",
     ) -> None:
-        """Send all in one piece; a session that a broken attempt used up is begun anew."""
+        """Send all bytes in one request; each retry uses a new session."""
         body = source.open_part(0, upload.size, counted)
         sessions = iter([session])
 
@@ -231,26 +231,26 @@ class Uploader:
         offset = _parse_offset(answer, end)
         if not start < offset <= end:
             raise RegistryError(
-                f"{self.address.host}: it says to have {offset} bytes of a blob, sent were {end}"
+                f"{self.address.host}: it reports {offset} bytes of a blob, {end} were sent"
             )
         return replace(session, location=self._parse_location(answer), offset=offset)
 
     def _resynchronise(self, upload: BlobUpload, session: _UploadSession) -> _UploadSession:
-        """Go on where the registry says; it must be elsewhere than where we thought."""
+        """Continue at the registry's offset, which must differ from ours."""
         found = self._query_offset(upload, session)
         if found.offset == session.offset:
             raise RegistryError(f"{self.address.host}: it refuses the chunk that it asked for")
         return found
 
     def _query_offset(self, upload: BlobUpload, session: _UploadSession) -> _UploadSession:
-        """Ask how much has arrived."""
+        """Ask how many bytes have arrived."""
         call = self._make_request(upload, "GET", session.location)
         answer = self.http.request(call, max_bytes=MAX_ANSWER, accept={204, 404})
         if answer.status == 404:
             return self._new_session(upload)
         offset = _parse_offset(answer, 0)
         if offset > upload.size:
-            raise RegistryError(f"{self.address.host}: it says to have more than was sent")
+            raise RegistryError(f"{self.address.host}: it reports more bytes than were sent")
         return replace(session, location=self._parse_location(answer), offset=offset)
 
     def _finish(
@@ -282,7 +282,7 @@ class Uploader:
         return RegistryRequest(method, self.address, target, body=body, scope=upload.scope)
 
     def _parse_location(self, answer: RegistryResponse) -> str:
-        """Return where an upload goes on, which must be the same registry.
+        """Return where an upload continues, which must be the same registry.
 
         Raises:
             RegistryError: when it is elsewhere, or nowhere.
@@ -300,9 +300,9 @@ class Uploader:
 
     def _foreign_location_error(self, text: str) -> RegistryError:
         return RegistryError(
-            f"{self.address.host}: the upload shall go on at "
+            f"{self.address.host}: the upload would continue at "
             f"{sanitise_text(text.partition('?')[0], 200)!r}, which is not this registry",
-            hint="nothing was sent there; behind a proxy a registry must know its own address",
+            hint="nothing was sent there; a registry behind a proxy must know its public address",
         )
 
     def _state_path(self, upload: BlobUpload) -> Path | None:
@@ -336,8 +336,9 @@ class Uploader:
         return None
 
 
-def sweep_uploads(folder: Path, *, now: float, age: float) -> None:
-    """Forget uploads that were not continued for ``age`` seconds."""
+def remove_old_files(folder: Path, *, age: float) -> None:
+    """Remove the files of a folder that were not written for ``age`` seconds."""
+    now = time.time()
     for path in folder.iterdir() if folder.is_dir() else ():
         with suppress(FileNotFoundError):
             if abs(now - path.stat().st_mtime) >= age:
@@ -352,14 +353,14 @@ class _UploadProgress:
         self._position = 0
 
     def report(self, position: int) -> None:
-        """Say how far the blob is sent."""
+        """Report the position in the blob."""
         if position != self._position:
             self._progress(position - self._position)
             self._position = position
 
 
 class _HashedSource:
-    """The blob's bytes, hashed once each while they are sent in order."""
+    """The bytes of a blob, each hashed once while they are sent in order."""
 
     def __init__(self, stream: BinaryIO, upload: BlobUpload) -> None:
         self._stream = stream
@@ -368,7 +369,7 @@ class _HashedSource:
         self._hasher = hashlib.sha256()
 
     def open_part(self, start: int, end: int, counted: _UploadProgress) -> OpenChunks:
-        """Return what reads a part, as often as it is sent.
+        """Return a function that reads a part, as often as it is sent.
 
         Raises:
             DigestError: when the file has become shorter.
@@ -376,14 +377,14 @@ class _HashedSource:
         return lambda: self._iter_part(start, end, counted)
 
     def check_digest(self) -> None:
-        """Check all bytes, those too that an earlier process sent.
+        """Check all bytes, those sent by an earlier process included.
 
         Raises:
             DigestError: when they are not those of the digest.
         """
         self._hash_to(self._upload.size)
         if self._hasher.hexdigest() != self._upload.digest.hex:
-            raise DigestError(f"what is sent as {self._upload.digest} has another digest")
+            raise DigestError(f"the data for {self._upload.digest} has another digest")
 
     def _iter_part(self, start: int, end: int, counted: _UploadProgress) -> Iterator[bytes]:
         position = start

@@ -1,13 +1,13 @@
-"""The folder of a base's quantised copies: an ordinary one, or a link or a mount to another disk.
+"""The folder of one base: its quantised copies and the files beside its record.
 
-Such a disk may hold other files. So only what has a name of ours is ever removed there:
-``<scheme>-<version>``, and the folders in which a copy is being written. Where other users may
-write, nothing is removed: a link could take the place of a folder while that is emptied.
+The folder of copies may be an ordinary one, or a link or mount to another disk, which may hold
+other files. So only entries with our names are ever removed there: ``<scheme>-<version>`` and the
+staging folders of copies. Where other users may write, nothing is removed: a link could take the
+place of a folder while it is emptied.
 
-The canonical digest of a base's tokenizer, kept in a file beside the record of the base.
-
-It follows from ``tokenizer.json`` alone, so the record does not hold it: records that earlier
-releases wrote get it when they are first read, and earlier releases go on reading the records.
+The canonical digest of a base's tokenizer is kept in a file of its own. It follows from
+``tokenizer.json`` alone, so the record does not hold it: records of earlier releases get it when
+they are first read, and earlier releases can still read the records.
 """
 
 import errno
@@ -31,38 +31,38 @@ from expertctl.schema.validation import decode_json
 from expertctl.store.base_record import COPY_FOLDER, StoredBase
 
 QUANTISED = "quantised"
-"""The name of the folder, beside the record of the base."""
+"""The name of the folder of copies, beside the record of the base."""
 USAGE_PROFILE = "habits.jsonl"
-"""The habits of a base's routed experts, also beside its record: see `UsageProfileFile`."""
+"""The usage profile of a base's routed experts, beside its record; see `UsageProfileFile`."""
 TOKENIZER_DIGEST = "tokenizer-digest.json"
-"""The canonical digest of its tokenizer, also beside its record: see `base_tokenizer`."""
+"""The canonical digest of the tokenizer, beside the record; see `with_canonical_tokenizer`."""
 STAGED_PREFIX = ".new-"
 _COPY_NAME = re.compile(r"(int[0-9]{1,2}|bfloat16|float32)-[0-9]{1,9}")
 _STAGED_NAME = re.compile(re.escape(STAGED_PREFIX) + r"[0-9a-f]{16}")
 _OWN_ENTRIES = {QUANTISED, USAGE_PROFILE, TOKENIZER_DIGEST}
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _KEPT_ERRORS = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
-"""Why a folder is not removed: it is gone already, holds other things, or is a mount."""
+"""Why a folder is not removed: it is gone already, holds other files, or is a mount."""
 
 
 def list_copies(folder: Path) -> list[Path]:
-    """Return what is named like a copy, whatever it is, sorted."""
+    """Return the entries that are named like a copy, of any file type, sorted."""
     return _list_matching(folder, _COPY_NAME)
 
 
 def list_staged(folder: Path) -> list[Path]:
-    """Return the folders in which something is being written, or was by killed processes."""
+    """Return the staging folders of copies, those left by killed processes included."""
     found = _list_matching(folder, _STAGED_NAME)
     return [path for path in found if path.is_dir() and not path.is_symlink()]
 
 
 def list_removable(folder: Path) -> list[Path]:
-    """Return what has a name of ours, if only this user may write the folder of copies."""
+    """Return the entries with our names, if only this user may write the folder of copies."""
     return [*list_copies(folder), *list_staged(folder)] if is_private_folder(folder) else []
 
 
 def list_all_staged(bases: Path) -> list[Path]:
-    """Return the staging folders of all bases, and those in which bases are being copied."""
+    """Return the staging folders of all bases, and those in which whole bases are copied."""
     own = [folder for folder in bases.glob(f"*/{QUANTISED}") if is_private_folder(folder)]
     return [left for folder in (bases, *own) for left in list_staged(folder)]
 
@@ -70,14 +70,14 @@ def list_all_staged(bases: Path) -> list[Path]:
 def list_orphaned_folders(bases: Path) -> list[Path]:
     """Return the folders of bases whose records are gone; links are not followed.
 
-    Folders with other names, such as the ``lost+found`` of a disk, are not ours.
+    Folders with other names, such as the ``lost+found`` of a disk, are left alone.
     """
     found = [path for path in bases.glob("[!.]*") if path.is_dir() and not path.is_symlink()]
     return [path for path in found if _has_own_name(path) and _is_orphaned(path)]
 
 
 def replace_copy(staged: Path, place: Path) -> None:
-    """Move a flushed copy to its place; older ones of its scheme are removed."""
+    """Move a flushed copy to its final path and remove older ones of its scheme."""
     scheme = place.name.partition("-")[0]
     for old in list_copies(place.parent):
         if old.name.startswith(f"{scheme}-") and (old != place or not old.is_file()):
@@ -87,7 +87,7 @@ def replace_copy(staged: Path, place: Path) -> None:
 
 
 def make_copies_folder(folder: Path) -> None:
-    """Make the folder if there is none, and demand that only this user may write it.
+    """Make the folder if there is none; only this user may be able to write it.
 
     Raises:
         OSError: when that fails, saying why.
@@ -101,17 +101,17 @@ def make_copies_folder(folder: Path) -> None:
 
 
 def check_private_folder(found: os.stat_result) -> None:
-    """Demand that this user owns it and no other user may write it.
+    """Require that this user owns a file or folder and no other user may write it.
 
     Raises:
-        OSError: when it is not so.
+        OSError: when another user may write it.
     """
     if found.st_uid != os.geteuid() or found.st_mode & _WRITABLE_BY_OTHERS:
         raise OSError("others may write it")
 
 
 def remove_entry(path: Path) -> None:
-    """Remove a file, a link or a folder of ours; what is gone already is no error."""
+    """Remove a file, a link or a folder tree; a missing one is no error."""
     if path.is_dir() and not path.is_symlink():
         remove_tree(path)
     else:
@@ -119,9 +119,9 @@ def remove_entry(path: Path) -> None:
 
 
 def remove_base_folder(home: Path) -> None:
-    """Remove the folder of a base with its copies; what is not ours among them stays.
+    """Remove the folder of a base with its copies; files that are not ours stay among the copies.
 
-    Where it is a link, other files in the folder it leads to stay, too.
+    Where the folder is a link, other files in its target stay, too.
     """
     copies = home / QUANTISED
     for path in list_removable(copies):
@@ -147,7 +147,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _is_orphaned(home: Path) -> bool:
-    """Tell whether a folder is what is left of a base: no record, and only what is ours."""
+    """Tell whether a folder remained of a base: no record, and only entries with our names."""
     try:
         ours = {path.name for path in home.iterdir()} <= {COPY_FOLDER, *_OWN_ENTRIES}
         return ours and not _is_kept(home / QUANTISED)
@@ -160,7 +160,7 @@ def _has_own_name(home: Path) -> bool:
 
 
 def is_private_folder(folder: Path) -> bool:
-    """Tell whether only this user may write a folder; False on a system that does not tell."""
+    """Tell whether only this user may write a folder; False where that is unknown."""
     if not hasattr(os, "geteuid"):
         return False
     try:
@@ -171,7 +171,7 @@ def is_private_folder(folder: Path) -> bool:
 
 
 def _is_kept(folder: Path) -> bool:
-    """Tell whether removing a base would leave this folder: it is a mount or holds other things."""
+    """Tell whether removing a base would leave this folder: a mount, or one with other files."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     ours = set(list_removable(folder))
@@ -189,13 +189,13 @@ class _TokenizerRecord(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     file: str
     canonical: str | None
-    """``None`` where the file has no canonical form."""
+    """None where the file has no canonical form."""
 
 
 def with_canonical_tokenizer(base: StoredBase, home: Path) -> StoredBase:
     """Return a base whose identity has the canonical digest of the tokenizer that was added.
 
-    It has none where ``tokenizer.json`` is not that file any more, or has no canonical form.
+    The digest is absent where ``tokenizer.json`` is no longer that file, or has no canonical form.
     """
     file = next((file.digest for file in base.files if file.path == TOKENIZER_FILE), None)
     if file is None:
@@ -209,7 +209,7 @@ def with_canonical_tokenizer(base: StoredBase, home: Path) -> StoredBase:
 
 
 def save_canonical_tokenizer(base: StoredBase, home: Path) -> None:
-    """Keep what is known of a base that was just read; a failure costs the next reader time."""
+    """Store the canonical digest of a base that was just read; a failure only costs time later."""
     canonical = base.identity.canonical_tokenizer
     for file in base.files if canonical else ():
         if file.path == TOKENIZER_FILE:

@@ -1,10 +1,8 @@
-"""The place of a base as the user named it: a directory, and what it is called.
+"""The record of a base model, ``base.json``: its name, its files and their digests.
 
-Which files make a base, and whether they are still the ones that were read.
-
-The record of a base, ``base.json``, as a value and as bytes.
-
-A copy lies beside its record and is found from there, so a home can be moved.
+A base is a directory with a configuration, a tokenizer and weights. This module names it, lists and
+hashes its files, detects whether they are still the ones that were added, and encodes the record. A
+copy lies beside its record and is found from there, so a home can be moved.
 """
 
 import json
@@ -38,7 +36,7 @@ _MAX_HUB_NAME = 200
 
 
 def check_directory(directory: Path) -> None:
-    """Demand that it is a directory.
+    """Require an existing directory.
 
     Raises:
         UsageError: when it is something else.
@@ -54,7 +52,7 @@ def check_directory(directory: Path) -> None:
 
 
 def infer_name(directory: Path, name: str | None, revision: str | None) -> tuple[str, str | None]:
-    """Fill in what the path in a hub cache tells: ``models--org--name/snapshots/<commit>``.
+    """Complete name and revision from a hub cache path, ``models--org--name/snapshots/<commit>``.
 
     Raises:
         UsageError: when what it is called cannot name a base.
@@ -71,7 +69,7 @@ def infer_name(directory: Path, name: str | None, revision: str | None) -> tuple
 
 
 def _looks_like_hub_name(place: Path) -> bool:
-    """Tell whether a text that is no directory may be meant as the name of a model on a hub."""
+    """Tell whether a path that does not exist may be meant as the name of a model on a hub."""
     return (
         0 < len(place.parts) <= 2
         and not place.is_absolute()
@@ -100,11 +98,8 @@ class BaseFile:
     digest: Digest
 
 
-@dataclass(frozen=True, slots=True)
-class _FileStat:
-    size: int
-    mtime_ns: int
-    inode: int
+_FileStat = tuple[int, int, int]
+"""Size, modification time in nanoseconds, and inode."""
 
 
 def list_base_files(directory: Path) -> list[str]:
@@ -124,7 +119,7 @@ def list_base_files(directory: Path) -> list[str]:
 def hash_base_files(
     directory: Path, names: Iterable[str], *, progress: Progress = ignore_progress
 ) -> tuple[BaseFile, ...]:
-    """Hash files, in threads.
+    """Hash files in several threads.
 
     Raises:
         InvalidPackageError: when one of them changes meanwhile.
@@ -143,7 +138,7 @@ def hash_base_files(
         problems = [f"{name} changed while it was read" for name in changed]
         raise InvalidPackageError(str(directory), problems)
     return tuple(
-        BaseFile(path.name, stamp.size, stamp.mtime_ns, stamp.inode, digest)
+        BaseFile(path.name, *stamp, digest)
         for path, stamp, (_, digest) in zip(paths, stamps, hashed, strict=True)
     )
 
@@ -151,18 +146,19 @@ def hash_base_files(
 def refresh_files(
     directory: Path, files: Iterable[BaseFile]
 ) -> tuple[tuple[BaseFile, ...], list[str]]:
-    """Return the files as they are now, and what has changed, one line per file.
+    """Return the files with their current stat values, and one line per file that has changed.
 
-    A file of the same size with another time or inode is hashed: copies and restored backups are
+    A file of the same size with another time or inode is hashed: a copy or a restored backup is
     still the same base.
     """
     known = tuple(files)
     now, problems = [], []
     for file in known:
-        try:
-            now.append(_refresh_file(directory, file))
-        except _ChangedError as error:
-            problems.append(str(error))
+        match _refresh_file(directory, file):
+            case str(problem):
+                problems.append(problem)
+            case same:
+                now.append(same)
     names = {file.path for file in known}
     new = [n for n in OPTIONAL_FILES if n not in names and (directory / n).is_file()]
     return tuple(now), problems + [f"{directory / name} is new" for name in new]
@@ -171,18 +167,19 @@ def refresh_files(
 def find_changed_files(
     directory: Path, files: Iterable[BaseFile], *, progress: Progress = ignore_progress
 ) -> list[str]:
-    """Return which files do not have their digest, after reading all of them."""
+    """Hash all files, and return one line per file whose digest differs."""
     known = tuple(files)
-    missing = [f"{directory / f.path} is missing" for f in known if not _is_present(directory, f)]
+    paths = [directory / file.path for file in known]
+    missing = [f"{path} is missing" for path in paths if not path.is_file()]
     if missing:
         return missing
     found = hash_base_files(directory, [file.path for file in known], progress=progress)
-    pairs = zip(known, found, strict=True)
-    return [_check_content(directory, old) for old, new in pairs if old.digest != new.digest]
+    pairs = zip(known, found, paths, strict=True)
+    return [f"{path} has other content" for old, new, path in pairs if old.digest != new.digest]
 
 
 def check_unchanged(name: str, problems: list[str]) -> None:
-    """Raise when a base is not what was added.
+    """Raise when a base differs from the one that was added.
 
     Raises:
         BaseMismatchError: naming every file.
@@ -195,40 +192,27 @@ def check_unchanged(name: str, problems: list[str]) -> None:
         )
 
 
-class _ChangedError(ValueError):
-    """What happened to one file."""
-
-
-def _refresh_file(directory: Path, file: BaseFile) -> BaseFile:
+def _refresh_file(directory: Path, file: BaseFile) -> BaseFile | str:
+    """Return a file with its current stat values, or how its content changed."""
     path = directory / file.path
-    if not _is_present(directory, file):
-        raise _ChangedError(f"{path} is missing")
-    stamp = _stat_file(path)
-    if stamp.size != file.size:
-        raise _ChangedError(f"{path} has {stamp.size:,} bytes, not {file.size:,}")
-    if (stamp.mtime_ns, stamp.inode) == (file.mtime_ns, file.inode):
+    if not path.is_file():
+        return f"{path} is missing"
+    size, *stamp = _stat_file(path)
+    if size != file.size:
+        return f"{path} has {size:,} bytes, not {file.size:,}"
+    if stamp == [file.mtime_ns, file.inode]:
         return file
     (now,) = hash_base_files(directory, [file.path])
-    if now.digest != file.digest:
-        raise _ChangedError(_check_content(directory, file))
-    return now
-
-
-def _check_content(directory: Path, file: BaseFile) -> str:
-    return f"{directory / file.path} has other content"
-
-
-def _is_present(directory: Path, file: BaseFile) -> bool:
-    return (directory / file.path).is_file()
+    return now if now.digest == file.digest else f"{path} has other content"
 
 
 def _stat_file(path: Path) -> _FileStat:
     status = path.stat()
-    return _FileStat(status.st_size, status.st_mtime_ns, status.st_ino)
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def copy_files(source: Path, target: Path, progress: Progress) -> None:
-    """Copy the files of a base into a folder, which is made.
+    """Copy the files of a base into a new folder.
 
     Raises:
         NotFoundError: when one that must be there is missing.
@@ -250,7 +234,7 @@ _MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredBase:
-    """A base that was added: where it is, what it is, and how its files looked."""
+    """A known base: its path, its identity, and the state of its files when they were added."""
 
     name: str
     path: Path
@@ -261,11 +245,11 @@ class StoredBase:
     copied: bool
     added_ns: int
     foreign: bool = False
-    """Whether only ``run --engine transformers`` runs it."""
+    """Whether only ``run --engine transformers`` can run it."""
 
     @property
     def size(self) -> int:
-        """The bytes of all files."""
+        """The total size of its files in bytes."""
         return sum(file.size for file in self.files)
 
 
@@ -297,7 +281,7 @@ class _StoredBaseRecord(msgspec.Struct, forbid_unknown_fields=True, omit_default
 
 
 def encode_base_record(base: StoredBase) -> bytes:
-    """Return the bytes of a record; nanoseconds and inodes are text, as they may pass 2^53."""
+    """Return the bytes of a record; nanoseconds and inodes are text, as they may exceed 2^53."""
     identity = base.identity
     weights = str(identity.weights) if identity.weights else None
     record = _StoredBaseRecord(
@@ -333,13 +317,13 @@ def read_base_record(path: Path) -> StoredBase:
 
 
 def _base_from_record(record: _StoredBaseRecord, folder: Path) -> StoredBase:
-    told = record.identity
+    stored = record.identity
     identity = BaseIdentity(
         name=record.name,
-        revision=told.revision,
-        arch=Digest.parse(told.arch),
-        weights=Digest.parse(told.weights) if told.weights else None,
-        tokenizer=Digest.parse(told.tokenizer),
+        revision=stored.revision,
+        arch=Digest.parse(stored.arch),
+        weights=Digest.parse(stored.weights) if stored.weights else None,
+        tokenizer=Digest.parse(stored.tokenizer),
     )
     files = tuple(
         BaseFile(f.path, f.size, int(f.mtime_ns), int(f.inode), Digest.parse(f.digest))

@@ -1,9 +1,9 @@
 """`BaseStore`: the base models that this machine knows, one folder each.
 
-A base stays where it is: ``bases/<name>/base.json`` holds its path, its digests, the shapes of its
-linear layers, and size, time, inode and digest of every file. A copy's files lie beside that
-record, wherever the folder is moved. Every change of a record gives ``bases/`` a new time, so a
-reader that caches records need check only that.
+A base stays in its own directory: ``bases/<name>/base.json`` holds its path, its digests, the
+shapes of its linear layers, and size, time, inode and digest of every file. The files of a copy lie
+beside that record. Every change of a record updates the time stamp of ``bases/``, so a reader that
+caches records checks only that.
 """
 
 import os
@@ -60,12 +60,16 @@ from expertctl.store.store import find_similar_names
 
 _RECORD = "base.json"
 _MAX_NAMED = 8
-"""How many known bases an error names."""
+"""How many known bases an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseStore:
-    """The known bases; nothing is created until one is added."""
+    """The known bases; nothing is created until one is added.
+
+    Methods that write raise `StoreError` when the folder cannot be written, or other processes
+    change it for too long.
+    """
 
     folder: Path
 
@@ -101,18 +105,18 @@ class BaseStore:
         )
 
     def find_by_path(self, place: str | Path) -> StoredBase | None:
-        """Return the base whose files lie in a folder; None for any other place."""
-        with suppress(OSError, ValueError, RuntimeError):  # a text that names no place
+        """Return the base whose files lie in a folder; None for any other path."""
+        with suppress(OSError, ValueError, RuntimeError):  # a text that is no path
             folder = Path(place).expanduser().resolve(strict=True)
             return next((b for b in self.list_bases() if b.path.resolve() == folder), None)
         return None
 
     def find_by_label(self, label: str) -> StoredBase | None:
-        """Return the base that an adapter's label means: by its name, else by the last part.
+        """Return the base that an adapter's label refers to, by its full name or its last part.
 
-        ``Qwen/Qwen3-0.6B`` and ``/models/Qwen3-0.6B`` both mean the only base that is called
-        ``Qwen3-0.6B``. A label is compared, never opened. One that ends in ``-bnb-4bit`` means the
-        16-bit base where that copy itself was not added.
+        ``Qwen/Qwen3-0.6B`` and ``/models/Qwen3-0.6B`` both refer to the only base that is called
+        ``Qwen3-0.6B``. A label is compared, never opened. A label that ends in ``-bnb-4bit`` refers
+        to the 16-bit base where that quantised model itself was not added.
         """
         known = self.list_bases()
         full = find_full_precision_label(label)
@@ -126,10 +130,10 @@ class BaseStore:
         revision: str | None = None,
         progress: Progress = ignore_progress,
     ) -> StoredBase:
-        """Read a base whole and remember it where it is; repeating this is harmless.
+        """Read all files of a base and register it in place; repeating this is harmless.
 
-        A base whose tokenizer was saved again in another form takes the place of the one known
-        under its name, and keeps the digest by which packages and plans name its tokenizer.
+        A base whose tokenizer was saved again in another form replaces the one of its name, and
+        keeps the digest by which packages and plans name its tokenizer.
 
         Raises:
             NotFoundError: when the directory or one of its files is missing.
@@ -154,7 +158,7 @@ class BaseStore:
         revision: str | None = None,
         progress: Progress = ignore_progress,
     ) -> StoredBase:
-        """Copy a base and remember the copy, see `add`; a sound copy that exists is kept."""
+        """Copy a base and register the copy, see `add`; an existing sound copy is kept."""
         _check_base(directory)
         name, revision = infer_name(directory, name, revision)
         with disk_errors(self.folder), ExitStack() as stack:
@@ -167,11 +171,7 @@ class BaseStore:
                 return self._commit_copy(files, base)
 
     def remove(self, base: StoredBase) -> None:
-        """Forget a base; its files stay, unless they are a copy of ours.
-
-        Raises:
-            StoreError: when the store cannot be written.
-        """
+        """Unregister a base; its files stay, unless they are our own copy."""
         with self._exclusive():
             home = self._base_folder(base.name)
             self._touch_folder()  # before, too: the process may be killed after the change
@@ -181,7 +181,7 @@ class BaseStore:
             self._touch_folder()
 
     def check(self, base: StoredBase) -> None:
-        """Demand that the files are those added, by size, time and inode; in doubt by content.
+        """Require that the files are those added, by size, time and inode, else by content.
 
         Raises:
             BaseMismatchError: naming every file that differs.
@@ -192,7 +192,7 @@ class BaseStore:
             self._update_files(base, files)
 
     def rehash(self, base: StoredBase, *, progress: Progress = ignore_progress) -> None:
-        """Demand that the files are those added, reading every byte.
+        """Require that the files are those added, reading every byte.
 
         Raises:
             BaseMismatchError: naming every file that differs.
@@ -201,13 +201,13 @@ class BaseStore:
 
     @contextmanager
     def stage_copy(self, base: StoredBase) -> Iterator[Path]:
-        """Lend a folder beside the copies of a base, on their disk, to write a copy in.
+        """Create a folder beside the copies of a base, on their disk, to write a copy in.
 
-        At the end it is removed with what is in it; at the start, what killed processes left.
+        At the end the folder is removed with its content; at the start, leftovers of killed
+        processes.
 
         Raises:
             ConflictError: when the base was removed or replaced meanwhile.
-            StoreError: when its copies cannot be written.
         """
         with ExitStack() as stack:
             with self._exclusive():
@@ -219,43 +219,38 @@ class BaseStore:
             yield own
 
     def copies_folder(self, base: StoredBase) -> Path:
-        """Where the quantised copies of a base are; see `QuantisedCache`."""
+        """Return the path of the quantised copies of a base; see `QuantisedCache`."""
         return self._base_folder(base.name) / QUANTISED
 
     def place_copy(self, base: StoredBase, staged: Path, place: Path) -> None:
-        """Move a flushed file to its place among the copies; older ones of its scheme go.
+        """Move a flushed file to its path among the copies and remove older ones of its scheme.
 
         Raises:
             ConflictError: when the base was removed or replaced meanwhile.
-            StoreError: when the store cannot be written.
         """
         with self._exclusive():
             self._check_recorded(base)
             replace_copy(staged, place)
 
     def usage_profile_path(self, base: StoredBase) -> Path:
-        """Where the habits of a base's routed experts are kept; see `UsageProfileFile`."""
+        """Return the path of the usage profile of a base; see `UsageProfileFile`."""
         return self._base_folder(base.name) / USAGE_PROFILE
 
     @contextmanager
     def lock_base(self, base: StoredBase, *, seconds: float) -> Iterator[None]:
-        """Lock what is kept with a base against changes; wait at most ``seconds`` for the lock.
+        """Lock the files kept with a base against changes; wait at most ``seconds`` for the lock.
 
         Raises:
             ConflictError: when the base was removed or replaced meanwhile.
-            StoreError: when the store cannot be written, or others change it for too long.
         """
         with self._exclusive(seconds):
             self._check_recorded(base)
             yield
 
     def discard_copies(self, copies: Iterable[Path], *, seconds: float = LOCK_SECONDS) -> None:
-        """Remove files, or folders, that lie among the copies of bases.
+        """Remove files or folders among the copies of bases.
 
-        It waits at most ``seconds`` for other processes that change bases.
-
-        Raises:
-            StoreError: when the store cannot be written.
+        Waits at most ``seconds`` for other processes that change bases.
         """
         with self._exclusive(seconds):
             for path in copies:
@@ -263,11 +258,7 @@ class BaseStore:
                 remove_entry(path)
 
     def collect_garbage(self) -> tuple[Path, ...]:
-        """Remove what `find_garbage` returns.
-
-        Raises:
-            StoreError: when the store cannot be written.
-        """
+        """Remove what `find_garbage` returns."""
         if not self.folder.is_dir():
             return ()
         with disk_errors(self.folder), exclusive_lock(self.folder / "lock"):
@@ -277,18 +268,18 @@ class BaseStore:
             return found
 
     def find_garbage(self) -> tuple[Path, ...]:
-        """Return the folders that killed processes left; changes nothing."""
+        """Return the folders left by killed processes and removed bases; changes nothing."""
         staged = [path for path in list_all_staged(self.folder) if not is_claimed(path)]
         return tuple(sorted([*staged, *list_orphaned_folders(self.folder)]))
 
     def check_integrity(self) -> None:
-        """Raise unless every record can be read and every base is what was added."""
+        """Raise unless every record can be read and every base is unchanged."""
         for base in self.list_bases():
             assert self._base_folder(base.name).is_dir(), base.name
             self.check(base)
 
     def _add_record(self, base: StoredBase) -> StoredBase:
-        """Remember a base where it is, then remove a copy of it."""
+        """Write the record of a base that stays in place, then remove a copy of it."""
         base = self._with_recorded_identity(base)
         home = self._base_folder(base.name)
         copy = home / COPY_FOLDER
@@ -301,14 +292,14 @@ class BaseStore:
         return base
 
     def _update_files(self, base: StoredBase, files: tuple[BaseFile, ...]) -> None:
-        """Remember new times and inodes of the same content, so that it is hashed once only."""
+        """Store new times and inodes of the same content, so that it is hashed only once."""
         path = self._base_folder(base.name) / _RECORD
         with self._exclusive():
             if path.exists() and read_base_record(path) == base:
                 self._write_record(replace(base, files=files))
 
     def _commit_copy(self, files: Path, base: StoredBase) -> StoredBase:
-        """Move a copy to its place; the record, written last, is the commit."""
+        """Move a copy to its final path; the record, written last, is the commit."""
         base = self._with_recorded_identity(base)
         home = self._base_folder(base.name)
         placed = replace(base, path=home / COPY_FOLDER, copied=True)
@@ -330,12 +321,12 @@ class BaseStore:
         self._touch_folder()
 
     def _touch_folder(self) -> None:
-        """Change the time of the folder, so that processes that cache records read them again."""
+        """Update the time of the folder, so that processes that cache records read them again."""
         now = time.time_ns()
         os.utime(self.folder, ns=(now, now))
 
     def _find_sound_copy(self, home: Path) -> StoredBase | None:
-        """Return the existing copy if it is sound; another process may be reading it."""
+        """Return the existing copy if it is unchanged; another process may be reading it."""
         path = home / _RECORD
         base = _read_record(path) if path.exists() else None
         if base is None or not base.copied:
@@ -343,7 +334,7 @@ class BaseStore:
         return None if refresh_files(base.path, base.files)[1] else base
 
     def _with_recorded_identity(self, base: StoredBase) -> StoredBase:
-        """Return a base under the identity that is recorded for it, if there is a record.
+        """Return a base under the identity that is recorded for its name, if there is a record.
 
         Raises:
             ConflictError: when the record is that of another base.
@@ -370,7 +361,7 @@ class BaseStore:
                 yield
 
     def _check_recorded(self, base: StoredBase) -> None:
-        """Demand that a base is still the one recorded under its name."""
+        """Require that a base is still the one recorded under its name."""
         record = self._base_folder(base.name) / _RECORD
         if not record.exists() or read_base_record(record).identity != base.identity:
             raise ConflictError(f"the base {base.name} was removed or replaced meanwhile")
@@ -384,7 +375,7 @@ def _read_record(path: Path) -> StoredBase:
 
 
 def _check_base(directory: Path) -> None:
-    """Refuse a base that cannot run, before anything of it is hashed or copied."""
+    """Refuse a base that cannot run, before any file is hashed or copied."""
     check_directory(directory)
     read_base_headers(directory)
 
@@ -417,7 +408,7 @@ def _match_label(known: Sequence[StoredBase], label: str) -> StoredBase | None:
 
 
 def _unknown_base_hint(wanted: str, known: Sequence[StoredBase]) -> str:
-    """Return the hint for a base that is not known: the names like it, and all that are known."""
+    """Return the hint for an unknown base: similar names, and all known ones."""
     names = [base.name for base in known]
     near = find_similar_names(wanted, names)
     meant = f"did you mean {' or '.join(near)}? " if near else ""

@@ -1,13 +1,11 @@
-"""`RunHistory`: the newest runs, how they were judged, and what that says of their experts.
+"""The tables of ``index.db``: installed experts in `Catalogue`, past runs in `RunHistory`.
 
-It is part of ``index.db`` and never leaves the machine. It holds no prompt and no answer. The
-evidence of a run outlives the run: what speaks for and against an expert is kept as sums that fade.
+The history is private: it never leaves the machine and holds no prompt and no answer. The evidence
+of a run outlives the run: what speaks for and against an expert is stored as sums that decay.
 
-`Catalogue`: what is installed, in the tables of ``index.db``, and the history beside it.
-
-It may be deleted at any time: `rebuild` makes the table of experts again from the store, and the
-history starts anew. A damaged file is moved aside, and `notes` says so. Where nothing can be
-written, reading still works and uses are not recorded.
+The file may be deleted at any time: `Catalogue.rebuild` fills the table of experts again from the
+store, and the history starts anew. A damaged file is moved aside, and `notes` says so. Where
+nothing can be written, reading still works and uses are not recorded.
 """
 
 import time
@@ -41,7 +39,7 @@ from expertctl.store.run_record import (
 
 MAX_RUNS = 10_000
 LAST = "last"
-"""Names the newest run that answered."""
+"""The name of the newest run that answered."""
 _MAX_NAMED_RUNS = 3
 
 _COUNT_USE = """
@@ -55,9 +53,13 @@ VALUES (?, 0, max(0, ?2), max(0, ?3), NULL)
 ON CONFLICT (content_digest) DO UPDATE SET successes = max(0, successes + ?2),
 failures = max(0, failures + ?3)
 """
+_PLAIN_FIELDS = (
+    "job_id", "at", "task", "base", "finish_reason", "validation", "verdict", "judged_at",
+    "prompt_tokens", "generated_tokens",
+)  # fmt: skip
+"""The fields of a `RunRecord` that are stored as they are, under their own names."""
 _JOB_COLUMNS = (
-    "job_id, at, task, base, finish_reason, validation, verdict, judged_at, prompt_tokens, "
-    "generated_tokens, blamed, route_ms, load_ms, ttft_ms, decode_ms, total_ms"
+    f"{', '.join(_PLAIN_FIELDS)}, blamed, route_ms, load_ms, ttft_ms, decode_ms, total_ms"
 )
 _INSERT_JOB = f"INSERT INTO jobs ({_JOB_COLUMNS}) VALUES ({', '.join('?' * 16)})"  # noqa: S608  # constants
 _FIGURES = tuple(RunFigures.__dataclass_fields__)
@@ -66,7 +68,7 @@ _INSERT_FIGURES = (
     f"VALUES (?{', ?' * len(_FIGURES)})"
 )
 _PARTS = ("jobs", "job_experts", "job_figures")
-"""The tables that have rows of a run."""
+"""The tables that have rows for a run."""
 _SUMS = "good, bad, well_formed, malformed, at"
 _GET_OUTCOME = f"SELECT {_SUMS} FROM outcomes WHERE content_digest = ? AND task = ?"  # noqa: S608  # constants
 _ALL_OUTCOMES = f"SELECT content_digest, task, {_SUMS} FROM outcomes"  # noqa: S608  # constants
@@ -76,7 +78,7 @@ _SET_GAIN = "INSERT OR REPLACE INTO gains VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 @dataclass(frozen=True, slots=True)
 class UsageCount:
-    """How often an expert was used, and how often the user called it good or bad."""
+    """How often an expert was used, and how often the user rated it good or bad."""
 
     uses: int
     successes: int
@@ -86,7 +88,7 @@ class UsageCount:
 
 
 class RunHistory:
-    """The owner of all tables of ``index.db`` except that of experts."""
+    """The owner of all tables of ``index.db`` except that of experts; raises as `IndexDatabase`."""
 
     def __init__(self, database: IndexDatabase, *, clock: Callable[[], float] = time.time) -> None:
         """Remember the file; nothing is read yet."""
@@ -94,25 +96,25 @@ class RunHistory:
         self._rates = FileCachedValue(database.path, self._read_rates)
         self._gains = FileCachedValue(database.path, self._read_gains)
 
-    def count_use(self, content_digest: Digest) -> bool:
-        """Count one use without a run; return False where it cannot be written."""
-        values = [str(content_digest), self._clock()]
-        return self._try_write(lambda db: db.execute(_COUNT_USE, values))
-
     def record_run(self, job: RunRecord) -> bool:
-        """Remember a run; return False where it cannot be written, which is never fatal."""
-        return self._try_write(lambda db: _insert_run(db, job))
+        """Store a run; return False where it cannot be written, which is never fatal."""
+        try:
+            self._database.write_relaxed(
+                lambda db: _run_atomically(db, lambda db: _insert_run(db, job))
+            )
+        except (StoreError, DiskFullError) as error:
+            self._database.notes.append(f"this use was not recorded: {error.message}")
+            return False
+        return True
 
     def rate_run(self, name: str, verdict: UserVerdict) -> RunRecord:
-        """Judge a run good or bad; return it. Only the last judgement of a run counts, once.
+        """Rate a run good or bad and return it; the last rating of a run counts, once.
 
-        ``name`` is its id, an unambiguous beginning of it, or `LAST`.
+        ``name`` is its id, an unambiguous prefix of it, or `LAST`.
 
         Raises:
-            NotFoundError: when no such run is remembered.
-            UsageError: when several begin so.
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
+            NotFoundError: when no such run is stored.
+            UsageError: when several ids have that prefix.
         """
         judged: list[RunRecord] = []
         if not self._database.path.exists():
@@ -129,7 +131,7 @@ class RunHistory:
         return judged[-1]
 
     def list_runs(self) -> list[RunRecord]:
-        """Return the runs that are remembered, the newest first."""
+        """Return the stored runs, the newest first."""
         found: list[RunRecord] = []
         self._database.read("jobs", lambda db: found.extend(_iter_runs(db)))
         return found
@@ -140,16 +142,11 @@ class RunHistory:
         return {Digest.parse(row.pop("content_digest")): UsageCount(**row) for row in rows}
 
     def read_success_rates(self) -> SuccessRates:
-        """Return how well experts did of late; the last result is kept until a change."""
+        """Return the recent success rates of experts; cached until the file changes."""
         return self._rates.get()
 
     def record_gain(self, gain: PairGain) -> None:
-        """Remember what a chain of two experts gains; a later measurement replaces an earlier one.
-
-        Raises:
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
-        """
+        """Store the gain of a chain of two experts; a later measurement replaces an earlier one."""
 
         def record(db: Database) -> None:
             db.execute(_SET_GAIN, gain.to_row())
@@ -158,11 +155,11 @@ class RunHistory:
         self._database.write(lambda db: _run_atomically(db, record))
 
     def list_gains(self) -> Sequence[PairGain]:
-        """Return all gains that were measured, sure or not, the newest first."""
+        """Return all measured gains, significant or not, the newest first."""
         return self._gains.get()
 
     def find_sure_gains(self, *, base: str | None = None) -> Mapping[tuple[Digest, Digest], float]:
-        """Return the gains that are sure, by pair; of several bases the smallest counts."""
+        """Return the significant gains by pair; of several bases the smallest counts."""
         found: dict[tuple[Digest, Digest], float] = {}
         for gain in self.list_gains():
             if gain.is_significant and base in {None, gain.base}:
@@ -170,7 +167,7 @@ class RunHistory:
         return found
 
     def clear(self) -> int:
-        """Forget every run, use and judgement; return how many runs. Gains stay."""
+        """Delete every run, use and rating; return the number of runs. Gains stay."""
         counts: list[int] = []
 
         def clear(db: Database) -> None:
@@ -183,14 +180,6 @@ class RunHistory:
         if self._database.path.exists():
             self._database.write(lambda db: _run_atomically(db, clear))
         return counts[-1] if counts else 0
-
-    def _try_write(self, action: Callable[[Database], object]) -> bool:
-        try:
-            self._database.write_relaxed(lambda db: _run_atomically(db, action))
-        except (StoreError, DiskFullError) as error:
-            self._database.notes.append(f"this use was not recorded: {error.message}")
-            return False
-        return True
 
     def _read_gains(self) -> Sequence[PairGain]:
         rows = self._database.query_rows("gains", "SELECT * FROM gains ORDER BY at DESC")
@@ -252,7 +241,7 @@ def _apply_evidence(
     at: float,
     join: Callable[[RunEvidence, RunEvidence], RunEvidence],
 ) -> None:
-    """Add the evidence of a run, or take it back, as far as it is still there."""
+    """Add the evidence of a run to its experts' sums, or subtract what is left of it."""
     if not (job.experts and job.evidence):
         return
     share = job.evidence.decay_to(at).divide(len(job.experts))
@@ -266,7 +255,7 @@ def _apply_evidence(
 
 
 def _find_run(db: Database, name: str) -> tuple[int, RunRecord]:
-    """Find one run by its id, the beginning of its id, or `LAST`."""
+    """Find one run by its id, a prefix of its id, or `LAST`."""
     if name == LAST:
         rows = _query_rows(
             db, "WHERE finish_reason != ? ORDER BY number DESC LIMIT 1", FINISH_ERROR
@@ -343,34 +332,17 @@ def _query_figures(db: Database, rows: Sequence[Mapping[str, Any]]) -> dict[int,
 
 
 def _run_values(job: RunRecord) -> list[object]:
-    times = job.times
-    return [
-        job.job_id,
-        job.at,
-        job.task,
-        job.base,
-        job.finish_reason,
-        job.validation,
-        job.verdict,
-        job.judged_at,
-        job.prompt_tokens,
-        job.generated_tokens,
-        int(job.blamed),
-        times.route,
-        times.load,
-        times.ttft,
-        times.decode,
-        times.total,
-    ]
+    """Return the values of `_JOB_COLUMNS`."""
+    times = [getattr(job.times, name) for name in RunTimes.__dataclass_fields__]
+    return [*(getattr(job, name) for name in _PLAIN_FIELDS), int(job.blamed), *times]
 
 
 def _make_run(
     row: Mapping[str, Any], experts: tuple[UsedExpert, ...], figures: RunFigures | None
 ) -> RunRecord:
     times = RunTimes(**{name: row[f"{name}_ms"] for name in RunTimes.__dataclass_fields__})
-    plain = ("job_id", "at", "task", "base", "finish_reason", "validation", "verdict", "judged_at")
     return RunRecord(
-        **{name: row[name] for name in (*plain, "prompt_tokens", "generated_tokens")},
+        **{name: row[name] for name in _PLAIN_FIELDS},
         blamed=bool(row["blamed"]),
         experts=experts,
         times=times,
@@ -379,7 +351,10 @@ def _make_run(
 
 
 class Catalogue:
-    """The owner of the table of experts; `history` owns the rest of the same file."""
+    """The owner of the table of experts; `history` owns the rest of the file.
+
+    Methods raise as those of `IndexDatabase`.
+    """
 
     def __init__(self, path: Path) -> None:
         """Remember the path; nothing is read yet."""
@@ -389,43 +364,20 @@ class Catalogue:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of the file; grows."""
+        """Messages about the file for the user; grows."""
         return self.database.notes
 
-    def add(self, expert: StoredExpert, manifest: Manifest) -> None:
-        """Remember an expert.
-
-        Raises:
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
-        """
-        self.add_all([(expert, manifest)])
-
     def add_all(self, experts: Iterable[tuple[StoredExpert, Manifest]]) -> None:
-        """Remember several experts by one write.
-
-        Raises:
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
-        """
+        """Store several experts in one write."""
         rows = [_expert_row(expert, manifest) for expert, manifest in experts]
         self._write(lambda db: db.table("experts").upsert_all(rows, pk="ref"))
 
     def remove(self, expert: StoredExpert) -> None:
-        """Forget an expert; its history stays, should it come back.
-
-        Raises:
-            StoreError: when the file cannot be written.
-        """
+        """Remove an expert; its history stays in case it is installed again."""
         self._write(lambda db: db.table("experts").delete_where("ref = ?", [expert.ref]))
 
     def rebuild(self, experts: Iterable[tuple[StoredExpert, Manifest]]) -> None:
-        """Replace all experts; the history stays.
-
-        Raises:
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
-        """
+        """Replace all experts; the history stays."""
         rows = [_expert_row(expert, manifest) for expert, manifest in experts]
 
         def replace(db: Database) -> None:
@@ -435,15 +387,15 @@ class Catalogue:
         self._write(replace)
 
     def list_refs(self) -> list[str]:
-        """Return the refs that are remembered, sorted."""
+        """Return the refs of all stored experts, sorted."""
         rows = self.database.query_rows("experts", "SELECT ref FROM experts")
         return sorted(str(row["ref"]) for row in rows)
 
     def read_revision(self) -> int:
-        """Return a number that changes with what a decision of the router may depend on here.
+        """Return a number that changes with everything here that a routing decision may depend on.
 
-        That is: experts that come and go, judgements, failed runs and gains, by any process. It
-        costs a few microseconds where nothing was written since it was asked for last.
+        That is: experts added or removed, ratings, failed runs and gains, by any process. It costs
+        a few microseconds where nothing was written since the last call.
         """
         return self.database.read_revision()
 
@@ -451,31 +403,19 @@ class Catalogue:
         """Return the current success rates; looking one up does not read the file again."""
         return self.history.read_success_rates()
 
-    def find_success_rate(self, content_digest: Digest, *, task: str | None = None) -> float | None:
-        """Return how well an expert did of late at such tasks, 0 to 1; None: not known."""
-        return self.read_success_rates().find_rate(content_digest, task=task)
-
     def find_sure_gains(self, *, base: str | None = None) -> Mapping[tuple[Digest, Digest], float]:
-        """Return what chains of two experts surely gain over the better one of the two.
+        """Return the significant gains of chains of two experts over the better one of the two.
 
         A pair is (first, second) of the chain. With ``base`` only gains measured on it count.
         """
         return self.history.find_sure_gains(base=base)
 
-    def record_use(self, content_digest: Digest) -> bool:
-        """Count one use; return False where the history cannot be written."""
-        return self.history.count_use(content_digest)
-
-    def find_usage(self, content_digest: Digest) -> UsageCount | None:
-        """Return how often an expert was used; None when never."""
-        return self.history.read_usage_counts().get(content_digest)
-
     def find_problems(self) -> list[str]:
-        """Return what is wrong with the file, without changing it."""
+        """Return the faults of the file, without changing it."""
         return self.database.find_problems()
 
     def check_integrity(self) -> None:
-        """Raise unless the file is whole and says what it must."""
+        """Raise unless the file is whole and has our tables."""
         assert self.find_problems() == []
 
     def _write(self, action: Callable[[Database], object]) -> None:

@@ -1,18 +1,15 @@
-"""What the disk refuses, in the words of the error tree.
+"""Disk access: OS errors as errors of ours, cached reads, and data derived from packages.
 
-`FileCachedValue`: what was read from an SQLite file, read again only once the file changed.
+`disk_errors` translates an OSError into the error tree. `FileCachedValue` caches a value that was
+read from an SQLite file until the file changes; a check costs two calls of ``stat``.
 
-A check costs two calls of ``stat``. A file that was written a moment ago may be written again with
-the same time stamp, so what is read from it is not kept.
-
-Data derived from a package, kept to save computing it again: never believed unchecked.
-
-::
+`DerivedData` owns data computed from packages, kept to save computing it again and never trusted
+unchecked::
 
     store/derived/<content digest>/<key>    sha256 of digest, key and data, then the data
 
-Losing a file costs time, nothing else: whatever is odd about one counts as absent, and one that
-cannot be written is left unwritten, with a note. `gc` removes those of packages that are gone.
+Losing a derived file only costs time: a file with any fault counts as absent, and one that cannot
+be written is skipped with a note. `gc` removes those of packages that are gone.
 """
 
 import errno
@@ -34,7 +31,7 @@ _FULL_ERRORS = NO_SPACE_ERRORS | {errno.EFBIG}
 
 @contextmanager
 def disk_errors(what: object) -> Iterator[None]:
-    """Turn an OSError of the body into an error that names the file, else ``what``.
+    """Turn an OSError of the body into an error that names the file, or else ``what``.
 
     Raises:
         DiskFullError: when there is no space, no quota or no room in one file.
@@ -58,9 +55,9 @@ def _translate_error(error: OSError, what: str) -> ExpertError:
 
 T = TypeVar("T")
 StatFingerprint = tuple[int, int, int]
-"""Inode, size and time."""
+"""Inode, size and modification time in nanoseconds."""
 _FilePair = tuple[StatFingerprint | None, StatFingerprint | None]
-"""The stamps of the file and of its log."""
+"""The fingerprints of the file and of its log."""
 
 _TICK_NS, _COARSE_TICK_NS = 100_000_000, 2_000_000_000
 """More than one step of a file system's time stamps; the second, where they are whole seconds."""
@@ -68,28 +65,28 @@ _SECOND_NS = 1_000_000_000
 
 
 class FileCachedValue(Generic[T]):
-    """Keeps the last answer to one question about a file."""
+    """Caches the last result of one query of an SQLite file.
+
+    The result is not cached while the file is so young that another write could get the same stamp.
+    """
 
     def __init__(self, path: Path, read: Callable[[], T]) -> None:
-        """Remember the file and the question; nothing is read yet."""
+        """Store the file and the query; nothing is read yet."""
         self._paths, self._read = (str(path), f"{path}-wal"), read
         self._kept: tuple[_FilePair, T] | None = None
 
     def get(self) -> T:
-        """Return the current answer."""
-        mark, kept = (
-            (stat_fingerprint(self._paths[0]), stat_fingerprint(self._paths[1])),
-            self._kept,
-        )
-        if kept is not None and kept[0] == mark:
-            return kept[1]
+        """Return the current value."""
+        mark = stat_fingerprint(self._paths[0]), stat_fingerprint(self._paths[1])
+        if self._kept is not None and self._kept[0] == mark:
+            return self._kept[1]
         value = self._read()
         self._kept = (mark, value) if _is_stable(mark) else None
         return value
 
 
 def stat_fingerprint(path: str) -> StatFingerprint | None:
-    """Return what changes with a file; None for an empty one (readers make empty logs) or none."""
+    """Return the fingerprint of a file; None if missing or empty (readers make empty logs)."""
     try:
         found = os.stat(path)  # noqa: PTH116  # called for each prompt: a `Path` takes twice as long
     except OSError:
@@ -110,7 +107,7 @@ class DerivedData:
     """The owner of ``store/derived``."""
 
     def __init__(self, root: Path) -> None:
-        """Keep files below ``root``, which is created when something is written."""
+        """Keep files below ``root``, which is created by the first write."""
         self.root = root
         self._notes: list[str] = []
 
@@ -126,7 +123,7 @@ class DerivedData:
         return data if seal == _compute_seal(package, key, data) else None
 
     def write(self, package: Digest, key: Digest, data: bytes) -> None:
-        """Keep data for the next time, or note why that cannot be."""
+        """Store data for later, or note why that is impossible."""
         path = self.path(package, key)
         try:
             make_folders(path.parent, mode=0o700)
@@ -143,17 +140,17 @@ class DerivedData:
         return sorted(path for path in folders if path.is_dir() and path.name not in known)
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return what could not be written since the last call, for the user."""
+        """Return the write failures since the last call, as messages for the user."""
         notes, self._notes = tuple(self._notes), []
         return notes
 
     def path(self, package: Digest, key: Digest) -> Path:
-        """Where the data of a package under a key is, if it is there."""
+        """Return the path for the data of a package under a key."""
         return self.root / package.hex / key.hex
 
 
 def measure_folder(folder: Path) -> int:
-    """Return the bytes of the files in a folder."""
+    """Return the total size of the files in a folder, in bytes."""
     return sum(path.lstat().st_size for path in folder.glob("*"))
 
 

@@ -1,7 +1,7 @@
-"""`IndexDatabase`: the file ``index.db`` itself: its tables, how it is opened, what damage means.
+"""`IndexDatabase`: the file ``index.db``: its tables, how it is opened, what counts as damage.
 
-Every call opens it, so processes may share it. A damaged file is moved aside, and `notes` says so.
-Where nothing can be written, reading still works.
+Every call opens the file, so processes may share it. A damaged file is moved aside, and `notes`
+says so. Where nothing can be written, reading still works.
 """
 
 import os
@@ -14,20 +14,17 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from expertctl.errors import DiskFullError, StoreError
 from expertctl.store.disk import FileCachedValue
 from expertctl.store.locks import (
     create_private_file,
     exclusive_lock,
-    is_busy,
+    is_damage,
+    is_disk_full,
     open_connection,
-    sqlite_error_name,
+    quick_check,
+    translate_sqlite_error,
     use_write_ahead_log,
 )
-
-_FULL_CODES = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"}
-_DAMAGED_CODES = {"SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH"}
-"""SQLITE_ERROR means a missing table or column: we always ask for the same ones."""
 
 TABLES = {
     "experts": """
@@ -56,54 +53,45 @@ TABLES = {
         at REAL, PRIMARY KEY (first, second, base)""",
     "revision": "id INTEGER PRIMARY KEY, number INTEGER",
 }
-"""Table → its columns. The owner of a table defines what it holds: `Catalogue`, `RunHistory`."""
+"""Table → its columns. `Catalogue` and `RunHistory` define what each table holds."""
 _MAX_LOG_BYTES = 1 << 20
-"""From this size on a log is folded into the file, which `write_relaxed` otherwise keeps from happening."""
+"""Above this size the log is checkpointed into the file, which `write_relaxed` otherwise avoids."""
 _LAYOUT_VERSION = 2
 """The ``user_version`` of a file that has all tables."""
 
 
 class IndexDatabase:
-    """The owner of one ``index.db``."""
+    """The owner of one ``index.db``.
+
+    Methods raise `StoreError` when the file cannot be read or written, and `DiskFullError` when
+    there is no space left.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Remember the path; nothing is read yet."""
+        """Store the path; nothing is read yet."""
         self.path = path
         self.notes: list[str] = []
         self._revision = FileCachedValue(path, self._query_revision)
 
     def read_revision(self) -> int:
-        """Return a number that `advance` changes, and that differs in a replacement of the file.
-
-        Raises:
-            StoreError: when the file cannot be read.
-        """
+        """Return the number that `advance_revision` increments; a replaced file has another one."""
         return self._revision.get()
 
     def write(self, action: Callable[[Database], object]) -> None:
-        """Do something to the tables; on a damaged file, do it to a new one.
-
-        Raises:
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
-        """
+        """Run an action that changes the tables; a damaged file is replaced first."""
         try:
             self._attempt(action)
         except sqlite3.DatabaseError as error:
-            if not _is_damage(error):
-                raise self._translate_error(error) from error
+            if not is_damage(error):
+                raise translate_sqlite_error(error, self.path) from error
             self._move_aside(str(error))
             self._retry_on_new_file(action)
 
     def write_relaxed(self, action: Callable[[Database], object]) -> None:
-        """Do as `write` does, without waiting for the disk: a power failure may undo it.
+        """Write as `write` does without waiting for the disk: a power failure may undo it.
 
-        SQLite folds its log into the file, and flushes both, when the last open connection is
-        closed, if it may write; a reader held open meanwhile avoids that.
-
-        Raises:
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
+        SQLite checkpoints its log into the file, and flushes both, when the last open connection is
+        closed and may write; a reader held open meanwhile avoids that.
         """
         with ExitStack() as stack:
             if self._log_size() < _MAX_LOG_BYTES:
@@ -117,21 +105,13 @@ class IndexDatabase:
         return 0
 
     def query_rows(self, table: str, query: str, *values: object) -> list[dict[str, Any]]:
-        """Ask about a table.
-
-        Raises:
-            StoreError: when the file cannot be read.
-        """
+        """Return the rows of a query of one table."""
         found: list[dict[str, Any]] = []
         self.read(table, lambda db: found.extend(db.query(query, values)))
         return found
 
     def read(self, table: str, action: Callable[[Database], object]) -> None:
-        """Read; a file without the table is one whose writer was killed before it began.
-
-        Raises:
-            StoreError: when the file cannot be read.
-        """
+        """Run a read-only action; skip it where the file or the table does not exist yet."""
         if not self.path.exists():
             return
 
@@ -142,23 +122,23 @@ class IndexDatabase:
         try:
             self._query(ask)
         except sqlite3.DatabaseError as error:
-            if not _is_damage(error):
-                raise self._translate_error(error) from error
+            if not is_damage(error):
+                raise translate_sqlite_error(error, self.path) from error
             self._move_aside(str(error))
 
     def _query(self, action: Callable[[Database], None]) -> None:
-        """Read; on a full disk without the memory of a log, as long as there is no log."""
+        """Run a read; on a full disk without a log's shared memory, as long as there is no log."""
         try:
             with self._open_for_reading() as db:
                 action(db)
         except sqlite3.DatabaseError as error:
-            if sqlite_error_name(error) not in _FULL_CODES or self._log_size():
+            if not is_disk_full(error) or self._log_size():
                 raise
             with _open_database(self.path, "mode=ro&immutable=1") as db:
                 action(db)
 
     def find_problems(self) -> list[str]:
-        """Return what is wrong with the file, without changing it."""
+        """Return the faults of the file, without changing it."""
         if not self.path.exists():
             return []
         problems = []
@@ -166,11 +146,9 @@ class IndexDatabase:
             problems.append("others may read or write it")
         try:
             with self._open_for_reading() as db:
-                found = [str(row[0]) for row in db.execute("PRAGMA quick_check").fetchall()]
-                found += _find_foreign_tables(db)
+                return [*problems, *quick_check(db.conn), *_find_foreign_tables(db)]
         except sqlite3.DatabaseError as error:
-            found = [str(error)]
-        return problems + [line for line in found if line != "ok"]
+            return [*problems, str(error)]
 
     def _query_revision(self) -> int:
         rows = self.query_rows("revision", "SELECT number FROM revision")
@@ -184,7 +162,7 @@ class IndexDatabase:
         try:
             self._attempt(action)
         except sqlite3.DatabaseError as error:
-            raise self._translate_error(error) from error
+            raise translate_sqlite_error(error, self.path) from error
 
     @contextmanager
     def _open_for_writing(self) -> Iterator[Database]:
@@ -197,7 +175,7 @@ class IndexDatabase:
 
     @contextmanager
     def _hold_reader(self) -> Iterator[None]:
-        """Hold the file open, where there is one that can be read."""
+        """Hold the file open for reading, where it can be read."""
         with ExitStack() as stack:
             with suppress(sqlite3.DatabaseError):
                 db = stack.enter_context(_open_database(self.path, "mode=ro"))
@@ -206,7 +184,7 @@ class IndexDatabase:
 
     @contextmanager
     def _open_for_reading(self) -> Iterator[Database]:
-        """Open without writing; where no log can be written, the file is opened as immutable."""
+        """Open without writing; where no log can be written, open the file as immutable."""
         log = [self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm")]
         can_log = os.access(self.path.parent, os.W_OK) or all(path.exists() for path in log)
         mode = "mode=ro" if can_log else "mode=ro&immutable=1"
@@ -214,7 +192,7 @@ class IndexDatabase:
             yield db
 
     def _move_aside(self, why: str) -> None:
-        """Move a damaged file aside; one that another process repaired meanwhile stays."""
+        """Move a damaged file aside, unless another process repaired it meanwhile."""
         target = self.path.with_name(f"{self.path.name}.damaged")
         if not os.access(self.path.parent, os.W_OK):
             self.notes.append(f"{self.path} is damaged ({why}) and cannot be replaced here")
@@ -236,18 +214,7 @@ class IndexDatabase:
                 found = str(db.execute("PRAGMA integrity_check").fetchone()[0])
                 return found != "ok" or bool(_find_foreign_tables(db))
         except sqlite3.DatabaseError as error:
-            return _is_damage(error)
-
-    def _translate_error(self, error: sqlite3.DatabaseError) -> StoreError | DiskFullError:
-        name = sqlite_error_name(error)
-        if self.path.exists() and not self.path.is_file():
-            return StoreError(f"{self.path} is not a regular file", hint="move it away")
-        if name in _FULL_CODES:
-            return DiskFullError(f"{self.path}: no space left", hint="free some space, then repeat")
-        if is_busy(error):
-            return StoreError(f"{self.path} is in use by another process", hint="try again later")
-        hint = "look whether the disk is full or fails, then repeat"
-        return StoreError(f"{self.path}: {error}", hint=hint)
+            return is_damage(error)
 
 
 @contextmanager
@@ -259,7 +226,7 @@ def immediate_transaction(db: Database) -> Iterator[None]:
 
 
 def advance_revision(db: Database) -> None:
-    """Count up the revision; a new file begins at a number that no older file had."""
+    """Increment the revision; a new file begins above every number of an older file."""
     first = time.time_ns()
     db.execute(
         "INSERT INTO revision VALUES (1, ?) ON CONFLICT (id) DO UPDATE SET number = number + 1",
@@ -274,7 +241,7 @@ def _open_database(path: Path, parameters: str) -> Iterator[Database]:
 
 
 def _create_tables(db: Database) -> None:
-    """Make the tables that are missing; those of an older version stay as they are."""
+    """Create the missing tables; existing ones of an older version stay."""
     use_write_ahead_log(db.conn)
     with immediate_transaction(db):
         for name, columns in TABLES.items():
@@ -283,7 +250,7 @@ def _create_tables(db: Database) -> None:
 
 
 def _find_foreign_tables(db: Database) -> list[str]:
-    """Return which of our tables do not have our columns."""
+    """Report the tables that have our names but not our columns."""
     there = {name: set(db.table(name).columns_dict) for name in db.table_names()}
     return [
         f"the table {name} is not ours"
@@ -293,13 +260,9 @@ def _find_foreign_tables(db: Database) -> list[str]:
 
 
 def _column_names(table: str) -> set[str]:
-    """Return the names of the columns of one of our tables."""
+    """Return the column names of one of our tables."""
     with sqlite3.connect(":memory:") as memory:
         memory.execute(f"CREATE TABLE {table} ({TABLES[table]})")
         names = {str(row[1]) for row in memory.execute(f"PRAGMA table_info({table})")}
     memory.close()
     return names
-
-
-def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    return sqlite_error_name(error).startswith(tuple(_DAMAGED_CODES))

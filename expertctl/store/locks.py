@@ -1,15 +1,13 @@
-"""Locks between processes: one for changing the store, one per folder in use.
+"""Locks between processes, leases of blobs, and connections to shared SQLite files.
 
-The operating system drops a lock with the process that holds it, so a killed process leaves
-nothing to repair.
+One lock guards changes of the store; each folder in use has its own. The operating system drops a
+lock with the process that holds it, so a killed process leaves nothing to repair. A lease keeps the
+blobs that a running process uses until it ends, even when they are removed meanwhile.
 
-SQLite files that threads and processes share: made, opened, and switched to a write-ahead log.
-
-Any number of them may do so at the same moment, a new file included. SQLite waits for other users
-of a file almost everywhere, but not where a transaction that has read wants to write: writers
-begin with ``BEGIN IMMEDIATE``, and the switch to a log, which is such a transaction, is repeated.
-
-Leases: blobs that a running process uses stay until it ends, even when they are removed.
+SQLite files may be created, opened and switched to a write-ahead log by any number of threads and
+processes at the same moment. SQLite waits for other users of a file, except where a transaction
+that has read wants to write: writers begin with ``BEGIN IMMEDIATE``, and the switch to a log, which
+is such a transaction, is retried.
 """
 
 import errno
@@ -24,7 +22,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from expertctl.digest import Digest
-from expertctl.errors import StoreError
+from expertctl.errors import DiskFullError, StoreError
 from expertctl.files import make_folders, remove_tree
 from expertctl.store.disk import READ_ONLY_ERRORS
 from expertctl.store.refs import StorePaths
@@ -32,7 +30,7 @@ from expertctl.store.refs import StorePaths
 LOCK_SECONDS = 120.0
 _LOCK_NAME = "lock"
 _REMOVED_ERRORS = {errno.ENOENT, errno.EEXIST}
-"""How opening a lock fails when its folder is removed meanwhile: `FileLock` makes a missing one."""
+"""Errors of opening a lock whose folder is removed meanwhile: `FileLock` creates a missing one."""
 
 
 @contextmanager
@@ -52,11 +50,11 @@ def exclusive_lock(path: Path, *, seconds: float = LOCK_SECONDS) -> Iterator[Non
 
 @contextmanager
 def claim_folder(folder: Path, *, prefix: str = "") -> Iterator[Path]:
-    """Make a folder in ``folder`` that is held until the end, then removed.
+    """Create a folder in ``folder`` that is locked until the end and then removed.
 
     Create it while the store's lock is held: until its own lock is taken it looks abandoned. A
-    process that checks whether the folder is held takes its lock for a moment, so there is a wait.
-    A process that was forked meanwhile has a copy of this, and removes nothing.
+    process that checks whether the folder is claimed takes its lock for a moment, so taking it may
+    wait. A process forked meanwhile holds a copy of this generator and removes nothing.
     """
     maker = os.getpid()
     own = folder / f"{prefix}{secrets.token_hex(8)}"
@@ -88,7 +86,7 @@ def is_claimed(folder: Path) -> bool:
 
 
 def list_claimed_folders(folder: Path) -> list[Path]:
-    """Return the folders that were made by `claim_folder` and still exist."""
+    """Return the existing folders that were made by `claim_folder`."""
     return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
@@ -96,12 +94,16 @@ BUSY_SECONDS = 30.0
 """How long a statement waits for other users of a file."""
 _FILE_MODE = 0o600
 _RETRY_SECONDS = 0.01
+_FULL_CODES = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"}
+_DAMAGED_CODES = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH")
+"""SQLITE_ERROR means a missing table or column: we always ask for the same ones."""
 
 
 def create_private_file(path: Path) -> None:
-    """Make the file where there is none; an existing one is not touched.
+    """Create the file, readable by its owner alone, where there is none.
 
-    Closing a second handle of it would drop all locks that SQLite has on it in this process.
+    An existing one is not opened: closing a second handle would drop all locks that SQLite holds on
+    the file in this process.
 
     Raises:
         StoreError: when it cannot be made.
@@ -116,7 +118,7 @@ def create_private_file(path: Path) -> None:
 
 @contextmanager
 def open_connection(path: Path, parameters: str) -> Iterator[sqlite3.Connection]:
-    """Lend a connection, closed at the end; ``parameters`` are those of its URI: ``mode=ro``."""
+    """Open a connection, closed at the end; ``parameters`` are those of its URI: ``mode=ro``."""
     quoted = str(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
     uri = f"file:{quoted}?{parameters}"
     connection = sqlite3.connect(uri, timeout=BUSY_SECONDS, uri=True)
@@ -131,8 +133,8 @@ def use_write_ahead_log(
 ) -> None:
     """Switch the file to a write-ahead log, unless it has one.
 
-    Where two switch at once, SQLite refuses one of them at once, whatever its timeout; soon
-    afterwards there is nothing left to do.
+    Where two processes switch at the same time, SQLite refuses one at once, whatever its timeout; a
+    moment later there is nothing left to do.
 
     Raises:
         sqlite3.OperationalError: when others use the file for too long.
@@ -150,13 +152,41 @@ def use_write_ahead_log(
 
 
 def sqlite_error_name(error: sqlite3.DatabaseError) -> str:
-    """Return the name of SQLite's (extended) result code, or nothing."""
+    """Return the name of SQLite's (extended) result code, or an empty text."""
     return getattr(error, "sqlite_errorname", "")
 
 
 def is_busy(error: sqlite3.DatabaseError) -> bool:
-    """Tell whether others used the file for longer than was waited."""
+    """Tell whether other users kept the file locked for longer than the timeout."""
     return sqlite_error_name(error).startswith(("SQLITE_BUSY", "SQLITE_LOCKED"))
+
+
+def is_disk_full(error: sqlite3.DatabaseError) -> bool:
+    """Tell whether there was no space left."""
+    return sqlite_error_name(error) in _FULL_CODES
+
+
+def is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Tell whether the file is damaged or not ours; a missing table or column counts too."""
+    return sqlite_error_name(error).startswith(_DAMAGED_CODES)
+
+
+def quick_check(connection: sqlite3.Connection) -> list[str]:
+    """Return the faults that SQLite finds in a file."""
+    rows = connection.execute("PRAGMA quick_check").fetchall()
+    return [str(row[0]) for row in rows if row[0] != "ok"]
+
+
+def translate_sqlite_error(error: sqlite3.DatabaseError, path: Path) -> StoreError | DiskFullError:
+    """Return the error of ours for a file that could not be used."""
+    if path.exists() and not path.is_file():
+        return StoreError(f"{path} is not a regular file", hint="move it away")
+    if is_disk_full(error):
+        return DiskFullError(f"{path}: no space left", hint="free some space, then retry")
+    if is_busy(error):
+        return StoreError(f"{path} is in use by another process", hint="try again later")
+    hint = "check whether the disk is full or failing, then retry"
+    return StoreError(f"{path}: {error}", hint=hint)
 
 
 _LIST_NAME = "blobs"
@@ -164,7 +194,7 @@ _LIST_NAME = "blobs"
 
 @contextmanager
 def lease_blobs(paths: StorePaths, digests: Iterable[Digest]) -> Iterator[Path]:
-    """Hold blobs until the end; begin while the store's lock is held."""
+    """Keep blobs until the end; begin while the store's lock is held."""
     with claim_folder(paths.leases) as folder:
         lines = "".join(f"{digest.hex}\n" for digest in sorted(set(digests)))
         (folder / _LIST_NAME).write_text(lines, encoding="ascii")
@@ -172,7 +202,7 @@ def lease_blobs(paths: StorePaths, digests: Iterable[Digest]) -> Iterator[Path]:
 
 
 def list_leased_blobs(paths: StorePaths) -> set[Digest]:
-    """Return the blobs that living processes hold; ask while the store's lock is held."""
+    """Return the blobs leased by living processes; call it while the store's lock is held."""
     held = [folder for folder in list_claimed_folders(paths.leases) if is_claimed(folder)]
     return {digest for folder in held for digest in _read_leased(folder)}
 

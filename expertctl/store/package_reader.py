@@ -1,13 +1,12 @@
-"""Packages as the store or a file has them, opened for reading: their layout and their bytes."""
+"""Reading packages from the store or from a file: their layouts and their bytes."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
-from expertctl.digest import Digest, Progress, ignore_progress
+from expertctl.digest import Progress, ignore_progress
 from expertctl.errors import DigestError
 from expertctl.package.layout import Blobs, PackageLayout, build_layout
 from expertctl.package.read import PackageContents, is_file_name, read_blobs
@@ -30,7 +29,7 @@ class OpenPackage:
 def read_stored_expert(
     store: Store, expert: StoredExpert, *, progress: Progress = ignore_progress
 ) -> PackageContents:
-    """Read every file of an expert as strictly as when it was installed.
+    """Read every file of an expert with the same checks as an install.
 
     Raises:
         DigestError: when a file was changed in the store.
@@ -50,7 +49,7 @@ def open_package(
     unpack_folder: Path | None = None,
     progress: Progress = ignore_progress,
 ) -> Iterator[OpenPackage]:
-    """Open a ``.expert`` file, unpacked for the while beside a place, or an installed expert.
+    """Open a ``.expert`` file, unpacked beside ``unpack_folder`` meanwhile, or an installed expert.
 
     Raises:
         NotFoundError: when there is no such file or expert.
@@ -73,18 +72,16 @@ def open_package(
 def open_experts(
     store: Store, experts: Sequence[StoredExpert]
 ) -> Iterator[tuple[list[PackageLayout], Blobs]]:
-    """Open several installed experts at once.
-
-    Raises:
-        NotFoundError: when one was removed meanwhile.
-        DigestError: when a record in the store is not that of a package.
-    """
+    """Open several installed experts at once; raises as `open_package`."""
     with store.lease_experts(experts):
         yield [make_stored_layout(expert) for expert in experts], open_stored_blobs(store)
 
 
 def make_stored_layout(expert: StoredExpert) -> PackageLayout:
-    """Return the layout of an installed expert, which its record must make.
+    """Return the layout of an installed expert.
+
+    Raises:
+        DigestError: when its recorded files do not make its package digest.
 
     Raises:
         DigestError: when it does not.
@@ -97,10 +94,4 @@ def make_stored_layout(expert: StoredExpert) -> PackageLayout:
 
 def open_stored_blobs(store: Store) -> Blobs:
     """Return a function that opens the files of a store."""
-
-    @contextmanager
-    def blob(digest: Digest) -> Iterator[BinaryIO]:
-        with store.blob_path(digest).open("rb") as stream:
-            yield stream
-
-    return blob
+    return lambda digest: store.blob_path(digest).open("rb")

@@ -1,8 +1,8 @@
-"""Which exact versions a project, or else the user's own list, names: `VersionPin`.
+"""`VersionPins`: the exact versions that a project, or else the user's own list, names.
 
 ``expert.lock`` and ``experts.toml`` are read strictly by `expertctl.install`, which decides what is
-installed. Here they only choose between versions that are installed already, so they are read
-leniently: a file that cannot be read names no version, and `Pins.problems` says why.
+installed. Here they only choose between installed versions, so they are read leniently: a file that
+cannot be read pins no version, and `VersionPins.problems` says why.
 
 Reading needs only the standard library: `list` must start fast.
 """
@@ -49,7 +49,7 @@ class VersionPins:
 
 @dataclass(frozen=True, slots=True)
 class PinFiles:
-    """The files that count in one folder: those of its project, else the user's own list."""
+    """The files that apply in one folder: those of its project, else the user's own list."""
 
     home: Home
     folder: Path | None = None
@@ -59,14 +59,14 @@ class PinFiles:
         return self.home.root / PROJECT_FILE
 
     def read_fingerprints(self) -> tuple[StatFingerprint | None, ...]:
-        """Return what changes when one of the files does."""
+        """Return a value that changes when one of the files does."""
         paths = [self._user_list]
         if self.folder is not None:
             paths += [self.folder / PROJECT_FILE, self.folder / LOCK_FILE]
         return tuple(stat_fingerprint(str(path)) for path in paths)
 
     def read(self) -> VersionPins:
-        """Read them; what a lock file says counts where the list allows it."""
+        """Read the pins; a locked version counts where the list allows it."""
         if self.folder is None or not is_project(self.folder, self.home):
             return _read_pins([self._user_list])
         return _read_pins([self.folder / PROJECT_FILE, self.folder / LOCK_FILE])
@@ -88,7 +88,7 @@ def allows_expert(expert: StoredExpert, wanted: Reference) -> bool:
 
 
 def read_bounded_text(path: Path) -> str:
-    """Return a bounded regular file as text; one that is not there is empty.
+    """Return the text of a regular file of bounded size; a missing file is empty.
 
     Raises:
         InvalidPackageError: when it is too large, no text or no regular file.
@@ -107,7 +107,7 @@ def read_bounded_text(path: Path) -> str:
 
 
 def parse_toml(text: str, *, what: str) -> dict[str, object]:
-    """Read TOML that a person or a merge may have damaged.
+    """Parse TOML that a person or a merge may have damaged.
 
     Raises:
         InvalidPackageError: when it is not TOML; the markers of a merge are named.
@@ -142,7 +142,7 @@ def _read_pins(paths: list[Path]) -> VersionPins:
 
 
 class _InvalidEntryError(Exception):
-    """A part of a file that is not what it must be."""
+    """An entry of a file is malformed."""
 
 
 def _error_cause(error: Exception) -> str:
@@ -156,7 +156,7 @@ def _is_exact(wanted: Reference) -> bool:
 
 
 def _is_in_list(locked: Reference, listed: Mapping[PackageName, Reference]) -> bool:
-    """Tell whether a list allows a locked version; what it does not name, something requires."""
+    """Tell whether a list allows a locked version; it does where it does not name the package."""
     wanted, version = listed.get(locked.package), locked.constraint.pinned
     return wanted is None or version is None or wanted.constraint.allows(version)
 

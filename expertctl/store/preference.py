@@ -1,29 +1,23 @@
-"""Which installed versions were yanked, according to what their registries said last.
+"""`VersionPreference`: which installed version a reference means where it leaves that open.
 
-``yanked.json`` repeats that from the index documents that were believed, for code that only reads
-and may be offline: the router, `list` and `why`. Every command that reads an index writes it again,
-so a file that is missing or damaged names no version until then. It holds installed versions only.
-
-What the user calls the keys of ``trust.json``: for display only, nothing is decided here.
-
-`expertctl.trust` reads that file strictly, with a cryptography library that `list` must not need.
-
-Flags: what looks as if it were made to mislead the router, in a file that is fast to read.
-
-``flagged.json`` repeats what `store.suspicions` decided, for those that only read: `list`, and the
-router. It names only contents that have flags, so it is mostly nearly empty.
-
-Which of several installed versions of a package is meant where a reference leaves it open.
-
-One rule for the router, ``--expert``, `serve`, `list`, `why` and `export`, in `precedence`:
+One rule for the router, ``--expert``, `serve`, `list`, `why` and `export`, in `make_precedence`:
 
 1. the version that the project's lock file names, or that the list names exactly;
 2. one from the registry that the namespace belongs to;
 3. one whose signing key was not revoked;
-4. one that was not yanked, according to what its registry said last;
+4. one that was not yanked, according to the last index of its registry;
 5. the newest. A prerelease counts only where it is named.
 
 So a yanked version is used only where it is locked or named exactly, or nothing else can be used.
+
+This module reads three files for that, and for display, without a cryptography library, so that
+`list` starts fast; a missing or damaged file says nothing:
+
+- ``yanked.json``: installed versions that were yanked, repeated from the signed indexes. Every
+  command that reads an index writes it again.
+- ``trust.json``: names and revocations of keys; `expertctl.trust` reads it strictly.
+- ``flagged.json``: the flags of packages that look made to mislead the router, repeated from
+  `expertctl.store.suspicions`. It lists only contents that have flags.
 """
 
 import json
@@ -47,12 +41,11 @@ from expertctl.trust.authority import (
     find_other_registry,
 )
 
-YANKS_FILE = "yanked.json"
 YANKS_FILE_MODE = 0o600
 MAX_YANKS_BYTES = 16 << 20
 
 Yanks = Mapping[tuple[str, str], str]
-"""Registry and ``namespace/name@version`` → why it was yanked, which may be empty."""
+"""Registry and ``namespace/name@version`` → the reason of the yank, which may be empty."""
 StatedYanks = Mapping[tuple[str, PackageName], Mapping[Version, str]]
 """What registries say now: host and package → its yanked versions, with the reasons."""
 
@@ -79,7 +72,7 @@ def record_yanks(
     installed: Callable[[], Iterable[StoredExpert]],
     locked: Callable[[], AbstractContextManager[object]],
 ) -> None:
-    """Write down what registries say about installed versions; packages not in ``stated`` stay.
+    """Store what registries say about installed versions; packages not in ``stated`` stay.
 
     ``locked`` keeps other processes from writing; it is used only where something changes.
 
@@ -115,7 +108,7 @@ def _encode_yanks(yanks: Yanks) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SignerNames:
-    """Names by key id, what is revoked where, and which registry a namespace belongs to."""
+    """Names of keys, revocations, and the registries that namespaces belong to."""
 
     names: dict[str, str] = field(default_factory=dict)
     revoked: frozenset[tuple[str, str | None, str | None]] = frozenset()
@@ -123,16 +116,16 @@ class SignerNames:
     assigned: frozenset[NamespaceAuthority] = frozenset()
     pinned: frozenset[NamespaceAuthority] = frozenset()
     registries: frozenset[str] = frozenset()
-    """The known ones."""
+    """The hosts of the known registries."""
 
     def display_name(self, key_id: str | None) -> str:
-        """Return what to call a signer: a name, the start of an id, or a dash."""
+        """Return the name of a signer: the user's name for it, the start of its id, or a dash."""
         if key_id is None:
             return "-"
         return self.names.get(key_id, key_id.removeprefix("sha256:")[:12])
 
     def has_revoked(self, expert: StoredExpert) -> bool:
-        """Tell whether the key of an expert was revoked, everywhere or where it came from."""
+        """Tell whether an expert's key was revoked, everywhere or where the expert came from."""
         if expert.signer is None:
             return False
         namespace = expert.package.namespace
@@ -181,15 +174,15 @@ def _parse_signers(document: Any) -> SignerNames:
 
 FLAGS_FILE = "flagged.json"
 SUSPICION_SENTENCE = "looks as if it were made to mislead the router"
-"""What messages say of a package that has a flag."""
+"""The phrase of messages about a package that has a flag."""
 CATCH_ALL = "grab-all"
-"""The code of a package whose examples are about everything."""
+"""The code for a package whose examples cover everything."""
 FLAGS_FILE_MODE = 0o600
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One thing about a package that looks as if it were made to mislead the router."""
+    """One sign that a package was made to mislead the router."""
 
     code: str
     """``copied``, ``stuffed`` and so on: for programs."""
@@ -204,7 +197,7 @@ FlagsByDigest = Mapping[Digest, tuple[Flag, ...]]
 
 
 def read_flags(path: Path) -> dict[Digest, tuple[Flag, ...]]:
-    """Read all flags; a missing or damaged file has none (`doctor` checks the record)."""
+    """Read all flags; a missing or damaged file has none (`doctor` checks the database)."""
     try:
         document = json.loads(path.read_bytes())
         return {Digest.parse(digest): decode_flags(flags) for digest, flags in document.items()}
@@ -219,7 +212,7 @@ def write_flags(path: Path, flagged: FlagsByDigest) -> None:
 
 
 def describe_flags(flags: Iterable[Flag]) -> str:
-    """Say in one line what a package with flags looks like, and why: each reason once."""
+    """Return one line that says why a package is suspicious, each reason once."""
     return f"{SUSPICION_SENTENCE}: {'; '.join(dict.fromkeys(flag.sentence for flag in flags))}"
 
 
@@ -251,7 +244,7 @@ def make_precedence(
 
 @dataclass(frozen=True, slots=True)
 class VersionPreference:
-    """What is known here of installed versions beside their packages; empty: the newest counts."""
+    """What decides between installed versions; without any of it the newest one is meant."""
 
     yanks: Yanks = field(default_factory=dict)
     pins: VersionPins = field(default_factory=VersionPins)
@@ -262,7 +255,7 @@ class VersionPreference:
         return self.yanks.get((expert.registry, expert.ref))
 
     def find_pin(self, expert: StoredExpert) -> VersionPin | None:
-        """Return what names exactly this version; None when nothing does."""
+        """Return the pin that names exactly this version; None when there is none."""
         found = self.pins.versions.get(expert.package)
         return found if found is not None and found.matches(expert) else None
 
@@ -297,7 +290,7 @@ class VersionUsage:
 
     used: bool
     used_instead: str | None
-    """The version that is used where this one is not; None where this one or none is."""
+    """The version that is used in place of this one; None where this one or none is."""
     others: tuple[str, ...]
     """The other installed versions."""
     pinned: str | None
@@ -323,11 +316,11 @@ def describe_version_usage(
 
 
 PREFER_NEWEST = VersionPreference()
-"""Where nothing is known: the newest version."""
+"""The preference without any knowledge: the newest version."""
 
 
 def read_preference(home: Home, folder: Path | None = None) -> VersionPreference:
-    """Read what a home, and the project in a folder, say about installed versions."""
+    """Read the preference of a home and of the project in a folder."""
     return VersionPreference(
         read_yanks(home.yanked), PinFiles(home, folder).read(), read_signers(home.trust)
     )

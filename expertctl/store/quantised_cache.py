@@ -1,28 +1,22 @@
-"""Habits: how a base's routed experts are used, in a small private file beside its record.
+"""Files derived from a base: quantised copies, the usage profile, and their garbage collection.
 
 ::
 
-    bases/<name>/habits.jsonl    mode 0600
+    bases/<name>/quantised/<scheme>-<version>    see `expertctl.store.quantised_file`
+    bases/<name>/habits.jsonl                    mode 0600; see `UsageProfileFile`
 
-Losing it costs time, nothing else, so no run fails because of it. It is believed only when it
-belongs to this user and no other user may write it. It is replaced as a whole while the bases are
-locked: no change of another process is lost, and a killed process leaves the old file.
+Losing one of them only costs time, so no run fails because of them. None is trusted unchecked: it
+is used only when it belongs to this user and no other user may write it.
 
-`QuantisedCache`: packed bases, kept for the next time; never believed unchecked.
+A quantised copy is stored only if its weights were hashed while they were packed and match the
+base. The folder of the copies may be a link or a mount to another disk: they are written there,
+too. A copy is read into the memory where it is used and checked there; where not all routed experts
+fit into memory, each is read and checked when it is first needed. A copy with any fault counts as
+absent and is written again; where it cannot be written, the user gets a note. A copy is never
+changed in place: it is replaced or unlinked, so processes that have it open or mapped can go on.
 
-::
-
-    bases/<name>/quantised/<scheme>-<version>    see `copy_file`
-
-A copy is kept only of bytes that were hashed while they were packed and match the base. The folder
-of the copies may be a link, or a mount, to another disk: they are written there, too. A copy is
-read into the memory where it is used, and checked there; where not all routed experts fit into
-memory, each is read and checked when it is first needed. Losing a copy costs time, nothing else: a
-copy with any fault counts as absent and is written anew; where it cannot be written, the user is
-told and nothing more. A copy is never changed: another file replaces it, or it is unlinked, so
-processes that have it open or mapped read on.
-
-Removing what nothing needs, from the store and from the bases.
+The usage profile says how a base's routed experts are used. It is replaced as a whole while the
+bases are locked: no change of another process is lost, and a killed process leaves the old file.
 """
 
 import os
@@ -58,13 +52,16 @@ if TYPE_CHECKING:
 
 MAX_PROFILE_BYTES = 32 << 20
 LOCK_SECONDS = 5.0
-"""How long to wait for the lock at most; habits are not worth a longer wait."""
+"""How long to wait for the lock at most; a usage profile is not worth a longer wait."""
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 @dataclass(frozen=True, slots=True)
 class UsageProfileFile:
-    """The habits of one base, as bytes."""
+    """The usage profile of one base, as bytes.
+
+    Methods that write raise as `BaseStore.lock_base`.
+    """
 
     bases: BaseStore
     base: StoredBase
@@ -99,12 +96,7 @@ class UsageProfileFile:
         return data
 
     def update(self, change: Callable[[bytes | None], bytes]) -> None:
-        """Replace the content by ``change(content)``; an unreadable or absent one is None there.
-
-        Raises:
-            ConflictError: when the base was removed or replaced meanwhile.
-            StoreError: when nothing can be written there.
-        """
+        """Replace the content by ``change(content)``, where an absent or unreadable one is None."""
         with self.bases.lock_base(self.base, seconds=LOCK_SECONDS):
             self._remove_leftovers()
             data: bytes | None = None
@@ -114,12 +106,7 @@ class UsageProfileFile:
                 write_atomic(self.path, change(data), mode=0o600)
 
     def remove(self) -> bool:
-        """Remove the file; return whether there was one.
-
-        Raises:
-            ConflictError: when the base was removed or replaced meanwhile.
-            StoreError: when it cannot be removed.
-        """
+        """Remove the file; return whether there was one."""
         with self.bases.lock_base(self.base, seconds=LOCK_SECONDS), disk_errors(self.path):
             self._remove_leftovers()
             was_there = self.path.is_symlink() or self.path.exists()
@@ -127,7 +114,7 @@ class UsageProfileFile:
             return was_there
 
     def _remove_leftovers(self) -> None:
-        """Remove what killed processes left half written; the lock is held."""
+        """Remove the temporary files of killed processes; the lock is held."""
         for left in self.path.parent.glob(f".{self.path.name}.*.tmp"):
             left.unlink(missing_ok=True)
 
@@ -142,7 +129,7 @@ def _check_private(found: os.stat_result) -> None:
 VERSION = 4
 """Raised whenever the same base gives other bytes, by another packing or layout."""
 _WRITE_ERRORS = (ConflictError, DiskFullError, StoreError)
-"""Why a copy is not kept, besides errors of the disk."""
+"""Why a copy is not stored, besides errors of the disk."""
 _LARGE_BYTES = 64 << 20
 """A smaller copy is written before the user could read a message about it."""
 
@@ -150,7 +137,7 @@ _LARGE_BYTES = 64 << 20
 def open_quantised_cache(
     bases: BaseStore, base: StoredBase, *, notify: Notify = ignore_notification
 ) -> "QuantisedCache | None":
-    """Return the owner of a base's copies; ``tell`` gets a sentence when a large one is begun.
+    """Return the cache of a base; ``notify`` gets a sentence before a large copy is written.
 
     None where a copy could not be trusted: the weights were not hashed, or the system does not say
     who may write a file.
@@ -175,13 +162,14 @@ class QuantisedCache:
         self, bases: BaseStore, base: StoredBase, *, notify: Notify = ignore_notification
     ) -> None:
         """Keep copies beside the record of a base; they are removed with it."""
-        self._bases, self._base, self._tell = bases, base, notify
+        self._bases, self._base, self._notify = bases, base, notify
         self._notes: dict[str, str] = {}
 
     def open(self, scheme: str, shape: QuantisedLayout) -> QuantisedFile | None:
         """Open the copy in a scheme; None when there is none that can be trusted.
 
-        A copy that is there and not used is noted, unless a note about this scheme is kept already.
+        An existing copy that is not used is noted, unless there is a note about this scheme
+        already.
         """
         path = self.path(scheme)
         try:
@@ -209,7 +197,7 @@ class QuantisedCache:
         *,
         progress: Progress = ignore_progress,
     ) -> bool:
-        """Fill memory with a copy, or with its rest; False when there is none that can be trusted.
+        """Read a copy into memory, or its rest only; False when there is none that can be trusted.
 
         After False the content of the memory is undefined.
         """
@@ -230,7 +218,7 @@ class QuantisedCache:
     def write(
         self, scheme: str, shape: QuantisedLayout, memory: memoryview, *, weights: Digest | None
     ) -> None:
-        """Keep a base that is in memory for the next time, or note why that cannot be.
+        """Store a base that is in memory for the next time, or note why that is impossible.
 
         ``weights`` is the digest of the bytes that were packed, taken during packing: the files may
         have changed unnoticed since the base was added.
@@ -250,10 +238,10 @@ class QuantisedCache:
         weights: Callable[[], Digest],
         min_bytes: int = 0,
     ) -> None:
-        """Keep a base that comes in pieces; where that fails, note why and take no more pieces.
+        """Store a base that comes in pieces; on a failure, note it and consume no more pieces.
 
-        ``weights`` is called after the last piece; see `write`. ``least`` is the least number of
-        bytes of all pieces: where the disk has less room, no piece is taken.
+        ``weights`` is called after the last piece; see `write`. ``min_bytes`` is a lower bound of
+        the total size: where the disk has less room, no piece is consumed.
 
         Raises:
             BaseMismatchError: when it is not that of the base; nothing is kept.
@@ -266,7 +254,7 @@ class QuantisedCache:
         self._write(scheme, shape, checked(), min_bytes=min_bytes)
 
     def discard_copy(self, scheme: str, copy: QuantisedFile, *, why: str) -> None:
-        """Remove an open copy, so that it is made again the next time; note why."""
+        """Remove an open copy, so that it is written again the next time, and note why."""
         path = self.path(scheme)
         self._notes[scheme] = f"{path} is not used any more ({why}): made again next time"
         with suppress(OSError, *_WRITE_ERRORS):
@@ -279,16 +267,16 @@ class QuantisedCache:
         return self._base.identity.weights
 
     def note(self, scheme: str, text: str) -> None:
-        """Note something about the copy in a scheme, for the user."""
+        """Add a note for the user about the copy in a scheme."""
         self._notes[scheme] = text
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return what went wrong since the last call, for the user."""
+        """Return the notes since the last call."""
         notes, self._notes = tuple(self._notes.values()), {}
         return notes
 
     def path(self, scheme: str) -> Path:
-        """Where the copy in a scheme is, if there is one."""
+        """Return the path of the copy in a scheme."""
         return self._bases.copies_folder(self._base) / f"{scheme}-{VERSION}"
 
     def find_problems(self) -> dict[Path, str]:
@@ -334,14 +322,14 @@ class QuantisedCache:
                     write_quantised(write, self._copy_source(scheme), shape, pieces)
                 self._bases.place_copy(self._base, folder / path.name, path)
         except (*_WRITE_ERRORS, OSError) as error:
-            told = _os_error_reason(error) if isinstance(error, OSError) else error.message
-            self._notes[scheme] = f"{path} cannot be written ({told}): tried again next time"
+            reason = _os_error_reason(error) if isinstance(error, OSError) else error.message
+            self._notes[scheme] = f"{path} cannot be written ({reason}): tried again next time"
 
     def _announce_write(self, path: Path, min_bytes: int) -> None:
-        """Tell the user what takes a while and stays on the disk."""
+        """Tell the user about a write that takes long and occupies the disk."""
         if min_bytes >= _LARGE_BYTES:
             size, name = format_size(min_bytes), self._base.name
-            self._tell(f"copying {name} for this machine, once: at least {size} to {path}")
+            self._notify(f"copying {name} for this machine, once: at least {size} to {path}")
 
     def _check_weights(self, weights: Digest | None) -> None:
         if weights != self.weights:
@@ -358,7 +346,7 @@ def _damage_note(path: Path) -> str:
 
 
 def _check_free_space(folder: Path, size: int) -> None:
-    """Refuse early, before a disk that is needed for other things is filled for nothing."""
+    """Refuse a write that cannot succeed before it fills the disk."""
     free = shutil.disk_usage(folder).free
     if free < size:
         raise DiskFullError(f"it takes {format_size(size)}, and {format_size(free)} are free there")
@@ -373,7 +361,7 @@ def _is_current_version(path: Path) -> bool:
 
 
 def collect_garbage(store: Store, bases: BaseStore) -> "FreedFiles":
-    """Remove what `find_garbage` returns.
+    """Remove what `find_garbage` returns, from the store and from the bases.
 
     Raises:
         StoreError: when a record is damaged, or something cannot be written.
@@ -389,7 +377,7 @@ def collect_garbage(store: Store, bases: BaseStore) -> "FreedFiles":
 
 
 def find_garbage(store: Store, bases: BaseStore) -> "FreedFiles":
-    """Return what nothing needs; changes nothing.
+    """Return what nothing needs, in the store and with the bases; changes nothing.
 
     Raises:
         StoreError: when a record is damaged: what it needs cannot be told from garbage.
@@ -402,7 +390,7 @@ def find_garbage(store: Store, bases: BaseStore) -> "FreedFiles":
 
 
 def _disk_usage(path: Path) -> int:
-    """Return the bytes of a file, or of all files in a folder, without what goes meanwhile."""
+    """Return the size of a file, or of the files in a folder, without those that vanish."""
     inside = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
     size = 0
     for each in (path, *inside):  # `os.walk` passes over a folder that is gone, `rglob` does not

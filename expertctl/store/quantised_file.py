@@ -39,14 +39,14 @@ _END_BYTES = _SIZES.size + _DIGEST_BYTES
 _THREADS = 4
 _SLACK = 32
 _READ_BYTES = 2 << 20
-"""How many bytes are read between two checks whether they are still wanted."""
+"""How many bytes are read between two checks of ``is_wanted``."""
 
 
 class ReadCancelled(Exception):  # noqa: N818 - nothing went wrong
-    """What was being read is no longer wanted; ``read_bytes`` were read until then."""
+    """A read that is no longer wanted was ended after ``read_bytes`` bytes."""
 
     def __init__(self, read_bytes: int) -> None:
-        """Keep the number of bytes."""
+        """Store the number of bytes."""
         super().__init__(read_bytes)
         self.read_bytes = read_bytes
 
@@ -58,30 +58,30 @@ def always_wanted() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisedLayout:
-    """What a copy holds: the bytes of the rest, and the number of blocks of routed experts."""
+    """The sizes of a copy: the bytes of the rest, and the number of blocks of routed experts."""
 
     rest_bytes: int
     blocks: int = 0
     block_bytes: int = 0
-    """The bytes of one block."""
+    """The size of one block in memory."""
 
     @property
     def rest_pieces(self) -> int:
-        """How many pieces come before the first block."""
+        """The number of pieces before the first block."""
         return -(-self.rest_bytes // _PIECE_BYTES)
 
     @property
     def max_block_bytes(self) -> int:
-        """The most bytes of a block in the file: one that is not shortened may grow a little."""
+        """The largest size of a block in the file: an incompressible one may grow a little."""
         return self.block_bytes + self.block_bytes // _SLACK + 2 * ALIGNED
 
     @property
     def pieces(self) -> int:
-        """How many pieces there are."""
+        """The number of all pieces."""
         return self.rest_pieces + self.blocks
 
     def memory_span(self, piece: int) -> slice:
-        """Return the span of a piece in memory that holds all pieces one after the other."""
+        """Return the span of a piece in a memory that holds all pieces consecutively."""
         if piece < self.rest_pieces:
             return slice(piece * _PIECE_BYTES, min(self.rest_bytes, (piece + 1) * _PIECE_BYTES))
         begin = self.rest_bytes + (piece - self.rest_pieces) * self.block_bytes
@@ -102,7 +102,7 @@ class QuantisedPiece:
 
 
 def iterate_pieces(memory: memoryview, shape: QuantisedLayout) -> Generator[QuantisedPiece]:
-    """Yield the pieces that are in memory, hashed in threads."""
+    """Yield the pieces of a base in memory, hashed in several threads."""
 
     def hashed(number: int) -> QuantisedPiece:
         piece = memory[shape.memory_span(number)]
@@ -118,7 +118,7 @@ def iterate_pieces(memory: memoryview, shape: QuantisedLayout) -> Generator[Quan
 def write_quantised(
     write: WriteBytes, source: str, shape: QuantisedLayout, pieces: Iterable[QuantisedPiece]
 ) -> None:
-    """Write a copy of ``of``; ``pieces`` are all pieces of its shape, in order."""
+    """Write a copy of ``source``; ``pieces`` are all pieces of its layout, in order."""
     table, at = bytearray(), 0
     for piece in pieces:
         write(memoryview(bytes(_align_up(at) - at)))
@@ -133,7 +133,7 @@ def write_quantised(
 
 @dataclass(frozen=True, slots=True)
 class _PieceLocation:
-    """Where a piece is in the file, and its sha256."""
+    """The position of a piece in the file, and its sha256."""
 
     begin: int
     size: int
@@ -141,7 +141,7 @@ class _PieceLocation:
 
 
 FileEdition = tuple[int, int, int]
-"""The size of a file and when it and its entry were changed last: another one after each write."""
+"""The size, mtime and ctime of a file: different after each write."""
 
 
 class QuantisedFile:
@@ -159,7 +159,7 @@ class QuantisedFile:
 
     @classmethod
     def open(cls, path: Path, source: str) -> Self | None:
-        """Open a copy of ``of``; None where it is damaged, or a copy of anything else.
+        """Open a copy of ``source``; None where it is damaged, or a copy of anything else.
 
         Raises:
             OSError: when it is not there, or is no file that only this user may write.
@@ -180,10 +180,10 @@ class QuantisedFile:
         return cls(handle, *ends)
 
     def bypass_cache(self, path: Path) -> None:
-        """From now on, read into aligned memory past the system's file cache.
+        """From now on, read into aligned memory past the system's file cache (``O_DIRECT``).
 
-        That takes less of the processor and does not push out what the cache holds, but reading a
-        piece again waits for the disk again.
+        That costs less processor time and evicts nothing from the cache, but every repeated read
+        waits for the disk.
 
         Raises:
             OSError: when the system does not offer that, or another file has this path now.
@@ -197,11 +197,11 @@ class QuantisedFile:
         self._past_cache = handle
 
     def piece_begin(self, piece: int) -> int:
-        """Return where in the file a piece begins."""
+        """Return the offset of a piece in the file."""
         return self._places[piece].begin
 
     def piece_size(self, piece: int) -> int:
-        """Return how many bytes of the file a piece has."""
+        """Return the size of a piece in the file, in bytes."""
         return self._places[piece].size
 
     def read_piece(
@@ -213,7 +213,7 @@ class QuantisedFile:
 
         Raises:
             OSError: when the file cannot be read to the end of the piece.
-            Dropped: when it is no longer wanted, which is checked now and then.
+            ReadCancelled: when ``is_wanted``, called between reads, returns False.
         """
         begin, before = self.piece_begin(piece), self.edition
         assert len(memory) == self.piece_size(piece)
@@ -231,7 +231,7 @@ class QuantisedFile:
 
     @property
     def edition(self) -> FileEdition:
-        """Which edition of the file there is now; its clock may miss two writes within 4 ms."""
+        """The current edition of the file; its clock may miss two writes within 4 ms."""
         found = os.fstat(self.handle)
         return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
@@ -246,7 +246,7 @@ class QuantisedFile:
         return hash_piece(memory) == self._places[piece].digest
 
     def read_all(self, memory: memoryview, *, progress: Progress = ignore_progress) -> bool:
-        """Read all pieces that fit into a memory, in threads, until one is not sound.
+        """Read all pieces that fit into a memory, in several threads, until one is not sound.
 
         Raises:
             OSError: when the file cannot be read to its end.
@@ -264,7 +264,7 @@ class QuantisedFile:
             pool.shutdown(cancel_futures=True)
 
     def is_whole(self) -> bool:
-        """Read every piece; tell whether all are what was written.
+        """Read every piece; tell whether all are sound.
 
         Raises:
             OSError: when the file cannot be read to its end.
@@ -288,7 +288,7 @@ def hash_piece(memory: memoryview) -> bytes:
 def _read_ends(
     handle: int, size: int, source: str
 ) -> tuple[QuantisedLayout, Sequence[_PieceLocation]] | None:
-    """Return what a file holds and where, if it is sealed as a copy of ``of``."""
+    """Return the layout and piece locations of a file that is sealed as a copy of ``source``."""
     if size < _END_BYTES:
         return None
     end = memoryview(bytearray(_END_BYTES))
@@ -308,7 +308,7 @@ def _read_ends(
 
 
 def _parse_table(table: bytes | bytearray) -> Sequence[_PieceLocation]:
-    """Return where the pieces are, which lie one after the other."""
+    """Return the locations of the pieces, which follow one another."""
     places, end = [], 0
     for size, digest in _ENTRY.iter_unpack(table):
         places.append(_PieceLocation(_align_up(end), size, digest))
@@ -317,7 +317,7 @@ def _parse_table(table: bytes | bytearray) -> Sequence[_PieceLocation]:
 
 
 def _matches_shape(places: Sequence[_PieceLocation], shape: QuantisedLayout, end: int) -> bool:
-    """Tell whether pieces are those of a shape, and the table begins behind them."""
+    """Tell whether the pieces have the sizes of a layout, and the table begins behind them."""
     whole = [shape.memory_span(number) for number in range(shape.pieces)]
     sizes = [place.stop - place.start for place in whole]
     rest, last = shape.rest_pieces, places[-1]
@@ -338,10 +338,10 @@ def _read_fully(memory: memoryview, handle: int, begin: int) -> None:
 
 
 def _read_aligned(memory: memoryview, handle: int, begin: int) -> int:
-    """Read the whole aligned part past the cache; return how many bytes were read.
+    """Read the whole aligned part past the cache; return the number of bytes read.
 
-    What the system refuses, because the memory is not aligned or too little of it is free, is left
-    to a read through the cache: only that shows whether the file is at fault.
+    A read that the system refuses, because the memory is not aligned or too little of it is free,
+    is left to a read through the cache: only that shows whether the file is at fault.
     """
     done, whole = 0, len(memory) // ALIGNED * ALIGNED
     while done < whole:
@@ -364,7 +364,7 @@ def _compute_seal(source: str, sizes: bytes, table: bytes | bytearray) -> bytes:
 
 
 def _find_table(shape: QuantisedLayout, end: int) -> int:
-    """Return where the table begins behind the pieces, which end at ``end``."""
+    """Return the offset of the table behind the pieces, which end at ``end``."""
     return _align_up(end) if shape.blocks else end
 
 

@@ -1,9 +1,7 @@
-"""A ref: the small file that makes an expert installed, as a value and as bytes.
+"""Refs and paths of the store: which experts are installed, and where their files are.
 
-It is written last, so all that a readable ref names is there. Reading needs only the standard
-library: `list` must start fast.
-
-Where the store keeps things, and which refs there are; reads only.
+A ref is the small file that makes an expert installed. It is written last, so all that a readable
+ref names exists. Reading needs only the standard library: `list` must start fast.
 
 ::
 
@@ -12,8 +10,8 @@ Where the store keeps things, and which refs there are; reads only.
                                                        is a host, ':' as '+', or local: from a file
     store/staging/<token>/                             what one install is writing now
     store/leases/<token>/                              blobs that one process is using now
-    store/derived/<content digest>/                    what was computed from one package
-    store/running/<number>-<token>/                    what one run takes of the memory
+    store/derived/<content digest>/                    data computed from one package
+    store/running/<number>-<token>/                    the memory that one run takes
     store/lock                                         held while refs or blobs are changed
 """
 
@@ -33,9 +31,9 @@ from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 SCHEMA = 1
 MAX_BYTES = 1 << 20
 LOCAL = FROM_FILE
-"""The registry of what was installed from a file."""
+"""The registry of experts that were installed from a file."""
 MISMATCH = "base mismatch allowed"
-"""What a warning about a base that does not fit contains."""
+"""The phrase in a warning about a base that does not fit."""
 
 _KEYS = {
     "schema", "registry", "name", "version", "content_digest", "package_digest", "files",
@@ -60,7 +58,7 @@ class RequiredBase:
     tokenizer: Digest
     accepts: tuple[Digest, ...] = ()
     tokenizer_version: int = 1
-    """As in the manifest; a ref does not hold the default."""
+    """As in the manifest; a ref does not store the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class StoredExpert:
     """All files but the signature, sorted by path."""
     signature: FileDigest | None
     signer: str | None
-    """The id of the key that signed it; ``None`` means unsigned."""
+    """The id of the key that signed it; None means unsigned."""
     base: RequiredBase
     requires: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
@@ -84,7 +82,7 @@ class StoredExpert:
 
     @property
     def repair_command(self) -> str:
-        """How the user repairs damage to it."""
+        """How the user repairs a damaged install."""
         if self.registry == LOCAL:
             return "install it again from its file: `expertctl install FILE`"
         exact = self.ref if self.signer is not None else f"{self.package}@{self.package_digest}"
@@ -102,16 +100,16 @@ class StoredExpert:
 
     @property
     def size(self) -> int:
-        """The bytes of all files, the signature included."""
+        """The total size of all files in bytes, the signature included."""
         return sum(file.size for file in self.layers)
 
     @property
     def allows_mismatch(self) -> bool:
-        """Tell whether the user accepted a base that it was not made for."""
+        """Whether the user accepted a base that it was not made for."""
         return any(MISMATCH in warning for warning in self.warnings)
 
     def find_file(self, path: str) -> FileDigest:
-        """Return one of its files; an unknown path is our own bug."""
+        """Return one of its files; asking for an unknown path is a bug."""
         return next(file for file in self.files if file.path == path)
 
 
@@ -146,10 +144,10 @@ def encode_ref(expert: StoredExpert) -> bytes:
 
 
 def parse_ref(data: bytes, *, what: str) -> StoredExpert:
-    """Read the bytes of a ref.
+    """Parse the bytes of a ref.
 
     Raises:
-        InvalidPackageError: when it is not exactly such a document.
+        InvalidPackageError: when they are not exactly what `encode_ref` writes.
     """
     document = load_object(data, what=what, max_bytes=MAX_BYTES)
     try:
@@ -162,11 +160,11 @@ def parse_ref(data: bytes, *, what: str) -> StoredExpert:
 
 
 class _InvalidRefError(ValueError):
-    """What is wrong with a ref."""
+    """A ref is malformed."""
 
 
 class _Fields:
-    """Typed access to the keys of one object, all of which must be there, and no others."""
+    """Typed access to the values of one object, which must have exactly the given keys."""
 
     def __init__(self, document: JsonValue, keys: set[str]) -> None:
         if not isinstance(document, dict) or set(document) != keys:
@@ -284,7 +282,7 @@ class StorePaths:
 
     @property
     def derived(self) -> Path:
-        """One folder per package from which something was computed."""
+        """One folder per package that data was computed from."""
         return self.root / "derived"
 
     @property
@@ -298,16 +296,16 @@ class StorePaths:
         return self.root / "lock"
 
     def blob(self, digest: Digest) -> Path:
-        """Where a blob is, if it is there."""
+        """Return the path of a blob."""
         return self.blobs / digest.hex
 
     def ref(self, registry: str, package: PackageName, version: Version) -> Path:
-        """Where the ref of an expert is, if it is installed."""
+        """Return the path of an expert's ref."""
         place = self.refs / _registry_folder(registry)
         return place / package.namespace / package.name / str(version)
 
     def find_refs(self, package: PackageName, version: Version) -> list[Path]:
-        """Return the refs of one version, whatever the registry: more than one after a crash."""
+        """Return the refs of one version from any registry: more than one after a crash."""
         places = (Path(entry.path) for entry in _list_entries(str(self.refs)))
         paths = (place / package.namespace / package.name / str(version) for place in places)
         return [path for path in paths if path.is_file()]
@@ -324,13 +322,13 @@ class DamagedRef:
 
     @property
     def warning(self) -> str:
-        """What the user is told when a command is not about the store."""
+        """The message for the user of a command that is not about the store."""
         return f"the record of {self.name} is damaged; see `expertctl doctor`"
 
 
 @dataclass(frozen=True, slots=True)
 class StoreScan:
-    """What the refs say now, sorted by name and version."""
+    """The result of reading every ref, sorted by name and version."""
 
     experts: tuple[StoredExpert, ...]
     damaged: tuple[DamagedRef, ...]
@@ -357,7 +355,7 @@ def scan_refs(paths: StorePaths) -> StoreScan:
 
 
 def _is_shadow(visible: StoredExpert, other: StoredExpert) -> bool:
-    """Tell whether one ref stands for both: a registry took over from a file or another one."""
+    """Tell whether two refs are one expert that a registry took over from another origin."""
     return visible.ref == other.ref and visible.content_digest == other.content_digest
 
 
@@ -367,7 +365,7 @@ def _registry_folder(registry: str) -> str:
 
 
 def read_ref(paths: StorePaths, path: Path) -> StoredExpert:
-    """Read one ref, which must be in its place.
+    """Read one ref, which must be at the path that its content demands.
 
     Raises:
         FileNotFoundError: when it is not there.
@@ -397,7 +395,7 @@ def _list_entries(folder: str) -> list["os.DirEntry[str]"]:
 
 
 def find_file_size(path: Path) -> int | None:
-    """Return the size of a file, None when it is not there."""
+    """Return the size of a file; None when it does not exist."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

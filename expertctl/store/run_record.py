@@ -1,14 +1,11 @@
-"""`SuccessRates`: how well experts did of late, by task, from evidence that fades with its age.
+"""Records of past runs, and the success rates and gains that follow from them.
 
-Evidence halves every `HALF_LIFE_DAYS`. An expert begins at `PRIOR`, as if it had been judged
-`STRENGTH` times; at a new task it begins at its rate over the others. Evidence from the form of
-answers counts for `STRENGTH` judgements at most, however much of it there is.
-
-`Job`: one remembered run: which experts answered, how long it took, how it was judged.
-
-It never contains the prompt or the answer.
-
-`PairGain`: what a chain of two experts was measured to gain over the better one of them.
+`RunRecord` says which experts answered, how long it took and how the user rated it; it never
+contains the prompt or the answer. `SuccessRates` weighs the evidence by its age: it halves every
+`HALF_LIFE_DAYS`. An expert begins at `PRIOR`, as if it had been rated `STRENGTH` times; at a new
+task it begins at its rate over the others. Evidence from the form of answers counts for `STRENGTH`
+ratings at most, however much of it there is. `PairGain` is the measured gain of a chain of two
+experts over the better one of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,16 +17,17 @@ from expertctl.digest import Digest
 HALF_LIFE_DAYS = 30.0
 PRIOR = 0.5
 STRENGTH = 4.0
-"""How many judgements the prior counts for."""
+"""How many ratings the prior counts for."""
 
 _DAY = 86_400.0
+_WEIGHTS = ("good", "bad", "well_formed", "malformed")
 StoredEvidence = tuple[str, float, float, float, float, float]
 """A task, and the numbers of a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvidence:
-    """What speaks for and against one expert at one task, weighed at one time."""
+    """Evidence for and against one expert at one task, weighted as of one time."""
 
     at: float
     """Seconds since the epoch."""
@@ -40,41 +38,30 @@ class RunEvidence:
 
     def __bool__(self) -> bool:
         """Tell whether there is any."""
-        return any((self.good, self.bad, self.well_formed, self.malformed))
+        return any(getattr(self, name) for name in _WEIGHTS)
 
     def decay_to(self, now: float) -> Self:
-        """Return what is left of it; a clock that was set back changes nothing."""
+        """Return the evidence as of ``now``; a clock that was set back changes nothing."""
         return replace(self._scale(decay_factor(self.at, now)), at=now)
 
     def divide(self, count: int) -> Self:
-        """Return the share of one of several experts in it."""
+        """Return the share of one of several experts."""
         return self._scale(1 / count)
 
     def add(self, other: Self) -> Self:
-        """Return it with more evidence of the same time."""
+        """Return the sum with other evidence of the same time."""
         return self._combine(other, 1)
 
     def subtract(self, other: Self) -> Self:
-        """Return it with less evidence of the same time; never less than none."""
+        """Return the difference to other evidence of the same time, at least 0."""
         return self._combine(other, -1)
 
     def _combine(self, other: Self, sign: int) -> Self:
-        return replace(
-            self,
-            good=max(0.0, self.good + sign * other.good),
-            bad=max(0.0, self.bad + sign * other.bad),
-            well_formed=max(0.0, self.well_formed + sign * other.well_formed),
-            malformed=max(0.0, self.malformed + sign * other.malformed),
-        )
+        sums = ((name, getattr(self, name) + sign * getattr(other, name)) for name in _WEIGHTS)
+        return replace(self, **{name: max(0.0, value) for name, value in sums})
 
     def _scale(self, factor: float) -> Self:
-        return replace(
-            self,
-            good=self.good * factor,
-            bad=self.bad * factor,
-            well_formed=self.well_formed * factor,
-            malformed=self.malformed * factor,
-        )
+        return replace(self, **{name: getattr(self, name) * factor for name in _WEIGHTS})
 
 
 def decay_factor(then: float, now: float) -> float:
@@ -83,13 +70,14 @@ def decay_factor(then: float, now: float) -> float:
 
 
 class SuccessRates:
-    """The rates of all experts with evidence; each rate is computed when it is asked for.
+    """The success rates of all experts with evidence; each is computed on first use.
 
-    Of thousands of experts few are candidates, so evidence is read fast and weighed late.
+    Few of thousands of experts are candidates, so all rows are read but only those needed are
+    weighed.
     """
 
     def __init__(self, kept: Mapping[str, Sequence[StoredEvidence]], *, now: float) -> None:
-        """Take the stored evidence by content digest as text, weighed at one time."""
+        """Take the stored evidence, by content digest as text; rates are as of ``now``."""
         self._kept, self._now = kept, now
         self._rates: dict[tuple[Digest, str | None], float | None] = {}
 
@@ -112,7 +100,7 @@ class SuccessRates:
 
 
 def parse_evidence(numbers: Sequence[float]) -> RunEvidence:
-    """Read the numbers of one row: good, bad, well formed, malformed, time."""
+    """Parse the numbers of one row: good, bad, well formed, malformed, time."""
     good, bad, well_formed, malformed, at = numbers
     return RunEvidence(at=at, good=good, bad=bad, well_formed=well_formed, malformed=malformed)
 
@@ -131,13 +119,13 @@ ValidationResult = Literal["passed", "failed"]
 FINISH_ERROR = "error"
 """The ``finish_reason`` of a run that ended with an error."""
 FINISH_LENGTH = "length"
-"""That of an answer that had no room to end; the experts are not to blame for its form."""
+"""The ``finish_reason`` of a truncated answer; its form says nothing about the experts."""
 
 RATING_WEIGHT = 1.0
-"""What a user's judgement counts as evidence."""
+"""The weight of a user's rating as evidence."""
 PASSED_WEIGHT = 0.25
 FAILED_WEIGHT = 0.5
-"""Form counts less than a judgement: an answer may be well-formed and wrong."""
+"""Form counts less than a rating: an answer may be well-formed and wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +138,7 @@ class UsedExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTimes:
-    """Milliseconds of the steps of a run; `None` for one that was not reached."""
+    """Durations of the steps of a run in milliseconds; None for a step that was not reached."""
 
     route: float | None = None
     load: float | None = None
@@ -161,23 +149,23 @@ class RunTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """What a run read and how fast it was; sizes are bytes."""
+    """Amounts of data and speed of a run; sizes in bytes."""
 
     prefill_ms: float
     prefill_tokens: int
-    """Tokens that were read, virtual ones included, those reused from the KV cache excluded."""
+    """Tokens computed, virtual ones included, those reused from the KV cache excluded."""
     kv_reused_tokens: int
     decode_steps: int
     threads: int
     ssd_bytes: int
-    """The bytes read from files into memory."""
+    """Bytes read from files into memory."""
     ram_bytes: int
-    """The bytes made from them for the device to compute with."""
+    """Bytes prepared from them for the device to compute with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One run, named by its ``job_id`` or the beginning of it."""
+    """One run, named by its ``job_id`` or a prefix of it."""
 
     job_id: str
     at: float
@@ -193,27 +181,27 @@ class RunRecord:
     generated_tokens: int = 0
     times: RunTimes = RunTimes()
     figures: RunFigures | None = None
-    """None for a run that failed, or that took place before figures were kept."""
+    """None for a run that failed, or that took place before figures were stored."""
     blamed: bool = False
-    """Whether it ended with an error that the experts are to blame for."""
+    """Whether it ended with an error that the experts caused."""
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """How fast the prompt was read, where that is known."""
+        """The prefill speed, where it is known."""
         if self.figures is None:
             return None
         return _rate_per_second(self.figures.prefill_tokens, self.figures.prefill_ms)
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """How fast the answer was written, where that is known; a single token gives no rate."""
+        """The decoding speed, where it is known; a single token gives none."""
         if self.figures is None or self.times.decode is None:
             return None
         return _rate_per_second(self.figures.decode_steps, self.times.decode)
 
     @property
     def evidence(self) -> RunEvidence:
-        """What the run says of its experts together; a user's judgement replaces all else."""
+        """The evidence for all experts of the run; a user's rating replaces everything else."""
         at = self.at if self.judged_at is None else self.judged_at
         if self.verdict == "good":
             return RunEvidence(at=at, good=RATING_WEIGHT)
@@ -227,7 +215,7 @@ class RunRecord:
 
     @property
     def outcome(self) -> UserVerdict | None:
-        """Whether the run went well, as far as is known."""
+        """Whether the run went well, as far as that is known."""
         found = self.evidence
         if not found:
             return None
@@ -239,7 +227,7 @@ def _rate_per_second(count: int, ms: float) -> float | None:
 
 
 SIGNIFICANCE = 0.05
-"""A gain counts where chance alone would give it less often than this."""
+"""A gain counts where chance alone would produce it less often than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +242,7 @@ class PairGain:
     high: float
     """The 95 % interval of the gain."""
     p: float
-    """McNemar's: how likely such a difference is where there is none."""
+    """McNemar's test: the probability of such a difference where there is none."""
     n: int
     at: float
     """Seconds since the epoch."""

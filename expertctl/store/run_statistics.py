@@ -1,4 +1,4 @@
-"""`RunStatistics`: figures of the remembered runs, for each expert and for each day."""
+"""`RunStatistics`: counts and rates over the stored runs, for each expert and for each day."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,23 +19,23 @@ MAX_NEWEST_RUNS = 10
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """Some runs, counted."""
+    """A set of runs, and counts over them."""
 
     jobs: tuple[RunRecord, ...]
 
     @property
     def good(self) -> int:
-        """How many the user called good."""
+        """How many the user rated good."""
         return sum(job.verdict == "good" for job in self.jobs)
 
     @property
     def bad(self) -> int:
-        """How many the user called bad."""
+        """How many the user rated bad."""
         return sum(job.verdict == "bad" for job in self.jobs)
 
     @property
     def passed(self) -> int:
-        """How many answers had the form that was asked for."""
+        """How many answers had the requested form."""
         return sum(job.validation == "passed" for job in self.jobs)
 
     @property
@@ -50,7 +50,7 @@ class RunSummary:
 
     @property
     def success(self) -> float | None:
-        """The share that went well of the runs whose outcome is known; None without any."""
+        """The share of good runs among those with a known outcome; None without any."""
         outcomes = [job.outcome for job in self.jobs if job.outcome]
         return outcomes.count("good") / len(outcomes) if outcomes else None
 
@@ -67,11 +67,11 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class ExpertStatistics:
-    """One expert: its remembered runs, and the number of all there ever were."""
+    """One expert: its stored runs, and the number of all uses ever."""
 
     ref: str
     content_digest: Digest
-    """Of the content that was used last under this name and version."""
+    """The content that was used last under this name and version."""
     uses: int
     last_used: float | None
     success: float | None
@@ -94,17 +94,17 @@ class RunStatistics:
     runs: RunSummary
     """The newest first."""
     base_only: RunSummary
-    """Those that the base answered alone."""
+    """Runs that the base answered without experts."""
     experts: tuple[ExpertStatistics, ...]
     """The most used first."""
     days: tuple[DayStatistics, ...]
-    """Days without a gap, the last of them today."""
+    """Consecutive days, the last one today."""
 
     @classmethod
     def from_history(
         cls, history: RunHistory, *, days: int, today: date, only: str | None = None
     ) -> Self:
-        """Count everything that a history remembers, or only what concerns one expert.
+        """Count all runs of a history, or only those of one expert.
 
         ``only`` is its ref, or its name for all versions.
 
@@ -140,7 +140,7 @@ def _matches_ref(ref: str, wanted: str) -> bool:
 def _count_by_expert(
     jobs: Sequence[RunRecord], usages: Mapping[Digest, UsageCount], rates: SuccessRates
 ) -> tuple[ExpertStatistics, ...]:
-    """Count by name and version: one that was built and installed again is one row."""
+    """Count by name and version: a version that was built and installed again is one row."""
     contents: dict[str, dict[Digest, None]] = defaultdict(dict)
     by_ref: dict[str, list[RunRecord]] = defaultdict(list)
     for job in jobs:  # the newest first
@@ -161,7 +161,7 @@ def _expert_statistics(
     usages: Mapping[Digest, UsageCount],
     rates: SuccessRates,
 ) -> ExpertStatistics:
-    """Return the figures of all contents of a version; its rate is that of the newest one."""
+    """Return the figures of all contents of a version; the rate is that of the newest one."""
     known = [usages[digest] for digest in digests if digest in usages]
     return ExpertStatistics(
         ref=ref,
@@ -182,7 +182,7 @@ def _count_by_day(jobs: Sequence[RunRecord], count: int, today: date) -> tuple[D
 
 
 def local_day(seconds: float) -> date:
-    """Return the day of a time, in this machine's time zone."""
+    """Return the day of a time, in seconds since the epoch, in this machine's time zone."""
     return datetime.fromtimestamp(seconds).astimezone().date()
 
 

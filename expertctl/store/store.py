@@ -1,7 +1,8 @@
-"""`Store`: the one owner of installed packages on this disk.
+"""`Store`: the owner of installed packages on this disk.
 
-Readers take no lock: refs are written last and removed first, so what a ref names is there. Code
-that writes lives in other modules and is imported only when needed: `list` must start fast.
+Readers take no lock: refs are written last and removed first, so every blob that a ref names
+exists. Code that writes lives in other modules and is imported only when needed: `list` must start
+fast.
 """
 
 import os
@@ -16,7 +17,6 @@ from expertctl.errors import DigestError, DiskFullError, NotFoundError, StoreErr
 from expertctl.reference import ANY, Reference
 from expertctl.store.preference import PREFER_NEWEST, VersionPreference
 from expertctl.store.refs import (
-    LOCAL,
     StoredExpert,
     StorePaths,
     StoreScan,
@@ -25,17 +25,21 @@ from expertctl.store.refs import (
 )
 
 if TYPE_CHECKING:
-    from expertctl.package.verify import VerifiedPackage
     from expertctl.schema.manifest import Manifest
-    from expertctl.store.transaction import AddResult, FreedFiles, PackageStaging, StoreTransaction
+    from expertctl.store.transaction import FreedFiles, PackageStaging, StoreTransaction
 
 _NEAR, _ALIKE, _ALIKE_IN_ALL = 3, 0.66, 0.8  # one of three letters may differ
-"""How many names are suggested at most, and how alike they are, in part or in all."""
+"""The number of suggested names, and the least similarity of the last part, or of the whole name.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The packages below one folder; nothing is created until something is written."""
+    """The packages below one folder; nothing is created until something is written.
+
+    Methods that write raise `StoreError` when the store cannot be written, or another process holds
+    its lock for too long, and `DiskFullError` when there is no space left.
+    """
 
     root: Path
     preference: VersionPreference = PREFER_NEWEST
@@ -47,7 +51,7 @@ class Store:
         return StorePaths(self.root)
 
     def scan(self) -> StoreScan:
-        """Return the installed experts, and refs that are damaged."""
+        """Return the installed experts and the damaged refs."""
         return scan_refs(self.paths)
 
     def list_experts(self) -> list[StoredExpert]:
@@ -55,7 +59,7 @@ class Store:
         return list(self.scan().experts)
 
     def find(self, wanted: Reference | Digest) -> StoredExpert:
-        """Return the preferred version that a reference allows, or the expert that has a digest.
+        """Return the preferred version that a reference allows, or the expert with a digest.
 
         Raises:
             NotFoundError: when nothing fits; the hint names what is near.
@@ -81,7 +85,7 @@ class Store:
         return path
 
     def read(self, expert: StoredExpert, path: str) -> bytes:
-        """Return one file of an expert, hashed as it is read.
+        """Return one file of an expert, its bytes hashed as they are read.
 
         Raises:
             DigestError: when it was changed.
@@ -115,12 +119,7 @@ class Store:
 
     @contextmanager
     def stage_package(self) -> "Iterator[PackageStaging]":
-        """Lend a folder that one package can be written to; it is removed at the end.
-
-        Raises:
-            StoreError: when the store cannot be written.
-            DiskFullError: when there is no space left.
-        """
+        """Create a folder that one package can be written to; it is removed at the end."""
         from expertctl.store.disk import disk_errors
         from expertctl.store.locks import claim_folder
         from expertctl.store.transaction import PackageStaging
@@ -132,33 +131,17 @@ class Store:
             yield PackageStaging(folder)
 
     def revision(self) -> int:
-        """Return a number that changes when an expert comes or goes; costs a microsecond."""
+        """Return a number that changes when an expert is added or removed; costs a microsecond."""
         try:
             return self.paths.refs.stat().st_mtime_ns
         except OSError:
             return 0
 
     def begin_transaction(self) -> "AbstractContextManager[StoreTransaction]":
-        """Keep other processes from changing the store.
-
-        Raises:
-            StoreError: when it cannot be written, or another process holds it for too long.
-        """
+        """Lock the store against changes by other processes."""
         from expertctl.store.transaction import begin_transaction
 
         return begin_transaction(self.paths)
-
-    def add(
-        self,
-        package: "VerifiedPackage",
-        staging: "PackageStaging",
-        *,
-        warnings: Sequence[str] = (),
-        registry: str = LOCAL,
-    ) -> "AddResult":
-        """Publish one package whose blobs are staged; see `Transaction.add`."""
-        with self.begin_transaction() as changes:
-            return changes.add(package, staging, warnings=warnings, registry=registry)
 
     def remove(self, expert: StoredExpert) -> "FreedFiles":
         """Remove an expert, and the blobs that nothing else needs now."""
@@ -169,7 +152,7 @@ class Store:
         """Remove what nothing needs: blobs without a ref, folders of killed processes.
 
         Raises:
-            StoreError: when a ref is damaged, or the store cannot be written.
+            StoreError: when a ref is damaged.
         """
         if not self.root.exists():
             return self.find_garbage()
@@ -177,7 +160,7 @@ class Store:
             return changes.collect_garbage()
 
     def find_garbage(self) -> "FreedFiles":
-        """Return what `gc` would remove; changes nothing.
+        """Return what `collect_garbage` would remove; changes nothing.
 
         Raises:
             StoreError: when a ref is damaged.
@@ -191,7 +174,7 @@ class Store:
         """Keep the blobs of experts until the end, even if they are removed meanwhile.
 
         A store that cannot be written needs no lease: nothing can be removed from it here. On a
-        full disk there is none either: an expert that is removed then is missing.
+        full disk there is no lease either: an expert that is removed then is missing.
 
         Raises:
             NotFoundError: when one of them is not installed any more.
@@ -226,10 +209,10 @@ class Store:
 
 
 def parse_wanted(text: str) -> Reference | Digest:
-    """Read how the user names an installed expert: a reference, or ``sha256:<hex>``.
+    """Parse how the user names an installed expert: a reference, or ``sha256:<hex>``.
 
     Raises:
-        UsageError: when it is neither.
+        UsageError: when the text is neither.
     """
     return Digest.parse_input(text) if text.startswith("sha256:") else Reference.parse(text)
 
@@ -254,10 +237,10 @@ def _not_found_error(wanted: Reference, now: StoreScan) -> NotFoundError:
 
 
 def find_similar_names(name: str, names: Iterable[str]) -> list[str]:
-    """Return up to three names that look like another one, those of its namespace first.
+    """Return up to three names similar to another one, those of its namespace first.
 
-    Names in its namespace, or all names where none is given, are compared by their last part
-    only: a shared part does not make names more alike.
+    Names in its namespace, or all names where it has none, are compared by their last part only: a
+    shared namespace does not make names more similar.
     """
     from difflib import get_close_matches
 

@@ -1,11 +1,11 @@
-"""`SuspicionStore`: ``suspicions.db``, what is odd about installed packages, and which came first.
+"""`SuspicionStore`: ``suspicions.db``, the verdicts on installed packages and their fingerprints.
 
-One row per content digest says what was flagged when it was installed, so that it need not be
-judged again; `store.flags` repeats it for those that only read. A mark is a number made from a text
-or a piece of it. It belongs for good to the package that brought it first: so a copy is flagged and
-never the original, whatever is updated, removed or installed again in between. The file may be
-deleted at any time and is made again by `expertctl reindex`; then what was installed first counts
-as first.
+One row per content digest holds the flags found when it was installed, so that it need not be
+vetted again; ``flagged.json`` repeats them for readers that must be fast
+(`expertctl.store.preference`). A mark is a fingerprint: a number computed from a text or a part of
+it. It belongs for good to the package that brought it first, so a copy is flagged and never the
+original, whatever is updated, removed or installed again in between. The file may be deleted at any
+time and is made again by `expertctl reindex`; then the package installed first counts as first.
 """
 
 import json
@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import Protocol
 
 from expertctl.digest import Digest
-from expertctl.errors import DiskFullError, StoreError
 from expertctl.store.disk import disk_errors
 from expertctl.store.locks import (
     create_private_file,
     exclusive_lock,
+    is_damage,
     open_connection,
-    sqlite_error_name,
+    quick_check,
+    translate_sqlite_error,
     use_write_ahead_log,
 )
 from expertctl.store.preference import FLAGS_FILE as FLAGGED_FILE
 from expertctl.store.preference import Flag, decode_flags, encode_flags, read_flags, write_flags
 
 SUSPICIONS_FILE = "suspicions.db"
-_FULL_CODES = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"}
-_DAMAGED_CODES = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH")
+
 _QUERY_LIMIT = 500
 """How many values one query may have; SQLite allows 999 and more."""
 _TABLES = (
@@ -57,31 +57,34 @@ _FORGET = (
 
 @dataclass(frozen=True, slots=True)
 class PackageVerdict:
-    """What was found about one content, and the marks that its package brings."""
+    """The flags of one content, and the marks that its package brings."""
 
     content_digest: Digest
     name: str
     flags: tuple[Flag, ...]
     rules: int
-    """The edition of the rules that it was judged by."""
+    """The version of the rules that it was vetted by."""
     marks: frozenset[int] = frozenset()
 
 
 class KnownPackages(Protocol):
-    """What packages brought before."""
+    """The packages and marks that are known already."""
 
     def find_owners(self, marks: Collection[int]) -> Mapping[int, str]:
-        """Return the package that brought each mark first; of new marks, nothing."""
+        """Return the package that brought each mark first; new marks are left out."""
 
     def find_names(self, names: Collection[str]) -> Mapping[str, str]:
         """Return which of these names are packages, with or without namespace."""
 
 
 class SuspicionStore:
-    """The owner of one ``suspicions.db``; every call opens it, so processes may share it."""
+    """The owner of one ``suspicions.db``; every call opens it, so processes may share it.
+
+    Methods that write raise `StoreError`, or `DiskFullError` when there is no space left.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Remember the path; nothing is read yet."""
+        """Store the path; nothing is read yet."""
         self.path = path
         self.notes: list[str] = []
 
@@ -89,13 +92,8 @@ class SuspicionStore:
         """Return the flags of all contents that have any."""
         return read_flags(self.path.with_name(FLAGGED_FILE))
 
-    def find_flags(self, content_digest: Digest) -> tuple[Flag, ...] | None:
-        """Return the flags of one content; None where it has not been judged yet."""
-        found = self.find_verdicts([content_digest])
-        return found[content_digest].flags if found else None
-
     def find_verdicts(self, content_digests: Collection[Digest]) -> dict[Digest, PackageVerdict]:
-        """Return the verdicts on those of these contents that were judged."""
+        """Return the verdicts on those of these contents that were vetted."""
         query = (
             "SELECT content_digest, name, flags, rules FROM verdicts WHERE content_digest IN ({})"
         )
@@ -103,32 +101,27 @@ class SuspicionStore:
         return {verdict.content_digest: verdict for verdict in map(_parse_verdict, rows)}
 
     def list_namespace_contents(self, namespace: str) -> list[Digest]:
-        """Return the contents of one publisher that were judged."""
+        """Return the vetted contents of one publisher."""
         query = "SELECT content_digest FROM verdicts WHERE name > ? AND name < ?"
         rows = self._query(query, [f"{namespace}/", f"{namespace}0"])
         return [Digest.parse(str(row[0])) for row in rows]
 
     def find_owners(self, marks: Collection[int]) -> dict[int, str]:
-        """Return the packages that brought these marks first; of marks that are new, nothing."""
+        """Return the package that brought each mark first; new marks are left out."""
         query = (
             "SELECT mark, name FROM marks JOIN packages ON packages.id = package WHERE mark IN ({})"
         )
         return {int(str(mark)): str(name) for mark, name in self._query_many(query, sorted(marks))}
 
     def find_names(self, names: Collection[str]) -> dict[str, str]:
-        """Return which of these names are packages: a name, with or without its namespace."""
+        """Return which of these names are packages, with or without namespace."""
         wanted = sorted(names)
         full = self._query_many("SELECT name, name FROM packages WHERE name IN ({})", wanted)
         short = self._query_many("SELECT short, name FROM packages WHERE short IN ({})", wanted)
         return {str(name): str(package) for name, package in [*short, *full]}
 
     def add(self, verdicts: Iterable[PackageVerdict]) -> None:
-        """Remember verdicts; what a flagged package brings does not count against later ones.
-
-        Raises:
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
-        """
+        """Store verdicts; marks of a flagged package do not count against later ones."""
         new = list(verdicts)
 
         def add_all(db: sqlite3.Connection) -> None:
@@ -138,12 +131,7 @@ class SuspicionStore:
         self._write(add_all)
 
     def retain(self, content_digests: Collection[Digest], names: Collection[str]) -> None:
-        """Forget the verdicts of other contents, and what other packages brought.
-
-        Raises:
-            StoreError: when the file cannot be written.
-            DiskFullError: when there is no space left.
-        """
+        """Remove the verdicts on all other contents, and the marks of all other packages."""
         kept = [(value,) for value in {*map(str, content_digests), *names}]
 
         def forget(db: sqlite3.Connection) -> None:
@@ -155,15 +143,14 @@ class SuspicionStore:
         self._write(forget)
 
     def find_problems(self) -> list[str]:
-        """Return what is wrong with the file, without changing it."""
+        """Return the faults of the file, without changing it."""
         if not self.path.exists():
             return []
         try:
             with _open_database(self.path, "ro") as db:
-                found = [str(row[0]) for row in db.execute("PRAGMA quick_check").fetchall()]
+                return quick_check(db)
         except sqlite3.DatabaseError as error:
-            found = [str(error)]
-        return [line for line in found if line != "ok"]
+            return [str(error)]
 
     def check_integrity(self) -> None:
         """Raise unless the file is whole and every mark belongs to a package."""
@@ -187,19 +174,19 @@ class SuspicionStore:
             return []
 
     def _write(self, action: Callable[[sqlite3.Connection], None]) -> None:
-        """Change the file in one transaction; a damaged one begins anew."""
+        """Change the file in one transaction; a damaged one is replaced by a new one."""
         try:
             self._attempt(action)
         except sqlite3.DatabaseError as error:
-            if not _is_damage(error):
-                raise self._translate_error(error) from error
+            if not is_damage(error):
+                raise translate_sqlite_error(error, self.path) from error
             self._retry_on_new_file(action)
         self._write_flags_file()
 
     def _write_flags_file(self) -> None:
-        """Write the file of flags that is fast to read, where its content would change.
+        """Write ``flagged.json`` where its content would change.
 
-        One process at a time, so that the last to write has seen what all others committed.
+        One process at a time, so that the last one to write has seen every commit.
         """
         query = "SELECT content_digest, name, flags, rules FROM verdicts WHERE flags != '[]'"
         path = self.path.with_name(FLAGGED_FILE)
@@ -220,18 +207,18 @@ class SuspicionStore:
                 action(db)
 
     def _retry_on_new_file(self, action: Callable[[sqlite3.Connection], None]) -> None:
-        """Repeat a change that found damage, on a new file unless another process made it."""
+        """Repeat a change that found damage, on a new file unless another process made one."""
         try:
             with self._hold_lock():
                 try:
                     self._attempt(action)
                 except sqlite3.DatabaseError as error:
-                    if not _is_damage(error):
+                    if not is_damage(error):
                         raise
                     self._remove_damaged(error)
                     self._attempt(action)
         except sqlite3.DatabaseError as error:
-            raise self._translate_error(error) from error
+            raise translate_sqlite_error(error, self.path) from error
 
     def _remove_damaged(self, why: sqlite3.DatabaseError) -> None:
         for suffix in ("", "-wal", "-shm", "-journal"):
@@ -247,22 +234,12 @@ class SuspicionStore:
         with disk_errors(path), exclusive_lock(path):
             yield
 
-    def _translate_error(self, error: sqlite3.DatabaseError) -> StoreError | DiskFullError:
-        if sqlite_error_name(error) in _FULL_CODES:
-            return DiskFullError(f"{self.path}: no space left", hint="free some space, then repeat")
-        hint = "look whether the disk is full or fails, then repeat"
-        return StoreError(f"{self.path}: {error}", hint=hint)
-
 
 @contextmanager
 def _open_database(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
     immutable = "" if os.access(path.parent, os.W_OK) else "&immutable=1"
     with open_connection(path, f"mode={mode}{immutable}") as connection:
         yield connection
-
-
-def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    return sqlite_error_name(error).startswith(_DAMAGED_CODES)
 
 
 def _insert_verdict(db: sqlite3.Connection, verdict: PackageVerdict) -> None:

@@ -1,10 +1,11 @@
-"""What an install writes before anything is published: one folder, held by its process.
+"""Changes of the store: staging of packages, and transactions on refs and blobs.
 
-Changes to refs and blobs, made while no other process makes any.
+`PackageStaging` is the folder that one install writes to before anything is published.
+`StoreTransaction` changes refs and blobs while no other process does.
 
 The order is essential. Installing: blobs, their folder flushed, then the ref. Removing: the ref,
 its folder flushed, then blobs that no ref names and no lease holds. So a process may be killed
-between any two steps, and every blob that a ref names is there.
+between any two steps, and every blob that a ref names exists.
 """
 
 import dataclasses
@@ -49,14 +50,14 @@ BLOB_MODE = 0o444
 
 @dataclass(frozen=True, slots=True)
 class PackageStaging:
-    """A `BlobSink` in a folder of its own; leaving `open` means that the bytes are on the disk."""
+    """A `BlobSink` in its own folder; when `open` exits, the bytes are flushed to the disk."""
 
     folder: Path
 
     def open(
         self, digest: Digest, size: int
     ) -> AbstractContextManager[Callable[[memoryview], None]]:
-        """Begin a blob."""
+        """Create a staged blob."""
         del size
         return open_staged_file(self.path(digest), mode=BLOB_MODE)
 
@@ -65,11 +66,11 @@ class PackageStaging:
         return self.path(digest).open("rb")
 
     def path(self, digest: Digest) -> Path:
-        """Where a staged blob is."""
+        """Return the path of a staged blob."""
         return self.folder / digest.hex
 
     def adopt(self, digest: Digest, source: Path) -> None:
-        """Stage a blob that exists elsewhere already; it stays there too."""
+        """Stage a blob that exists elsewhere; the other file stays."""
         self.path(digest).unlink(missing_ok=True)
         _link_or_copy(source, self.path(digest))
 
@@ -83,7 +84,7 @@ class PackageStaging:
 
     @property
     def ref(self) -> Path:
-        """Where a ref is written before it is published."""
+        """The path of a ref before it is published."""
         return self.folder / "ref"
 
 
@@ -108,12 +109,12 @@ AddOutcome = Literal["installed", "re-signed", "replaced", "already installed"]
 
 @dataclass(frozen=True, slots=True)
 class AddResult:
-    """What adding a package did."""
+    """The result of publishing a package."""
 
     expert: StoredExpert
     outcome: AddOutcome
     superseded: tuple[Digest, ...] = ()
-    """Blobs of the version as it was before, which may not be needed any more."""
+    """Blobs of the replaced version, which may be unneeded now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +125,12 @@ class FreedFiles:
     folders: tuple[Path, ...] = ()
     size: int = 0
     copies: tuple[Path, ...] = ()
-    """Quantised copies of bases that no run reads any more."""
+    """Outdated quantised copies of bases."""
 
 
 @contextmanager
 def begin_transaction(paths: StorePaths) -> Iterator["StoreTransaction"]:
-    """Take the store's lock, creating the store if need be.
+    """Take the store's lock, creating the store if necessary.
 
     Raises:
         StoreError: when it cannot be written, or another process holds it for too long.
@@ -141,32 +142,15 @@ def begin_transaction(paths: StorePaths) -> Iterator["StoreTransaction"]:
 
 
 class StoreTransaction:
-    """The right to change the store; only `begin` makes one."""
+    """The right to change the store; only `begin_transaction` makes one."""
 
     def __init__(self, paths: StorePaths) -> None:
         """Change the store at ``paths``, whose lock is held."""
         self._paths = paths
 
     def scan(self) -> StoreScan:
-        """Return what the refs say now."""
+        """Read every ref."""
         return scan_refs(self._paths)
-
-    def add(
-        self,
-        package: VerifiedPackage,
-        staging: PackageStaging,
-        *,
-        warnings: Sequence[str] = (),
-        registry: str = LOCAL,
-        replace: bool = False,
-    ) -> AddResult:
-        """Publish a package as `put` does, and remove the blobs that nothing needs now."""
-        added = self.publish(
-            package, staging, warnings=warnings, registry=registry, replace=replace
-        )
-        if added.superseded:  # otherwise there is no need to read every ref
-            self.free_blobs(added.superseded)
-        return added
 
     def publish(
         self,
@@ -180,9 +164,9 @@ class StoreTransaction:
         """Publish a package whose blobs are staged; ``registry`` is where it came from.
 
         The blobs replace existing ones, so installing again repairs damage. One version of a name
-        is installed once: a registry takes it over from a file or another registry, a file from
-        none, so that later revocations by the registry still apply. Blobs of what is replaced stay
-        until the caller frees them, so that `restore` can bring it back.
+        is installed once: a registry takes it over from a file or another registry, but a file
+        never takes it over, so that later revocations by the registry still apply. Blobs of the
+        replaced version stay until the caller frees them, so that `restore` can bring it back.
 
         Raises:
             ChangedVersionError: when the version is installed with other content, and not to be
@@ -200,36 +184,31 @@ class StoreTransaction:
         if old != expert:
             self._write_ref(expert, path, staging)
         self._touch_refs()  # even where the ref stays: blobs that were damaged are whole now
-        for place in self._paths.find_refs(expert.package, expert.version):
-            if place != path:
-                self.discard(place)
+        self._discard_others(expert, path)
         superseded = {*new.layers, *(old.layers if old else ())} - {*expert.layers}
         return AddResult(expert, outcome, tuple(sorted({file.digest for file in superseded})))
 
     def restore(self, before: StoredExpert, staging: PackageStaging) -> None:
-        """Bring back what a version was before `put` replaced it; its blobs were not freed yet."""
+        """Restore the version that `publish` replaced; its blobs were not freed yet."""
         path = self._paths.ref(before.registry, before.package, before.version)
         self._touch_refs()
         self._write_ref(before, path, staging)
-        for place in self._paths.find_refs(before.package, before.version):
-            if place != path:
-                self.discard(place)
+        self._discard_others(before, path)
         self._touch_refs()
 
     def check_addition(
         self, package: VerifiedPackage, *, registry: str = LOCAL, replace: bool = False
     ) -> None:
-        """Do what `add` does before it publishes anything.
+        """Check whether `publish` would accept a package; changes nothing.
 
         Raises:
-            ChangedVersionError: when the version is installed with other content, and not to be
-                replaced.
+            ChangedVersionError: when the version is installed with other content, and not replaced.
         """
         new = make_stored_expert(package, (), registry=registry)
         _merge_ref(self._find_replaced(new), new, replace=replace)
 
     def remove(self, expert: StoredExpert) -> FreedFiles:
-        """Remove an expert, and the blobs that nothing else needs now."""
+        """Remove an expert, and the blobs that nothing else needs."""
         shown = self._paths.ref(expert.registry, expert.package, expert.version)
         places = self._paths.find_refs(expert.package, expert.version)
         for place in sorted(places, key=lambda place: place == shown):
@@ -247,7 +226,7 @@ class StoreTransaction:
         self._touch_refs()
 
     def collect_garbage(self, *, age: float = STAGING_AGE) -> FreedFiles:
-        """Remove blobs that nothing needs, and folders of killed processes or gone packages.
+        """Remove blobs that nothing needs, and folders of killed processes or removed packages.
 
         Raises:
             StoreError: when a ref is damaged: its blobs cannot be told from garbage.
@@ -264,12 +243,18 @@ class StoreTransaction:
         return garbage
 
     def sweep(self, *, age: float = STAGING_AGE) -> None:
-        """Remove folders that killed processes left."""
+        """Remove folders left by killed processes."""
         for folder in list_abandoned_folders(self._paths, age=age):
             remove_tree(folder)
 
+    def _discard_others(self, expert: StoredExpert, path: Path) -> None:
+        """Remove the refs of a version but the one at ``path``."""
+        for place in self._paths.find_refs(expert.package, expert.version):
+            if place != path:
+                self.discard(place)
+
     def _find_replaced(self, new: StoredExpert) -> StoredExpert | None:
-        """Return what the new one would replace; a damaged ref is as good as none."""
+        """Return the expert that a new one would replace; a damaged ref counts as none."""
         found = []
         for path in self._paths.find_refs(new.package, new.version):
             try:
@@ -306,7 +291,7 @@ class StoreTransaction:
 
 
 def find_garbage(paths: StorePaths, *, age: float = STAGING_AGE) -> FreedFiles:
-    """Return what `Transaction.collect` would remove; changes nothing.
+    """Return what `StoreTransaction.collect_garbage` would remove; changes nothing.
 
     Raises:
         StoreError: when a ref is damaged: its blobs cannot be told from garbage.
@@ -333,7 +318,7 @@ def list_blobs(paths: StorePaths) -> list[Digest]:
 
 
 def list_abandoned_folders(paths: StorePaths, *, age: float = STAGING_AGE) -> list[Path]:
-    """Return the folders of processes that ended without clearing up, but none that is young.
+    """Return the folders of processes that ended without cleaning up, except young ones.
 
     A time in the future, as after a change of the clock, is not young.
     """
@@ -356,7 +341,7 @@ def _list_referenced(now: StoreScan) -> set[Digest]:
 def _merge_ref(
     old: StoredExpert | None, new: StoredExpert, *, replace: bool
 ) -> tuple[StoredExpert, AddOutcome]:
-    """Return the content of the new ref; a signature or a registry is never taken away."""
+    """Return the expert to record; a signature or a registry is never lost."""
     if old is None:
         return new, "installed"
     if old.content_digest != new.content_digest:
@@ -372,7 +357,7 @@ def _merge_ref(
 
 
 def expert_content(expert: StoredExpert) -> VersionContent:
-    """Return what a version contains, according to where it came from."""
+    """Return the content of a version, and where it came from."""
     source = "a file" if expert.registry == LOCAL else expert.registry
     return VersionContent(source, expert.content_digest, (expert.signer,) if expert.signer else ())
 

@@ -1,6 +1,6 @@
-"""To which registries a namespace belongs, and so whose word counts for a package of it.
+"""Which registries a namespace belongs to, and whose grants and revocations apply to a package.
 
-Needs no cryptography: `list` asks too.
+Needs no cryptography: `list` uses it too.
 """
 
 from collections.abc import Collection, Iterable
@@ -14,15 +14,15 @@ NamespaceAuthority = tuple[str, str]
 def find_namespace_registries(
     namespace: str, *, assigned: Iterable[NamespaceAuthority], pinned: Iterable[NamespaceAuthority]
 ) -> tuple[str, ...]:
-    """Return the one that the person named for it, else all from which its keys were pinned."""
+    """Return the registry assigned to a namespace, else all that its keys were pinned from."""
     named = sorted({host for host, name in assigned if name == namespace})
     return tuple(named or sorted({host for host, name in pinned if name == namespace}))
 
 
 def find_other_registry(registry: str, *, registries: Collection[str]) -> str | None:
-    """Return the one registry that a namespace belongs to, if it is not this one; else None.
+    """Return the only registry that a namespace belongs to, if it is not this one; else None.
 
-    A file belongs to no registry, so it is no other one.
+    A file belongs to no registry, so it is never in conflict with one.
     """
     other = len(registries) == 1 and registry not in {*registries, FROM_FILE}
     return next(iter(registries)) if other else None
@@ -31,11 +31,11 @@ def find_other_registry(registry: str, *, registries: Collection[str]) -> str | 
 def find_authorities(
     registry: str | None, *, registries: Collection[str], known: Collection[str]
 ) -> frozenset[str]:
-    """Return the registries whose grants and revocations count for what came from ``registry``.
+    """Return the registries whose grants and revocations apply to packages from ``registry``.
 
-    For a known registry only its own count. For a file, those of the namespace's home count; for a
-    mirror without an index that could be believed, its own and those. Without exactly one home, a
-    file has none, and a mirror only its own.
+    For a known registry only its own apply. For a file, those of the registry that the namespace
+    belongs to; for a mirror without a trusted index, its own and those. A namespace that does not
+    belong to exactly one registry adds none.
     """
     own = frozenset() if registry is None or registry == FROM_FILE else frozenset({registry})
     if registry in known or len(registries) != 1:

@@ -1,16 +1,14 @@
-"""The signed statement: which files, with which digests. An in-toto statement of OMS v1.0.
-
-The OpenSSF Model Signing predicate lists every file with its sha256; its subject carries one
-digest over all of them. Reading is stricter than that standard: unknown keys, other hash types,
-shards, symlinks, names that two systems could take for different files, and paths that are left
-unsigned are refused.
-
-The signature file ``model.sig``: an OpenSSF Model Signing v1.0 bundle in key mode.
+"""The signature file ``model.sig``: an OpenSSF Model Signing v1.0 bundle in key mode.
 
 A Sigstore bundle v0.3 around a DSSE envelope around an in-toto statement, made with
-``cryptography`` alone; ``model_signing verify key`` accepts it. One signature has one spelling: the
-compact JSON that the public tool writes, standard base64, one DER encoding. Whatever else would
-also verify is refused, so nobody but the key's holder can make a second file for the same content.
+``cryptography`` alone; ``model_signing verify key`` accepts it. The statement lists every file with
+its sha256; its subject carries one digest over all of them.
+
+Reading is stricter than the standard: unknown keys, other hash types, shards, symlinks, names that
+two systems could take for different files, and paths that are left unsigned are refused. A
+signature has one accepted encoding: the compact JSON of the public tool, standard base64, one DER
+form. Every other encoding that would also verify is refused, so nobody but the key's holder can
+make a second file for the same content.
 """
 
 import hashlib
@@ -34,7 +32,7 @@ SIGNATURE_FILE = "model.sig"
 MAX_BYTES = 4 << 20
 MAX_NAME = 1024
 _GIT_PATHS = (".git", ".gitattributes", ".github", ".gitignore")
-"""What the public tool leaves unsigned by default; no file that we verify may lie there."""
+"""Paths that the public tool leaves unsigned by default; no file that we verify may lie there."""
 _NOT_IN_NAMES = re.compile(r"[\x00-\x1f\x7f\\:\ud800-\udfff]")
 
 
@@ -48,14 +46,14 @@ class SignedFile:
 
 @dataclass(frozen=True, slots=True)
 class SignedStatement:
-    """What is signed: a name, for people, and every file, sorted as the public tool sorts."""
+    """The signed content: a name, for people, and every file, in the order of the public tool."""
 
     name: str
     files: tuple[SignedFile, ...]
 
     @classmethod
     def from_files(cls, files: Iterable[FileDigest], *, name: str) -> Self:
-        """State these files.
+        """Make the statement about some files.
 
         Raises:
             SignatureError: when a name among them cannot be signed.
@@ -67,7 +65,7 @@ class SignedStatement:
 
     @classmethod
     def parse(cls, payload: bytes) -> Self:
-        """Read the payload of an envelope.
+        """Parse the payload of an envelope.
 
         Raises:
             SignatureError: for anything but one strict statement about files.
@@ -124,17 +122,17 @@ def require_keys(value: JsonValue, keys: set[str], what: str, *, optional: str =
 
 
 def require_value(value: JsonValue, expected: str | bool, what: str) -> None:
-    """Refuse any value but one.
+    """Require one exact value.
 
     Raises:
-        SignatureError: when it is another, or of another type.
+        SignatureError: when it is another value, or of another type.
     """
     if type(value) is not type(expected) or value != expected:
         raise SignatureError(f"model.sig: {what} is {str(value)[:80]!r}, not {str(expected)!r}")
 
 
 def require_single(value: JsonValue, what: str) -> JsonValue:
-    """Return the one item of an array of one.
+    """Return the only item of an array.
 
     Raises:
         SignatureError: when there are fewer or more.
@@ -188,7 +186,7 @@ def _parse_resource(value: JsonValue) -> SignedFile:
 
 
 def _parse_serialization(value: JsonValue) -> list[str]:
-    """Return the ignored paths; all else in it has one allowed value."""
+    """Return the ignored paths; every other field has one allowed value."""
     keys = {"method", "hash_type", "allow_symlinks"}
     what = "the serialization"
     method = value.get("method") if isinstance(value, dict) else "files"
@@ -203,7 +201,7 @@ def _parse_serialization(value: JsonValue) -> list[str]:
 
 
 def _check_ignored(ignored: Sequence[str], files: Sequence[SignedFile]) -> None:
-    """Allow what the public tool leaves unsigned by itself, and nothing that hides a file."""
+    """Allow the paths that the public tool ignores by default, and none that hides a file."""
     for path in ignored:
         if path not in {SIGNATURE_FILE, *_GIT_PATHS}:
             raise SignatureError(f"model.sig: ignore_paths would leave {path[:80]!r} unsigned")
@@ -233,7 +231,7 @@ def _check_files(files: Sequence[SignedFile]) -> None:
 
 
 def check_path(path: str) -> None:
-    """Refuse a file name that is not plain, relative, normalised and the same everywhere.
+    """Require a plain, relative, normalised file name that is the same on every system.
 
     Raises:
         SignatureError: with what is wrong with it.
@@ -288,7 +286,7 @@ _MAX_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class SignatureBundle:
-    """A well-formed ``model.sig``; nothing in it is believed before `verify_bundle`."""
+    """A well-formed ``model.sig``; its content is not trusted before `verify_bundle`."""
 
     key_id: str
     statement: SignedStatement
@@ -297,7 +295,7 @@ class SignatureBundle:
 
     @property
     def name(self) -> str:
-        """What the signer called the signed files; for people, not a proof of identity."""
+        """The signer's name for the signed files; for people, not a proof of identity."""
         return self.statement.name
 
     @property
@@ -306,7 +304,7 @@ class SignatureBundle:
         return self.statement.files
 
     def encode(self) -> bytes:
-        """Return the bytes of ``model.sig``, spelled as the public tool does."""
+        """Return the bytes of ``model.sig``, encoded as the public tool does."""
         hint = self.key_id.removeprefix("sha256:")
         signature = {"sig": to_base64(self.signature), "keyid": ""}
         document = {
@@ -322,7 +320,7 @@ class SignatureBundle:
 
 
 def sign_files(files: Sequence[FileDigest], *, name: str, key: PrivateKey) -> bytes:
-    """Return the bytes of ``model.sig`` for these files, the same for the same arguments.
+    """Return the bytes of ``model.sig`` for these files; deterministic.
 
     Raises:
         SignatureError: when a file name cannot be signed.
@@ -334,7 +332,7 @@ def sign_files(files: Sequence[FileDigest], *, name: str, key: PrivateKey) -> by
 
 
 def read_bundle(data: bytes) -> SignatureBundle:
-    """Read the bytes of a ``model.sig``; what it says is not verified yet.
+    """Parse the bytes of a ``model.sig``; its content is not verified yet.
 
     Raises:
         SignatureError: for anything outside the one accepted form.
@@ -400,7 +398,7 @@ def _parse_document(data: bytes) -> JsonObject:
 
 
 def _parse_hint(value: JsonValue) -> str:
-    """Return the key id. The log entries must be none: in key mode they would prove nothing."""
+    """Return the key id. Log entries are refused: in key mode they would prove nothing."""
     material = require_keys(value, {"publicKey", "tlogEntries"}, "the verificationMaterial")
     if material["tlogEntries"] != []:
         message = "model.sig: tlogEntries must be empty, a log proves nothing about a key"

@@ -1,10 +1,9 @@
-"""DSSE v1: one signature over one typed payload, in one spelling.
+"""DSSE v1 envelopes with one signature in one accepted encoding, and key statements.
 
-The envelope is canonical JSON with standard base64, and its one signature names the key. Whatever
-else would also verify is refused, so that one payload under one key is one file.
+An envelope is canonical JSON with standard base64, and its one signature names the key. Every other
+encoding that would also verify is refused, so one payload under one key is one file.
 
-The statement by which one publisher key vouches for another of the same namespace.
-
+A key statement is an envelope by which one publisher key vouches for another of the same namespace.
 A client that pinned the older key accepts the newer one without asking the user.
 """
 
@@ -23,7 +22,7 @@ from expertctl.trust.keys import PrivateKey, PublicKey
 
 @dataclass(frozen=True, slots=True)
 class DsseEnvelope:
-    """A well-formed envelope; nothing in it is believed before `verify`."""
+    """A well-formed envelope; its content is not trusted before `verify`."""
 
     payload_type: str
     payload: bytes
@@ -32,13 +31,13 @@ class DsseEnvelope:
 
     @classmethod
     def sign(cls, payload: bytes, *, payload_type: str, key: PrivateKey) -> "DsseEnvelope":
-        """Sign a payload; the same for the same arguments."""
+        """Sign a payload; deterministic."""
         signature = key.sign(encode_pae(payload_type, payload))
         return cls(payload_type, payload, key.public.key_id, signature)
 
     @classmethod
     def parse(cls, data: bytes, *, payload_type: str, max_bytes: int, what: str) -> "DsseEnvelope":
-        """Read the bytes of an envelope; what it says is not verified yet.
+        """Parse the bytes of an envelope; its content is not verified yet.
 
         Raises:
             SignatureError: for anything but the one accepted spelling and type.
@@ -94,7 +93,7 @@ class _StoredEnvelope(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def encode_pae(payload_type: str, payload: bytes) -> bytes:
-    """Return the DSSE v1 pre-authentication encoding: what is signed."""
+    """Return the DSSE v1 pre-authentication encoding: the bytes that are signed."""
     kind = payload_type.encode()
     return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload)
 
@@ -105,7 +104,7 @@ def to_base64(data: bytes) -> str:
 
 
 def from_base64(text: str, what: str) -> bytes:
-    """Read the one base64 text of some bytes.
+    """Decode standard base64, only in the encoding that `to_base64` makes.
 
     Raises:
         SignatureError: for the URL alphabet, white space, bad padding and unused bits.
@@ -130,7 +129,7 @@ class _StoredKeyStatement(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def sign_key_statement(*, namespace: str, new: PublicKey, by: PrivateKey) -> bytes:
-    """Vouch with an older key for a new one; the same bytes for the same arguments."""
+    """Vouch for a new key with an older one; deterministic."""
     payload = encode_canonical(msgspec.to_builtins(_make_key_statement(namespace, new)))
     return DsseEnvelope.sign(payload, payload_type=KEY_STATEMENT_TYPE, key=by).encode()
 

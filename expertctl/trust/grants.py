@@ -1,13 +1,12 @@
-"""The parts of what is trusted: keys with their grants, revocations, and known registries.
+"""The content of ``trust.json``: keys with their grants, revocations, and known registries.
 
-A grant without a registry was given by the person and counts wherever a package comes from. A grant
-with one was pinned from that registry's index and counts for packages from there alone; so does a
-revocation.
+A grant without a registry was given by the user and applies wherever a package comes from. A grant
+with one was pinned from that registry's index and applies to packages from there only; so does a
+revocation with one.
 
-The bytes of ``trust.json`` (``schemas/trust.schema.json``), read strictly.
-
-Fields that files lacked before registries were known have defaults, and defaults are not written:
-so old files can be read, and a file without registries can be read by an older program.
+The bytes (``schemas/trust.schema.json``) are read strictly. Fields that files lacked before
+registries were known have defaults, and defaults are not written: so old files can be read, and
+older programs can read a file without registries.
 """
 
 import json
@@ -30,16 +29,16 @@ _NAMESPACE = re.compile(NAME_PATTERN)
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Leave to sign one namespace; ``content_digests`` limits it, None does not."""
+    """Permission to sign one namespace; ``content_digests`` limits it, None does not."""
 
     namespace: str
     content_digests: tuple[str, ...] | None = None
     registry: str | None = None
-    """The host from whose index it was pinned; ``None``: given by the person, counts everywhere."""
+    """The host from whose index it was pinned; None: given by the user, applies everywhere."""
 
     @property
     def sort_key(self) -> tuple[str, str]:
-        """Where and for what it counts: a key has one grant for each."""
+        """Namespace and registry; a key has one grant for each pair."""
         return self.namespace, self.registry or ""
 
     def union(self, other: "Grant") -> "Grant":
@@ -54,13 +53,13 @@ class Grant:
         return self.content_digests is None or str(content_digest) in self.content_digests
 
     def covers(self, namespace: str, hosts: Collection[str]) -> bool:
-        """Tell whether it counts for a namespace where the word of these registries does."""
+        """Tell whether it applies to a namespace where these hosts are the authorities."""
         return self.namespace == namespace and (self.registry is None or self.registry in hosts)
 
 
 @dataclass(frozen=True, slots=True)
 class TrustedKey:
-    """A key, the name that the person gave it, and what it may sign."""
+    """A key, the user's name for it, and what it may sign."""
 
     key: PublicKey
     name: str
@@ -85,7 +84,7 @@ class TrustedKey:
         return replace(other, grants=tuple(sorted(grants.values(), key=lambda g: g.sort_key)))
 
     def without_registry(self, registry: str) -> "TrustedKey":
-        """Return this key without what was pinned from a registry."""
+        """Return this key without the grants pinned from a registry."""
         return replace(self, grants=tuple(g for g in self.grants if g.registry != registry))
 
 
@@ -93,7 +92,7 @@ class TrustedKey:
 class Revocation:
     """A key that can never again authorise anything, and why.
 
-    With a registry and a namespace it holds for packages of that namespace from there alone.
+    With a registry and a namespace it applies only to packages of that namespace from there.
     """
 
     key_id: str
@@ -103,25 +102,25 @@ class Revocation:
 
     @property
     def scope(self) -> tuple[str, str] | None:
-        """Registry and namespace; ``None`` when it is total."""
+        """Registry and namespace; None for a total revocation."""
         return None if self.registry is None else (self.registry, self.namespace or "")
 
 
 @dataclass(frozen=True, slots=True)
 class KnownRegistry:
-    """A registry whose index key the person accepted."""
+    """A registry whose index key the user accepted."""
 
     host: str
     url: str
     index_key: PublicKey
     namespaces: tuple[str, ...] = ()
-    """Namespaces that the person said are meant to be this registry's."""
+    """Namespaces that the user assigned to this registry."""
     pinned: tuple[str, ...] = ()
-    """Namespaces whose publisher keys were pinned from its index once."""
+    """Namespaces whose publisher keys were pinned from its index."""
 
 
 def parse_namespace(text: str) -> str:
-    """Return the namespace that ``acme`` and ``acme/*`` name.
+    """Return the namespace that ``acme`` or ``acme/*`` names.
 
     Raises:
         UsageError: for anything else; no pattern covers more than one namespace.
@@ -162,7 +161,7 @@ MAX_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class TrustFileContent:
-    """What the file holds."""
+    """The parsed content of the file."""
 
     keys: tuple[TrustedKey, ...]
     revoked: tuple[Revocation, ...]
@@ -170,10 +169,10 @@ class TrustFileContent:
 
 
 def parse_trust(data: bytes, *, what: str) -> TrustFileContent:
-    """Read the bytes of ``trust.json``.
+    """Parse the bytes of ``trust.json``.
 
     Raises:
-        InvalidPackageError: with every problem, when it is not exactly such a document.
+        InvalidPackageError: with every problem, when they are not exactly such a document.
     """
     document = load_object(data, what=what, max_bytes=MAX_BYTES)
     if problems := find_problems(document, "trust"):
@@ -268,23 +267,24 @@ def _store_registry(known: KnownRegistry) -> _StoredRegistry:
 
 
 def _find_inconsistencies(stored: _StoredTrust, file: TrustFileContent) -> Iterator[str]:
-    """Yield what a schema cannot say."""
+    """Yield the problems that the JSON schema cannot express."""
     for entry, trusted in zip(stored.keys, file.keys, strict=True):
         if entry.key_id != trusted.key_id:
             yield f"key {entry.name!r}: key_id is {entry.key_id}, its key has {trusted.key_id}"
         if len({grant.sort_key for grant in trusted.grants}) != len(trusted.grants):
             yield f"key {entry.name!r}: two grants for one namespace"
-    yield from _find_repeated("keys", (k.key_id for k in file.keys))
-    yield from _find_repeated("revoked", (_describe_scope(r) for r in file.revoked))
-    yield from _find_repeated("registries", (known.host for known in file.registries))
+    yield from find_repeated("keys", (k.key_id for k in file.keys))
+    yield from find_repeated("revoked", (_describe_scope(r) for r in file.revoked))
+    yield from find_repeated("registries", (known.host for known in file.registries))
     meant = (name for known in file.registries for name in known.namespaces)
-    yield from _find_repeated("namespaces of registries", meant)
+    yield from find_repeated("namespaces of registries", meant)
 
 
 def _describe_scope(revocation: Revocation) -> str:
     return " of ".join((revocation.key_id, *reversed(revocation.scope or ())))
 
 
-def _find_repeated(what: str, names: Iterable[str]) -> Iterator[str]:
+def find_repeated(what: str, names: Iterable[str]) -> Iterator[str]:
+    """Yield a problem for each name that occurs more than once, sorted by name."""
     counted = sorted(Counter(names).items())
     yield from (f"{what}: {name} is there twice" for name, count in counted if count > 1)

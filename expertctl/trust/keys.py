@@ -1,12 +1,9 @@
-"""Keys: what signs, what verifies, and the folder of the person's own.
+"""Keys that sign and verify, and `KeyRing`, the folder of the user's own private keys.
 
-ECDSA on P-256 by default, Ed25519 beside it.
-
-A key id is ``sha256:`` and the hash of the public key's PEM text, which is the key hint of an
-OpenSSF Model Signing bundle. Signatures are pure functions of key and data: RFC 6979 nonces for
-ECDSA, and the lower of the two equivalent ``s``, so that one message has one signature.
-
-`KeyRing` owns the folder: one unencrypted PKCS#8 file a key, readable by its owner alone.
+ECDSA on P-256 by default; Ed25519 is supported too. A key id is ``sha256:`` and the hash of the
+public key's PEM text, which is the key hint of an OpenSSF Model Signing bundle. Signatures are
+deterministic: RFC 6979 nonces for ECDSA, and the lower of the two equivalent ``s``, so one message
+has one signature. A private key is an unencrypted PKCS#8 file that only its owner can read.
 """
 
 import hashlib
@@ -56,7 +53,7 @@ _Key = TypeVar("_Key")
 
 @dataclass(frozen=True, slots=True)
 class PublicKey:
-    """What verifies; two are equal when their ids are."""
+    """A key that verifies signatures; two keys are equal when their ids are."""
 
     key_id: str
     algorithm: Algorithm
@@ -64,10 +61,10 @@ class PublicKey:
 
     @classmethod
     def from_pem(cls, data: bytes, *, what: str = "public key") -> Self:
-        """Read one ``PUBLIC KEY`` block (SubjectPublicKeyInfo).
+        """Parse one ``PUBLIC KEY`` block (SubjectPublicKeyInfo).
 
         Raises:
-            InvalidPackageError: for anything else, and for a kind of key that is not used here.
+            InvalidPackageError: for anything else, and for an unsupported kind of key.
         """
         if b"PRIVATE KEY-----" in data:
             hint = "a key of your own is taken in with `expertctl keys import NAME FILE`"
@@ -80,11 +77,11 @@ class PublicKey:
         return cls(compute_key_id(_public_pem(known)), algorithm, known)
 
     def pem(self) -> bytes:
-        """Return the PEM text, the same bytes for the same key."""
+        """Return the PEM text; deterministic."""
         return _public_pem(self._key)
 
     def verify(self, signature: bytes, data: bytes) -> None:
-        """Check a signature of ``data``.
+        """Verify a signature of ``data``.
 
         Raises:
             SignatureError: when it is not this key's, or not in its one accepted encoding.
@@ -101,7 +98,7 @@ class PublicKey:
 
 @dataclass(frozen=True, slots=True)
 class PrivateKey:
-    """What signs."""
+    """A key that makes signatures."""
 
     public: PublicKey
     _key: _EcPrivateKey | _EdPrivateKey = field(repr=False, compare=False)
@@ -117,10 +114,10 @@ class PrivateKey:
 
     @classmethod
     def from_pem(cls, data: bytes, *, what: str = "private key") -> Self:
-        """Read one unencrypted private key: PKCS#8, or SEC 1 as openssl writes it for curves.
+        """Parse one unencrypted private key: PKCS#8, or SEC 1 as openssl writes it for curves.
 
         Raises:
-            InvalidPackageError: for anything else, and for a kind of key that is not used here.
+            InvalidPackageError: for anything else, and for an unsupported kind of key.
         """
         if b"-----BEGIN PUBLIC KEY-----" in data:
             hint = "a publisher's key is trusted with `expertctl trust add FILE --namespace NS`"
@@ -142,7 +139,7 @@ class PrivateKey:
         )
 
     def sign(self, data: bytes) -> bytes:
-        """Return the one signature of ``data`` under this key."""
+        """Return the signature of ``data``; deterministic."""
         if isinstance(self._key, _EdPrivateKey):
             return self._key.sign(data)
         raw = self._key.sign(data, ec.ECDSA(_HASH, deterministic_signing=True))
@@ -152,7 +149,7 @@ class PrivateKey:
 
 @dataclass(frozen=True, slots=True)
 class KeyRing:
-    """The person's own private keys, by name: files below one folder."""
+    """The user's own private keys, by name: files below one folder."""
 
     folder: Path
 
@@ -164,31 +161,22 @@ class KeyRing:
         return sorted(stem for stem in stems if _NAME.fullmatch(stem))
 
     def create(self, name: str, algorithm: Algorithm = "ecdsa-p256") -> PrivateKey:
-        """Make a new key and keep it.
-
-        Raises:
-            UsageError: when the name is not a name, or taken.
-        """
+        """Generate a key and store it, as `add`."""
         return self.add(name, PrivateKey.generate(algorithm))
 
-    def import_pem(self, name: str, pem: bytes, *, what: str = "private key") -> PrivateKey:
-        """Keep a key that was made elsewhere.
+    def add(self, name: str, key: PrivateKey) -> PrivateKey:
+        """Store a key under a new name.
 
         Raises:
-            InvalidPackageError: when it is not a private key of a kind that is used here.
-            UsageError: when the name is not a name, or taken.
+            UsageError: when the name is not a valid name, or taken.
         """
-        return self.add(name, PrivateKey.from_pem(pem, what=what))
-
-    def add(self, name: str, key: PrivateKey) -> PrivateKey:
-        """Keep a key under a free name."""
         path = self.path(name)
         self._make_folder()
         write_new_file(path, key.pem(), mode=0o600)
         return key
 
     def read_private(self, name: str) -> PrivateKey:
-        """Return a key that signs.
+        """Return a private key.
 
         Raises:
             NotFoundError: when there is none of that name.
@@ -206,10 +194,6 @@ class KeyRing:
         """Return the public half of a key."""
         return self.read_private(name).public
 
-    def export_public(self, name: str) -> bytes:
-        """Return the public half as PEM text, to be handed to others."""
-        return self.read_public(name).pem()
-
     def path(self, name: str) -> Path:
         """Return the file of a key.
 
@@ -219,7 +203,7 @@ class KeyRing:
         return self.folder / f"{check_key_name(name)}.pem"
 
     def check_integrity(self) -> None:
-        """Read every key; raise what is wrong with the first bad one."""
+        """Read every key; raise the fault of the first bad one."""
         for name in self.list_names():
             self.read_private(name)
 
@@ -232,7 +216,7 @@ class KeyRing:
 
 
 def check_key_name(text: str) -> str:
-    """Return the text when it can name a key.
+    """Return the text when it is a valid name of a key.
 
     Raises:
         UsageError: when it cannot.
@@ -244,7 +228,7 @@ def check_key_name(text: str) -> str:
 
 
 def write_new_file(path: Path, data: bytes, *, mode: int) -> None:
-    """Write a file that must not be there yet; a link in its place is not followed.
+    """Write a file that must not exist yet; a link in its place is not followed.
 
     Raises:
         UsageError: when something is there.
@@ -267,7 +251,7 @@ def write_new_file(path: Path, data: bytes, *, mode: int) -> None:
 
 
 def read_pem(path: Path) -> bytes:
-    """Return the bytes of a key file that anybody may read, up to one more than is allowed.
+    """Return the bytes of a public key file, up to one more than is allowed.
 
     Raises:
         NotFoundError: when there is no such file.
@@ -278,7 +262,7 @@ def read_pem(path: Path) -> bytes:
 
 
 def _read_secret(path: Path) -> bytes:
-    """Read what was checked: the checks are on the open file, so it cannot be swapped between."""
+    """Read a private key; the open file is checked, so it cannot be swapped between."""
     if path.is_symlink():
         raise TrustError(f"{path} is a link; a private key must be a file of its own")
     with os.fdopen(os.open(path, os.O_RDONLY | _NO_FOLLOW | _BINARY), "rb") as stream:
@@ -340,7 +324,7 @@ def _check_algorithm(
 
 
 def _check_encoding(signature: bytes) -> None:
-    """Refuse all but the one DER text of the lower ``s``, so that nobody can mint a second one."""
+    """Refuse all encodings but the DER form of the lower ``s``: nobody can make a second one."""
     try:
         r, s = decode_dss_signature(signature)  # strict DER: no BER lengths, no trailing bytes
     except ValueError as error:

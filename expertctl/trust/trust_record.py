@@ -1,8 +1,8 @@
-"""What is trusted, as a value: keys with their grants, and revocations. Decides; does no I/O.
+"""`TrustRecord`: trusted keys with their grants, revocations and registries; does no I/O.
 
-A grant lets a key sign a namespace: any content, or only the contents listed. A revocation is never
-taken back; it outlives the removal of the key. What a registry gave, grant or revocation, counts
-for packages from there alone. What came from a file, or from a mirror that has no index, counts as
+A grant lets a key sign a namespace: any content, or only the listed contents. A revocation is never
+undone; it outlives the removal of the key. Grants and revocations from a registry apply only to
+packages from there. A package from a file, or from a mirror without an index, is treated as coming
 from the registry that its namespace belongs to, if there is one.
 """
 
@@ -43,7 +43,7 @@ _KEY_ID = re.compile(r"sha256:[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class TrustRecord:
-    """All that is trusted and revoked; changed by making another."""
+    """Everything that is trusted and revoked; changes return a new record."""
 
     keys: tuple[TrustedKey, ...] = ()
     revoked: tuple[Revocation, ...] = ()
@@ -51,10 +51,10 @@ class TrustRecord:
 
     @classmethod
     def parse(cls, data: bytes, *, what: str) -> Self:
-        """Read the bytes of ``trust.json``.
+        """Parse the bytes of ``trust.json``.
 
         Raises:
-            InvalidPackageError: with every problem, when it is not exactly such a document.
+            InvalidPackageError: with every problem, when they are not exactly such a document.
         """
         try:
             file = parse_trust(data, what=what)
@@ -74,9 +74,10 @@ class TrustRecord:
     def find_revocation(
         self, key_id: str, *, namespace: str | None = None, registry: str | None = None
     ) -> Revocation | None:
-        """Return why a key is revoked; None when it is not.
+        """Return the revocation of a key; None when there is none.
 
-        Without a namespace only a total revocation counts; with one also what `authorities` say.
+        Without a namespace only a total revocation applies; with one also those of
+        `find_authorities`.
         """
         scopes: set[tuple[str, str] | None] = {None}
         if namespace is not None:
@@ -96,7 +97,7 @@ class TrustRecord:
     def list_registries_for(self, namespace: str) -> tuple[str, ...]:
         """Return the hosts of the registries that a namespace belongs to.
 
-        The one that the person named for it, else all from which its keys were pinned.
+        The one that the user assigned to it, else all from which its keys were pinned.
         """
         granted = (
             (grant.registry, grant.namespace)
@@ -109,21 +110,21 @@ class TrustRecord:
         return find_namespace_registries(namespace, assigned=meant, pinned=chain(pinned, granted))
 
     def find_conflicting_registry(self, namespace: str, registry: str) -> str | None:
-        """Return the one registry that a namespace belongs to, if it is not this one; else None.
+        """Return the only registry that a namespace belongs to, if it is not this one; else None.
 
-        A file belongs to no registry, so it is no other one.
+        A file belongs to no registry, so it is never in conflict with one.
         """
         return find_other_registry(registry, registries=self.list_registries_for(namespace))
 
     def find_authoritative_hosts(self, namespace: str, registry: str | None) -> frozenset[str]:
-        """Return the hosts whose word counts for a namespace of what came from ``registry``."""
+        """Return the hosts whose word counts in a namespace for packages from ``registry``."""
         known = {r.host for r in self.registries}
         return find_authorities(
             registry, registries=self.list_registries_for(namespace), known=known
         )
 
     def is_pinned(self, host: str, namespace: str) -> bool:
-        """Tell whether the keys of a namespace of a registry are fixed already."""
+        """Tell whether the keys of a namespace of a registry were pinned already."""
         known = self.find_registry(host)
         return (known is not None and namespace in known.pinned) or any(
             grant.registry == host and grant.namespace == namespace
@@ -132,7 +133,7 @@ class TrustRecord:
         )
 
     def list_pinned_keys(self, host: str, namespace: str) -> list[PublicKey]:
-        """Return the keys that count for a namespace because a registry's index said so."""
+        """Return the keys with a grant for a namespace that was pinned from a registry's index."""
         return [
             trusted.key
             for trusted in self.keys
@@ -140,7 +141,7 @@ class TrustRecord:
         ]
 
     def list_vouching_keys(self, host: str, namespace: str) -> list[PublicKey]:
-        """Return the keys that may sign anything in a namespace of a registry."""
+        """Return the keys that may sign any content in a namespace of a registry."""
         return [
             trusted.key
             for trusted in self.keys
@@ -152,7 +153,7 @@ class TrustRecord:
         ]
 
     def with_key(self, trusted: TrustedKey) -> "TrustRecord":
-        """Return this with a key added, or with more grants for it.
+        """Return a record with a key added, or with more grants for it.
 
         Raises:
             RevokedError: when the key was revoked, totally or where it is to count.
@@ -166,7 +167,7 @@ class TrustRecord:
         return replace(self, keys=tuple(joined if k is present else k for k in self.keys))
 
     def without_key(self, key_id: str) -> "TrustRecord":
-        """Return this without a key; its revocation stays.
+        """Return a record without a key; its revocation stays.
 
         Raises:
             NotFoundError: when it is not there.
@@ -177,7 +178,7 @@ class TrustRecord:
         return replace(self, keys=tuple(k for k in self.keys if k.key_id != key_id))
 
     def with_revocation(self, key_id: str, reason: str) -> "TrustRecord":
-        """Return this with a key revoked everywhere, known or not; the first reason stays.
+        """Return a record with a key revoked everywhere, known or not; the first reason stays.
 
         Raises:
             UsageError: when the id is not one, or the reason is too long or not printable.
@@ -185,10 +186,10 @@ class TrustRecord:
         return self._add_revocation(Revocation(key_id, reason))
 
     def with_registry(self, known: KnownRegistry) -> "TrustRecord":
-        """Return this with a registry added or changed; the namespaces that it names move to it.
+        """Return a record with a registry added or changed; its namespaces move to it.
 
         Raises:
-            UsageError: when the host is what stands for files.
+            UsageError: when the host is the one that stands for files.
         """
         if known.host == FROM_FILE:
             raise UsageError(f"{FROM_FILE!r} stands for what came from files, not for a registry")
@@ -204,7 +205,7 @@ class TrustRecord:
         return replace(self, registries=tuple(sorted([*others, known], key=lambda r: r.host)))
 
     def without_registry(self, host: str) -> "TrustRecord":
-        """Return this without a registry and what was pinned from it; its revocations stay.
+        """Return a record without a registry and the grants pinned from it; its revocations stay.
 
         Raises:
             NotFoundError: when it is not known.
@@ -220,10 +221,10 @@ class TrustRecord:
         )
 
     def with_pins(self, host: str, namespace: str, keys: Iterable[PublicKey]) -> "TrustRecord":
-        """Return this with keys pinned for a namespace of a registry; what is known keeps its name.
+        """Return a record with keys pinned for a registry's namespace; known keys keep their names.
 
-        Where the namespace belonged to another registry, it stays that one's: a reference without a
-        host means what it meant before.
+        A namespace that belonged to another registry stays assigned to that one: a reference
+        without a host keeps its meaning.
 
         Raises:
             RevokedError: when one of them was revoked.
@@ -247,7 +248,7 @@ class TrustRecord:
     def with_registry_revocations(
         self, host: str, namespace: str, revoked: Iterable[tuple[str, str]]
     ) -> "TrustRecord":
-        """Return this with keys, given with reasons, revoked for a namespace of a registry alone.
+        """Return a record with keys, given with reasons, revoked for one namespace of a registry.
 
         Raises:
             UsageError: when an id is not one, or a reason is too long or not printable.

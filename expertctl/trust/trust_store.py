@@ -1,11 +1,10 @@
-"""`TrustStore`: the one owner of ``trust.json``.
+"""`TrustStore`, the owner of ``trust.json``, and `PublisherIdentity`, the user's own trusted keys.
 
 The file is replaced as a whole, so readers need no lock; writers take turns through a lock file
 beside it, so that no change of another process is lost. A file that others may write is refused.
 
-The person as a publisher: own keys, which are trusted from the moment they exist.
-
-A key of one's own may sign ``local/*``, and namespaces that were named with it or granted later.
+The user's own keys are trusted from their creation: for ``local/*``, and for namespaces that were
+named with them or granted later.
 """
 
 import os
@@ -35,7 +34,7 @@ class TrustStore:
     lock_seconds: float = LOCK_SECONDS
 
     def read(self) -> TrustRecord:
-        """Return what the file says now.
+        """Return the current content of the file.
 
         Raises:
             InvalidPackageError: when it is damaged.
@@ -61,7 +60,7 @@ class TrustStore:
         content_digests: Sequence[str] | None = None,
         registry: str | None = None,
     ) -> TrustedKey:
-        """Trust a key for namespaces, beside what it is trusted for already.
+        """Trust a key for namespaces, in addition to its present grants.
 
         ``content_digests`` limits it, in these namespaces, to those contents; ``registry``, a host,
         to packages from there.
@@ -77,7 +76,7 @@ class TrustStore:
         return trusted
 
     def remove(self, key_id: str) -> None:
-        """Trust a key no longer; a revocation of it stays.
+        """Remove a key from the trusted ones; a revocation of it stays.
 
         Raises:
             NotFoundError: when it is not trusted.
@@ -85,7 +84,7 @@ class TrustStore:
         self.update(lambda record: record.without_key(key_id))
 
     def revoke(self, key_id: str, reason: str = "") -> Revocation:
-        """Refuse all that a key signed or will sign, for good; the key need not be known.
+        """Revoke a key for good, for past and future signatures; the key need not be known.
 
         Raises:
             UsageError: when the id or the reason is not one.
@@ -98,10 +97,6 @@ class TrustStore:
     def list_keys(self) -> list[TrustedKey]:
         """Return the trusted keys in the order they were added, revoked ones included."""
         return list(self.read().keys)
-
-    def list_revocations(self) -> list[Revocation]:
-        """Return all revocations, the oldest first."""
-        return list(self.read().revoked)
 
     def is_revoked(self, key_id: str) -> bool:
         """Tell whether a key was revoked."""
@@ -131,14 +126,7 @@ class TrustStore:
         content_digest: Digest,
         registry: str | None = None,
     ) -> PublicKey:
-        """Return the key when it may vouch for this content under this name.
-
-        ``registry`` is the host of the registry that the package came from; ``None``: a file.
-
-        Raises:
-            RevokedError: when the key was revoked.
-            TrustError: when it is not trusted, or not for this namespace or content.
-        """
+        """Return the key when it may vouch for this content; see `TrustRecord.authorise`."""
         return self.read().authorise(
             key_id, package=package, content_digest=content_digest, registry=registry
         )
@@ -154,7 +142,7 @@ class TrustStore:
         return added
 
     def remove_registry(self, host: str) -> None:
-        """Forget a registry and the keys that were pinned from it; its revocations stay.
+        """Remove a registry and the grants pinned from it; its revocations stay.
 
         Raises:
             NotFoundError: when it is not known.
@@ -162,12 +150,12 @@ class TrustStore:
         self.update(lambda record: record.without_registry(host))
 
     def check_integrity(self) -> None:
-        """Read the file and write it in memory; raise when the two differ in meaning."""
+        """Assert that the file has the same meaning after it is encoded and parsed again."""
         record = self.read()
         assert TrustRecord.parse(record.encode(), what=str(self.path)) == record
 
     def update(self, change: Callable[[TrustRecord], TrustRecord]) -> TrustRecord:
-        """Apply a change to what the file says while no other process writes; return the result.
+        """Apply a change while no other process writes; return the new record.
 
         Raises:
             StoreError: when another process writes it for too long.
@@ -191,7 +179,7 @@ OWN_NAMESPACE = "local"
 
 @dataclass(frozen=True, slots=True)
 class OwnKey:
-    """One of the person's keys as `expertctl keys list` shows it."""
+    """One of the user's keys as `expertctl keys list` shows it."""
 
     name: str
     key: PublicKey
@@ -201,7 +189,7 @@ class OwnKey:
 
 @dataclass(frozen=True, slots=True)
 class PublisherIdentity:
-    """The person's keys together with what is trusted."""
+    """The user's keys together with the trust store."""
 
     ring: KeyRing
     trust: TrustStore
@@ -209,7 +197,7 @@ class PublisherIdentity:
     def create_key(
         self, name: str, *, algorithm: Algorithm = "ecdsa-p256", namespaces: Sequence[str] = ()
     ) -> TrustedKey:
-        """Make a key and trust it for ``local`` and for ``namespaces``.
+        """Generate a key and trust it for ``local`` and for ``namespaces``.
 
         Raises:
             UsageError: when the name is taken, or the name or a namespace is not one.
@@ -219,7 +207,7 @@ class PublisherIdentity:
     def import_key(
         self, name: str, pem: bytes, *, namespaces: Sequence[str] = (), what: str = "private key"
     ) -> TrustedKey:
-        """Take in a key that was made elsewhere, and trust it as `create` does.
+        """Store an existing private key, and trust it as `create_key` does.
 
         Raises:
             InvalidPackageError: when it is not a private key of a kind that is used here.
@@ -229,7 +217,7 @@ class PublisherIdentity:
         return self._add_and_trust(name, PrivateKey.from_pem(pem, what=what), namespaces)
 
     def grant_namespaces(self, name: str, namespaces: Sequence[str]) -> TrustedKey:
-        """Trust one of the person's keys for more namespaces.
+        """Trust one of the user's keys for more namespaces.
 
         Raises:
             NotFoundError: when there is none of that name.
@@ -239,7 +227,7 @@ class PublisherIdentity:
         return self.trust.add(self.ring.read_public(name), name=name, namespaces=namespaces)
 
     def list_keys(self) -> list[OwnKey]:
-        """Return the person's keys by name, with what each is trusted for."""
+        """Return the user's keys by name, with the grants of each."""
         record = self.trust.read()
         return [
             _describe_key(name, self.ring.read_public(name), record)
@@ -260,12 +248,7 @@ class PublisherIdentity:
         return key
 
     def revoke_key(self, name_or_id: str, reason: str = "") -> Revocation:
-        """Revoke a key: one of the person's own, a trusted one, or any by its id.
-
-        Raises:
-            NotFoundError: when no key is called so and it is not a key id.
-            UsageError: when the name means two keys.
-        """
+        """Revoke a key that `resolve_key_id` finds: an own one, a trusted one, or any by its id."""
         return self.trust.revoke(self.resolve_key_id(name_or_id), reason)
 
     def resolve_key_id(self, name_or_id: str) -> str:
@@ -289,7 +272,7 @@ class PublisherIdentity:
         return ids.pop()
 
     def _add_and_trust(self, name: str, key: PrivateKey, namespaces: Sequence[str]) -> TrustedKey:
-        """Keep, then trust; what could refuse the second step is checked before the first."""
+        """Store a key, then trust it; every reason to refuse the second step is checked first."""
         wanted = TrustedKey(key.public, name, make_grants([OWN_NAMESPACE, *namespaces], None))
         self.trust.read().with_key(wanted)
         self.ring.add(name, key)

@@ -70,7 +70,7 @@ def test_an_ambiguous_beginning_or_another_word_is_refused(
     assert (
         "'fine' is neither good nor bad" in expertctl("feedback", "last", "fine", exit_code=2).err
     )
-    assert catalogue.find_success_rate(EXPERT_X.content_digest) is None
+    assert catalogue.read_success_rates().find_rate(EXPERT_X.content_digest) is None
 
 
 def test_nothing_leaves_the_machine(

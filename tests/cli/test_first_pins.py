@@ -146,9 +146,9 @@ def test_an_index_that_is_older_than_its_registry_says_it_may_be_is_warned_of(
     before = (datetime.now(UTC) - datetime.fromisoformat(TIME)).days
     said = expertctl("install", "zoo/ants", "--json")
     after = (datetime.now(UTC) - datetime.fromisoformat(TIME)).days
-    warning = f"warning: what {liar.host} says of zoo/ants is "
+    warning = f"warning: the index of zoo/ants from {liar.host} is "
     assert said.err.count(warning) == 1
     [told] = [note for note in said.document["notes"] if note.startswith(warning)]
     age, _, rest = told.removeprefix(warning).partition(" ")
     assert before <= int(age) <= after  # midnight may pass meanwhile
-    assert rest.startswith("days old, and it says something new every 7 days: ")
+    assert rest.startswith("days old, and it is updated every 7 days: ")

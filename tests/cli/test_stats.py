@@ -161,8 +161,8 @@ def test_what_was_remembered_is_forgotten_when_it_is_asked_for(
 ) -> None:
     assert expertctl("stats", "--clear").out == "deleted 5 runs\n"
     assert expertctl("stats", "--json").document["runs"] == 0
-    assert used.find_success_rate(EXPERT_X.content_digest) is None
-    assert used.find_usage(EXPERT_X.content_digest) is None
+    assert used.read_success_rates().find_rate(EXPERT_X.content_digest) is None
+    assert used.history.read_usage_counts().get(EXPERT_X.content_digest) is None
 
 
 @pytest.mark.parametrize("days", ["0", "367", "x"])

@@ -258,8 +258,8 @@ def test_an_old_state_of_our_own_registry_is_warned_of_until_it_is_renewed(
         then = time.time() - 9.5 * DAY
         renew_indexes(connection, signer=registry.index_signer, now=then, max_documents=1)
     said = expertctl("install")
-    assert f"what {market.host} says of acme/sql is 9 days old" in said.err
-    assert "it says something new every 7 days" in said.err
+    assert f"the index of acme/sql from {market.host} is 9 days old" in said.err
+    assert "it is updated every 7 days" in said.err
     renew_index_batch(registry)
     assert "days old" not in expertctl("install").err
 

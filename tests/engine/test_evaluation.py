@@ -245,7 +245,7 @@ def test_being_evaluated_is_not_being_used(
 ) -> None:
     evaluate(planner, EvaluationRequest(data=written(["x"]), expert=ONE))
     (stored, _) = house.store.list_experts()
-    assert house.catalogue.find_usage(stored.content_digest) is None
+    assert house.catalogue.history.read_usage_counts().get(stored.content_digest) is None
 
 
 def test_a_gain_of_two_experts_is_remembered_where_it_is_sure(

@@ -137,7 +137,7 @@ def test_uses_are_counted(engine: LocalEngine, house: HomeFixture, market: Engin
     [installed] = house.install(market.package())
     run(engine, request(SQL))
     run(engine, request(SQL))
-    usage = house.catalogue.find_usage(installed.expert.content_digest)
+    usage = house.catalogue.history.read_usage_counts().get(installed.expert.content_digest)
     assert usage is not None
     assert usage.uses == 2
 

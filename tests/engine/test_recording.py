@@ -65,7 +65,7 @@ def test_an_answer_that_was_cut_at_the_limit_is_not_blamed_for_its_form(
     assert [w for w in result.warnings if "JSON" in w] == []
     assert any("cut at the token limit" in w for w in result.warnings)
     assert newest(house).validation is None
-    assert house.catalogue.find_success_rate(installed.expert.content_digest) is None
+    assert house.catalogue.read_success_rates().find_rate(installed.expert.content_digest) is None
 
 
 def test_a_guess_that_code_was_wanted_neither_warns_nor_teaches(
@@ -76,7 +76,7 @@ def test_a_guess_that_code_was_wanted_neither_warns_nor_teaches(
     assert result.validation_passed is None
     assert not any("Python" in warning for warning in result.warnings)
     assert newest(house).validation is None
-    assert house.catalogue.find_success_rate(installed.expert.content_digest) is None
+    assert house.catalogue.read_success_rates().find_rate(installed.expert.content_digest) is None
 
 
 def test_an_empty_answer_speaks_against_its_expert(
@@ -92,7 +92,7 @@ def test_an_empty_answer_speaks_against_its_expert(
     assert result.validation_passed is False
     assert "the answer is empty" in result.warnings
     digest = installed.expert.content_digest
-    assert house.catalogue.find_success_rate(digest) == pytest.approx(2 / 4.5)
+    assert house.catalogue.read_success_rates().find_rate(digest) == pytest.approx(2 / 4.5)
     assert house.catalogue.read_revision() > before
 
 
@@ -138,10 +138,10 @@ def test_a_run_that_a_damaged_expert_ended_speaks_against_it(
     job = newest(house)
     assert (job.finish_reason, job.blamed) == ("error", True)
     assert house.catalogue.read_revision() > before
-    assert house.catalogue.find_success_rate(installed.expert.content_digest) == pytest.approx(
-        2 / 5
-    )
-    assert house.catalogue.find_usage(installed.expert.content_digest) is None
+    assert house.catalogue.read_success_rates().find_rate(
+        installed.expert.content_digest
+    ) == pytest.approx(2 / 5)
+    assert house.catalogue.history.read_usage_counts().get(installed.expert.content_digest) is None
     with pytest.raises(NotFoundError, match="no run is remembered"):
         house.catalogue.history.rate_run("last", "good")
 
@@ -151,7 +151,7 @@ def test_a_run_that_did_not_fit_blames_nobody(house: HomeFixture, market: Engine
     with pytest.raises(BudgetError):
         run(LocalEngine(planner(house), budget=1000), request(SQL))
     assert (newest(house).finish_reason, newest(house).blamed) == ("error", False)
-    assert house.catalogue.find_success_rate(installed.expert.content_digest) is None
+    assert house.catalogue.read_success_rates().find_rate(installed.expert.content_digest) is None
 
 
 @pytest.mark.parametrize("prompt", ["word " * 3000])

@@ -37,7 +37,7 @@ def test_experts_and_registries_are_read() -> None:
         ('[experts]\n"acme/sql" = "*"\n"hub.example/acme/sql" = "*"\n', "is there twice"),
         ('experts = "acme/sql"\n', "experts is not a table"),
         ('[trust]\nkey = "x"\n', "unknown table 'trust'"),
-        ('[registries]\nacme = "http://user:pass@hub"\n', "holds no login"),
+        ('[registries]\nacme = "http://user:pass@hub"\n', "contains no login"),
         ('[registries]\n"../x" = "hub"\n', "not a package name"),
         ("[experts\n", "not valid TOML"),
         (

@@ -5,21 +5,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.errors import ConflictError, MissingDependencyError
+from expertctl.install.candidate import InstallCandidate
 from expertctl.install.publication import (
-    Claims,
     check_conflicts,
     check_requirements,
     sort_by_requirements,
 )
-from expertctl.reference import PackageName, Reference, Version
+from expertctl.store.refs import LOCAL
+from tests.install.candidates import make_candidate
 
 
-def claims(name: str, version: str = "1.0.0", *, requires: str = "", conflicts: str = "") -> Claims:
-    return Claims(
-        PackageName.parse(f"acme/{name}"),
-        Version.parse(version),
-        tuple(Reference.parse(f"acme/{text}") for text in requires.split()),
-        tuple(Reference.parse(f"acme/{text}") for text in conflicts.split()),
+def claims(
+    name: str, version: str = "1.0.0", *, requires: str = "", conflicts: str = ""
+) -> InstallCandidate:
+    return make_candidate(
+        f"acme/{name}@{version}",
+        requires=[f"acme/{text}" for text in requires.split()],
+        conflicts=[f"acme/{text}" for text in conflicts.split()],
+        registry=LOCAL,
     )
 
 
@@ -39,12 +42,9 @@ def test_everything_that_is_missing_is_named() -> None:
 
 
 def test_a_requirement_of_another_registry_is_not_met_by_a_local_one() -> None:
-    new = [Claims(PackageName("acme", "a"), Version(1, 0, 0), (REMOTE,), ())]
+    new = [make_candidate("acme/a@1.0.0", requires=["example.com/acme/b"])]
     with pytest.raises(MissingDependencyError, match=r"example\.com/acme/b"):
         check_requirements(new, [claims("b")])
-
-
-REMOTE = Reference.parse("example.com/acme/b")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,9 @@ REMOTE = Reference.parse("example.com/acme/b")
         ([claims("a", "2.0.0", conflicts="a@^1")], [claims("a", "1.0.0")]),
     ],
 )
-def test_a_conflict_is_found_whoever_says_so(new: list[Claims], installed: list[Claims]) -> None:
+def test_a_conflict_is_found_whoever_says_so(
+    new: list[InstallCandidate], installed: list[InstallCandidate]
+) -> None:
     with pytest.raises(ConflictError, match="conflicts with"):
         check_conflicts(new, installed)
 
@@ -70,7 +72,9 @@ def test_a_conflict_is_found_whoever_says_so(new: list[Claims], installed: list[
         ([claims("c")], [claims("a", conflicts="b"), claims("b")]),
     ],
 )
-def test_what_does_not_meet_does_not_conflict(new: list[Claims], installed: list[Claims]) -> None:
+def test_what_does_not_meet_does_not_conflict(
+    new: list[InstallCandidate], installed: list[InstallCandidate]
+) -> None:
     check_conflicts(new, installed)
 
 

@@ -133,7 +133,7 @@ def test_what_is_installed_satisfies_a_requirement_without_an_index() -> None:
 
 def test_a_person_who_names_a_package_gets_the_newest_though_another_is_installed() -> None:
     here, newer = make_candidate("acme/sql@1.0.0", given=True), make_candidate("acme/sql@1.9.0")
-    assert refs(chosen(asked("acme/sql"), [newer], given=[here])) == ["acme/sql@1.9.0"]
+    assert refs(chosen(asked("acme/sql"), [newer], installed=[here])) == ["acme/sql@1.9.0"]
 
 
 def test_an_exact_version_that_is_installed_needs_no_index() -> None:
@@ -145,7 +145,7 @@ def test_an_exact_version_that_is_installed_needs_no_index() -> None:
 
 def test_what_is_installed_counts_where_no_registry_has_it() -> None:
     here = make_candidate("acme/sql@1.0.0", given=True, registry="local")
-    assert refs(chosen(asked("acme/sql"), given=[here])) == ["acme/sql@1.0.0"]
+    assert refs(chosen(asked("acme/sql"), installed=[here])) == ["acme/sql@1.0.0"]
 
 
 def test_a_file_that_was_given_is_the_only_choice_for_its_name() -> None:
@@ -173,8 +173,8 @@ def test_of_installed_versions_a_yanked_one_is_the_last_that_satisfies_a_require
     top = make_candidate("acme/top@1.0.0", requires=["acme/sql@^1"])
     good = make_candidate("acme/sql@1.0.0", given=True)
     bad = make_candidate("acme/sql@1.1.0", yanked="leaks", given=True)
-    assert "acme/sql@1.0.0" in refs(chosen(asked("acme/top"), [top], given=[good, bad]))
-    assert "acme/sql@1.1.0" in refs(chosen(asked("acme/top"), [top], given=[bad]))
+    assert "acme/sql@1.0.0" in refs(chosen(asked("acme/top"), [top], installed=[good, bad]))
+    assert "acme/sql@1.1.0" in refs(chosen(asked("acme/top"), [top], installed=[bad]))
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,6 @@ def test_an_address_is_seen_in_every_writing(host: str, numeric: bool) -> None:
 
 @pytest.mark.parametrize("text", ["https://me:pa55word@hub.example", "me:pa55word@hub.example"])
 def test_a_password_in_an_address_is_refused_and_not_shown(text: str) -> None:
-    with pytest.raises(UsageError, match="holds no login") as refused:
+    with pytest.raises(UsageError, match="contains no login") as refused:
         RegistryAddress.parse(text)
     assert "pa55word" not in refused.value.message + refused.value.hint

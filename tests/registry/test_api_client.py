@@ -47,7 +47,7 @@ def test_what_is_not_strict_json_is_named(serve: Serve, body: bytes) -> None:
     server = serve(make_reply(200, body))
     with (
         make_client(server) as http,
-        pytest.raises(RegistryError, match="not JSON of ours") as caught,
+        pytest.raises(RegistryError, match="not JSON of an expertctl registry") as caught,
     ):
         ApiClient(http, server.address).get("whoami")
     assert "is that the address" in caught.value.hint

@@ -161,11 +161,11 @@ def test_only_the_realm_of_the_registry_itself_is_asked_wherever_it_is(named: st
 
 
 def test_another_realm_that_refuses_is_named_with_the_way_to_allow_it() -> None:
-    realm = Realm(UnauthenticatedError("auth.example: it wants to know who asks"))
+    realm = Realm(UnauthenticatedError("auth.example: it requires a login"))
     header = 'Bearer realm="https://auth.example/token"'
     with pytest.raises(UnauthenticatedError) as caught:
         logins(realm, ME).answer_challenge(HOME, "", header, refused=None, reachable=PUBLIC)
-    assert caught.value.message == "r.example: auth.example: it wants to know who asks"
+    assert caught.value.message == "r.example: auth.example: it requires a login"
     assert "--realm https://auth.example" in caught.value.hint
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest, FileDigest
+from expertctl.digest import Digest, FileDigest, Progress, ignore_progress
 from expertctl.errors import (
     DigestError,
     DiskFullError,
@@ -63,6 +63,17 @@ class StagingTarget:
         return self.folder / digest.hex
 
 
+def download(
+    downloads: BlobDownloader,
+    oci: OciClient,
+    files: Iterable[FileDigest],
+    target: StagingTarget,
+    progress: Progress = ignore_progress,
+) -> None:
+    """Fetch blobs of acme/sql."""
+    downloads.fetch_all([BlobRequest(oci, "acme/sql", file) for file in files], target, progress)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a test downloads to."""
@@ -75,9 +86,7 @@ class Place:
         counts: list[int] = []
         with make_client(server, attempts=attempts) as http:
             oci = OciClient(http, server.address)
-            self.downloads.fetch(
-                oci, "acme/sql", files or [FILE], self.target, progress=counts.append
-            )
+            download(self.downloads, oci, files or [FILE], self.target, counts.append)
         self.downloads.check_integrity()
         return counts
 
@@ -229,7 +238,7 @@ def test_a_blob_that_is_never_whole_is_given_up_after_a_time_for_its_size(
         head, _, body = honest(request).partition(b"\r\n\r\n")
         return head + b"\r\n\r\n" + body[:1]
 
-    with pytest.raises(UnreachableError, match="too slowly; what is here is kept"):
+    with pytest.raises(UnreachableError, match="too slow; partial data is kept"):
         place.fetch(serve(script), attempts=2)
 
 
@@ -274,7 +283,7 @@ def test_a_registry_that_breaks_off_and_grants_no_range_is_given_up(
     def script(request: ReceivedRequest) -> Reply:
         return make_reply(200, DATA) if "range" in request.headers else broken_at(4000)
 
-    with pytest.raises(RegistryError, match="changes while it is fetched"):
+    with pytest.raises(RegistryError, match="changed during the download"):
         place.fetch(serve(script))
 
 
@@ -289,7 +298,7 @@ def test_a_wrong_content_range_is_refused(serve: Serve, place: Place, content_ra
     def script(_: ReceivedRequest) -> Reply:
         return make_reply(206, DATA[4000:], Content_Range=content_range)
 
-    with pytest.raises(RegistryError, match="bytes 4000-10239 of 10240 were asked for"):
+    with pytest.raises(RegistryError, match="bytes 4000-10239 of 10240 were requested"):
         place.fetch(serve(first_then(broken_at(4000), script)))
     assert place.kept == DATA[:4000]
     assert not place.target.path(DIGEST).exists()
@@ -305,7 +314,7 @@ def test_a_content_range_of_unknown_length_is_good_enough(serve: Serve, place: P
 
 def test_a_part_that_nobody_asked_for_is_refused(serve: Serve, place: Place) -> None:
     part = make_reply(206, DATA[5:], Content_Range=f"bytes 5-{len(DATA) - 1}/{len(DATA)}")
-    with pytest.raises(RegistryError, match="were asked for"):
+    with pytest.raises(RegistryError, match="were requested"):
         place.fetch(serve(part))
     with pytest.raises(RegistryError, match="it refuses a range"):
         place.fetch(serve(make_reply(416)))
@@ -330,7 +339,7 @@ def test_a_body_longer_than_promised_is_cut_and_refused(serve: Serve, place: Pla
 def test_a_wrong_length_is_refused_before_a_byte_is_written(
     serve: Serve, place: Place, claimed: int
 ) -> None:
-    with pytest.raises(DigestError, match="10240 bytes were asked for"):
+    with pytest.raises(DigestError, match="10240 bytes were requested"):
         place.fetch(serve(lambda _: [make_reply(200, DATA, length=claimed), StallMarker()]))
     assert place.left() == []
 
@@ -404,7 +413,7 @@ def test_a_stalled_blob_goes_on_on_another_connection(serve: Serve, place: Place
     server = serve(first_then([broken_at(4000), StallMarker()]))
     with make_client(server, stall=0.2) as http:
         oci = OciClient(http, server.address)
-        place.downloads.fetch(oci, "acme/sql", [FILE], place.target)
+        download(place.downloads, oci, [FILE], place.target)
     assert place.arrived == DATA
 
 
@@ -465,7 +474,7 @@ def test_a_full_disk_is_said_and_what_is_here_stays(
     monkeypatch.setattr(os, "write", write)
     with pytest.raises(DiskFullError, match="no space left") as caught:
         place.fetch(server)
-    assert "what is here is kept" in caught.value.hint
+    assert "partial data is kept" in caught.value.hint
     assert place.kept == DATA[:3000]
     monkeypatch.undo()
     place.fetch(server)
@@ -549,15 +558,15 @@ from expertctl.registry.address import RegistryAddress
 from expertctl.registry.download import BlobDownloader, BlobRequest
 from expertctl.registry.http import RegistryHttp
 from expertctl.registry.oci_client import OciClient
-from tests.registry.test_download import StagingTarget
+from tests.registry.test_download import StagingTarget, download
 
 url, folder, digest, size = sys.argv[1:]
 with RegistryHttp() as http:
     oci = OciClient(http, RegistryAddress.parse(url))
     file = FileDigest("f", int(size), Digest.parse(digest))
-    BlobDownloader(Path(folder) / "partial", kept_bytes=0).fetch(
-        oci, "acme/sql", [file], StagingTarget(Path(folder) / "staging"),
-        progress=lambda count: print(count, flush=True),
+    download(
+        BlobDownloader(Path(folder) / "partial", kept_bytes=0), oci, [file],
+        StagingTarget(Path(folder) / "staging"), lambda count: print(count, flush=True),
     )
 """
 

@@ -56,7 +56,7 @@ def test_a_key_with_another_fingerprint_is_refused_whatever_it_calls_itself(serv
     ids=["no api", "nothing", "a text", "a number"],
 )
 def test_a_registry_without_an_index_key_is_told_apart(serve: Serve, answer: bytes) -> None:
-    with pytest.raises(RegistryError, match="says nothing of an index key") as refused:
+    with pytest.raises(RegistryError, match="has no index key") as refused:
         fetched(serve, answer, compute_named_key_id("index"))
     assert "digest" in refused.value.hint
 

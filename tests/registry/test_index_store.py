@@ -156,7 +156,7 @@ def test_a_damaged_memory_stops_and_never_forgets_the_floor(damage: str, store: 
         case _:
             path.mkdir()
     for act in (lambda: believe(store, envelope(6)), lambda: store.load(KNOWN, SQL)):
-        with pytest.raises(StoreError, match="said last of acme/sql cannot be read") as refused:
+        with pytest.raises(StoreError, match="the stored index of acme/sql") as refused:
             act()
         assert "move it away" in refused.value.hint
         assert str(path) in refused.value.hint

@@ -13,7 +13,6 @@ from expertctl.errors import (
     UnauthenticatedError,
 )
 from expertctl.package.layout import MANIFEST_TYPE
-from expertctl.registry import oci_client
 from expertctl.registry.http import RegistryHttp
 from expertctl.registry.oci_client import OciClient
 from tests.registry.hostile_registry import (
@@ -150,13 +149,6 @@ def test_a_tag_that_is_taken_is_a_conflict(serve: Serve) -> None:
         oci(http, server).put_manifest("acme/sql", "1.0.0", DATA)
 
 
-def test_a_manifest_is_removed_by_its_digest(serve: Serve) -> None:
-    server = serve(make_reply(202))
-    with make_client(server) as http:
-        oci(http, server).delete_manifest("acme/sql", DIGEST)
-    assert server.requests[0].target == f"/v2/acme/sql/manifests/{DIGEST}"
-
-
 def test_a_blob_that_is_there_does_not_travel(serve: Serve) -> None:
     server, counts = serve(make_reply(200)), []
     with make_client(server) as http:
@@ -184,46 +176,3 @@ def test_a_login_is_checked(serve: Serve) -> None:
         oci(http, server).ping()
     with make_client() as http, pytest.raises(UnauthenticatedError):
         oci(http, server).ping()
-
-
-def test_tags_come_page_by_page_from_this_registry_alone(serve: Serve) -> None:
-    thief = serve(make_reply(200, b'{"tags": ["stolen"]}'))
-
-    def script(request: ReceivedRequest) -> Reply:
-        if "last=b" in request.target:
-            return make_reply(
-                200, b'{"tags": ["c", "-bad", 1]}', Link=f'<{thief.url}/x>; rel="next"'
-            )
-        if "last=a" in request.target:
-            link = f"<http://{request.headers['host']}/v2/acme/sql/tags/list?last=b>; rel=next"
-            return make_reply(200, b'{"tags": ["b"]}', Link=link)
-        return make_reply(
-            200, b'{"tags": ["a"]}', Link='</v2/acme/sql/tags/list?last=a>; rel="next"'
-        )
-
-    server = serve(script)
-    with make_client(server) as http:
-        assert oci(http, server).list_tags("acme/sql") == ["a", "b", "c"]
-    assert thief.requests == []
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b"not json"])
-def test_tags_that_are_no_json_are_an_error(serve: Serve, body: bytes) -> None:
-    server = serve(make_reply(200, body))
-    with make_client(server) as http, pytest.raises(RegistryError):
-        oci(http, server).list_tags("acme/sql")
-
-
-@pytest.mark.parametrize("body", [b'{"tags": null}', b'{"tags": "x"}', b"{}"])
-def test_no_tags_are_none(serve: Serve, body: bytes) -> None:
-    server = serve(make_reply(200, body))
-    with make_client(server) as http:
-        assert oci(http, server).list_tags("acme/sql") == []
-
-
-def test_tags_that_never_end_are_cut_off(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oci_client, "MAX_TAG_PAGES", 3)
-    server = serve(make_reply(200, b'{"tags": ["a"]}', Link="</v2/acme/sql/tags/list>; rel=next"))
-    with make_client(server) as http, pytest.raises(RegistryError, match="never end"):
-        oci(http, server).list_tags("acme/sql")
-    assert len(server.requests) == 3

@@ -12,7 +12,6 @@ from expertctl.registry.index_document import IndexDocument, KeyEntry
 from expertctl.registry.registry_trust import (
     apply_revocations,
     find_signer_problem,
-    find_trusted_form,
     pin_index_keys,
     pin_verified_keys,
 )
@@ -59,6 +58,13 @@ def may_sign(record: TrustRecord, name: str, *, host: str = HOST, namespace: str
     return find_signer_problem(form, one, package=package, host=host, record=record) is None
 
 
+def require_signer(record: TrustRecord, version: str, name: str) -> None:
+    release = make_release(version, name)
+    problem = find_signer_problem(release.forms[0], release, package=SQL, host=HOST, record=record)
+    if problem is not None:
+        raise problem
+
+
 def signers(record: TrustRecord, *names: str) -> list[str]:
     return [name for name in names if may_sign(record, name)]
 
@@ -102,7 +108,7 @@ def test_what_an_unpinned_key_signed_is_refused_with_the_way_out() -> None:
         make_index_document(2, keys=[make_key_entry("mallory")]),
     )
     with pytest.raises(TrustError, match="no key that is trusted for acme vouches") as refused:
-        find_trusted_form(make_release("2.0.0", "mallory"), package=SQL, host=HOST, record=record)
+        require_signer(record, "2.0.0", "mallory")
     assert f"trust add KEY.pem --namespace acme --registry {HOST}" in refused.value.hint
     assert not isinstance(refused.value, RevokedError)
 
@@ -250,7 +256,7 @@ def test_a_revocation_in_the_index_holds_at_once_and_for_good() -> None:
         "bob"
     ]
     with pytest.raises(RevokedError, match=f"was revoked by {HOST}: alice was lost"):
-        find_trusted_form(make_release("1.0.0", "alice"), package=SQL, host=HOST, record=record)
+        require_signer(record, "1.0.0", "alice")
 
 
 def test_a_registry_revokes_nothing_outside_its_own_namespace() -> None:
@@ -297,27 +303,6 @@ def test_a_registry_cannot_rename_the_keys_of_the_person() -> None:
     assert trusted.grants == (Grant("acme", None, HOST), Grant("local"))
 
 
-def test_the_newest_form_whose_signer_counts_is_taken() -> None:
-    keys = [make_key_entry("alice"), make_key_entry("bob")]
-    record = believed(make_index_document(1, keys=keys))
-    one = make_release("1.0.0", "alice", "bob", "mallory")
-    assert find_trusted_form(one, package=SQL, host=HOST, record=record) == one.forms[1]
-    lost = believed(make_index_document(2, keys=keys, revoked=["bob"]), record=record)
-    assert find_trusted_form(one, package=SQL, host=HOST, record=lost) == one.forms[0]
-
-
-def test_of_several_problems_that_of_the_newest_form_is_told() -> None:
-    record = believed(make_index_document(1, keys=[make_key_entry("alice")], revoked=["bob"]))
-    with pytest.raises(RevokedError, match="bob was lost"):
-        find_trusted_form(
-            make_release("1.0.0", "mallory", "bob"), package=SQL, host=HOST, record=record
-        )
-    with pytest.raises(TrustError, match="vouches"):
-        find_trusted_form(
-            make_release("1.0.0", "bob", "mallory"), package=SQL, host=HOST, record=record
-        )
-
-
 def test_a_thousand_keys_in_one_chain_are_followed() -> None:
     keys = [make_named_key(f"link {n}") for n in range(1000)]
     entries = [
@@ -343,16 +328,16 @@ class TestStore:
     def test_every_change_is_told_once(self, trust: TrustStore) -> None:
         first = make_index_document(1, keys=[make_key_entry("alice")])
         assert pin(first, trust) == [
-            f"pinned for acme/* of {HOST}: key {compute_named_key_id('alice')} "
-            "(first install of the namespace; compare it with what the publisher says)"
+            f"pinned for acme/* of {HOST}: key {compute_named_key_id('alice')} (first install of "
+            "the namespace; compare it with what the publisher says)"
         ]
         assert pin(first, trust) == []
         second = make_index_document(
             2, keys=[make_key_entry("bob", endorsed_by="alice")], revoked=["carol"]
         )
         assert pin(second, trust) == [
-            f"pinned for acme/* of {HOST}: key {compute_named_key_id('bob')} "
-            "(a key that you trust already vouches for it)"
+            f"pinned for acme/* of {HOST}: key {compute_named_key_id('bob')} (a key that you "
+            "trust already vouches for it)"
         ]
         assert trust.read().find_revocation(
             compute_named_key_id("carol"), namespace="acme", registry=HOST

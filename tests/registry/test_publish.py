@@ -30,10 +30,11 @@ from expertctl.registry.http import RegistryHttp
 from expertctl.registry.index_document import open_index
 from expertctl.registry.oci_client import OciClient
 from expertctl.registry.publish import (
+    PublishPackage,
     PublishTarget,
+    examine_publish_package,
     plan_upload,
     publish_package,
-    read_publish_package,
     sort_by_requirements,
 )
 from expertctl.settings import Home
@@ -59,6 +60,14 @@ from tests.registry.live_registry import (
 )
 
 __all__ = ["admin", "alice", "destination", "live", "tiny_base", "trust", "workshop"]
+
+
+def read_publish_package(path: Path, trust: TrustStore) -> PublishPackage:
+    """Read a file that may be published, or raise the first reason against it."""
+    parcel, problems = examine_publish_package(path, trust)
+    for problem in problems:
+        raise problem
+    return parcel
 
 
 def publish(path: Path, trust: TrustStore, to: PublishTarget) -> str:

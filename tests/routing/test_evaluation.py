@@ -257,13 +257,13 @@ def test_evaluating_counts_as_no_use(
     planner: Planner, data: LabelledPrompts, house: HomeFixture
 ) -> None:
     before = [
-        (e.ref, planner.catalogue.find_success_rate(e.digest))
+        (e.ref, planner.catalogue.read_success_rates().find_rate(e.digest))
         for e in planner.read_inventory().experts
     ]
     found: RoutingEvaluation = evaluate_routing(planner, data)
     assert found.decisions
     after = [
-        (e.ref, planner.catalogue.find_success_rate(e.digest))
+        (e.ref, planner.catalogue.read_success_rates().find_rate(e.digest))
         for e in planner.read_inventory().experts
     ]
     assert before == after

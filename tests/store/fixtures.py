@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -18,13 +19,16 @@ from expertctl.install.installer import install_files
 from expertctl.install.publication import InstalledPackage
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.read import PackageContents, read_package
+from expertctl.package.verify import VerifiedPackage
 from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
+from expertctl.store.refs import LOCAL
 from expertctl.store.run_record import PairGain, RunRecord, UsedExpert
 from expertctl.store.store import Store
+from expertctl.store.transaction import AddResult, PackageStaging
 from expertctl.trust.keys import PrivateKey
 from expertctl.trust.trust_store import TrustStore
 from tests.factories import make_package, write_base
@@ -184,6 +188,23 @@ def make_run(number: int, *experts: UsedExpert, alone: bool = False, **fields: o
         finish_reason="stop",
     )
     return replace(plain, **fields)  # type: ignore[arg-type]  # fields of a job
+
+
+def record_use(catalogue: Catalogue, digest: Digest) -> bool:
+    """Record a run of one expert, with an id of its own."""
+    run = make_run(0, UsedExpert("acme/sql@1.0.0", digest), job_id=uuid4().hex)
+    return catalogue.history.record_run(run)
+
+
+def publish(
+    store: Store, package: VerifiedPackage, staging: PackageStaging, *, registry: str = LOCAL
+) -> AddResult:
+    """Publish one package without any check against others, and free what it replaces."""
+    with store.begin_transaction() as changes:
+        added = changes.publish(package, staging, registry=registry)
+        if added.superseded:
+            changes.free_blobs(added.superseded)
+    return added
 
 
 def make_gain(**fields: object) -> PairGain:

@@ -11,7 +11,7 @@ import pytest
 from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, ExpertError, StoreError
 from expertctl.store.catalogue import Catalogue, UsageCount
-from tests.store.fixtures import HomeFixture, PackageFactory
+from tests.store.fixtures import HomeFixture, PackageFactory, record_use
 
 X, Y = Digest.compute(b"x"), Digest.compute(b"y")
 
@@ -22,8 +22,8 @@ def catalogue(tmp_path: Path) -> Catalogue:
 
 
 def test_an_absent_catalogue_is_read_without_being_made(catalogue: Catalogue) -> None:
-    assert catalogue.find_usage(X) is None
-    assert catalogue.find_success_rate(X) is None
+    assert catalogue.history.read_usage_counts().get(X) is None
+    assert catalogue.read_success_rates().find_rate(X) is None
     assert catalogue.list_refs() == []
     assert catalogue.find_problems() == []
     assert not catalogue.path.exists()
@@ -31,18 +31,18 @@ def test_an_absent_catalogue_is_read_without_being_made(catalogue: Catalogue) ->
 
 def test_uses_are_counted_for_each_content(catalogue: Catalogue) -> None:
     for _ in range(4):
-        assert catalogue.record_use(X)
-    assert catalogue.record_use(Y)
-    usage = catalogue.find_usage(X)
+        assert record_use(catalogue, X)
+    assert record_use(catalogue, Y)
+    usage = catalogue.history.read_usage_counts().get(X)
     assert usage is not None
     assert (usage.uses, usage.successes, usage.failures) == (4, 0, 0)
     assert usage.last_used is not None
-    assert catalogue.find_success_rate(X) is None
-    assert catalogue.find_success_rate(Y) is None
+    assert catalogue.read_success_rates().find_rate(X) is None
+    assert catalogue.read_success_rates().find_rate(Y) is None
 
 
 def test_nobody_else_may_read_it(catalogue: Catalogue) -> None:
-    catalogue.record_use(X)
+    record_use(catalogue, X)
     assert stat.S_IMODE(catalogue.path.stat().st_mode) == 0o600
     assert catalogue.find_problems() == []
     catalogue.path.chmod(0o644)
@@ -56,12 +56,12 @@ def test_experts_are_listed_and_forgotten_and_their_history_stays(
         shop.package("acme/one"), shop.package("acme/two"), catalogue=house.catalogue
     )
     assert house.catalogue.list_refs() == ["acme/one@1.0.0", "acme/two@1.0.0"]
-    house.catalogue.record_use(one.expert.content_digest)
+    record_use(house.catalogue, one.expert.content_digest)
     house.catalogue.remove(one.expert)
     assert house.catalogue.list_refs() == ["acme/two@1.0.0"]
     house.catalogue.rebuild([(one.expert, house.store.read_manifest(one.expert))])
     assert house.catalogue.list_refs() == ["acme/one@1.0.0"]
-    usage = house.catalogue.find_usage(one.expert.content_digest)
+    usage = house.catalogue.history.read_usage_counts().get(one.expert.content_digest)
     assert usage is not None
     assert usage.uses == 1
     assert two.expert.ref not in house.catalogue.list_refs()
@@ -71,7 +71,7 @@ def test_experts_are_listed_and_forgotten_and_their_history_stays(
 @pytest.mark.parametrize("sidecars", [False, True])
 def test_a_file_that_is_no_database_is_moved_aside(sidecars: bool, catalogue: Catalogue) -> None:
     if sidecars:
-        catalogue.record_use(Y)
+        record_use(catalogue, Y)
         for suffix in ("-wal", "-shm"):
             catalogue.path.with_name(f"index.db{suffix}").write_bytes(b"\xff" * 5000)
     catalogue.path.write_bytes(b"this is no database " * 500)
@@ -79,29 +79,29 @@ def test_a_file_that_is_no_database_is_moved_aside(sidecars: bool, catalogue: Ca
         catalogue.find_problems()
         == ["others may read or write it", "file is not a database"][sidecars:]
     )
-    assert catalogue.find_usage(X) is None
+    assert catalogue.history.read_usage_counts().get(X) is None
     assert "was damaged" in catalogue.notes[0]
     assert "reindex" in catalogue.notes[0]
     assert catalogue.path.with_name("index.db.damaged").read_bytes()[:4] == b"this"
-    assert catalogue.record_use(X)
-    assert catalogue.find_usage(X)
+    assert record_use(catalogue, X)
+    assert catalogue.history.read_usage_counts().get(X)
     catalogue.check_integrity()
 
 
 def test_every_page_may_be_damaged_without_a_traceback(catalogue: Catalogue) -> None:
     for number in range(120):
-        catalogue.record_use(Digest.compute(str(number).encode()))
+        record_use(catalogue, Digest.compute(str(number).encode()))
     whole = catalogue.path.read_bytes()
     assert len(whole) > 3 * 4096
     for begin in range(0, len(whole), 4096):
         for name in ("index.db-wal", "index.db-shm", "index.db.damaged"):
             catalogue.path.with_name(name).unlink(missing_ok=True)
         catalogue.path.write_bytes(whole[:begin] + b"\xff" * 2048 + whole[begin + 2048 :])
-        usage = catalogue.find_usage(Digest.compute(b"7"))
+        usage = catalogue.history.read_usage_counts().get(Digest.compute(b"7"))
         assert usage is None or usage.uses == 1
         for _ in range(2):  # damage may be met only by the second question
-            assert catalogue.record_use(X), catalogue.notes
-            found = catalogue.find_usage(X)
+            assert record_use(catalogue, X), catalogue.notes
+            found = catalogue.history.read_usage_counts().get(X)
         assert found is not None
 
 
@@ -110,9 +110,9 @@ def test_another_program_s_database_is_moved_aside(catalogue: Catalogue) -> None
         connection.execute("CREATE TABLE usage (something TEXT)")
     connection.close()
     assert catalogue.find_problems()[-1] == "the table usage is not ours"
-    assert catalogue.find_usage(X) is None
-    assert catalogue.record_use(X)
-    assert catalogue.find_usage(X)
+    assert catalogue.history.read_usage_counts().get(X) is None
+    assert record_use(catalogue, X)
+    assert catalogue.history.read_usage_counts().get(X)
 
 
 def test_a_writer_that_was_killed_before_it_began_left_nothing_to_repair(
@@ -120,15 +120,15 @@ def test_a_writer_that_was_killed_before_it_began_left_nothing_to_repair(
 ) -> None:
     catalogue.path.touch(mode=0o600)
     assert catalogue.find_problems() == []
-    assert catalogue.find_usage(X) is None
-    assert catalogue.record_use(X)
+    assert catalogue.history.read_usage_counts().get(X) is None
+    assert record_use(catalogue, X)
     assert catalogue.notes == []
 
 
 def test_a_place_that_is_no_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     catalogue = Catalogue(tmp_path / "file" / "index.db")
-    assert not catalogue.record_use(X)
+    assert not record_use(catalogue, X)
     assert "not recorded" in catalogue.notes[0]
     with pytest.raises(StoreError):
         catalogue.rebuild([])
@@ -165,7 +165,7 @@ def test_many_processes_count_without_losing_a_use(catalogue: Catalogue) -> None
 
     def work() -> None:
         for _ in range(25):
-            assert catalogue.record_use(X)
+            assert record_use(catalogue, X)
 
     workers = [context.Process(target=work) for _ in range(4)]
     for worker in workers:
@@ -173,7 +173,8 @@ def test_many_processes_count_without_losing_a_use(catalogue: Catalogue) -> None
     for worker in workers:
         worker.join(60)
         assert worker.exitcode == 0
-    assert catalogue.find_usage(X) == UsageCount(100, 0, 0, catalogue.find_usage(X).last_used)  # type: ignore[union-attr]  # there
+    usage = catalogue.history.read_usage_counts()[X]
+    assert usage == UsageCount(100, 0, 0, usage.last_used)
 
 
 def test_names_of_signers_are_read_for_display(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from expertctl.settings import Home
 from expertctl.store.disk import disk_errors
 from expertctl.store.store import Store
 from tests.store.fault_injection import run_with_fault
-from tests.store.fixtures import HomeFixture, PackageFactory
+from tests.store.fixtures import HomeFixture, PackageFactory, record_use
 
 NOBODY = 65534
 ROOT = os.geteuid() == 0
@@ -112,7 +112,7 @@ def test_what_is_known_of_experts_is_read_from_a_full_disk(
     full = HomeFixture(small_disk / "home").trust_keys("acme")
     (done,) = full.install(shop.package("acme/first"), catalogue=full.catalogue)
     digest = done.expert.content_digest
-    assert full.catalogue.record_use(digest)
+    assert record_use(full.catalogue, digest)
     index = full.home.index
     with closing(sqlite3.connect(index)) as database:
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -120,13 +120,13 @@ def test_what_is_known_of_experts_is_read_from_a_full_disk(
     filler = small_disk / "filler"
     with pytest.raises(OSError, match="No space"):
         filler.write_bytes(b"x" * (256 << 10))
-    usage = full.catalogue.find_usage(digest)
+    usage = full.catalogue.history.read_usage_counts().get(digest)
     assert usage is not None
     assert usage.uses == 1
-    assert not full.catalogue.record_use(digest)
+    assert not record_use(full.catalogue, digest)
     filler.unlink()
-    assert full.catalogue.record_use(digest)
-    usage = full.catalogue.find_usage(digest)
+    assert record_use(full.catalogue, digest)
+    usage = full.catalogue.history.read_usage_counts().get(digest)
     assert usage is not None
     assert usage.uses == 2
 
@@ -166,7 +166,7 @@ def test_a_store_that_may_not_be_written_is_read_and_refuses_the_rest(
     house = HomeFixture(public / "home").trust_keys("acme")
     (done,) = house.install(shop.package("acme/first"), catalogue=house.catalogue)
     house.bases.add_copy(shop.base_dir, name="base")
-    house.catalogue.record_use(done.expert.content_digest)
+    record_use(house.catalogue, done.expert.content_digest)
     package = public / "second.expert"
     package.write_bytes(shop.package("acme/second", seed=3).read_bytes())
     package.chmod(0o644)
@@ -211,18 +211,18 @@ def test_the_history_is_read_and_not_written_where_nothing_may_be_written(
     house = HomeFixture(public / "home").trust_keys("acme")
     (done,) = house.install(shop.package("acme/first"), catalogue=house.catalogue)
     digest = done.expert.content_digest
-    house.catalogue.record_use(digest)
+    record_use(house.catalogue, digest)
     protect(house.root)
 
     def use() -> None:
         powerless()
         catalogue = house.catalogue
-        usage = catalogue.find_usage(digest)
+        usage = catalogue.history.read_usage_counts().get(digest)
         assert usage is not None
         assert usage.uses == 1
-        assert catalogue.find_success_rate(digest) is None
+        assert catalogue.read_success_rates().find_rate(digest) is None
         assert catalogue.list_refs() == ["acme/first@1.0.0"]
-        assert not catalogue.record_use(digest)
+        assert not record_use(catalogue, digest)
         assert "not recorded" in catalogue.notes[0]
 
     ended = run_with_fault(use)
@@ -240,7 +240,7 @@ def test_a_read_only_file_system_is_told(small_disk: Path, shop: PackageFactory)
         house.store.remove(done.expert)
     with house.store.lease_experts([done.expert]):
         house.store.check_integrity()
-    assert not house.catalogue.record_use(done.expert.content_digest)
+    assert not record_use(house.catalogue, done.expert.content_digest)
 
 
 def test_blobs_on_another_file_system_are_copied_there(

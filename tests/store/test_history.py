@@ -118,7 +118,7 @@ def test_an_absent_history_is_empty_and_stays_absent(tmp_path: Path) -> None:
     catalogue = Catalogue(tmp_path / "index.db")
     assert catalogue.history.list_runs() == []
     assert catalogue.find_sure_gains() == {}
-    assert catalogue.find_success_rate(EXPERT_X.content_digest, task="default") is None
+    assert catalogue.read_success_rates().find_rate(EXPERT_X.content_digest, task="default") is None
     assert catalogue.read_revision() == 0
     assert catalogue.history.clear() == 0
     with pytest.raises(NotFoundError, match="no run is remembered") as told:
@@ -313,7 +313,10 @@ def test_a_judgement_or_a_failure_changes_the_revision_and_a_plain_run_does_not(
 def test_another_process_sees_what_is_said(tmp_path: Path, clock: HistoryClock) -> None:
     catalogue = Catalogue(tmp_path / "index.db")
     catalogue.history.record_run(job(1, clock=clock))
-    before = catalogue.read_revision(), catalogue.find_success_rate(EXPERT_X.content_digest)
+    before = (
+        catalogue.read_revision(),
+        catalogue.read_success_rates().find_rate(EXPERT_X.content_digest),
+    )
 
     def say() -> None:
         Catalogue(tmp_path / "index.db").history.rate_run("last", "good")
@@ -324,7 +327,7 @@ def test_another_process_sees_what_is_said(tmp_path: Path, clock: HistoryClock) 
     assert other.exitcode == 0
     assert catalogue.read_revision() != before[0]
     assert before[1] is None
-    assert catalogue.find_success_rate(EXPERT_X.content_digest) is not None
+    assert catalogue.read_success_rates().find_rate(EXPERT_X.content_digest) is not None
 
 
 def test_many_processes_judge_without_losing_a_word(tmp_path: Path, clock: HistoryClock) -> None:
@@ -449,10 +452,10 @@ def test_a_file_of_an_older_version_gets_the_new_tables_and_keeps_its_own(
     catalogue = Catalogue(tmp_path / "index.db")
     assert catalogue.history.list_runs() == []
     assert catalogue.read_revision() == 0
-    assert catalogue.find_success_rate(EXPERT_X.content_digest) is None
+    assert catalogue.read_success_rates().find_rate(EXPERT_X.content_digest) is None
     assert catalogue.find_problems() == []
     catalogue.history.record_run(job(1, clock=clock))
-    usage = catalogue.find_usage(EXPERT_X.content_digest)
+    usage = catalogue.history.read_usage_counts().get(EXPERT_X.content_digest)
     assert usage is not None
     assert usage.uses == 8
     assert catalogue.notes == []

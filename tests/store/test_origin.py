@@ -16,7 +16,7 @@ from expertctl.store.refs import LOCAL, StoredExpert, StorePaths
 from expertctl.store.transaction import AddResult
 from expertctl.trust.grants import KnownRegistry
 from tests.store.fault_injection import SpawnedProcess, run_with_fault
-from tests.store.fixtures import HomeFixture, PackageFactory, make_key
+from tests.store.fixtures import HomeFixture, PackageFactory, make_key, publish
 from tests.store.test_crashes import Sweep, content, exact, settle
 
 ONE, TWO = "one.example.com", "127.0.0.1:8080"
@@ -28,7 +28,7 @@ def put(house: HomeFixture, path: Path, registry: str = LOCAL) -> AddResult:
     with house.store.stage_package() as staging:
         contents = read_package(path, sink=staging)
         package = verify_contents(contents, house.trust)
-        return house.store.add(package, staging, registry=registry)
+        return publish(house.store, package, staging, registry=registry)
 
 
 def only(house: HomeFixture) -> StoredExpert:

@@ -1,5 +1,6 @@
 """What remembered runs come to, against counts made by hand."""
 
+import sqlite3
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -49,12 +50,16 @@ def test_runs_are_counted(history: RunHistory) -> None:
 
 
 def test_the_most_used_expert_is_first_and_counts_of_forgotten_runs_stay(
-    history: RunHistory,
+    history: RunHistory, tmp_path: Path
 ) -> None:
     for number in range(3):
         history.record_run(make_run(number, EXPERT_X, EXPERT_Y))
     history.record_run(make_run(3, EXPERT_Y))
-    history.count_use(EXPERT_Y.content_digest)
+    history.record_run(make_run(5, EXPERT_Y))
+    with sqlite3.connect(tmp_path / "index.db") as database:
+        database.execute("DELETE FROM job_experts WHERE number = 5")
+        database.execute("DELETE FROM jobs WHERE number = 5")
+    database.close()
     history.record_run(make_run(4, alone=True))
     history.rate_run(make_run(3).job_id, "good")
     y, x = make_statistics(history).experts

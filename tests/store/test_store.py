@@ -14,14 +14,14 @@ from expertctl.reference import Reference
 from expertctl.store.refs import StoredExpert
 from expertctl.store.store import Store, find_similar_names, parse_wanted
 from expertctl.store.transaction import AddResult
-from tests.store.fixtures import HomeFixture, PackageFactory
+from tests.store.fixtures import HomeFixture, PackageFactory, publish
 
 
 def add(house: HomeFixture, file: Path) -> AddResult:
     """Install a signed package without any check of others."""
     with house.store.stage_package() as staging:
         package = verify_contents(read_package(file, sink=staging), house.trust)
-        return house.store.add(package, staging)
+        return publish(house.store, package, staging)
 
 
 def put(house: HomeFixture, *files: Path) -> list[StoredExpert]:
@@ -317,7 +317,7 @@ def test_staging_of_a_living_install_is_kept_at_any_age(
         package = verify_contents(read_package(shop.package(), sink=staging), house.trust)
         os.utime(staging.folder, (0, 0))
         assert house.store.collect_garbage().folders == ()
-        house.store.add(package, staging)
+        publish(house.store, package, staging)
     house.check_integrity()
 
 

@@ -42,7 +42,7 @@ def test_nobody_is_trusted_at_first_and_asking_writes_nothing(
     store: TrustStore, key: PublicKey
 ) -> None:
     assert store.list_keys() == []
-    assert store.list_revocations() == []
+    assert store.read().revoked == ()
     assert not store.is_revoked(key.key_id)
     with pytest.raises(TrustError, match="is not trusted"):
         store.authorise(key.key_id, package=SQL, content_digest=CONTENT)
@@ -75,7 +75,7 @@ def test_revocation_outlives_removal_on_disk(store: TrustStore, key: PublicKey) 
     again = TrustStore(store.path)
     assert again.list_keys() == []
     assert again.is_revoked(key.key_id)
-    assert [r.reason for r in again.list_revocations()] == ["stolen"]
+    assert [r.reason for r in again.read().revoked] == ["stolen"]
     with pytest.raises(RevokedError, match="stolen"):
         again.add(key, name="me", namespaces=["acme"])
     with pytest.raises(RevokedError, match="stolen"):
@@ -196,7 +196,7 @@ def test_processes_that_change_it_at_once_lose_nothing(store: TrustStore) -> Non
     command = [sys.executable, "-c", program, str(store.path)]
     running = [subprocess.Popen([*command, str(me)], cwd=ROOT) for me in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
-    assert {r.key_id for r in store.list_revocations()} == {f"sha256:{n:064x}" for n in range(24)}
+    assert {r.key_id for r in store.read().revoked} == {f"sha256:{n:064x}" for n in range(24)}
     named = sorted((entry.name, entry.namespaces[0]) for entry in store.list_keys())
     assert named == sorted((f"k{me}", f"n{number}") for me in range(3) for number in range(8))
     store.check_integrity()

@@ -112,7 +112,7 @@ def test_a_key_is_revoked_by_its_own_name_a_trusted_name_or_its_id(
     assert publisher.revoke_key(unknown).key_id == unknown
     publisher.trust.remove(own)
     assert publisher.revoke_key("me").key_id == own
-    assert len(publisher.trust.list_revocations()) == 3
+    assert len(publisher.trust.read().revoked) == 3
 
 
 def test_a_name_that_means_nothing_or_two_keys_revokes_nothing(
@@ -126,4 +126,4 @@ def test_a_name_that_means_nothing_or_two_keys_revokes_nothing(
     assert own in refused.value.hint
     with pytest.raises(NotFoundError, match="'nobody'"):
         publisher.revoke_key("nobody")
-    assert publisher.trust.list_revocations() == []
+    assert publisher.trust.read().revoked == ()

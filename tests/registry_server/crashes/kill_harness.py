@@ -36,9 +36,9 @@ from expertctl.registry.publish import (
     PublishPackage,
     PublishTarget,
     UploadPlan,
+    examine_publish_package,
     plan_upload,
     publish_package,
-    read_publish_package,
 )
 from expertctl.trust.trust_store import TrustStore
 from registry_server.operation.new_registry import CreatedRegistry
@@ -321,7 +321,9 @@ def write_packages(
 
         path = folder / f"{number}.expert"
         write_package(path, package.layout, partial(open_blob, package))
-        made.append(read_publish_package(path, trust))
+        parcel, problems = examine_publish_package(path, trust)
+        assert not problems, problems
+        made.append(parcel)
     return made
 
 
