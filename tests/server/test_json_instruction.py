@@ -1,6 +1,7 @@
 """What a model is told of the JSON that a request asks for by a schema."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema_rs
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 
 from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.text.prompt import ConversationMessage
-from expertctl.server.chat_prompt import (
+from expertctl.server.json_instruction import (
     INSTRUCTION_TEXT,
     INSTRUCTION_WARNING,
     MAX_INSTRUCTION_CHARACTERS,
+    MAX_SAMPLE_CHARACTERS,
     add_json_instruction,
     build_json_instruction,
 )
@@ -28,12 +30,18 @@ PERSON: dict[str, Any] = {
     "required": ["name", "age"],
 }
 INSTRUCTION = f'{INSTRUCTION_TEXT}\n{{"name": "<name>", "age": 12}}'
+SAMPLES = (
+    ConversationMessage("user", f"Give an example.\n\n{INSTRUCTION}"),
+    ConversationMessage("assistant", '{"name": "a name", "age": 7}'),
+    ConversationMessage("user", f"Give another example.\n\n{INSTRUCTION}"),
+    ConversationMessage("assistant", '{"name": "another name", "age": 3}'),
+)
 
 
 def example(schema: dict[str, Any]) -> Any:
     told = build_json_instruction(schema)
     assert told is not None
-    words, _, line = told.partition("\n")
+    words, _, line = told.paragraph.partition("\n")
     assert words == INSTRUCTION_TEXT
     return json.loads(line)
 
@@ -48,9 +56,10 @@ CASES: list[tuple[dict[str, Any], Any]] = [
     (of(kind={"enum": ["bug", "question"]}), {"kind": "bug"}),
     (of(version={"const": 3}), {"version": 3}),
     (of(name={"type": "string", "examples": ["Ada"]}), {"name": "Ada"}),
-    (of(tags={"type": "array", "items": TEXT}), {"tags": ["<tags>", "<tags>"]}),
-    (of(one={"type": "array", "items": TEXT, "maxItems": 1}), {"one": ["<one>"]}),
+    (of(tags={"type": "array", "items": TEXT}), {"tags": ["<tags 1>", "<tags 2>"]}),
+    (of(one={"type": "array", "items": TEXT, "maxItems": 1}), {"one": ["<one 1>"]}),
     (of(rgb={"type": "array", "items": WHOLE, "minItems": 3}), {"rgb": [12, 12, 12]}),
+    (of(six={"type": "array", "items": WHOLE, "minItems": 6}), {"six": [12] * 6}),
     (of(at={"type": "array", "prefixItems": [TEXT, WHOLE]}), {"at": ["<at>", 12]}),
     (of(stars={"type": "integer", "minimum": 1, "maximum": 5}), {"stars": 5}),
     (of(year={"type": "integer", "minimum": 1900}), {"year": 1900}),
@@ -74,6 +83,45 @@ def test_an_example_has_the_form_of_the_schema(schema: dict[str, Any], wanted: A
     assert jsonschema_rs.is_valid(schema, wanted)
 
 
+@pytest.mark.parametrize("schema", [schema for schema, _ in CASES], ids=str)
+def test_the_assistant_has_answered_in_the_form_of_the_schema(schema: dict[str, Any]) -> None:
+    told = build_json_instruction(schema)
+    assert told is not None
+    assert [message.role for message in told.samples] == ["user", "assistant"] * 2
+    assert all(told.paragraph in message.content for message in told.samples[::2])
+    for message in told.samples[1::2]:
+        assert jsonschema_rs.is_valid(schema, json.loads(message.content))
+
+
+def test_a_long_form_is_said_once() -> None:
+    told = build_json_instruction(of(**{"x" * (MAX_SAMPLE_CHARACTERS // 2): TEXT}))
+    assert told is not None
+    assert told.samples == ()
+
+
+def test_a_long_answer_is_no_sample() -> None:
+    told = build_json_instruction(of(kind={"enum": ["a", "b" * MAX_INSTRUCTION_CHARACTERS]}))
+    assert told is not None
+    assert [message.content for message in told.samples[1:]] == ['{"kind": "a"}']
+
+
+def test_the_answers_of_the_assistant_differ_where_the_schema_leaves_a_choice() -> None:
+    kinds = {"type": "string", "enum": ["bug", "question"]}
+    told = build_json_instruction(
+        of(
+            kind=kinds,
+            sold={"type": "boolean"},
+            price={"type": "number"},
+            tags={"type": "array", "items": TEXT},
+        )
+    )
+    assert told is not None
+    assert [json.loads(message.content) for message in told.samples[1::2]] == [
+        {"kind": "question", "sold": True, "price": 7.5, "tags": ["a tags 1", "a tags 2"]},
+        {"kind": "bug", "sold": False, "price": 3.5, "tags": ["another tags 1", "another tags 2"]},
+    ]
+
+
 TREE = {**of(name=TEXT, children={"type": "array", "items": {"$ref": "#"}})}
 WIDE = {**of(**{f"p{n}": TEXT for n in range(300)})}
 POWER = {
@@ -92,6 +140,7 @@ POWER = {
         {"type": "string"},
         {"type": "object"},
         {"type": "array", "maxItems": 0},
+        {"type": "array", "items": WHOLE, "minItems": 1e300},
         TREE,
         WIDE,
         POWER,
@@ -138,20 +187,13 @@ def test_a_malformed_schema_breaks_nothing_and_says_the_same_twice(value: Any) -
     assert build_json_instruction(schema) == build_json_instruction(schema)
 
 
-def test_the_last_message_of_the_user_says_the_form() -> None:
-    before = (
-        ConversationMessage("system", "Be brief."),
-        ConversationMessage("user", "Hi"),
-        ConversationMessage("assistant", "Hello"),
-    )
+def test_the_last_message_of_the_user_says_the_form_and_the_first_turns_show_it() -> None:
+    system = ConversationMessage("system", "Be brief.")
+    before = (ConversationMessage("user", "Hi"), ConversationMessage("assistant", "Hello"))
     begun = ConversationMessage("assistant", "{")
-    asked = (*before, ConversationMessage("user", "Who wrote Hamlet?"), begun)
-    told = add_json_instruction(asked, PERSON)
-    assert told == (
-        *before,
-        ConversationMessage("user", f"Who wrote Hamlet?\n\n{INSTRUCTION}"),
-        begun,
-    )
+    asked = (system, *before, ConversationMessage("user", "Who wrote Hamlet?"), begun)
+    last = ConversationMessage("user", f"Who wrote Hamlet?\n\n{INSTRUCTION}")
+    assert add_json_instruction(asked, PERSON) == (system, *SAMPLES, *before, last, begun)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +248,12 @@ def prompt_tokens(document: Any) -> int:
     return int(usage.get("prompt_tokens") or usage["input_tokens"] + kept)
 
 
-def chat_prompt(served: ServerHarness, text: str) -> int:
-    message = {"role": "user", "content": text}
-    answer = served.client().post("/v1/chat/completions", json={**CHAT, "messages": [message]})
+def chat_prompt(
+    served: ServerHarness, text: str, *, before: Sequence[ConversationMessage] = ()
+) -> int:
+    read = (*before, ConversationMessage("user", text))
+    messages = [{"role": message.role, "content": message.content} for message in read]
+    answer = served.client().post("/v1/chat/completions", json={**CHAT, "messages": messages})
     return prompt_tokens(answer.json())
 
 
@@ -221,7 +266,8 @@ def test_each_api_tells_the_model_the_form_and_the_client_that_it_did(
     assert answer.status_code == 200
     assert INSTRUCTION_WARNING in answer.text
     if not stream:
-        assert prompt_tokens(answer.json()) == chat_prompt(served, f"{QUESTION}\n\n{INSTRUCTION}")
+        read = chat_prompt(served, f"{QUESTION}\n\n{INSTRUCTION}", before=SAMPLES)
+        assert prompt_tokens(answer.json()) == read
 
 
 @pytest.mark.parametrize("path", TOLD)

@@ -38,15 +38,14 @@ from expertctl.server.anthropic.conversation import (
 )
 from expertctl.server.caller import Caller, make_cache_key
 from expertctl.server.chat_prompt import (
-    INSTRUCTION_WARNING,
     ChatTemplateTraits,
-    add_json_instruction,
     build_parser_config,
     can_continue,
     check_tools_length,
     find_routing_text,
     normalise_call_ids,
 )
+from expertctl.server.json_instruction import INSTRUCTION_WARNING, add_json_instruction
 from expertctl.server.model_name import ModelSelection, parse_model
 from expertctl.server.output_parser import OutputParserConfig, build_answer_validator
 from expertctl.server.post_processing.response_format import ResponseFormat, build_check

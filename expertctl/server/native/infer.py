@@ -46,8 +46,9 @@ from expertctl.routing.sampling_presets import (
 )
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.caller import Caller, make_cache_key
-from expertctl.server.chat_prompt import (
+from expertctl.server.json_instruction import (
     INSTRUCTION_WARNING,
+    JsonInstruction,
     build_json_instruction,
     mentions_properties,
 )
@@ -160,7 +161,7 @@ class InferRequest(RouteFields, frozen=True, kw_only=True):
     timeout_ms: TimeoutMs | None = None
     stream: bool = False
 
-    def build_instruction(self) -> str | None:
+    def build_instruction(self) -> JsonInstruction | None:
         """Return the instruction for the requested JSON schema, if one is added to the prompt.
 
         A template defines everything the model reads, so nothing is added to one.
@@ -168,24 +169,26 @@ class InferRequest(RouteFields, frozen=True, kw_only=True):
         schema = self.response_format and self.response_format.prompt_schema
         if not schema or self.template is not None:
             return None
-        return (
-            None
-            if mentions_properties((self.prompt, self.body or ""), schema)
-            else (build_json_instruction(schema))
-        )
+        if mentions_properties((self.prompt, self.body or ""), schema):
+            return None
+        return build_json_instruction(schema)
 
-    def to_run_request(self, caller: Caller, *, instruction: str | None = None) -> RunRequest:
-        """Return the request to run; the message ends with the instruction, if any.
+    def to_run_request(
+        self, caller: Caller, *, instruction: JsonInstruction | None = None
+    ) -> RunRequest:
+        """Return the request to run; its prompt holds the instruction, if any.
 
         Raises:
             UsageError: when fields contradict each other.
             FieldError: when the name of an expert is malformed.
         """
-        body = "\n\n".join(filter(None, (self.body, instruction))) if instruction else self.body
+        paragraph = instruction.paragraph if instruction else None
+        body = "\n\n".join(filter(None, (self.body, paragraph))) if paragraph else self.body
         message = UserMessage(prompt=self.prompt, body=body, template=self.template)
         message.text()
         return RunRequest(
             message=message,
+            history=instruction.samples if instruction else (),
             route=self.to_route_request(),
             experts=_parse_each("force_experts", self.force_experts, parse_forced),
             context_size=self.context_size,

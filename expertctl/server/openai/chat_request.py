@@ -21,15 +21,14 @@ from expertctl.errors import UsageError
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.caller import Caller, make_cache_key
 from expertctl.server.chat_prompt import (
-    INSTRUCTION_WARNING,
     ChatTemplateTraits,
-    add_json_instruction,
     build_parser_config,
     can_continue,
     check_tools_length,
     find_routing_text,
     normalise_call_ids,
 )
+from expertctl.server.json_instruction import INSTRUCTION_WARNING, add_json_instruction
 from expertctl.server.model_name import parse_model
 from expertctl.server.openai.conversation import (
     Name,
