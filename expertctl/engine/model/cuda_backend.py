@@ -61,7 +61,6 @@ from expertctl.engine.moe.expert_stack import (
     estimate_stack_bytes,
     estimate_staging_bytes,
 )
-from expertctl.engine.moe.routed_mlp import estimate_host_selection_bytes
 from expertctl.engine.moe.stacked_experts import (
     DeviceExpertCounts,
     StackedExperts,
@@ -69,6 +68,7 @@ from expertctl.engine.moe.stacked_experts import (
     estimate_lookup_bytes,
     open_stacked_experts,
 )
+from expertctl.engine.moe.stacked_mlp import estimate_host_selection_bytes
 from expertctl.engine.moe.stats import RoutedExpertStats
 from expertctl.engine.moe.warmup import PlanWarmup, WarmupPlan, warm_up_cache
 from expertctl.engine.text.prompt import RecordLogits

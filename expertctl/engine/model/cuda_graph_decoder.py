@@ -52,12 +52,12 @@ from expertctl.engine.model.lora_slots import (
 )
 from expertctl.engine.model.weights import BaseWeights, is_routed_expert
 from expertctl.engine.moe.expert_stack import StackShape
-from expertctl.engine.moe.routed_mlp import (
+from expertctl.engine.moe.stacked_experts import StackedExperts
+from expertctl.engine.moe.stacked_mlp import (
     build_stacked_layers,
     estimate_prompt_floats,
     estimate_stacked_step_bytes,
 )
-from expertctl.engine.moe.stacked_experts import StackedExperts
 from expertctl.engine.text.prompt import RecordLogits
 from expertctl.package.model_config import ModelConfig
 

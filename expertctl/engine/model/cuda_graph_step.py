@@ -32,7 +32,8 @@ from expertctl.engine.model.decoder import (
 from expertctl.engine.model.functional import FeedForward, Linear, apply_rope, compute_rope_table
 from expertctl.engine.model.lora_slots import LoRASlots, apply_stacked_lora
 from expertctl.engine.model.weights import BaseWeights
-from expertctl.engine.moe.routed_mlp import SharedExpert, StackedLayers, StackedMlp, merge_rows
+from expertctl.engine.moe.routed_mlp import SharedExpert
+from expertctl.engine.moe.stacked_mlp import StackedLayers, StackedMlp, merge_rows
 from expertctl.package.model_config import EMBEDDING_TENSOR, ModelConfig
 
 SCRATCH_ROWS = 1

@@ -42,7 +42,7 @@ from expertctl.package.model_config import EMBEDDING_TENSOR, ModelConfig
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
 if TYPE_CHECKING:
-    from expertctl.engine.moe.routed_mlp import StackedLayers, StackedMlp
+    from expertctl.engine.moe.stacked_mlp import StackedLayers, StackedMlp
 
 
 class LayerTimer:

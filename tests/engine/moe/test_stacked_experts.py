@@ -17,13 +17,13 @@ from expertctl.engine.model.cuda_graphs import PiecewiseStep
 from expertctl.engine.moe import expert_cache
 from expertctl.engine.moe.expert_stack import DUMMY_ROW, StackRowReader
 from expertctl.engine.moe.resident_experts import redistribute_weights
-from expertctl.engine.moe.routed_mlp import StackedMlp
 from expertctl.engine.moe.stacked_experts import (
     StackedExperts,
     estimate_counter_bytes,
     estimate_lookup_bytes,
     redistribute_tensor_weights,
 )
+from expertctl.engine.moe.stacked_mlp import StackedMlp
 from expertctl.errors import InvalidPackageError
 from tests.engine.conftest import (
     MakeReferenceModel,

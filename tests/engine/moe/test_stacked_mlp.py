@@ -18,14 +18,10 @@ from expertctl.engine.moe.resident_experts import (
     find_tokens_over_cap,
     redistribute_weights,
 )
-from expertctl.engine.moe.routed_mlp import (
-    RoutedMlp,
-    StackedMlp,
-    build_routed_mlp,
-    build_stacked_layers,
-)
+from expertctl.engine.moe.routed_mlp import RoutedMlp, build_routed_mlp
 from expertctl.engine.moe.routing import RouterOutput
 from expertctl.engine.moe.stacked_experts import StackedExperts
+from expertctl.engine.moe.stacked_mlp import StackedMlp, build_stacked_layers
 from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import MakeReferenceModel, ReferenceModel, build_reference_model
 from tests.engine.moe.stacked_models import load_stacked_decoder, make_kv_cache
