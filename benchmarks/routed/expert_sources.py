@@ -24,6 +24,7 @@ from expertctl.engine.cpu.packed_base import EXPERTS
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape
 from expertctl.engine.memory.host import allocate
+from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import (
     CopiedExperts,
@@ -32,7 +33,6 @@ from expertctl.engine.moe.expert_files import (
     StoredExperts,
     open_copied_experts,
 )
-from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.routed_experts import RoutingChoices
 from expertctl.package.base_tensors import StoredTensor, read_base_tensors
 from expertctl.package.model_config import ModelConfig, read_model_config

@@ -22,11 +22,11 @@ from benchmarks.routed.traced_base import Numbers, RoutedShape, make_shape, read
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape
 from expertctl.engine.moe.cache_plan import CachePlan
+from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.routed_experts import MissPolicy, RoutedWorkspace
 from expertctl.store.quantised_file import always_wanted
 

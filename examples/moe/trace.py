@@ -19,7 +19,7 @@ from expertctl.engine.cpu.packed_base import make_expert_shape
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
-from expertctl.engine.moe.phase import Phase
+from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.resident_experts import ResidentExperts
 from expertctl.engine.moe.routed_experts import RoutingChoices
 from expertctl.package.model_config import read_model_config

@@ -74,7 +74,7 @@ def build_profile_document(
 def format_profile(base: str, routed: "ExpertsConfig", guide: "ExpertUsage | None") -> str:
     """Return a usage profile as text."""
     if guide is None:
-        return f"nothing was learnt of {base}: runs with native kernels record one"
+        return f"there is no usage profile of {base}: runs with native kernels record one"
     head = ["LAYER", "USED", "MOST USED EXPERTS"]
     rows = [
         [

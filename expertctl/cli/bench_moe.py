@@ -51,7 +51,7 @@ _FOOT = [
     "WRITE and READ: tokens per second. HITS: the share of routed slots whose expert",
     "was in memory. MISSED: of the distinct experts that one pass requested, those",
     "not in memory. LEFT OUT: the share of router weight that was skipped. WAITED:",
-    "for experts, per generated token; waiting while prompts are read is only in READ.",
+    "for experts, per generated token; READ includes waiting while prompts are read.",
 ]
 
 

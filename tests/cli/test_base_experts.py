@@ -374,7 +374,7 @@ def test_what_cannot_be_is_refused_with_a_way_out(
     expertctl("base", "plan", "missing", exit_code=3)
     other = tmp_path / "other.json"
     other.write_text('{"num_prompts": 1, "num_experts": 64, "layers": {}}')
-    assert "of 64 routed" in expertctl("base", "profile", "import", "moe", other, exit_code=4).err
+    assert "has 64 routed" in expertctl("base", "profile", "import", "moe", other, exit_code=4).err
     other.write_text("{")
     said = expertctl("base", "profile", "import", "moe", other, exit_code=8)
     assert "hint: name a profile: `expertctl base profile export`" in said.err

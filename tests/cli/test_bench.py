@@ -123,7 +123,7 @@ def test_figures_of_the_picture_are_written_as_people_do(value: float, written: 
         (["--shape", "gpt-5"], 2, "'gpt-5' is neither a known shape nor a folder"),
         (["--shape", "my-base", "--base", "my-base"], 2, "--base has no effect"),
         (["--shape", "my-base", "--expert", "acme/x"], 2, "--expert has no effect"),
-        (["--shape", "my-base", "--prompt-tokens", "600"], 2, "texts of 600 tokens are"),
+        (["--shape", "my-base", "--prompt-tokens", "600"], 2, "a sequence of 600 tokens exceeds"),
         (["--shape", "my-base", "--memory-budget", "1MB"], 7, "needed, but only"),
         (["--base", "nobody"], 3, "no base is called 'nobody'"),
         (["--shape", "my-base", "--plot", "roof.gif"], 2, "unsupported plot format"),

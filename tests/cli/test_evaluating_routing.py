@@ -126,7 +126,7 @@ def test_what_does_not_count_for_routing_is_refused(
     [
         ((), "FILE|REF is missing"),
         (("acme/sorting",), "--data is missing"),
-        (("acme/sorting", "--data", "x", "--min-accuracy", "0"), "--min-accuracy: without"),
+        (("acme/sorting", "--data", "x", "--min-accuracy", "0"), "--min-accuracy: applies only to"),
         (("--routing", "x", "--min-accuracy", "1.1"), "1.1 is more than 1"),
     ],
 )

@@ -130,7 +130,7 @@ def test_a_project_file_that_names_an_unknown_registry_redirects_nothing() -> No
 
 def test_an_unknown_registry_is_told_with_how_to_accept_it() -> None:
     address = RegistryAddress.parse(TWO)
-    with pytest.raises(TrustError, match=r"nothing that it says") as refused:
+    with pytest.raises(TrustError, match=r"its index cannot be trusted") as refused:
         find_known_registry(address, record(secure(ONE)))
     assert f"trust registry add https://{TWO} --fingerprint" in refused.value.hint
     assert find_known_registry(RegistryAddress.parse(ONE), record(secure(ONE))).host == ONE

@@ -64,7 +64,7 @@ def test_words_of_our_own_registry_stand_without_the_request() -> None:
 def test_words_of_other_registries_stand_behind_the_request() -> None:
     body = b'{"errors": [{"code": "NAME_UNKNOWN", "message": "unknown"}]}'
     missing = make_response_error(404, {}, body, host="r.example", what="GET /v2/acme/sql")
-    assert missing.message == "r.example: GET /v2/acme/sql: not there: unknown"
+    assert missing.message == "r.example: GET /v2/acme/sql: not found: unknown"
 
 
 def test_who_must_log_in_is_told_where() -> None:

@@ -271,7 +271,7 @@ def test_a_state_beyond_the_end_is_refused(serve: Serve) -> None:
             return make_reply(204, Location=request.path, Range="0-99999")
         return None
 
-    with pytest.raises(RegistryError, match="more than was sent"):
+    with pytest.raises(RegistryError, match="more bytes than were sent"):
         BlobSender(serve(lying(UploadScript(), lie))).send()
 
 

@@ -40,7 +40,7 @@ from expertctl.engine.model.decoder import (
     check_soft_prompt,
     check_tokens,
 )
-from expertctl.engine.moe.phase import Phase
+from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.resident_experts import make_resident_experts
 from expertctl.engine.moe.routed_experts import RoutedExperts
 from expertctl.engine.text.prompt import RecordLogits

@@ -29,8 +29,8 @@ from torch import Tensor
 from expertctl.engine.devices import StreamHandle, acquire_stream
 from expertctl.engine.model.cuda_graph_step import GraphedStep, StaticInputs
 from expertctl.engine.model.lora_slots import LoRASlots
+from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.expert_stack import DUMMY_ROW, StackShape
-from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.stacked_mlp import (
     StackedLayers,
     StackedMlp,

@@ -34,7 +34,7 @@ from expertctl.engine.model.functional import (
     scaled_dot_product_attention,
 )
 from expertctl.engine.model.weights import BaseWeights, is_routed_expert
-from expertctl.engine.moe.phase import Phase
+from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.routed_mlp import RoutedMlp, build_routed_mlp, estimate_routed_floats
 from expertctl.engine.text.prompt import LOGIT_ROWS, RecordLogits
 from expertctl.errors import IncompatibleError, UsageError

@@ -11,6 +11,7 @@ unless a counter overflowed.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from threading import Lock
 from typing import Literal
 
@@ -36,6 +37,13 @@ CounterMode = Literal["full", "update", "off"]
 """Which counters to report: all, those that swapping experts needs, or none."""
 Counts = NDArray[np.int64]
 _Totals = NDArray[np.uint64]
+
+
+class Phase(StrEnum):
+    """Whether a pass reads a prompt or generates; also for each part of a prompt that is cut."""
+
+    PROMPT = "prompt"
+    DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 
 from expertctl.engine.kernels.packed_matrix import ExpertShape
-from expertctl.engine.moe.counters import Counters
+from expertctl.engine.moe.counters import Counters, Phase
 from expertctl.engine.moe.expert_files import ExpertReader
 from expertctl.engine.moe.expert_loader import ExpertLoader, PageCacheExperts
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.placement import interleave
 from expertctl.engine.moe.prefetch import PredictionFilter, TransitionModel
 from expertctl.engine.moe.resident_experts import PassLog, find_tokens_over_cap

@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 
 from expertctl.engine.cpu.packed_base import PackedBase, make_expert_shape
 from expertctl.engine.kernels.packed_matrix import ExpertShape
-from expertctl.engine.moe.counters import Counters, count_requests_by_layer
+from expertctl.engine.moe.counters import Counters, Phase, count_requests_by_layer
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.routed_experts import NO_EXPERT, RoutingChoices
 from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
 from expertctl.engine.moe.swap_policy import ExpertScores

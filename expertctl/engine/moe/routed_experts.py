@@ -21,7 +21,7 @@ from expertctl.engine.kernels.quantisation import (
     wrap_float_activations,
 )
 from expertctl.engine.kernels.simd import LANES
-from expertctl.engine.moe.phase import Phase
+from expertctl.engine.moe.counters import Phase
 from expertctl.package.model_config import ModelConfig
 
 Array = np.ndarray[Any, Any]

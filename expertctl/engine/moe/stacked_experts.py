@@ -25,7 +25,7 @@ from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape
 from expertctl.engine.moe.cache_plan import CachePlan
-from expertctl.engine.moe.counters import Counters, count_requests_by_layer
+from expertctl.engine.moe.counters import Counters, Phase, count_requests_by_layer
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.expert_stack import (
@@ -37,7 +37,6 @@ from expertctl.engine.moe.expert_stack import (
     is_queued,
 )
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.resident_experts import compute_skipped_share
 from expertctl.engine.moe.routed_experts import HostRoutingChoices, MissPolicy, mask_last_layer
 from expertctl.engine.moe.routing import RouterOutput

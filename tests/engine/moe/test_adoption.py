@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import Numbers
 from expertctl.engine.moe.observation import ProfileOptions, find_active_profile
-from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.routed_experts import EXACT_POLICY, RoutedWorkspace
 from expertctl.engine.moe.usage_profile import (
     ExpertUsage,

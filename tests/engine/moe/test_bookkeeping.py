@@ -15,13 +15,12 @@ from expertctl.engine.moe.cache_plan import (
     estimate_cache_metadata_bytes,
     estimate_resident_bookkeeping_bytes,
 )
-from expertctl.engine.moe.counters import Counters
+from expertctl.engine.moe.counters import Counters, Phase
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import ExpertMemory, Numbers
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.observation import build_activity_document
-from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.resident_experts import ResidentExperts
 from expertctl.engine.moe.routed_experts import HostRoutingChoices
 from expertctl.engine.moe.usage_profile import ExpertUsage, build_expert_usage

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape
+from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import ExpertMemory, Numbers
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.resident_experts import compute_skipped_share
 from expertctl.engine.moe.routed_experts import EXACT_POLICY, MissPolicy, RoutedWorkspace
 from expertctl.errors import InvalidPackageError

@@ -10,9 +10,9 @@ import pytest
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.moe.activity import ActivityDocument, LayerActivity
 from expertctl.engine.moe.cache_plan import CachePlan
+from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.routed_experts import EXACT_POLICY, RoutedWorkspace
 from expertctl.engine.moe.usage_profile import (
     ExpertUsage,

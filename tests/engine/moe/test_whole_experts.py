@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from expertctl.engine.kernels.packed_matrix import ExpertShape
-from expertctl.engine.moe.counters import Counters, count_requests_by_layer
-from expertctl.engine.moe.phase import Phase
+from expertctl.engine.moe.counters import Counters, Phase, count_requests_by_layer
 from expertctl.engine.moe.resident_experts import (
     PASSES_PER_COUNT,
     TOKENS_PER_COUNT,
