@@ -118,7 +118,7 @@ def test_a_folder_does_not_replace_another_base_of_its_name(
     kept = bases.add_copy(folder)
     other = write_base(tmp_path / "other" / "mine", layers=1, hidden=16, heads=2, kv_heads=1)
     for place in (folder, other):
-        with pytest.raises(ConflictError, match="another base is called mine") as caught:
+        with pytest.raises(ConflictError, match="the name mine is taken") as caught:
             ask(str(place), settings)
         assert f"expertctl base add {place} --name" in caught.value.hint
     assert bases.list_bases() == [kept]

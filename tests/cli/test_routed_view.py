@@ -28,19 +28,19 @@ def test_nothing_is_told_where_none_could_be_missing(moe: RoutedExpertStats | No
 
 
 def test_shares_are_of_what_was_asked_for_and_of_what_routers_gave() -> None:
-    moe = report(PART, requests=8, misses=2, mass=40.0, skipped=0.1, waited_ms=7.6)
+    moe = report(PART, requests=8, misses=2, router_weight=40.0, skipped_weight=0.1, waited_ms=7.6)
     assert list(format_routed_report(moe)) == [
         "routed experts: 8 of 16 fit in memory, 25.0 % of requests missed, 8 ms waited, "
         "0.2 % of router weight skipped"
     ]
-    assert list(format_routed_report(report(ROOMY, requests=8, misses=4, lent=3))) == [
+    assert list(format_routed_report(report(ROOMY, requests=8, misses=4, mapped=3))) == [
         "routed experts: 16 of 16 fit in memory, 50.0 % of requests missed, "
         "3 of 4 computed from the page cache, 0 ms waited"
     ], "nothing is left out unless that was asked for"
     assert list(format_skipped_weight(moe)) == [
         "0.25 % of the weight of routed experts was skipped"
     ]
-    assert list(format_skipped_weight(report(PART, requests=8, mass=40.0))) == []
+    assert list(format_skipped_weight(report(PART, requests=8, router_weight=40.0))) == []
 
 
 def test_a_run_tells_what_was_left_out_and_its_statistics_what_was_missed(

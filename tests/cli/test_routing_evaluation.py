@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from expertctl.cli import routing_evaluation as view
+from expertctl.cli import output
 from expertctl.cli.routing_evaluation import (
     build_routing_document,
     describe_accuracy_shortfall,
@@ -171,7 +171,7 @@ def test_a_decision_without_a_candidate_says_so() -> None:
 
 
 def test_a_long_prompt_is_cut_for_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(view, "_SHOWN_CHARACTERS", 4)
+    monkeypatch.setattr(output, "_QUOTED_CHARACTERS", 4)
     assert 'prompt  "prom…"' in format_routing_evaluation(
         make_evaluation([("a", None, None)]), show=1
     )

@@ -67,7 +67,7 @@ def test_the_last_key_that_is_revoked_leaves_the_server_closed(
     ("words", "code", "says"),
     [
         (("serve", "key", "new", "Alice"), 2, "not a valid key name"),
-        (("serve", "key", "new", "a", "--per-minute", "0"), 2, "a limit is"),
+        (("serve", "key", "new", "a", "--per-minute", "0"), 2, "a limit must be"),
         (("serve", "key", "new", "a", "--expires", "soon"), 2, "not a span of time"),
         (("serve", "key", "new", "a", "--expires", "0"), 2, "expired already"),
         (("serve", "key", "revoke", "nobody"), 3, "no key 'nobody'"),
