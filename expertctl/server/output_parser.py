@@ -30,7 +30,7 @@ from expertctl.server.post_processing.json_schema import (
 )
 from expertctl.server.reasoning_parser import (
     MAX_SPACE,
-    HeldText,
+    PendingText,
     ReasoningParser,
     ReasoningPart,
     ReasoningText,
@@ -63,7 +63,7 @@ class JsonExtractor:
         """The backticks that opened the code block; empty outside one."""
         self._span: JsonSpan | None = None
         """Tracks an object or a list up to its end."""
-        self._held = HeldText()
+        self._held = PendingText()
         self._has_started = False
         if _JSON_START.search(prefix):
             self.push(prefix)

@@ -65,7 +65,7 @@ def find_partial_tag(text: str) -> str:
     return text[len(text) - count :]
 
 
-class HeldText:
+class PendingText:
     """Text that a parser holds back; its first ``hidden`` characters are never returned."""
 
     def __init__(self, text: str = "") -> None:
@@ -94,7 +94,7 @@ class ReasoningParser:
         ``partial_tag`` is the first part of a tag at the end of the prompt; it is not returned.
         """
         self._is_reasoning = starts_in_reasoning
-        self._held = HeldText(partial_tag)
+        self._held = PendingText(partial_tag)
         self._space = ""
         self._strips_space = starts_in_reasoning
         """Whether white space that follows belongs to the last tag."""

@@ -26,7 +26,7 @@ from typing import Literal
 
 from expertctl.errors import InvalidPackageError
 from expertctl.schema.strict_json import JsonObject, JsonValue, loads
-from expertctl.server.reasoning_parser import MAX_SPACE, WHITE_SPACE, HeldText, count_overlap
+from expertctl.server.reasoning_parser import MAX_SPACE, WHITE_SPACE, PendingText, count_overlap
 
 MAX_CALL_CHARACTERS = 1 << 18
 """Maximum characters of one call, or of several written as one list."""
@@ -257,7 +257,7 @@ class ToolCallParser:
         self._marked_openings = tuple(form.iter_openings(sorted(self._tools), without_marker=False))
         usual = form.iter_openings(sorted(self._tools), without_marker=True)
         self._unmarked_openings = tuple(usual) if form.marker_optional else (_WHOLE_ANSWER,)
-        self._held = HeldText()
+        self._held = PendingText()
         self._space = ""
         self._candidate: _CallCandidate | None = None
         self._accepts_unmarked = True

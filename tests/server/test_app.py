@@ -184,7 +184,7 @@ def test_what_is_not_there_is_answered_with_the_way_out(served: ServerHarness) -
     hints = [answer.json()["error"]["hint"] for answer in (nowhere, other, page)]
     assert hints == [
         "GET /openapi.json lists all paths",
-        "it takes DELETE, GET, HEAD",
+        "use DELETE, GET, HEAD",
         "send the request from that site's server, or start with --allow-origin ORIGIN",
     ]
 

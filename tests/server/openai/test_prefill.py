@@ -114,7 +114,7 @@ def test_anthropics_prefill_is_continued_and_not_repeated(
 def test_anthropics_prefill_without_text_is_refused(served: ServerHarness) -> None:
     with (
         anthropic_client(served) as client,
-        pytest.raises(anthropic.BadRequestError, match="no text to go on from"),
+        pytest.raises(anthropic.BadRequestError, match="has no text to continue"),
     ):
         client.messages.create(
             model=BASE, max_tokens=4, messages=[QUESTION, {"role": "assistant", "content": ""}]
