@@ -16,8 +16,8 @@ from expertctl.engine.memory.budget import MemoryBudget
 
 SECONDS = 60
 """After which something that should be over is not."""
-_SETTLING = frozenset({"_settle", "check_integrity"})
-_WHOLE = ("_settle", "with self._lock")
+_SETTLING = frozenset({"_finish_load", "check_integrity"})
+_WHOLE = ("_finish_load", "with self._lock")
 """In lines that leave a lock, the interpreter looks for signals only once they have left it."""
 
 

@@ -36,7 +36,9 @@ Line = tuple[str, int]
 def is_whole(line: Line) -> bool:
     """No signal is looked for where a ``with`` is left, nor among statements without a call."""
     text = linecache.getline(*line).strip()
-    return text.startswith(("with ", "if self._answer is answer", "self._answer = None"))
+    return text.startswith(
+        ("with ", "if self._current_answer is answer", "self._current_answer = None")
+    )
 
 
 class LineWatch:
@@ -160,7 +162,7 @@ def test_what_is_in_memory_stays_after_an_interrupt_of_the_answer(home: Planner)
     engine = LocalEngine(home, budget=BUDGET)
     stream = engine.run(ask("lora"))
     next(stream)
-    with pytest.raises(UsageError, match="in the middle"):
+    with pytest.raises(UsageError, match="generating another answer"):
         run(engine, ask("lora"))
     with pytest.raises(KeyboardInterrupt):
         stream.throw(KeyboardInterrupt())

@@ -66,8 +66,8 @@ class PooledDecoder:
         self.pool = BlockPool(self.tiers, numbers=numbers)
 
     def wanted(self, ids: Sequence[int], **options: Any) -> KVRequest:
-        values: dict[str, Any] = {"cache_key": "chat", "virtual": 0, "room": 21, **options}
-        capacity = values["virtual"] + len(ids) + values.pop("room")
+        values: dict[str, Any] = {"cache_key": "chat", "virtual_tokens": 0, "room": 21, **options}
+        capacity = values["virtual_tokens"] + len(ids) + values.pop("room")
         return KVRequest(
             identity=Digest.compute(b"plan"),
             config=self.decoder.config,
@@ -87,7 +87,7 @@ class PooledDecoder:
         last token on.
         """
         virtual = 0 if soft is None else len(soft)
-        with self.pool.allocate(self.wanted(ids, virtual=virtual, **options)) as loan:
+        with self.pool.allocate(self.wanted(ids, virtual_tokens=virtual, **options)) as loan:
             first = soft if loan.cache.length == 0 else None
             rest = ids[loan.reused :]
             rows = [self.decoder.prefill(rest, loan.cache, soft_prompt=first).logits]
