@@ -113,7 +113,7 @@ def test_what_arrived_before_a_failure_does_not_travel_again(
     with run_hostile_registry(one) as liar:
         buyer = at(liar, home)
         liar.overrides[path] = lambda _: make_reply(404)
-        refuses(buyer, NotFoundError, f"GET {path}: not there", "acme/one")
+        refuses(buyer, NotFoundError, f"GET {path}: not found", "acme/one")
         arrived = {p.name for p in (buyer.house.home.registries / "arrived").iterdir()}
         del liar.overrides[path]
         before = len(liar.list_requests("/blobs/"))
@@ -328,7 +328,7 @@ def test_when_one_of_several_cannot_come_none_is_installed(
     with run_hostile_registry(one, two) as liar:
         path = f"/v2/acme/two/manifests/{two.package_digest}"
         liar.overrides[path] = lambda _: make_reply(404)
-        refuses(at(liar, home), NotFoundError, f"GET {path}: not there", "acme/one", "acme/two")
+        refuses(at(liar, home), NotFoundError, f"GET {path}: not found", "acme/one", "acme/two")
 
 
 @pytest.mark.parametrize("part", ["/tuf/", "/manifests/", "/blobs/"])

@@ -118,7 +118,7 @@ def test_a_plan_that_goes_before_it_is_borrowed_is_compiled_again(
     other = threading.Thread(target=answer, daemon=True)
     with tiers.lock:
         other.start()
-        while not is_within(other, "resident"):
+        while not is_within(other, "pin_if_present"):
             pass
         tiers.clear()
     other.join(60)
