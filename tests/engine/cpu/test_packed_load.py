@@ -179,7 +179,7 @@ def test_a_file_that_is_cut_between_its_header_and_its_numbers_is_refused(
         return read
 
     monkeypatch.setattr(base_loader, "read_base_tensors", cut_then)
-    with pytest.raises(InvalidPackageError, match=r"model\.safetensors: .*it was changed"):
+    with pytest.raises(InvalidPackageError, match=r"model\.safetensors: .*it changed"):
         load(base)
 
 

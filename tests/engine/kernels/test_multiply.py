@@ -169,7 +169,7 @@ def test_the_shape_of_a_strip_is_known_when_it_is_compiled() -> None:
     def strip_of(code: int) -> None:
         gemm_panel(code, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
-    with pytest.raises(NumbaError, match="the shape of a strip is a constant"):
+    with pytest.raises(NumbaError, match="the shape of a panel"):
         strip_of(0)
 
 

@@ -158,7 +158,7 @@ def test_what_is_no_subject_is_refused(stocked: Planner) -> None:
         measure_routed(stocked, WANTED, base="nobody")
     with pytest.raises(IncompatibleError, match="dense has no routed experts"):
         measure_routed(stocked, WANTED, base="dense")
-    with pytest.raises(UsageError, match="longer than the 512"):
+    with pytest.raises(UsageError, match="exceed the context of the base, 512"):
         measured(stocked, RoutedBenchConfig(prompt_tokens=500, tokens=20))
 
 
