@@ -32,5 +32,5 @@ def test_compiled_code_needs_to_know_how_many_words_and_how_much_room() -> None:
 
     with pytest.raises(NumbaError, match="the number of words is a constant"):
         read(0, 1)
-    with pytest.raises(NumbaError, match="the room on the stack is a constant"):
+    with pytest.raises(NumbaError, match="the size on the stack is a constant"):
         make_room(1)
