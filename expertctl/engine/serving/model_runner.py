@@ -39,9 +39,9 @@ from expertctl.engine.preparation import (
 from expertctl.engine.request import RunRequest
 from expertctl.engine.resources import LoadedModel, ResourceManager, build_kv_request
 from expertctl.engine.result import MemoryUsage
-from expertctl.engine.serving.config import (
+from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine.serving.memory_report import (
     AdapterHeadroom,
-    EngineConfig,
     ProcessMemory,
     describe_context_limit,
     describe_memory,

@@ -9,8 +9,9 @@ import pytest
 
 from expertctl.engine.moe.usage_profile import TopPins
 from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
-from expertctl.engine.serving import config
-from expertctl.engine.serving.config import AdapterHeadroom, EngineConfig
+from expertctl.engine.serving import memory_report
+from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine.serving.memory_report import AdapterHeadroom
 from expertctl.engine.serving.request import JobFailed
 from expertctl.errors import BudgetError
 from expertctl.package.base_model import read_base
@@ -178,16 +179,16 @@ def test_damaged_and_unreadable_experts_keep_no_server_from_starting(
 def test_of_many_experts_no_more_than_so_many_are_looked_at(
     shelf: RoutedExpertsSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config, "MAX_MEASURED", 2)
+    monkeypatch.setattr(memory_report, "MAX_MEASURED", 2)
     for number in range(1, 6):
         shelf.install(f"rank-{number}", 13 + number)
     few = shelf.answers(shelf.settings(13))
     assert "there is not enough memory for acme/rank-5@1.0.0, acme/rank-4@1.0.0" in few.told
     assert "warning: memory was estimated for 2 of 5 experts" in few.told
-    monkeypatch.setattr(config, "MAX_MEASURED", 100)
+    monkeypatch.setattr(memory_report, "MAX_MEASURED", 100)
     many = shelf.answers(shelf.settings(13)).told
     assert "acme/rank-5@1.0.0, acme/rank-4@1.0.0, acme/rank-3@1.0.0 and 2 others" in many
-    monkeypatch.setattr(config, "MAX_MEASURE_SECONDS", 0.0)
+    monkeypatch.setattr(memory_report, "MAX_MEASURE_SECONDS", 0.0)
     hasty = shelf.answers(shelf.settings(13)).told
     assert "memory was estimated for 1 of 5" in hasty
 
@@ -226,10 +227,10 @@ def test_a_search_for_room_that_takes_long_ends_and_says_how_far_it_came(
     looks = AdapterHeadroom._open_with_room
 
     def slowly(self: AdapterHeadroom, *wished: Any) -> Any:
-        clock.now += config.MAX_MEASURE_SECONDS * 0.6
+        clock.now += memory_report.MAX_MEASURE_SECONDS * 0.6
         return looks(self, *wished)
 
-    monkeypatch.setattr(config, "time", clock)
+    monkeypatch.setattr(memory_report, "time", clock)
     monkeypatch.setattr(AdapterHeadroom, "_open_with_room", slowly)
     told = shelf.answers(shelf.settings(13)).told
     assert "warning: headroom was computed for 2 of 4 experts" in told

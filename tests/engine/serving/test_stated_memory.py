@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from expertctl.engine.memory.budget import choose_kv_cache_limit
-from expertctl.engine.serving.config import (
+from expertctl.engine.serving.memory_report import (
     REQUEST_BYTES,
     ProcessMemory,
     describe_memory,
