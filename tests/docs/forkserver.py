@@ -25,9 +25,9 @@ _CLEAN = {"OMP_NUM_THREADS": "1"}
 MAX_JOB_BYTES = 1 << 20
 """Bytes of a job, which is mostly the environment."""
 PRELOADED_COMMANDS = (
-    *("base_experts", "bases", "chat", "config", "diffing", "doctor", "exporting", "feedback"),
-    *("installing", "keys", "local", "login", "packages", "publishing", "registry", "run"),
-    *("searching", "stats", "tokens", "trust", "updating", "why"),
+    *("base_profile", "bases", "chat", "config", "connection", "dependencies", "doctor", "install"),
+    *("installed", "package_view", "packages", "publish", "registry", "run", "search", "stats"),
+    *("trust", "trust_registry"),
 )
 """Modules below ``expertctl.cli`` whose commands pages run more than once."""
 CLIENT_PROGRAM = """#!{python} -IS
