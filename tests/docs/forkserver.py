@@ -107,7 +107,7 @@ def enter_job(job: dict[str, Any], files: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    for name in (*(f"cli.{each}" for each in PRELOADED_COMMANDS), "engine.runtime"):
+    for name in (*(f"cli.{each}" for each in PRELOADED_COMMANDS), "engine.local_engine"):
         import_module(f"expertctl.{name}")
     gc.collect()
     gc.freeze()
