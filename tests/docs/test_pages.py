@@ -72,7 +72,7 @@ def test_every_link_inside_the_project_leads_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_module_that_a_page_names_is_there(page: Path) -> None:
-    """``package/read``, ``package/read.py`` and ``trust.policy.TrustStore`` name modules."""
+    """``package/read``, ``package/read.py`` and ``trust.trust_store.TrustStore`` name modules."""
     text = page.read_text(encoding="utf-8")
     names = re.findall(rf"(?<![\w/.])({STAGES})/([a-z_]+)(?:\.py)?(?![\w/.])", text)
     owners = re.findall(rf"`({STAGES})\.([a-z_]+)\.([A-Z]\w+)`", text)
