@@ -86,8 +86,8 @@ def is_there(stage: str, module: str, value: str) -> bool:
 
 
 def test_a_module_that_is_not_there_is_noticed() -> None:
-    assert is_there("trust", "policy", "TrustStore")
-    assert not is_there("trust", "policy", "TrustShop")
+    assert is_there("trust", "trust_store", "TrustStore")
+    assert not is_there("trust", "trust_store", "TrustShop")
     assert not is_there("package", "sign", "")
 
 
