@@ -9,6 +9,7 @@ not supposed to alter behaviour leaves the directory as it was.
 """
 
 import argparse
+import base64
 import json
 import os
 import re
@@ -32,8 +33,10 @@ MASKED_NUMBERS = re.compile(
     r"latency|seconds|elapsed|budget|free|used|pid|loaded|ttft|total_duration)$"
 )
 MASKED_IDS = re.compile(
-    r"^(job_id|id|item_id|response_id|request_id|token|modified_at|created_at)$"
+    r"^(job_id|id|item_id|response_id|request_id|token|modified_at|created_at|seed|sig)$"
 )
+MASKED_TABLES = frozenset({"timings_ms", "latency_ms", "stages"})
+"""Objects in which every number is a time."""
 WORDS = re.compile(r"^(message|hint|reason|warnings|notes|summary|description|detail|title|tip)$")
 PATTERNS = (
     (re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+(Z|[+-]\d\d:\d\d)"), "<time>"),
@@ -63,9 +66,14 @@ class Recorder:
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("EXPERT_")}
         self.environment |= {"EXPERT_HOME": str(self.home), "NO_COLOR": "1"}
         self.count = 0
+        self.index_key = ""
+        """The fingerprint of the registry's new key, once it is known."""
 
-    def run(self, name: str, *words: str, stdin: str = "") -> Any:
-        """Run a command with ``--json``, record exit code and document, and return the document."""
+    def run(self, name: str, *words: str, stdin: str = "", new_key: str = "") -> Any:
+        """Run a command with ``--json``, record exit code and document, and return the document.
+
+        ``new_key`` names the field with the fingerprint of a key that the command creates.
+        """
         done = subprocess.run(  # noqa: S603  # our own program
             [*EXPERTCTL, *words, "--json"],
             cwd=self.work,
@@ -79,6 +87,8 @@ class Recorder:
             document = json.loads(done.stdout) if done.stdout.strip() else None
         except ValueError:
             document = {"not json": done.stdout}
+        if new_key:
+            self.index_key = str(find_value(document, new_key))
         self.save(name, {"exit": done.returncode, "document": document})
         return document
 
@@ -94,19 +104,25 @@ class Recorder:
             return "<text>" if value else value
         if MASKED_IDS.search(key) and isinstance(value, str | int):
             return "<id>"
+        if key == "payload" and isinstance(value, str):
+            return self.mask(json.loads(base64.b64decode(value)))
         if isinstance(value, dict):
-            return {self.text(k): self.mask(v, k) for k, v in value.items()}
+            table = key if key in MASKED_TABLES else ""
+            return {self.text(k): self.mask(v, table or k) for k, v in value.items()}
         if isinstance(value, list):
             return [self.mask(v, key) for v in value]
         if isinstance(value, bool) or value is None:
             return value
         if isinstance(value, int | float):
-            return "<number>" if MASKED_NUMBERS.search(key) else value
+            is_masked = key in MASKED_TABLES or MASKED_NUMBERS.search(key)
+            return "<number>" if is_masked else value
         return self.text(value)
 
     def text(self, text: str) -> str:
         """Mask what differs in a string."""
         text = text.replace(str(self.work), "<work>")
+        if self.index_key:
+            text = text.replace(self.index_key, "<index key>")
         for pattern, mark in PATTERNS:
             text = pattern.sub(mark, text)
         return text
@@ -194,12 +210,12 @@ def record_errors(recorder: Recorder) -> None:
 
 def record_registry(recorder: Recorder) -> None:
     """A registry: its set-up, a publication, its documents, and an install with a lock."""
-    admin = recorder.run("registry-init", "registry", "init", "shop", "--port", "0")
+    init = ("registry", "init", "shop", "--port", "0")
+    admin = recorder.run("registry-init", *init, new_key="fingerprint")
     with server(recorder, "registry", "serve", "shop", "--port", "0") as url:
         host = url.removeprefix("http://")
-        fingerprint = find_value(admin, "fingerprint")
         token = find_value(admin, "token")
-        trust = ("trust", "registry", "add", host, "--fingerprint", str(fingerprint))
+        trust = ("trust", "registry", "add", host, "--fingerprint", recorder.index_key)
         recorder.run("trust-registry", *trust)
         recorder.run("login", "login", host, "--token-stdin", stdin=str(token))
         recorder.run("config-registry", "config", "set", "registry", host)
