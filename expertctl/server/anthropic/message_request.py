@@ -154,7 +154,7 @@ class MessageRequest(CountRequest, frozen=True, kw_only=True, forbid_unknown_fie
         ]
         | None
     ) = None
-    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     top_p: Annotated[float, field_limits("top_p")] | None = None
     top_k: TopK | None = None
     metadata: Metadata | None = None

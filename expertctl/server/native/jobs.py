@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Literal
 
 import msgspec
@@ -104,8 +104,9 @@ class JobStore:
         self._running: dict[str, _RunningJob] = {}
         self._ended: dict[str, StoredJob] = {}
         """Ended jobs, in the order they ended."""
-        self._by_owner: dict[str, dict[str, None]] = {}
-        """Owner → ids of its ended jobs, in the same order."""
+        self._by_owner: dict[str, dict[str, int]] = {}
+        """Owner → ids of its ended jobs, in the same order, with their place in that order."""
+        self._places = count()
         self._bytes: dict[str, int] = {}
         """Owner → bytes of its ended jobs."""
 
@@ -197,20 +198,24 @@ class JobStore:
         self._ended[job.id] = job
         self._bytes[job.owner] = self._bytes.get(job.owner, 0) + job.size
         own = self._by_owner.setdefault(job.owner, {})
-        own[job.id] = None
+        own[job.id] = next(self._places)
         if len(own) > self._kept_per_owner:
             self._drop_ended(next(iter(own)))
         self._drop_expired()
         self._drop_largest()
 
     def _drop_largest(self) -> None:
-        """Drop the oldest jobs of the owner with the most bytes, never an owner's last one."""
+        """Drop the oldest jobs of the owner with the most bytes, never an owner's last one.
+
+        Among owners with equally many bytes, the one whose oldest job ended first loses it.
+        """
         while sum(self._bytes.values()) > self._kept_bytes:
             several = [owner for owner, ids in self._by_owner.items() if len(ids) > 1]
             if not several:
                 return
-            owner = max(several, key=self._bytes.__getitem__)
-            self._drop_ended(next(iter(self._by_owner[owner])))
+            oldest = {owner: next(iter(self._by_owner[owner].items())) for owner in several}
+            owner = max(several, key=lambda owner: (self._bytes[owner], -oldest[owner][1]))
+            self._drop_ended(oldest[owner][0])
 
     def _drop_expired(self) -> None:
         """Drop jobs that ended too long ago."""

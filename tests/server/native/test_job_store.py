@@ -200,11 +200,17 @@ class Machine(RuleBasedStateMachine):
             yield from self._put_out()
 
     def _put_out(self) -> Iterator[str]:
-        """The oldest of whoever takes most, of those that have more than one."""
+        """The oldest of whoever takes most, of those that have more than one.
+
+        Of two that take as much, the one whose oldest ended first.
+        """
         own = {o: [each for each in self.ended if self.told[each].owner == o] for o in OWNERS}
         several = [ids for ids in own.values() if len(ids) > 1]
         if several:
-            yield max(several, key=lambda ids: sum(self.told[each].size for each in ids))[0]
+            sizes = [sum(self.told[each].size for each in ids) for ids in several]
+            largest = [ids for ids, size in zip(several, sizes, strict=True) if size == max(sizes)]
+            oldest = {ids[0] for ids in largest}
+            yield next(job_id for job_id in self.ended if job_id in oldest)
 
     def _is_old(self, job_id: str) -> bool:
         ended = self.told[job_id].ended
@@ -270,6 +276,19 @@ def test_who_collects_much_puts_out_nobody_else() -> None:
     assert store.find("bulk-99", owner="bob").status == "finished"
     with pytest.raises(NotFoundError):
         store.find("bulk-0", owner="bob")
+
+
+def test_of_two_callers_with_equal_bytes_the_one_whose_answer_is_oldest_loses_it() -> None:
+    store = JobStore(kept_bytes=3500, clock=JobStoreClock())
+    for number, owner in enumerate(("cleo", "ada", "ada", "cleo")):
+        store.add(str(number), owner=owner, submitted=1.0, describe=describe)
+    for number, owner in ((2, "ada"), (0, "cleo"), (3, "cleo"), (1, "ada")):
+        store.record_event(str(number), JobFailed(ExpertError("no")))
+        assert store.find(str(number), owner=owner).ended is not None
+    with pytest.raises(NotFoundError):
+        store.find("2", owner="ada")
+    for number, owner in ((0, "cleo"), (3, "cleo"), (1, "ada")):
+        assert store.find(str(number), owner=owner).status == "failed"
 
 
 def test_the_last_answer_is_kept_however_large_it_is() -> None:
