@@ -162,7 +162,7 @@ class LocalEngine:
             )  # runs when everything else is released
             ready = stack.enter_context(borrowed)
             lease.resize(self.budget.used)
-            refs = tuple(expert.ref for expert in planned.result.plan.experts)
+            refs = tuple(expert.ref for expert in prepared.planned.result.plan.experts)
             self._registration.publish(base=prepared.base.stored.name, experts=refs)
             clock.end_stage("load")
             routed = ready.routed

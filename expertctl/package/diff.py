@@ -151,10 +151,12 @@ def _compare_values(
     same, total = True, NO_DISTANCE
     for before, after in zip(old.iter_pieces(name), new.iter_pieces(name), strict=True):
         same = same and before == after
-        total += _measure_distance(
-            widen_to_float32(before, kinds[0]).astype(np.float64),
-            widen_to_float32(after, kinds[1]).astype(np.float64),
-        )
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            values = [
+                widen_to_float32(piece, kind).astype(np.float64)
+                for piece, kind in zip((before, after), kinds, strict=True)
+            ]
+        total += _measure_distance(*values)
         progress(len(before) + len(after))
     known = math.isfinite(total.squares) and math.isfinite(total.old_squares)
     return same, total if known else None

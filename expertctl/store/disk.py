@@ -78,8 +78,9 @@ class FileCachedValue(Generic[T]):
     def get(self) -> T:
         """Return the current value."""
         mark = stat_fingerprint(self._paths[0]), stat_fingerprint(self._paths[1])
-        if self._kept is not None and self._kept[0] == mark:
-            return self._kept[1]
+        kept = self._kept  # once: another thread may replace it
+        if kept is not None and kept[0] == mark:
+            return kept[1]
         value = self._read()
         self._kept = (mark, value) if _is_stable(mark) else None
         return value

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.memory.process_registry import MemoryAdmission
+from expertctl.engine.memory.process_registry import MemoryAdmission, list_engines
 from expertctl.engine.request import FileExpert, NamedExpert, OnBudget
 from expertctl.engine.result import RunResult
 from expertctl.errors import BudgetError, DigestError, UsageError
@@ -69,6 +69,17 @@ def test_fewer_experts_answer_as_if_they_alone_had_been_named(house: HomeFixture
     assert two.planned.result.plan.identity == result.planned.result.plan.identity
     assert two.generated.tokens == result.generated.tokens
     assert result.memory.peak <= limit
+
+
+def test_other_processes_do_not_see_experts_that_were_dropped(house: HomeFixture) -> None:
+    three = [named(name, 0.5) for name in NAMES]
+    limit = peak(house, *three) - 1
+    engine = LocalEngine(planner(house), budget=limit)
+    result = run(engine, request(*three, on_budget="fewer"))
+    [seen] = [e for e in list_engines(planner(house).home.engines) if e.limit == limit]
+    assert seen.experts == tuple(e.ref for e in result.planned.result.plan.experts)
+    assert len(seen.experts) == 2
+    engine.close()
 
 
 def test_with_room_for_all_nothing_is_dropped(house: HomeFixture) -> None:

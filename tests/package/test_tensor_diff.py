@@ -182,3 +182,16 @@ def test_kinds_without_a_pair_have_no_distance(tmp_path: Path) -> None:
         compare(tmp_path, {"y": random(1, 2)}, {"y": random(1, 3)}).values()
     )
     assert (dict(kind.counts), kind.distance) == ({"changed": 1}, None)
+
+
+@pytest.mark.parametrize(("dtype", "pattern"), [("float16", 0x7C01), ("bfloat16", 0x7F81)])
+def test_signalling_nans_are_compared_without_a_warning(
+    dtype: str, pattern: int, tmp_path: Path
+) -> None:
+    with sources(tmp_path, ({"x": random(1, 4)}, dtype), ({"x": random(2, 4)}, dtype)) as pair:
+        for number in (0, 1):
+            path = tmp_path / f"{number}.safetensors"
+            data = path.read_bytes()
+            path.write_bytes(data[:-2] + struct.pack("<H", pattern))
+        [change] = diff_tensors(*pair)
+    assert (change.change, change.distance) == ("changed", None)
