@@ -35,30 +35,38 @@ _LAYER_PREFIX = "expertctl_moe_layer"
 _SECONDS_PER_NANOSECOND = 1e-9
 """Seconds per nanosecond."""
 _LAYER_COUNTERS: tuple[tuple[str, str, Callable[[LayerCounts], int]], ...] = (
-    ("calls", "Passes over a layer of routed experts.", lambda layer: layer.calls),
-    ("hits", "Choices of tokens whose routed expert was in memory.", lambda layer: layer.hits),
+    ("calls", "Forward passes over a layer of routed experts.", lambda layer: layer.calls),
+    (
+        "hits",
+        "Token-to-expert choices whose routed expert was in memory.",
+        lambda layer: layer.hits,
+    ),
     (
         "misses",
-        "Choices of tokens whose routed expert was not in memory.",
+        "Token-to-expert choices whose routed expert was not in memory.",
         lambda layer: layer.misses,
     ),
-    ("requests", "Routed experts asked for, each once a pass.", lambda layer: layer.requests),
+    (
+        "requests",
+        "Routed experts requested, each counted once per pass.",
+        lambda layer: layer.requests,
+    ),
     (
         "missed_requests",
-        "Routed experts asked for that were not in memory, each once a pass.",
+        "Requested routed experts that were not in memory, each counted once per pass.",
         lambda layer: layer.missed_requests,
     ),
-    ("swaps", "Routed experts that got the slot of another.", lambda layer: layer.swaps),
+    ("swaps", "Routed experts that replaced another one in its slot.", lambda layer: layer.swaps),
 )
 _LAYER_RATES: tuple[tuple[str, str, Callable[[LayerCounts], float]], ...] = (
     (
         "fallback_rate",
-        "The share of requests for routed experts that missed.",
+        "Fraction of routed-expert requests that missed.",
         lambda layer: layer.fallback_rate,
     ),
     (
         "hot_slot_ratio",
-        "The share of choices whose routed expert was in memory.",
+        "Fraction of choices whose routed expert was in memory.",
         lambda layer: layer.hot_slot_ratio,
     ),
 )
@@ -76,20 +84,24 @@ def _base_families(report: RoutedExpertStats) -> Iterator[Family]:
     residence, did = report.residence, report.activity
     yield GaugeMetricFamily(
         "expertctl_moe_experts",
-        "Routed experts of the base.",
+        "Number of routed experts of the base model.",
         value=residence.layers * residence.experts,
     )
     yield GaugeMetricFamily(
         "expertctl_moe_experts_in_memory",
-        "Routed experts that memory has room for.",
+        "Number of routed experts that fit in memory.",
         value=residence.blocks,
     )
     for name, text, value in (
-        ("loads", "Routed experts that were read from files.", did.loads),
-        ("read_bytes", "Bytes of files that were read for routed experts.", did.read_bytes),
-        ("waited_seconds", "How long passes waited for routed experts.", did.waited_ms / 1e3),
-        ("mass", "The weights that routers gave to experts.", did.router_weight),
-        ("skipped_mass", "The weights of routers whose experts were left out.", did.skipped_weight),
+        ("loads", "Routed experts read from files.", did.loads),
+        ("read_bytes", "Bytes read from files for routed experts.", did.read_bytes),
+        (
+            "waited_seconds",
+            "Seconds that forward passes waited for routed experts.",
+            did.waited_ms / 1e3,
+        ),
+        ("mass", "Sum of the router weights of all chosen experts.", did.router_weight),
+        ("skipped_mass", "Sum of the router weights of skipped experts.", did.skipped_weight),
     ):
         yield CounterMetricFamily(f"expertctl_moe_{name}", text, value=value)
 
@@ -108,7 +120,7 @@ def _layer_families(seen: CounterSnapshot) -> Iterator[Family]:
     yield _layer_seconds_family(seen)
     yield CounterMetricFamily(
         "expertctl_moe_overflow_resets",
-        "How often a counter of routed experts was full, and all began again.",
+        "Number of times the routed-expert counters overflowed and were reset.",
         value=seen.overflow_resets,
     )
 
@@ -116,7 +128,7 @@ def _layer_families(seen: CounterSnapshot) -> Iterator[Family]:
 def _layer_seconds_family(seen: CounterSnapshot) -> Family:
     family = CounterMetricFamily(
         f"{_LAYER_PREFIX}_seconds",
-        "Time of computing, and of waiting for, routed experts.",
+        "Seconds spent computing routed experts and waiting for them.",
         labels=["layer", "lane"],
     )
     for number, layer in seen.layers.items():
@@ -142,40 +154,44 @@ class Metrics:
         """Create every time series, with nothing counted."""
         self._own = CollectorRegistry()
         self._requests = self._counter(
-            "requests", "Requests that were answered.", "method", "route", "status"
+            "requests", "HTTP requests by method, route and status.", "method", "route", "status"
         )
         self._request_seconds = self._histogram(
             "request_seconds",
-            "From the request line to the end of the answer.",
+            "Seconds from the request line to the end of the response.",
             _SECONDS_BUCKETS,
             "route",
         )
         self.running = Gauge(
-            "expertctl_requests_running", "Requests that are being answered.", registry=self._own
+            "expertctl_requests_running", "HTTP requests in progress.", registry=self._own
         )
-        self._answers = self._counter("answers", "Answers, by how they ended.", "finish_reason")
-        self._failures = self._counter("jobs_failed", "Jobs without an answer.", "code")
-        self._refusals = self._counter("jobs_refused", "Jobs that were not taken.", "code")
+        self._answers = self._counter(
+            "answers", "Generated answers by finish reason.", "finish_reason"
+        )
+        self._failures = self._counter("jobs_failed", "Failed jobs by error code.", "code")
+        self._refusals = self._counter("jobs_refused", "Refused jobs by error code.", "code")
         self._validated = self._counter(
-            "answers_validated", "Answers whose form was checked.", "passed"
+            "answers_validated", "Answers that were validated, by result.", "passed"
         )
         self._first = self._histogram(
-            "time_to_first_token_seconds", "From the job to its first token.", _SECONDS_BUCKETS
+            "time_to_first_token_seconds",
+            "Seconds from submission to the first token.",
+            _SECONDS_BUCKETS,
         )
         self._gaps = self._histogram(
-            "inter_token_seconds", "Between two pieces of a text that became certain.", _GAP_BUCKETS
+            "inter_token_seconds", "Seconds between two text deltas of an answer.", _GAP_BUCKETS
         )
         self._stages = self._histogram(
-            "stage_seconds", "How long each part of an answer took.", _SECONDS_BUCKETS, "stage"
+            "stage_seconds", "Seconds per stage of an answer.", _SECONDS_BUCKETS, "stage"
         )
         self._prefill = self._histogram(
             "prefill_tokens_per_second",
-            "Tokens of a prompt that were read in a second.",
+            "Prefill rate of an answer in tokens per second.",
             _RATE_BUCKETS,
         )
         self._decode = self._histogram(
             "decode_tokens_per_second",
-            "Tokens of an answer that were written in a second.",
+            "Decode rate of an answer in tokens per second.",
             _RATE_BUCKETS,
         )
 
@@ -266,27 +282,33 @@ class _EngineCollector(Collector):
 
 
 def _job_families(now: EngineSnapshot) -> Iterator[Family]:
-    yield _gauge_family("queue_jobs", "Jobs that wait.", now.waiting)
-    yield _gauge_family("preparing_jobs", "Jobs that are planned and loaded for.", now.preparing)
-    yield _gauge_family("batch_texts", "Texts that are written now.", now.running)
-    yield _gauge_family("batch_rows", "How many there may be.", now.rows)
-    jobs = CounterMetricFamily("expertctl_jobs", "Jobs at their end.", labels=["outcome"])
+    yield _gauge_family("queue_jobs", "Jobs in the queue.", now.waiting)
+    yield _gauge_family("preparing_jobs", "Jobs being routed and loaded.", now.preparing)
+    yield _gauge_family("batch_texts", "Sequences in the running batch.", now.running)
+    yield _gauge_family("batch_rows", "Maximum number of sequences in the batch.", now.rows)
+    jobs = CounterMetricFamily("expertctl_jobs", "Ended jobs by outcome.", labels=["outcome"])
     for outcome in ("finished", "failed", "cancelled", "refused"):
         jobs.add_metric([outcome], getattr(now.totals, outcome))
     yield jobs
     yield _counter_family(
         "texts_paused",
-        "Texts that gave their memory to earlier ones for a while.",
+        "Sequences preempted to free memory for older ones.",
         now.totals.paused,
     )
-    yield _counter_family("steps", "Passes over the base that wrote tokens.", now.counts.steps)
+    yield _counter_family("steps", "Decode steps.", now.counts.steps)
     yield _counter_family(
-        "step_rows", "Texts in all of them: divided, the batch.", now.counts.step_rows
+        "step_rows",
+        "Sequences summed over all decode steps; divided by steps, the mean batch size.",
+        now.counts.step_rows,
     )
 
 
 def _token_families(now: EngineSnapshot) -> Iterator[Family]:
-    tokens = CounterMetricFamily("expertctl_tokens", "Tokens of jobs.", labels=["kind"])
+    tokens = CounterMetricFamily(
+        "expertctl_tokens",
+        "Tokens by kind: prompt, reused from the prefix cache, generated.",
+        labels=["kind"],
+    )
     tokens.add_metric(["prompt"], now.totals.prompt_tokens)
     tokens.add_metric(["reused"], now.totals.reused_tokens)
     tokens.add_metric(["generated"], now.totals.generated_tokens)
@@ -295,21 +317,25 @@ def _token_families(now: EngineSnapshot) -> Iterator[Family]:
 
 def _memory_families(now: EngineSnapshot) -> Iterator[Family]:
     owners = GaugeMetricFamily(
-        "expertctl_memory_bytes", "Bytes, by what holds them.", labels=["owner"]
+        "expertctl_memory_bytes", "Memory in bytes by owner.", labels=["owner"]
     )
     for owner, size in now.held.items():
         owners.add_metric([owner], size)
     yield owners
-    yield _gauge_family("memory_limit_bytes", "The most that may be held.", now.limit)
-    yield _gauge_family("memory_peak_bytes", "The most that was.", now.peak)
-    yield _gauge_family("kv_bytes", "Keys and values of texts that are written.", now.kv_in_use)
-    yield _gauge_family("kv_limit_bytes", "What they may take beside the rest.", now.kv_limit)
+    yield _gauge_family("memory_limit_bytes", "Memory budget in bytes.", now.limit)
+    yield _gauge_family("memory_peak_bytes", "Peak memory in bytes.", now.peak)
+    yield _gauge_family("kv_bytes", "KV cache bytes of running sequences.", now.kv_in_use)
+    yield _gauge_family(
+        "kv_limit_bytes", "KV cache bytes that running sequences may use.", now.kv_limit
+    )
     kept = max(0, now.held["kv"] - now.kv_in_use)
-    yield _gauge_family("kv_kept_bytes", "Keys and values kept for later requests.", kept)
-    yield _gauge_family("kv_kept_limit_bytes", "The most of them that is kept.", now.kv_kept_limit)
+    yield _gauge_family("kv_kept_bytes", "KV cache bytes kept for later requests.", kept)
+    yield _gauge_family(
+        "kv_kept_limit_bytes", "Maximum KV cache bytes kept for later requests.", now.kv_kept_limit
+    )
     blocks = GaugeMetricFamily(
         "expertctl_kv_blocks",
-        f"Keys and values, in blocks of {KV_BLOCK_TOKENS} tokens.",
+        f"KV cache blocks of {KV_BLOCK_TOKENS} tokens by state.",
         labels=["state"],
     )
     held = now.held["kv"]
@@ -324,21 +350,23 @@ def _memory_families(now: EngineSnapshot) -> Iterator[Family]:
 
 def _expert_families(now: EngineSnapshot) -> Iterator[Family]:
     for name, text in (
-        ("hits", "Experts that were there already."),
-        ("loads", "Experts that had to be brought."),
-        ("evictions", "Experts that made room."),
-        ("waits", "Experts that were on their way already."),
+        ("hits", "Experts found in the cache."),
+        ("loads", "Experts loaded into the cache."),
+        ("evictions", "Experts evicted from the cache."),
+        ("waits", "Requests that joined a load in progress."),
     ):
         family = CounterMetricFamily(f"expertctl_expert_{name}", text, labels=["tier"])
         for tier, traffic in now.traffic.items():
             family.add_metric([tier], getattr(traffic, name))
         yield family
-    loaded = CounterMetricFamily("expertctl_expert_loaded_bytes", "Bytes brought.", labels=["tier"])
+    loaded = CounterMetricFamily(
+        "expertctl_expert_loaded_bytes", "Bytes of experts loaded by tier.", labels=["tier"]
+    )
     for tier, traffic in now.traffic.items():
         loaded.add_metric([tier], traffic.nbytes)
     yield loaded
     asked = CounterMetricFamily(
-        "expertctl_expert_requests", "Jobs that an expert had a part in.", labels=["expert"]
+        "expertctl_expert_requests", "Jobs that used an expert.", labels=["expert"]
     )
     for ref, jobs in now.totals.experts:
         asked.add_metric([ref], jobs)
