@@ -46,6 +46,7 @@ _BOOLEAN_KEYS = {
     "deterministic",
     "moe_learn",
     "serve_completions_special_tokens",
+    "serve_json_instruction",
     "serve_strict_fields",
 }
 _CHOICES = {
@@ -82,6 +83,7 @@ _DEFAULTS = {
     "serve_queue": "128",
     "serve_behind": "60",
     "serve_completions_special_tokens": "yes",
+    "serve_json_instruction": "yes",
     "serve_strict_fields": "no",
 }
 """Values of settings that are not set, written as they could be set."""

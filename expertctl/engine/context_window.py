@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 
 from expertctl.engine.text.chat_template import EncodedPrompt
 from expertctl.engine.text.prompt import ConversationMessage
-from expertctl.errors import ContextLengthError, UsageError
+from expertctl.errors import ContextLengthError, ExpertError, UsageError
 
 Encode = Callable[[Sequence[ConversationMessage]], EncodedPrompt]
+SAMPLE_FRACTION = 8
+"""Sample turns may take one part in so many of the context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,33 @@ class FittedPrompt:
     def capacity(self) -> int:
         """Maximum number of tokens of the sequence, answer included."""
         return self.virtual + len(self.ids) + self.max_tokens
+
+
+def insert_samples(
+    messages: Sequence[ConversationMessage],
+    samples: Sequence[ConversationMessage],
+    encode: Encode,
+    *,
+    room: int,
+    max_tokens: int,
+) -> Sequence[ConversationMessage]:
+    """Return a conversation with sample turns after its system messages, or unchanged.
+
+    The samples are left out where the chat template accepts no such conversation, or there is no
+    template, where they take more than an eighth of ``room``, the tokens of prompt and answer, and
+    where less than ``max_tokens`` or a quarter of the room would be left for the answer.
+    """
+    if not samples:
+        return messages
+    first = next((n for n, each in enumerate(messages) if each.role != "system"), len(messages))
+    extended = (*messages[:first], *samples, *messages[first:])
+    alone = len(encode(messages).ids)
+    try:
+        size = len(encode(extended).ids)
+    except ExpertError:  # the conversation alone is accepted
+        return messages
+    fits = size + min(max_tokens, room // 4) <= room
+    return extended if fits and size - alone <= room // SAMPLE_FRACTION else messages
 
 
 def fit_to_context(

@@ -14,7 +14,7 @@ from expertctl.engine.adapters.compile import CompileSpec
 from expertctl.engine.adapters.experts import ExpertSource, LocalExpert
 from expertctl.engine.compat_base import CompatBase, open_compat_base
 from expertctl.engine.compat_engine import plan_single_expert
-from expertctl.engine.context_window import FittedPrompt, fit_to_context
+from expertctl.engine.context_window import FittedPrompt, fit_to_context, insert_samples
 from expertctl.engine.memory.budget import MemoryBudget, Purpose
 from expertctl.engine.model.load_plan import (
     TORCH_MAX_BYTES,
@@ -373,13 +373,19 @@ def _fit_prompt(
             end=request.chat_end,
         )
 
+    context = min(base.context, request.context_size or base.context)
+    max_tokens = params.max_tokens if raw is None or raw.is_continued else 0
+    virtual = _count_virtual_tokens(planned)
+    messages = insert_samples(
+        request.messages, request.samples, encode, room=context - virtual, max_tokens=max_tokens
+    )
     return fit_to_context(
-        request.messages,
+        messages,
         encode,
-        context=min(base.context, request.context_size or base.context),
-        max_tokens=params.max_tokens if raw is None or raw.is_continued else 0,
+        context=context,
+        max_tokens=max_tokens,
         truncate=request.truncate and raw is None,
-        virtual=_count_virtual_tokens(planned),
+        virtual=virtual,
     )
 
 

@@ -40,7 +40,8 @@ class RunRequest:
     In a conversation ``history`` precedes the message, and the experts of the plan ``before``
     answer again when routing finds none. KV is kept for the next request with the same
     ``cache_key``. A conversation that does not end with a user's turn is passed whole, as
-    ``turns``: the model reads it, and the message is used only for routing.
+    ``turns``: the model reads it, and the message is used only for routing. ``samples`` are turns
+    that precede the conversation where the base accepts them and they fit.
     """
 
     message: UserMessage
@@ -52,6 +53,7 @@ class RunRequest:
     verify_base: bool = False
     history: tuple[ConversationMessage, ...] = ()
     turns: tuple[ConversationMessage, ...] = ()
+    samples: tuple[ConversationMessage, ...] = ()
     variables: Mapping[str, JsonValue] = field(default_factory=dict)
     """Additional variables of the chat template, such as ``tools``."""
     chat_end: ChatEnd = "new_turn"

@@ -11,8 +11,9 @@ their own API, so these are replaced by short ones, the same for a call and its 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
+from expertctl.engine.context_window import insert_samples
 from expertctl.engine.text.chat_template import ChatTemplate, encode_chat
 from expertctl.engine.text.prompt import ChatEnd, ConversationMessage
 from expertctl.engine.text.tokenizer import Tokenizer
@@ -77,13 +78,19 @@ class ChatTemplateTraits:
         variables: Mapping[str, JsonValue],
         *,
         end: ChatEnd = "new_turn",
+        samples: Sequence[ConversationMessage] = (),
+        context: int,
     ) -> int:
         """Count the tokens of a conversation's prompt; this takes a while.
+
+        ``samples`` count if the prompt in a context of that many tokens would hold them.
 
         Raises:
             ExpertError: when the conversation cannot be read.
         """
-        return len(encode_chat(self.tokenizer, messages, variables=variables, end=end).ids)
+        encode = partial(encode_chat, self.tokenizer, variables=variables, end=end)
+        extended = insert_samples(messages, samples, encode, room=context, max_tokens=1)
+        return len(encode(extended).ids)
 
     @property
     def _template(self) -> str:

@@ -4,8 +4,11 @@ Text cannot be forced into a form here, so a model that is not told the form sel
 last message of the user gets one more paragraph with an example made from the schema (small models
 only repeat the schema itself). Two turns before the conversation show the assistant answering in
 that form, with other values each time, so that the model neither leaves the form nor copies the
-values. Nothing is added where the messages name the properties already, where tools are offered,
-which the model could not call any more, or where no example can be made within bounds.
+values; they follow the system messages, so that conversations with the same schema begin with the
+same text, whose KV cache later requests reuse, and are left out where the chat template or the
+context has no place for them (`insert_samples`). Nothing is added where the messages name the
+properties already, where tools are offered, which the model could not call any more, or where no
+example can be made within bounds.
 """
 
 import json
@@ -62,6 +65,14 @@ class JsonInstruction:
     """Turns before the conversation, of the user and the assistant in alternation."""
 
 
+@dataclass(frozen=True, slots=True)
+class InstructedConversation:
+    """A conversation that may say the form of the answer, and sample turns to show before it."""
+
+    messages: tuple[ConversationMessage, ...]
+    samples: tuple[ConversationMessage, ...] = ()
+
+
 def build_json_instruction(schema: JsonObject) -> JsonInstruction | None:
     """Return the instruction for a schema; None if no example of an object or list can be made."""
     form = _format_example(schema, _FORM)
@@ -92,23 +103,19 @@ def _format_example(schema: JsonObject, values: _ExampleValues) -> str | None:
 
 def add_json_instruction(
     messages: Sequence[ConversationMessage], schema: JsonObject
-) -> tuple[ConversationMessage, ...]:
-    """Return a conversation that says the form, if none of its messages does yet.
-
-    The samples follow the system messages at the start, so that conversations with the same schema
-    begin with the same text, whose KV cache later requests reuse.
-    """
+) -> InstructedConversation:
+    """Return a conversation that says the form, if none of its messages does yet."""
     last = next((i for i in reversed(range(len(messages))) if messages[i].role == "user"), None)
     if last is None or mentions_properties((message.content for message in messages), schema):
-        return tuple(messages)
+        return InstructedConversation(tuple(messages))
     instruction = build_json_instruction(schema)
     if instruction is None:
-        return tuple(messages)
+        return InstructedConversation(tuple(messages))
     asked = messages[last]
     instructed = replace(asked, content=f"{asked.content}\n\n{instruction.paragraph}")
-    first = next(i for i, message in enumerate(messages) if message.role != "system")
-    before = (*messages[:first], *instruction.samples, *messages[first:last])
-    return (*before, instructed, *messages[last + 1 :])
+    return InstructedConversation(
+        (*messages[:last], instructed, *messages[last + 1 :]), instruction.samples
+    )
 
 
 def mentions_properties(texts: Iterable[str], schema: JsonObject) -> bool:
@@ -138,9 +145,8 @@ class _ExampleBuilder:
             raise _TooLargeError
         if not isinstance(schema, dict):
             return self.values.text.format(name)
-        given = self._find_given_value(schema)
-        if given is not None:
-            return given
+        if (given := self._list_given_values(schema)) is not None:
+            return given[self.values.choice]
         inner = self._find_inner_schema(schema)
         if inner is not None:
             return self.build_value(inner, name, depth + 1)
@@ -182,13 +188,13 @@ class _ExampleBuilder:
         items = schema.get("items")
         return [self.build_value(items, f"{name} {n + 1}", depth + 1) for n in range(int(count))]
 
-    def _find_given_value(self, schema: JsonObject) -> JsonValue:
-        """Return a value that the schema names; None if it names none."""
+    def _list_given_values(self, schema: JsonObject) -> list[JsonValue] | None:
+        """Return the values that the schema lists, null only if alone; None if it lists none."""
         if "const" in schema:
-            return schema["const"]
+            return [schema["const"]]
         for key in ("enum", "examples"):
             if isinstance(values := schema.get(key), list) and values:
-                return values[self.values.choice]
+                return [one for one in values if one is not None] or [None]
         return None
 
     def _build_scalar(self, kind: JsonValue, schema: JsonObject, name: str) -> JsonValue:

@@ -88,6 +88,7 @@ def test_the_listed_defaults_are_those_that_commands_use(expertctl: CommandRunne
         "serve_queue": str(unset.batch.queue),
         "serve_behind": f"{unset.behind_seconds:g}",
         "serve_completions_special_tokens": "yes" if unset.completions_special_tokens else "no",
+        "serve_json_instruction": "yes" if unset.json_instruction else "no",
         "serve_strict_fields": "yes" if unset.strict_fields else "no",
     }
 
@@ -122,6 +123,7 @@ def test_the_environment_wins_and_that_is_said(
         ("serve_rows", "0"),
         ("serve_behind", "soon"),
         ("serve_completions_special_tokens", "perhaps"),
+        ("serve_json_instruction", "perhaps"),
         ("device", "a\nregistry = 'evil'"),
         ("device", "\x1b[31m"),
         ("registry", "x" * 1001),

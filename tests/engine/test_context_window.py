@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.context_window import FittedPrompt, fit_to_context
+from expertctl.engine.context_window import FittedPrompt, fit_to_context, insert_samples
 from expertctl.engine.text.chat_template import EncodedPrompt
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import UsageError
@@ -168,3 +168,43 @@ def test_what_is_cut_is_as_long_as_can_be(text: str, context: int, max_tokens: i
     if prompt.warnings:
         room = context - max(1, min(max_tokens, context // 4))
         assert len(ids_of(text[: len(kept) + 1])) > room >= len(prompt.ids)
+
+
+SAMPLES = talk("give", "{}")
+SAMPLE_TOKENS = len(encode(SAMPLES).ids)
+
+
+def test_samples_follow_the_system_messages() -> None:
+    system = ConversationMessage("system", "be brief")
+    said = [system, *talk("hi", "ho", "go")]
+    extended = insert_samples(said, SAMPLES, encode, room=1000, max_tokens=10)
+    assert list(extended) == [system, *SAMPLES, *talk("hi", "ho", "go")]
+    assert insert_samples(said, (), encode, room=1000, max_tokens=10) is said
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_samples_take_at_most_an_eighth_of_the_context(more: int) -> None:
+    said = talk("hi")
+    room = 8 * SAMPLE_TOKENS - 1 + more
+    extended = insert_samples(said, SAMPLES, encode, room=room, max_tokens=1)
+    assert len(extended) == (3 if more else 1)
+
+
+@pytest.mark.parametrize(("max_tokens", "kept"), [(20, 20), (1000, 100)])
+def test_samples_leave_room_for_the_answer(max_tokens: int, kept: int) -> None:
+    room = 400
+    most = room - kept - SAMPLE_TOKENS - 3
+    for size, count in ((most, 3), (most + 1, 1)):
+        said = talk("x" * size)
+        extended = insert_samples(said, SAMPLES, encode, room=room, max_tokens=max_tokens)
+        assert len(extended) == count
+
+
+def test_samples_that_a_template_refuses_are_left_out() -> None:
+    def encode_one(messages: Sequence[ConversationMessage]) -> EncodedPrompt:
+        if len(messages) > 1:
+            raise UsageError("one turn")
+        return encode(messages)
+
+    said = talk("hi")
+    assert insert_samples(said, SAMPLES, encode_one, room=1000, max_tokens=1) is said

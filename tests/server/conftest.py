@@ -13,7 +13,13 @@ import pytest
 from expertctl.http.granian_server import raise_file_limit
 from expertctl.server.settings import ServeSettings
 from tests.engine.kernel_cache import keeps_all_code, keeps_code, kept_folder
-from tests.server.harness import ServedPackages, ServerHarness, make_served_packages, run_app
+from tests.server.harness import (
+    CHAT_TEMPLATE,
+    ServedPackages,
+    ServerHarness,
+    make_served_packages,
+    run_app,
+)
 
 __all__ = ["keeps_all_code", "keeps_code", "kept_folder"]
 
@@ -42,10 +48,16 @@ def make_served(stock: ServedPackages, tmp_path: Path) -> Iterator[MakeServed]:
     with ExitStack() as stack:
         count = 0
 
-        def make(settings: ServeSettings | None = None) -> ServerHarness:
+        def make(
+            settings: ServeSettings | None = None, *, chat_template: str | None = CHAT_TEMPLATE
+        ) -> ServerHarness:
             nonlocal count
             count += 1
-            house = stock.make_home(tmp_path / f"served-{count}")
+            packages = stock
+            if chat_template != CHAT_TEMPLATE:
+                folder = tmp_path / f"packages-{count}"
+                packages = make_served_packages(folder, chat_template=chat_template)
+            house = packages.make_home(tmp_path / f"served-{count}")
             return stack.enter_context(run_app(house, settings))
 
         yield make

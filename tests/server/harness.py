@@ -69,12 +69,17 @@ class ServedPackages:
         return house
 
 
-def make_served_packages(folder: Path) -> ServedPackages:
+def make_served_packages(
+    folder: Path, *, chat_template: str | None = CHAT_TEMPLATE
+) -> ServedPackages:
     """Write the base and sign the packages; each expert changes what is answered."""
     base_dir = write_base(folder / BASE, tie=False, seed=2, max_position_embeddings=4096)
     config = base_dir / "tokenizer_config.json"
     known = json.loads(config.read_text(encoding="utf-8"))
-    known |= {"chat_template": CHAT_TEMPLATE, "model_max_length": 4096}
+    known |= {"model_max_length": 4096}
+    known.pop("chat_template", None)
+    if chat_template is not None:
+        known["chat_template"] = chat_template
     config.write_text(json.dumps(known), encoding="utf-8")
     base = read_base(base_dir)
     packages = {

@@ -16,12 +16,13 @@ from expertctl.server.json_instruction import (
     INSTRUCTION_WARNING,
     MAX_INSTRUCTION_CHARACTERS,
     MAX_SAMPLE_CHARACTERS,
+    InstructedConversation,
     add_json_instruction,
     build_json_instruction,
 )
 from expertctl.server.settings import ServeSettings
 from tests.server.conftest import MakeServed
-from tests.server.harness import BASE, ServerHarness
+from tests.server.harness import BASE, CHAT_TEMPLATE, ServerHarness
 
 TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
 PERSON: dict[str, Any] = {
@@ -66,6 +67,11 @@ CASES: list[tuple[dict[str, Any], Any]] = [
     (of(note={"type": ["null", "string"]}), {"note": "<note>"}),
     (of(note={"anyOf": [{"type": "null"}, TEXT]}), {"note": "<note>"}),
     (of(nothing={"type": "null"}), {"nothing": None}),
+    (of(unit={"type": ["string", "null"], "enum": ["c", None]}), {"unit": "c"}),
+    (of(unit={"type": ["string", "null"], "enum": [None, "c"]}), {"unit": "c"}),
+    (of(count={"type": ["integer", "null"], "enum": [3, 0, None]}), {"count": 3}),
+    (of(gone={"enum": [None]}), {"gone": None}),
+    (of(gone={"type": ["string", "null"], "const": None}), {"gone": None}),
     (
         {**of(who={"$ref": "#/$defs/P"}), "$defs": {"P": of(name=TEXT)}},
         {"who": {"name": "<name>"}},
@@ -154,7 +160,7 @@ def test_where_no_example_of_useful_size_can_be_made_nothing_is_said(
 ) -> None:
     assert build_json_instruction(schema) is None
     messages = (ConversationMessage("user", "Hi"),)
-    assert add_json_instruction(messages, schema) == messages
+    assert add_json_instruction(messages, schema) == InstructedConversation(messages)
 
 
 @given(
@@ -187,13 +193,15 @@ def test_a_malformed_schema_breaks_nothing_and_says_the_same_twice(value: Any) -
     assert build_json_instruction(schema) == build_json_instruction(schema)
 
 
-def test_the_last_message_of_the_user_says_the_form_and_the_first_turns_show_it() -> None:
+def test_the_last_message_of_the_user_says_the_form_and_samples_show_it() -> None:
     system = ConversationMessage("system", "Be brief.")
     before = (ConversationMessage("user", "Hi"), ConversationMessage("assistant", "Hello"))
     begun = ConversationMessage("assistant", "{")
     asked = (system, *before, ConversationMessage("user", "Who wrote Hamlet?"), begun)
     last = ConversationMessage("user", f"Who wrote Hamlet?\n\n{INSTRUCTION}")
-    assert add_json_instruction(asked, PERSON) == (system, *SAMPLES, *before, last, begun)
+    assert add_json_instruction(asked, PERSON) == InstructedConversation(
+        (system, *before, last, begun), SAMPLES
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,7 +217,8 @@ def test_nothing_is_added_to_messages_that_show_the_form(
     role: Any, said: str, is_shown: bool
 ) -> None:
     messages = (ConversationMessage(role, said), ConversationMessage("user", "Who wrote Hamlet?"))
-    assert (add_json_instruction(messages, PERSON) == messages) is is_shown
+    instructed = add_json_instruction(messages, PERSON)
+    assert (instructed == InstructedConversation(messages)) is is_shown
 
 
 QUESTION = "Who wrote Hamlet?"
@@ -277,6 +286,36 @@ def test_a_server_can_leave_it_out(make_served: MakeServed, path: str) -> None:
     answer = served.client().post(path, json=TOLD[path])
     assert INSTRUCTION_WARNING not in answer.text
     assert prompt_tokens(answer.json()) == chat_prompt(served, QUESTION)
+
+
+@pytest.mark.parametrize("path", TOLD)
+def test_a_base_without_a_chat_template_reads_the_paragraph_alone(
+    make_served: MakeServed, path: str
+) -> None:
+    served = make_served(chat_template=None)
+    answer = served.client().post(path, json=TOLD[path])
+    assert (answer.status_code, INSTRUCTION_WARNING in answer.text) == (200, True)
+    tokenizer = served.engine.tokenizer
+    assert prompt_tokens(answer.json()) == len(tokenizer.encode(f"{QUESTION}\n\n{INSTRUCTION}"))
+
+
+ONE_TURN = "{% if messages|length > 1 %}{{ raise_exception('one turn') }}{% endif %}"
+
+
+def test_a_template_that_takes_one_turn_reads_the_paragraph_alone(make_served: MakeServed) -> None:
+    served = make_served(chat_template=ONE_TURN + CHAT_TEMPLATE)
+    answer = served.client().post("/v1/infer", json=TOLD["/v1/infer"])
+    assert answer.status_code == 200
+    assert prompt_tokens(answer.json()) == chat_prompt(served, f"{QUESTION}\n\n{INSTRUCTION}")
+
+
+def test_samples_that_would_take_much_of_the_context_are_left_out(served: ServerHarness) -> None:
+    samples = chat_prompt(served, "?", before=SAMPLES) - chat_prompt(served, "?")
+    read = chat_prompt(served, f"{QUESTION}\n\n{INSTRUCTION}")
+    for context, expected in ((8 * samples, read + samples), (8 * samples - 1, read)):
+        body = {**TOLD["/v1/infer"], "context_size": context}
+        answer = served.client().post("/v1/infer", json=body)
+        assert (answer.status_code, prompt_tokens(answer.json())) == (200, expected)
 
 
 def test_counted_tokens_are_those_that_are_read(served: ServerHarness) -> None:

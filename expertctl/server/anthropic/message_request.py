@@ -45,7 +45,11 @@ from expertctl.server.chat_prompt import (
     find_routing_text,
     normalise_call_ids,
 )
-from expertctl.server.json_instruction import INSTRUCTION_WARNING, add_json_instruction
+from expertctl.server.json_instruction import (
+    INSTRUCTION_WARNING,
+    InstructedConversation,
+    add_json_instruction,
+)
 from expertctl.server.model_name import ModelSelection, parse_model
 from expertctl.server.output_parser import OutputParserConfig, build_answer_validator
 from expertctl.server.post_processing.response_format import ResponseFormat, build_check
@@ -193,6 +197,8 @@ class TemplateInput:
 
     messages: tuple[ConversationMessage, ...]
     """The messages that the model reads."""
+    samples: tuple[ConversationMessage, ...]
+    """Turns that the model reads before them if they fit."""
     client_messages: tuple[ConversationMessage, ...]
     """The messages that the client sent, which routing uses."""
     tools: tuple[OfferedTool, ...]
@@ -257,13 +263,18 @@ def build_template_input(
     )
     wanted = request.output_config.format if request.output_config else None
     shown = wanted is not None and json_instruction and not tools
-    read = add_json_instruction(messages, wanted.schema) if wanted and shown else messages
+    instructed = (
+        add_json_instruction(messages, wanted.schema)
+        if wanted and shown
+        else InstructedConversation(messages)
+    )
     return TemplateInput(
-        messages=read,
+        messages=instructed.messages,
+        samples=instructed.samples,
         client_messages=messages,
         tools=tools,
         variables=variables,
-        warnings=(INSTRUCTION_WARNING,) if read != messages else (),
+        warnings=(INSTRUCTION_WARNING,) if instructed.messages != messages else (),
     )
 
 
@@ -342,6 +353,7 @@ def _build_run_request(
         route=route,
         experts=choice.force,
         turns=template_input.messages,
+        samples=template_input.samples,
         variables=template_input.variables,
         chat_end=template_input.chat_end,
         cache_key=_make_cache_key(request, caller),

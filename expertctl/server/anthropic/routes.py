@@ -287,7 +287,14 @@ class _AnthropicEndpoints:
         asked = build_template_input(
             body.value, text, json_instruction=service.settings.json_instruction
         )
-        counting = partial(text.count_tokens, asked.messages, asked.variables, end=asked.chat_end)
+        counting = partial(
+            text.count_tokens,
+            asked.messages,
+            asked.variables,
+            end=asked.chat_end,
+            samples=asked.samples,
+            context=service.engine.context,
+        )
         counted = to_thread.run_sync(counting, limiter=self._counting)
         tokens = await while_connected(request, counted)
         return json_response(

@@ -188,7 +188,7 @@ class InferRequest(RouteFields, frozen=True, kw_only=True):
         message.text()
         return RunRequest(
             message=message,
-            history=instruction.samples if instruction else (),
+            samples=instruction.samples if instruction else (),
             route=self.to_route_request(),
             experts=_parse_each("force_experts", self.force_experts, parse_forced),
             context_size=self.context_size,

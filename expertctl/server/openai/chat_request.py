@@ -28,7 +28,11 @@ from expertctl.server.chat_prompt import (
     find_routing_text,
     normalise_call_ids,
 )
-from expertctl.server.json_instruction import INSTRUCTION_WARNING, add_json_instruction
+from expertctl.server.json_instruction import (
+    INSTRUCTION_WARNING,
+    InstructedConversation,
+    add_json_instruction,
+)
 from expertctl.server.model_name import parse_model
 from expertctl.server.openai.conversation import (
     Name,
@@ -168,7 +172,7 @@ def build_chat_call(
     tools = _select_tools(request, template)
     variables = _build_variables(request, tools)
     turns = normalise_call_ids(read_messages(request.messages), template.call_format)
-    told = _add_instruction(request, turns, tools, settings)
+    instructed = _add_instruction(request, turns, tools, settings)
     end = _find_chat_end(request, turns[-1])
     form = request.response_format
     parser_config = build_parser_config(
@@ -185,7 +189,8 @@ def build_chat_call(
         message=UserMessage(prompt=prompt),
         route=build_route_request(request, prompt, choice, max_tokens=_read_max_tokens(request)),
         experts=choice.force,
-        turns=told,
+        turns=instructed.messages,
+        samples=instructed.samples,
         variables=variables,
         chat_end=end,
         cache_key=_make_cache_key(request, caller),
@@ -199,7 +204,7 @@ def build_chat_call(
         with_usage=request.with_usage,
         with_continuous_usage=request.with_continuous_usage,
         ignored_fields=(*ignored, *not_done),
-        warnings=(INSTRUCTION_WARNING,) if told != turns else (),
+        warnings=(INSTRUCTION_WARNING,) if instructed.messages != turns else (),
     )
 
 
@@ -208,13 +213,13 @@ def _add_instruction(
     turns: tuple[ConversationMessage, ...],
     tools: Sequence[Tool],
     settings: ServeSettings,
-) -> tuple[ConversationMessage, ...]:
+) -> InstructedConversation:
     """Return the conversation for the prompt, with the JSON instruction if it applies."""
     schema = request.response_format and request.response_format.prompt_schema
     return (
         add_json_instruction(turns, schema)
         if schema and settings.json_instruction and not tools
-        else turns
+        else InstructedConversation(turns)
     )
 
 
