@@ -20,23 +20,14 @@ from starlette.types import Scope
 
 from expertctl.errors import (
     BudgetError,
-    DiskFullError,
     ExpertError,
     ForbiddenError,
     IncompatibleError,
     InvalidPackageError,
-    MediaTypeError,
-    MisdirectedError,
-    NotFoundError,
-    RateLimitError,
     RegistryError,
-    SlowBodyError,
-    StoreError,
-    TooLargeError,
     TrustError,
-    UnauthenticatedError,
-    UsageError,
 )
+from expertctl.http.errors import find_retry_after, find_status
 from expertctl.http.log import build_log_config
 from expertctl.messages import sanitise_error_text
 from registry_server.access.accounts import SESSION_PREFIX as SESSION_PREFIX
@@ -129,26 +120,12 @@ class OciError(ExpertError):
         self.headers = dict(headers or {})
 
 
-DEFAULT_RETRY_SECONDS = 5
-"""What ``Retry-After`` says when the server cannot tell."""
-
-_STATUS_BY_CLASS: dict[type[ExpertError], int] = {
-    UsageError: 400,
-    MediaTypeError: 415,
-    MisdirectedError: 421,
-    SlowBodyError: 408,
+_OWN_STATUSES: dict[type[ExpertError], int] = {
     InvalidPackageError: 400,
     TrustError: 400,
-    UnauthenticatedError: 401,
-    ForbiddenError: 403,
     BudgetError: 403,
-    NotFoundError: 404,
     IncompatibleError: 409,
-    TooLargeError: 413,
-    RateLimitError: 429,
     RegistryError: 502,
-    StoreError: 503,
-    DiskFullError: 507,
 }
 
 
@@ -156,15 +133,12 @@ def get_status(error: ExpertError) -> int:
     """Return the HTTP status of an error."""
     if isinstance(error, OciError):
         return STATUS_BY_CODE[error.oci_code]
-    statuses = (_STATUS_BY_CLASS.get(cls) for cls in type(error).__mro__)
-    return next((status for status in statuses if status is not None), 500)
+    return find_status(error, _OWN_STATUSES)
 
 
 def get_retry_after(error: ExpertError) -> int | None:
     """Return the seconds after which the same request may succeed, None when that is no matter."""
-    if isinstance(error, RateLimitError):
-        return error.retry_after
-    return DEFAULT_RETRY_SECONDS if get_status(error) == 503 else None
+    return find_retry_after(error, get_status(error))
 
 
 REQUEST_LOGGER = logging.getLogger("registry_server.requests")

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expertctl.server import openapi, operations
-from registry_server.api import routes as registry_openapi
-from registry_server.api.routes import OPERATIONS
+from expertctl.http.openapi import EVENT_STREAM, build_openapi
+from expertctl.server import operations as server
+from registry_server.api import routes as registry
 
 Security = list[dict[str, Any]]
 TITLES = {"openai": "OpenAI", "native": "Our own"}
-EVENTS = "text/event-stream"
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 _REGISTRY = """\
 # The registry's API
@@ -89,17 +88,22 @@ class ApiPage:
 
 def list_pages() -> list[ApiPage]:
     """Return all of them."""
-    registry = registry_openapi.build_openapi(OPERATIONS, url="")
-    serve = openapi.build_openapi(operations.OPERATIONS, url="", keyed=True)
+    serve = server.describe_api(keyed=True)
     return [
         ApiPage(
             "registry-api.md",
             _REGISTRY,
-            registry,
-            registry_openapi.COMMON_STATUSES,
+            build_openapi(registry.API, registry.OPERATIONS, url=""),
+            registry.API.common_statuses,
             _describe_token_security,
         ),
-        ApiPage("serve-api.md", _SERVE, serve, openapi.COMMON_STATUSES, _describe_key_security),
+        ApiPage(
+            "serve-api.md",
+            _SERVE,
+            build_openapi(serve, server.OPERATIONS, url="", strict=False),
+            serve.common_statuses,
+            _describe_key_security,
+        ),
     ]
 
 
@@ -146,9 +150,13 @@ def _describe_key_security(security: Security) -> str:
 
 
 def _describe_response(content: dict[str, Any]) -> str:
-    kinds = [_describe_type(each["schema"]) for media, each in content.items() if media != EVENTS]
+    kinds = [
+        _describe_type(each["schema"]) for media, each in content.items() if media != EVENT_STREAM
+    ]
     events = (
-        f", or events: {_describe_type(content[EVENTS]['schema'])}" if EVENTS in content else ""
+        f", or events: {_describe_type(content[EVENT_STREAM]['schema'])}"
+        if EVENT_STREAM in content
+        else ""
     )
     return f"{' or '.join(kinds) or 'no body'}{events}"
 

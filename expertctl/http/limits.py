@@ -47,6 +47,7 @@ from expertctl.errors import (
     TooLargeError,
     UsageError,
 )
+from expertctl.http.errors import RETRY_SECONDS
 
 MAX_KEYS = 100_000
 MINUTE = 60.0
@@ -143,8 +144,6 @@ STALL_SECONDS = 30.0
 MIN_BYTES_PER_SECOND = 1024
 """Slowest average rate of a body."""
 SMALL_BODY = 64 << 10
-RETRY_SECONDS = 5
-"""``Retry-After`` where there is no room for a large body."""
 READ_METHODS = frozenset({"GET", "HEAD"})
 _LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 _AMBIGUOUS_PATH = re.compile(rb"//|%2f|%5c|\\|;|[\x00-\x20\x7f]|%[01][0-9a-f]|%7f", re.IGNORECASE)

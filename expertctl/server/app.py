@@ -34,6 +34,7 @@ from expertctl.errors import (
     UnknownAddressError,
     UsageError,
 )
+from expertctl.http.request_body import OPENAPI_PATH
 from expertctl.messages import WARNING_PREFIX
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import RouteRequest
@@ -157,7 +158,7 @@ def _unknown_address_error(request: Request) -> UnknownAddressError:
     meant = [one for one in (path.removeprefix("/v1"), f"/v1{path}") if _find_methods(request, one)]
     if meant and meant[0] != path:
         fact += f"; did you mean {meant[0]}? The base URL repeats /v1, or lacks it"
-    return UnknownAddressError(fact, hint=f"GET {operations.OPENAPI_PATH} lists all paths")
+    return UnknownAddressError(fact, hint=f"GET {OPENAPI_PATH} lists all paths")
 
 
 def _find_methods(request: Request, path: str) -> set[str]:

@@ -5,15 +5,15 @@ from typing import Annotated
 from msgspec import UNSET, Meta, UnsetType
 from sqlalchemy import Connection
 
+from expertctl.http.operation import Operation
 from expertctl.schema.validation import convert_document
 from registry_server.access import namespaces, rights
 from registry_server.access import namespaces as namespaces_module
 from registry_server.access.namespaces import NamespaceRow
 from registry_server.access.rights import Action
-from registry_server.api.operation import (
+from registry_server.api.schema import (
     ApiContext,
     ApiInput,
-    ApiOperation,
     ApiOutput,
     KeyId,
     Kind,
@@ -228,16 +228,14 @@ _NAMESPACES = "/api/v1/namespaces"
 _NAMESPACE = f"{_NAMESPACES}/{{namespace}}"
 _MEMBER = f"{_NAMESPACE}/members/{{user}}"
 OPERATIONS = (
-    ApiOperation("GET", _NAMESPACES, list_namespaces, "namespaces", anonymous=True),
-    ApiOperation("POST", _NAMESPACES, create_namespace, "namespaces", 201, (403, 404, 409)),
-    ApiOperation("GET", _NAMESPACE, show_namespace, "namespaces", 200, (403, 404), anonymous=True),
-    ApiOperation("PATCH", _NAMESPACE, change_namespace, "namespaces", 200, (403, 404)),
-    ApiOperation("PUT", _MEMBER, set_member, "namespaces", 200, (403, 404, 409)),
-    ApiOperation("DELETE", _MEMBER, remove_member, "namespaces", 204, (403, 404, 409)),
-    ApiOperation("POST", f"{_NAMESPACE}/keys", add_key, "namespaces", 200, (403, 404)),
-    ApiOperation(
-        "DELETE", f"{_NAMESPACE}/keys/{{key_id}}", revoke_key, "namespaces", 204, (403, 404)
-    ),
+    Operation("GET", _NAMESPACES, list_namespaces, "namespaces", is_public=True),
+    Operation("POST", _NAMESPACES, create_namespace, "namespaces", 201, (403, 404, 409)),
+    Operation("GET", _NAMESPACE, show_namespace, "namespaces", 200, (403, 404), is_public=True),
+    Operation("PATCH", _NAMESPACE, change_namespace, "namespaces", 200, (403, 404)),
+    Operation("PUT", _MEMBER, set_member, "namespaces", 200, (403, 404, 409)),
+    Operation("DELETE", _MEMBER, remove_member, "namespaces", 204, (403, 404, 409)),
+    Operation("POST", f"{_NAMESPACE}/keys", add_key, "namespaces", 200, (403, 404)),
+    Operation("DELETE", f"{_NAMESPACE}/keys/{{key_id}}", revoke_key, "namespaces", 204, (403, 404)),
 )
 
 

@@ -11,6 +11,7 @@ from msgspec.structs import asdict
 from sqlalchemy import Connection, func, select
 
 from expertctl.errors import NotFoundError
+from expertctl.http.operation import Operation
 from expertctl.package.layout import parse_oci_manifest
 from expertctl.reference import PackageName
 from expertctl.registry.index_document import Release
@@ -19,10 +20,9 @@ from registry_server.access import namespaces, rights
 from registry_server.access.namespaces import NamespaceRow
 from registry_server.access.rights import Action, Identity
 from registry_server.api.namespaces import ReasonRequest
-from registry_server.api.operation import (
+from registry_server.api.schema import (
     ApiContext,
     ApiInput,
-    ApiOperation,
     ApiOutput,
     Name,
     Time,
@@ -268,10 +268,10 @@ def stats(context: ApiContext) -> RegistryStats:
 _PACKAGE_PATH = "/api/v1/packages/{namespace}/{name}"
 _VERSION_PATH = f"{_PACKAGE_PATH}/{{version}}"
 OPERATIONS = (
-    ApiOperation("GET", "/api/v1/search", search, "packages", anonymous=True),
-    ApiOperation("GET", _PACKAGE_PATH, show_package, "packages", 200, (403, 404), anonymous=True),
-    ApiOperation("GET", _VERSION_PATH, show_version, "packages", 200, (403, 404), anonymous=True),
-    ApiOperation("PUT", f"{_VERSION_PATH}/yank", yank_version, "packages", 204, (403, 404)),
-    ApiOperation("DELETE", f"{_VERSION_PATH}/yank", unyank_version, "packages", 204, (403, 404)),
-    ApiOperation("GET", "/api/v1/stats", stats, "registry", anonymous=True),
+    Operation("GET", "/api/v1/search", search, "packages", is_public=True),
+    Operation("GET", _PACKAGE_PATH, show_package, "packages", 200, (403, 404), is_public=True),
+    Operation("GET", _VERSION_PATH, show_version, "packages", 200, (403, 404), is_public=True),
+    Operation("PUT", f"{_VERSION_PATH}/yank", yank_version, "packages", 204, (403, 404)),
+    Operation("DELETE", f"{_VERSION_PATH}/yank", unyank_version, "packages", 204, (403, 404)),
+    Operation("GET", "/api/v1/stats", stats, "registry", is_public=True),
 )

@@ -6,12 +6,12 @@ from msgspec import Meta
 from sqlalchemy import Connection
 
 from expertctl.errors import ForbiddenError, NotFoundError, UsageError
+from expertctl.http.operation import Operation
 from registry_server.access import accounts, rights
 from registry_server.access.rights import Action, Identity, TokenScope, list_all_scopes
-from registry_server.api.operation import (
+from registry_server.api.schema import (
     ApiContext,
     ApiInput,
-    ApiOperation,
     ApiOutput,
     AuditQuery,
     Line,
@@ -236,14 +236,14 @@ def list_audit(context: ApiContext, query: AuditQuery) -> AuditPage:
 
 
 OPERATIONS = (
-    ApiOperation("GET", "/api/v1/whoami", whoami, "people"),
-    ApiOperation("GET", "/api/v1/users", list_users, "people", errors=(403,)),
-    ApiOperation("POST", "/api/v1/users", create_user, "people", 201, errors=(403, 409)),
-    ApiOperation("DELETE", "/api/v1/users/{name}", remove_user, "people", 204, (403, 404, 409)),
-    ApiOperation("GET", "/api/v1/tokens", list_tokens, "people", errors=(403,)),
-    ApiOperation("POST", "/api/v1/tokens", create_token, "people", 201, errors=(403,)),
-    ApiOperation("DELETE", "/api/v1/tokens/{id}", revoke_token, "people", 204, errors=(404,)),
-    ApiOperation("GET", "/api/v1/audit", list_audit, "people", errors=(403,)),
+    Operation("GET", "/api/v1/whoami", whoami, "people"),
+    Operation("GET", "/api/v1/users", list_users, "people", errors=(403,)),
+    Operation("POST", "/api/v1/users", create_user, "people", 201, errors=(403, 409)),
+    Operation("DELETE", "/api/v1/users/{name}", remove_user, "people", 204, (403, 404, 409)),
+    Operation("GET", "/api/v1/tokens", list_tokens, "people", errors=(403,)),
+    Operation("POST", "/api/v1/tokens", create_token, "people", 201, errors=(403,)),
+    Operation("DELETE", "/api/v1/tokens/{id}", revoke_token, "people", 204, errors=(404,)),
+    Operation("GET", "/api/v1/audit", list_audit, "people", errors=(403,)),
 )
 
 

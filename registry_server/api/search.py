@@ -17,7 +17,7 @@ from expertctl.schema.manifest import AdapterKind, Manifest
 from expertctl.schema.validation import decode_json
 from registry_server.access import rights
 from registry_server.access.rights import Identity
-from registry_server.api.operation import ApiInput, ApiOutput, Limit, Time, format_timestamp
+from registry_server.api.schema import ApiInput, ApiOutput, Limit, Time, format_timestamp
 from registry_server.database.tables import NAMESPACES, PACKAGES, RELEASES, SIGNED_FORMS
 from registry_server.publishing.index import (
     PublisherKey,

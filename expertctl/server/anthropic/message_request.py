@@ -16,6 +16,7 @@ from expertctl.engine.result import RunResult
 from expertctl.engine.serving.request import DEFAULT_PRIORITY, CheckFunction, GenerationJob
 from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, UserMessage
 from expertctl.errors import UsageError
+from expertctl.http.errors import FieldError
 from expertctl.routing.request import RouteRequest, check_request, parse_target
 from expertctl.routing.sampling_presets import (
     DEFAULT_MAX_EXPERTS,
@@ -51,7 +52,6 @@ from expertctl.server.output_parser import OutputParserConfig, build_answer_vali
 from expertctl.server.post_processing.response_format import ResponseFormat, build_check
 from expertctl.server.reasoning_parser import count_reasoning_tokens
 from expertctl.server.request_body import (
-    FieldError,
     TimeoutMs,
     TopK,
     compute_deadline,
