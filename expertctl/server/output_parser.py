@@ -24,7 +24,7 @@ from expertctl.engine.text.answer_format import UNCHECKED, FormatCheck, worst_ch
 from expertctl.errors import UsageError
 from expertctl.http.errors import FieldError
 from expertctl.schema.strict_json import JsonObject, JsonValue
-from expertctl.server.post_processing.json_schema import (
+from expertctl.server.json_schema import (
     AnswerSchema,
     check_schema_bounds,
     compile_schema,

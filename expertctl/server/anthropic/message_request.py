@@ -49,7 +49,6 @@ from expertctl.server.chat_prompt import (
 from expertctl.server.json_instruction import INSTRUCTION_WARNING, add_json_instruction
 from expertctl.server.model_name import ModelSelection, parse_model
 from expertctl.server.output_parser import OutputParserConfig, build_answer_validator
-from expertctl.server.post_processing.response_format import ResponseFormat, build_check
 from expertctl.server.reasoning_parser import count_reasoning_tokens
 from expertctl.server.request_body import (
     TimeoutMs,
@@ -60,6 +59,7 @@ from expertctl.server.request_body import (
     normalise_top_k,
     normalise_top_p,
 )
+from expertctl.server.response_format import ResponseFormat, build_check
 from expertctl.server.settings import ServeSettings
 
 MAX_TURNS = 10_000

@@ -55,13 +55,13 @@ from expertctl.server.json_instruction import (
     mentions_properties,
 )
 from expertctl.server.output_parser import JsonExtractor, extract_json
-from expertctl.server.post_processing.response_format import ResponseFormat, Validators, build_check
 from expertctl.server.request_body import (
     TimeoutMs,
     compute_deadline,
     field_limits,
     format_ignored_warning,
 )
+from expertctl.server.response_format import ResponseFormat, Validators, build_check
 from expertctl.server.responses import error_body
 from expertctl.server.settings import ServeSettings
 from expertctl.server.streaming import JobSubmitter, format_named_event, stream_job

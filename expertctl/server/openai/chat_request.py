@@ -49,9 +49,9 @@ from expertctl.server.openai.generation_request import (
     check_unsupported,
 )
 from expertctl.server.output_parser import OutputParserConfig, build_answer_validator
-from expertctl.server.post_processing.response_format import ResponseFormat, build_check
 from expertctl.server.reasoning_parser import count_reasoning_tokens
 from expertctl.server.request_body import compute_deadline
+from expertctl.server.response_format import ResponseFormat, build_check
 from expertctl.server.settings import ServeSettings
 
 MAX_TURNS = 10_000

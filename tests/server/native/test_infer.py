@@ -27,8 +27,8 @@ from expertctl.routing.sampling_presets import LIMITS, SamplingOverrides
 from expertctl.schema.validation import find_problems
 from expertctl.server.caller import Caller
 from expertctl.server.native.infer import InferCall, InferRequest, stream_infer
-from expertctl.server.post_processing.validator import parse_validators
 from expertctl.server.settings import ServeSettings
+from expertctl.server.validator import parse_validators
 from expertctl.settings import Home, Settings
 from tests.server.conftest import MakeServed
 from tests.server.harness import BASE, PROMPT, STARTED, ServerHarness, StreamingClient

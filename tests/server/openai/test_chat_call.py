@@ -16,8 +16,8 @@ from expertctl.routing.request import ForcedExpert
 from expertctl.server.caller import Caller
 from expertctl.server.chat_prompt import ChatTemplateTraits
 from expertctl.server.openai.chat_request import ChatCall, build_chat_call
-from expertctl.server.post_processing.validator import ValidatorCommand
 from expertctl.server.settings import ServeSettings
+from expertctl.server.validator import ValidatorCommand
 from tests.server.harness import ServerHarness
 from tests.server.openai.client import make_chat_request
 from tests.server.openai.test_chat_answer import WEATHER
