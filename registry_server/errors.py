@@ -1,12 +1,7 @@
-"""The error codes of the OCI distribution specification, and the statuses that go with them.
+"""Error responses of the registry: OCI's form below ``/v2/``, ``{"error": …}`` elsewhere.
 
-HTTP statuses, in one table. The most specific class of an error decides.
-
-What the registry logs, and where to.
-
-How an error is answered: as OCI wants it below ``/v2/``, as ``{"error": …}`` elsewhere.
-
-Messages reach terminals and logs, so they are printable and bounded here, whatever is in them.
+Errors below ``/v2/`` have the codes of the OCI distribution specification. Messages reach terminals
+and logs, so they are made printable and bounded here.
 """
 
 import json
@@ -35,7 +30,7 @@ from registry_server.settings import ServerSettings
 
 
 class OciCode(StrEnum):
-    """What ``errors[].code`` may say."""
+    """The values of ``errors[].code``."""
 
     BLOB_UNKNOWN = "BLOB_UNKNOWN"
     BLOB_UPLOAD_INVALID = "BLOB_UPLOAD_INVALID"
@@ -81,7 +76,7 @@ STATUS_BY_CODE: dict[OciCode, int] = {
     OciCode.UPLOAD_BUSY: 409,
     OciCode.UNKNOWN: 500,
 }
-"""Statuses of the errors that this server finds itself."""
+"""Code of an `OciError` → HTTP status."""
 
 CODE_BY_STATUS: dict[int, OciCode] = {
     400: OciCode.MANIFEST_INVALID,
@@ -100,11 +95,11 @@ CODE_BY_STATUS: dict[int, OciCode] = {
     503: OciCode.UNAVAILABLE,
     507: OciCode.UNAVAILABLE,
 }
-"""Codes of errors from elsewhere, by their status."""
+"""HTTP status of any other error → code."""
 
 
 class OciError(ExpertError):
-    """A request that the specification has a code for; ``headers`` go with the answer."""
+    """An error for which the specification has a code; ``headers`` are added to the response."""
 
     def __init__(
         self,
@@ -114,7 +109,7 @@ class OciError(ExpertError):
         hint: str = "",
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Say what is wrong, under which code."""
+        """Store the code, the message, the hint and the headers."""
         super().__init__(message, hint=hint)
         self.oci_code = oci_code
         self.headers = dict(headers or {})
@@ -137,7 +132,7 @@ def get_status(error: ExpertError) -> int:
 
 
 def get_retry_after(error: ExpertError) -> int | None:
-    """Return the seconds after which the same request may succeed, None when that is no matter."""
+    """Return the seconds after which a retry may succeed; None if retrying is pointless."""
     return find_retry_after(error, get_status(error))
 
 
@@ -151,9 +146,9 @@ _REPOSITORY_PATH = re.compile(r"/v2/([a-z0-9._/-]{1,255})/(?:blobs|manifests|tag
 def error_response(
     error: ExpertError, scope: Scope, settings: ServerSettings, *, status: int | None = None
 ) -> Response:
-    """Return the answer to a request that failed, with the headers that its status needs.
+    """Return the response to a failed request, with the headers that its status needs.
 
-    ``status`` is another one than that of the error's class.
+    ``status`` overrides the status of the error's class.
     """
     status = status or get_status(error)
     path = str(scope.get("path", ""))
@@ -173,8 +168,8 @@ def error_response(
 def build_challenges(settings: ServerSettings, scope: str = "") -> tuple[str, str]:
     """Return the values of ``WWW-Authenticate``: Basic, or a bearer token from ``/token``.
 
-    Basic comes first: clients that know one scheme take the first header, and some take them both
-    for one, whose last realm counts.
+    Basic comes first: clients that support one scheme use the first header, and some parse both
+    headers as one and use the last realm.
     """
     url = settings.public_url
     service = url.partition("://")[2]
@@ -184,7 +179,7 @@ def build_challenges(settings: ServerSettings, scope: str = "") -> tuple[str, st
 
 
 def _used_session_token(scope: Scope) -> bool:
-    """Tell whether a token from ``/token`` was shown: another may allow more (RFC 6750, 3.1)."""
+    """Return whether a session token was used: a new one may allow more (RFC 6750, 3.1)."""
     shown = dict(scope.get("headers", ())).get(b"authorization", b"")
     return bool(shown.lower().startswith(b"bearer " + SESSION_PREFIX.encode("ascii")))
 

@@ -1,7 +1,7 @@
 """Runs an ASGI application under granian, in worker processes.
 
 One process handles signals, its workers answer requests. If it is killed, the workers end with it;
-if it is told to stop, running requests are finished first, within ``drain_seconds``.
+at SIGTERM or SIGINT, running requests are finished first, within ``drain_seconds``.
 
 Connections: one that sends nothing is closed after `HEADER_MILLISECONDS`, one whose body stalls
 after `expertctl.http.limits.STALL_SECONDS`. Until then it occupies a place, and others wait when

@@ -245,7 +245,7 @@ def _read_parameters(request: Request, place: str, kind: StructType) -> Struct:
     try:
         return convert_document(fields, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise UsageError(f"the {place} is not as it must be: {error}") from error
+        raise UsageError(f"the {place} is invalid: {error}") from error
 
 
 def _read_query(request: Request) -> dict[str, str]:

@@ -1,13 +1,7 @@
-"""What this registry is: where a client begins, and the description of the API.
+"""The routes of ``/api/v1`` and its OpenAPI document, and the index documents of packages.
 
-The OpenAPI 3.1 document, made from the operations and the types that check their requests.
-
-``/tuf/targets/index/<ns>/<name>.json``: the signed index document of a package.
-
-The bytes are those that the last change of the package wrote; their digest is the ETag, so a client
-that has them is told so and gets nothing.
-
-The routes of ``/api/v1``: every operation, and the document that describes them.
+``/tuf/targets/index/<ns>/<name>.json`` is the signed index document of a package, as written by the
+last change of the package. Its digest is the ETag, so a client that has it gets a 304.
 """
 
 import hashlib
@@ -35,14 +29,14 @@ from registry_server.registry import Registry
 
 
 class IndexKeyFacts(ApiOutput, frozen=True):
-    """The key that signs index documents; believe it only as somebody tells you its id."""
+    """The key that signs index documents; trust it only if its id came from elsewhere."""
 
     key_id: str
     public_key: str
 
 
 class RegistryFacts(ApiOutput, frozen=True):
-    """A registry; ``read`` is who may read namespaces that do not say so themselves."""
+    """A registry; ``read`` is the default read access of namespaces."""
 
     name: str
     version: str
@@ -52,7 +46,7 @@ class RegistryFacts(ApiOutput, frozen=True):
 
 
 def about(context: ApiContext) -> RegistryFacts:
-    """Say what this registry is."""
+    """Describe this registry."""
     settings, key = context.registry.settings, context.registry.index_key.public
     index_key = IndexKeyFacts(key.key_id, key.pem().decode())
     read: Read = "public" if settings.read == "public" else "token"
@@ -65,29 +59,29 @@ ABOUT_OPERATIONS = (Operation("GET", "/api/v1/", about, "registry", is_public=Tr
 _COMMON_STATUSES = (400, 401, 408, 413, 414, 415, 421, 429, 431, 500, 503, 507)
 _STATUS_DESCRIPTIONS = {
     200: "Done.",
-    201: "Made.",
-    204: "Done; there is nothing to say.",
-    400: "The request is not as it must be.",
-    401: "A token is needed, or the one that came is wrong, expired or revoked.",
-    403: "The token, or its user, may not do this; or a quota is used up.",
-    404: "There is no such thing, as far as the caller may know.",
-    408: "The body came too slowly.",
-    409: "It clashes with what is there.",
+    201: "Created.",
+    204: "Done; no content.",
+    400: "The request is invalid.",
+    401: "A token is required: it is missing, wrong, expired or revoked.",
+    403: "The token or its user lacks the right, or a quota is exceeded.",
+    404: "Not found, or not visible to the caller.",
+    408: "The body arrived too slowly.",
+    409: "It conflicts with what exists.",
     413: "The body is too large.",
     414: "The path is too long.",
-    415: "The body is in a form that is not read here.",
-    421: "This registry has another name.",
-    429: "Too many requests; `Retry-After` says when to come again.",
+    415: "The media type or encoding of the body is not supported.",
+    421: "The `Host` header names another server.",
+    429: "Too many requests; `Retry-After` says when to retry.",
     431: "The headers are too large.",
     500: "The registry failed.",
-    503: "The registry cannot reach its data; `Retry-After` says when to come again.",
+    503: "The registry cannot access its data; `Retry-After` says when to retry.",
     507: "The disk of the registry is full.",
 }
 _SECRETS: tuple[JsonObject, ...] = ({"bearer": []}, {"basic": []})
 API = ApiDescription(
     title="expertctl registry",
-    description="People, rights and packages of a registry. Blobs and manifests are at `/v2/`, as "
-    "the OCI distribution specification says; index documents at `/tuf/targets/index/`.",
+    description="Users, rights and packages of a registry. Blobs and manifests are at `/v2/`, by "
+    "the OCI distribution specification; index documents at `/tuf/targets/index/`.",
     common_statuses=_COMMON_STATUSES,
     status_descriptions=_STATUS_DESCRIPTIONS,
     list_error_types=lambda _: (ErrorBody,),
@@ -96,7 +90,7 @@ API = ApiDescription(
         "basic": {
             "type": "http",
             "scheme": "basic",
-            "description": "A token as the password; the user name is not looked at.",
+            "description": "A token as the password; the user name is ignored.",
         },
     },
     security=_SECRETS,
@@ -105,7 +99,7 @@ API = ApiDescription(
 
 
 def make_index_routes(registry: Registry) -> list[BaseRoute]:
-    """Return the address of index documents."""
+    """Return the route of index documents."""
 
     async def index(request: Request) -> Response:
         name = _parse_package_name(request.path_params["namespace"], request.path_params["name"])
@@ -114,7 +108,7 @@ def make_index_routes(registry: Registry) -> list[BaseRoute]:
         def read() -> Response:
             return _index_response(load_index(registry, request.state.identity, name), known)
 
-        return await run_in_threadpool(read)  # hashing a large document also takes a while
+        return await run_in_threadpool(read)  # hashing a large document also takes time
 
     return [Route("/tuf/targets/index/{namespace}/{name}.json", index, methods=["GET"])]
 
@@ -123,8 +117,8 @@ def load_index(registry: Registry, identity: Identity, name: PackageName) -> byt
     """Return the signed index document of a package.
 
     Raises:
-        UnauthenticatedError: when nobody is named and the namespace is not public.
-        ForbiddenError: when the token may not read there.
+        UnauthenticatedError: when the request is anonymous and the namespace is not public.
+        ForbiddenError: when the token may not read the namespace.
         NotFoundError: when there is no such package.
     """
     with registry.database.read() as connection:

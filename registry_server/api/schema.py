@@ -41,15 +41,18 @@ ScopeText = Annotated[
     ),
 ]
 Time = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
-Line = Annotated[str, Meta(min_length=1, max_length=100, description="One printable line.")]
-Reason = Annotated[str, Meta(min_length=1, max_length=500, description="One printable line.")]
-Limit = Annotated[int, Meta(ge=1, le=MAX_PAGE, description="How many at most.")]
+Line = Annotated[str, Meta(min_length=1, max_length=100, description="A printable line.")]
+Reason = Annotated[str, Meta(min_length=1, max_length=500, description="A printable line.")]
+Limit = Annotated[int, Meta(ge=1, le=MAX_PAGE, description="Maximum number of items.")]
 Cursor = Annotated[
-    str, Meta(max_length=100, description="What `next` of the page before said; empty at first.")
+    str, Meta(max_length=100, description="`next` of the previous page; empty for the first page.")
 ]
 Offset = Annotated[
     str,
-    Meta(pattern="^([1-9][0-9]{0,14})?$", description="What `next` said; empty at first."),
+    Meta(
+        pattern="^([1-9][0-9]{0,14})?$",
+        description="`next` of the previous page; empty for the first page.",
+    ),
 ]
 Quota = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 Read = Literal["public", "token"]
@@ -58,29 +61,29 @@ Role = Literal["owner", "publisher"]
 
 
 class ApiInput(Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that a client sends."""
+    """Base of the types that clients send."""
 
 
 class ApiOutput(Struct, frozen=True):
-    """Something that the server answers."""
+    """Base of the types that the server returns."""
 
 
 class ListQuery(ApiInput, frozen=True):
-    """Which part of a list is wanted."""
+    """Selects a page of a list."""
 
     limit: Limit = MAX_PAGE
     cursor: Cursor = ""
 
 
 class AuditQuery(ApiInput, frozen=True):
-    """Which part of a log is wanted."""
+    """Selects a page of the audit log."""
 
     limit: Limit = MAX_PAGE
     cursor: Offset = ""
 
 
 class ErrorDetail(ApiOutput, frozen=True):
-    """What went wrong: a stable word, a sentence, and the way out where there is one."""
+    """What went wrong: a stable code, a message, and a hint, which may be empty."""
 
     code: str
     message: str
@@ -88,24 +91,24 @@ class ErrorDetail(ApiOutput, frozen=True):
 
 
 class ErrorBody(ApiOutput, frozen=True):
-    """The answer to a request that failed."""
+    """The answer to a failed request."""
 
     error: ErrorDetail
 
 
 def format_timestamp(seconds: float) -> str:
-    """Return a time as text."""
+    """Format a time in seconds since the epoch."""
     return format_time(datetime.fromtimestamp(seconds, UTC))
 
 
 def format_optional_time(seconds: float | None) -> str | None:
-    """Return a time as text, None when there is none."""
+    """Format a time like `format_timestamp`; None stays None."""
     return None if seconds is None else format_timestamp(seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class ApiContext:
-    """What every handler may use."""
+    """What every handler may use: the registry, and who made the request."""
 
     registry: Registry
     identity: Identity
