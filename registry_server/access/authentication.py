@@ -58,19 +58,6 @@ def get_identity(request: HTTPConnection) -> Identity:
     return identity
 
 
-class _StatusRecorder:
-    """Forwards a response and records its status; 0 before it starts."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.status = 0
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        await self._send(message)
-
-
 class AuthenticationMiddleware:
     """Identifies the caller, or refuses: 401 for an invalid secret, 429 for too many requests."""
 
@@ -100,9 +87,16 @@ class AuthenticationMiddleware:
                 await self._record_failed_login(scope)
             return
         scope["state"] = {**scope.get("state", {}), "identity": identity}
-        answer = _StatusRecorder(send)
-        await self._app(scope, receive, answer)
-        await self._record_use(scope, identity, answer.status)
+        status = 0
+
+        async def send_and_record_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        await self._app(scope, receive, send_and_record_status)
+        await self._record_use(scope, identity, status)
 
     async def _record_use(self, scope: Scope, identity: Identity, status: int) -> None:
         if is_refused_write(scope.get("method", ""), status):
