@@ -87,6 +87,8 @@ class Operation:
     _: KW_ONLY
     is_public: bool = False
     """Whether it answers without a key or token."""
+    authorise: Callable[[Request], None] | None = None
+    """Refuses callers without the right, before the body is read."""
     parameters: tuple[JsonObject, ...] = ()
     """OpenAPI parameters that the handler reads from the request itself."""
     referenced_types: tuple[StructType, ...] = ()
@@ -196,6 +198,8 @@ class OperationRouter:
 
     async def _respond(self, operation: Operation, request: Request) -> Response:
         arrival, context = Arrival(), self.make_context(request)
+        if operation.authorise is not None:
+            operation.authorise(request)
         inputs: dict[str, object] = {}
         for name, kind in operation.input_types.items():
             match name:

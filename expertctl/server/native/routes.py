@@ -293,9 +293,8 @@ class NativeEndpoints:
         """Return the counters of the base's routed experts."""
         return self._service.engine.get_observation().to_json()
 
-    async def observe(self, request: Request, body: ObserveRequest) -> MoeActivity:
+    async def observe(self, body: ObserveRequest) -> MoeActivity:
         """Change the counting of routed experts, or apply a usage profile."""
-        require_manager(get_caller(request))
         body.check_change(base=self._service.engine.base_name)
         with self._exclusive_adoption(body):
             seen = await to_thread.run_sync(partial(self._apply_changes, body))
@@ -345,5 +344,12 @@ OPERATIONS = (
     Operation("POST", ROUTE, NativeEndpoints.route, "native", errors=GENERATION_ERRORS),
     Operation("GET", EXPERTS, NativeEndpoints.list_experts, "native"),
     Operation("GET", MOE, NativeEndpoints.observation, "native"),
-    Operation("POST", MOE, NativeEndpoints.observe, "native", errors=GENERATION_ERRORS),
+    Operation(
+        "POST",
+        MOE,
+        NativeEndpoints.observe,
+        "native",
+        errors=GENERATION_ERRORS,
+        authorise=require_manager,
+    ),
 )
