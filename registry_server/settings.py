@@ -328,7 +328,7 @@ def _read_number(reader: _SettingsReader, name: str, default: float) -> float:
     kinds = (int,) if isinstance(default, int) else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < 2**53:
         expected = "an integer" if isinstance(default, int) else "a number"
-        reader.problems.append(f"limits.{name} must be {expected} from 0 on")
+        reader.problems.append(f"limits.{name} must be {expected} of at least 0")
         return default
     return value if isinstance(default, int) else float(value)
 

@@ -57,7 +57,7 @@ def create_user(connection: Connection, name: str, *, admin: bool = False) -> Us
         validate_name(name, "user")
     taken = connection.execute(select(USERS.c.id).where(USERS.c.name == name)).one_or_none()
     if taken:
-        raise ConflictError(f"the name {name!r} is taken", hint="names are never free again")
+        raise ConflictError(f"the name {name!r} is taken", hint="names are never reused")
     values = {"name": name, "admin": admin, "created": time.time()}
     connection.execute(insert(USERS).values(values))
     return get_user(connection, name)
@@ -196,7 +196,7 @@ def mint_token(
     beyond = [str(s) for s in scopes if not _is_within_identity(connection, identity, s)]
     if beyond or not (scopes or identity.scopes):
         named = ", ".join(beyond[:5]) or "nothing"
-        raise ForbiddenError(f"this token cannot give the scope {named}: it has less itself")
+        raise ForbiddenError(f"this token cannot grant the scope {named}: it does not have it")
     limits = [t for t in (identity.expires, seconds and time.time() + seconds) if t is not None]
     expires = min(limits, default=None)
     chosen = scopes or identity.scopes

@@ -138,7 +138,7 @@ class AuthenticationMiddleware:
         self._limit_failed_logins(secret, key)
         raise UnauthenticatedError(
             "the token is wrong, expired or revoked",
-            hint="log in again with `expertctl login`, or set EXPERT_TOKEN anew",
+            hint="log in again with `expertctl login`, or set another EXPERT_TOKEN",
         )
 
     def _limit_failed_logins(self, secret: str | None, key: str) -> None:

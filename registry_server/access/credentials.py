@@ -278,7 +278,7 @@ class RefusalLog:
                 return
             self._per_action.take(action)
             unwritten, self._suppressed = self._suppressed, 0
-        more = f"{unwritten} refusals before this one were not written down" if unwritten else ""
+        more = f"{unwritten} earlier refusals were not recorded" if unwritten else ""
         text = "; ".join(part for part in (detail, more) if part)
         with suppress(StoreError, DiskFullError), self._database.write_relaxed() as connection:
             rights.write_audit_row(connection, identity, action, target, text)

@@ -87,7 +87,7 @@ class SearchTerms:
         """
         words = tuple(dict.fromkeys(fold_words(query).split()))
         if len(words) > MAX_WORDS:
-            raise UsageError(f"search for {MAX_WORDS} words at most")
+            raise UsageError(f"search for at most {MAX_WORDS} words")
         return cls("-".join(query.casefold().split()), words)
 
 

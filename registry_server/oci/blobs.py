@@ -79,7 +79,7 @@ def parse_range(header: str | None, *, size: int) -> ByteRange | None:
     match = _RANGE_SPEC.fullmatch(value)
     found = _resolve_bounds(match, size) if match else None
     if found is None or found.length <= 0:
-        fact = f"{value[:60]!r} is no part of {size} bytes"
+        fact = f"{value[:60]!r} is outside the {size} bytes of the blob"
         raise OciError(OciCode.RANGE_INVALID, fact, headers={"Content-Range": f"bytes */{size}"})
     return found
 

@@ -177,7 +177,7 @@ def _read_annotations(document: Mapping[str, JsonValue]) -> str | None:
     if not isinstance(annotations, dict) or not all(
         isinstance(value, str) for value in annotations.values()
     ):
-        raise _manifest_invalid("annotations are not texts by name")
+        raise _manifest_invalid("annotations must be an object of strings")
     return json.dumps(annotations)
 
 

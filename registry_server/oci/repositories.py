@@ -157,7 +157,7 @@ class RepositoryAccess:
         """
         if self.holds_packages:
             hint = "publish a tag X.Y.Z; a version is withdrawn with `expertctl yank`"
-            fact = f"{what} is not done in {self.name}, which is a package"
+            fact = f"{what} is not supported in {self.name}, which is a package"
             raise OciError(OciCode.UNSUPPORTED, fact, hint=hint)
 
 

@@ -200,7 +200,7 @@ def _check_target(settings: ServerSettings, target: Path) -> None:
         own = {BACKUP_NAME, _LOCK_NAME, _STAGING, STATE_FOLDER, BLOBS_FOLDER}
         foreign = sorted({path.name for path in target.iterdir()} - own)
     if foreign:
-        message = f"{target} holds {', '.join(foreign[:3])}, which is no part of a backup"
+        message = f"{target} holds {', '.join(foreign[:3])}, which does not belong to a backup"
         raise UsageError(message, hint="name a new folder, or that of an earlier backup")
 
 

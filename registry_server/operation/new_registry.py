@@ -234,7 +234,7 @@ def _estimate_changes(backup: Path, created: str) -> int:
     try:
         passed = datetime.now(UTC) - datetime.fromisoformat(created).astimezone(UTC)
     except ValueError as error:
-        raise InvalidPackageError(str(backup), [f"{created[:40]!r} is no time"]) from error
+        raise InvalidPackageError(str(backup), [f"{created[:40]!r} is not a time"]) from error
     return CHANGES_PER_SECOND * max(0, int(passed.total_seconds()) + 1)
 
 

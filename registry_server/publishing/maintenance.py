@@ -250,6 +250,6 @@ def _build_warnings(
     if signer is not None or not others:
         return ()
     return (
-        f"no older key of {namespace.name} vouches for {key_id}: whoever has pinned one is asked "
-        f"for `expertctl trust add KEY.pem --namespace {namespace.name}`",
+        f"no older key of {namespace.name} vouches for {key_id}: users who pinned one must run "
+        f"`expertctl trust add KEY.pem --namespace {namespace.name}`",
     )

@@ -193,7 +193,7 @@ def parse_push_request(*, name: PackageName, tag: str, manifest: bytes) -> PushR
     layout = parse_oci_manifest(manifest, what=f"{name}@{version}")
     if layout.signature is None:
         raise UnsignedError(
-            f"{name}@{version} is not signed, and a registry takes signed packages only",
+            f"{name}@{version} is not signed, and a registry accepts signed packages only",
             hint="sign it with `expertctl sign FILE --key NAME`, then publish it again",
         )
     if layout.signature.size > MAX_BUNDLE:
@@ -338,7 +338,7 @@ def _check_distinct_name(
     taken = connection.execute(query.limit(1)).scalar_one_or_none()
     if taken is not None:
         raise ConflictError(
-            f"{offer.name} looks like {namespace.name}/{taken}, which is there",
+            f"{offer.name} looks like {namespace.name}/{taken}, which exists",
             hint="choose a name that cannot be confused with another",
         )
 

@@ -336,7 +336,7 @@ def _show_search(registry: Registry, request: Request) -> Response:
     identity = get_identity(request)
     query, cursor = (request.query_params.get(name, "") for name in ("q", "cursor"))
     if len(query) > MAX_QUERY:
-        raise UsageError(f"search for {MAX_QUERY} characters at most")
+        raise UsageError(f"search for at most {MAX_QUERY} characters")
     wanted = {"q": query, "limit": _RESULTS_PER_PAGE, "cursor": cursor}
     try:
         asked = convert_document(wanted, SearchQuery)
