@@ -12,7 +12,7 @@ from registry_server.settings import override_settings, read_settings
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until told to end; return the exit code."""
+    """Serve until SIGTERM or SIGINT; return the exit code."""
     given = _build_parser().parse_args(arguments)
     try:
         settings = override_settings(
@@ -34,11 +34,11 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m registry_server", description=__doc__)
     parser.add_argument("data", type=Path, metavar="DIR", help="the data folder")
     parser.add_argument("--host", help="the address to listen on")
-    parser.add_argument("--port", type=int, help="0 takes a free one")
-    parser.add_argument("--workers", type=int, default=1, help="processes that answer")
+    parser.add_argument("--port", type=int, help="0 chooses a free port")
+    parser.add_argument("--workers", type=int, default=1, help="number of worker processes")
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain, PEM")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM")
-    parser.add_argument("--insecure-http", action="store_true", help="clear text to others")
+    parser.add_argument("--insecure-http", action="store_true", help="allow clear text to others")
     return parser
 
 

@@ -1,21 +1,13 @@
-"""What a request to the registry must be like: its names, its pages, and how large a body may be.
+"""The registry as one ASGI application, and its periodic tasks.
 
-Only writing needs a page of our own: a foreign page cannot see what it makes a browser read.
+Middleware handles every request, outermost first: the request log, limits on sizes and hosts, and
+authentication. Errors become responses here, in one place. Only writing requires a page of this
+registry as ``Origin``: pages of other sites cannot read responses.
 
-What the registry counts and logs of its requests, and how it says that it failed.
-
-What is done by time while the server runs: before the first request, then every `SECONDS`.
-
-Uploads that nobody continues are removed. Their quota, their files and their places among the
-uploads of a user are free again, whether or not anybody begins a new upload.
-
-Index documents that are older than half of the interval that they state are signed again, a few in
-each transaction, so that no request waits long. That goes on beside the first requests.
-
-The server as one ASGI application, made from the areas below this folder.
-
-What looks at every request is wrapped around it, the outermost first: the log, the limits on
-sizes and hosts, and who asks. An error inside becomes an answer here, in one place.
+Periodic tasks run before the first request and then every `SWEEP_SECONDS`. Abandoned uploads are
+removed, which frees their quota, their files, and their share of the uploads of a user. Index
+documents older than half of the interval that they state are signed again, a few in each
+transaction so that no request waits long; the first round runs while requests are served.
 """
 
 import logging
@@ -64,7 +56,7 @@ from registry_server.web.pages import prefers_html, render_error_page
 def make_request_limits(
     app: ASGIApp, settings: ServerSettings, *, stall_seconds: float = STALL_SECONDS
 ) -> LimitsMiddleware:
-    """Guard the application of a registry."""
+    """Wrap the application of a registry in its request limits."""
     bounds = RequestPolicy(
         names=build_host_names(settings.host, settings.public_url),
         accepts_addresses=not is_loopback(settings.host),
@@ -72,15 +64,15 @@ def make_request_limits(
         body_limit=partial(_body_limit, settings.limits),
         build_response=partial(_refusal_response, settings),
         server_label="this registry",
-        host_hint="set `url` in registry.toml to the address that users see",
-        origin_hint="set `url` in registry.toml to the address of the page that asks",
+        host_hint="set `url` in registry.toml to the public URL",
+        origin_hint="set `url` in registry.toml to the URL of the page that sends the request",
         stall_seconds=stall_seconds,
     )
     return LimitsMiddleware(app, bounds)
 
 
 def _body_limit(limits: RegistryLimits, path: str) -> int | None:
-    """Return how many bytes a route takes; blobs have a limit and a quota of their own."""
+    """Return the maximum bytes of a body; blobs have their own limit and a quota."""
     if path.startswith("/v2/"):
         if "/blobs/uploads/" in path:
             return None
@@ -94,30 +86,30 @@ def _refusal_response(settings: ServerSettings, refusal: RequestRefusal, scope: 
 
 
 def make_request_log(app: ASGIApp, registry: Registry) -> RequestLogMiddleware:
-    """Watch the application of a registry."""
+    """Wrap the application of a registry in the request log."""
     return RequestLogMiddleware(app, RegistryRequestObserver(registry))
 
 
 class RegistryRequestObserver:
-    """Counts in the metrics of the registry."""
+    """Counts and logs the requests to a registry."""
 
     log = REQUEST_LOGGER
     id_headers: tuple[str, ...] = ("X-Request-Id",)
 
     def __init__(self, registry: Registry) -> None:
-        """Watch the requests to one registry."""
+        """Count in the metrics of ``registry``."""
         self.registry = registry
 
     def new_id(self) -> str:
-        """Return the id of a request."""
+        """Return a new request id."""
         return secrets.token_hex(8)
 
     def request_started(self) -> None:
-        """Count a request that is being answered."""
+        """Count a request that has started."""
         self.registry.metrics.running.inc()
 
     def request_finished(self, scope: Scope, exchange: RequestRecord) -> None:
-        """Count and log a request that was answered."""
+        """Count and log a request that has ended."""
         self.registry.metrics.running.dec()
         identity = scope["state"].get("identity")
         self.registry.metrics.count_request(
@@ -135,9 +127,9 @@ class RegistryRequestObserver:
         REQUEST_LOGGER.info("request", extra={"fields": fields})
 
     def build_error_response(self, scope: Scope, exchange: RequestRecord) -> Response:
-        """Return the answer to an unexpected error."""
-        hint = f"tell whoever runs this registry the request {exchange.id}"
-        error = ExpertError("the registry failed to answer this", hint=hint)
+        """Return the response to a request that failed because of a bug."""
+        hint = f"report request {exchange.id} to the operator of this registry"
+        error = ExpertError("the registry failed to answer this request", hint=hint)
         if prefers_html(scope):
             return render_error_page(self.registry, ANONYMOUS, error)
         return error_response(error, scope, self.registry.settings)
@@ -152,22 +144,22 @@ def _logged_address(scope: Scope, identity: object) -> str | None:
 
 SWEEP_SECONDS = 600.0
 RENEWAL_BATCH = 20
-"""How many documents are signed again in one transaction."""
+"""Maximum documents signed again in one transaction."""
 _SWEEP_LOG = logging.getLogger("registry")
 
 
 def sweep_uploads(registry: Registry) -> None:
-    """Remove the uploads that were not continued in time; what fails is logged, and goes later."""
+    """Remove abandoned uploads; a failure is logged, and the next sweep tries again."""
     try:
         remove_stale_uploads(registry, time.time() - registry.settings.limits.upload_seconds)
     except ExpertError as error:
-        _SWEEP_LOG.warning("uploads that nobody continues were not removed: %s", error.message)
+        _SWEEP_LOG.warning("abandoned uploads were not removed: %s", error.message)
 
 
 def renew_index_batch(registry: Registry) -> bool:
     """Sign some old index documents again; return whether there may be more.
 
-    What fails is logged, and tried again later. Several workers find the work done by one.
+    A failure is logged and retried later. Of several workers, the first does the work.
     """
     now = time.time()
     try:
@@ -178,7 +170,7 @@ def renew_index_batch(registry: Registry) -> bool:
                 connection, signer=registry.index_signer, now=now, max_documents=RENEWAL_BATCH
             )
     except ExpertError as error:
-        _SWEEP_LOG.warning("index documents that grow old were not signed again: %s", error.message)
+        _SWEEP_LOG.warning("old index documents were not signed again: %s", error.message)
         return False
     return renewed == RENEWAL_BATCH
 
@@ -192,7 +184,7 @@ def _is_renewal_due(registry: Registry, now: float) -> bool:
 async def run_periodic_tasks(
     registry: Registry, *, pause: Callable[[float], Awaitable[None]] = anyio.sleep
 ) -> AsyncIterator[None]:
-    """Sweep and renew at once, and again after each pause, until the block ends."""
+    """Run the periodic tasks at once and after each pause, until the block ends."""
     await to_thread.run_sync(sweep_uploads, registry)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_repeat_tasks, registry, pause)
@@ -209,7 +201,7 @@ async def _repeat_tasks(registry: Registry, pause: Callable[[float], Awaitable[N
 
 
 def create_app(settings: ServerSettings) -> Starlette:
-    """Open the registry of these settings and return its application.
+    """Open a registry and return its application.
 
     Raises:
         StoreError: when there is no registry in the data folder, or it cannot be opened.
@@ -218,7 +210,7 @@ def create_app(settings: ServerSettings) -> Starlette:
 
 
 def build_app(registry: Registry) -> Starlette:
-    """Return the application of an open registry, which it closes when it shuts down."""
+    """Return the application of an open registry; it closes the registry on shutdown."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -248,7 +240,7 @@ def build_app(registry: Registry) -> Starlette:
 
 
 def _build_routes(registry: Registry) -> list[BaseRoute]:
-    """Return all addresses; the pages last, since theirs are the most general."""
+    """Return all routes; the pages last, because their patterns are the most general."""
     return [
         *health.make_health_routes(registry),
         *access.make_token_routes(registry),
@@ -277,7 +269,5 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _handle_disconnect(request: Request, _: Exception) -> Response:
-    """A body that stops, or whose chunks are malformed, is no fault of the server."""
-    return await _handle_expert_error(
-        request, UsageError("the body of the request did not come whole")
-    )
+    """Answer an incomplete or malformed body, which is not a failure of the server."""
+    return await _handle_expert_error(request, UsageError("the body of the request is incomplete"))

@@ -1,15 +1,14 @@
-"""Digests of blobs and manifests: sha256 as everywhere, and sha512, which OCI also registers.
+"""Blob storage: one file per blob, named by its digest, written once and never changed.
 
-Where blobs lie: one file each, named by its digest, written once and never changed.
+Digests are sha256, or sha512, which OCI registers as well.
 
 ::
 
     FOLDER/<algorithm>/<first two hex digits>/<hex>
 
-This is all that the rest of the server knows about blobs, so that another kind of storage needs
-these few methods and nothing else. A file is put there (`adopt`) and taken away (`remove`) only
-while the database's write lock is held: so a blob that is garbage and a blob that just came again
-are never mistaken for each other. A file without a row is garbage; a row without a file is damage.
+The rest of the server accesses blobs only through these methods. Files are added (`adopt`) and
+removed (`remove`) only under the write lock of the database, so garbage collection cannot remove a
+blob that was just uploaded again. A file without a row is garbage; a row without a file is damage.
 """
 
 import errno
@@ -26,16 +25,16 @@ from expertctl.errors import DigestError, DiskFullError, NotFoundError, StoreErr
 from expertctl.files import make_folders, sync_folder
 
 DIGEST_LENGTHS = {"sha256": 64, "sha512": 128}
-"""Length of the hex digits of each algorithm."""
+"""Algorithm → number of hex digits."""
 
 _HEX = re.compile(r"[0-9a-f]+")
 
 
 class Hasher(Protocol):
-    """What `hashlib` gives for either algorithm."""
+    """The interface of `hashlib` hash objects."""
 
     def update(self, data: bytes | memoryview, /) -> None:
-        """Take more bytes in."""
+        """Hash more bytes."""
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes so far."""
@@ -43,14 +42,14 @@ class Hasher(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class BlobDigest:
-    """``algorithm:hex``; only `parse` and `of` make one, so it is safe in a file name."""
+    """``algorithm:hex``; created only by `parse` and `compute`, so it is safe in a file name."""
 
     algorithm: str
     hex: str
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a digest of a known algorithm in its one form, lower-case hex.
+        """Parse a digest of a known algorithm, in lower-case hex.
 
         Raises:
             DigestError: for any other text.
@@ -62,7 +61,7 @@ class BlobDigest:
 
     @classmethod
     def compute(cls, data: bytes, *, algorithm: str = "sha256") -> Self:
-        """Hash bytes that are in memory."""
+        """Return the digest of bytes in memory."""
         hasher = create_hasher(algorithm)
         hasher.update(data)
         return cls(algorithm, hasher.hexdigest())
@@ -84,28 +83,28 @@ _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @dataclass(frozen=True, slots=True)
 class StoredBlob:
-    """One file of the storage, as a listing finds it."""
+    """A file of the storage, as listed."""
 
     digest: BlobDigest
     size: int
     modified: float
-    """When it was put there, in seconds since the epoch."""
+    """When it was added, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlobStorage:
-    """Blobs in a folder; whole and on the disk, or not there."""
+    """Stores blobs in a folder; each is complete and durable, or absent."""
 
     folder: Path
 
     def path(self, digest: AnyDigest) -> Path:
-        """Return where a blob lies, or would."""
+        """Return the path of a blob, whether it exists or not."""
         algorithm, _, value = str(digest).partition(":")
         return self.folder / algorithm / value[:2] / value
 
     @contextmanager
     def open(self, digest: AnyDigest) -> Iterator[BinaryIO]:
-        """Lend the bytes of a blob, unbuffered.
+        """Open a blob for reading, unbuffered.
 
         Raises:
             NotFoundError: when there is no such blob.
@@ -115,7 +114,7 @@ class BlobStorage:
             yield stream
 
     def size(self, digest: AnyDigest) -> int | None:
-        """Return the size of a blob in bytes, None when there is none."""
+        """Return the size of a blob in bytes; None if it does not exist."""
         with wrap_disk_errors():
             try:
                 return self.path(digest).stat().st_size
@@ -123,26 +122,26 @@ class BlobStorage:
                 return None
 
     def adopt(self, temporary: Path, digest: AnyDigest) -> None:
-        """Take in a file of this file system that is flushed and has this digest.
+        """Move a file with this digest into the storage: flushed, and on the same file system.
 
         Raises:
             DiskFullError: when there is no room.
-            StoreError: when the disk fails, or the whole storage is gone.
+            StoreError: when the disk fails, or the folder of the storage is missing.
         """
         target = self.path(digest)
         with wrap_disk_errors():
-            self.folder.stat()  # a new one in its place would hide the blobs that come back
+            self.folder.stat()  # a new folder would hide the blobs when the disk is back
             make_folders(target.parent)
             temporary.replace(target)
             sync_folder(target.parent)
 
     def remove(self, digest: AnyDigest) -> None:
-        """Remove a blob; one that is not there is no error."""
+        """Remove a blob, if it exists."""
         with wrap_disk_errors():
             self.path(digest).unlink(missing_ok=True)
 
     def list_blobs(self) -> Iterator[StoredBlob]:
-        """List every blob that lies there; what is not one of ours is passed over."""
+        """List all blobs; ignore other files."""
         with wrap_disk_errors():
             for file in sorted(self.folder.glob("*/??/*")):
                 if (digest := _parse_blob_path(file)) and self.path(digest) == file:
@@ -159,11 +158,11 @@ class BlobStorage:
 
 @contextmanager
 def wrap_disk_errors() -> Iterator[None]:
-    """Turn what the disk refuses into errors that say whether it is full.
+    """Convert errors of the file system; a full disk has its own.
 
     Raises:
         DiskFullError: when there is no room.
-        StoreError: for anything else that the system says.
+        StoreError: for any other error.
     """
     try:
         yield

@@ -1,12 +1,7 @@
-"""The error codes of the OCI distribution specification, and the statuses that go with them.
+"""Error responses of the registry: OCI's form below ``/v2/``, ``{"error": …}`` elsewhere.
 
-HTTP statuses, in one table. The most specific class of an error decides.
-
-What the registry logs, and where to.
-
-How an error is answered: as OCI wants it below ``/v2/``, as ``{"error": …}`` elsewhere.
-
-Messages reach terminals and logs, so they are printable and bounded here, whatever is in them.
+Errors below ``/v2/`` have the codes of the OCI distribution specification. Messages reach terminals
+and logs, so they are made printable and bounded here.
 """
 
 import json
@@ -20,23 +15,14 @@ from starlette.types import Scope
 
 from expertctl.errors import (
     BudgetError,
-    DiskFullError,
     ExpertError,
     ForbiddenError,
     IncompatibleError,
     InvalidPackageError,
-    MediaTypeError,
-    MisdirectedError,
-    NotFoundError,
-    RateLimitError,
     RegistryError,
-    SlowBodyError,
-    StoreError,
-    TooLargeError,
     TrustError,
-    UnauthenticatedError,
-    UsageError,
 )
+from expertctl.http.errors import find_retry_after, find_status
 from expertctl.http.log import build_log_config
 from expertctl.messages import sanitise_error_text
 from registry_server.access.accounts import SESSION_PREFIX as SESSION_PREFIX
@@ -44,7 +30,7 @@ from registry_server.settings import ServerSettings
 
 
 class OciCode(StrEnum):
-    """What ``errors[].code`` may say."""
+    """The values of ``errors[].code``."""
 
     BLOB_UNKNOWN = "BLOB_UNKNOWN"
     BLOB_UPLOAD_INVALID = "BLOB_UPLOAD_INVALID"
@@ -90,7 +76,7 @@ STATUS_BY_CODE: dict[OciCode, int] = {
     OciCode.UPLOAD_BUSY: 409,
     OciCode.UNKNOWN: 500,
 }
-"""Statuses of the errors that this server finds itself."""
+"""Code of an `OciError` → HTTP status."""
 
 CODE_BY_STATUS: dict[int, OciCode] = {
     400: OciCode.MANIFEST_INVALID,
@@ -109,11 +95,11 @@ CODE_BY_STATUS: dict[int, OciCode] = {
     503: OciCode.UNAVAILABLE,
     507: OciCode.UNAVAILABLE,
 }
-"""Codes of errors from elsewhere, by their status."""
+"""HTTP status of any other error → code."""
 
 
 class OciError(ExpertError):
-    """A request that the specification has a code for; ``headers`` go with the answer."""
+    """An error for which the specification has a code; ``headers`` are added to the response."""
 
     def __init__(
         self,
@@ -123,32 +109,18 @@ class OciError(ExpertError):
         hint: str = "",
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Say what is wrong, under which code."""
+        """Store the code, the message, the hint and the headers."""
         super().__init__(message, hint=hint)
         self.oci_code = oci_code
         self.headers = dict(headers or {})
 
 
-DEFAULT_RETRY_SECONDS = 5
-"""What ``Retry-After`` says when the server cannot tell."""
-
-_STATUS_BY_CLASS: dict[type[ExpertError], int] = {
-    UsageError: 400,
-    MediaTypeError: 415,
-    MisdirectedError: 421,
-    SlowBodyError: 408,
+_OWN_STATUSES: dict[type[ExpertError], int] = {
     InvalidPackageError: 400,
     TrustError: 400,
-    UnauthenticatedError: 401,
-    ForbiddenError: 403,
     BudgetError: 403,
-    NotFoundError: 404,
     IncompatibleError: 409,
-    TooLargeError: 413,
-    RateLimitError: 429,
     RegistryError: 502,
-    StoreError: 503,
-    DiskFullError: 507,
 }
 
 
@@ -156,15 +128,12 @@ def get_status(error: ExpertError) -> int:
     """Return the HTTP status of an error."""
     if isinstance(error, OciError):
         return STATUS_BY_CODE[error.oci_code]
-    statuses = (_STATUS_BY_CLASS.get(cls) for cls in type(error).__mro__)
-    return next((status for status in statuses if status is not None), 500)
+    return find_status(error, _OWN_STATUSES)
 
 
 def get_retry_after(error: ExpertError) -> int | None:
-    """Return the seconds after which the same request may succeed, None when that is no matter."""
-    if isinstance(error, RateLimitError):
-        return error.retry_after
-    return DEFAULT_RETRY_SECONDS if get_status(error) == 503 else None
+    """Return the seconds after which a retry may succeed; None if retrying is pointless."""
+    return find_retry_after(error, get_status(error))
 
 
 REQUEST_LOGGER = logging.getLogger("registry_server.requests")
@@ -177,9 +146,9 @@ _REPOSITORY_PATH = re.compile(r"/v2/([a-z0-9._/-]{1,255})/(?:blobs|manifests|tag
 def error_response(
     error: ExpertError, scope: Scope, settings: ServerSettings, *, status: int | None = None
 ) -> Response:
-    """Return the answer to a request that failed, with the headers that its status needs.
+    """Return the response to a failed request, with the headers that its status needs.
 
-    ``status`` is another one than that of the error's class.
+    ``status`` overrides the status of the error's class.
     """
     status = status or get_status(error)
     path = str(scope.get("path", ""))
@@ -199,8 +168,8 @@ def error_response(
 def build_challenges(settings: ServerSettings, scope: str = "") -> tuple[str, str]:
     """Return the values of ``WWW-Authenticate``: Basic, or a bearer token from ``/token``.
 
-    Basic comes first: clients that know one scheme take the first header, and some take them both
-    for one, whose last realm counts.
+    Basic comes first: clients that support one scheme use the first header, and some parse both
+    headers as one and use the last realm.
     """
     url = settings.public_url
     service = url.partition("://")[2]
@@ -210,7 +179,7 @@ def build_challenges(settings: ServerSettings, scope: str = "") -> tuple[str, st
 
 
 def _used_session_token(scope: Scope) -> bool:
-    """Tell whether a token from ``/token`` was shown: another may allow more (RFC 6750, 3.1)."""
+    """Return whether a session token was used: a new one may allow more (RFC 6750, 3.1)."""
     shown = dict(scope.get("headers", ())).get(b"authorization", b"")
     return bool(shown.lower().startswith(b"bearer " + SESSION_PREFIX.encode("ascii")))
 

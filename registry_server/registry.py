@@ -1,15 +1,12 @@
-"""The index key: the file that signs every index document of this registry.
+"""`Registry`: the shared state of the server: settings, database, blobs, index key and counters.
 
-It is made once, by ``registry init``. A registry whose key is gone, damaged or another than the one
-that signed so far publishes nothing: clients believe only the key whose fingerprint they pinned.
+The index key signs every index document. ``registry init`` creates it once. If it is missing,
+damaged, or not the key that signed so far, nothing can be published: clients trust only the key
+whose fingerprint they pinned.
 
-How often a version was fetched: counted in memory, written now and then.
-
-A counter that wrote to the database at each request would make readers wait for writers: so the
-first fetch after a while is written at once, and those that follow are written together. What was
-not written when the process is killed is lost, which is acceptable for statistics.
-
-The state that all of the server shares: settings, database, blobs, the index key, counters.
+Downloads are counted in memory and written from time to time: writing at each request would make
+readers wait for writers. The first fetch after a pause is written at once, the following ones
+together. A killed process loses unwritten counts, which is acceptable for statistics.
 """
 
 import time
@@ -33,36 +30,36 @@ from registry_server.database.tables import BLOBS, NAMESPACES, PACKAGES, RELEASE
 from registry_server.operation.metrics import RegistryMetrics
 from registry_server.settings import DAY, ServerSettings
 
-_RESTORE_KEY_HINT = "put it back from a backup: clients have pinned this key and believe no other"
+_RESTORE_KEY_HINT = "restore it from a backup: clients have pinned this key and trust no other"
 
 
 @dataclass(frozen=True, slots=True)
 class IndexSigner:
-    """What index documents are signed with, and the interval that they state."""
+    """The key that signs index documents, and the interval that they state."""
 
     key: PrivateKey
     interval_days: int
 
     @property
     def renewal_seconds(self) -> float:
-        """The age from which on a document is signed again: half of the interval."""
+        """The age at which a document is signed again: half of the interval."""
         return self.interval_days * DAY / 2
 
 
 def create_index_key(path: Path) -> PrivateKey:
-    """Make the key of a new registry.
+    """Create the index key of a new registry.
 
     Raises:
-        UsageError: when there is a key already, which is never overwritten.
+        UsageError: when there is a key already; it is never overwritten.
     """
     return KeyRing(path.parent).create(path.stem)
 
 
 def load_index_key(path: Path) -> PrivateKey:
-    """Read the key of a registry.
+    """Read the index key of a registry.
 
     Raises:
-        StoreError: when it is missing, damaged, or others could read it.
+        StoreError: when it is missing, damaged, or readable by others.
     """
     try:
         return KeyRing(path.parent).read_private(path.stem)
@@ -77,10 +74,10 @@ def load_index_key(path: Path) -> PrivateKey:
 
 
 def check_index_key(path: Path, expected: str) -> None:
-    """Demand that the key file is still there and is the one with this id.
+    """Check that the key file still exists and contains the key with this id.
 
     Raises:
-        StoreError: when it is not.
+        StoreError: when it does not.
     """
     found = load_index_key(path).public.key_id
     if found != expected:
@@ -89,10 +86,10 @@ def check_index_key(path: Path, expected: str) -> None:
 
 
 def check_same_signer(connection: Connection, key: PrivateKey) -> None:
-    """Demand that this key signed what was published so far.
+    """Check that this key signed everything that was published so far.
 
     Raises:
-        StoreError: when another did.
+        StoreError: when another key did.
     """
     query = select(PACKAGES.c.index_document).order_by(PACKAGES.c.id).limit(1)
     document = connection.execute(query).scalar_one_or_none()
@@ -115,33 +112,33 @@ def check_same_signer(connection: Connection, key: PrivateKey) -> None:
 
 
 MAX_PENDING_DOWNLOADS = 1000
-"""How many manifests are counted before all are written."""
+"""Number of counted manifests at which all counts are written."""
 
 FLUSH_SECONDS = 10.0
-"""How long at least between two writes, while there are few."""
+"""Minimum time between two writes of fewer counts, in seconds."""
 
 ManifestFetch = tuple[str, str]
-"""A repository and the package digest that was fetched from it."""
+"""A repository, and a package digest fetched from it."""
 
 
 class DownloadCounter:
-    """Fetches of manifests that the database does not know yet."""
+    """Counts fetches of manifests until they are written to the database."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with none."""
+        """Start with all counts at zero."""
         self._pending: Counter[ManifestFetch] = Counter()
         self._lock = Lock()
         self._clock = clock
         self._last_flush: float | None = None
 
     def count(self, repository: str, digest: str) -> bool:
-        """Count one fetch; tell whether it is time to `flush`."""
+        """Count a fetch; return whether it is time to `flush`."""
         with self._lock:
             self._pending[repository, digest] += 1
             return len(self._pending) >= MAX_PENDING_DOWNLOADS or self._is_flush_due()
 
     def flush(self, database: Database) -> None:
-        """Write what was counted; when that fails it stays counted."""
+        """Write the counts; if that fails, they are kept."""
         taken = self._take_pending()
         try:
             if taken:
@@ -164,7 +161,7 @@ class DownloadCounter:
 
 
 def _add_downloads(connection: Connection, repository: str, digest: str, times: int) -> None:
-    """Count fetches of packages; fetches of anything else are not downloads."""
+    """Add fetches of packages to their downloads; ignore fetches of other artifacts."""
     namespace, _, name = repository.partition("/")
     release = (
         select(SIGNED_FORMS.c.release_id)
@@ -183,7 +180,7 @@ def _add_downloads(connection: Connection, repository: str, digest: str, times: 
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """One open registry."""
+    """An open registry."""
 
     settings: ServerSettings
     database: Database
@@ -194,16 +191,16 @@ class Registry:
 
     @property
     def index_signer(self) -> IndexSigner:
-        """What index documents are signed with, and how often at least."""
+        """The key that signs index documents, and the interval that they state."""
         return IndexSigner(self.index_key, self.settings.index_interval_days)
 
     def close(self) -> None:
-        """Write what is only counted yet, and close the database."""
+        """Write the remaining counts, and close the database."""
         self.downloads.flush(self.database)
         self.database.close()
 
     def check_integrity(self) -> None:
-        """Check the database and its counts, and that every blob it knows lies there in its size.
+        """Check the database, its sums, and that every blob in it exists with the right size.
 
         Raises:
             StoreError: when anything is damaged or missing.
@@ -218,7 +215,7 @@ class Registry:
 
 
 def open_registry(settings: ServerSettings) -> Registry:
-    """Open a registry that was made before; its tables are brought up to date.
+    """Open an existing registry; migrate its tables.
 
     Raises:
         StoreError: when its key or its database cannot be used.

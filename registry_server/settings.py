@@ -1,22 +1,19 @@
-"""How a registry is run: ``registry.toml`` in its data folder, as a value.
+"""The settings of a registry: ``registry.toml`` in its data folder, and the lock of that folder.
 
 ::
 
     DATA/registry.toml           these settings
     DATA/registry.db             users, rights and packages: SQLite
     DATA/blobs/<algorithm>/ab/<hex>
-    DATA/uploads/<id>            blob uploads that go on
+    DATA/uploads/<id>            blob uploads in progress
     DATA/keys/index.pem          signs index documents; mode 0600
 
-``registry.toml``: read strictly, so that a slip in it cannot open what should be closed.
+``registry.toml`` is read strictly, so that a mistake in it cannot grant access. Every key has one
+type and one range; all problems are reported at once. A missing key has the default of
+`ServerSettings`; relative paths are relative to the data folder.
 
-Every key has one type and one range; all problems are told at once. A missing key keeps the value
-of `ServerSettings`, a relative path counts from the data folder.
-
-The lock of a data folder: one server at a time.
-
-The operating system drops it with the process that holds it, so a killed server leaves nothing to
-repair. Worker processes share the lock of the server that started them.
+The lock admits one server at a time. The operating system releases it with the process that holds
+it, so a killed server leaves nothing to repair. Worker processes share the lock of their server.
 """
 
 import ipaddress
@@ -39,47 +36,47 @@ DEFAULT_INTERVAL_DAYS = 7
 
 @dataclass(frozen=True, slots=True)
 class RegistryLimits:
-    """What one may use; sizes in bytes, times in seconds."""
+    """Limits of use; sizes in bytes, times in seconds."""
 
     manifest_bytes: int = 4 << 20
     blob_bytes: int = 16 << 30
     body_bytes: int = 1 << 20
-    """Of requests to ``/api/v1``."""
+    """Maximum size of a body sent to ``/api/v1``."""
     quota_bytes: int = 50_000_000_000
-    """Unique bytes of one namespace, unless it has its own."""
+    """Default quota of a namespace, in unique bytes."""
     free_bytes: int = 256 << 20
-    """Nothing is accepted below this much free space."""
+    """Uploads are refused if less space than this would be free."""
     upload_seconds: float = DAY
     grace_seconds: float = DAY
-    """How long a blob that no manifest names is kept."""
+    """How long a blob is kept that no manifest references."""
     requests_per_minute: int = 6000
-    """Of one address or token."""
+    """Maximum requests of an address or a token."""
     failures_per_minute: int = 20
-    """Failed logins of one address with one token; five times as many of the address in all."""
+    """Maximum failed logins of an address with one token; five times as many in total."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """All settings of one registry."""
+    """The settings of a registry."""
 
     data: Path
     host: str = "127.0.0.1"
     port: int = 8080
     url: str | None = None
-    """The address that users see; by default made from host and port. Never from a header."""
+    """The public URL; by default made from host and port, never from a header."""
     read: str = "token"
-    """Who may read namespaces that do not say so themselves: ``public`` or ``token``."""
+    """The default read access of namespaces: ``public`` or ``token``."""
     certificate: Path | None = None
     private_key: Path | None = None
     index_interval_days: int = DEFAULT_INTERVAL_DAYS
-    """Index documents say that a newer one is made at least so often, and the server keeps that."""
+    """The maximum interval between index documents, which the documents state."""
     trusted_proxies: tuple[str, ...] = ()
-    """Networks whose ``X-Forwarded-For`` is believed."""
+    """Networks whose ``X-Forwarded-For`` is trusted."""
     limits: RegistryLimits = field(default_factory=RegistryLimits)
 
     @property
     def public_url(self) -> str:
-        """The scheme, host and port that clients use, without a slash at the end."""
+        """The scheme, host and port that clients use, without a trailing slash."""
         if self.url:
             return self.url.rstrip("/")
         scheme = "https" if self.certificate else "http"
@@ -98,7 +95,7 @@ class ServerSettings:
 
     @property
     def uploads(self) -> Path:
-        """Blob uploads that go on."""
+        """The folder of blob uploads in progress."""
         return self.data / "uploads"
 
     @property
@@ -122,7 +119,7 @@ _SETTING_KEYS = (
     "limits",
 )
 MAX_INTERVAL_DAYS = 3650
-"""What the schema of index documents allows."""
+"""The maximum that the schema of index documents allows."""
 _Value = TypeVar("_Value")
 
 
@@ -136,7 +133,7 @@ def read_settings(data: Path) -> ServerSettings:
 
     Raises:
         NotFoundError: when there is no registry in this folder.
-        InvalidPackageError: when the file says something unknown or impossible.
+        InvalidPackageError: when the file has unknown or invalid settings.
     """
     path = settings_path(data)
     try:
@@ -149,7 +146,7 @@ def read_settings(data: Path) -> ServerSettings:
 
 
 def write_settings(settings: ServerSettings) -> None:
-    """Write what differs from the defaults; the file appears at once and whole."""
+    """Write the settings that differ from the defaults, atomically."""
     text = "\n".join([*_format_lines(settings), ""])
     write_atomic(settings_path(settings.data), text.encode("utf-8"), mode=0o600)
 
@@ -162,10 +159,10 @@ def override_settings(
     certificate: Path | None = None,
     private_key: Path | None = None,
 ) -> ServerSettings:
-    """Return the settings with what was given on the command line instead.
+    """Return the settings with values replaced by those of the command line.
 
     Raises:
-        InvalidPackageError: when a value is impossible.
+        InvalidPackageError: when a value is invalid.
     """
     changed = replace(
         settings,
@@ -178,10 +175,10 @@ def override_settings(
 
 
 def check_settings(settings: ServerSettings) -> ServerSettings:
-    """Return settings that were not read from a file, when a file could say them.
+    """Check settings that were not read from a file, and return them.
 
     Raises:
-        InvalidPackageError: when a value is impossible.
+        InvalidPackageError: when a value is invalid.
     """
     text = "\n".join(_format_lines(settings))
     return _parse(settings.data, settings_path(settings.data), text.encode("utf-8"))
@@ -228,7 +225,7 @@ def _parse(data: Path, path: Path, text: bytes) -> ServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class _SettingsReader:
-    """Takes values of one type out of a table and collects what is wrong with them."""
+    """Reads typed values from a table, and collects the problems."""
 
     table: Mapping[str, object]
     problems: list[str]
@@ -282,7 +279,7 @@ def _read_url(reader: _SettingsReader) -> str | None:
 
 
 def _is_origin(text: str) -> bool:
-    """Tell whether a text is a scheme, a host and perhaps a port, and nothing else."""
+    """Return whether a text is a scheme, a host and optionally a port, and nothing else."""
     try:
         parts = urlsplit(text)
         port, host = parts.port, parts.hostname
@@ -326,27 +323,27 @@ def _read_limits(reader: _SettingsReader) -> RegistryLimits:
 
 
 def _read_number(reader: _SettingsReader, name: str, default: float) -> float:
-    """Read a limit: an integer where the default is one; never negative, never endless."""
+    """Read a limit: not negative, finite, and an integer if the default is one."""
     value = reader.table.get(name, default)
     kinds = (int,) if isinstance(default, int) else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < 2**53:
         expected = "an integer" if isinstance(default, int) else "a number"
-        reader.problems.append(f"limits.{name} must be {expected} from 0 on")
+        reader.problems.append(f"limits.{name} must be {expected} of at least 0")
         return default
     return value if isinstance(default, int) else float(value)
 
 
 SERVE_LOCK_NAME = "serve.lock"
 LOCK_WAIT_SECONDS = 3.0
-"""How long workers of a killed server may take to notice."""
+"""How long workers of a killed server may take to end, in seconds."""
 
 
 @contextmanager
 def lock_data_folder(data: Path, *, wait_seconds: float = LOCK_WAIT_SECONDS) -> Iterator[None]:
-    """Hold the data folder for a server, or for work during which none may run.
+    """Lock the data folder for a server, or for work during which no server may run.
 
     Raises:
-        StoreError: when a server runs on it, or this user may not write there.
+        StoreError: when a server uses it, or this user may not write to it.
     """
     try:
         with FileLock(data / SERVE_LOCK_NAME, timeout=wait_seconds, mode=0o600, thread_local=False):

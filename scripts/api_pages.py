@@ -1,6 +1,6 @@
 """Write docs/reference/registry-api.md and serve-api.md from the OpenAPI documents.
 
-``python -m scripts.api_pages``, in the root of the checkout.
+Run ``python -m scripts.api_pages`` in the root of the checkout.
 """
 
 import json
@@ -9,30 +9,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expertctl.server import openapi, operations
-from registry_server.api import routes as registry_openapi
-from registry_server.api.routes import OPERATIONS
+from expertctl.http.openapi import EVENT_STREAM, build_openapi
+from expertctl.server import operations as server
+from registry_server.api import routes as registry
 
 Security = list[dict[str, Any]]
-TITLES = {"openai": "OpenAI", "native": "Our own"}
-EVENTS = "text/event-stream"
+TITLES = {"openai": "OpenAI", "native": "Native"}
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 _REGISTRY = """\
 # The registry's API
 
-What `/api/v1` of a registry understands. A running registry describes itself, in OpenAPI 3.1, at
-`/api/v1/openapi.json`; this page is made from the same document. Blobs, manifests and tags are at
-`/v2/`, as the OCI distribution specification says; the signed [index documents](index-document.md),
-which are all that a client believes, at `/tuf/targets/index/NAMESPACE/NAME.json`.
+This page describes `/api/v1` of a registry. It is generated from the OpenAPI 3.1 document that a
+running registry serves at `/api/v1/openapi.json`. Blobs, manifests and tags are at `/v2/`, by the
+OCI distribution specification; the signed [index documents](index-document.md), which are the only
+source that clients trust, are at `/tuf/targets/index/NAMESPACE/NAME.json`.
 
-Bodies and answers are JSON. Keys that are not named here are refused. Times are RFC 3339 in UTC,
-sizes are bytes. A token comes as `Authorization: Bearer TOKEN`, or as the password of Basic, whose
-user name is not looked at; never in the URL or in a cookie. Lists come in pages: `limit` says how
-many, `next` in the answer is the `cursor` of the next page and null at the end.
+Requests and responses are JSON. Unknown keys are refused. Times are RFC 3339 in UTC, sizes are in
+bytes. Send a token as `Authorization: Bearer TOKEN`, or as the password of Basic authentication,
+whose user name is ignored; tokens in URLs or cookies are ignored. Lists come in pages of at most
+`limit` items: pass `next` of a page as `cursor` to get the following one; it is null on the last.
 
-An error is `{"error": {"code", "message", "hint"}}`. 429 and 503 say in `Retry-After` when to come
-again. Whoever may not read a namespace gets the same answer for it as for one that does not exist.
-Any request can get
+An error has the form `{"error": {"code", "message", "hint"}}`. With 429 and 503, `Retry-After` says
+when to retry. Without the right to read a namespace, the response is the same as if it did not
+exist. Any request can return
 %s.
 """
 
@@ -40,66 +39,74 @@ Any request can get
 _SERVE = """\
 # The API of the generation server
 
-What [`expertctl serve`](../how-to/serve.md) understands. A running server describes itself, in
-OpenAPI 3.1, at `/openapi.json`; this page is made from the same document. The addresses of OpenAI
-and Anthropic are as those publish them, and take further fields of ours; `/v1/infer` is our own and
-tells all.
+This page describes the API of [`expertctl serve`](../how-to/serve.md). It is generated from the
+OpenAPI 3.1 document that a running server serves at `/openapi.json`. The endpoints of the OpenAI
+and Anthropic APIs follow their published documentation and accept further fields; `/v1/infer` is
+native and returns everything that is known about an answer.
 
-Bodies and answers are JSON, and a body must say so. In the calls of OpenAI and Anthropic,
-and in `/v1/infer` and `/v1/jobs`, fields that are not named here are ignored: `x-expertctl-ignored`
-names them, and so does a warning in `expertctl.warnings`, of our own calls in `warnings`. Fields
-that would change what the answer is, such as `guided_json` or `images`, are refused by name.
-`--strict-fields` refuses all unknown fields, as our other calls always do. A slash at the end of a
-path changes nothing. As soon as there is an API key, every call demands one but those that anybody
-may ask; it comes as `Authorization: Bearer KEY` or as `x-api-key`. Without keys, anybody on the
-server's own machine may ask all. With `"stream": true` an answer comes as server-sent events; an
-error on the way is the last of them.
+Requests and responses are JSON, and a request must have that content type. The endpoints of OpenAI
+and Anthropic, `/v1/infer` and `/v1/jobs` ignore unknown fields: the header `x-expertctl-ignored`
+names them, and so does a warning in `expertctl.warnings` (native API: `warnings`). Unknown fields
+that would change the answer, such as `guided_json` or `images`, are refused by name. With
+`--strict-fields`, all unknown fields are refused, as the other native endpoints always do. A
+trailing slash in a path is ignored.
 
-An error has the form of the API that was asked: ours is `{"error": {"code", "message", "hint"}}`.
-A conversation that is longer than the context has the code `context_length_exceeded`, with
-OpenAI's or Anthropic's words. 429 and 503 say in `Retry-After` when to come again; keys with limits
-are told what is left in `x-ratelimit-…`, for Anthropic's calls `anthropic-ratelimit-…`. Jobs, and
-what is kept for the next turn, are known to the key alone that made them. Any request can get
+If there is an API key, every endpoint requires one, except those that are marked public. Send it as
+`Authorization: Bearer KEY` or as `x-api-key`. Without keys, only the machine of the server has
+access, without restrictions. With `"stream": true`, the answer is a stream of server-sent events;
+an error during the stream is its last event.
+
+An error has the form of the API of the endpoint; the native form is
+`{"error": {"code", "message", "hint"}}`. A conversation that exceeds the context has the code
+`context_length_exceeded`, with the wording of OpenAI or Anthropic. With 429 and 503, `Retry-After`
+says when to retry. For keys with limits, responses contain `x-ratelimit-…`, or
+`anthropic-ratelimit-…` from the endpoints of Anthropic. Jobs and cached prefixes are visible only
+to the key that created them. Any request can return
 %s.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ApiPage:
-    """One page: where it is, what it begins with, what it is made from."""
+    """A reference page, built from an OpenAPI document."""
 
     name: str
     introduction: str
     document: dict[str, Any]
     always: Sequence[int]
     describe_security: Callable[[Security], str]
-    """How it says who may ask."""
+    """Describes who may use an operation."""
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """The path of the page."""
         return REFERENCE / self.name
 
     def text(self) -> str:
-        """Return it."""
+        """Return the text of the page."""
         *some, last = map(str, self.always)
         parts = [self.introduction % f"{', '.join(some)} and {last}", *_write_body(self)]
         return "\n".join(parts)
 
 
 def list_pages() -> list[ApiPage]:
-    """Return all of them."""
-    registry = registry_openapi.build_openapi(OPERATIONS, url="")
-    serve = openapi.build_openapi(operations.OPERATIONS, url="", keyed=True)
+    """Return all reference pages."""
+    serve = server.describe_api(keyed=True)
     return [
         ApiPage(
             "registry-api.md",
             _REGISTRY,
-            registry,
-            registry_openapi.COMMON_STATUSES,
+            build_openapi(registry.API, registry.OPERATIONS, url=""),
+            registry.API.common_statuses,
             _describe_token_security,
         ),
-        ApiPage("serve-api.md", _SERVE, serve, openapi.COMMON_STATUSES, _describe_key_security),
+        ApiPage(
+            "serve-api.md",
+            _SERVE,
+            build_openapi(serve, server.OPERATIONS, url="", strict=False),
+            serve.common_statuses,
+            _describe_key_security,
+        ),
     ]
 
 
@@ -113,7 +120,7 @@ def _write_body(page: ApiPage) -> Iterator[str]:
     for tag, texts in by_tag.items():
         yield f"\n## {TITLES.get(tag, tag.capitalize())}\n"
         yield from texts
-    yield "\n## Bodies and answers\n"
+    yield "\n## Schemas\n"
     schemas = document["components"]["schemas"]
     for name in sorted(schemas):
         yield "\n".join(_describe_schema(name, schemas[name]))
@@ -134,29 +141,33 @@ def _write_operation(
     good, *bad = own
     answer = _describe_response(operation["responses"][good].get("content", {}))
     also = f"; also {', '.join(bad)}" if bad else ""
-    yield f"- answers {good}: {answer}{also}\n"
+    yield f"- returns {good}: {answer}{also}\n"
 
 
 def _describe_token_security(security: Security) -> str:
-    return f" Asked with{' or without' if {} in security else ''} a token."
+    return " The token is optional." if {} in security else " Requires a token."
 
 
 def _describe_key_security(security: Security) -> str:
-    return " Anybody may ask." if security == [{}] else ""
+    return " Public." if security == [{}] else ""
 
 
 def _describe_response(content: dict[str, Any]) -> str:
-    kinds = [_describe_type(each["schema"]) for media, each in content.items() if media != EVENTS]
+    kinds = [
+        _describe_type(each["schema"]) for media, each in content.items() if media != EVENT_STREAM
+    ]
     events = (
-        f", or events: {_describe_type(content[EVENTS]['schema'])}" if EVENTS in content else ""
+        f", or events: {_describe_type(content[EVENT_STREAM]['schema'])}"
+        if EVENT_STREAM in content
+        else ""
     )
     return f"{' or '.join(kinds) or 'no body'}{events}"
 
 
 def _describe_schema(name: str, schema: dict[str, Any]) -> Iterator[str]:
-    yield f"### {name}\n\n{schema['description']}\n\n| key | what it is |\n|---|---|"
+    yield f"### {name}\n\n{schema['description']}\n\n| key | value |\n|---|---|"
     for key, value in schema["properties"].items():
-        optional = "" if key in schema.get("required", ()) else "; may be left out"
+        optional = "" if key in schema.get("required", ()) else "; optional"
         yield f"| `{key}` | {_describe_type(value)}{optional} |"
     yield ""
 
@@ -189,18 +200,23 @@ def _describe_format(schema: dict[str, Any], kind: str) -> str:
 
 
 def _describe_bounds(schema: dict[str, Any]) -> str:
-    low = schema.get("minimum", schema.get("minLength"))
-    high = schema.get("maximum", schema.get("maxLength"))
-    bounds = [f"from {low}"] if low is not None else []
-    bounds += [f"to {high}"] if high is not None else []
-    return f" {' '.join(bounds)}" if bounds else ""
+    if "minLength" in schema or "maxLength" in schema:
+        return f" of{_describe_range(schema.get('minLength'), schema.get('maxLength'))} characters"
+    return _describe_range(schema.get("minimum"), schema.get("maximum"))
+
+
+def _describe_range(low: float | None, high: float | None) -> str:
+    if low is None or high is None:
+        bounds = [f" at least {low}"] if low is not None else []
+        return "".join([*bounds, f" at most {high}"] if high is not None else bounds)
+    return f" {low} to {high}"
 
 
 def _list_schemas(schema: dict[str, Any]) -> str:
     examples = ", ".join(f"`{each}`" for each in schema.get("examples", ()))
     words = [schema["description"].rstrip(".")] if "description" in schema else []
     words += [f"such as {examples}"] if examples else []
-    words += [f"`{schema['default']}` where it is left out"] if schema.get("default") else []
+    words += [f"`{schema['default']}` by default"] if schema.get("default") else []
     return f": {'; '.join(words)}" if words else ""
 
 

@@ -1,7 +1,7 @@
-"""Write the next step of the registry's tables: what `tables` has and the last step does not.
+"""Write the next migration of the registry: the difference of `tables` from the last migration.
 
-``python -m scripts.new_migration NAME``, in the root of the checkout. Read what it wrote: data that
-has to move, and triggers, it cannot know. Steps that were released are never changed.
+Run ``python -m scripts.new_migration NAME`` in the root of the checkout. Review the result: data
+migrations and triggers must be added by hand. Released migrations are never changed.
 """
 
 import re
@@ -35,7 +35,7 @@ def upgrade() -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Write the step, and make it the last one; return the exit code."""
+    """Write the migration and make it the last one; return the exit code."""
     if len(words) != 1 or not re.fullmatch(r"[a-z][a-z0-9_]{1,60}", words[0]):
         sys.stderr.write("error: give one name, such as add_mirrors\n")
         return 2
@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def make_step(name: str, metadata: MetaData) -> str | None:
-    """Return the source of a step to the tables of ``metadata``, None when nothing changed."""
+    """Return the source of a migration to ``metadata``; None if nothing changed."""
     with create_engine("sqlite://").begin() as connection:
         migrate(connection)
         body = "\n".join(_make_body(connection, metadata))

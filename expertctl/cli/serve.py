@@ -222,9 +222,9 @@ def serve(
         from expertctl.engine.serving.config import EngineConfig
         from expertctl.http.address import ListenAddress
         from expertctl.server.model_name import parse_aliases
-        from expertctl.server.post_processing.validator import parse_validators
         from expertctl.server.serve import serve as serve_generation
         from expertctl.server.settings import ServeSettings, resolve_trace_address
+        from expertctl.server.validator import parse_validators
     traced_to = resolve_trace_address(traces, os.environ)
     if traced_to is not None:
         _check_tracing_extra()
@@ -421,7 +421,7 @@ def _choose_value(option: _Value | None, setting: _Value | None, default: _Value
 def _check_tracing_extra() -> None:
     """Raise `UsageError` if the extra for traces is not installed."""
     try:
-        import expertctl.server.tracing.exporter  # noqa: F401  # nothing else tells whether it can be
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401  # only a check
     except ModuleNotFoundError as error:
         raise UsageError(
             f"traces need {error.name}, which is not installed",

@@ -24,7 +24,7 @@ class ListenAddress:
 
 
 def build_url(host: str, port: int, *, secure: bool) -> str:
-    """Return the scheme, host and port that clients use, without a slash at the end."""
+    """Return the scheme, host and port that clients use, without a trailing slash."""
     shown = f"[{host}]" if ":" in host else host
     return f"{'https' if secure else 'http'}://{shown}:{port}"
 
@@ -41,10 +41,10 @@ def is_loopback(host: str) -> bool:
 
 @contextmanager
 def reserve_address(host: str, port: int, *, secure: bool) -> Iterator[ListenAddress]:
-    """Find a free port, or check the wanted one, and hold it while the server binds it as well.
+    """Find a free port, or check the given one, and hold it until the server has bound it as well.
 
-    Workers share a port by ``SO_REUSEPORT``, which would also let two servers share one
-    unnoticed; so the port is first probed without it.
+    Workers share a port by ``SO_REUSEPORT``, with which two servers could share one unnoticed; so
+    the port is first bound without it.
 
     Raises:
         RegistryError: when the address cannot be used.

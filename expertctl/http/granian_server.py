@@ -1,11 +1,11 @@
 """Runs an ASGI application under granian, in worker processes.
 
 One process handles signals, its workers answer requests. If it is killed, the workers end with it;
-if it is told to stop, running requests are finished first, within ``drain_seconds``.
+at SIGTERM or SIGINT, running requests are finished first, within ``drain_seconds``.
 
 Connections: one that sends nothing is closed after `HEADER_MILLISECONDS`, one whose body stalls
-after `expertctl.http.limits.STALL_SECONDS`. Until then it occupies a place, and others wait when
-none is left: so there are many. A proxy in front can limit how many come from one address.
+after `expertctl.http.limits.STALL_SECONDS`. Until then it counts towards `MAX_CONNECTIONS`, beyond
+which connections wait, so that limit is high. A proxy in front can limit connections by address.
 
 Signals: granian sets a `threading.Event` in its signal handlers. A handler that runs while the main
 thread is inside that event, waiting for it or setting it for an earlier signal, deadlocks; and when
@@ -43,7 +43,7 @@ from expertctl.http.log import configure_log
 
 MAX_CONNECTIONS = 8192
 _RESERVED_FILES = 1024
-"""Database connections, blobs, uploads, sockets between processes."""
+"""Files besides connections: the database, blobs, uploads, sockets between processes."""
 
 
 def raise_file_limit() -> None:
@@ -134,12 +134,12 @@ class GranianOptions:
     name: str
     log: dict[str, Any]
     drain_seconds: int
-    """Most seconds that running requests may take when the server is told to stop."""
+    """Maximum seconds that running requests may take after a stop signal."""
     workers: int = 1
     certificate: Path | None = None
     private_key: Path | None = None
     on_stop: OnStop = do_nothing
-    """Called first in a worker that is told to stop; it returns at once."""
+    """Called first in a worker that gets a stop signal; must return at once."""
 
 
 def build_server(options: GranianOptions, address: ListenAddress) -> MPServer:

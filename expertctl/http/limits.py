@@ -8,16 +8,16 @@ addresses can refill buckets, but never takes more memory than the bound.
 
 `LimitsMiddleware` checks every request before anything else does:
 
-- ``Host`` is a name of this server: a page elsewhere cannot reach it by a name of its own (DNS
-  rebinding). Nor can such a page use the login that the browser stores, or that the browser runs
-  on this machine: its ``Origin`` is not allowed.
+- ``Host`` must be a name of this server, so that pages of other sites cannot reach it by a name of
+  their own (DNS rebinding). Their ``Origin`` is refused, so that they can use neither a login that
+  the browser stores nor the access of this machine.
 - Headers are bounded. A body has no ``Content-Encoding`` and no more bytes than its route accepts.
-  No two pieces are more than `STALL_SECONDS` apart, and after that time the body must have arrived
-  at `MIN_BYTES_PER_SECOND` on average.
-- Where a server keeps bodies until it has answered, large ones are bounded in total. Small ones
-  are not counted, so a client that sends many large ones, or halves of them, does not block others.
-- A path has one reading: encoded slashes, empty or dot segments, and control characters are
-  refused, so that a proxy in front and the routes behind never interpret it differently.
+  Two pieces are at most `STALL_SECONDS` apart, and after that time the body must have arrived at
+  `MIN_BYTES_PER_SECOND` on average.
+- If a server keeps bodies until it has answered, the total size of large ones is bounded. Small
+  ones do not count, so a client that sends many large or incomplete ones does not block others.
+- A path must be unambiguous: encoded slashes, empty or dot segments, and control characters are
+  refused, so that a proxy in front and the routes behind interpret it equally.
 """
 
 import asyncio
@@ -47,6 +47,7 @@ from expertctl.errors import (
     TooLargeError,
     UsageError,
 )
+from expertctl.http.errors import RETRY_SECONDS
 
 MAX_KEYS = 100_000
 MINUTE = 60.0
@@ -82,7 +83,7 @@ class RateLimiter:
             self._buckets.popitem(last=False)
 
     def get_wait(self, key: str) -> int:
-        """Return the seconds until a token can be taken, 0 if now; takes nothing."""
+        """Return the seconds until a token is available, 0 if there is one; takes nothing."""
         level = self._compute_level(key, self.clock())
         return 0 if level >= 1 else self._compute_wait(level)
 
@@ -141,10 +142,8 @@ MAX_HEADERS = 100
 MAX_PATH = 4096
 STALL_SECONDS = 30.0
 MIN_BYTES_PER_SECOND = 1024
-"""Slowest average rate of a body."""
+"""Minimum average rate of a body."""
 SMALL_BODY = 64 << 10
-RETRY_SECONDS = 5
-"""``Retry-After`` where there is no room for a large body."""
 READ_METHODS = frozenset({"GET", "HEAD"})
 _LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 _AMBIGUOUS_PATH = re.compile(rb"//|%2f|%5c|\\|;|[\x00-\x20\x7f]|%[01][0-9a-f]|%7f", re.IGNORECASE)
@@ -172,7 +171,7 @@ class RequestPolicy:
     open_methods: frozenset[str] = READ_METHODS
     """Methods that pages of other origins may use."""
     body_limit: Callable[[str], int | None]
-    """The most bytes of a body, by path; None if the route has a limit of its own."""
+    """Returns the maximum bytes of a body, by path; None if the route has its own limit."""
     media_type: str | None = None
     """The media type of every body; None: each route checks it."""
     build_response: Callable[[RequestRefusal, Scope], Response]
@@ -184,9 +183,9 @@ class RequestPolicy:
     """The hint for a page whose origin is not allowed."""
     stall_seconds: float = STALL_SECONDS
     large_bodies: int | None = None
-    """The most bytes above `SMALL_BODY` of all bodies in memory together; None: unlimited."""
+    """Maximum total bytes above `SMALL_BODY` of all bodies in memory; None: unlimited."""
     name_prefix: bytes | None = None
-    """The path before a name that clients may send with escaped slashes."""
+    """The path prefix of names that clients may send with escaped slashes."""
 
 
 def build_host_names(host: str, url: str) -> frozenset[str]:
@@ -261,7 +260,7 @@ class LimitsMiddleware:
                 f"{bounds.server_label} has another name", hint=bounds.host_hint
             )
             return RequestRefusal(421, error)
-        origins = headers.getlist("origin")  # only browsers name the page that asks
+        origins = headers.getlist("origin")  # only browsers send it
         if scope["method"] not in bounds.open_methods and not bounds.origins.issuperset(origins):
             verb = "write" if bounds.open_methods else "ask"
             fact = f"a page of another site may not {verb} here"
@@ -303,7 +302,7 @@ class LimitsMiddleware:
 
 
 class _BodyBudget:
-    """The bytes that all large bodies may take together."""
+    """Bounds the total bytes of large bodies."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit, self._taken = limit, 0
@@ -328,9 +327,9 @@ class _LimitedBody:
     ) -> None:
         self.refusal: RequestRefusal | None = None
         self.is_complete = False
-        """Whether it came to its end; else the connection is of no use for another request."""
+        """Whether all of it arrived; otherwise the connection cannot be used again."""
         self.reserved = 0
-        """How much of it counts as that of a large body."""
+        """The bytes reserved for it as a large body."""
         self._source = receive
         self._limit = limit
         self._seconds = seconds
@@ -350,7 +349,8 @@ class _LimitedBody:
             message = await self._source()
         self._waited += time.monotonic() - began
         if message is None:
-            return self._refuse_slow(408, f"no byte of the body came for {self._seconds:g} seconds")
+            fact = f"no byte of the body arrived for {self._seconds:g} seconds"
+            return self._refuse_slow(408, fact)
         return self._count(message)
 
     def _count(self, message: Message) -> Message:

@@ -44,7 +44,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def redact(text: str) -> str:
-    """Return a text without tokens, and bounded."""
+    """Return a text with tokens masked, truncated to `MAX_TEXT` characters."""
     shown = _SECRET.sub(r"\1***", text)
     return shown if len(shown) <= MAX_TEXT else f"{shown[:MAX_TEXT]}…"
 

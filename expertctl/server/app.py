@@ -34,10 +34,11 @@ from expertctl.errors import (
     UnknownAddressError,
     UsageError,
 )
+from expertctl.http.request_body import OPENAPI_PATH
 from expertctl.messages import WARNING_PREFIX
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import RouteRequest
-from expertctl.server import operations
+from expertctl.server import operations, status_page
 from expertctl.server.anthropic import routes as anthropic
 from expertctl.server.caller import RATE_HEADER_NAMES
 from expertctl.server.middleware import (
@@ -54,13 +55,12 @@ from expertctl.server.request_body import IGNORED_HEADER
 from expertctl.server.responses import error_response
 from expertctl.server.service import Readiness, Service, build_service
 from expertctl.server.settings import ServeSettings
-from expertctl.server.status_page import routes as status_page
 from expertctl.server.streaming import BackpressureLimit
 from expertctl.settings import Settings
 from expertctl.store.preference import find_working_folder
 
 if TYPE_CHECKING:
-    from expertctl.server.tracing.exporter import Tracing
+    from expertctl.server.tracing import Tracing
 
 
 CLIENT_CLOSED_REQUEST = 499
@@ -129,7 +129,7 @@ def _build_routes(service: Service) -> list[BaseRoute]:
 
 def _add_tracing(app: Starlette, tracing: "Tracing") -> None:
     """Add the outermost middleware, which records the spans of requests."""
-    from expertctl.server.tracing.spans import TracingMiddleware
+    from expertctl.server.tracing import TracingMiddleware
 
     app.add_middleware(TracingMiddleware, tracing)
 
@@ -157,7 +157,7 @@ def _unknown_address_error(request: Request) -> UnknownAddressError:
     meant = [one for one in (path.removeprefix("/v1"), f"/v1{path}") if _find_methods(request, one)]
     if meant and meant[0] != path:
         fact += f"; did you mean {meant[0]}? The base URL repeats /v1, or lacks it"
-    return UnknownAddressError(fact, hint=f"GET {operations.OPENAPI_PATH} lists all paths")
+    return UnknownAddressError(fact, hint=f"GET {OPENAPI_PATH} lists all paths")
 
 
 def _find_methods(request: Request, path: str) -> set[str]:

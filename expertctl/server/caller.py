@@ -44,12 +44,13 @@ def get_caller(request: HTTPConnection) -> Caller:
     return caller
 
 
-def require_manager(caller: Caller) -> None:
-    """Refuse a caller that does not manage the server.
+def require_manager(request: HTTPConnection) -> None:
+    """Refuse a request whose caller does not manage the server.
 
     Raises:
         ForbiddenError: for a key without the right.
     """
+    caller = get_caller(request)
     if not caller.manages:
         raise ForbiddenError(
             f"the key {caller.name} may not change settings that affect others",

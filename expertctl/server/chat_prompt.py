@@ -19,6 +19,7 @@ from expertctl.engine.text.prompt import ChatEnd, ConversationMessage
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine.text.tokenizer_files import TemplateSource
 from expertctl.errors import ContextLengthError, ExpertError
+from expertctl.http.errors import FieldError
 from expertctl.routing.sampling_presets import MAX_PROMPT_CHARACTERS
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical
 from expertctl.server.output_parser import OutputParserConfig
@@ -29,7 +30,6 @@ from expertctl.server.reasoning_parser import (
     prompt_opens_reasoning,
     split_reasoning,
 )
-from expertctl.server.request_body import FieldError
 from expertctl.server.tool_parser import ToolCallFormat, detect_call_format, template_reads_tools
 
 _PLACEHOLDER_TURN = (ConversationMessage("user", "?"),)

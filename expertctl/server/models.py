@@ -10,19 +10,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from expertctl.engine.serving.running_batch import AdapterStatus
+from expertctl.http.errors import FieldError
+from expertctl.http.operation import Operation
 from expertctl.routing.sampling_presets import LIMITS
+from expertctl.schema.strict_json import JsonObject
 from expertctl.server.model_name import AUTO, ModelNotFoundError
-from expertctl.server.request_body import FieldError
-from expertctl.server.responses import MODELS, is_anthropic_request, json_response
+from expertctl.server.request_body import build_router
+from expertctl.server.responses import MODELS, is_anthropic_request
 from expertctl.server.service import Service
 
 _OWNER = "expertctl"
@@ -206,41 +208,38 @@ def _find_position(models: Sequence[ServedModel], name: str, field: str) -> int:
     raise FieldError(f"{field}: there is no model {name[:80]!r} here", field=field)
 
 
-def build_model_routes(service: Service) -> list[BaseRoute]:
+def build_routes(service: Service) -> list[BaseRoute]:
     """Return the routes of the models."""
-    wire = _ModelEndpoints(service)
-    return [
-        Route(MODELS, wire.models, methods=["GET"]),
-        Route(f"{MODELS}/{{name:path}}", wire.model, methods=["GET"]),
-    ]
+    router = build_router(ModelEndpoints(service), strict=service.settings.strict_fields)
+    return router.build_routes(OPERATIONS)
 
 
-class _ModelEndpoints:
+class ModelPath(Struct, frozen=True):
+    """Identifies a model, by a name that may contain slashes."""
+
+    name: Annotated[str, Meta(min_length=1)]
+
+
+class ModelEndpoints:
     """Handles requests for models."""
 
     def __init__(self, service: Service) -> None:
+        """Describe the models of ``service``, which starts now."""
         self._engine, self._aliases = service.engine, tuple(service.settings.aliases)
         self._started_at = int(time.time())
 
-    async def models(self, request: Request) -> Response:
-        """List the models."""
+    async def list_models(self, request: Request) -> ModelsDocument | ModelPage:
+        """List the models that a request can name."""
         if not is_anthropic_request(request.scope):
-            return json_response(
-                build_models_document(await self._list_models(), since=self._started_at)
-            )
+            return build_models_document(await self._list_models(), since=self._started_at)
         wanted = parse_page_query(request.query_params)
         context = self._engine.context
         described = partial(build_model_info, since=self._started_at, context=context)
-        return json_response(
-            build_model_page(await self._list_models(), wanted, describe=described)
-        )
+        return build_model_page(await self._list_models(), wanted, describe=described)
 
-    async def model(self, request: Request) -> Response:
+    async def retrieve_model(self, request: Request, path: ModelPath) -> ModelDocument | ModelInfo:
         """Describe one model."""
-        found = find_model(request.path_params["name"], await self._list_models())
-        return json_response(self._describe_model(found, request))
-
-    def _describe_model(self, model: ServedModel, request: Request) -> Struct:
+        model = find_model(path.name, await self._list_models())
         if is_anthropic_request(request.scope):
             return build_model_info(model, since=self._started_at, context=self._engine.context)
         return build_model_document(model, since=self._started_at)
@@ -248,3 +247,30 @@ class _ModelEndpoints:
     async def _list_models(self) -> tuple[ServedModel, ...]:
         experts = await asyncio.wrap_future(self._engine.list_experts())
         return list_served_models(self._engine.base_name, experts, self._aliases)
+
+
+def _describe_parameter(name: str, words: str, *, place: str = "query") -> JsonObject:
+    schema: JsonObject = {"type": "string", "description": words}
+    return {"name": name, "in": place, "schema": schema}
+
+
+_VERSION_PARAMETER = _describe_parameter(
+    "anthropic-version", "Selects the answer of that API.", place="header"
+)
+_PAGING_PARAMETERS = (
+    _VERSION_PARAMETER,
+    _describe_parameter("limit", "From 1 to 1000; with the header of Anthropic's API"),
+    _describe_parameter("before_id", "The page ends before this model; with the header"),
+    _describe_parameter("after_id", "The page begins after this model; with the header"),
+)
+OPERATIONS = (
+    Operation("GET", MODELS, ModelEndpoints.list_models, "openai", parameters=_PAGING_PARAMETERS),
+    Operation(
+        "GET",
+        f"{MODELS}/{{name:path}}",
+        ModelEndpoints.retrieve_model,
+        "openai",
+        errors=(404,),
+        parameters=(_VERSION_PARAMETER,),
+    ),
+)

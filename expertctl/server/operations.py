@@ -1,4 +1,4 @@
-"""The operations of the OpenAPI document, and the routes for operating the server.
+"""All operations of the generation server, their OpenAPI document, and the routes for operators.
 
 ``/health``, ``/healthz``, ``/readyz`` and ``/version`` are public. ``/healthz`` says that the
 process answers; ``/health``, which clients of other inference servers poll, and ``/readyz`` say
@@ -6,40 +6,30 @@ that requests are accepted. ``/metrics`` names experts and their load, so it nee
 server does.
 """
 
-from functools import partial
-from typing import Literal, get_args
+from dataclasses import replace
+from typing import Literal, TypeVar
 
 import msgspec
-from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from expertctl import __version__
 from expertctl.engine.serving.running_batch import EngineSnapshot
+from expertctl.http.errors import RETRY_SECONDS
+from expertctl.http.openapi import ApiDescription, build_openapi
+from expertctl.http.operation import NO_STORE, Operation, Reply
+from expertctl.http.request_body import JSON_MEDIA_TYPE, OPENAPI_PATH
 from expertctl.schema.strict_json import JsonObject
-from expertctl.server.anthropic.message_request import CountRequest, MessageRequest
-from expertctl.server.anthropic.message_response import Message, StreamEvent, TokenCount
+from expertctl.server import models
+from expertctl.server.anthropic import routes as anthropic
+from expertctl.server.file_schemas import load_file_schemas
 from expertctl.server.metrics import CONTENT_TYPE
-from expertctl.server.models import ModelDocument, ModelInfo, ModelPage, ModelsDocument
-from expertctl.server.native.infer import InferRequest, RouteFields
-from expertctl.server.native.jobs import JobDocument
-from expertctl.server.native.routes import ExpertsDocument, ObserveRequest
-from expertctl.server.openai.chat_request import ChatRequest
-from expertctl.server.openai.completion_request import CompletionRequest
-from expertctl.server.openai.response import ChatChunk, ChatCompletion, Completion, PromptExtensions
-from expertctl.server.openapi import (
-    Operation,
-    PieceEvent,
-    StartedEvent,
-    build_openapi,
-    make_reference,
-)
-from expertctl.server.request_body import JSON_MEDIA_TYPE
-from expertctl.server.responses import RETRY_SECONDS, json_response
+from expertctl.server.native import routes as native
+from expertctl.server.openai import routes as openai
+from expertctl.server.request_body import build_router
+from expertctl.server.responses import AnthropicError, OpenAIError, OwnError, list_error_types
 from expertctl.server.service import ReadinessDocument, Service
-
-_NO_STORE = {"Cache-Control": "no-store"}
 
 
 class HealthDocument(msgspec.Struct, frozen=True):
@@ -56,265 +46,141 @@ class VersionDocument(msgspec.Struct, frozen=True):
 
 def build_health_routes(service: Service) -> list[BaseRoute]:
     """Return the routes for the operator of the server."""
-
-    def read() -> tuple[str, EngineSnapshot] | None:
-        return service.engine.base_name, service.engine.take_snapshot()
-
-    def answer_readiness(body: msgspec.Struct, *, ready: bool) -> Response:
-        again = {} if ready else {"Retry-After": str(RETRY_SECONDS)}
-        return json_response(body, status=200 if ready else 503, headers=again)
-
-    async def healthz(_: Request) -> Response:
-        return PlainTextResponse("ok\n", headers=_NO_STORE)
-
-    async def health(_: Request) -> Response:
-        ready = service.readiness.is_ready
-        return answer_readiness(HealthDocument("ok" if ready else "unavailable"), ready=ready)
-
-    async def version(_: Request) -> Response:
-        return json_response(VersionDocument(__version__))
-
-    async def readyz(_: Request) -> Response:
-        body = service.readiness.document
-        return answer_readiness(body, ready=body.ready)
-
-    async def metrics(_: Request) -> Response:
-        text = await to_thread.run_sync(service.metrics.render, read)
-        return Response(text, headers=_NO_STORE, media_type=CONTENT_TYPE)
-
-    return [
-        Route("/health", health, methods=["GET"]),
-        Route("/version", version, methods=["GET"]),
-        Route("/healthz", healthz, methods=["GET"]),
-        Route("/readyz", readyz, methods=["GET"]),
-        Route("/metrics", metrics, methods=["GET"]),
-    ]
+    router = build_router(HealthEndpoints(service), strict=service.settings.strict_fields)
+    return router.build_routes(_HEALTH_OPERATIONS)
 
 
-OPENAPI_PATH = "/openapi.json"
-_TEXT_SCHEMA: JsonObject = {"type": "string"}
-_GENERATION_ERRORS = (404, 422)
-_INFER_ANSWER = make_reference("InferAnswer")
+class HealthEndpoints:
+    """Handles the requests for the operator of the server."""
+
+    def __init__(self, service: Service) -> None:
+        """Describe the state of ``service``."""
+        self._service = service
+
+    async def is_healthy(self) -> Reply[HealthDocument]:
+        """Check whether requests are accepted, as on other inference servers."""
+        ready = self._service.readiness.is_ready
+        document = HealthDocument("ok" if ready else "unavailable")
+        return Reply(document) if ready else _reply_unavailable(document)
+
+    async def read_version(self) -> VersionDocument:
+        """Return the version of the server."""
+        return VersionDocument(__version__)
+
+    async def is_alive(self) -> PlainTextResponse:
+        """Check that the server answers."""
+        return PlainTextResponse("ok\n", headers=NO_STORE)
+
+    async def is_ready(self) -> Reply[ReadinessDocument]:
+        """Check whether jobs are accepted."""
+        document = self._service.readiness.document
+        return Reply(document) if document.ready else _reply_unavailable(document)
+
+    def read_metrics(self) -> PlainTextResponse:
+        """Return the metrics, in the text format of Prometheus."""
+        text = self._service.metrics.render(self._take_snapshot)
+        return PlainTextResponse(text, headers=NO_STORE, media_type=CONTENT_TYPE)
+
+    def _take_snapshot(self) -> tuple[str, EngineSnapshot] | None:
+        engine = self._service.engine
+        return engine.base_name, engine.take_snapshot()
 
 
-def _anthropic_parameter(name: str, words: str, *, place: str = "query") -> JsonObject:
-    schema: JsonObject = {"type": "string", "description": words}
-    return {"name": name, "in": place, "schema": schema}
+_Document = TypeVar("_Document")
 
 
-_PAGING_PARAMETERS = (
-    _anthropic_parameter("anthropic-version", "Selects the answer of that API.", place="header"),
-    _anthropic_parameter("limit", "From 1 to 1000; with the header of Anthropic's API"),
-    _anthropic_parameter("before_id", "The page ends before this model; with the header"),
-    _anthropic_parameter("after_id", "The page begins after this model; with the header"),
+def _reply_unavailable(document: _Document) -> Reply[_Document]:
+    return Reply(document, {"Retry-After": str(RETRY_SECONDS)}, 503)
+
+
+_HEALTH_OPERATIONS = (
+    Operation(
+        "GET",
+        "/health",
+        HealthEndpoints.is_healthy,
+        "operation",
+        same_form_statuses=(503,),
+        is_public=True,
+    ),
+    Operation("GET", "/version", HealthEndpoints.read_version, "operation", is_public=True),
+    Operation("GET", "/healthz", HealthEndpoints.is_alive, "operation", is_public=True),
+    Operation(
+        "GET",
+        "/readyz",
+        HealthEndpoints.is_ready,
+        "operation",
+        same_form_statuses=(503,),
+        is_public=True,
+    ),
+    Operation("GET", "/metrics", HealthEndpoints.read_metrics, "operation"),
 )
-
 OPERATIONS = (
-    Operation(
-        method="POST",
-        path="/v1/chat/completions",
-        name="createChatCompletion",
-        summary="Create a chat completion, as in OpenAI's API.",
-        tag="openai",
-        body=ChatRequest,
-        lenient=True,
-        answer=ChatCompletion,
-        events=(ChatChunk,),
-        errors=_GENERATION_ERRORS,
-    ),
-    Operation(
-        method="POST",
-        path="/v1/completions",
-        name="createCompletion",
-        summary="Complete texts, as in OpenAI's API.",
-        tag="openai",
-        body=CompletionRequest,
-        lenient=True,
-        answer=Completion,
-        events=(Completion,),
-        referenced_types=(PromptExtensions,),
-        errors=_GENERATION_ERRORS,
-    ),
-    Operation(
-        method="GET",
-        path="/v1/models",
-        name="listModels",
-        summary="List the models that a request can name.",
-        tag="openai",
-        parameters=_PAGING_PARAMETERS,
-        answer=ModelsDocument,
-        other_answers=(ModelPage,),
-    ),
-    Operation(
-        method="GET",
-        path="/v1/models/{name}",
-        name="retrieveModel",
-        summary="Describe one model.",
-        tag="openai",
-        parameters=_PAGING_PARAMETERS[:1],
-        answer=ModelDocument,
-        other_answers=(ModelInfo,),
-        errors=(404,),
-    ),
-    Operation(
-        method="POST",
-        path="/v1/messages",
-        name="createMessage",
-        summary="Create a message, as in Anthropic's API.",
-        tag="anthropic",
-        body=MessageRequest,
-        lenient=True,
-        answer=Message,
-        events=get_args(StreamEvent),
-        errors=_GENERATION_ERRORS,
-    ),
-    Operation(
-        method="POST",
-        path="/v1/messages/count_tokens",
-        name="countTokens",
-        summary="Count the tokens of a conversation.",
-        tag="anthropic",
-        body=CountRequest,
-        lenient=True,
-        answer=TokenCount,
-        errors=(404, 422),
-    ),
-    Operation(
-        method="POST",
-        path="/v1/infer",
-        name="infer",
-        summary="Answer a prompt with the experts that suit it, or with named ones.",
-        tag="native",
-        body=InferRequest,
-        lenient=True,
-        answer=_INFER_ANSWER,
-        events=(StartedEvent, PieceEvent, _INFER_ANSWER),
-        errors=_GENERATION_ERRORS,
-    ),
-    Operation(
-        method="POST",
-        path="/v1/jobs",
-        name="submitJob",
-        summary="Submit a prompt as a background job.",
-        tag="native",
-        body=InferRequest,
-        lenient=True,
-        answer=JobDocument,
-        status=202,
-        errors=_GENERATION_ERRORS,
-    ),
-    Operation(
-        method="GET",
-        path="/v1/jobs/{job_id}",
-        name="getJob",
-        summary="Return the state of a job, and its answer once it has finished.",
-        tag="native",
-        answer=JobDocument,
-        errors=(404,),
-    ),
-    Operation(
-        method="DELETE",
-        path="/v1/jobs/{job_id}",
-        name="cancelJob",
-        summary="Cancel a job.",
-        tag="native",
-        answer=JobDocument,
-        errors=(404,),
-    ),
-    Operation(
-        method="POST",
-        path="/v1/route",
-        name="route",
-        summary="Return the plan for a prompt, and why.",
-        tag="native",
-        body=RouteFields,
-        answer=make_reference("RouteAnswer"),
-        errors=(404, 422),
-    ),
-    Operation(
-        method="GET",
-        path="/v1/experts",
-        name="listExperts",
-        summary="List the installed experts.",
-        tag="native",
-        answer=ExpertsDocument,
-    ),
-    Operation(
-        method="GET",
-        path="/moe",
-        name="observation",
-        summary="Return the counters of the base's routed experts.",
-        tag="native",
-        answer=make_reference("MoeActivity"),
-    ),
-    Operation(
-        method="POST",
-        path="/moe",
-        name="observe",
-        summary="Change the counting of routed experts, or apply a usage profile.",
-        tag="native",
-        body=ObserveRequest,
-        answer=make_reference("MoeActivity"),
-        errors=(404, 422),
-    ),
-    Operation(
-        method="GET",
-        path="/health",
-        name="isHealthy",
-        summary="Check whether requests are accepted, as on other inference servers.",
-        tag="operation",
-        answer=HealthDocument,
-        same_form_statuses=(503,),
-        is_public=True,
-    ),
-    Operation(
-        method="GET",
-        path="/version",
-        name="readVersion",
-        summary="Return the version of the server.",
-        tag="operation",
-        answer=VersionDocument,
-        is_public=True,
-    ),
-    Operation(
-        method="GET",
-        path="/healthz",
-        name="isAlive",
-        summary="Check that the server answers.",
-        tag="operation",
-        answer=_TEXT_SCHEMA,
-        media_type="text/plain",
-        is_public=True,
-    ),
-    Operation(
-        method="GET",
-        path="/readyz",
-        name="isReady",
-        summary="Check whether jobs are accepted.",
-        tag="operation",
-        answer=ReadinessDocument,
-        same_form_statuses=(503,),
-        is_public=True,
-    ),
-    Operation(
-        method="GET",
-        path="/metrics",
-        name="readMetrics",
-        summary="Return the metrics, in the text format of Prometheus.",
-        tag="operation",
-        answer=_TEXT_SCHEMA,
-        media_type="text/plain",
-    ),
+    *openai.OPERATIONS,
+    *models.OPERATIONS,
+    *anthropic.OPERATIONS,
+    *native.OPERATIONS,
+    *_HEALTH_OPERATIONS,
 )
+_NO_SECURITY: tuple[JsonObject, ...] = ({},)
+_COMMON_STATUSES = (400, 401, 403, 408, 413, 414, 415, 421, 429, 431, 500, 503)
+_STATUS_DESCRIPTIONS = {
+    200: "Done.",
+    202: "Accepted; not finished yet.",
+    400: "The request is invalid.",
+    401: "An API key is required: it is missing, wrong, expired or revoked.",
+    403: "The request comes from a page of another site, the key lacks the right, or an expert is "
+    "not signed by a trusted key.",
+    404: "Not found, or not visible to the caller.",
+    408: "The body arrived too slowly, or the deadline passed before any answer.",
+    413: "The body is too large.",
+    414: "The path is too long.",
+    415: "The media type of the body is not supported.",
+    421: "The `Host` header names another server.",
+    422: "Experts do not fit the base or each other, or the answer does not fit into memory.",
+    429: "Too many requests or tokens, or a full queue; `Retry-After` says when to retry.",
+    431: "The headers are too large.",
+    500: "The server failed.",
+    503: "The base is being loaded, or the server is shutting down.",
+}
+_SECURITY_SCHEMES: JsonObject = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, `xpk_…`."},
+    "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+
+
+def describe_api(*, keyed: bool) -> ApiDescription:
+    """Return the description of the API; ``keyed``: keys are required."""
+    described = ApiDescription(
+        title="expertctl serve",
+        description="Generation with experts, through OpenAI's chat completions and completions, "
+        "Anthropic's messages, and a native API.",
+        common_statuses=_COMMON_STATUSES,
+        status_descriptions=_STATUS_DESCRIPTIONS,
+        list_error_types=list_error_types,
+        security_schemes=_SECURITY_SCHEMES,
+        security=({"bearer": []}, {"key": []}),
+        public_security=_NO_SECURITY,
+        name_operation=_to_camel_case,
+        first_types=(OwnError, OpenAIError, AnthropicError),
+        schemas=load_file_schemas(),
+    )
+    return described if keyed else replace(described, security=_NO_SECURITY)
+
+
+def _to_camel_case(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(word.capitalize() for word in others)
 
 
 def build_openapi_routes(service: Service) -> list[BaseRoute]:
     """Return the route of the OpenAPI document."""
-    settings = service.settings
-    describe_all = partial(
-        build_openapi, OPERATIONS, url=settings.public_url, strict=settings.strict_fields
-    )
-    by_keyed = {keyed: msgspec.json.encode(describe_all(keyed=keyed)) for keyed in (False, True)}
+    url, strict = service.settings.public_url, service.settings.strict_fields
+    by_keyed = {
+        keyed: msgspec.json.encode(
+            build_openapi(describe_api(keyed=keyed), OPERATIONS, url=url, strict=strict)
+        )
+        for keyed in (False, True)
+    }
 
     async def describe(_: Request) -> Response:
         return Response(by_keyed[service.keys.are_required], media_type=JSON_MEDIA_TYPE)

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from expertctl.engine.serving.request import CheckFunction
 from expertctl.engine.text.answer_format import UNCHECKED, FormatCheck, worst_check
 from expertctl.errors import UsageError
+from expertctl.http.errors import FieldError
 from expertctl.schema.strict_json import JsonObject, JsonValue
-from expertctl.server.post_processing.json_schema import (
+from expertctl.server.json_schema import (
     AnswerSchema,
     check_schema_bounds,
     compile_schema,
@@ -35,7 +36,6 @@ from expertctl.server.reasoning_parser import (
     ReasoningPart,
     ReasoningText,
 )
-from expertctl.server.request_body import FieldError
 from expertctl.server.tool_parser import (
     JsonSpan,
     ParsedToolCall,

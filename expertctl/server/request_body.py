@@ -1,6 +1,4 @@
-"""Request bodies as typed values: strict JSON, unknown fields, deadlines and sampling fields.
-
-The size of a body and the pace of its upload are checked earlier, by `expertctl.server.middleware`.
+"""Request bodies of the generation server: unknown fields, deadlines and sampling fields.
 
 Clients send fields of the APIs they were written for and cannot be told to leave them out. An
 unknown field that only affects how the answer is delivered, stored or paid for is removed before
@@ -13,38 +11,25 @@ There are no sampling defaults here: `expertctl.routing.sampling_presets` decide
 leaves open, for every API.
 """
 
-import asyncio
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import Annotated, Generic, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Annotated, TypeVar
 
-import msgspec
 import msgspec.inspect as types
-from anyio import CapacityLimiter, to_thread
 from msgspec import Meta
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from expertctl.engine.generation import MAX_STOP_TOKENS
-from expertctl.errors import InvalidPackageError, MediaTypeError, UsageError
+from expertctl.http.errors import FieldError
+from expertctl.http.operation import Operation, OperationRouter, ParsedBody
+from expertctl.http.request_body import convert_body, load_body, read_and_parse, read_body
 from expertctl.routing.sampling_presets import LIMITS
-from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
-from expertctl.schema.validation import convert_document
-
-
-class FieldError(UsageError):
-    """A field of a request is invalid; ``field`` is its path, such as ``messages[0].role``."""
-
-    def __init__(self, message: str, *, field: str, hint: str = "") -> None:
-        """Store the message and the field's path, which is empty for the body itself."""
-        super().__init__(message, hint=hint)
-        self.field = field
-
+from expertctl.schema.strict_json import JsonObject, JsonValue
 
 IGNORED_HEADER = "x-expertctl-ignored"
 MAX_REPORTED = 20
@@ -250,140 +235,42 @@ def _iter_options(kind: types.Type) -> Iterator[types.Type]:
         yield kind
 
 
-JSON_MEDIA_TYPE = "application/json"
-LARGE_BODY_BYTES = 64 << 10
-"""Longer bodies are parsed in a thread, one at a time, to keep the event loop free."""
 _Kind = TypeVar("_Kind")
-_Result = TypeVar("_Result")
-_LIMITERS: WeakKeyDictionary[object, CapacityLimiter] = WeakKeyDictionary()
-_FLOAT = "got `float`"
-_SCHEMA_HINT = "GET /openapi.json describes every field"
-_ERROR_PATH = re.compile(r" - at `(?:key in )?\$?(.*)`$", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedBody(Generic[_Kind]):
-    """A parsed body, and the paths of its ignored fields."""
-
-    value: _Kind
-    ignored_fields: tuple[str, ...] = ()
-
-
-async def read_body(request: Request, kind: type[_Kind]) -> _Kind:
-    """Read and parse the body of a request as a value of ``kind``.
-
-    Raises:
-        MediaTypeError: when its media type is not JSON.
-        UsageError: when it is incomplete or not a strict JSON object.
-        FieldError: when it does not match the type; names the field.
-    """
-    return await _read_and_parse(request, lambda data: parse_body(data, kind))
-
-
-async def read_lenient_body(
-    request: Request,
-    kind: type[_Kind],
-    *,
-    strict: bool = False,
-    refused: Mapping[str, str] = MappingProxyType({}),
-) -> ParsedBody[_Kind]:
-    """Read a body like `read_body`, but ignore unknown fields unless ``strict``.
-
-    ``refused`` maps further unknown fields that are refused instead to the reason.
-
-    Raises like `read_body`, and `FieldError` for an unknown field that cannot be ignored.
-    """
-    if strict:
-        return ParsedBody(await read_body(request, kind))
-    return await _read_and_parse(
-        request, lambda data: parse_lenient_body(data, kind, refused=refused)
+def build_router(endpoints: object, *, strict: bool) -> OperationRouter:
+    """Return the router of operations whose handlers are methods of ``endpoints``."""
+    return OperationRouter(
+        make_context=lambda _: endpoints, read_body=partial(read_operation_body, strict=strict)
     )
 
 
-async def _read_and_parse(request: Request, parse: Callable[[bytes], _Result]) -> _Result:
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != JSON_MEDIA_TYPE:
-        raise MediaTypeError(
-            f"the body must be {JSON_MEDIA_TYPE}", hint=f"send `Content-Type: {JSON_MEDIA_TYPE}`"
-        )
-    try:
-        data = await request.body()
-    except ClientDisconnect as error:
-        raise UsageError("the request body is incomplete") from error
-    if len(data) <= LARGE_BODY_BYTES:
-        return parse(data)
-    return await run_in_turn(partial(parse, data))
+async def read_operation_body(request: Request, operation: Operation, *, strict: bool) -> object:
+    """Read and parse the body of a request as an operation declares it.
 
+    A `ParsedBody` ignores unknown fields unless ``strict``. Those in ``refused_fields`` of its
+    type, a mapping to the reason, are refused like other fields that would change the answer.
 
-async def run_in_turn(work: Callable[[], _Result]) -> _Result:
-    """Run blocking work in a thread, one call at a time."""
-    return await to_thread.run_sync(work, limiter=_large_body_limiter())
-
-
-def parse_body(data: bytes, kind: type[_Kind]) -> _Kind:
-    """Parse a JSON object as a value of ``kind``; raises like `read_body`."""
-    return _convert(_load_object(data), kind)
+    Raises like `expertctl.http.request_body.read_body`, and `FieldError` for an unknown field that
+    cannot be ignored.
+    """
+    kind = operation.body_type
+    assert kind is not None
+    if not operation.allows_unknown_fields:
+        return await read_body(request, kind)
+    if strict:
+        return ParsedBody(await read_body(request, kind))
+    refused = getattr(kind, "refused_fields", {})
+    return await read_and_parse(request, partial(parse_lenient_body, kind=kind, refused=refused))
 
 
 def parse_lenient_body(
     data: bytes, kind: type[_Kind], *, refused: Mapping[str, str] = MappingProxyType({})
 ) -> ParsedBody[_Kind]:
-    """Parse a JSON object without its unknown fields; raises like `read_lenient_body`."""
-    fields = _load_object(data)
+    """Parse a JSON object without its unknown fields; raises like `read_operation_body`."""
+    fields = load_body(data)
     ignored = remove_unknown_fields(fields, kind, refused=refused)
-    return ParsedBody(_convert(fields, kind), ignored)
-
-
-def _load_object(data: bytes) -> JsonObject:
-    try:
-        return load_object(data, what="the body", max_bytes=len(data))
-    except InvalidPackageError as error:
-        raise UsageError(error.message, hint=f"send one JSON object; {_SCHEMA_HINT}") from error
-
-
-def _convert(fields: JsonObject, kind: type[_Kind]) -> _Kind:
-    try:
-        return convert_document(fields, kind)
-    except msgspec.ValidationError as error:
-        if _FLOAT not in str(error):
-            raise _to_field_error(error) from error
-        return _convert_whole_floats(fields, kind, error)
-
-
-def _convert_whole_floats(
-    fields: JsonValue, kind: type[_Kind], first: msgspec.ValidationError
-) -> _Kind:
-    """Convert again with whole floats as integers: in JSON Schema ``5.0`` is an integer."""
-    try:
-        return convert_document(_whole_floats_to_integers(fields), kind)
-    except msgspec.ValidationError:
-        raise _to_field_error(first) from first
-
-
-def _to_field_error(error: msgspec.ValidationError) -> FieldError:
-    place = _ERROR_PATH.search(str(error))
-    fact = str(error)[: place.start()] if place else str(error)
-    field = place[1].removeprefix(".") if place else ""
-    where = f"`{field}` of the body" if field else "the body"
-    return FieldError(f"{where}: {fact}", field=field, hint=_SCHEMA_HINT)
-
-
-def _whole_floats_to_integers(value: JsonValue) -> JsonValue:
-    match value:
-        case float() if value.is_integer():
-            return int(value)
-        case list():
-            return [_whole_floats_to_integers(item) for item in value]
-        case dict():
-            return {key: _whole_floats_to_integers(item) for key, item in value.items()}
-        case _:
-            return value
-
-
-def _large_body_limiter() -> CapacityLimiter:
-    """Return the limiter of this event loop: one large body at a time."""
-    loop = asyncio.get_running_loop()
-    return _LIMITERS.setdefault(loop, CapacityLimiter(1))
+    return ParsedBody(convert_body(fields, kind), ignored)
 
 
 MAX_TIMEOUT_MS = 86_400_000

@@ -1,4 +1,4 @@
-"""JSON responses: documents, errors in the shape of each API, and the ids of requests.
+"""Error responses in the shape of each API, and the ids of requests.
 
 An error gets the HTTP status of the most specific class in one table. A permanent error gets a
 status below 500, never 409: clients retry 409 and 5xx by themselves.
@@ -10,7 +10,7 @@ the wording of the API.
 """
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -21,28 +21,17 @@ from expertctl.errors import (
     BudgetError,
     ContextLengthError,
     DigestError,
-    DiskFullError,
     ExpertError,
-    ForbiddenError,
     IncompatibleError,
     InvalidPackageError,
-    MediaTypeError,
-    MisdirectedError,
     NoAnswerError,
-    NotFoundError,
-    RateLimitError,
     RegistryError,
-    SlowBodyError,
-    StoreError,
     TimedOutError,
-    TooLargeError,
     TrustError,
-    UnauthenticatedError,
-    UsageError,
 )
+from expertctl.http.errors import FieldError, find_retry_after, find_status
 from expertctl.messages import sanitise_error_text
 from expertctl.schema.strict_json import JsonObject
-from expertctl.server.request_body import FieldError
 
 REQUEST_ID_PREFIX = "req_"
 
@@ -57,43 +46,30 @@ def get_request_id(scope: Scope) -> str:
     return str(scope.get("state", {}).get("request_id", ""))
 
 
-RETRY_SECONDS = 5
-"""The ``Retry-After`` of a 503, for which no better estimate exists."""
-
-_STATUS_BY_CLASS: dict[type[ExpertError], int] = {
-    UsageError: 400,
-    MediaTypeError: 415,
-    MisdirectedError: 421,
-    SlowBodyError: 408,
-    UnauthenticatedError: 401,
-    ForbiddenError: 403,
+_OWN_STATUSES: dict[type[ExpertError], int] = {
     TrustError: 403,
-    NotFoundError: 404,
     TimedOutError: 408,
-    TooLargeError: 413,
     IncompatibleError: 422,
     BudgetError: 422,
-    RateLimitError: 429,
-    DigestError: 500,
     InvalidPackageError: 422,
+    DigestError: 500,
     RegistryError: 503,
-    StoreError: 503,
     NoAnswerError: 503,
-    DiskFullError: 507,
 }
+
+
+GENERATION_ERRORS = (404, 422)
+"""Statuses of requests for a generation, beyond those of any request."""
 
 
 def get_status(error: ExpertError) -> int:
     """Return the HTTP status of an error."""
-    statuses = (_STATUS_BY_CLASS.get(cls) for cls in type(error).__mro__)
-    return next((status for status in statuses if status is not None), 500)
+    return find_status(error, _OWN_STATUSES)
 
 
 def get_retry_after(error: ExpertError) -> int | None:
     """Return the seconds after which a retry may succeed; None if retrying is pointless."""
-    if isinstance(error, RateLimitError):
-        return error.retry_after
-    return RETRY_SECONDS if get_status(error) == 503 else None
+    return find_retry_after(error, get_status(error))
 
 
 _OPENAI_TYPES = {
@@ -310,14 +286,3 @@ def _is_below(path: str, start: str) -> bool:
 def _openai_code(context: ErrorContext) -> str | None:
     own = context.error.code
     return own if own in {"model_not_found", "unknown_url"} else _OPENAI_CODES.get(context.status)
-
-
-def json_response(
-    document: JsonObject | msgspec.Struct,
-    *,
-    status: int = 200,
-    headers: Mapping[str, str] | None = None,
-) -> Response:
-    """Return a document as a JSON response that caches must not store."""
-    own = {"Cache-Control": "no-store", **(headers or {})}
-    return Response(msgspec.json.encode(document), status, own, media_type="application/json")

@@ -38,7 +38,7 @@ from expertctl.server.metrics import Metrics
 from expertctl.server.settings import ServeSettings
 
 if TYPE_CHECKING:
-    from expertctl.server.tracing.exporter import Tracing
+    from expertctl.server.tracing import Tracing
 
 
 ReadinessState = Literal["loading", "ready", "failed", "ending"]
@@ -278,8 +278,7 @@ def build_service(
 
 def _build_tracing(settings: ServeSettings) -> "tuple[Tracing, Trace]":
     """Create the tracing; the optional OpenTelemetry extra is imported only here."""
-    from expertctl.server.tracing.exporter import Tracing
-    from expertctl.server.tracing.spans import trace_job
+    from expertctl.server.tracing import Tracing, trace_job
 
     assert settings.traces is not None
     return Tracing(settings.traces, server=settings.public_url), trace_job

@@ -15,7 +15,7 @@ from expertctl.engine.serving.config import EngineConfig
 from expertctl.errors import UsageError
 from expertctl.http.address import build_url, is_loopback
 from expertctl.server.model_name import check_alias_names
-from expertctl.server.post_processing.validator import ValidatorCommand
+from expertctl.server.validator import ValidatorCommand
 from expertctl.settings import MAX_PORT, MAX_QUEUE, MAX_ROWS, MAX_SECONDS
 
 DEFAULT_PORT = 8000

@@ -22,7 +22,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -41,6 +41,7 @@ from expertctl.engine.serving.request import (
 from expertctl.engine.text.prompt import PromptLogprobs
 from expertctl.errors import ExpertError
 from expertctl.http.limits import run_until_disconnect
+from expertctl.http.openapi import EVENT_STREAM
 from expertctl.server.responses import format_error_event, get_request_id
 from expertctl.server.settings import MAX_READER_DELAY
 
@@ -174,6 +175,7 @@ KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 MAX_UNREAD_BYTES = 4 << 20
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _Result = TypeVar("_Result")
+_EventData = TypeVar("_EventData")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,13 +207,15 @@ async def while_connected(request: Request, awaitable: Awaitable[_Result]) -> _R
     return await run_until_disconnect(request.receive, awaitable)
 
 
-class EventStream(Response):
+class EventStream(Response, Generic[_EventData]):
     """Streams ``lines``, each made by `format_event`; the request's body must be read already.
+
+    The type argument is that of the data of the events, for the OpenAPI document.
 
     The application's ``state.patience`` is its `BackpressureLimit`.
     """
 
-    media_type = "text/event-stream"
+    media_type = EVENT_STREAM
 
     def __init__(
         self,

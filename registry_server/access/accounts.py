@@ -1,17 +1,17 @@
-"""Users: made and removed by admins. A removed one stays as a row, so its name is never free.
+"""Users, their tokens, and the session tokens of container clients.
 
-Tokens: secrets that stand for a user, perhaps limited to scopes and a time.
+Admins create and remove users. The row of a removed user is kept, so its name is never reused.
 
-A secret is ``xpt_`` and 256 random bits. It is shown once, when it is minted; the database has its
-sha256, which needs no salt and no slow hash at that length. A token ends when it expires, is
-revoked, or its user is removed; that is looked at with every request.
+A token authenticates a user; it may be limited to scopes and may expire. Its secret is ``xpt_`` and
+256 random bits and is shown only once, when it is created; the database stores the sha256 of it,
+which at that length needs neither a salt nor a slow hash. A token is valid until it expires, is
+revoked, or its user is removed; every request checks that.
 
-Session tokens: what ``/token`` gives to container clients; five minutes, a few repositories.
-
-A session token names the token that it was made with and carries its own scopes and end, under a
-MAC. Nothing of it is stored. It grants no more than that token does now: when the token is revoked
-or its user removed, the session ends. The MAC key is derived from the index key, so that all
-workers have the same one and the database alone is of no use for making sessions.
+A session token is issued by ``/token`` for five minutes and a few repositories. It contains the id
+of the token that requested it, its own scopes and its expiry, protected by a MAC, and is not
+stored. It never grants more than that token does now: when the token is revoked or its user is
+removed, the session ends too. The MAC key is derived from the index key, so all workers share it,
+and access to the database is not enough to forge sessions.
 """
 
 import base64
@@ -38,7 +38,7 @@ from registry_server.database.tables import MEMBERS, TOKENS, USERS
 
 @dataclass(frozen=True, slots=True)
 class UserRow:
-    """One live user."""
+    """A user who was not removed."""
 
     id: int
     name: str
@@ -47,31 +47,31 @@ class UserRow:
 
 
 def create_user(connection: Connection, name: str, *, admin: bool = False) -> UserRow:
-    """Make a user.
+    """Create a user.
 
     Raises:
-        UsageError: when it is no name, or a reserved word.
-        ConflictError: when somebody has or had the name.
+        UsageError: when the name is invalid or reserved.
+        ConflictError: when the name is in use, or was used before.
     """
     if name != FIRST_ADMIN:
         validate_name(name, "user")
     taken = connection.execute(select(USERS.c.id).where(USERS.c.name == name)).one_or_none()
     if taken:
-        raise ConflictError(f"the name {name!r} is taken", hint="names are never free again")
+        raise ConflictError(f"the name {name!r} is taken", hint="names are never reused")
     values = {"name": name, "admin": admin, "created": time.time()}
     connection.execute(insert(USERS).values(values))
     return get_user(connection, name)
 
 
 FIRST_ADMIN = "admin"
-"""The one reserved word that is a user: whoever made the registry."""
+"""The one reserved word that is a user: the first admin, created with the registry."""
 
 
 def get_user(connection: Connection, name: str) -> UserRow:
-    """Return a live user.
+    """Return a user who was not removed.
 
     Raises:
-        NotFoundError: when there is none of that name.
+        NotFoundError: when there is no such user.
     """
     found = _select_users(connection, USERS.c.name == name)
     if not found:
@@ -80,12 +80,12 @@ def get_user(connection: Connection, name: str) -> UserRow:
 
 
 def list_users(connection: Connection, *, limit: int, after: str = "") -> list[UserRow]:
-    """Return live users by name, those after ``after`` only."""
+    """Return the users that come after ``after``, sorted by name."""
     return _select_users(connection, USERS.c.name > after, limit=limit)
 
 
 def remove_user(connection: Connection, user: UserRow) -> None:
-    """Remove a user: all its tokens and roles end now, its name stays taken.
+    """Remove a user and all its tokens and roles; its name stays reserved.
 
     Raises:
         ConflictError: when it is the last admin, or the only owner of a namespace.
@@ -116,17 +116,17 @@ def _count_admins(connection: Connection) -> int:
     return connection.execute(live).scalar_one()
 
 
-TOKEN_PREFIX = "xpt_"  # noqa: S105  # how a token begins, no secret
+TOKEN_PREFIX = "xpt_"  # noqa: S105  # a prefix, not a secret
 TOKEN_LENGTH = len(TOKEN_PREFIX) + 43
 MAX_SCOPES = 50
 MAX_TOKEN_SECONDS = 10 * 366 * 86400
 _LAST_USED_RESOLUTION = 60.0
-"""How often ``last_used`` is worth a write, in seconds."""
+"""Minimum time between two updates of ``last_used``, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """One token, without its secret."""
+    """A token, without its secret."""
 
     id: str
     user: str
@@ -139,13 +139,13 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class MintedToken:
-    """A new token; ``secret`` is nowhere else."""
+    """A new token with its ``secret``, which is not stored anywhere."""
 
     token: TokenRow
     secret: str
 
     def __repr__(self) -> str:
-        """Return a text without the secret, for logs and tracebacks."""
+        """Return a representation without the secret, for logs and tracebacks."""
         return f"Minted({self.token!r})"
 
 
@@ -157,7 +157,7 @@ def create_token(
     scopes: tuple[TokenScope, ...],
     expires: float | None = None,
 ) -> MintedToken:
-    """Make a token for ``user``; what it may be is for the caller to decide (see `mint_token`)."""
+    """Create a token for ``user``; the caller decides which rights it may have."""
     secret = TOKEN_PREFIX + secrets.token_urlsafe(32)
     token = TokenRow(secrets.token_hex(8), user.name, name, scopes, time.time(), expires, None)
     connection.execute(
@@ -183,12 +183,12 @@ def mint_token(
     scopes: tuple[TokenScope, ...],
     seconds: int | None,
 ) -> MintedToken:
-    """Make a token for oneself that may do no more, and lives no longer, than the one used.
+    """Create a token with at most the rights and the lifetime of the token of ``identity``.
 
-    Without scopes it gets those of the token used.
+    Without scopes it gets the scopes of that token.
 
     Raises:
-        ForbiddenError: when a scope goes beyond the token used.
+        ForbiddenError: when a scope exceeds the rights of that token.
         UsageError: when there are too many scopes or the time is out of range.
     """
     if len(scopes) > MAX_SCOPES or (seconds is not None and not 0 < seconds <= MAX_TOKEN_SECONDS):
@@ -196,7 +196,7 @@ def mint_token(
     beyond = [str(s) for s in scopes if not _is_within_identity(connection, identity, s)]
     if beyond or not (scopes or identity.scopes):
         named = ", ".join(beyond[:5]) or "nothing"
-        raise ForbiddenError(f"this token cannot give the scope {named}: it has less itself")
+        raise ForbiddenError(f"this token cannot grant the scope {named}: it does not have it")
     limits = [t for t in (identity.expires, seconds and time.time() + seconds) if t is not None]
     expires = min(limits, default=None)
     chosen = scopes or identity.scopes
@@ -204,7 +204,7 @@ def mint_token(
 
 
 def find_identity(connection: Connection, secret: str) -> Identity | None:
-    """Return whom a secret stands for now; None for anything that is not a living token."""
+    """Return the identity that a secret authenticates; None unless it is a valid token."""
     if not looks_like_token(secret):
         return None
     hashed = hash_secret(secret)
@@ -215,27 +215,27 @@ def find_identity(connection: Connection, secret: str) -> Identity | None:
 
 
 def looks_like_token(secret: str) -> bool:
-    """Tell whether a text has the form of a secret."""
+    """Return whether a text has the form of a secret."""
     return len(secret) == TOKEN_LENGTH and secret.startswith(TOKEN_PREFIX)
 
 
 def was_minted(connection: Connection, secret: str) -> bool:
-    """Tell whether a secret is or was one of a token, living or not."""
+    """Return whether a secret belongs to a token, valid or not."""
     query = select(TOKENS.c.id).where(TOKENS.c.hash == hash_secret(secret))
     return connection.execute(query).first() is not None
 
 
 def find_identity_by_id(connection: Connection, token_id: str) -> Identity | None:
-    """Return whom a token stands for now, by its id; for what was derived from it."""
+    """Return the identity of a token by its id, for sessions derived from it."""
     row = connection.execute(_select_identities(TOKENS.c.id == token_id)).one_or_none()
     return None if row is None else _read_identity(row)
 
 
 def get_token(connection: Connection, token_id: str) -> TokenRow:
-    """Return a living token.
+    """Return a valid token.
 
     Raises:
-        NotFoundError: when there is none with that id.
+        NotFoundError: when there is no valid token with that id.
     """
     found = _select_tokens(connection, TOKENS.c.id == token_id)
     if not found:
@@ -246,18 +246,18 @@ def get_token(connection: Connection, token_id: str) -> TokenRow:
 def list_tokens(
     connection: Connection, user: str, *, limit: int, after: str = ""
 ) -> list[TokenRow]:
-    """Return the living tokens of a user by id, those after ``after`` only."""
+    """Return the valid tokens of a user that come after ``after``, sorted by id."""
     return _select_tokens(connection, USERS.c.name == user, TOKENS.c.id > after)[:limit]
 
 
 def revoke_token(connection: Connection, token_id: str) -> None:
-    """End a token now."""
+    """Revoke a token, effective at once."""
     where = (TOKENS.c.id == token_id, TOKENS.c.revoked.is_(None))
     connection.execute(update(TOKENS).where(*where).values(revoked=time.time()))
 
 
 def mark_used(connection: Connection, token_id: str) -> None:
-    """Remember that a token was used now, to the minute."""
+    """Record that a token was used now, with a resolution of a minute."""
     now = time.time()
     stale = TOKENS.c.last_used.is_(None) | (TOKENS.c.last_used < now - _LAST_USED_RESOLUTION)
     where = (TOKENS.c.id == token_id, stale)
@@ -265,12 +265,12 @@ def mark_used(connection: Connection, token_id: str) -> None:
 
 
 def hash_secret(secret: str) -> str:
-    """Return what the database has of a secret."""
+    """Return the hash of a secret that the database stores."""
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _is_within_identity(connection: Connection, identity: Identity, scope: TokenScope) -> bool:
-    """Tell whether the token used has ``scope`` itself, and its user the right to it."""
+    """Return whether the token has ``scope`` itself and its user has the right to it."""
     if not identity.covers(scope.action, scope.namespace, scope.package):
         return False
     if scope.action is Action.ADMIN:
@@ -331,22 +331,22 @@ _ENCODED_MAC_LENGTH = 43
 
 @dataclass(frozen=True, slots=True)
 class SessionKey:
-    """Makes and reads session tokens."""
+    """Issues and verifies session tokens."""
 
     _key: bytes
 
     @classmethod
     def derive(cls, key: PrivateKey) -> "SessionKey":
-        """Return the key for sessions that belongs to an index key."""
+        """Derive the session key from the index key."""
         derivation = HKDF(hashes.SHA256(), _MAC_BYTES, salt=None, info=b"expertctl session v1")
         return cls(derivation.derive(key.pem()))
 
     def __repr__(self) -> str:
-        """Return a text without the key."""
+        """Return a representation without the key."""
         return "SessionKey()"
 
     def issue(self, identity: Identity, scopes: Sequence[TokenScope]) -> str:
-        """Return a session of this identity with these scopes."""
+        """Return a session token for this identity, limited to these scopes."""
         ends = time.time() + SESSION_SECONDS
         ends = ends if identity.expires is None else min(ends, identity.expires)
         fields = [identity.token_id, [str(scope) for scope in scopes], ends]
@@ -354,7 +354,7 @@ class SessionKey:
         return f"{SESSION_PREFIX}{payload}.{_encode_base64(self._mac(payload))}"
 
     def find(self, connection: Connection, secret: str) -> Identity | None:
-        """Return whom a session stands for now; None for anything that is not a living one."""
+        """Return the identity that a session token authenticates; None unless it is valid."""
         if not self.is_authentic(secret):
             return None
         payload = secret.removeprefix(SESSION_PREFIX).partition(".")[0]
@@ -367,7 +367,7 @@ class SessionKey:
         return replace(parent, scopes=tuple(TokenScope.parse(s) for s in scopes), expires=ends)
 
     def is_authentic(self, secret: str) -> bool:
-        """Tell whether this key made a session, which may have ended."""
+        """Return whether this key issued a session token, which may have expired."""
         payload, dot, mac = secret.removeprefix(SESSION_PREFIX).partition(".")
         fits = (
             secret.startswith(SESSION_PREFIX)
@@ -392,9 +392,9 @@ class SessionKey:
 
 
 def parse_requested_scopes(texts: Sequence[str]) -> list[TokenScope]:
-    """Read the ``scope`` parameters of the docker token protocol, leaving out what is unknown.
+    """Parse the ``scope`` parameters of the docker token protocol; skip unknown ones.
 
-    ``repository:acme/sql:pull,push`` asks to read and to push there.
+    ``repository:acme/sql:pull,push`` requests to read from and to push to ``acme/sql``.
     """
     words = [word for text in texts for word in text.split(" ") if word]
     if len(words) > MAX_SCOPES or sum(map(len, words)) > MAX_SESSION_LENGTH // 2:

@@ -1,13 +1,12 @@
-"""Who asks, and how often they may: looked at before any other part of the server.
+"""Authentication and rate limits, before any other part of the server, and the token endpoint.
 
-Sets ``scope["state"]["identity"]``. There are no cookies. A browser does remember the login of the
-pages; that other sites cannot use it to write is up to `LimitsMiddleware`, which looks at
-``Origin``.
+`AuthenticationMiddleware` sets ``scope["state"]["identity"]``. There are no cookies. A browser does
+store the login of the pages; `LimitsMiddleware` checks ``Origin``, so that pages of other sites
+cannot use that login to write.
 
-``/token``: where container clients change a token for a session limited to what they ask.
-
-The flow of docker's token authentication: a 401 names this address as its realm, the client asks
-here with Basic, or without a login, and goes back with the session as its bearer token.
+``/token`` implements docker's token authentication: a 401 response names it as the realm, a client
+requests it with Basic or without credentials, and then repeats its request with the session token,
+limited to the requested scopes, as its bearer token.
 """
 
 import time
@@ -53,30 +52,17 @@ from registry_server.registry import Registry
 
 
 def get_identity(request: HTTPConnection) -> Identity:
-    """Return who asks."""
+    """Return the identity that made a request."""
     identity = request.scope["state"]["identity"]
     assert isinstance(identity, Identity)
     return identity
 
 
-class _StatusRecorder:
-    """Passes an answer on and remembers its status, 0 while there is none."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.status = 0
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        await self._send(message)
-
-
 class AuthenticationMiddleware:
-    """Names who asks, or refuses: 401 for an invalid secret, 429 for too many requests."""
+    """Identifies the caller, or refuses: 401 for an invalid secret, 429 for too many requests."""
 
     def __init__(self, app: ASGIApp, registry: Registry) -> None:
-        """Begin with full buckets."""
+        """Start with all rate limits unused."""
         limits = registry.settings.limits
         self._app = app
         self._registry = registry
@@ -89,7 +75,7 @@ class AuthenticationMiddleware:
         self._use_writes = RateLimiter(1, time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one connection."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -101,9 +87,16 @@ class AuthenticationMiddleware:
                 await self._record_failed_login(scope)
             return
         scope["state"] = {**scope.get("state", {}), "identity": identity}
-        answer = _StatusRecorder(send)
-        await self._app(scope, receive, answer)
-        await self._record_use(scope, identity, answer.status)
+        status = 0
+
+        async def send_and_record_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        await self._app(scope, receive, send_and_record_status)
+        await self._record_use(scope, identity, status)
 
     async def _record_use(self, scope: Scope, identity: Identity, status: int) -> None:
         if is_refused_write(scope.get("method", ""), status):
@@ -127,7 +120,7 @@ class AuthenticationMiddleware:
         await to_thread.run_sync(self._refusals.record_failed_login, address, secret)
 
     def _check_request(self, scope: Scope) -> Identity:
-        """A short read of the database, cheaper here than handing it to a thread."""
+        """Identify the caller; a short database read, cheaper here than a thread switch."""
         address = resolve_client_address(scope, self._proxies)
         key = get_rate_limit_key(address)
         identity = self._identify(Headers(scope=scope), address, key)
@@ -145,11 +138,11 @@ class AuthenticationMiddleware:
         self._limit_failed_logins(secret, key)
         raise UnauthenticatedError(
             "the token is wrong, expired or revoked",
-            hint="log in again with `expertctl login`, or set EXPERT_TOKEN anew",
+            hint="log in again with `expertctl login`, or set another EXPERT_TOKEN",
         )
 
     def _limit_failed_logins(self, secret: str | None, key: str) -> None:
-        """Refuse to answer too many wrong secrets; one that was valid once is no guess."""
+        """Limit failed logins; a secret that was valid once does not count as a guess."""
         if seconds := self._failures.wait(key, secret):
             raise RateLimitError("too many failed logins", retry_after=seconds)
         if seconds := self._requests.take(f"{key} failed"):
@@ -158,7 +151,7 @@ class AuthenticationMiddleware:
             self._failures.count(key, secret)
 
     def _mark_token_used(self, token_id: str) -> None:
-        """Remember the use, for people to see; a full disk must not turn readers away."""
+        """Record that a token was used, for listings; a full disk must not refuse readers."""
         with (
             suppress(StoreError, DiskFullError),
             self._registry.database.write_relaxed() as connection,
@@ -167,7 +160,7 @@ class AuthenticationMiddleware:
 
 
 def make_token_routes(registry: Registry) -> list[BaseRoute]:
-    """Return the token endpoint."""
+    """Return the route of the token endpoint."""
     key = SessionKey.derive(registry.index_key)
 
     async def token(request: Request) -> Response:
@@ -182,7 +175,7 @@ def make_token_routes(registry: Registry) -> list[BaseRoute]:
 def _grant_scopes(
     registry: Registry, identity: Identity, requested: list[TokenScope]
 ) -> list[TokenScope]:
-    """What is not allowed is left out silently, as the protocol demands."""
+    """Return the permitted scopes; the protocol requires that others are omitted silently."""
     with registry.database.read() as connection:
         return [scope for scope in requested if _is_granted(connection, identity, scope)]
 

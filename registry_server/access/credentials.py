@@ -1,34 +1,28 @@
-"""Where a request comes from, as far as that can be believed.
+"""Credentials of requests: client address, secrets, failed logins, and audit rows of refusals.
 
-``X-Forwarded-For`` counts only when the peer itself is a trusted proxy; it is read from its end,
-where proxies append, to the first address that is no trusted proxy. Everything before that was
-written by the client.
+Client address: ``X-Forwarded-For`` counts only if the peer is a trusted proxy. It is read from its
+end, where proxies append, to the first address that is not a trusted proxy; the client may have
+written everything before that.
 
-The ``Authorization`` header: the one place where a request may carry a secret.
+Secrets: only the ``Authorization`` header may contain one. Bearer holds the token; Basic holds it
+as the password, for clients that support nothing else, and its user name is ignored. Secrets in the
+URL or in cookies are ignored.
 
-Bearer carries the token itself; Basic carries it as the password, for clients that know nothing
-else, and its user name is not looked at. Secrets in the URL or in cookies are ignored.
+`IdentityCache` keeps the identities of secrets until the next commit. Most requests come between
+two writes, so the last result still holds. A commit by any worker empties the cache, so a revoked
+token stops working at once. Identities carry their expiry. The keys of the cache are hashes.
 
-The identities that secrets stand for, remembered until anything is written.
+Failed logins are limited without delaying valid ones. A secret is looked up before any limit
+applies, so a valid token works whatever else comes from its address. A look-up takes one hash and
+one indexed read, and no read for a secret that this registry cannot have issued. Limits apply to
+each secret prefix at an address, so that a machine with an old token does not lock out others, and
+to each address in total.
 
-Every request names a secret, and most come between two writes: then the last answer still holds.
-Any commit, by any worker, forgets everything, so that a revoked token is dead at once. Identities
-that expire carry their expiry. Secrets are remembered by their hash.
-
-How often wrong secrets may be tried: limits that never hold up a right one.
-
-A secret is looked up before any limit is asked, so a valid token gets through whatever else comes
-from its address. A look-up costs one hash and one indexed read, and no read at all for what this
-registry cannot have made. What is limited is what a wrong secret is answered: each beginning of a
-secret on its own, so that a machine with an old token does not silence others at its address, and
-all of an address together.
-
-Audit rows of what was refused: failed logins, and changes that were not allowed or not possible.
-
-A refusal costs whoever causes it nothing, so the rows are bounded: one a minute for the same thing
-from the same place, and `MAX_REFUSALS_PER_MINUTE` of each kind, so that failed logins, which
-anybody can cause, hide no refused change. What is not written is counted, and the next row says how
-many there were. They are written after the answer, without waiting for the disk.
+Refusals (failed logins, and changes that were not allowed or not possible) are written to the audit
+log. They cost the client nothing, so the rows are bounded: one a minute for the same event from the
+same source, and `MAX_REFUSALS_PER_MINUTE` of each kind, so that failed logins, which anybody can
+cause, cannot hide refused changes. Omitted rows are counted; the next row states their number. Rows
+are written after the response, without waiting for the disk.
 """
 
 import base64
@@ -58,7 +52,7 @@ MAX_HOPS = 20
 
 
 def resolve_client_address(scope: Scope, proxies: Sequence[Network]) -> str:
-    """Return the client's address; ``unknown`` when the server was not told one."""
+    """Return the client's address; ``unknown`` if the server does not provide one."""
     client = scope.get("client")
     peer = _parse_address(client[0]) if client else None
     if peer is None:
@@ -77,7 +71,7 @@ def resolve_client_address(scope: Scope, proxies: Sequence[Network]) -> str:
 
 
 def get_rate_limit_key(address: str) -> str:
-    """Return what is limited together: one IPv4 address, or the /64 network of an IPv6 one."""
+    """Return the key of a rate limit: an IPv4 address, or the /64 network of an IPv6 address."""
     parsed = _parse_address(address)
     if isinstance(parsed, ipaddress.IPv6Address):
         return str(ipaddress.ip_network((parsed, 64), strict=False))
@@ -85,7 +79,7 @@ def get_rate_limit_key(address: str) -> str:
 
 
 def parse_networks(cidrs: Sequence[str]) -> tuple[Network, ...]:
-    """Read the networks of the settings."""
+    """Parse the networks of the settings."""
     return tuple(ipaddress.ip_network(text, strict=False) for text in cidrs)
 
 
@@ -107,16 +101,16 @@ _EMPTY_BASIC = "basic og=="
 
 
 def is_anonymous(headers: Headers) -> bool:
-    """Tell whether a request carries no login: no header, or Basic with neither name nor secret.
+    """Return whether a request has no credentials: no header, or Basic with empty name and secret.
 
-    That is what skopeo sends where it has no login and was told that Basic will do.
+    skopeo sends the latter if it has no credentials and the server offers Basic.
     """
     values = headers.getlist("authorization")
     return not values or (len(values) == 1 and values[0].lower() == _EMPTY_BASIC)
 
 
 def read_secret(headers: Headers) -> str | None:
-    """Return the secret of a request; None when the header is neither of the two kinds."""
+    """Return the secret of a request; None if the header is neither Bearer nor Basic."""
     values = headers.getlist("authorization")
     if len(values) != 1 or len(values[0]) > MAX_AUTHORIZATION_HEADER or not values[0].isascii():
         return None
@@ -141,7 +135,7 @@ MAX_CACHED_IDENTITIES = 10_000
 
 @dataclass(slots=True)
 class IdentityCache:
-    """The identities of one state of the database."""
+    """Caches identities until the database changes."""
 
     database: Database
     sessions: SessionKey
@@ -150,10 +144,10 @@ class IdentityCache:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def find(self, secret: str) -> Identity | None:
-        """Return the identity that a secret stands for now, None when there is none.
+        """Return the identity that a secret authenticates now; None if there is none.
 
         Raises:
-            StoreError: when the database cannot be read; no secret is believed then.
+            StoreError: when the database cannot be read; no secret is accepted then.
         """
         if not self._may_be_issued_here(secret):
             return None
@@ -167,7 +161,7 @@ class IdentityCache:
         return None if ended else found
 
     def was_issued_here(self, secret: str) -> bool:
-        """Tell whether a secret that is not valid now was made by this registry.
+        """Return whether this registry issued a secret that is not valid now.
 
         Raises:
             StoreError: when the database cannot be read.
@@ -180,7 +174,7 @@ class IdentityCache:
             return accounts.was_minted(connection, secret)
 
     def _may_be_issued_here(self, secret: str) -> bool:
-        """Tell, without the database, whether this registry may have made a secret."""
+        """Return, without the database, whether this registry may have issued a secret."""
         is_session = secret.startswith(SESSION_PREFIX)
         return (
             self.sessions.is_authentic(secret) if is_session else accounts.looks_like_token(secret)
@@ -200,36 +194,36 @@ class IdentityCache:
 
 
 ADDRESS_FACTOR = 5
-"""How many times the failures of one beginning an address may have in all."""
+"""Failures that an address may have in total, as a multiple of those of one prefix."""
 PRINTABLE_PREFIX_LENGTH = 12
-"""How many characters of a secret tell it from others; a token has 35 more."""
+"""Length of the prefix that distinguishes secrets; a token has 35 more characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedLoginLimiter:
-    """Failed logins of each address and beginning, and of each address."""
+    """Limits failed logins by address and secret prefix, and by address."""
 
     _per_secret_prefix: RateLimiter
     _per_address: RateLimiter
 
     @classmethod
     def create(cls, per_minute: int, clock: Callable[[], float]) -> "FailedLoginLimiter":
-        """Allow so many failures per minute of one beginning at one address."""
+        """Allow ``per_minute`` failures of one prefix at one address."""
         return cls(RateLimiter(per_minute, clock), RateLimiter(ADDRESS_FACTOR * per_minute, clock))
 
     def wait(self, address: str, secret: str | None) -> int:
-        """Return the seconds until such a failure may happen again, 0 when it may now."""
+        """Return the seconds until another failure is allowed; 0 if it is allowed now."""
         alike = self._per_secret_prefix.get_wait(_failure_key(address, secret))
         return max(alike, self._per_address.get_wait(address))
 
     def count(self, address: str, secret: str | None) -> None:
-        """Count one failure."""
+        """Count a failure."""
         self._per_secret_prefix.take(_failure_key(address, secret))
         self._per_address.take(address)
 
 
 def extract_printable_prefix(secret: str | None) -> str:
-    """Return what may be shown of a wrong secret: nothing unless it looks like one of ours."""
+    """Return the part of a wrong secret that may be logged: empty unless it has our prefix."""
     known = secret is not None and secret.startswith(
         (accounts.TOKEN_PREFIX, accounts.SESSION_PREFIX)
     )
@@ -243,18 +237,18 @@ def _failure_key(address: str, secret: str | None) -> str:
 LOGIN_REFUSED = "login.refused"
 CHANGE_REFUSED = "change.refused"
 MAX_REFUSALS_PER_MINUTE = 20
-"""Of each kind, `LOGIN` and `CHANGE_REFUSED`, by one process."""
+"""Maximum rows of each kind, `LOGIN` and `CHANGE_REFUSED`, that a process writes."""
 _WRITE_METHODS = {"PUT", "POST", "PATCH", "DELETE"}
 _NEGOTIATION_STATUSES = {401, 408, 416, 421, 429}
-"""Statuses that clients meet on their way: a challenge, a wrong offset, a limit, a broken body."""
+"""Statuses of normal exchanges: a challenge, a wrong offset, a limit, an incomplete body."""
 _DISK_FULL = 507
 
 
 class RefusalLog:
-    """Writes down what was refused; its methods block, so async code calls them in threads."""
+    """Writes refusals to the audit log; its methods block, so async code uses threads."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
-        """Begin with nothing refused."""
+        """Start without recorded refusals."""
         self._database = database
         self._per_event = RateLimiter(1, clock)
         self._per_action = RateLimiter(MAX_REFUSALS_PER_MINUTE, clock)
@@ -262,14 +256,14 @@ class RefusalLog:
         self._lock = threading.Lock()
 
     def record_failed_login(self, address: str, secret: str | None) -> None:
-        """Write down that a secret was refused; of the secret, only its beginning."""
+        """Record that a secret was refused; only its prefix is written."""
         target = extract_printable_prefix(secret) or "not a token of this registry"
         self._write(Identity(address=address), LOGIN_REFUSED, target, "")
 
     def record_refused_change(
         self, identity: Identity, *, method: str, path: str, status: int
     ) -> None:
-        """Write down that somebody known could not make a change."""
+        """Record that an authenticated user could not make a change."""
         if is_refused_write(method, status) and identity.token_id is not None:
             self._write(identity, CHANGE_REFUSED, path, f"{method}: {status}")
 
@@ -279,18 +273,18 @@ class RefusalLog:
             alike = f"{who} {action} {target} {detail}"
             if self._per_action.get_wait(action) or self._per_event.take(
                 alike
-            ):  # bounds what is remembered
+            ):  # bounds the number of keys
                 self._suppressed += 1
                 return
             self._per_action.take(action)
             unwritten, self._suppressed = self._suppressed, 0
-        more = f"{unwritten} refusals before this one were not written down" if unwritten else ""
+        more = f"{unwritten} earlier refusals were not recorded" if unwritten else ""
         text = "; ".join(part for part in (detail, more) if part)
         with suppress(StoreError, DiskFullError), self._database.write_relaxed() as connection:
             rights.write_audit_row(connection, identity, action, target, text)
 
 
 def is_refused_write(method: str, status: int) -> bool:
-    """Tell whether an answer refuses a change."""
+    """Return whether a response refuses a change."""
     refused = 400 <= status < 500 and status not in _NEGOTIATION_STATUSES
     return method in _WRITE_METHODS and (refused or status == _DISK_FULL)

@@ -1,18 +1,14 @@
-"""Names that look alike: two names are confusable when their skeletons are equal.
+"""Namespaces: their names, members and quotas.
 
-Names are lower-case ASCII letters, digits and dashes (``expertctl.reference``), so this folds what
-looks alike among those: ``1``, ``l`` and ``i``; ``0`` and ``o``; ``rn`` and ``m``; ``vv`` and
-``w``; dashes anywhere.
+Names are lower-case ASCII letters, digits and dashes (``expertctl.reference``). Two names are
+confusable if they are equal after folding look-alikes: ``1``, ``l`` and ``i``; ``0`` and ``o``;
+``rn`` and ``m``; ``vv`` and ``w``; dashes anywhere. Names are never reused, so namespaces cannot be
+removed.
 
-Namespaces and their members; their names are never freed, so there is no removing one.
-
-How many bytes a namespace uses, and whether there is room for more.
-
-What counts: every blob that a repository of the namespace links, once however many link it; the
-manifests; and the bytes that running uploads have received. Triggers of the database count them as
-rows come and go, so that asking costs the same however many there are. Callers ask inside the write
-transaction in which they take the room: SQLite lets one writer in at a time, so uploads side by
-side cannot overshoot together.
+The quota covers every blob that a repository of the namespace links, counted once; the manifests;
+and the bytes that running uploads have received. Database triggers keep the sum, so reading it
+takes the same time for any number of rows. Callers check the quota in the write transaction that
+uses it: SQLite has one writer at a time, so concurrent uploads cannot exceed it together.
 """
 
 import re
@@ -105,7 +101,7 @@ RESERVED_NAMES = frozenset(
         "www",
     ]
 )
-"""Words that name parts of the registry, or that would pretend to speak for it."""
+"""Words that name parts of the registry, or that could be mistaken for its operator."""
 
 
 def fold_name(name: str) -> str:
@@ -120,7 +116,7 @@ RESERVED_SKELETONS = frozenset(fold_name(word) for word in RESERVED_NAMES)
 
 
 def is_reserved(name: str) -> bool:
-    """Tell whether ``name`` is a reserved word, or looks like one."""
+    """Return whether ``name`` is a reserved word, or looks like one."""
     return fold_name(name) in RESERVED_SKELETONS
 
 
@@ -140,7 +136,7 @@ _NAMESPACE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class NamespaceRow:
-    """One namespace; ``quota`` None: the default of the registry."""
+    """A namespace; ``quota`` is None for the default of the registry."""
 
     id: int
     name: str
@@ -150,11 +146,11 @@ class NamespaceRow:
 
 
 def validate_name(name: str, what: str) -> None:
-    """Demand a name of lower-case letters, digits and single dashes.
+    """Check that a name has only lower-case letters, digits and single dashes.
 
     Raises:
-        UsageError: for any other.
-        ConflictError: for reserved words and what looks like them.
+        UsageError: when it is invalid.
+        ConflictError: when it is a reserved word, or looks like one.
     """
     if len(name) > MAX_NAME or not _NAME_SYNTAX.fullmatch(name):
         hint = "lower-case letters, digits and single dashes, 64 at most"
@@ -168,11 +164,11 @@ def validate_name(name: str, what: str) -> None:
 def create_namespace(
     connection: Connection, name: str, *, kind: str, read: str, quota: int | None = None
 ) -> NamespaceRow:
-    """Make a namespace without members.
+    """Create a namespace without members.
 
     Raises:
-        UsageError: when the name, kind or read word is none.
-        ConflictError: when the name is taken, or looks like one that is.
+        UsageError: when the name, the kind or the read access is invalid.
+        ConflictError: when the name is taken, or looks like one that is taken.
     """
     validate_name(name, "namespace")
     if kind not in KINDS or read not in READ_ACCESS:
@@ -188,7 +184,7 @@ def create_namespace(
 
 
 def find_namespace(connection: Connection, name: str) -> NamespaceRow | None:
-    """Return the namespace, None when there is none of that name."""
+    """Return the namespace with a name; None if there is none."""
     row = connection.execute(
         select(*_NAMESPACE_COLUMNS).where(NAMESPACES.c.name == name)
     ).one_or_none()
@@ -199,7 +195,7 @@ def get_namespace(connection: Connection, name: str) -> NamespaceRow:
     """Return the namespace.
 
     Raises:
-        NotFoundError: when there is none of that name.
+        NotFoundError: when there is no such namespace.
     """
     if (found := find_namespace(connection, name)) is None:
         raise NotFoundError(f"there is no namespace {name[:MAX_NAME]!r}")
@@ -209,7 +205,7 @@ def get_namespace(connection: Connection, name: str) -> NamespaceRow:
 def list_namespaces(
     connection: Connection, where: ColumnElement[bool], *, limit: int, after: str = ""
 ) -> list[NamespaceRow]:
-    """Return the namespaces for which a condition holds by name, those after ``after`` only."""
+    """Return the namespaces that match a condition and come after ``after``, sorted by name."""
     query = select(*_NAMESPACE_COLUMNS).where(where, NAMESPACES.c.name > after)
     return [_read_row(row) for row in connection.execute(query.order_by("name").limit(limit))]
 
@@ -223,7 +219,7 @@ def update_namespace(
 
 
 def find_role(connection: Connection, namespace_id: int, user_id: int) -> str | None:
-    """Return what a user is in a namespace: ``owner``, ``publisher`` or nothing."""
+    """Return the role of a user in a namespace: ``owner``, ``publisher`` or None."""
     query = select(MEMBERS.c.role).where(
         MEMBERS.c.namespace_id == namespace_id, MEMBERS.c.user_id == user_id
     )
@@ -231,7 +227,7 @@ def find_role(connection: Connection, namespace_id: int, user_id: int) -> str | 
 
 
 def list_members(connection: Connection, namespace_id: int) -> dict[str, str]:
-    """Return the role of each member by name, without removed users."""
+    """Return the role of each member, sorted by name, without removed users."""
     query = (
         select(USERS.c.name, MEMBERS.c.role)
         .join(USERS, USERS.c.id == MEMBERS.c.user_id)
@@ -242,12 +238,12 @@ def list_members(connection: Connection, namespace_id: int) -> dict[str, str]:
 
 
 def set_member(connection: Connection, namespace: NamespaceRow, user: str, role: str) -> None:
-    """Give a user a role in a namespace, instead of the one before.
+    """Give a user a role in a namespace; it replaces the previous role.
 
     Raises:
-        UsageError: when the role is none.
+        UsageError: when the role is invalid.
         NotFoundError: when there is no such user.
-        ConflictError: when the namespace would be without an owner.
+        ConflictError: when the namespace would have no owner left.
     """
     if role not in ROLES:
         raise UsageError(f"{role[:40]!r} is not a role", hint=f"roles are {' and '.join(ROLES)}")
@@ -260,11 +256,11 @@ def set_member(connection: Connection, namespace: NamespaceRow, user: str, role:
 
 
 def remove_member(connection: Connection, namespace: NamespaceRow, user: str) -> None:
-    """Take away the role of a user in a namespace.
+    """Remove the role of a user in a namespace.
 
     Raises:
-        NotFoundError: when the user is no member.
-        ConflictError: when the namespace would be without an owner.
+        NotFoundError: when the user is not a member.
+        ConflictError: when the namespace would have no owner left.
     """
     if user not in list_members(connection, namespace.id):
         raise NotFoundError(f"{user[:MAX_NAME]!r} is not a member of {namespace.name}")
@@ -327,7 +323,7 @@ def _delete_membership(connection: Connection, namespace_id: int, user_id: int) 
 def require_quota(
     connection: Connection, namespace: NamespaceRow, added_bytes: int, limits: RegistryLimits
 ) -> None:
-    """Demand that ``extra_bytes`` more fit into the quota of the namespace.
+    """Check that ``extra_bytes`` more fit into the quota of the namespace.
 
     Raises:
         BudgetError: when they do not.
@@ -342,22 +338,22 @@ def require_quota(
 
 
 def get_quota(namespace: NamespaceRow, limits: RegistryLimits) -> int:
-    """Return the quota of a namespace: its own, or the default."""
+    """Return the quota of a namespace in bytes: its own, or the default."""
     return limits.quota_bytes if namespace.quota is None else namespace.quota
 
 
 def get_used_bytes(connection: Connection, namespace_id: int) -> int:
-    """Return the unique bytes of a namespace, running uploads included."""
+    """Return the unique bytes of a namespace, including running uploads."""
     query = select(NAMESPACES.c.used).where(NAMESPACES.c.id == namespace_id)
     used: int = connection.execute(query).scalar_one()
     return used
 
 
 def check_used_bytes(connection: Connection) -> None:
-    """Count all bytes of all namespaces anew.
+    """Recount the bytes of all namespaces.
 
     Raises:
-        StoreError: when a namespace uses other than was counted.
+        StoreError: when a sum differs from the stored one.
     """
     rows = connection.execute(select(NAMESPACES.c.id, NAMESPACES.c.name, NAMESPACES.c.used))
     for namespace_id, name, used in rows.all():

@@ -1,22 +1,22 @@
-"""Who asks, as a value, and the actions that rights are about.
+"""Identities and rights: who may do what, and the audit log.
 
-Who may do what: the one place that decides.
+This module alone decides:
 
 ==========  =====================================================
-nobody      READ in public namespaces
+anonymous   READ in public namespaces
 any user    READ in all namespaces
-publisher   and PUSH in its own
-owner       and DELETE, YANK, MANAGE in its own
+publisher   also PUSH in its own
+owner       also DELETE, YANK, MANAGE in its own
 admin       all, everywhere
 ==========  =====================================================
 
-The scopes of the token limit that further, but never below what nobody may. The order of the checks
-keeps secrets: whoever may not read a namespace gets the same answer as for one that does not exist.
+The scopes of a token limit that further, but never below what an anonymous request may do. The
+order of the checks hides private namespaces: without the right to read one, the response is the
+same as if it did not exist.
 
-The audit log: one row for every change, who made it, from where, and to what.
-
-Rows are written in the transaction of the change itself, so that there is never one without the
-other. Secrets are not written: callers give names, ids and digests.
+The audit log has one row for each change: who made it, from where, and to what. A row is written in
+the transaction of its change, so neither exists without the other. Rows contain names, ids and
+digests, never secrets.
 """
 
 import re
@@ -39,7 +39,7 @@ _SCOPE_TARGET = re.compile(rf"({NAME_PATTERN})(?:/([a-z0-9]+(?:[._/-]+[a-z0-9]+)
 
 
 class Action(StrEnum):
-    """What a request wants to do; rights are given per action and namespace."""
+    """An action that needs a right; rights are granted per action and namespace."""
 
     READ = "read"
     PUSH = "push"
@@ -51,10 +51,10 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenScope:
-    """A limit of a token: an action, and perhaps the namespace or package that it is for.
+    """A scope of a token: an action, and optionally the namespace or package it applies to.
 
-    Text: ``read``, ``push:acme``, ``push:acme/sql``. ``admin`` covers everything. Whoever may do
-    something in a place may read there too.
+    As text: ``read``, ``push:acme``, ``push:acme/sql``. ``admin`` covers everything. Each action
+    includes reading in the same place.
     """
 
     action: Action
@@ -63,10 +63,10 @@ class TokenScope:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the text of a scope.
+        """Parse the text of a scope.
 
         Raises:
-            UsageError: when it is none.
+            UsageError: when it is invalid.
         """
         word, colon, place = text.partition(":")
         match = _SCOPE_TARGET.fullmatch(place) if len(text) <= MAX_SCOPE_LENGTH else None
@@ -84,7 +84,7 @@ class TokenScope:
         return f"{self.action}:{place}" if place else str(self.action)
 
     def covers(self, action: Action, namespace: str | None, package: str | None) -> bool:
-        """Tell whether this allows ``action`` there; None: in all namespaces, or all packages."""
+        """Return whether this allows ``action``; None means all namespaces, or all packages."""
         if self.action is Action.ADMIN:
             return True
         if self.action is not action and action is not Action.READ:
@@ -97,7 +97,7 @@ class TokenScope:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who asks; ``user_id`` None: nobody known. ``scopes`` limit what rights allow."""
+    """Who made a request; ``user_id`` is None if anonymous. ``scopes`` limit the user's rights."""
 
     user_id: int | None = None
     name: str | None = None
@@ -105,12 +105,12 @@ class Identity:
     token_id: str | None = None
     scopes: tuple[TokenScope, ...] = ()
     address: str | None = None
-    """Where the request comes from, as far as trusted proxies tell."""
+    """The client address, as reported by trusted proxies."""
     expires: float | None = None
-    """When the token ends; what is minted with it ends no later."""
+    """When the token expires; tokens created with it expire no later."""
 
     def covers(self, action: Action, namespace: str | None, package: str | None = None) -> bool:
-        """Tell whether a scope of the token allows ``action`` there."""
+        """Return whether a scope of the token allows ``action`` there."""
         return any(scope.covers(action, namespace, package) for scope in self.scopes)
 
 
@@ -118,7 +118,7 @@ ANONYMOUS = Identity()
 
 
 def list_all_scopes(*, admin: bool) -> tuple[TokenScope, ...]:
-    """Return the scopes of a token that is limited by nothing but the rights of its user."""
+    """Return the scopes of a token that has all rights of its user."""
     if admin:
         return (TokenScope(Action.ADMIN),)
     return tuple(TokenScope(action) for action in Action if action is not Action.ADMIN)
@@ -129,7 +129,7 @@ _ROLE_ACTIONS = {
     "publisher": frozenset({Action.PUSH}),
     None: frozenset[Action](),
 }
-"""Beside READ, which every user may."""
+"""In addition to READ, which every user has."""
 
 
 def authorise(
@@ -139,11 +139,11 @@ def authorise(
     namespace: str,
     package: str | None = None,
 ) -> NamespaceRow:
-    """Return the namespace when ``identity`` may do ``action`` there.
+    """Return the namespace if ``identity`` may do ``action`` there.
 
     Raises:
-        UnauthenticatedError: when nobody is named and that would help.
-        ForbiddenError: when the token or its user may not.
+        UnauthenticatedError: when the request is anonymous and a login could help.
+        ForbiddenError: when the token or its user lacks the right.
         NotFoundError: when there is no such namespace.
     """
     row = namespaces.find_namespace(connection, namespace)
@@ -161,10 +161,10 @@ def authorise(
 
 
 def require_user(identity: Identity) -> None:
-    """Demand that somebody is named.
+    """Refuse anonymous requests.
 
     Raises:
-        UnauthenticatedError: when nobody is.
+        UnauthenticatedError: when the request is anonymous.
     """
     if identity.user_id is None:
         raise UnauthenticatedError(
@@ -173,11 +173,11 @@ def require_user(identity: Identity) -> None:
 
 
 def require_right(identity: Identity, action: Action) -> None:
-    """Demand a right that belongs to no namespace, such as ADMIN.
+    """Check a right that does not belong to a namespace, such as ADMIN.
 
     Raises:
-        UnauthenticatedError: when nobody is named.
-        ForbiddenError: when the token or its user may not.
+        UnauthenticatedError: when the request is anonymous.
+        ForbiddenError: when the token or its user lacks the right.
     """
     _require_scope(identity, action, None, None)
     if action is Action.ADMIN and not identity.admin:
@@ -187,7 +187,7 @@ def require_right(identity: Identity, action: Action) -> None:
 def has_right(
     connection: Connection, identity: Identity, action: Action, namespace: NamespaceRow
 ) -> bool:
-    """Tell whether the user, whatever the token, may do ``action`` in a namespace."""
+    """Return whether the user, with any token, may do ``action`` in a namespace."""
     if identity.user_id is None:
         return action is Action.READ and namespace.read == "public"
     if identity.admin or action is Action.READ:
@@ -197,7 +197,7 @@ def has_right(
 
 
 def build_readable_filter(identity: Identity) -> ColumnElement[bool]:
-    """Return the SQL condition on NAMESPACES for those that ``identity`` may list and search."""
+    """Return the SQL condition for the namespaces that ``identity`` may list and search."""
     if identity.covers(Action.READ, None):
         return NAMESPACES.c.id.is_not(None)
     whole = [s.namespace for s in identity.scopes if s.namespace and not s.package]
@@ -221,7 +221,7 @@ MAX_DETAIL = 2000
 
 @dataclass(frozen=True, slots=True)
 class AuditRow:
-    """One change; ``actor`` None: somebody unknown, or the command line of the server itself."""
+    """A change; ``actor`` is None if anonymous, or made on the command line of the server."""
 
     id: int
     time: float
@@ -236,7 +236,7 @@ class AuditRow:
 def write_audit_row(
     connection: Connection, identity: Identity, action: str, target: str, detail: str = ""
 ) -> None:
-    """Write who did ``action`` to ``target``."""
+    """Record that ``identity`` did ``action`` to ``target``."""
     row = {
         "time": time.time(),
         "actor": identity.name,
@@ -252,7 +252,7 @@ def write_audit_row(
 def list_audit_rows(
     connection: Connection, *, limit: int, before: int | None = None
 ) -> Iterable[AuditRow]:
-    """Return the newest entries first, those with an id below ``before`` only."""
+    """Return the entries with an id below ``before``, newest first."""
     query = select(AUDIT).order_by(AUDIT.c.id.desc()).limit(limit)
     if before is not None:
         query = query.where(AUDIT.c.id < before)

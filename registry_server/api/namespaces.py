@@ -1,19 +1,19 @@
-"""Namespaces: who owns them, who publishes in them, with which keys, and how much room there is."""
+"""Operations on namespaces: members, publisher keys, read access and quotas."""
 
 from typing import Annotated
 
 from msgspec import UNSET, Meta, UnsetType
 from sqlalchemy import Connection
 
+from expertctl.http.operation import Operation
 from expertctl.schema.validation import convert_document
 from registry_server.access import namespaces, rights
 from registry_server.access import namespaces as namespaces_module
 from registry_server.access.namespaces import NamespaceRow
 from registry_server.access.rights import Action
-from registry_server.api.operation import (
+from registry_server.api.schema import (
     ApiContext,
     ApiInput,
-    ApiOperation,
     ApiOutput,
     KeyId,
     Kind,
@@ -33,7 +33,7 @@ MAX_STATEMENT = 64 << 10
 
 
 class KeyFacts(ApiOutput, frozen=True):
-    """A key that may sign packages of the namespace, or could until it was revoked."""
+    """A key that may sign packages of the namespace, or could before it was revoked."""
 
     key_id: str
     public_key: str
@@ -42,7 +42,7 @@ class KeyFacts(ApiOutput, frozen=True):
 
 
 class NamespaceFacts(ApiOutput, frozen=True):
-    """A namespace; ``used`` and ``quota`` are bytes, each blob counted once."""
+    """A namespace; ``used`` and ``quota`` are in bytes, and each blob counts once."""
 
     name: str
     kind: Kind
@@ -55,14 +55,14 @@ class NamespaceFacts(ApiOutput, frozen=True):
 
 
 class NamespacePage(ApiOutput, frozen=True):
-    """Namespaces by name."""
+    """A page of namespaces, sorted by name."""
 
     namespaces: list[NamespaceFacts]
     next: str | None
 
 
 class NamespaceRequest(ApiInput, frozen=True):
-    """What a new namespace shall be; without owners, whoever makes it owns it."""
+    """A new namespace; its creator owns it if ``owners`` is empty."""
 
     name: Name
     kind: Kind = "expert"
@@ -72,27 +72,27 @@ class NamespaceRequest(ApiInput, frozen=True):
 
 
 class NamespaceUpdate(ApiInput, frozen=True):
-    """What of a namespace shall change; a quota of null is the default of the registry."""
+    """Changes to a namespace; a quota of null is the default of the registry."""
 
     read: Read | UnsetType = UNSET
     quota: Quota | UnsetType | None = UNSET
 
 
 class NamespacePath(ApiInput, frozen=True):
-    """Which namespace."""
+    """Identifies a namespace."""
 
     namespace: Name
 
 
 class MemberPath(ApiInput, frozen=True):
-    """Which user in which namespace."""
+    """Identifies a user in a namespace."""
 
     namespace: Name
     user: Name
 
 
 class RoleRequest(ApiInput, frozen=True):
-    """What the user shall be: an owner may publish, yank and manage, a publisher publish."""
+    """The role of a user: owners publish, yank and manage; publishers only publish."""
 
     role: Role
 
@@ -105,14 +105,14 @@ class MemberFacts(ApiOutput, frozen=True):
 
 
 class KeyRequest(ApiInput, frozen=True):
-    """A public key as PEM text; in ``statement`` an older key of the namespace vouches for it."""
+    """A public key in PEM form; ``statement`` is an endorsement of it by an older key."""
 
     public_key: Annotated[str, Meta(max_length=MAX_PEM)]
     statement: Annotated[bytes, Meta(max_length=MAX_STATEMENT)] | None = None
 
 
 class AddedKeyFacts(ApiOutput, frozen=True):
-    """A key of the namespace; ``warnings`` say who will have to decide about it."""
+    """A key of the namespace; ``warnings`` say which users must decide whether to trust it."""
 
     key_id: str
     vouched_by: str | None
@@ -120,20 +120,20 @@ class AddedKeyFacts(ApiOutput, frozen=True):
 
 
 class KeyPath(ApiInput, frozen=True):
-    """Which key of which namespace."""
+    """Identifies a key of a namespace."""
 
     namespace: Name
     key_id: KeyId
 
 
 class ReasonRequest(ApiInput, frozen=True):
-    """Why."""
+    """The reason for a change."""
 
     reason: Reason
 
 
 def list_namespaces(context: ApiContext, query: ListQuery) -> NamespacePage:
-    """List the namespaces that one may read, by name."""
+    """List the namespaces that the caller may read, sorted by name."""
     with context.registry.database.read() as connection:
         where = rights.build_readable_filter(context.identity)
         found = namespaces.list_namespaces(
@@ -144,7 +144,7 @@ def list_namespaces(context: ApiContext, query: ListQuery) -> NamespacePage:
 
 
 def create_namespace(context: ApiContext, body: NamespaceRequest) -> NamespaceFacts:
-    """Make a namespace; its name can never be given to others."""
+    """Create a namespace; its name can never be reused."""
     rights.require_right(context.identity, Action.ADMIN)
     read = body.read or context.registry.settings.read
     with context.registry.database.write() as connection:
@@ -159,7 +159,7 @@ def create_namespace(context: ApiContext, body: NamespaceRequest) -> NamespaceFa
 
 
 def show_namespace(context: ApiContext, path: NamespacePath) -> NamespaceFacts:
-    """Show one namespace."""
+    """Return a namespace."""
     with context.registry.database.read() as connection:
         row = rights.authorise(connection, context.identity, Action.READ, path.namespace)
         return _describe_namespace(context, connection, row)
@@ -168,7 +168,7 @@ def show_namespace(context: ApiContext, path: NamespacePath) -> NamespaceFacts:
 def change_namespace(
     context: ApiContext, path: NamespacePath, body: NamespaceUpdate
 ) -> NamespaceFacts:
-    """Change who may read a namespace, as an owner, or its quota, as an admin."""
+    """Change who may read a namespace (owners), or its quota (admins)."""
     with context.registry.database.write() as connection:
         row = rights.authorise(connection, context.identity, Action.MANAGE, path.namespace)
         if body.quota is not UNSET:
@@ -194,7 +194,7 @@ def set_member(context: ApiContext, path: MemberPath, body: RoleRequest) -> Memb
 
 
 def remove_member(context: ApiContext, path: MemberPath) -> None:
-    """Take all roles in a namespace from a user; one owner has to stay."""
+    """Remove a user from a namespace; at least one owner must remain."""
     with context.registry.database.write() as connection:
         row = rights.authorise(connection, context.identity, Action.MANAGE, path.namespace)
         namespaces.remove_member(connection, row, path.user)
@@ -202,7 +202,7 @@ def remove_member(context: ApiContext, path: MemberPath) -> None:
 
 
 def add_key(context: ApiContext, path: NamespacePath, body: KeyRequest) -> AddedKeyFacts:
-    """Let a key sign packages of a namespace."""
+    """Allow a key to sign packages of a namespace."""
     added = maintenance.add_key(
         context.registry,
         context.identity,
@@ -214,7 +214,7 @@ def add_key(context: ApiContext, path: NamespacePath, body: KeyRequest) -> Added
 
 
 def revoke_key(context: ApiContext, path: KeyPath, body: ReasonRequest) -> None:
-    """Revoke a key of a namespace, for good."""
+    """Revoke a key of a namespace permanently."""
     maintenance.revoke_key(
         context.registry,
         context.identity,
@@ -228,16 +228,14 @@ _NAMESPACES = "/api/v1/namespaces"
 _NAMESPACE = f"{_NAMESPACES}/{{namespace}}"
 _MEMBER = f"{_NAMESPACE}/members/{{user}}"
 OPERATIONS = (
-    ApiOperation("GET", _NAMESPACES, list_namespaces, "namespaces", anonymous=True),
-    ApiOperation("POST", _NAMESPACES, create_namespace, "namespaces", 201, (403, 404, 409)),
-    ApiOperation("GET", _NAMESPACE, show_namespace, "namespaces", 200, (403, 404), anonymous=True),
-    ApiOperation("PATCH", _NAMESPACE, change_namespace, "namespaces", 200, (403, 404)),
-    ApiOperation("PUT", _MEMBER, set_member, "namespaces", 200, (403, 404, 409)),
-    ApiOperation("DELETE", _MEMBER, remove_member, "namespaces", 204, (403, 404, 409)),
-    ApiOperation("POST", f"{_NAMESPACE}/keys", add_key, "namespaces", 200, (403, 404)),
-    ApiOperation(
-        "DELETE", f"{_NAMESPACE}/keys/{{key_id}}", revoke_key, "namespaces", 204, (403, 404)
-    ),
+    Operation("GET", _NAMESPACES, list_namespaces, "namespaces", is_public=True),
+    Operation("POST", _NAMESPACES, create_namespace, "namespaces", 201, (403, 404, 409)),
+    Operation("GET", _NAMESPACE, show_namespace, "namespaces", 200, (403, 404), is_public=True),
+    Operation("PATCH", _NAMESPACE, change_namespace, "namespaces", 200, (403, 404)),
+    Operation("PUT", _MEMBER, set_member, "namespaces", 200, (403, 404, 409)),
+    Operation("DELETE", _MEMBER, remove_member, "namespaces", 204, (403, 404, 409)),
+    Operation("POST", f"{_NAMESPACE}/keys", add_key, "namespaces", 200, (403, 404)),
+    Operation("DELETE", f"{_NAMESPACE}/keys/{{key_id}}", revoke_key, "namespaces", 204, (403, 404)),
 )
 
 

@@ -1,6 +1,6 @@
-"""What people are shown of a package: read from the tables, for the API and for web pages alike.
+"""Operations on packages: search, details of packages and versions, yanking, and statistics.
 
-Packages: finding them, what there is of one, what is in a version, and taking one back.
+The web pages show the same documents.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from msgspec.structs import asdict
 from sqlalchemy import Connection, func, select
 
 from expertctl.errors import NotFoundError
+from expertctl.http.operation import Operation
 from expertctl.package.layout import parse_oci_manifest
 from expertctl.reference import PackageName
 from expertctl.registry.index_document import Release
@@ -19,10 +20,9 @@ from registry_server.access import namespaces, rights
 from registry_server.access.namespaces import NamespaceRow
 from registry_server.access.rights import Action, Identity
 from registry_server.api.namespaces import ReasonRequest
-from registry_server.api.operation import (
+from registry_server.api.schema import (
     ApiContext,
     ApiInput,
-    ApiOperation,
     ApiOutput,
     Name,
     Time,
@@ -47,9 +47,9 @@ class VersionFacts(ApiOutput, frozen=True):
 
     version: str
     published: Time
-    yanked: Annotated[str | None, Meta(description="Why, when it was yanked.")]
+    yanked: Annotated[str | None, Meta(description="Why it was yanked; null if it was not.")]
     revoked: Annotated[
-        str | None, Meta(description="Why, when every key that signed it was revoked.")
+        str | None, Meta(description="Why its keys were revoked; null while one of them is valid.")
     ]
     size: int
     content_digest: str
@@ -71,14 +71,14 @@ class FileFacts(ApiOutput, frozen=True):
 
 
 class VersionDetails(VersionFacts, frozen=True):
-    """A version with its ``expert.json`` and its files, the signature among them."""
+    """A version with its ``expert.json`` and its files, including the signature."""
 
     manifest: Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
     files: list[FileFacts]
 
 
 class PackageDetails(ApiOutput, frozen=True):
-    """A package with its versions, the newest first."""
+    """A package with its versions, newest first."""
 
     name: str
     description: str
@@ -93,8 +93,8 @@ def describe_package(
     """Return a package with all its versions.
 
     Raises:
-        NotFoundError: when there is none, as far as ``identity`` may know.
-        UnauthenticatedError: when nobody is named, and the namespace is not public.
+        NotFoundError: when there is none that ``identity`` may read.
+        UnauthenticatedError: when the request is anonymous and the namespace is not public.
     """
     row, package = _find_package(connection, identity, name)
     releases = load_releases(connection, package)
@@ -118,8 +118,8 @@ def describe_version(
     """Return a version with its manifest and its files.
 
     Raises:
-        NotFoundError: when there is none, as far as ``identity`` may know.
-        UnauthenticatedError: when nobody is named, and the namespace is not public.
+        NotFoundError: when there is none that ``identity`` may read.
+        UnauthenticatedError: when the request is anonymous and the namespace is not public.
     """
     row, package = _find_package(connection, identity, name)
     releases = load_releases(connection, package)
@@ -155,7 +155,7 @@ def _load_expert_json(connection: Connection, package: int, version: str) -> byt
 
 
 def _list_files(connection: Connection, package: PackageName, release: Release) -> list[FileFacts]:
-    """Return the files that the newest signed form names."""
+    """Return the files of the newest signed form."""
     digest = str(release.forms[-1].package_digest)
     repository = repositories.find_repository(connection, str(package))
     stored = repository and manifests.find_manifest(connection, repository.id, digest)
@@ -186,25 +186,25 @@ def _version_facts(
 
 
 class PackagePath(ApiInput, frozen=True):
-    """Which package."""
+    """Identifies a package."""
 
     namespace: Name
     name: Name
 
     @property
     def package(self) -> PackageName:
-        """The name as one value."""
+        """The name of the package."""
         return PackageName(self.namespace, self.name)
 
 
 class VersionPath(PackagePath, frozen=True):
-    """Which version of which package."""
+    """Identifies a version of a package."""
 
     version: VersionText
 
 
 class RegistryStats(ApiOutput, frozen=True):
-    """What there is, in the namespaces that one may read; ``bytes`` is the sum of all versions."""
+    """Totals of the namespaces that the caller may read; ``bytes`` is the size of all versions."""
 
     namespaces: int
     packages: int
@@ -214,25 +214,25 @@ class RegistryStats(ApiOutput, frozen=True):
 
 
 def search(context: ApiContext, query: SearchQuery) -> SearchPage:
-    """Find packages by words of their names, descriptions, tasks and keywords."""
+    """Find packages by words in their names, descriptions, tasks and keywords."""
     with context.registry.database.read() as connection:
         return find_packages(connection, context.identity, query)
 
 
 def show_package(context: ApiContext, path: PackagePath) -> PackageDetails:
-    """Show a package with all its versions, the newest first."""
+    """Return a package with all its versions, newest first."""
     with context.registry.database.read() as connection:
         return describe_package(connection, context.identity, path.package)
 
 
 def show_version(context: ApiContext, path: VersionPath) -> VersionDetails:
-    """Show a version, its manifest and its files."""
+    """Return a version with its manifest and its files."""
     with context.registry.database.read() as connection:
         return describe_version(connection, context.identity, path.package, path.version)
 
 
 def yank_version(context: ApiContext, path: VersionPath, body: ReasonRequest) -> None:
-    """Yank a version: it is chosen no more, though who has locked it still gets it."""
+    """Yank a version: it is no longer chosen, but users who locked it can still install it."""
     maintenance.yank_release(
         context.registry,
         context.identity,
@@ -243,14 +243,14 @@ def yank_version(context: ApiContext, path: VersionPath, body: ReasonRequest) ->
 
 
 def unyank_version(context: ApiContext, path: VersionPath) -> None:
-    """Take a yank back."""
+    """Undo a yank."""
     maintenance.unyank_release(
         context.registry, context.identity, name=path.package, version=path.version
     )
 
 
 def stats(context: ApiContext) -> RegistryStats:
-    """Count what there is, what of it was downloaded, and how large it is."""
+    """Return the number of namespaces, packages, versions and downloads, and the total size."""
     own = select(NAMESPACES.c.id).where(rights.build_readable_filter(context.identity))
     packages = select(PACKAGES.c.id).where(PACKAGES.c.namespace_id.in_(own))
     versions = select(
@@ -268,10 +268,10 @@ def stats(context: ApiContext) -> RegistryStats:
 _PACKAGE_PATH = "/api/v1/packages/{namespace}/{name}"
 _VERSION_PATH = f"{_PACKAGE_PATH}/{{version}}"
 OPERATIONS = (
-    ApiOperation("GET", "/api/v1/search", search, "packages", anonymous=True),
-    ApiOperation("GET", _PACKAGE_PATH, show_package, "packages", 200, (403, 404), anonymous=True),
-    ApiOperation("GET", _VERSION_PATH, show_version, "packages", 200, (403, 404), anonymous=True),
-    ApiOperation("PUT", f"{_VERSION_PATH}/yank", yank_version, "packages", 204, (403, 404)),
-    ApiOperation("DELETE", f"{_VERSION_PATH}/yank", unyank_version, "packages", 204, (403, 404)),
-    ApiOperation("GET", "/api/v1/stats", stats, "registry", anonymous=True),
+    Operation("GET", "/api/v1/search", search, "packages", is_public=True),
+    Operation("GET", _PACKAGE_PATH, show_package, "packages", 200, (403, 404), is_public=True),
+    Operation("GET", _VERSION_PATH, show_version, "packages", 200, (403, 404), is_public=True),
+    Operation("PUT", f"{_VERSION_PATH}/yank", yank_version, "packages", 204, (403, 404)),
+    Operation("DELETE", f"{_VERSION_PATH}/yank", unyank_version, "packages", 204, (403, 404)),
+    Operation("GET", "/api/v1/stats", stats, "registry", is_public=True),
 )

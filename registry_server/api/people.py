@@ -1,4 +1,4 @@
-"""Users, their tokens, and the log of what they changed."""
+"""Operations on users and tokens, and the audit log."""
 
 from typing import Annotated
 
@@ -6,12 +6,12 @@ from msgspec import Meta
 from sqlalchemy import Connection
 
 from expertctl.errors import ForbiddenError, NotFoundError, UsageError
+from expertctl.http.operation import Operation
 from registry_server.access import accounts, rights
 from registry_server.access.rights import Action, Identity, TokenScope, list_all_scopes
-from registry_server.api.operation import (
+from registry_server.api.schema import (
     ApiContext,
     ApiInput,
-    ApiOperation,
     ApiOutput,
     AuditQuery,
     Line,
@@ -37,20 +37,20 @@ class TokenFacts(ApiOutput, frozen=True):
 
 
 class CreatedToken(TokenFacts, frozen=True):
-    """A token with its secret, which is shown this once."""
+    """A new token with its secret, which is not shown again."""
 
     token: str
 
 
 class TokenPage(ApiOutput, frozen=True):
-    """Tokens by their id."""
+    """A page of tokens, sorted by id."""
 
     tokens: list[TokenFacts]
     next: str | None
 
 
 class TokenRequest(ApiInput, frozen=True):
-    """What a new token shall be; without scopes it gets those of the token that asks."""
+    """A new token; without scopes it gets those of the token of the request."""
 
     name: Line
     scopes: Annotated[tuple[ScopeText, ...], Meta(max_length=accounts.MAX_SCOPES)] = ()
@@ -58,13 +58,13 @@ class TokenRequest(ApiInput, frozen=True):
 
 
 class TokenPath(ApiInput, frozen=True):
-    """Which token."""
+    """Identifies a token."""
 
     id: TokenId
 
 
 class CurrentToken(ApiOutput, frozen=True):
-    """The token that asks; a session of a container client has the id of the one it came from."""
+    """The token of the request; a session token has the id of the token that requested it."""
 
     id: str
     name: str
@@ -73,7 +73,7 @@ class CurrentToken(ApiOutput, frozen=True):
 
 
 class CurrentUser(ApiOutput, frozen=True):
-    """Who asks."""
+    """The user of the request."""
 
     user: str
     admin: bool
@@ -89,34 +89,34 @@ class UserFacts(ApiOutput, frozen=True):
 
 
 class UserPage(ApiOutput, frozen=True):
-    """Users by name."""
+    """A page of users, sorted by name."""
 
     users: list[UserFacts]
     next: str | None
 
 
 class UserRequest(ApiInput, frozen=True):
-    """What a new user shall be."""
+    """A new user."""
 
     name: Name
     admin: bool = False
 
 
 class CreatedUser(ApiOutput, frozen=True):
-    """A user and a first token, which is shown this once."""
+    """A new user with a first token, which is not shown again."""
 
     user: UserFacts
     token: str
 
 
 class UserPath(ApiInput, frozen=True):
-    """Which user."""
+    """Identifies a user."""
 
     name: Name
 
 
 class AuditEntry(ApiOutput, frozen=True):
-    """One change."""
+    """A change recorded in the audit log."""
 
     id: int
     time: Time
@@ -129,14 +129,14 @@ class AuditEntry(ApiOutput, frozen=True):
 
 
 class AuditPage(ApiOutput, frozen=True):
-    """Changes, the newest first."""
+    """A page of the audit log, newest first."""
 
     entries: list[AuditEntry]
     next: str | None
 
 
 def whoami(context: ApiContext) -> CurrentUser:
-    """Say who asks, and with which token."""
+    """Return the user and the token of the request."""
     identity = context.identity
     rights.require_user(identity)
     with context.registry.database.read() as connection:
@@ -147,7 +147,7 @@ def whoami(context: ApiContext) -> CurrentUser:
 
 
 def list_users(context: ApiContext, query: ListQuery) -> UserPage:
-    """List the users, by name."""
+    """List the users, sorted by name."""
     rights.require_right(context.identity, Action.ADMIN)
     with context.registry.database.read() as connection:
         found = accounts.list_users(connection, limit=query.limit + 1, after=query.cursor)
@@ -157,7 +157,7 @@ def list_users(context: ApiContext, query: ListQuery) -> UserPage:
 
 
 def create_user(context: ApiContext, body: UserRequest) -> CreatedUser:
-    """Make a user, and a first token that may do all that the user may."""
+    """Create a user, and a first token with all rights of the user."""
     rights.require_right(context.identity, Action.ADMIN)
     with context.registry.database.write() as connection:
         user = accounts.create_user(connection, body.name, admin=body.admin)
@@ -169,7 +169,7 @@ def create_user(context: ApiContext, body: UserRequest) -> CreatedUser:
 
 
 def remove_user(context: ApiContext, path: UserPath) -> None:
-    """Remove a user: tokens and roles end at once, the name stays taken."""
+    """Remove a user: tokens and roles end at once; the name stays reserved."""
     rights.require_right(context.identity, Action.ADMIN)
     with context.registry.database.write() as connection:
         accounts.remove_user(connection, accounts.get_user(connection, path.name))
@@ -177,7 +177,7 @@ def remove_user(context: ApiContext, path: UserPath) -> None:
 
 
 def list_tokens(context: ApiContext, query: ListQuery) -> TokenPage:
-    """List one's own living tokens, without their secrets."""
+    """List the valid tokens of the caller, without their secrets."""
     _require_full_token(context.identity)
     name = context.identity.name or ""
     with context.registry.database.read() as connection:
@@ -188,7 +188,7 @@ def list_tokens(context: ApiContext, query: ListQuery) -> TokenPage:
 
 
 def create_token(context: ApiContext, body: TokenRequest) -> CreatedToken:
-    """Make a token that may do no more, and lives no longer, than the one that asks."""
+    """Create a token with at most the rights and the lifetime of the token of the request."""
     identity = context.identity
     rights.require_user(identity)
     if not body.name.isprintable():
@@ -215,7 +215,7 @@ def create_token(context: ApiContext, body: TokenRequest) -> CreatedToken:
 
 
 def revoke_token(context: ApiContext, path: TokenPath) -> None:
-    """End a token at once: one's own, or as an admin anybody's."""
+    """Revoke a token: the caller's own, or any token as an admin."""
     identity = context.identity
     rights.require_user(identity)
     with context.registry.database.write() as connection:
@@ -225,7 +225,7 @@ def revoke_token(context: ApiContext, path: TokenPath) -> None:
 
 
 def list_audit(context: ApiContext, query: AuditQuery) -> AuditPage:
-    """List what was changed, by whom and from where, the newest first."""
+    """List who changed what, and from where, newest first."""
     rights.require_right(context.identity, Action.ADMIN)
     before = int(query.cursor) if query.cursor else None
     with context.registry.database.read() as connection:
@@ -236,26 +236,26 @@ def list_audit(context: ApiContext, query: AuditQuery) -> AuditPage:
 
 
 OPERATIONS = (
-    ApiOperation("GET", "/api/v1/whoami", whoami, "people"),
-    ApiOperation("GET", "/api/v1/users", list_users, "people", errors=(403,)),
-    ApiOperation("POST", "/api/v1/users", create_user, "people", 201, errors=(403, 409)),
-    ApiOperation("DELETE", "/api/v1/users/{name}", remove_user, "people", 204, (403, 404, 409)),
-    ApiOperation("GET", "/api/v1/tokens", list_tokens, "people", errors=(403,)),
-    ApiOperation("POST", "/api/v1/tokens", create_token, "people", 201, errors=(403,)),
-    ApiOperation("DELETE", "/api/v1/tokens/{id}", revoke_token, "people", 204, errors=(404,)),
-    ApiOperation("GET", "/api/v1/audit", list_audit, "people", errors=(403,)),
+    Operation("GET", "/api/v1/whoami", whoami, "people"),
+    Operation("GET", "/api/v1/users", list_users, "people", errors=(403,)),
+    Operation("POST", "/api/v1/users", create_user, "people", 201, errors=(403, 409)),
+    Operation("DELETE", "/api/v1/users/{name}", remove_user, "people", 204, (403, 404, 409)),
+    Operation("GET", "/api/v1/tokens", list_tokens, "people", errors=(403,)),
+    Operation("POST", "/api/v1/tokens", create_token, "people", 201, errors=(403,)),
+    Operation("DELETE", "/api/v1/tokens/{id}", revoke_token, "people", 204, errors=(404,)),
+    Operation("GET", "/api/v1/audit", list_audit, "people", errors=(403,)),
 )
 
 
 def _require_full_token(identity: Identity) -> None:
-    """A token that was made for one thing must not look after the others of its user."""
+    """Refuse a token with fewer rights than its user: it must not manage other tokens."""
     rights.require_user(identity)
     if not identity.covers(Action.MANAGE, None):
-        raise ForbiddenError("this token is for less than all that its user may")
+        raise ForbiddenError("this token lacks some rights of its user")
 
 
 def _check_may_revoke(connection: Connection, identity: Identity, token_id: str) -> None:
-    """Every token may end itself; whether another exists is told only to users who may end it."""
+    """Allow each token to revoke itself; reveal others only to users who may revoke them."""
     token = accounts.get_token(connection, token_id)
     own = token.user == identity.name and identity.covers(Action.MANAGE, None)
     admin = identity.admin and identity.covers(Action.ADMIN, None)

@@ -1,8 +1,8 @@
-"""Search: the packages whose name, description, task, tags or keywords hold every word asked for.
+"""Search for packages whose name, description, task, tags or keywords contain every given word.
 
-Words are looked for as they are, with ``instr``: there are no wildcards and no patterns, so nothing
-has to be escaped and no query can be made slow. The order is the whole name, the beginning of it,
-a part of it, whole words elsewhere, parts of words; then what is downloaded most. Packages whose
+Words are compared literally, with ``instr``: there are no wildcards or patterns, so nothing needs
+escaping and no query is slow. Results are ordered by the kind of match (the whole name, its
+beginning, a part of it, whole words elsewhere, parts of words), then by downloads. Packages whose
 versions are all yanked are not found.
 """
 
@@ -17,7 +17,7 @@ from expertctl.schema.manifest import AdapterKind, Manifest
 from expertctl.schema.validation import decode_json
 from registry_server.access import rights
 from registry_server.access.rights import Identity
-from registry_server.api.operation import ApiInput, ApiOutput, Limit, Time, format_timestamp
+from registry_server.api.schema import ApiInput, ApiOutput, Limit, Time, format_timestamp
 from registry_server.database.tables import NAMESPACES, PACKAGES, RELEASES, SIGNED_FORMS
 from registry_server.publishing.index import (
     PublisherKey,
@@ -40,15 +40,15 @@ _DOWNLOADS = (
 
 
 class SearchQuery(ApiInput, frozen=True):
-    """What is searched for; nothing finds everything."""
+    """The words to search for; without words, all packages match."""
 
-    q: Annotated[str, Meta(max_length=MAX_QUERY, description="Words that must all be there.")] = ""
+    q: Annotated[str, Meta(max_length=MAX_QUERY, description="Words that must all occur.")] = ""
     limit: Limit = 20
     cursor: Annotated[str, Meta(pattern="^([1-9][0-9]{0,3})?$")] = ""
 
 
 class SearchResult(ApiOutput, frozen=True):
-    """A package, by the version that speaks for it."""
+    """A package, described by its leading version."""
 
     name: str
     version: str
@@ -60,12 +60,12 @@ class SearchResult(ApiOutput, frozen=True):
     updated: Time
     signer: Annotated[str, Meta(description="The key of its newest signed form.")]
     revoked: Annotated[
-        str | None, Meta(description="Why, when every key that signed it was revoked.")
+        str | None, Meta(description="Why its keys were revoked; null while one of them is valid.")
     ]
 
 
 class SearchPage(ApiOutput, frozen=True):
-    """Packages, what fits best first."""
+    """A page of packages, best matches first."""
 
     results: list[SearchResult]
     next: str | None
@@ -73,26 +73,26 @@ class SearchPage(ApiOutput, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SearchTerms:
-    """What is searched for, folded: as a name would be written, and as words."""
+    """The folded search terms: ``text`` in the form of a name, and the single words."""
 
     text: str
     words: tuple[str, ...]
 
     @classmethod
     def parse(cls, query: str) -> "SearchTerms":
-        """Read what somebody typed.
+        """Parse a query.
 
         Raises:
             UsageError: when it has too many words.
         """
         words = tuple(dict.fromkeys(fold_words(query).split()))
         if len(words) > MAX_WORDS:
-            raise UsageError(f"search for {MAX_WORDS} words at most")
+            raise UsageError(f"search for at most {MAX_WORDS} words")
         return cls("-".join(query.casefold().split()), words)
 
 
 def find_packages(connection: Connection, identity: Identity, query: SearchQuery) -> SearchPage:
-    """Return one page of the packages that ``identity`` may read and that hold every word.
+    """Return a page of the packages that ``identity`` may read and that contain every word.
 
     Raises:
         UsageError: when there are too many words.
@@ -107,9 +107,9 @@ def find_packages(connection: Connection, identity: Identity, query: SearchQuery
 def _find_package_ids(
     connection: Connection, identity: Identity, query: SearchQuery, offset: int
 ) -> list[int]:
-    """Return the ids of what is found in its order, one more than is wanted if there is.
+    """Return the ids of the matching packages in order, and one id more if there is a next page.
 
-    It looks at nothing but two indexes, however large the rows of the packages are.
+    The query reads only two indexes, however large the rows of the packages are.
     """
     wanted = SearchTerms.parse(query.q)
     statement = (
@@ -128,7 +128,7 @@ def _find_package_ids(
 
 
 def _load_results(connection: Connection, packages: list[int]) -> list[SearchResult]:
-    """Return what is shown of packages, in their order."""
+    """Return the search results of packages, in the given order."""
     statement = (
         select(
             PACKAGES.c.id,
@@ -155,7 +155,7 @@ def _load_results(connection: Connection, packages: list[int]) -> list[SearchRes
 
 
 def _load_signers(connection: Connection, releases: list[int]) -> dict[int, list[str]]:
-    """Return the ids of the keys that signed some releases, the newest last."""
+    """Return the ids of the keys that signed each release, newest last."""
     query = (
         select(SIGNED_FORMS.c.release_id, SIGNED_FORMS.c.signer)
         .where(SIGNED_FORMS.c.release_id.in_(releases))

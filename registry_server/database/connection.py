@@ -1,13 +1,13 @@
-"""The one door to ``registry.db``: short reads, and writes one after another.
+"""Connections to ``registry.db``: short reads, and one write at a time.
 
-SQLite in WAL mode: readers see the last commit and never wait. A writer takes the write lock before
-it looks at anything (``BEGIN IMMEDIATE``), so that what it checks still holds when it commits, and
-a commit is on the disk when it returns (``synchronous=FULL``). All of it is synchronous: callers in
-async code run writes in threads.
+SQLite runs in WAL mode: readers see the last commit and never wait. A writer takes the write lock
+before it reads (``BEGIN IMMEDIATE``), so what it checks still holds when it commits, and a commit
+is durable when it returns (``synchronous=FULL``). All methods block: async code runs writes in
+threads.
 
-What is written must be what a restart finds. When the disk went away, or another file lies in the
-place of the one that was opened, SQLite would write to the old one, and make a new one for the next
-connection: both are refused until the file is back.
+A restart must find what was written. If the disk disappears, or the file is replaced, SQLite would
+write to the old file and create a new one for the next connection; both are refused until the
+original file is back.
 """
 
 import sqlite3
@@ -27,7 +27,7 @@ from expertctl.errors import DiskFullError, StoreError
 from registry_server.database.tables import HEAD, current_revision
 
 BUSY_SECONDS = 10
-"""How long a writer waits for another process."""
+"""How long a writer waits for another process, in seconds."""
 
 _POOL_SIZE = 48
 _DISK_FULL_MESSAGES = ("disk is full", "database or disk is full")
@@ -35,7 +35,7 @@ _DISK_FULL_MESSAGES = ("disk is full", "database or disk is full")
 
 @dataclass(frozen=True, slots=True)
 class _DatabaseFile:
-    """A path, and which file lay there at the beginning."""
+    """A path, and the identity of the file that was opened there."""
 
     path: Path
     inode: tuple[int, int] | None
@@ -45,14 +45,14 @@ class _DatabaseFile:
         return cls(path, _stat_inode(path))
 
     def check_unchanged(self) -> None:
-        """Demand that the file that was opened is the one that a restart would open."""
+        """Check that a restart would open the same file."""
         if _stat_inode(self.path) != self.inode:
-            hint = "put the disk or the file back, or start the server anew"
-            raise StoreError(f"{self.path.name} was taken away or replaced", hint=hint)
+            hint = "restore the disk or the file, or restart the server"
+            raise StoreError(f"{self.path.name} was removed or replaced", hint=hint)
 
 
 def _stat_inode(path: Path) -> tuple[int, int] | None:
-    """Return which file lies there, None when there is none."""
+    """Return the device and inode of the file at a path; None if there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -61,7 +61,7 @@ def _stat_inode(path: Path) -> tuple[int, int] | None:
 
 
 class _ChangeWatcher:
-    """A connection that only checks whether another one, of any process, has committed."""
+    """A connection that only detects commits of other connections, in any process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -84,7 +84,7 @@ class _ChangeWatcher:
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """Connections to one SQLite file; share it between threads, close it at the end."""
+    """Connections to one SQLite file; any thread may use it, its owner closes it."""
 
     _file: _DatabaseFile
     _engine: Engine
@@ -93,10 +93,10 @@ class Database:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open the file, or make it, and bring its tables up to date.
+        """Open or create the file, and migrate its tables.
 
         Raises:
-            StoreError: when it is damaged, locked for too long or of a newer version.
+            StoreError: when it is damaged, locked for too long, or from a newer version.
             DiskFullError: when there is no room.
         """
         with (
@@ -111,12 +111,12 @@ class Database:
 
     @property
     def path(self) -> Path:
-        """Where the file lies."""
+        """The path of the file."""
         return self._file.path
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Lend a connection that sees one state of the database; what it writes is undone.
+        """Provide a connection that sees one state of the database; its writes are rolled back.
 
         Raises:
             StoreError: when the database cannot be read.
@@ -127,7 +127,7 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Lend the one connection that may write; commit at the end, undo on any error.
+        """Provide the only connection that may write; commit at the end, roll back on any error.
 
         Raises:
             StoreError: when the database cannot be written.
@@ -143,8 +143,8 @@ class Database:
     def write_relaxed(self) -> Iterator[Connection]:
         """Write as `write` does, but do not wait for the disk.
 
-        A killed process loses none of it. A power cut may, up to the next `write`: this is for
-        what can be done again, such as the beginning of an upload.
+        A killed process loses nothing. A power failure may lose these commits until the next
+        `write`, so this is for what can be repeated, such as starting an upload.
 
         Raises:
             StoreError: when the database cannot be written.
@@ -161,7 +161,7 @@ class Database:
                 _restore_connection(connection)
 
     def version(self) -> int:
-        """Return a number that is another one after each commit; much cheaper than any read.
+        """Return a number that changes with each commit; much cheaper than a read.
 
         Raises:
             StoreError: when the database cannot be read.
@@ -170,7 +170,7 @@ class Database:
             return self._watcher.version()
 
     def check_integrity(self) -> None:
-        """Look for damage in the file and for rows that point nowhere.
+        """Check the file for damage and for rows with missing references.
 
         Raises:
             StoreError: when there is any.
@@ -182,12 +182,12 @@ class Database:
             raise StoreError(f"{self.path} is damaged: {'; '.join(found)[:500]}")
 
     def close(self) -> None:
-        """Give back every connection; nothing may be borrowed any more."""
+        """Close all connections; none may be in use."""
         self._watcher.close()
         self._engine.dispose()
 
     def _migrate_if_needed(self) -> None:
-        """Take the missing steps; the code for that is large, and only imported when needed."""
+        """Run missing migrations; alembic is large, so it is imported only if needed."""
         with self.read() as connection:
             if current_revision(connection) == HEAD:
                 return
@@ -233,7 +233,7 @@ def _configure_connection(connection: sqlite3.Connection, _: ConnectionPoolEntry
 
 
 def _restore_connection(connection: Connection) -> None:
-    """Undo what was not committed, and wait for the disk again from here on."""
+    """Roll back uncommitted changes, and make later commits wait for the disk again."""
     driver = connection.connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
     driver.rollback()

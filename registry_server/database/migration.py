@@ -1,4 +1,4 @@
-"""Bringing the tables of a data folder up to date, by the steps in ``migrations/versions``."""
+"""Migrates the tables of a registry by the steps in ``migrations/versions``, with alembic."""
 
 from pathlib import Path
 
@@ -17,10 +17,10 @@ _MIGRATIONS = Path(__file__).parent / "migrations"
 
 
 def migrate(connection: Connection) -> None:
-    """Take every step that the database has not taken yet, in the caller's transaction.
+    """Run the migrations that the database lacks, in the caller's transaction.
 
     Raises:
-        StoreError: when the database was made by a newer version.
+        StoreError: when the database is from a newer version.
     """
     config = _build_config()
     config.attributes["connection"] = connection
@@ -28,16 +28,16 @@ def migrate(connection: Connection) -> None:
         command.upgrade(config, "head")
     except CommandError as error:
         hint = "run the version of expertctl that last used this folder, or a newer one"
-        raise StoreError(f"the database is of another version: {error}", hint=hint) from error
+        raise StoreError(f"the database is from another version: {error}", hint=hint) from error
 
 
 def get_last_revision() -> str | None:
-    """Return the last of all steps."""
+    """Return the revision of the last migration."""
     return ScriptDirectory.from_config(_build_config()).get_current_head()
 
 
 def list_schema_differences(connection: Connection) -> list[object]:
-    """Return what the tables of a database and those of this version do not share."""
+    """Return the differences between the tables of a database and those of this version."""
     context = MigrationContext.configure(connection, opts={"compare_type": True})
     return list(compare_metadata(context, METADATA))
 

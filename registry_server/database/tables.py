@@ -1,9 +1,9 @@
-"""The tables of ``registry.db``: who may do what, what there is, and what was published.
+"""The tables of ``registry.db``: users and rights, blobs and manifests, packages and releases.
 
 Times are seconds since the epoch. Digests are text, ``sha256:…`` or ``sha512:…``. Names are never
-freed: rows of users, namespaces and packages are marked as gone, not deleted.
+reused: rows of users, namespaces and packages are marked as removed, not deleted.
 
-Which step the tables of a database are at, told without loading alembic.
+`current_revision` reads the revision of a database without loading alembic.
 """
 
 from sqlalchemy import (
@@ -62,7 +62,7 @@ TOKENS = Table(
     Column("revoked", Float),
     Column("last_used", Float),
 )
-"""``hash`` is the hex sha256 of the secret, which has 256 bits; ``scopes`` a JSON list of texts."""
+"""``hash`` is the hex sha256 of the secret, which has 256 bits; ``scopes`` is a JSON list."""
 
 NAMESPACES = Table(
     "namespaces",
@@ -80,7 +80,7 @@ NAMESPACES = Table(
 )
 """``fold_name`` is the name with look-alike characters folded; ``quota`` in bytes, null: default.
 
-``used`` is what counts against the quota; triggers of the database keep it, nothing else writes it.
+``used`` is the number of bytes that count against the quota; only database triggers write it.
 """
 
 MEMBERS = Table(
@@ -103,7 +103,7 @@ NAMESPACE_KEYS = Table(
     Column("revoked", Float),
     Column("reason", String(500), nullable=False, default=""),
 )
-"""``statement`` is the DSSE envelope by which an older key of the namespace vouches for this."""
+"""``statement`` is the DSSE envelope in which an older key of the namespace endorses this one."""
 
 REPOSITORIES = Table(
     "repositories",
@@ -113,7 +113,7 @@ REPOSITORIES = Table(
     Column("name", String(255), nullable=False, unique=True),
     Column("created", Float, nullable=False),
 )
-"""``name`` is the whole OCI name, ``namespace/…``."""
+"""``name`` is the full OCI name, ``namespace/…``."""
 
 BLOBS = Table(
     "blobs",
@@ -122,7 +122,7 @@ BLOBS = Table(
     Column("size", Integer, nullable=False),
     Column("created", Float, nullable=False),
 )
-"""What lies in the blob storage, once each."""
+"""The blobs in the storage."""
 
 REPOSITORY_BLOBS = Table(
     "repository_blobs",
@@ -131,7 +131,7 @@ REPOSITORY_BLOBS = Table(
     Column("digest", ForeignKey("blobs.digest"), primary_key=True, index=True),
     Column("added", Float, nullable=False),
 )
-"""Through which repositories a blob can be read; young ones are kept though no manifest needs them.
+"""The repositories through which a blob can be read; new links are kept without a manifest.
 """
 
 MANIFESTS = Table(
@@ -159,7 +159,7 @@ MANIFEST_LINKS = Table(
     Index("ix_manifest_links_repository_id_digest", "repository_id", "digest"),
     CheckConstraint("kind IN ('blob', 'manifest')", name="kind"),
 )
-"""What a manifest names: its config and layers, or the manifests of an index."""
+"""The digests in a manifest: its config and layers, or the manifests of an index."""
 
 TAGS = Table(
     "tags",
@@ -180,7 +180,7 @@ UPLOADS = Table(
     Column("created", Float, nullable=False),
     Column("updated", Float, nullable=False),
 )
-"""Blob uploads that go on; ``size`` is what was received, and counts against the quota."""
+"""Blob uploads in progress; ``size`` is the bytes received, which count against the quota."""
 
 PACKAGES = Table(
     "packages",
@@ -200,11 +200,11 @@ PACKAGES = Table(
     UniqueConstraint("namespace_id", "name"),
     Index("ix_packages_search", "namespace_id", "latest", "search_text", "name"),
 )
-"""``index_document`` is the signed envelope, ``revision`` the version number in it, ``signed`` its
-time: ``updated`` is when the package itself changed.
+"""``index_document`` is the signed envelope, ``revision`` its version number, ``signed`` its time;
+``updated`` is when the package itself changed.
 
-``latest`` is the version that speaks for the package, null when all are yanked;
-``search_text`` is what it is found by, folded to lower case, one space between words.
+``latest`` is the leading version of the package, null if all are yanked; ``search_text`` contains
+the words that searches match, folded to lower case, with one space between them.
 """
 
 RELEASES = Table(
@@ -224,7 +224,7 @@ RELEASES = Table(
     UniqueConstraint("package_id", "version"),
     Index("ix_releases_downloads", "package_id", "downloads"),
 )
-"""One version; ``manifest`` is its ``expert.json``."""
+"""The versions of packages; ``manifest`` is ``expert.json``."""
 
 SIGNED_FORMS = Table(
     "signed_forms",
@@ -237,8 +237,8 @@ SIGNED_FORMS = Table(
     Column("published", Float, nullable=False),
     UniqueConstraint("release_id", "position"),
 )
-"""The package digests of one version; the one with the highest ``position`` is the newest, which
-counts, older ones stay pullable. ``size`` is that of the OCI manifest."""
+"""The package digests of a version. The one with the highest ``position`` is in effect; older ones
+can still be pulled. ``size`` is that of the OCI manifest."""
 
 AUDIT = Table(
     "audit",
@@ -255,11 +255,11 @@ AUDIT = Table(
 
 
 HEAD = "0003"
-"""The last step in ``migrations/versions``."""
+"""The last revision in ``migrations/versions``."""
 
 
 def current_revision(connection: Connection) -> str | None:
-    """Return the last step that was taken, None for an empty database."""
+    """Return the revision of a database; None if it is empty."""
     known = text("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'")
     if connection.execute(known).first() is None:
         return None

@@ -1,16 +1,11 @@
-"""``Range`` of a download and ``Content-Range`` of an upload, read strictly (RFC 9110, OCI).
+"""``/v2/<name>/blobs/<digest>``: downloads of blobs, or parts of them, and their removal.
 
-A blob as an answer: by its path where the server can send files, so no byte passes Python.
+A blob can be read only through repositories to which it was uploaded or mounted. ``Range`` of
+downloads and ``Content-Range`` of uploads are parsed strictly (RFC 9110, OCI).
 
-granian sends a whole file by its path (``http.response.pathsend``), without a copy in this process.
-Parts of files, and servers without that, get pieces of a megabyte that a thread reads.
-
-Which blobs there are, and through which repositories they can be read.
-
-A blob is readable only where it was uploaded or mounted: that the storage has it lets no other
-repository read it.
-
-``/v2/<name>/blobs/<digest>``: blobs as they are, whole or in part; and removing them.
+granian sends whole files by their path (``http.response.pathsend``), without a copy in this
+process. Parts of files, and responses of other servers, are read by a thread in pieces of a
+megabyte.
 """
 
 import asyncio
@@ -52,7 +47,7 @@ _MAX_RANGE_HEADER = 200
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes ``start`` up to ``stop``, which is not one of them."""
+    """The bytes from ``start`` up to, but not including, ``stop``."""
 
     start: int
     stop: int
@@ -63,18 +58,18 @@ class ByteRange:
         return self.stop - self.start
 
     def content_range(self, size: int) -> str:
-        """Return the header of a 206 answer."""
+        """Return the ``Content-Range`` header of a 206 response."""
         return f"bytes {self.start}-{self.stop - 1}/{size}"
 
 
 def parse_range(header: str | None, *, size: int) -> ByteRange | None:
-    """Return the part of a file that is asked for; None: all of it.
+    """Return the requested part of a file; None means all of it.
 
-    Other units than bytes are no concern of ours, and several ranges at once are answered with the
-    whole file, as RFC 9110 14.2 lets a server do: no request can ask for more than the file.
+    Other units than bytes are ignored. Several ranges are answered with the whole file, as RFC 9110
+    section 14.2 permits, so no request can cause more bytes than the file has.
 
     Raises:
-        OciError: RANGE_INVALID when nothing of it is in the file.
+        OciError: RANGE_INVALID when the range is outside the file.
     """
     if header is None or not header.lower().startswith("bytes="):
         return None
@@ -84,13 +79,13 @@ def parse_range(header: str | None, *, size: int) -> ByteRange | None:
     match = _RANGE_SPEC.fullmatch(value)
     found = _resolve_bounds(match, size) if match else None
     if found is None or found.length <= 0:
-        fact = f"{value[:60]!r} is no part of {size} bytes"
+        fact = f"{value[:60]!r} is outside the {size} bytes of the blob"
         raise OciError(OciCode.RANGE_INVALID, fact, headers={"Content-Range": f"bytes */{size}"})
     return found
 
 
 def parse_content_range(header: str) -> ByteRange:
-    """Return what a chunk of an upload says that it is, ``start-end``.
+    """Parse the ``Content-Range`` of an upload chunk, ``start-end``.
 
     Raises:
         OciError: BLOB_UPLOAD_INVALID when it is malformed.
@@ -115,12 +110,12 @@ CHUNK_BYTES = 1 << 20
 
 
 class BlobResponse:
-    """One file, or a part of it."""
+    """Sends a file, or a part of it."""
 
     def __init__(
         self, path: Path, *, size: int, part: ByteRange | None, headers: dict[str, str]
     ) -> None:
-        """Keep what to send; the file is opened when the answer begins."""
+        """Store what to send; the file is opened when the response starts."""
         self._path = path
         self._range = part or ByteRange(0, size)
         self._status = 200 if part is None else 206
@@ -133,7 +128,7 @@ class BlobResponse:
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer."""
+        """Send the response."""
         start = {"type": "http.response.start", "status": self._status, "headers": self._headers}
         if scope["method"] == "HEAD":
             await send(start)
@@ -152,7 +147,7 @@ class BlobResponse:
             async for piece in self._read_chunks(handle):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
                 if gone.done():
-                    return  # the client is gone: no end of the answer is needed
+                    return  # the client disconnected
             await send({"type": "http.response.body", "body": b""})
         finally:
             gone.cancel()
@@ -170,13 +165,13 @@ class BlobResponse:
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client has gone away."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def find_linked_size(connection: Connection, repository: str, digest: BlobDigest) -> int | None:
-    """Return the size of a blob of a repository, None when it is not linked there."""
+    """Return the size of a blob of a repository; None if it is not linked there."""
     query = (
         select(BLOBS.c.size)
         .join(REPOSITORY_BLOBS, REPOSITORY_BLOBS.c.digest == BLOBS.c.digest)
@@ -188,7 +183,7 @@ def find_linked_size(connection: Connection, repository: str, digest: BlobDigest
 
 
 def list_repositories_with(connection: Connection, digest: BlobDigest, *, limit: int) -> list[str]:
-    """Return the names of repositories that link a blob, in order."""
+    """Return the names of the repositories that link a blob, sorted."""
     query = (
         select(REPOSITORIES.c.name)
         .join(REPOSITORY_BLOBS, REPOSITORY_BLOBS.c.repository_id == REPOSITORIES.c.id)
@@ -200,7 +195,7 @@ def list_repositories_with(connection: Connection, digest: BlobDigest, *, limit:
 
 
 def is_used_in_namespace(connection: Connection, namespace_id: int, digest: BlobDigest) -> bool:
-    """Tell whether a repository of the namespace links a blob, so that it costs nothing again."""
+    """Return whether a repository of the namespace links a blob, so that the quota has it."""
     query = (
         select(REPOSITORY_BLOBS.c.digest)
         .join(REPOSITORIES, REPOSITORIES.c.id == REPOSITORY_BLOBS.c.repository_id)
@@ -213,13 +208,13 @@ def is_used_in_namespace(connection: Connection, namespace_id: int, digest: Blob
 
 
 def insert_blob(connection: Connection, digest: BlobDigest, size: int) -> None:
-    """Enter a blob that lies in the storage; one that is known stays as it is."""
+    """Insert the row of a stored blob, unless it exists."""
     values = {"digest": str(digest), "size": size, "created": time.time()}
     connection.execute(insert(BLOBS).values(values).on_conflict_do_nothing())
 
 
 def link_blob(connection: Connection, repository_id: int, digest: BlobDigest) -> None:
-    """Let a blob be read through a repository; done again, its time of grace begins anew."""
+    """Link a blob to a repository; linking it again restarts its grace period."""
     values = {"repository_id": repository_id, "digest": str(digest), "added": time.time()}
     keys = [REPOSITORY_BLOBS.c.repository_id, REPOSITORY_BLOBS.c.digest]
     again = {"added": values["added"]}
@@ -228,7 +223,7 @@ def link_blob(connection: Connection, repository_id: int, digest: BlobDigest) ->
 
 
 def unlink_blob(connection: Connection, repository_id: int, digest: BlobDigest) -> bool:
-    """Take a blob from a repository; return whether it was there. Its bytes are garbage later."""
+    """Remove a blob from a repository; return whether it was linked. GC removes the bytes."""
     own = (
         REPOSITORY_BLOBS.c.repository_id == repository_id,
         REPOSITORY_BLOBS.c.digest == str(digest),
@@ -243,11 +238,11 @@ _BLOB_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Accept-Ranges": "bytes",
 }
-"""Whatever a blob holds, no browser makes a page of it."""
+"""Headers that keep browsers from showing a blob as a page."""
 
 
 def make_blob_routes(registry: Registry) -> list[BaseRoute]:
-    """Return the address of blobs."""
+    """Return the route of blobs."""
     requests = _BlobEndpoints(registry)
     return [
         Route("/v2/{name:path}/blobs/{digest}", requests.get, methods=["GET"]),
@@ -256,13 +251,13 @@ def make_blob_routes(registry: Registry) -> list[BaseRoute]:
 
 
 def immutable_cache_control(target: RepositoryAccess) -> str:
-    """Return how long others may keep what a digest names."""
+    """Return the ``Cache-Control`` of immutable content."""
     shared = "public" if target.namespace.read == "public" else "private"
     return f"{shared}, max-age=31536000, immutable"
 
 
 def matches_etag(request: Request, etag: str) -> bool:
-    """Tell whether the client says that it has these bytes."""
+    """Return whether the client has these bytes already."""
     known = request.headers.get("if-none-match", "")
     return known == "*" or etag in {tag.strip().removeprefix("W/") for tag in known.split(",")}
 
@@ -272,7 +267,7 @@ class _BlobEndpoints:
         self._registry = registry
 
     async def get(self, request: Request) -> Response | BlobResponse:
-        """GET or HEAD: two short reads, cheaper here than handing them to a thread."""
+        """Handle GET or HEAD: two short reads, cheaper here than a thread switch."""
         name, digest = read_repository_name(request), parse_digest(request.path_params["digest"])
         with self._registry.database.read() as connection:
             target = authorise_repository(connection, current_identity(request), Action.READ, name)
@@ -291,7 +286,7 @@ class _BlobEndpoints:
         return self._blob_response(request, digest, size, headers)
 
     async def remove(self, request: Request) -> Response:
-        """DELETE: take a blob from the repository; its bytes are collected later."""
+        """Handle DELETE: remove a blob from the repository; its bytes are collected later."""
         await to_thread.run_sync(self._remove, request)
         return Response(status_code=202)
 

@@ -1,17 +1,12 @@
-"""What a manifest or an index says, as far as a registry has to know.
+"""Manifests and indexes, tags, and referrers: parsing, and their rows in the database.
 
-A document is read as the kind that its media type names. One that would be another kind to another
-reader, by its ``mediaType`` or because it has both layers and manifests, is refused (as after
-CVE-2021-41190): the registry that checks it and the client that uses it must see the same thing.
+A document is parsed as the kind that its media type names. A document that another reader could
+parse as another kind, by its ``mediaType`` or because it has both layers and manifests, is refused
+(see CVE-2021-41190), so that the registry that checks it and its clients interpret it equally.
 
-Manifests as rows: their bytes, and what they name.
-
-Tags: names in a repository that point to manifests.
-
-What refers to a manifest: signatures, attestations, whatever names it as its subject.
-
-An index that a client pushed under the tag ``sha256-<hex>``, for registries without this list, is
-an ordinary tag here.
+Referrers of a manifest are signatures, attestations and other manifests with it as their subject.
+An index that a client pushed with the tag ``sha256-<hex>``, for registries without a referrers
+list, is an ordinary tag.
 """
 
 import json
@@ -50,29 +45,29 @@ _NONDISTRIBUTABLE = frozenset(
         "application/vnd.docker.image.rootfs.foreign.diff.tar.gzip",
     }
 )
-"""Layers that lie elsewhere: a registry need not have them."""
+"""Media types of layers that are stored elsewhere, which a registry need not have."""
 
 ManifestKind = Literal["image", "index"]
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedManifest:
-    """What a manifest names."""
+    """The descriptors of a manifest."""
 
     kind: ManifestKind
     media_type: str
     artifact_type: str | None
     subject: BlobDigest | None
     annotations: str | None
-    """A JSON object of texts."""
+    """Annotations, as a JSON object of strings."""
     blobs: tuple[BlobDigest, ...]
-    """The config and layers that the registry must have."""
+    """The digests of the config and the layers, which the registry must have."""
     manifests: tuple[BlobDigest, ...]
-    """The manifests of an index."""
+    """The digests of the manifests of an index."""
 
 
 def parse_manifest(content: bytes, *, media_type: str | None, max_bytes: int) -> ParsedManifest:
-    """Read a manifest that was sent under a media type, None when the request named none.
+    """Parse a manifest with the media type of the request; None if it had none.
 
     Raises:
         OciError: when it is malformed, of an unknown kind, or ambiguous.
@@ -159,7 +154,7 @@ def _read_digest(descriptor: Mapping[str, JsonValue]) -> BlobDigest:
 
 
 def _read_artifact_type(document: Mapping[str, JsonValue], kind: ManifestKind) -> str | None:
-    """Return what a referrers list says: of an image without one, the type of its config."""
+    """Return the artifact type for the referrers list; by default, the type of the config."""
     stated = document.get("artifactType")
     if stated is None and kind == "image":
         stated = _check_descriptor(document["config"]).get("mediaType")
@@ -182,7 +177,7 @@ def _read_annotations(document: Mapping[str, JsonValue]) -> str | None:
     if not isinstance(annotations, dict) or not all(
         isinstance(value, str) for value in annotations.values()
     ):
-        raise _manifest_invalid("annotations are not texts by name")
+        raise _manifest_invalid("annotations must be an object of strings")
     return json.dumps(annotations)
 
 
@@ -191,12 +186,12 @@ def _manifest_invalid(fact: str) -> OciError:
 
 
 _BATCH = 500
-"""How many digests one statement asks for."""
+"""Maximum digests in one SQL statement."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredManifest:
-    """A manifest as it is served."""
+    """A stored manifest."""
 
     digest: str
     media_type: str
@@ -214,7 +209,7 @@ def find_manifest(connection: Connection, repository_id: int, digest: str) -> St
 def find_manifest_by_reference(
     connection: Connection, repository: str, reference: BlobDigest | str
 ) -> StoredManifest | None:
-    """Return a manifest by the name of its repository, and its digest or a tag."""
+    """Return a manifest by the name of its repository and its digest or a tag."""
     query = (
         select(MANIFESTS.c.digest, MANIFESTS.c.media_type, MANIFESTS.c.content)
         .join(REPOSITORIES, REPOSITORIES.c.id == MANIFESTS.c.repository_id)
@@ -240,10 +235,10 @@ def store_manifest(
     document: ParsedManifest,
     content: bytes,
 ) -> bool:
-    """Keep a manifest and what it names; return whether it is new.
+    """Store a manifest and its links; return whether it is new.
 
-    The caller has checked that the digest is that of the content, and that what the manifest names
-    is there (`require_references`), in the same transaction.
+    In the same transaction, the caller has checked the digest, and that the repository has what the
+    manifest references (`require_references`).
     """
     if find_manifest(connection, repository_id, str(digest)) is not None:
         return False
@@ -268,10 +263,10 @@ def store_manifest(
 def require_references(
     connection: Connection, repository_id: int, document: ParsedManifest
 ) -> None:
-    """Check that the repository has every blob and manifest that a manifest names.
+    """Check that the repository has every blob and manifest that a manifest references.
 
     Raises:
-        OciError: MANIFEST_BLOB_UNKNOWN, for the first that it lacks.
+        OciError: MANIFEST_BLOB_UNKNOWN, for the first missing one.
     """
     blobs = _find_present_blobs(connection, repository_id, document.blobs)
     for digest in document.blobs:
@@ -284,7 +279,7 @@ def require_references(
 
 
 def remove_manifest(connection: Connection, repository_id: int, digest: str) -> bool:
-    """Remove a manifest and the tags that point to it; return whether it was there."""
+    """Remove a manifest and the tags that point to it; return whether it existed."""
     own = (MANIFESTS.c.repository_id == repository_id, MANIFESTS.c.digest == digest)
     gone = connection.execute(delete(MANIFESTS).where(*own)).rowcount > 0
     connection.execute(
@@ -301,7 +296,7 @@ def remove_manifest(connection: Connection, repository_id: int, digest: str) -> 
 def _build_links(
     repository_id: int, digest: BlobDigest, document: ParsedManifest
 ) -> list[dict[str, object]]:
-    """Return a row for everything that a manifest names, once each."""
+    """Return a row for each digest that a manifest references."""
     named = [*((d, "blob") for d in document.blobs), *((d, "manifest") for d in document.manifests)]
     own = {"repository_id": repository_id, "manifest": str(digest)}
     return [{**own, "digest": str(to), "kind": kind} for to, kind in dict(named).items()]
@@ -335,7 +330,7 @@ def _batch_digests(digests: Iterable[BlobDigest]) -> list[list[str]]:
 
 
 def set_tag(connection: Connection, *, repository_id: int, tag: str, digest: str) -> None:
-    """Make a tag point to a manifest, whether it was there or not."""
+    """Point a new or existing tag to a manifest."""
     values = {"repository_id": repository_id, "name": tag, "digest": digest, "updated": time.time()}
     moved = {"digest": digest, "updated": values["updated"]}
     keys = [TAGS.c.repository_id, TAGS.c.name]
@@ -343,13 +338,13 @@ def set_tag(connection: Connection, *, repository_id: int, tag: str, digest: str
 
 
 def remove_tag(connection: Connection, repository_id: int, tag: str) -> bool:
-    """Remove a tag, not its manifest; return whether it was there."""
+    """Remove a tag, but not its manifest; return whether it existed."""
     own = (TAGS.c.repository_id == repository_id, TAGS.c.name == tag)
     return connection.execute(delete(TAGS).where(*own)).rowcount > 0
 
 
 def list_tags(connection: Connection, repository_id: int, *, after: str, limit: int) -> list[str]:
-    """Return up to ``limit`` tags behind ``after`` in the order of their bytes."""
+    """Return up to ``limit`` tags after ``after``, sorted by their bytes."""
     own = (TAGS.c.repository_id == repository_id, TAGS.c.name > after)
     query = select(TAGS.c.name).where(*own).order_by(TAGS.c.name).limit(limit)
     return list(connection.execute(query).scalars())
@@ -357,16 +352,16 @@ def list_tags(connection: Connection, repository_id: int, *, after: str, limit: 
 
 MAX_REFERRERS = 500
 MAX_REFERRER_BYTES = 4 << 20
-"""Of the annotations of one page: a client reads no larger index."""
+"""Maximum bytes of the annotations of a page: clients do not read larger indexes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReferrerPage:
-    """Some of the referrers, in the order of their digests."""
+    """A page of referrers, sorted by digest."""
 
     descriptors: list[dict[str, object]]
     next: str | None
-    """The digest behind which the next page begins, None on the last one."""
+    """The digest after which the next page begins; None on the last page."""
 
 
 def list_referrers(
@@ -377,7 +372,7 @@ def list_referrers(
     artifact_type: str | None,
     after: str,
 ) -> ReferrerPage:
-    """Return the referrers of a digest behind ``after``, perhaps of one artifact type only."""
+    """Return the referrers of a digest that come after ``after``, optionally of one type only."""
     table = MANIFESTS.c
     query = (
         select(table.digest, table.media_type, table.size, table.artifact_type, table.annotations)

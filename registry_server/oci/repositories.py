@@ -1,10 +1,8 @@
-"""The grammar of OCI names, tags and digests: what is not exactly one of these goes no further.
+"""Repositories: names, rows, and access.
 
-Repositories: rows that come into being with their first upload or manifest.
-
-From a request to a repository that its user may use in this way.
-
-What every OCI request says: who asks, and about which repository.
+Names, tags and digests are parsed strictly by the grammar of the OCI specification. The row of a
+repository is created by its first upload or manifest. `authorise_repository` turns a request into a
+repository that its user may use.
 """
 
 import re
@@ -45,19 +43,19 @@ class RepositoryName:
 
     @classmethod
     def parse(cls, text: str) -> "RepositoryName":
-        """Read the name of a repository.
+        """Parse the name of a repository.
 
         Raises:
             OciError: NAME_INVALID.
         """
         namespace, _, rest = text.partition("/")
         if len(text) > MAX_NAME_LENGTH or not _NAME_SYNTAX.fullmatch(text) or not rest:
-            hint = "repositories are called NAMESPACE/NAME"
+            hint = "the names of repositories have the form NAMESPACE/NAME"
             raise OciError(OciCode.NAME_INVALID, f"{text[:80]!r} is not a repository", hint=hint)
         return cls(namespace, rest)
 
     def as_package_name(self) -> PackageName:
-        """Return the name as that of a package, the only kind that `expert` namespaces have.
+        """Return the name as a package name; `expert` namespaces have no other names.
 
         Raises:
             OciError: NAME_INVALID.
@@ -73,7 +71,7 @@ class RepositoryName:
 
 
 def parse_digest(text: str) -> BlobDigest:
-    """Read a digest.
+    """Parse a digest.
 
     Raises:
         OciError: DIGEST_INVALID.
@@ -85,7 +83,7 @@ def parse_digest(text: str) -> BlobDigest:
 
 
 def parse_tag(text: str) -> str:
-    """Read a tag.
+    """Parse a tag.
 
     Raises:
         OciError: TAG_INVALID.
@@ -96,7 +94,7 @@ def parse_tag(text: str) -> str:
 
 
 def parse_reference(text: str) -> BlobDigest | str:
-    """Read what names a manifest: a digest, which alone may hold a colon, or a tag.
+    """Parse the reference of a manifest: a digest, which contains a colon, or a tag.
 
     Raises:
         OciError: DIGEST_INVALID or TAG_INVALID.
@@ -106,7 +104,7 @@ def parse_reference(text: str) -> BlobDigest | str:
 
 @dataclass(frozen=True, slots=True)
 class RepositoryRow:
-    """One repository; ``name`` is the whole of it, ``namespace/…``."""
+    """A repository; ``name`` is the full name, ``namespace/…``."""
 
     id: int
     name: str
@@ -114,7 +112,7 @@ class RepositoryRow:
 
 
 def find_repository(connection: Connection, name: str) -> RepositoryRow | None:
-    """Return a repository, None when nothing was ever pushed there."""
+    """Return a repository; None if nothing was ever pushed to it."""
     columns = (REPOSITORIES.c.id, REPOSITORIES.c.name, REPOSITORIES.c.namespace_id)
     row = connection.execute(select(*columns).where(REPOSITORIES.c.name == name)).first()
     return None if row is None else RepositoryRow(row[0], row[1], row[2])
@@ -123,7 +121,7 @@ def find_repository(connection: Connection, name: str) -> RepositoryRow | None:
 def get_or_create_repository(
     connection: Connection, *, name: str, namespace_id: int
 ) -> RepositoryRow:
-    """Return a repository, made now where there was none."""
+    """Return a repository; create it if it does not exist."""
     found = find_repository(connection, name)
     if found is not None:
         return found
@@ -136,43 +134,43 @@ def get_or_create_repository(
 
 @dataclass(frozen=True, slots=True)
 class RepositoryAccess:
-    """A repository that the user may use: only `authorise` makes one."""
+    """A repository that the user may use; created only by `authorise_repository`."""
 
     name: RepositoryName
     namespace: NamespaceRow
 
     @property
     def holds_packages(self) -> bool:
-        """Whether only packages live here, and tags are versions."""
+        """Whether it contains only packages, whose tags are versions."""
         return self.namespace.kind == "expert"
 
     @property
     def path(self) -> str:
-        """Return where the repository lies below the host."""
+        """Return the URL path of the repository."""
         return f"/v2/{self.name}"
 
     def require_plain_oci(self, what: str) -> None:
-        """Refuse what plain OCI knows and packages do not.
+        """Refuse operations that packages do not support.
 
         Raises:
-            OciError: UNSUPPORTED in a namespace of packages.
+            OciError: UNSUPPORTED in a namespace for packages.
         """
         if self.holds_packages:
             hint = "publish a tag X.Y.Z; a version is withdrawn with `expertctl yank`"
-            fact = f"{what} is not done in {self.name}, which is a package"
+            fact = f"{what} is not supported in {self.name}, which is a package"
             raise OciError(OciCode.UNSUPPORTED, fact, hint=hint)
 
 
 def authorise_repository(
     connection: Connection, identity: Identity, action: Action, name: RepositoryName
 ) -> RepositoryAccess:
-    """Return the repository when ``identity`` may do ``action`` there.
+    """Return the repository if ``identity`` may do ``action`` there.
 
     Raises:
-        UnauthenticatedError: when nobody is named and that would help.
-        ForbiddenError: when the token or its user may not.
+        UnauthenticatedError: when the request is anonymous and a login could help.
+        ForbiddenError: when the token or its user lacks the right.
         NotFoundError: when there is no such namespace.
-        OciError: NAME_INVALID when the namespace has no such names.
+        OciError: NAME_INVALID when the namespace does not allow the name.
     """
     namespace = rights.authorise(connection, identity, action, name.namespace, name.rest)
     target = RepositoryAccess(name, namespace)
@@ -182,7 +180,7 @@ def authorise_repository(
 
 
 def can_read(connection: Connection, identity: Identity, name: RepositoryName) -> bool:
-    """Tell whether one may read a repository, without saying why not."""
+    """Return whether ``identity`` may read a repository."""
     try:
         authorise_repository(connection, identity, Action.READ, name)
     except (UnauthenticatedError, ForbiddenError, NotFoundError, OciError):
@@ -194,19 +192,19 @@ _ESCAPED_COLON = b"%3a"
 
 
 def current_identity(request: Request) -> Identity:
-    """Return who asks."""
+    """Return the identity that made the request."""
     identity = request.scope.get("state", {}).get("identity", ANONYMOUS)
     assert isinstance(identity, Identity)
     return identity
 
 
 def read_repository_name(request: Request) -> RepositoryName:
-    """Return the repository that the address names, which is written in one way only.
+    """Return the repository in the path, which must not be percent-encoded.
 
     Raises:
         OciError: NAME_INVALID.
     """
     raw: bytes = request.scope.get("raw_path") or b""
     if b"%" in raw.partition(b"?")[0].lower().replace(_ESCAPED_COLON, b""):
-        raise OciError(OciCode.NAME_INVALID, "names are not percent-encoded here")
+        raise OciError(OciCode.NAME_INVALID, "names must not be percent-encoded")
     return RepositoryName.parse(request.path_params["name"])

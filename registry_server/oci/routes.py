@@ -1,13 +1,8 @@
-"""``/v2/<name>/manifests/<reference>``: manifests by tag and digest.
+"""The routes below ``/v2/``: manifests by tag or digest, and lists of tags and referrers.
 
-In a namespace of packages a PUT of a tag is the publish, and nothing else writes there.
-
-Lists: the tags of a repository, and what refers to a manifest; in pages, with ``Link``.
-
-All addresses below ``/v2/``.
-
-There is no ``_catalog``: it is not part of the specification, and it would tell names to people who
-may not read them; `/api/v1` and the search list what one may see.
+In a namespace for packages, the PUT of a tag publishes a version; nothing else writes there. Lists
+come in pages, with ``Link`` headers. There is no ``_catalog``: it is not part of the specification
+and would reveal names to users who may not read them; ``/api/v1`` lists what a user may read.
 """
 
 import json
@@ -47,11 +42,11 @@ from registry_server.publishing.commit import publish
 from registry_server.registry import Registry
 
 MAX_TAGS_PER_PUT = 64
-"""How many ``tag`` parameters one PUT may have."""
+"""Maximum ``tag`` parameters of a PUT."""
 
 
 def make_manifest_routes(registry: Registry) -> list[BaseRoute]:
-    """Return the address of manifests."""
+    """Return the route of manifests."""
     requests = _ManifestEndpoints(registry)
     address = "/v2/{name:path}/manifests/{reference}"
     return [
@@ -66,7 +61,7 @@ class _ManifestEndpoints:
         self._registry = registry
 
     async def get(self, request: Request) -> Response:
-        """GET or HEAD: short reads, cheaper here than handing them to a thread."""
+        """Handle GET or HEAD: short reads, cheaper here than a thread switch."""
         name = read_repository_name(request)
         with self._registry.database.read() as connection:
             target = authorise_repository(connection, current_identity(request), Action.READ, name)
@@ -86,7 +81,7 @@ class _ManifestEndpoints:
         )
 
     async def put(self, request: Request) -> Response:
-        """PUT: keep a manifest and point tags to it, or publish a version."""
+        """Handle PUT: store a manifest and point tags to it, or publish a version."""
         name, reference = (
             read_repository_name(request),
             parse_reference(_reference_parameter(request)),
@@ -105,7 +100,7 @@ class _ManifestEndpoints:
         )
 
     async def remove(self, request: Request) -> Response:
-        """DELETE: a tag alone, or a manifest with all tags that point to it."""
+        """Handle DELETE: remove a tag, or a manifest with all tags that point to it."""
         await to_thread.run_sync(self._remove, request)
         return Response(status_code=202)
 
@@ -212,9 +207,9 @@ class _ManifestEndpoints:
             )
 
     def _count_download(self, name: RepositoryName, found: StoredManifest) -> BackgroundTask | None:
-        """Count a fetch; return what is left to do once the answer is sent, if anything.
+        """Count a fetch; return the task to run after the response, if any.
 
-        What cannot be written stays counted, and reading goes on.
+        Counts that cannot be written are kept, and later requests are answered as usual.
         """
         downloads = self._registry.downloads
         if not downloads.count(str(name), found.digest):
@@ -228,11 +223,11 @@ class _ManifestEndpoints:
 
 
 def _read_existing_reference(request: Request) -> BlobDigest | str:
-    """Read the reference of a manifest that should be there.
+    """Parse the reference of an existing manifest.
 
     Raises:
-        OciError: MANIFEST_UNKNOWN where it is none: nothing can be stored under it, and 404 is
-            what the conformance tests of the specification expect.
+        OciError: MANIFEST_UNKNOWN when it is invalid: nothing can be stored under it, and the
+            conformance tests of the specification expect 404.
     """
     try:
         return parse_reference(_reference_parameter(request))
@@ -286,7 +281,7 @@ _MAX_ARTIFACT_TYPE = 255
 
 
 def make_listing_routes(registry: Registry) -> list[BaseRoute]:
-    """Return the addresses of lists."""
+    """Return the routes of lists."""
     requests = _ListingEndpoints(registry)
     return [
         Route("/v2/{name:path}/tags/list", requests.tags, methods=["GET"]),
@@ -299,7 +294,7 @@ class _ListingEndpoints:
         self._registry = registry
 
     async def tags(self, request: Request) -> Response:
-        """GET: tags in the order of their bytes, behind ``last``."""
+        """Handle GET: list the tags after ``last``, sorted by their bytes."""
         name, limit = read_repository_name(request), _parse_page_size(request.query_params.get("n"))
         last = request.query_params.get("last", "")
         if len(last) > MAX_TAG_LENGTH:
@@ -312,7 +307,7 @@ class _ListingEndpoints:
         return _json_response({"name": str(name), "tags": shown}, "application/json", headers)
 
     async def referrers(self, request: Request) -> Response:
-        """GET: what refers to a manifest, which need not be there; perhaps of one kind only."""
+        """Handle GET: list the referrers of a digest, optionally of one type; it need not exist."""
         asked = request.query_params
         artifact_type = asked.get("artifactType")
         page = await to_thread.run_sync(self._load_referrers, request, artifact_type)
@@ -355,7 +350,7 @@ class _ListingEndpoints:
 
 
 def _parse_page_size(text: str | None) -> int:
-    """Return how many tags are asked for, at most a page; without a number, a page."""
+    """Return the requested number of tags, which by default and at most is a page."""
     if text is None:
         return MAX_TAGS_PER_PAGE
     if not _NUMBER.fullmatch(text):
@@ -372,7 +367,7 @@ def _json_response(body: object, media_type: str, headers: dict[str, str]) -> Re
 
 
 def make_oci_routes(registry: Registry) -> list[BaseRoute]:
-    """Return the addresses; uploads before blobs, whose address would also fit."""
+    """Return all routes; uploads before blobs, whose pattern matches them too."""
     return [
         Route("/v2/", _check_api_version, methods=["GET"]),
         Route("/v2", _check_api_version, methods=["GET"]),
@@ -384,7 +379,7 @@ def make_oci_routes(registry: Registry) -> list[BaseRoute]:
 
 
 async def _check_api_version(request: Request) -> Response:
-    """Answer that this is a registry; the refusal of nobody is how clients learn to log in."""
+    """Answer that this is a registry; a 401 tells anonymous clients to log in."""
     if current_identity(request).user_id is None:
         raise UnauthenticatedError("log in first", hint="make a token with `expertctl token new`")
     return JSONResponse({}, headers={"Docker-Distribution-Api-Version": "registry/2.0"})

@@ -1,13 +1,10 @@
-"""Mounting: a blob of one repository read through another one too, without sending it again.
+"""``/v2/<name>/blobs/uploads/``: uploads of blobs, at once or in chunks, and mounts.
 
-Whoever may not read the source learns nothing: the answer is the same whether the blob is there.
+Bodies are received with bounded memory: while a thread writes and hashes one piece, the next one
+arrives. A body that is longer or shorter than its headers say is discarded.
 
-Receiving the body of a request into an upload, with bounded memory.
-
-While a thread writes and hashes one piece, the next comes in. Announced lengths are not believed: a
-body that turns out longer or shorter is no chunk, and is forgotten again.
-
-``/v2/<name>/blobs/uploads/``: blobs on their way in, whole, in chunks, or from next door.
+A mount links a blob of another repository without sending it again. Without the right to read the
+source, the response does not depend on whether the blob exists.
 """
 
 import asyncio
@@ -37,7 +34,7 @@ from registry_server.oci.uploads import OpenUpload, Uploads, UploadState
 from registry_server.registry import Registry
 
 MAX_MOUNT_SOURCES = 64
-"""How many repositories are looked at when none is named."""
+"""Maximum repositories that are tried if the request names none."""
 
 
 def mount_blob(
@@ -47,10 +44,10 @@ def mount_blob(
     digest: BlobDigest,
     source: str | None,
 ) -> bool:
-    """Link a blob of ``source``, or of any repository that one may read; tell whether it was there.
+    """Link a blob of ``source``, or of any readable repository; return whether it was found.
 
     Raises:
-        ExpertError: when one may not push to ``name``, or its namespace has no room.
+        ExpertError: when the user may not push to ``name``, or the quota is exceeded.
     """
     with registry.database.write() as connection:
         target = authorise_repository(connection, identity, Action.PUSH, name)
@@ -91,14 +88,14 @@ def _parse_name(text: str) -> RepositoryName | None:
 
 CHUNK_BYTES = 1 << 20
 SMALL_BLOB_BYTES = 1 << 20
-"""A blob up to this size that comes in one request takes its room when it is whole."""
+"""A blob up to this size, sent in one request, is checked against the quota when complete."""
 
 
 def read_content_length(request: Request) -> int | None:
-    """Return the length that a request gives for its body; None when it gives none.
+    """Return the ``Content-Length`` of a request; None if it has none.
 
     Raises:
-        OciError: SIZE_INVALID when it is no number.
+        OciError: SIZE_INVALID when it is not a number.
     """
     text = request.headers.get("content-length")
     if text is None:
@@ -109,11 +106,11 @@ def read_content_length(request: Request) -> int | None:
 
 
 def check_next_chunk(upload: OpenUpload, request: Request) -> int | None:
-    """Return how long the body must be, from its headers; None when they do not say.
+    """Check the headers of a chunk; return its length, None if they do not state it.
 
     Raises:
-        OciError: RANGE_INVALID when it is not what comes next, BLOB_UPLOAD_INVALID when its
-            headers disagree.
+        OciError: RANGE_INVALID when it is not the next chunk, BLOB_UPLOAD_INVALID when its headers
+            disagree.
     """
     length = read_content_length(request)
     header = request.headers.get("content-range")
@@ -133,12 +130,12 @@ async def receive_body(
 ) -> None:
     """Append the body of a request to an upload.
 
-    Bytes that came before a connection broke stay: the client goes on behind them. A body up to
-    ``unreserved`` bytes takes no room beforehand, since `finish` looks at the quota anyway.
+    Bytes received before a connection broke are kept, so the client can resume after them. A body
+    of up to ``unreserved`` bytes reserves no quota, because `finish` checks the quota anyway.
 
     Raises:
-        OciError: when the body is not what its headers say.
-        ExpertError: when there is no room for it.
+        OciError: when the body differs from its headers.
+        ExpertError: when the quota or the disk has no space for it.
     """
     expected = check_next_chunk(upload, request)
     if expected is not None:
@@ -185,7 +182,7 @@ async def _write_chunks(
 
 
 async def _gather_chunks(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Gather what comes into pieces that are worth handing to a thread."""
+    """Combine chunks into pieces that are large enough for a thread."""
     gathered: list[bytes] = []
     size = 0
     try:
@@ -207,7 +204,7 @@ _UPLOADS = "/v2/{name:path}/blobs/uploads"
 
 
 def make_upload_routes(registry: Registry) -> list[BaseRoute]:
-    """Return the addresses of uploads."""
+    """Return the routes of uploads."""
     requests = _UploadEndpoints(registry)
     return [
         Route(f"{_UPLOADS}/", requests.start, methods=["POST"]),
@@ -225,7 +222,7 @@ class _UploadEndpoints:
         self._uploads = Uploads(registry)
 
     async def start(self, request: Request) -> Response:
-        """POST: mount a blob, take one whole, or begin an upload."""
+        """Handle POST: mount a blob, receive a whole one, or start an upload."""
         name, identity = read_repository_name(request), current_identity(request)
         asked = request.query_params
         if "mount" in asked:
@@ -243,7 +240,7 @@ class _UploadEndpoints:
         return _accepted_response(upload.state)
 
     async def state(self, request: Request) -> Response:
-        """GET: how far an upload is."""
+        """Handle GET: return the state of an upload."""
         name, identity = read_repository_name(request), current_identity(request)
         found = await to_thread.run_sync(
             self._uploads.state, identity, name, _read_upload_id(request)
@@ -251,7 +248,7 @@ class _UploadEndpoints:
         return Response(status_code=204, headers=_upload_headers(found))
 
     async def append(self, request: Request) -> Response:
-        """PATCH: the next bytes."""
+        """Handle PATCH: append the next bytes."""
         upload = await self._open(request)
         try:
             await _receive_chunk(self._uploads, upload, request, unreserved=0)
@@ -260,13 +257,13 @@ class _UploadEndpoints:
         return _accepted_response(upload.state)
 
     async def finish(self, request: Request) -> Response:
-        """PUT: the last bytes, or none, and the digest of all."""
+        """Handle PUT: append the last bytes, if any, and complete the upload."""
         digest = parse_digest(request.query_params.get("digest", ""))
         upload = await self._open(request)
         return await self._finish(request, upload, digest)
 
     async def cancel(self, request: Request) -> Response:
-        """DELETE: give an upload up."""
+        """Handle DELETE: cancel an upload."""
         upload = await self._open(request)
         await to_thread.run_sync(self._uploads.remove, upload)
         return Response(status_code=204)
@@ -302,7 +299,7 @@ class _UploadEndpoints:
 
 
 def created_response(name: RepositoryName, digest: BlobDigest) -> Response:
-    """Return the answer for a blob that is there now."""
+    """Return the response for a blob that exists now."""
     location = f"/v2/{name}/blobs/{digest}"
     headers = {"Location": location, "Docker-Content-Digest": str(digest)}
     return Response(status_code=201, headers=headers)
@@ -311,7 +308,7 @@ def created_response(name: RepositoryName, digest: BlobDigest) -> Response:
 async def _receive_chunk(
     uploads: Uploads, upload: OpenUpload, request: Request, *, unreserved: int
 ) -> None:
-    """Receive a body; a chunk out of order is answered with where the upload is."""
+    """Receive a body; a chunk out of order is answered with the state of the upload."""
     try:
         await receive_body(uploads, upload, request, unreserved=unreserved)
     except OciError as error:
@@ -339,7 +336,7 @@ def _accepted_response(state: UploadState) -> Response:
 
 
 def _upload_headers(state: UploadState) -> dict[str, str]:
-    """Say where an upload is; ``0-0`` also stands for nothing, as every registry has it."""
+    """Return the headers of an upload; ``0-0`` also means no bytes, as in other registries."""
     return {
         "Location": f"/v2/{state.name}/blobs/uploads/{state.id}",
         "Range": f"0-{max(0, state.offset - 1)}",

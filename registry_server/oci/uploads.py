@@ -1,17 +1,14 @@
-"""The file of one blob upload while it is open: appended to, hashed as it grows, locked.
+"""Blob uploads: a row with the owner and the reserved bytes, and a file with the bytes.
 
-One request at a time writes to an upload, over all processes of the server: the file is locked as
-long as it is open. Writing and hashing happen in threads; closing waits for the one that writes.
-Bytes that a request leaves behind never change, so what was hashed of them stays right.
+Space is reserved in the database before bytes are written. The bytes become a blob in one
+transaction: the file is moved to the storage under the write lock, and the commit makes it
+readable. An interruption leaves an upload that can be resumed, or a file that is removed later
+(`registry_server.app`). The size of the file is the state of an upload, so uploads continue after a
+restart; their bytes are then hashed again.
 
-Blob uploads: rows that say whose they are and what room they take, files that hold the bytes.
-
-The room is taken in the database before bytes are written, and the bytes become a blob in one
-transaction: the file is moved to its place while the write lock is held, and the commit is what
-makes it readable. Whatever is interrupted leaves an upload that goes on, or a file that is removed
-in time (`registry_server.app`).
-
-The file of an upload says how much of it there is; so it goes on after a restart, hashed again.
+The file is locked while it is open, so only one request of all processes writes to an upload. Bytes
+are written and hashed in threads; closing waits for a thread that writes. Bytes left by a request
+never change, so their hash stays valid.
 """
 
 import fcntl
@@ -49,20 +46,20 @@ class RunningHash:
 
     @classmethod
     def new(cls, algorithm: str) -> "RunningHash":
-        """Begin at the beginning."""
+        """Start without bytes."""
         return cls(algorithm, 0, create_hasher(algorithm))
 
     def update(self, data: memoryview | bytes) -> None:
-        """Take in the bytes that come next."""
+        """Hash the next bytes."""
         self.hasher.update(data)
         self.size += len(data)
 
 
 class UploadFile:
-    """An open upload; ``offset`` bytes of it are on the file system."""
+    """The open file of an upload; ``offset`` bytes are written."""
 
     def __init__(self, path: Path, handle: int, running: RunningHash) -> None:
-        """Keep an open and locked file; `open_upload_file` makes one."""
+        """Own a file that is open and locked; use `open_upload_file`."""
         self.path = path
         self.offset = os.fstat(handle).st_size
         self.running_hash = running if running.size <= self.offset else RunningHash.new("sha256")
@@ -71,7 +68,7 @@ class UploadFile:
 
     @property
     def closed(self) -> bool:
-        """Whether this request is done with the file."""
+        """Whether the file is closed."""
         return self._handle is None
 
     def append(self, data: bytes | bytearray) -> None:
@@ -91,7 +88,7 @@ class UploadFile:
             self.offset += len(view)
 
     def truncate(self, size: int) -> None:
-        """Forget what this request wrote behind ``size``."""
+        """Discard the bytes after ``size``."""
         with self._writing, wrap_disk_errors():
             os.ftruncate(self._descriptor(), size)
             self.offset = size
@@ -99,7 +96,7 @@ class UploadFile:
                 self.running_hash = RunningHash.new(self.running_hash.algorithm)
 
     def digest(self, algorithm: str) -> BlobDigest:
-        """Return the digest of the whole file; what was not hashed as it came is read again."""
+        """Return the digest of the whole file; bytes not hashed yet are read again."""
         with self._writing, wrap_disk_errors():
             if algorithm != self.running_hash.algorithm:
                 self.running_hash = RunningHash.new(algorithm)
@@ -111,20 +108,20 @@ class UploadFile:
             return BlobDigest(algorithm, self.running_hash.hasher.hexdigest())
 
     def sync(self) -> None:
-        """Make the bytes durable, under the mode that blobs have."""
+        """Make the bytes durable, and set the file mode of blobs."""
         with wrap_disk_errors():
             os.fchmod(self._descriptor(), 0o644)
             os.fsync(self._descriptor())
 
     def close(self) -> None:
-        """Let others write; waits for a thread that still does."""
+        """Unlock and close the file; waits for a thread that writes."""
         with self._writing:
             if self._handle is not None:
                 os.close(self._handle)
                 self._handle = None
 
     def discard(self) -> None:
-        """Remove the file and close it."""
+        """Remove and close the file."""
         with wrap_disk_errors():
             self.path.unlink(missing_ok=True)
         self.close()
@@ -135,10 +132,10 @@ class UploadFile:
 
 
 def open_upload_file(path: Path, running: RunningHash | None = None) -> UploadFile:
-    """Open an upload that is there.
+    """Open the file of an existing upload.
 
     Raises:
-        OciError: when it is gone, or another request writes to it.
+        OciError: when it does not exist, or another request writes to it.
         StoreError: when the disk fails.
     """
     with wrap_disk_errors():
@@ -154,7 +151,7 @@ def open_upload_file(path: Path, running: RunningHash | None = None) -> UploadFi
 
 
 def create_upload_file(path: Path, algorithm: str) -> UploadFile:
-    """Make the file of an upload that begins.
+    """Create the file of a new upload.
 
     Raises:
         DiskFullError: when there is no room.
@@ -167,7 +164,7 @@ def create_upload_file(path: Path, algorithm: str) -> UploadFile:
 
 
 def _is_same_file(path: Path, handle: int) -> bool:
-    """Tell whether a file that is locked now is still an upload, and did not just become a blob."""
+    """Return whether a locked file is still an upload, and did not just become a blob."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(handle))
     except FileNotFoundError:
@@ -184,23 +181,23 @@ def _lock_file(handle: int) -> None:
     except BlockingIOError as error:
         os.close(handle)
         fact = "another request writes to this upload"
-        hint = "ask for its state in a moment, then go on from there"
+        hint = "request its state in a moment, then continue from there"
         headers = {"Retry-After": "1"}
         raise OciError(OciCode.UPLOAD_BUSY, fact, hint=hint, headers=headers) from error
 
 
 RESERVATION_STEP = 64 << 20
-"""How much room is taken at once for a body that does not say its length."""
+"""Bytes reserved at a time for a body of unknown length."""
 
 MAX_OPEN_UPLOADS = 1000
-"""How many uploads of one user go on at once."""
+"""Maximum uploads of a user in progress."""
 
 _MAX_CACHED_HASHES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class UploadState:
-    """An upload that goes on, between requests."""
+    """The state of an upload between requests."""
 
     id: str
     name: RepositoryName
@@ -208,32 +205,32 @@ class UploadState:
 
 
 class OpenUpload:
-    """An upload that one request writes to."""
+    """An upload to which a request writes."""
 
     def __init__(
         self, name: RepositoryName, upload_id: str, file: UploadFile, *, draft: bool = False
     ) -> None:
-        """Keep the open file; `begun` is where this request began to write."""
+        """Own the open file; ``begun`` is the offset at which this request starts to write."""
         self.name = name
         self.id = upload_id
         self.file = file
         self.draft = draft
-        """Whether it has no row, and ends with the request."""
+        """Whether it has no row and ends with the request."""
         self.start_offset = file.offset
         self.reserved = file.offset
-        """Up to here there is room in the quota."""
+        """The bytes that are reserved in the quota."""
 
     @property
     def state(self) -> UploadState:
-        """What the client is told."""
+        """The state for the response."""
         return UploadState(self.id, self.name, self.file.offset)
 
 
 class Uploads:
-    """All uploads of a registry; every method blocks, so async code calls them in threads."""
+    """The uploads of a registry; methods block, so async code calls them in threads."""
 
     def __init__(self, registry: Registry) -> None:
-        """Remember no hash yet."""
+        """Start without hashes in memory."""
         self._registry = registry
         self._database = registry.database
         self._directory = registry.settings.uploads
@@ -242,10 +239,10 @@ class Uploads:
         self._hashes_lock = threading.Lock()
 
     def start(self, identity: Identity, name: RepositoryName, algorithm: str) -> OpenUpload:
-        """Begin an upload.
+        """Start an upload.
 
         Raises:
-            ExpertError: when one may not push there, or the disk is full.
+            ExpertError: when the user may not push there, or the disk is full.
         """
         upload_id = secrets.token_hex(16)
         with self._database.write_relaxed() as connection:
@@ -260,10 +257,10 @@ class Uploads:
         return OpenUpload(name, upload_id, file)
 
     def start_draft(self, identity: Identity, name: RepositoryName, algorithm: str) -> OpenUpload:
-        """Begin an upload that is small and over with this request, so that it needs no row.
+        """Start an upload that is small and ends with this request, so it needs no row.
 
         Raises:
-            ExpertError: when one may not push there, or the disk is full.
+            ExpertError: when the user may not push there, or the disk is full.
         """
         with self._database.read() as connection:
             authorise_repository(connection, identity, Action.PUSH, name)
@@ -273,11 +270,11 @@ class Uploads:
         return OpenUpload(name, upload_id, file, draft=True)
 
     def open(self, identity: Identity, name: RepositoryName, upload_id: str) -> OpenUpload:
-        """Open an upload of this user in this repository to go on with it.
+        """Open an upload of this user in this repository to continue it.
 
         Raises:
-            OciError: BLOB_UPLOAD_UNKNOWN, or when another request writes to it.
-            ExpertError: when one may not push there any more.
+            OciError: BLOB_UPLOAD_UNKNOWN, or BLOB_UPLOAD_BUSY when another request writes to it.
+            ExpertError: when the user may no longer push there.
         """
         with self._database.read() as connection:
             authorise_repository(connection, identity, Action.PUSH, name)
@@ -289,11 +286,11 @@ class Uploads:
         return upload
 
     def state(self, identity: Identity, name: RepositoryName, upload_id: str) -> UploadState:
-        """Tell how far an upload is.
+        """Return the state of an upload.
 
         Raises:
             OciError: BLOB_UPLOAD_UNKNOWN.
-            ExpertError: when one may not push there any more.
+            ExpertError: when the user may no longer push there.
         """
         with self._database.read() as connection:
             authorise_repository(connection, identity, Action.PUSH, name)
@@ -306,7 +303,7 @@ class Uploads:
         return UploadState(upload_id, name, offset)
 
     def reserve(self, upload: OpenUpload, size: int) -> None:
-        """Take room for ``size`` bytes in all, before they are written.
+        """Reserve ``size`` bytes in total, before they are written.
 
         Raises:
             TooLargeError: when no blob may be that large.
@@ -326,7 +323,7 @@ class Uploads:
         upload.reserved = size
 
     def reserve_ahead(self, upload: OpenUpload, size: int) -> None:
-        """Take room for ``size`` bytes, and where there is more, for what may follow them.
+        """Reserve ``size`` bytes, and some of what may follow if there is space.
 
         Raises:
             BudgetError: as `reserve` does.
@@ -338,18 +335,18 @@ class Uploads:
             self.reserve(upload, size)
 
     def check_blob_size(self, size: int) -> None:
-        """Refuse what is larger than a blob may be.
+        """Check the size of a blob.
 
         Raises:
-            TooLargeError: when it is.
+            TooLargeError: when it is too large.
         """
         if size > self._limits.blob_bytes:
             raise TooLargeError(f"a blob has at most {self._limits.blob_bytes} bytes")
 
     def pause(self, upload: OpenUpload) -> None:
-        """End what one request does with an upload that is not finished.
+        """End the use of an unfinished upload by a request.
 
-        Bytes without room in the quota are forgotten, room without bytes is given back.
+        Unreserved bytes are discarded; unused reservations are released.
         """
         if upload.file.closed:
             return
@@ -370,11 +367,11 @@ class Uploads:
             upload.file.close()
 
     def finish(self, identity: Identity, upload: OpenUpload, digest: BlobDigest) -> None:
-        """Make a blob of an upload: when this returns, it is durable and readable.
+        """Turn an upload into a blob; on return it is durable and readable.
 
         Raises:
-            OciError: DIGEST_INVALID when the bytes are others; the upload is gone then.
-            ExpertError: when one may not push any more, or there is no room.
+            OciError: DIGEST_INVALID when the digest differs; the upload is removed.
+            ExpertError: when the user may no longer push, or there is no space.
         """
         found = upload.file.digest(digest.algorithm)
         if found != digest:
@@ -388,11 +385,11 @@ class Uploads:
             self._insert_blob(connection, target.namespace, digest, upload.file.offset)
             blobs.link_blob(connection, repository.id, digest)
             self._registry.storage.adopt(upload.file.path, digest)
-            upload.file.close()  # whatever becomes of the commit, the file is a blob's from here on
+            upload.file.close()  # from here on the file belongs to a blob, even if the commit fails
         self._registry.metrics.uploads.inc()
 
     def remove(self, upload: OpenUpload) -> None:
-        """Give an upload up."""
+        """Cancel an upload."""
         with self._database.write_relaxed() as connection:
             connection.execute(delete(UPLOADS).where(UPLOADS.c.id == upload.id))
         upload.file.discard()
@@ -409,10 +406,10 @@ class Uploads:
 
 
 def require_free_space(folder: Path, needed_bytes: int, *, min_free_bytes: int) -> None:
-    """Demand that ``arrived`` bytes leave the disk with the free space that must stay.
+    """Check that the disk keeps its minimum free space after ``arrived`` bytes.
 
     Raises:
-        DiskFullError: when they would not.
+        DiskFullError: when it does not.
     """
     with wrap_disk_errors():
         state = os.statvfs(folder)
@@ -433,14 +430,14 @@ def _check_open_uploads(connection: Connection, identity: Identity) -> None:
     own = UPLOADS.c.user_id == identity.user_id
     count = connection.execute(select(func.count()).select_from(UPLOADS).where(own)).scalar_one()
     if count >= MAX_OPEN_UPLOADS:
-        hint = "finish or cancel some; those that nobody goes on with are removed in time"
-        raise BudgetError(f"{count} uploads of {identity.name} go on already", hint=hint)
+        hint = "finish or cancel some; abandoned ones are removed later"
+        raise BudgetError(f"{identity.name} has {count} uploads in progress already", hint=hint)
 
 
 def _load_reserved_size(
     connection: Connection, identity: Identity, name: RepositoryName, upload_id: str
 ) -> int:
-    """Find an upload by its id, its repository and its user, all three."""
+    """Return the reserved bytes of an upload with this id, repository and user."""
     query = (
         select(UPLOADS.c.size)
         .join(REPOSITORIES, REPOSITORIES.c.id == UPLOADS.c.repository_id)

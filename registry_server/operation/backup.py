@@ -1,16 +1,16 @@
-"""``backup.json``: what one backup consists of. Written last, it is what makes it a backup.
+"""Backups of a running registry.
 
 ::
 
     TARGET/backup.json
     TARGET/state/<sha256>                the database, the settings and the index key
-    TARGET/blobs/<algorithm>/ab/<hex>    the blobs that the database knows
+    TARGET/blobs/<algorithm>/ab/<hex>    the blobs in the database
 
-Copying a registry while it serves: the database at one moment, then every blob it knows.
-
-Blobs never change, so the next backup into the same folder takes only new ones; on the same file
-system a blob is linked, elsewhere copied and hashed on the way. An interrupted backup leaves the
-one before it as it was. Uploads that go on are no part of it.
+A backup copies the database as of one moment, then every blob in it. ``backup.json`` lists the
+contents and is written last, so a folder without it is not a backup. Blobs never change, so the
+next backup into the same folder copies only new ones; on the same file system they are linked,
+elsewhere copied and hashed. An interrupted backup leaves the previous one intact. Uploads in
+progress are not included.
 """
 
 import json
@@ -50,7 +50,7 @@ BACKUP_NAME = "backup.json"
 STATE_FOLDER = "state"
 BLOBS_FOLDER = "blobs"
 STATE_FILES = ("registry.db", "registry.toml", "keys/index.pem")
-"""Paths in the data folder; a link or another name has no place in a backup."""
+"""Paths in the data folder; links and other names are not backed up."""
 
 BACKUP_FORMAT = 1
 _MAX_BYTES = 64 << 10
@@ -58,7 +58,7 @@ _MAX_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class BackupDocument:
-    """One backup; ``state`` maps `STATE_FILES` to digests."""
+    """The document of a backup; ``state`` maps `STATE_FILES` to digests."""
 
     created: str
     state: dict[str, Digest]
@@ -66,7 +66,7 @@ class BackupDocument:
     bytes: int
 
     def write(self, target: Path) -> None:
-        """Make the files that lie in ``target`` this backup, at once."""
+        """Write the document to ``target``, which completes the backup, atomically."""
         document = {
             "format": BACKUP_FORMAT,
             "created": self.created,
@@ -83,7 +83,7 @@ class BackupDocument:
 
         Raises:
             NotFoundError: when there is no finished backup.
-            InvalidPackageError: when the document is damaged, or of a newer version.
+            InvalidPackageError: when the document is damaged, or from a newer version.
         """
         path = target / BACKUP_NAME
         if not path.exists():
@@ -114,7 +114,7 @@ _STAGING = "staging"
 
 @dataclass(frozen=True, slots=True)
 class BackupSummary:
-    """What a backup holds, and what of it was not there before."""
+    """The contents of a backup, and how much of them is new."""
 
     blobs: int
     bytes: int
@@ -123,10 +123,10 @@ class BackupSummary:
 
 
 def create_backup(settings: ServerSettings, target: Path) -> BackupSummary:
-    """Make or renew the backup in ``target``.
+    """Create or update the backup in ``target``.
 
     Raises:
-        UsageError: when something else is in that folder.
+        UsageError: when the folder contains something else.
         StoreError: when the registry is damaged, or another backup runs.
         DiskFullError: when there is no room.
     """
@@ -149,10 +149,10 @@ def create_backup(settings: ServerSettings, target: Path) -> BackupSummary:
 
 
 def copy_blob(source: Path, target: Path, digest: BlobDigest) -> None:
-    """Copy a blob and hash it on the way; it appears whole or not at all.
+    """Copy and hash a blob, atomically.
 
     Raises:
-        DigestError: when the bytes are not those of the digest.
+        DigestError: when the bytes do not match the digest.
     """
     make_folders(target.parent, mode=0o700)
     temporary = target.with_name(f".{target.name}.tmp")
@@ -171,7 +171,7 @@ def copy_blob(source: Path, target: Path, digest: BlobDigest) -> None:
 
 
 def list_known_blobs(database: Path) -> list[tuple[BlobDigest, int]]:
-    """Return digest and size of every blob in a database file.
+    """Return the digest and size of every blob in a database file.
 
     Raises:
         StoreError: when it is damaged.
@@ -200,7 +200,7 @@ def _check_target(settings: ServerSettings, target: Path) -> None:
         own = {BACKUP_NAME, _LOCK_NAME, _STAGING, STATE_FOLDER, BLOBS_FOLDER}
         foreign = sorted({path.name for path in target.iterdir()} - own)
     if foreign:
-        message = f"{target} holds {', '.join(foreign[:3])}, which is no part of a backup"
+        message = f"{target} holds {', '.join(foreign[:3])}, which does not belong to a backup"
         raise UsageError(message, hint="name a new folder, or that of an earlier backup")
 
 
@@ -218,7 +218,7 @@ def _lock_target(target: Path) -> Iterator[None]:
 
 
 def _copy_state_files(settings: ServerSettings, staging: Path) -> None:
-    """Copy the database as it is at one moment, then what never changes beside it."""
+    """Copy the database as of one moment, then the settings and the index key."""
     for name in STATE_FILES[1:]:
         (staging / name).parent.mkdir(mode=0o700, exist_ok=True)
         with open_staged_file(staging / name, mode=0o600) as write:
@@ -255,7 +255,7 @@ def _copy_blobs(settings: ServerSettings, target: Path, snapshot: Path) -> Backu
 
 def _link_or_copy(source: Path, target: Path, digest: BlobDigest) -> None:
     make_folders(target.parent, mode=0o700)
-    target.unlink(missing_ok=True)  # of another size: what a crash of the system left
+    target.unlink(missing_ok=True)  # of another size: left by a system crash
     try:
         os.link(source, target)
     except OSError:
@@ -265,10 +265,10 @@ def _link_or_copy(source: Path, target: Path, digest: BlobDigest) -> None:
 
 
 def _drop_missing_blobs(snapshot: Path, gone: list[BlobDigest]) -> None:
-    """Take blobs out of the copy that were collected since; nothing that is needed is.
+    """Delete blobs from the copied database that were collected since.
 
     Raises:
-        StoreError: when a manifest needs one: then it is not garbage that is missing.
+        StoreError: when a manifest references one, so it was not garbage.
     """
     with _connect(snapshot) as copy:
         for digest in map(str, gone):
@@ -281,7 +281,7 @@ def _drop_missing_blobs(snapshot: Path, gone: list[BlobDigest]) -> None:
 
 
 def _prune(target: Path, state: set[str]) -> None:
-    """Remove what only earlier backups needed."""
+    """Remove files that only earlier backups needed."""
     document = BackupDocument.read(target)
     snapshot = target / STATE_FOLDER / document.state[STATE_FILES[0]].hex
     needed = {digest for digest, _ in list_known_blobs(snapshot)}

@@ -1,19 +1,19 @@
-"""Garbage collection on a running registry: blobs that nothing names, and uploads that stopped.
+"""Garbage collection on a running registry: unreferenced blobs and abandoned uploads.
 
-A blob is kept while a manifest of a repository names it, and for a period of grace after it came to
-a repository: a client has that long to push the manifest. Removing goes from the names to the
-bytes, in small write transactions, so that others can write in between:
+A blob is kept while a manifest of a repository references it, and for a grace period after it was
+added to a repository, in which the client can push the manifest. Collection removes, in small write
+transactions so that others can write in between:
 
-1. uploads that were not continued;
-2. the links of blobs that no manifest of the repository names;
-3. the rows of blobs that no repository links;
-4. the files of blobs that have no row.
+1. abandoned uploads;
+2. links of blobs that no manifest of the repository references;
+3. rows of blobs that no repository links;
+4. files of blobs without a row.
 
-Each step looks again inside its transaction, and a file is removed under the same write lock under
-which uploads put files in place. A crash can leave files without rows, never rows without files:
-the next collection takes the rest.
+Each step checks again in its transaction, and files are removed under the write lock under which
+uploads add files. A crash can leave files without rows, never rows without files; the next
+collection removes them.
 
-Garbage collection as an operator runs it, beside the server, with a trace in the audit log.
+`collect_garbage` is for operators: it runs next to the server and writes to the audit log.
 """
 
 import stat
@@ -36,7 +36,7 @@ from registry_server.registry import Registry, open_registry
 from registry_server.settings import ServerSettings
 
 BATCH = 200
-"""How much one write transaction removes."""
+"""Maximum rows or files that one write transaction removes."""
 
 _Item = TypeVar("_Item")
 _LINKS, _NAMES = REPOSITORY_BLOBS.c, MANIFEST_LINKS.c
@@ -44,16 +44,16 @@ _LINKS, _NAMES = REPOSITORY_BLOBS.c, MANIFEST_LINKS.c
 
 @dataclass(frozen=True, slots=True)
 class GarbageSummary:
-    """What was removed, or would be."""
+    """What a collection removed, or would remove."""
 
     blobs: int
     bytes: int
-    """Of those blobs."""
+    """The total size of the blobs."""
     uploads: int
 
 
 def find_garbage(registry: Registry, *, now: float) -> GarbageSummary:
-    """Return what `collect` would remove, and touch nothing."""
+    """Return what `remove_garbage` would remove; change nothing."""
     limits = registry.settings.limits
     cutoff = now - limits.grace_seconds
     with registry.database.read() as connection:
@@ -73,10 +73,10 @@ def find_garbage(registry: Registry, *, now: float) -> GarbageSummary:
 
 
 def remove_garbage(registry: Registry, *, now: float) -> GarbageSummary:
-    """Remove what nothing needs any more, while everything else goes on.
+    """Remove garbage while the registry is in use.
 
     Raises:
-        StoreError: when the database or the storage fails; what is left goes next time.
+        StoreError: when the database or the storage fails; the next collection removes the rest.
     """
     limits = registry.settings.limits
     uploads = remove_stale_uploads(registry, now - limits.upload_seconds)
@@ -88,14 +88,14 @@ def remove_garbage(registry: Registry, *, now: float) -> GarbageSummary:
 
 
 def remove_stale_uploads(registry: Registry, cutoff: float) -> int:
-    """Forget uploads that were not continued, then remove files that belong to none.
+    """Remove abandoned uploads, then files that belong to no upload.
 
     Raises:
-        StoreError: when the database or the storage fails; what is left goes next time.
+        StoreError: when the database or the storage fails; the next collection removes the rest.
     """
     with registry.database.read() as connection:
         stale = _list_stale_uploads(connection, cutoff)
-    if stale:  # else no write lock is taken, for which others would wait
+    if stale:  # else do not take the write lock: others would wait for it
         with registry.database.write() as connection:
             stale = _list_stale_uploads(connection, cutoff)
             connection.execute(delete(UPLOADS).where(UPLOADS.c.updated < cutoff))
@@ -112,7 +112,7 @@ def _list_stale_uploads(connection: Connection, cutoff: float) -> list[str]:
 
 
 def _list_stray_files(registry: Registry, cutoff: float) -> list[Path]:
-    """Return old files in the upload folder that belong to no running upload."""
+    """Return old files in the upload folder that belong to no upload in progress."""
     with wrap_disk_errors():
         found = sorted(registry.settings.uploads.iterdir())
         old = [path for path in found if _is_old_file(path, cutoff)]
@@ -125,7 +125,7 @@ def _list_stray_files(registry: Registry, cutoff: float) -> list[Path]:
 def _is_old_file(path: Path, cutoff: float) -> bool:
     try:
         entry = path.lstat()
-    except FileNotFoundError:  # it became a blob meanwhile
+    except FileNotFoundError:  # it has become a blob
         return False
     return entry.st_mtime < cutoff and not stat.S_ISDIR(entry.st_mode)
 
@@ -158,7 +158,7 @@ def _collect_files(database: Database, storage: BlobStorage, cutoff: float) -> l
     for batch in _split_batches(blob for blob in storage.list_blobs() if blob.modified < cutoff):
         with database.read() as connection:
             suspects = _filter_without_row(connection, batch)
-        if not suspects:  # then no write lock is taken, for which others would wait
+        if not suspects:  # do not take the write lock: others would wait for it
             continue
         with database.write() as connection:
             for blob in _filter_without_row(connection, suspects):
@@ -175,18 +175,18 @@ def _filter_without_row(connection: Connection, blobs: Sequence[StoredBlob]) -> 
 
 
 def _unnamed_link_condition(cutoff: float) -> ColumnElement[bool]:
-    """An old link of a blob that no manifest of the same repository names."""
+    """Match old links of blobs that no manifest of the same repository references."""
     return and_(_LINKS.added < cutoff, ~_named_condition())
 
 
 def _unlinked_condition(cutoff: float) -> ColumnElement[bool]:
-    """An old blob that no repository links."""
+    """Match old blobs that no repository links."""
     linked = exists().where(_LINKS.digest == BLOBS.c.digest)
     return and_(BLOBS.c.created < cutoff, ~linked)
 
 
 def _unneeded_condition(cutoff: float) -> ColumnElement[bool]:
-    """An old blob all of whose links are old, and lead to no manifest."""
+    """Match old blobs whose links are all old and without a manifest."""
     needed = exists().where(
         _LINKS.digest == BLOBS.c.digest, (_LINKS.added >= cutoff) | _named_condition()
     )
@@ -205,7 +205,7 @@ def _split_batches(items: Iterable[_Item]) -> Iterator[Sequence[_Item]]:
 
 
 def collect_garbage(settings: ServerSettings, *, now: float) -> GarbageSummary:
-    """Remove what nothing needs any more, and remember that it was done.
+    """Remove garbage, and write a row to the audit log.
 
     Raises:
         StoreError: when the registry cannot be opened, or its disk fails.
@@ -219,7 +219,7 @@ def collect_garbage(settings: ServerSettings, *, now: float) -> GarbageSummary:
 
 
 def preview_garbage(settings: ServerSettings, *, now: float) -> GarbageSummary:
-    """Return what `collect_garbage` would remove, and change nothing."""
+    """Return what `collect_garbage` would remove; change nothing."""
     with _opened_registry(settings) as registry:
         return find_garbage(registry, now=now)
 

@@ -1,11 +1,8 @@
-"""Whether the registry can do its work: looked at when asked, and named when it cannot.
+"""Health checks and metrics: ``/healthz``, ``/readyz`` and ``/metrics``.
 
-Nothing here trusts an earlier answer: a disk that went away or filled is seen at the next look.
-
-``/healthz``, ``/readyz`` and ``/metrics``.
-
-The first two are for anybody and name what is wrong without a path. Metrics are for
-admins; without a token only for this machine itself, where no proxy stands before the registry.
+Each request to ``/readyz`` runs all checks again, so a missing or full disk is noticed at once. The
+first two are public and name problems without paths. Metrics are for admins, and without a token
+for this machine itself if no proxy is in front of the registry.
 """
 
 import logging
@@ -32,7 +29,7 @@ from registry_server.settings import ServerSettings
 
 @dataclass(frozen=True, slots=True)
 class ReadinessCheck:
-    """One thing that was looked at; ``problem`` is for the log, it may hold paths."""
+    """The result of a check; ``problem`` is for the log and may contain paths."""
 
     name: str
     fact: str
@@ -40,12 +37,12 @@ class ReadinessCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the check passed."""
         return self.problem is None
 
 
 def probe_readiness(registry: Registry) -> tuple[ReadinessCheck, ...]:
-    """Look at everything that a publish needs."""
+    """Check everything that a publish needs."""
     return tuple(
         _run_probe(name, fact, probe, registry)
         for name, fact, probe in (
@@ -69,15 +66,15 @@ def _run_probe(
 
 
 def _probe_database(registry: Registry) -> None:
-    """Take the write lock and read a row, on the file that is there now."""
+    """Take the write lock and read a row, on the file that exists now."""
     if not registry.settings.database.exists():
-        raise FileNotFoundError("the file of the database is gone")
+        raise FileNotFoundError("the database file is missing")
     with registry.database.write() as connection:
         connection.execute(select(USERS.c.id).limit(1)).all()
 
 
 def _probe_storage(registry: Registry) -> None:
-    """Write and flush a byte in each folder; a folder that is gone is not made again."""
+    """Write and flush a byte in each folder; missing folders are not created."""
     for folder in (registry.settings.uploads, registry.settings.blobs):
         probe = folder / f".probe-{secrets.token_hex(8)}"
         handle = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -104,7 +101,7 @@ _NO_STORE = {"Cache-Control": "no-store"}
 
 
 def make_health_routes(registry: Registry) -> list[BaseRoute]:
-    """Return the addresses for whoever runs the registry."""
+    """Return the routes for the operator of the registry."""
 
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("ok\n", headers=_NO_STORE)
@@ -134,16 +131,16 @@ def make_health_routes(registry: Registry) -> list[BaseRoute]:
 
 
 def _has_no_proxy(settings: ServerSettings) -> bool:
-    """Tell whether no proxy passes requests on: then a local connection is a local client."""
+    """Return whether no proxy is in front, so that a local connection is a local client."""
     return settings.url is None and not settings.trusted_proxies
 
 
 def _require_operator(request: Request, *, unproxied: bool) -> None:
-    """Demand an admin's token, or a request of this machine that no proxy can have passed on.
+    """Require an admin's token, or a request from this machine without a proxy.
 
     Raises:
-        UnauthenticatedError: when nobody is named.
-        ForbiddenError: when it is somebody else.
+        UnauthenticatedError: when the request is anonymous.
+        ForbiddenError: when the user is not an admin.
     """
     identity: Identity = request.state.identity
     if identity.admin and identity.covers(Action.ADMIN, None, None):

@@ -1,8 +1,8 @@
-"""What is counted about a running server, for Prometheus.
+"""Metrics of a running registry, for Prometheus.
 
-Requests are counted as they end; what the registry holds is read from the database at each scrape,
-so it is right after a restart and with several workers. Routes are templates, methods a closed set:
-no client can make new time series.
+Requests are counted as they end. The contents of the registry are read from the database at each
+scrape, so they are correct after a restart and with several workers. Routes are templates and
+methods a closed set, so clients cannot create time series.
 """
 
 import os
@@ -34,10 +34,10 @@ from registry_server.database.tables import (
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-"""Set before this module is imported where several workers count together."""
+"""Must be set before this module is imported if several workers share their counts."""
 
 GC_ACTION = "registry.gc"
-"""What the audit log calls a collection of garbage."""
+"""The action of a garbage collection in the audit log."""
 
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
@@ -47,7 +47,7 @@ _COUNTED_TABLES: tuple[tuple[str, str, Table], ...] = (
     ("packages", "Packages in the index.", PACKAGES),
     ("releases", "Published versions.", RELEASES),
     ("blobs", "Blobs in the storage.", BLOBS),
-    ("uploads_open", "Blob uploads that go on.", UPLOADS),
+    ("uploads_open", "Blob uploads in progress.", UPLOADS),
 )
 
 
@@ -55,7 +55,7 @@ class RegistryMetrics:
     """Counters of one process, or of all workers that share a folder."""
 
     def __init__(self) -> None:
-        """Make every time series; nothing is counted yet."""
+        """Create all time series, at zero."""
         self._collectors = CollectorRegistry()
         self.requests = Counter(
             "expertctl_registry_requests",
@@ -91,14 +91,14 @@ class RegistryMetrics:
         )
         self.uploads = Counter(
             "expertctl_registry_uploads",
-            "Blobs that were received whole.",
+            "Blobs that were received completely.",
             registry=self._collectors,
         )
 
-    def count_request(  # one fact each, all by name
+    def count_request(  # independent values, all by name
         self, *, method: str, route: str, status: int, seconds: float, received: int, sent: int
     ) -> None:
-        """Count one request that has ended."""
+        """Count a request that has ended."""
         known = method if method in _METHODS else "other"
         self.requests.labels(known, route, str(status)).inc()
         self.seconds.labels(known, route).observe(seconds)
@@ -106,10 +106,10 @@ class RegistryMetrics:
         self.sent.inc(sent)
 
     def render_exposition(self, database: Database) -> bytes:
-        """Return everything in the text format, with what the database holds now."""
+        """Return all metrics in the text format, with the current contents of the database."""
         shown = CollectorRegistry()
         if os.environ.get(SHARED_FOLDER):
-            MultiProcessCollector(shown)  # type: ignore[no-untyped-call]  # as the library has it
+            MultiProcessCollector(shown)  # type: ignore[no-untyped-call]  # untyped in the library
         else:
             shown.register(_ForwardCollector(self._collectors))
         shown.register(_DatabaseCollector(database))
@@ -117,7 +117,7 @@ class RegistryMetrics:
 
 
 class _ForwardCollector(Collector):
-    """The time series of one registry, as a part of another."""
+    """Exposes the time series of one collector registry in another."""
 
     def __init__(self, source: CollectorRegistry) -> None:
         self._source = source
@@ -127,13 +127,13 @@ class _ForwardCollector(Collector):
 
 
 class _DatabaseCollector(Collector):
-    """What the registry holds, counted in the database when it is asked for."""
+    """Collects the contents of the registry from the database at each scrape."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def describe(self) -> list[GaugeMetricFamily]:
-        """Name no series beforehand: nothing is read only to register this."""
+        """Describe no series, so that registering this reads nothing."""
         return []
 
     def collect(self) -> Iterator[GaugeMetricFamily]:

@@ -1,12 +1,11 @@
-"""Making a registry: its folder, key, database, first admin and, last, its settings.
+"""Creating a registry, new or from a backup.
 
-``registry.toml`` is the mark of a finished registry. Whatever an interrupted ``init`` left without
-one is finished by the next; every step looks first at what is there.
+`init_registry` creates the folder, the key, the database, the first admin and, last, the settings:
+``registry.toml`` marks a complete registry. If it is interrupted, the next call completes the rest.
 
-Making a registry out of a backup: everything is checked on the way, and appears at once.
-
-Clients remember the revisions of the index documents that they saw, and refuse older ones. So those
-of the restored registry get revisions that none of the lost changes can have reached.
+`restore_backup` checks all files of a backup; the new registry appears atomically. Clients refuse
+index documents older than the last they saw, so the restored ones get revisions that none of the
+lost changes can have reached.
 """
 
 import secrets
@@ -53,14 +52,14 @@ from registry_server.settings import (
 )
 
 REGISTRY_FILES = {"blobs", "uploads", "keys", SERVE_LOCK_NAME, SETTINGS_NAME}
-"""What lies in a data folder, beside the files of the database."""
+"""The contents of a data folder, besides the files of the database."""
 
 _ADMIN_SCOPES = (TokenScope(Action.ADMIN),)
 
 
 @dataclass(frozen=True, slots=True)
 class CreatedRegistry:
-    """A registry that was just made; ``token`` is shown once and nowhere kept."""
+    """A new registry; ``token`` is shown once and not stored."""
 
     settings: ServerSettings
     fingerprint: str
@@ -68,11 +67,11 @@ class CreatedRegistry:
 
 
 def init_registry(settings: ServerSettings) -> CreatedRegistry:
-    """Make a registry, or finish one whose making was interrupted.
+    """Create a registry, or complete one whose creation was interrupted.
 
     Raises:
-        UsageError: when there is a registry already, or something else is in the folder.
-        InvalidPackageError: when the settings are impossible.
+        UsageError: when there is a registry already, or the folder contains something else.
+        InvalidPackageError: when the settings are invalid.
     """
     check_settings(settings)
     _check_folder_is_free(settings)
@@ -90,7 +89,7 @@ def init_registry(settings: ServerSettings) -> CreatedRegistry:
 
 
 def create_admin_token(data: Path) -> str:
-    """Make another token for the first admin, for whoever may write the data folder.
+    """Create another token for the first admin; requires write access to the data folder.
 
     Raises:
         NotFoundError: when there is no registry.
@@ -128,7 +127,7 @@ def _opened_registry(settings: ServerSettings) -> Iterator[Registry]:
 
 
 def _create_admin_token(registry: Registry, action: str) -> str:
-    """Make a token that may do everything; its user is made when there is none yet."""
+    """Create a token with all rights, and its user if there is none yet."""
     with registry.database.write() as connection:
         try:
             user = accounts.get_user(connection, accounts.FIRST_ADMIN)
@@ -141,24 +140,24 @@ def _create_admin_token(registry: Registry, action: str) -> str:
 
 MAX_REPORTED_PROBLEMS = 20
 CHANGES_PER_SECOND = 10
-"""More changes per second than a package gets, on average over the time since a backup."""
+"""An upper bound of the changes of a package per second, averaged since the backup."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreSummary:
-    """What is in a registry that was restored."""
+    """The contents of a restored registry."""
 
     blobs: int
     bytes: int
 
 
 def restore_backup(backup: Path, data: Path) -> RestoreSummary:
-    """Make the registry of a backup in a folder that is not there, or empty.
+    """Restore a backup to a folder that is empty or does not exist.
 
     Raises:
         NotFoundError: when there is no finished backup.
         UsageError: when the folder is in use.
-        InvalidPackageError: when anything of the backup is damaged; nothing is restored then.
+        InvalidPackageError: when a part of the backup is damaged; then nothing is restored.
         DiskFullError: when there is no room.
     """
     document = BackupDocument.read(backup)
@@ -170,7 +169,7 @@ def restore_backup(backup: Path, data: Path) -> RestoreSummary:
             blobs = _load_known_blobs(backup, folder)
             _copy_blobs(backup, folder, blobs)
             _check_and_renew(backup, folder, _estimate_changes(backup, document.created))
-            folder.replace(data)  # which may be there and empty
+            folder.replace(data)  # which may exist and be empty
             sync_folder(data.parent)
     return RestoreSummary(len(blobs), sum(size for _, size in blobs))
 
@@ -182,7 +181,7 @@ def _check_empty(data: Path) -> None:
 
 @contextmanager
 def _staging_folder(data: Path) -> Iterator[Path]:
-    """Lend a folder beside the wanted one; whatever is left of it at the end goes."""
+    """Provide a folder next to the target; remove it at the end if it still exists."""
     folder = data.parent / f".{data.name}.{secrets.token_hex(6)}.restoring"
     folder.mkdir(mode=0o700)
     try:
@@ -231,16 +230,16 @@ def _copy_blobs(backup: Path, folder: Path, blobs: list[tuple[BlobDigest, int]])
 
 
 def _estimate_changes(backup: Path, created: str) -> int:
-    """Return how often a package may have changed after the backup, at most."""
+    """Return the maximum number of changes of a package since the backup."""
     try:
         passed = datetime.now(UTC) - datetime.fromisoformat(created).astimezone(UTC)
     except ValueError as error:
-        raise InvalidPackageError(str(backup), [f"{created[:40]!r} is no time"]) from error
+        raise InvalidPackageError(str(backup), [f"{created[:40]!r} is not a time"]) from error
     return CHANGES_PER_SECOND * max(0, int(passed.total_seconds()) + 1)
 
 
 def _check_and_renew(backup: Path, folder: Path, changes: int) -> None:
-    """Open the restored registry once, before anybody sees it, and renew its index documents."""
+    """Open the restored registry before it is published, and renew its index documents."""
     try:
         registry = open_registry(read_settings(folder))
         try:
@@ -254,7 +253,7 @@ def _check_and_renew(backup: Path, folder: Path, changes: int) -> None:
 
 
 def _raise_revisions(connection: Connection, signer: IndexSigner, changes: int) -> None:
-    """Renew every index document, its revision above any that so many changes could have given."""
+    """Renew every index document, with revisions above those of ``changes`` lost changes."""
     query = select(PACKAGES.c.id, PACKAGES.c.updated).order_by(PACKAGES.c.id)
     for package, updated in connection.execute(query).all():
         own = update(PACKAGES).where(PACKAGES.c.id == package)

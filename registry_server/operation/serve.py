@@ -1,9 +1,7 @@
-"""Which clients the registry serves without encryption.
+"""Serves a registry under granian; other ASGI servers call `application`.
 
-Serving a registry under granian; any other ASGI server calls `application`.
-
-One process keeps the lock of the data folder, its workers answer; see
-`expertctl.http.granian_server`.
+The parent process holds the lock of the data folder, its workers answer requests; see
+`expertctl.http.granian_server`. Clear text is allowed only on this machine or behind a proxy.
 """
 
 import os
@@ -30,10 +28,10 @@ from registry_server.settings import ServerSettings, check_settings, lock_data_f
 
 
 def require_encryption(settings: ServerSettings) -> None:
-    """Refuse to send tokens over a network in clear text.
+    """Refuse settings that would send tokens over a network in clear text.
 
     Raises:
-        UsageError: when others can reach the server and nothing encrypts.
+        UsageError: when other machines can reach the server without encryption.
     """
     proxied = bool(settings.trusted_proxies) or (settings.url or "").startswith("https://")
     if is_loopback(settings.host) or settings.certificate or proxied:
@@ -49,20 +47,20 @@ def require_encryption(settings: ServerSettings) -> None:
 DATA_VARIABLE = "EXPERT_REGISTRY_DATA"
 SHARED_METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 DRAIN_SECONDS = 45
-"""More than a body may pause (`STALL_SECONDS`): then a request that stalls is answered with 408,
+"""Longer than a body may pause (`STALL_SECONDS`), so that a stalled request is answered with 408
 and the worker ends by itself instead of being killed."""
 MAX_WORKERS = 64
 
 
 def application() -> Starlette:
-    """Return the application of the data folder in ``EXPERT_REGISTRY_DATA``, as an ASGI factory.
+    """Return the application of the data folder in ``EXPERT_REGISTRY_DATA``; an ASGI factory.
 
-    It holds the lock of the data folder as long as its process lives, so it is for one worker:
+    The process holds the lock of the data folder until it ends, so there can be only one worker:
     ``uvicorn --factory registry_server.operation.serve:application``.
 
     Raises:
         UsageError: when the variable is not set.
-        StoreError: when another server runs on the folder.
+        StoreError: when another server uses the folder.
     """
     folder = os.environ.get(DATA_VARIABLE)
     if not folder:
@@ -77,12 +75,12 @@ def application() -> Starlette:
 
 
 def serve(settings: ServerSettings, *, workers: int, insecure: bool, report: ReportAddress) -> None:
-    """Serve until SIGTERM or SIGINT; call ``report`` with the address once it answers there.
+    """Serve until SIGTERM or SIGINT; call ``report`` with the address once it answers.
 
     Raises:
-        UsageError: when tokens would travel in clear text (see `demand_secure`).
-        StoreError: when another server runs on the data folder.
-        RegistryError: when the address cannot be used, or a worker died.
+        UsageError: when tokens would travel in clear text (see `require_encryption`).
+        StoreError: when another server uses the data folder.
+        RegistryError: when the address cannot be used, or a worker ended by itself.
     """
     check_settings(settings)
     if not 1 <= workers <= MAX_WORKERS:
@@ -117,14 +115,14 @@ def _build_hosting(settings: ServerSettings, workers: int) -> GranianOptions:
 
 
 def _check_registry(settings: ServerSettings) -> None:
-    """Find what is wrong with the data before any worker starts; bring tables up to date once."""
+    """Check the data and migrate the tables once, before any worker starts."""
     from registry_server.registry import open_registry
 
     open_registry(settings).close()
 
 
 def _create_app(settings: ServerSettings) -> Starlette:
-    """Make the application; imported only now, when it is known how workers share their counts."""
+    """Create the application; imported only after the folder of shared counts is set."""
     from registry_server.app import create_app
 
     return create_app(settings)

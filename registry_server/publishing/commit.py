@@ -1,19 +1,16 @@
-"""The files of a package that people read: what must not be published to everybody.
-
-`expertctl build` and `publish` look for the same, but any OCI client can push. Files of every size
-are read whole, in pieces: a large one is not kept in memory by whoever reads the package.
-
-The publish commit: one transaction, before which nothing is there and after which everything is.
+"""Publishes a pushed package in one transaction: everything becomes visible, or nothing.
 
 ::
 
-    manifest ─► Offer ─► admit ─► read_blobs ─► admit ─► rows, manifest, tag, index document, audit
-                offer    admission  the client's   └──────────── one write transaction ───────────┘
-                                    own reader
+    manifest ─► parse ─► validate ─► read package ─► validate ─► rows, tag, index, audit
+                                                     └────── one write transaction ─────┘
 
-The bytes of the package are read without the write lock, so that no writer waits for them. Blobs
-never change under their digest, so what was read is still what lies there; all else that may have
-changed meanwhile is checked again inside the transaction.
+The package is read with the client's reader, without the write lock, so that no writer waits for
+it. Blobs never change under their digest, so the bytes that were read are those that are published;
+everything else is validated again inside the transaction.
+
+Files that people read must not contain secrets: `expertctl build` and `publish` check that as well,
+but any OCI client can push. Files are read completely, in pieces, so large ones take little memory.
 """
 
 import time
@@ -54,10 +51,10 @@ from registry_server.registry import Registry
 
 
 def require_publishable(storage: BlobStorage, files: Iterable[FileDigest], *, what: str) -> None:
-    """Demand that no file but weights holds a secret, and that the README is UTF-8.
+    """Check that no file except weights contains a secret, and that the README is UTF-8.
 
     Raises:
-        InvalidPackageError: with every problem.
+        InvalidPackageError: with all problems.
         StoreError: when the disk fails.
     """
     with wrap_disk_errors():
@@ -68,7 +65,7 @@ def require_publishable(storage: BlobStorage, files: Iterable[FileDigest], *, wh
             and (problem := _find_problem(file.path, storage.path(file.digest)))
         ]
     if problems:
-        hint = "take it out, count a secret that was sent as lost, and build the package again"
+        hint = "remove it, revoke a secret that was sent, and build the package again"
         raise InvalidPackageError(f"{what}: must not be published", problems, hint=hint)
 
 
@@ -79,7 +76,7 @@ def _find_problem(name: str, path: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class PublishResult:
-    """A version that is there; ``created`` tells whether this push changed anything."""
+    """A published version; ``created`` is False if the push changed nothing."""
 
     created: bool
     package_digest: Digest
@@ -89,10 +86,10 @@ class PublishResult:
 def publish(
     registry: Registry, identity: Identity, *, name: PackageName, tag: str, manifest: bytes
 ) -> PublishResult:
-    """Publish a package whose blobs were uploaded, or do nothing at all.
+    """Publish a package whose blobs were uploaded.
 
-    The same package again changes nothing; the same content under another valid signature becomes
-    the form that counts.
+    Publishing the same package again changes nothing; the same content with another valid signature
+    becomes the newest signed form.
 
     Raises:
         ExpertError: when it may not be published; see `parse_push_request`, `validate_push` and
@@ -114,12 +111,12 @@ def publish(
 
 
 def _read_contents(storage: BlobStorage, offer: PushRequest) -> PackageContents:
-    """Read the package as a client will, every byte of it.
+    """Read every byte of the package with the client's reader.
 
     Raises:
         InvalidPackageError: when it is malformed, another than its name says, or holds what must
             not be published.
-        StoreError: when a blob is no longer what was uploaded.
+        StoreError: when a blob differs from the upload.
     """
     try:
         contents = read_blobs(offer.layout, storage.open, what=offer.ref)
@@ -140,13 +137,13 @@ def _commit(
     admission: ValidatedPush,
     contents: PackageContents | None,
 ) -> None:
-    """Write all that a publish is, in the caller's transaction."""
+    """Write everything that a publish changes, in the caller's transaction."""
     now = time.time()
     package = admission.package
     if package is None:
         package = insert_package(connection, admission.namespace, offer.name.name, now=now)
     if admission.action is PushAction.RELEASE:
-        assert contents is not None, "a version that was there is never removed"
+        assert contents is not None, "a published version is never removed"
         _insert_release(connection, package, identity, offer, contents, now)
     _set_newest_form(connection, package, offer, admission.signer, now)
     _store_manifest(connection, registry, admission, offer)
@@ -184,7 +181,7 @@ def _insert_release(
 def _set_newest_form(
     connection: Connection, package: int, offer: PushRequest, signer: str, now: float
 ) -> None:
-    """Make the signed form the newest of its release, whether it is new or was there."""
+    """Make a signed form, new or existing, the newest of its release."""
     columns = SIGNED_FORMS.c
     query = select(RELEASES.c.id).where(
         RELEASES.c.package_id == package, RELEASES.c.version == offer.version

@@ -1,14 +1,12 @@
-"""The publisher keys of a namespace, as the database knows them.
+"""Index documents, built from the rows of a package, signed, and stored in its row.
 
-What a package is found by: its name, description, task, tags and keywords, as one text.
+A document is a function of the rows, its revision and the time. Code that changes a row that the
+document contains calls `rewrite_index` in the same transaction, so that clients always read one
+state. Each change increments the revision. A document is also signed again, with a new revision,
+before it is older than the interval it states, so that clients notice a registry that serves an old
+state.
 
-Index documents: made from the rows of a package, signed, and kept in its row.
-
-The rows are the truth and the document is a function of them, its revision and the time. Code that
-changes a row that the document shows calls `rewrite_index` in the same transaction, so that what
-clients read is always one state. The revision grows by one with each change, and when the document
-is signed again because it grows old: it says how often that is, so that clients notice a registry
-that shows them an old state.
+The module also loads the publisher keys of a namespace, and builds the text that searches match.
 """
 
 import re
@@ -47,7 +45,7 @@ from registry_server.registry import IndexSigner
 
 @dataclass(frozen=True, slots=True)
 class PublisherKey:
-    """One key that was registered; ``revoked`` is when it was, None when it counts."""
+    """A publisher key; ``revoked`` is the time of its revocation, None while it is valid."""
 
     key: PublicKey
     statement: bytes | None
@@ -62,7 +60,7 @@ class PublisherKey:
 
 
 def load_publisher_keys(connection: Connection, namespace_id: int) -> tuple[PublisherKey, ...]:
-    """Return every key of a namespace, revoked ones too, in the order in which they came."""
+    """Return all keys of a namespace, including revoked ones, in the order they were added."""
     columns = NAMESPACE_KEYS.c
     rows = connection.execute(
         select(
@@ -82,14 +80,14 @@ def load_publisher_keys(connection: Connection, namespace_id: int) -> tuple[Publ
 
 
 def find_key(keys: Iterable[PublisherKey], key_id: str) -> PublisherKey | None:
-    """Return the key with an id."""
+    """Return the key with an id; None if there is none."""
     return next((key for key in keys if key.key_id == key_id), None)
 
 
 def find_revocation_reason(signers: Sequence[str], keys: Iterable[PublisherKey]) -> str | None:
-    """Return why a version does not count any more; None while one of its signers still does.
+    """Return why all signers of a version were revoked; None while one of them is valid.
 
-    ``signers`` are the ids of the keys of its signed forms, the newest last.
+    ``signers`` are the ids of the keys of its signed forms, newest last.
     """
     revoked = {key.key_id: key.reason for key in keys if key.revoked is not None}
     return revoked[signers[-1]] if all(signer in revoked for signer in signers) else None
@@ -100,19 +98,19 @@ _SEPARATORS = re.compile(r"[\W_]+")
 
 
 def build_search_text(name: PackageName, manifest: Manifest) -> str:
-    """Return the words of a package, lower-case, with one space around each."""
+    """Return the searchable words of a package, in lower case, each between single spaces."""
     routing = manifest.routing
     texts = (str(name), manifest.description, routing.task, *manifest.tags, *routing.keywords)
     return fold_words(" ".join(texts))[:MAX_SEARCH_TEXT]
 
 
 def fold_words(text: str) -> str:
-    """Return the words of a text, folded to lower case, with one space around each."""
+    """Return the words of a text, folded to lower case, each between single spaces."""
     return f" {_SEPARATORS.sub(' ', text.casefold()).strip()} "
 
 
 def load_signed_index(connection: Connection, name: PackageName) -> bytes | None:
-    """Return the envelope of a package's index document, None when there is no such package."""
+    """Return the envelope of a package's index document; None if there is no such package."""
     query = (
         select(PACKAGES.c.index_document)
         .join(NAMESPACES, NAMESPACES.c.id == PACKAGES.c.namespace_id)
@@ -122,7 +120,7 @@ def load_signed_index(connection: Connection, name: PackageName) -> bytes | None
 
 
 def find_package_id(connection: Connection, namespace: NamespaceRow, name: str) -> int | None:
-    """Return the row id of a package, None when there is none."""
+    """Return the row id of a package; None if there is none."""
     query = select(PACKAGES.c.id).where(
         PACKAGES.c.namespace_id == namespace.id, PACKAGES.c.name == name
     )
@@ -132,7 +130,7 @@ def find_package_id(connection: Connection, namespace: NamespaceRow, name: str) 
 def insert_package(
     connection: Connection, namespace: NamespaceRow, name: str, *, now: float
 ) -> int:
-    """Make the row of a package; its document is written by `rewrite_index` before the commit."""
+    """Insert the row of a package; `rewrite_index` must write its document before the commit."""
     row = {
         "namespace_id": namespace.id,
         "name": name,
@@ -150,10 +148,10 @@ def insert_package(
 
 
 def rewrite_index(connection: Connection, package: int, *, signer: IndexSigner, now: float) -> None:
-    """Make and sign the next document of a package, in the transaction that changed its rows.
+    """Build and sign the next document of a package, in the transaction that changed its rows.
 
     Raises:
-        BudgetError: when no client could read it any more: too many versions, forms or keys.
+        BudgetError: when it is too large for clients: too many versions, forms or keys.
     """
     keys = _load_keys(connection, package)
     changed = _build_next_document(connection, package, keys, signer=signer, now=now)
@@ -161,16 +159,16 @@ def rewrite_index(connection: Connection, package: int, *, signer: IndexSigner, 
 
 
 def is_renewal_due(connection: Connection, *, signer: IndexSigner, now: float) -> bool:
-    """Tell whether `renew_indexes` has anything to do."""
+    """Return whether `renew_indexes` has work to do."""
     return connection.execute(_select_due(signer, now).limit(1)).first() is not None
 
 
 def renew_indexes(
     connection: Connection, *, signer: IndexSigner, now: float, max_documents: int
 ) -> int:
-    """Sign documents again that are older than half of their interval; return how many.
+    """Sign documents again that are older than half of their interval; return their number.
 
-    Nothing else of a package changes, nor when it was updated. At most so many, the oldest first.
+    At most ``max_documents`` are signed, oldest first. Packages do not change otherwise.
     """
     query = _select_due(signer, now).order_by(PACKAGES.c.signed).limit(max_documents)
     due = connection.execute(query).scalars().all()
@@ -184,7 +182,7 @@ def renew_indexes(
 def rewrite_namespace_indexes(
     connection: Connection, namespace: NamespaceRow, *, signer: IndexSigner, now: float
 ) -> None:
-    """Make the next document of every package of a namespace: its keys have changed."""
+    """Rewrite the documents of all packages of a namespace after its keys have changed."""
     keys = load_publisher_keys(connection, namespace.id)
     packages = select(PACKAGES.c.id).where(PACKAGES.c.namespace_id == namespace.id)
     for package in list(connection.execute(packages.order_by(PACKAGES.c.id)).scalars()):
@@ -201,7 +199,7 @@ def build_document(
     now: float,
     interval_days: int,
 ) -> IndexDocument:
-    """Return the document for these releases and keys."""
+    """Build the document for these releases and keys."""
     known = tuple(keys)
     return IndexDocument(
         package=package,
@@ -216,15 +214,15 @@ def build_document(
 
 
 def select_leading_release(releases: Iterable[Release]) -> Release:
-    """Return the release that speaks for a package: the newest final one that is not yanked.
+    """Return the leading release of a package: the newest final one that is not yanked.
 
-    Where there is none, a prerelease speaks, else a yanked one.
+    Without such a release, it is the newest prerelease, else a yanked one.
     """
     return max(releases, key=lambda r: (r.yanked is None, not r.version.prerelease, r.version))
 
 
 def load_releases(connection: Connection, package: int) -> list[Release]:
-    """Return every version of a package, in no order."""
+    """Return all versions of a package, unordered."""
     forms = _load_forms(connection, package)
     query = select(
         RELEASES.c.id,
@@ -240,7 +238,7 @@ def load_releases(connection: Connection, package: int) -> list[Release]:
 
 
 def format_index_time(seconds: float) -> str:
-    """Return a time as index documents say it."""
+    """Format a time as in index documents."""
     return format_time(datetime.fromtimestamp(seconds, UTC))
 
 
@@ -265,7 +263,7 @@ def _build_next_document(
     signer: IndexSigner,
     now: float,
 ) -> dict[str, object]:
-    """Return the columns of a package that its next document changes, but when it was updated."""
+    """Return the columns of a package that its next document changes, except ``updated``."""
     row = connection.execute(
         select(PACKAGES.c.name, PACKAGES.c.revision, NAMESPACES.c.name)
         .join(NAMESPACES, NAMESPACES.c.id == PACKAGES.c.namespace_id)
@@ -292,7 +290,7 @@ def _build_next_document(
 def _build_search_columns(
     connection: Connection, package: int, document: IndexDocument
 ) -> dict[str, str | None]:
-    """Return what searches look at; a package whose versions are all yanked is not found."""
+    """Return the columns that searches use; without a version to choose, it is not found."""
     speaking = select_leading_release(document.releases)
     query = select(RELEASES.c.manifest).where(
         RELEASES.c.package_id == package, RELEASES.c.version == str(speaking.version)
@@ -303,13 +301,13 @@ def _build_search_columns(
 
 
 def _sign_and_verify(document: IndexDocument, key: PrivateKey) -> bytes:
-    """Sign a document, and read it as a client will: an unreadable one must not be published."""
+    """Sign a document and verify it with the client's reader before it is stored."""
     what = f"the index of {document.package}"
     try:
         envelope = sign_index(document, key)
         same = open_index(envelope, key=key.public, package=document.package) == document
     except InvalidPackageError as error:
-        hint = "ask whoever runs the registry; what was published before is not affected"
+        hint = "ask the operator of the registry; published versions are not affected"
         raise BudgetError(f"{what} would be too large: {error.message}", hint=hint) from error
     assert same, f"{what} does not read as it was written"
     return envelope
@@ -337,7 +335,7 @@ def _build_release(
     row: Row[int, str, str, bytes, int, float, float | None, str],
     forms: Mapping[int, list[SignedForm]],
 ) -> Release:
-    """Make a release; its manifest was checked when it was published, so it is only decoded."""
+    """Build a release; its manifest was validated when it was published."""
     manifest = decode_json(row.manifest, Manifest)
     return Release(
         version=Version.parse(row.version),

@@ -1,13 +1,11 @@
-"""Yanking: a version that nobody should newly choose, with the reason; and the way back.
+"""Changes by owners: yanking versions, and adding and revoking publisher keys.
 
-A yanked version stays in the index and can be pulled: users who locked it still get it, resolvers
-skip it.
+A yanked version stays in the index and can be pulled: resolvers skip it, users who locked it can
+still install it.
 
-The publisher keys of a namespace: owners add and revoke them; every index document says so.
-
-The first key needs nobody's word: whoever installs from the namespace for the first time pins it.
-Users who pinned an older key believe a later one when the older one vouches for it; without such a
-statement they have to decide themselves. A revoked key stays revoked, and vouches for nothing.
+All index documents of a namespace contain its keys. Clients pin the first key at their first
+install. Users who pinned an older key trust a later one if the older key endorses it; without such
+a statement they must decide themselves. A revoked key stays revoked, and its endorsements are void.
 """
 
 import time
@@ -40,7 +38,7 @@ MAX_REASON = 500
 def yank_release(
     registry: Registry, identity: Identity, *, name: PackageName, version: str, reason: str
 ) -> None:
-    """Yank a version; one that is yanked gets the new reason.
+    """Yank a version; if it is yanked already, replace the reason.
 
     Raises:
         UsageError: when the reason is empty, too long or not printable.
@@ -53,7 +51,7 @@ def yank_release(
 def unyank_release(
     registry: Registry, identity: Identity, *, name: PackageName, version: str
 ) -> None:
-    """Take a yank back; a version that is not yanked stays so.
+    """Undo a yank, if the version is yanked.
 
     Raises:
         NotFoundError: when there is no such version.
@@ -62,7 +60,7 @@ def unyank_release(
 
 
 def check_reason(text: str) -> str:
-    """Return a reason that may be shown to people.
+    """Check a reason, and return it.
 
     Raises:
         UsageError: when it is empty, too long or not printable.
@@ -96,7 +94,7 @@ def _set_yanked(
 def _find_release(
     connection: Connection, identity: Identity, name: PackageName, version: str
 ) -> tuple[int, int, str | None]:
-    """Return the ids of the package and the release, and the reason of its yank, None for none."""
+    """Return the ids of the package and the release, and the reason of its yank, if any."""
     namespace = rights.authorise(connection, identity, Action.YANK, name.namespace, name.name)
     package = find_package_id(connection, namespace, name.name)
     query = select(RELEASES.c.id, RELEASES.c.yanked, RELEASES.c.yank_reason).where(
@@ -109,16 +107,16 @@ def _find_release(
 
 
 MAX_NAMESPACE_KEYS = 200
-"""Of one namespace, revoked ones included: every index document holds them all."""
+"""Maximum keys of a namespace, including revoked ones: each index document contains them all."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRegistration:
-    """A key of the namespace, whether it was new or there before."""
+    """A key of the namespace, whether it is new or existed before."""
 
     key_id: str
     vouched_by: str | None
-    """The id of the older key whose statement is published with it."""
+    """The id of the older key that endorses it."""
     warnings: tuple[str, ...]
 
 
@@ -130,11 +128,11 @@ def add_key(
     public_key: bytes,
     statement: bytes | None,
 ) -> KeyRegistration:
-    """Let a key sign for a namespace; one that is there may get its statement now.
+    """Allow a key to sign for a namespace; an existing key may get its statement later.
 
     Raises:
-        InvalidPackageError: when it is not a public key of a kind that is used.
-        RevokedError: when it was revoked here: that is for good.
+        InvalidPackageError: when it is not a public key of a supported kind.
+        RevokedError: when it was revoked here, which is permanent.
         TrustError: when no key of the namespace signed the statement.
         BudgetError: when the namespace has too many keys.
     """
@@ -156,7 +154,7 @@ def add_key(
 def revoke_key(
     registry: Registry, identity: Identity, *, namespace: str, key_id: str, reason: str
 ) -> None:
-    """Revoke a key for good; what it signed stays listed, and clients refuse it.
+    """Revoke a key permanently; its packages stay listed, but clients refuse them.
 
     Raises:
         UsageError: when the reason is empty, too long or not printable.
@@ -202,7 +200,7 @@ def _find_voucher(
     key: PublicKey,
     registered: Sequence[PublisherKey],
 ) -> str | None:
-    """Return the id of the key that vouches for ``key``."""
+    """Return the id of the key that endorses ``key``."""
     if statement is None:
         return None
     older = [k.key for k in registered if k.revoked is None and k.key_id != key.key_id]
@@ -212,7 +210,7 @@ def _find_voucher(
 def _find_earlier_voucher(
     existing: PublisherKey | None, namespace: NamespaceRow, registered: Sequence[PublisherKey]
 ) -> str | None:
-    """Return the id of the key that vouches already, unless it was revoked since."""
+    """Return the id of the key that endorses it already, unless it was revoked since."""
     if existing is None or existing.statement is None:
         return None
     keys = [key.key for key in registered]
@@ -252,6 +250,6 @@ def _build_warnings(
     if signer is not None or not others:
         return ()
     return (
-        f"no older key of {namespace.name} vouches for {key_id}: whoever has pinned one is asked "
-        f"for `expertctl trust add KEY.pem --namespace {namespace.name}`",
+        f"no older key of {namespace.name} vouches for {key_id}: users who pinned one must run "
+        f"`expertctl trust add KEY.pem --namespace {namespace.name}`",
     )

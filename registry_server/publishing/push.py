@@ -1,15 +1,12 @@
-"""What a push of a version means, decided from values alone.
+"""Parses and validates the push of a version.
 
-A version never changes: what comes later under its name is the same content, or refused. The same
-content with a new signature is a new *signed form* of the release, and becomes the one that counts.
+A version never changes: a later push of it must have the same content. The same content with a new
+signature is a new *signed form* of the release and becomes the newest.
 
-What a push offers, read from its name, its tag and its manifest alone.
-
-Whether an offer may be published, from what the database and the storage know right now.
-
-`validate_push` is asked twice: before the bytes of the package are read, so that nobody makes the
-server work in vain, and again inside the write transaction, where what it finds cannot change any
-more.
+`parse_push_request` reads the name, the tag and the manifest; `decide_push` compares them with the
+published release; `validate_push` also checks rights, blobs and the signature. It runs before the
+package is read, so that invalid pushes cost little, and again inside the write transaction, where
+its result cannot change any more.
 """
 
 from collections.abc import Collection, Sequence
@@ -58,23 +55,23 @@ from registry_server.publishing.index import (
 )
 
 MAX_VERSION_LENGTH = 128
-"""What an OCI tag can hold."""
+"""Maximum length of an OCI tag."""
 
 
 class PushAction(StrEnum):
-    """What has to be written."""
+    """What a push has to write."""
 
     RELEASE = "release"
-    """A version that was not there."""
+    """A new version."""
     SIGNATURE = "signature"
-    """The release is there, and this signed form of it becomes the newest."""
+    """An existing release; this signed form becomes its newest."""
     NOTHING = "nothing"
-    """It was published before."""
+    """Nothing: it was published before."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseForm:
-    """A signed form of a release: its package digest, and the id of the key that signed."""
+    """A signed form of a release: its package digest, and the id of the signing key."""
 
     package_digest: Digest
     signer: str
@@ -82,7 +79,7 @@ class ReleaseForm:
 
 @dataclass(frozen=True, slots=True)
 class PublishedRelease:
-    """What is known of a version; forms in their order, the newest last."""
+    """A published version, with its signed forms, newest last."""
 
     version: str
     content_digest: Digest
@@ -90,10 +87,10 @@ class PublishedRelease:
 
 
 def parse_exact_version(tag: str) -> Version:
-    """Read the one spelling of a version that a tag may have.
+    """Parse a version in its canonical spelling.
 
     Raises:
-        UsageError: for every other text: `v1.0.0`, `1.0`, `01.0.0`, digits of other scripts.
+        UsageError: for any other text: `v1.0.0`, `1.0`, `01.0.0`, digits of other scripts.
     """
     version = Version.parse(tag)
     if len(tag) > MAX_VERSION_LENGTH or str(version) != tag:
@@ -110,13 +107,13 @@ def decide_push(
     *,
     revoked: Collection[str],
 ) -> PushAction:
-    """Return what a push leads to.
+    """Return what a push has to write.
 
-    ``wanted`` has one form; ``known`` is what there is under its version, whatever the case of the
-    letters; ``revoked`` holds the ids of revoked keys.
+    ``wanted`` has one form; ``known`` is the published release whose version differs at most in the
+    case of letters; ``revoked`` contains the ids of revoked keys.
 
     Raises:
-        ConflictError: when the version is there with other content, or in another spelling.
+        ConflictError: when the version exists with other content, or in another spelling.
     """
     _check_spelling(name, requested.version, published)
     if not published:
@@ -134,7 +131,7 @@ def decide_push(
 def _decide_form(
     form: ReleaseForm, forms: Sequence[ReleaseForm], revoked: Collection[str]
 ) -> PushAction:
-    """An older form counts again only when the newest can no longer be believed."""
+    """Choose an older form again only if the key of the newest was revoked."""
     if form not in forms:
         return PushAction.SIGNATURE
     newest = forms[-1]
@@ -156,7 +153,7 @@ _CONFIG = (Digest.compute(CONFIG), len(CONFIG))
 
 @dataclass(frozen=True, slots=True)
 class PushRequest:
-    """A well-formed manifest under a well-formed name; no byte of its blobs was looked at."""
+    """A well-formed manifest with a well-formed name; its blobs were not read."""
 
     name: PackageName
     version: str
@@ -175,28 +172,28 @@ class PushRequest:
 
     @property
     def content_digest(self) -> Digest:
-        """The digest of all files but the signature, if they are what the manifest says."""
+        """The digest of all files except the signature, according to the manifest."""
         return compute_content_digest(self.layout.files)
 
     @property
     def blobs(self) -> dict[str, int]:
-        """The size of every blob that must be there, by digest; the configuration is one."""
+        """The size of every required blob by digest, including the configuration."""
         return {str(digest): size for digest, size in (_CONFIG, *self.layout.blobs)}
 
 
 def parse_push_request(*, name: PackageName, tag: str, manifest: bytes) -> PushRequest:
-    """Read what is offered.
+    """Parse a push.
 
     Raises:
-        UsageError: when the tag is not a version in its one spelling.
-        InvalidPackageError: when the manifest is not exactly that of a package.
+        UsageError: when the tag is not a version in its canonical spelling.
+        InvalidPackageError: when the manifest is not that of a package.
         UnsignedError: when there is no signature.
     """
     version = str(parse_exact_version(tag))
     layout = parse_oci_manifest(manifest, what=f"{name}@{version}")
     if layout.signature is None:
         raise UnsignedError(
-            f"{name}@{version} is not signed, and a registry takes signed packages only",
+            f"{name}@{version} is not signed, and a registry accepts signed packages only",
             hint="sign it with `expertctl sign FILE --key NAME`, then publish it again",
         )
     if layout.signature.size > MAX_BUNDLE:
@@ -209,7 +206,7 @@ _MAX_LISTED = 3
 
 @dataclass(frozen=True, slots=True)
 class ValidatedPush:
-    """An offer that may be published, and where it belongs; rows that are missing are None."""
+    """A push that may be published, and its rows; those that do not exist yet are None."""
 
     namespace: NamespaceRow
     repository: int
@@ -221,14 +218,14 @@ class ValidatedPush:
 def validate_push(
     connection: Connection, storage: BlobStorage, identity: Identity, offer: PushRequest
 ) -> ValidatedPush:
-    """Check everything about an offer but the contents of its files.
+    """Check everything about a push except the contents of its files.
 
     Raises:
-        UnauthenticatedError: when nobody is named.
+        UnauthenticatedError: when the request is anonymous.
         ForbiddenError: when the user may not push there.
-        OciError: when it is no namespace for packages, or blobs were not uploaded.
+        OciError: when the namespace is not for packages, or blobs were not uploaded.
         TrustError: when no valid key of the namespace signed it.
-        ConflictError: when the version is there with other content, or a name looks like another.
+        ConflictError: when the version exists with other content, or a name looks like another.
     """
     name = offer.name
     namespace = rights.authorise(connection, identity, Action.PUSH, name.namespace, name.name)
@@ -252,7 +249,7 @@ def validate_push(
 
 
 def _require_blobs(connection: Connection, offer: PushRequest) -> int:
-    """Demand that every blob lies in the repository, in the size that the manifest says."""
+    """Check that the repository has every blob, with the size in the manifest."""
     repository = repositories.find_repository(connection, str(offer.name))
     there = (
         {} if repository is None else _load_blob_sizes(connection, repository.id, list(offer.blobs))
@@ -285,7 +282,7 @@ def _load_blob_sizes(
 def _verify_signature(
     storage: BlobStorage, offer: PushRequest, keys: Sequence[PublisherKey]
 ) -> str:
-    """Demand that a key of the namespace signed exactly the files of the manifest."""
+    """Check that a key of the namespace signed exactly the files of the manifest."""
     bundle = read_bundle(_read_signature(storage, offer))
     key = _require_key(bundle, offer, keys)
     verify_bundle(bundle, offer.layout.files, key.key)
@@ -293,7 +290,7 @@ def _verify_signature(
 
 
 def _read_signature(storage: BlobStorage, offer: PushRequest) -> bytes:
-    """Return the bytes of the signature file, which is small."""
+    """Return the bytes of the signature file, whose size is bounded."""
     try:
         with storage.open(offer.signature.digest) as stream:
             data = stream.read(offer.signature.size)
@@ -305,8 +302,8 @@ def _read_signature(storage: BlobStorage, offer: PushRequest) -> bytes:
 
 
 def storage_damaged(fact: str) -> StoreError:
-    """Return the error for a blob that was lost, or is no longer what was stored."""
-    hint = "whoever runs the registry should look at its disk"
+    """Return the error for a blob that is missing or damaged."""
+    hint = "the operator of the registry should check its disk"
     return StoreError(f"the storage is damaged: {fact}", hint=hint)
 
 
@@ -331,9 +328,9 @@ def _require_key(
 def _check_distinct_name(
     connection: Connection, namespace: NamespaceRow, offer: PushRequest
 ) -> None:
-    """Refuse a new package that people would take for another of the namespace.
+    """Refuse a new package whose name looks like another one of the namespace.
 
-    Names of other namespaces need no such check: namespaces themselves never look alike.
+    Other namespaces need no such check, because names of namespaces never look alike.
     """
     query = select(PACKAGES.c.name).where(
         PACKAGES.c.namespace_id == namespace.id, PACKAGES.c.skeleton == fold_name(offer.name.name)
@@ -341,15 +338,15 @@ def _check_distinct_name(
     taken = connection.execute(query.limit(1)).scalar_one_or_none()
     if taken is not None:
         raise ConflictError(
-            f"{offer.name} looks like {namespace.name}/{taken}, which is there",
-            hint="choose a name that nobody takes for another",
+            f"{offer.name} looks like {namespace.name}/{taken}, which exists",
+            hint="choose a name that cannot be confused with another",
         )
 
 
 def _load_releases(
     connection: Connection, package: int | None, version: str
 ) -> list[PublishedRelease]:
-    """Return what is published under a version, whatever the case of its letters."""
+    """Return the release whose version differs at most in the case of letters."""
     folded = func.lower(RELEASES.c.version) == version.lower()
     query = select(RELEASES.c.id, RELEASES.c.version, RELEASES.c.content_digest).where(
         RELEASES.c.package_id == package, folded

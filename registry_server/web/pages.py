@@ -1,17 +1,12 @@
-"""READMEs as HTML: written by anybody, shown to everybody.
+"""The pages of the registry: home, search, packages and versions, and error pages.
 
-Two fences, each enough on its own: markdown-it renders CommonMark and tables with raw HTML off and
-links to the web only, and nh3 lets through the tags below and nothing else. Pictures become
-their description: loading one from elsewhere would reveal who reads the page.
+They show the documents of the API with the same rights: without the right to read a namespace, the
+page is the same as if it did not exist. Templates escape all values, and headers forbid scripts,
+frames and content of other sites; there are no cookies.
 
-Pages as answers: templates filled in with everything escaped, under headers that allow little.
-
-No scripts, no cookies, nothing from elsewhere, no frames: what somebody publishes is text here.
-
-The pages: home, search, a package, a version, and what is shown when there is none.
-
-They show what the API answers, to the same people: whoever may not read a namespace gets the same
-page as for one that does not exist.
+READMEs are untrusted. Each of two layers is sufficient: markdown-it renders CommonMark and tables
+with raw HTML disabled and links to the web only, and nh3 allows only the tags below. Images are
+replaced by their description, because loading them would reveal readers to other sites.
 """
 
 import hashlib
@@ -46,17 +41,17 @@ from expertctl.schema.manifest import Manifest
 from expertctl.schema.validation import convert_document, decode_json
 from registry_server.access.authentication import get_identity
 from registry_server.access.rights import Identity
-from registry_server.api.operation import ApiContext
 from registry_server.api.packages import FileFacts, describe_package, describe_version, stats
+from registry_server.api.schema import ApiContext
 from registry_server.api.search import MAX_QUERY, SearchQuery, find_packages
 from registry_server.errors import get_retry_after, get_status
 from registry_server.registry import Registry
 
 MAX_README_CHARACTERS = 60_000
-"""The worst text of that length takes a processor about a second, once."""
+"""The worst README of this length takes about a second of processor time, once."""
 
 _CACHED_READMES = 64
-"""How many READMEs are kept as HTML."""
+"""Maximum number of rendered READMEs in memory."""
 
 _ALLOWED_TAGS = {
     *("h2", "h3", "h4", "h5", "h6", "p", "br", "hr", "blockquote", "pre", "code", "em", "strong"),
@@ -67,7 +62,7 @@ _ALLOWED_SCHEMES = {"http", "https"}
 
 
 def render_markdown(text: str) -> Markup:
-    """Return a README as HTML that is safe within a page; what is too long is cut."""
+    """Render a README as HTML that is safe within a page; a long one is truncated."""
     return _render_cached(
         text if len(text) <= MAX_README_CHARACTERS else f"{text[:MAX_README_CHARACTERS]}…"
     )
@@ -84,11 +79,11 @@ def _render_cached(text: str) -> Markup:
         link_rel="nofollow noopener noreferrer",
         strip_comments=True,
     )
-    return Markup(safe)  # noqa: S704  # the one place where HTML is not escaped: it was cleaned
+    return Markup(safe)  # noqa: S704  # sanitised HTML, the only text that is not escaped
 
 
 def check_link(address: str | None) -> str | None:
-    """Return an address that a page may link to: of the web, absolute, and nothing else."""
+    """Return a URL if a page may link to it: absolute, and of the web."""
     if not address or not address.isprintable() or " " in address:
         return None
     try:
@@ -113,7 +108,7 @@ def _build_parser() -> MarkdownIt:
 def _render_link_open(
     renderer: RendererHTML, tokens: Sequence[Token], index: int, options: OptionsDict, env: EnvType
 ) -> str:
-    """Keep the text of every link, the address only where it leads to the web."""
+    """Render the text of a link, and its URL only if it leads to the web."""
     address = check_link(str(tokens[index].attrGet("href") or ""))
     return f'<a href="{escape(address)}">' if address else "<a>"
 
@@ -121,7 +116,7 @@ def _render_link_open(
 def _render_image(
     renderer: RendererHTML, tokens: Sequence[Token], index: int, options: OptionsDict, env: EnvType
 ) -> str:
-    """Show the description of a picture in its place."""
+    """Render the description of an image instead of the image."""
     text = renderer.renderInlineAsText(tokens[index].children or [], options, env)
     return f'<span class="picture">{escape(text or "picture")}</span>'
 
@@ -129,7 +124,7 @@ def _render_image(
 def _render_heading(
     renderer: RendererHTML, tokens: Sequence[Token], index: int, options: OptionsDict, env: EnvType
 ) -> str:
-    """Begin below the heading of the page."""
+    """Render a heading one level below the heading of the page."""
     token = tokens[index]
     level = min(int(token.tag[1:]) + 1, 6)
     return f"<h{level}>" if token.nesting > 0 else f"</h{level}>\n"
@@ -150,10 +145,10 @@ SECURITY_HEADERS: Mapping[str, str] = {
     "Permissions-Policy": "interest-cohort=()",
 }
 API_PREFIXES = ("/v2", "/api", "/tuf", "/token")
-"""Addresses of programs: what goes wrong there is told in their language."""
+"""Path prefixes of programs, whose errors are not pages."""
 
 STATIC_FILES: Mapping[str, str] = {"style.css": "text/css", "icon.svg": "image/svg+xml"}
-"""The files beside the pages, with their media types."""
+"""The static files of the pages → their media types."""
 
 _ALLOWED_CONTROLS = {"\n", "\t", "\N{ZERO WIDTH JOINER}", "\N{ZERO WIDTH NON-JOINER}"}
 _UNITS = ("kB", "MB", "GB", "TB")
@@ -161,7 +156,7 @@ _UNITS = ("kB", "MB", "GB", "TB")
 
 @dataclass(frozen=True, slots=True)
 class SiteContext:
-    """What every page knows of the registry."""
+    """Facts about the registry that every page can show."""
 
     host: str
     url: str
@@ -172,7 +167,7 @@ class SiteContext:
 
     @classmethod
     def create(cls, registry: Registry) -> "SiteContext":
-        """Return the facts of a registry; its address is that of the settings, never a header's."""
+        """Return the facts of a registry; its URL comes from the settings, never from a header."""
         settings = registry.settings
         return cls(
             host=urlsplit(settings.public_url).netloc,
@@ -192,7 +187,7 @@ def render_page(
     *,
     status: int = 200,
 ) -> Response:
-    """Return a page; ``values`` are what its template names."""
+    """Render a page; ``values`` are the variables of its template."""
     found = _build_environment().get_template(template)
     html = found.render(site=SiteContext.create(registry), user=identity.name, **values)
     caching = {"Cache-Control": "private, no-cache", "Vary": "Authorization"}
@@ -200,7 +195,7 @@ def render_page(
 
 
 def render_error_page(registry: Registry, identity: Identity, error: ExpertError) -> Response:
-    """Return the page of an error; with 401 a browser asks for name and token."""
+    """Render the page of an error; a 401 makes the browser ask for a name and a token."""
     status = get_status(error)
     values = {"code": status, "message": error.message, "hint": error.hint}
     response = render_page(registry, "error.html", identity, values, status=status)
@@ -212,7 +207,7 @@ def render_error_page(registry: Registry, identity: Identity, error: ExpertError
 
 
 def prefers_html(scope: Scope) -> bool:
-    """Tell whether a browser asks for something that people look at."""
+    """Return whether a request comes from a browser that expects a page."""
     path = str(scope["path"])
     if any(path == start or path.startswith(f"{start}/") for start in API_PREFIXES):
         return False
@@ -229,7 +224,7 @@ def read_static_file(name: str) -> bytes:
 
 
 def replace_control_characters(text: str) -> str:
-    """Replace what could reorder or hide other text: control and formatting characters."""
+    """Replace control and formatting characters, which could reorder or hide other text."""
     return "".join(c if _is_safe_character(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -260,7 +255,7 @@ def _build_environment() -> Environment:
 
 
 def _format_size(size: int) -> str:
-    """Return bytes in powers of 1000: ``12.3 MB``."""
+    """Format bytes in powers of 1000: ``12.3 MB``."""
     value, unit = float(size), "B"
     for larger in _UNITS:
         if value < 999.95:
@@ -283,17 +278,17 @@ _PageView = Callable[[Registry, Request], Response]
 
 @dataclass(frozen=True, slots=True)
 class PackageLink:
-    """How a package names another, and that one's page when it is in this registry."""
+    """The name of another package, and the path of its page if it is in this registry."""
 
     text: str
     path: str | None
 
 
 class FallbackRoute(Route):
-    """Every address that no other route answers, but for those of programs."""
+    """Matches all paths without another route, except those of programs."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Leave addresses of programs to the errors that they understand."""
+        """Match a page; paths of programs get their own errors."""
         path = str(scope.get("path", ""))
         if any(path == start or path.startswith(f"{start}/") for start in API_PREFIXES):
             return Match.NONE, {}
@@ -301,7 +296,7 @@ class FallbackRoute(Route):
 
 
 def make_page_routes(registry: Registry) -> list[BaseRoute]:
-    """Return the pages; the last one answers every other address."""
+    """Return the routes of the pages; the last one matches all other paths."""
     shows: tuple[tuple[str, _PageView], ...] = (
         ("/", _show_home),
         ("/search", _show_search),
@@ -318,7 +313,7 @@ def make_page_routes(registry: Registry) -> list[BaseRoute]:
 
 
 def _make_handler(registry: Registry, show: _PageView) -> _Handler:
-    """Run what makes a page in a thread, and tell an error as a page."""
+    """Return an endpoint that builds a page in a thread, and shows errors as pages."""
 
     async def handle(request: Request) -> Response:
         try:
@@ -341,7 +336,7 @@ def _show_search(registry: Registry, request: Request) -> Response:
     identity = get_identity(request)
     query, cursor = (request.query_params.get(name, "") for name in ("q", "cursor"))
     if len(query) > MAX_QUERY:
-        raise UsageError(f"search for {MAX_QUERY} characters at most")
+        raise UsageError(f"search for at most {MAX_QUERY} characters")
     wanted = {"q": query, "limit": _RESULTS_PER_PAGE, "cursor": cursor}
     try:
         asked = convert_document(wanted, SearchQuery)
@@ -355,9 +350,9 @@ def _show_search(registry: Registry, request: Request) -> Response:
 
 
 def _show_login(_: Registry, request: Request) -> Response:
-    """Have a browser ask for a token, which it then sends with every page."""
+    """Make the browser ask for a token, which it then sends with every request."""
     if get_identity(request).user_id is None:
-        raise UnauthenticatedError("log in to see what is not for everybody")
+        raise UnauthenticatedError("log in to see content that is not public")
     return RedirectResponse("/", 303, {"Cache-Control": "no-store"})
 
 
@@ -394,7 +389,7 @@ def _parse_package_name(namespace: str, name: str) -> PackageName:
 
 
 def _make_link(text: str, own: PackageName) -> PackageLink:
-    """Return a link to a package of this registry; one of another is only named."""
+    """Return a link to a package of this registry, or the name of a package elsewhere."""
     reference = Reference.parse(text)
     path = f"/packages/{reference.package}"
     return PackageLink(

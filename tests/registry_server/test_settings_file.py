@@ -83,11 +83,11 @@ def test_a_url_loses_its_last_slash(tmp_path: Path) -> None:
         ("trusted_proxies = [4]", "trusted_proxies: '4' is not a network"),
         ("limits = 3", "limits must be of the kind dict"),
         ("limits.quota = 3", "unknown setting 'limits.quota'"),
-        ("limits.quota_bytes = 1.5", "limits.quota_bytes must be an integer from 0 on"),
-        ("limits.quota_bytes = -1", "limits.quota_bytes must be an integer from 0 on"),
-        ("limits.quota_bytes = true", "limits.quota_bytes must be an integer from 0 on"),
-        ("limits.grace_seconds = inf", "limits.grace_seconds must be a number from 0 on"),
-        ("limits.grace_seconds = nan", "limits.grace_seconds must be a number from 0 on"),
+        ("limits.quota_bytes = 1.5", "limits.quota_bytes must be an integer of at least 0"),
+        ("limits.quota_bytes = -1", "limits.quota_bytes must be an integer of at least 0"),
+        ("limits.quota_bytes = true", "limits.quota_bytes must be an integer of at least 0"),
+        ("limits.grace_seconds = inf", "limits.grace_seconds must be a number of at least 0"),
+        ("limits.grace_seconds = nan", "limits.grace_seconds must be a number of at least 0"),
     ],
 )
 def test_a_slip_is_named(line: str, problem: str, tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from expertctl.engine.text.answer_format import FormatCheck
+from expertctl.http.errors import FieldError
+from expertctl.server.json_schema import MAX_PATTERNS, check_json_object
 from expertctl.server.output_parser import OutputParserConfig, StrictTool, build_answer_validator
-from expertctl.server.post_processing.json_schema import MAX_PATTERNS, check_json_object
-from expertctl.server.request_body import FieldError
 from expertctl.server.tool_parser import HERMES
 
 READING = OutputParserConfig(call_format=HERMES, tools=frozenset({"f", "g"}))

@@ -4,13 +4,13 @@ import pytest
 
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import ContextLengthError
+from expertctl.http.errors import FieldError
 from expertctl.routing.sampling_presets import MAX_PROMPT_CHARACTERS
 from expertctl.server.chat_prompt import (
     check_conversation_length,
     check_tools_length,
     find_routing_text,
 )
-from expertctl.server.request_body import FieldError
 
 
 def test_experts_are_chosen_by_the_last_words_of_the_user() -> None:

@@ -8,7 +8,8 @@ import pytest
 from msgspec import Meta, Struct
 
 from expertctl.errors import UsageError
-from expertctl.server.request_body import FieldError, parse_body, run_in_turn
+from expertctl.http.errors import FieldError
+from expertctl.http.request_body import parse_body, run_in_turn
 
 
 class BodyTurn(Struct, frozen=True, forbid_unknown_fields=True):

@@ -25,8 +25,8 @@ from expertctl.errors import (
     UnknownAddressError,
     UsageError,
 )
+from expertctl.http.errors import FieldError
 from expertctl.server.model_name import ModelNotFoundError
-from expertctl.server.request_body import FieldError
 from expertctl.server.responses import error_response, format_error_event
 
 OPENAI = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/acme/sql")

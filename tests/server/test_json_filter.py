@@ -13,8 +13,8 @@ from expertctl.server.output_parser import (
     build_answer_validator,
     extract_json,
 )
-from expertctl.server.post_processing.response_format import ResponseFormat, build_check
 from expertctl.server.reasoning_parser import MAX_SPACE
+from expertctl.server.response_format import ResponseFormat, build_check
 from expertctl.server.tool_parser import HERMES, ParsedToolCall, PlainText
 
 INNER = '{"a": [1, 2], "b": "```not a fence```"}'

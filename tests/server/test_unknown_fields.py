@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
+from expertctl.http.errors import FieldError
+from expertctl.http.operation import ParsedBody
+from expertctl.http.request_body import parse_body
 from expertctl.server.anthropic.message_request import MessageRequest
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.completion_request import CompletionRequest
 from expertctl.server.request_body import (
     IGNORED_HEADER,
     MAX_REPORTED,
-    FieldError,
-    ParsedBody,
     build_ignored_headers,
     format_ignored_warning,
-    parse_body,
     parse_lenient_body,
 )
 

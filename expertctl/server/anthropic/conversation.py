@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal, cast
 from msgspec import Meta, Struct
 
 from expertctl.engine.text.prompt import ConversationMessage
+from expertctl.http.errors import FieldError
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.chat_prompt import check_conversation_length
 from expertctl.server.output_parser import StrictTool
-from expertctl.server.request_body import FieldError
 
 _MAX_ID = 256
 _MAX_BLOCKS = 10_000

@@ -16,6 +16,7 @@ from expertctl.engine.result import RunResult
 from expertctl.engine.serving.request import DEFAULT_PRIORITY, CheckFunction, GenerationJob
 from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, UserMessage
 from expertctl.errors import UsageError
+from expertctl.http.errors import FieldError
 from expertctl.routing.request import RouteRequest, check_request, parse_target
 from expertctl.routing.sampling_presets import (
     DEFAULT_MAX_EXPERTS,
@@ -52,10 +53,8 @@ from expertctl.server.json_instruction import (
 )
 from expertctl.server.model_name import ModelSelection, parse_model
 from expertctl.server.output_parser import OutputParserConfig, build_answer_validator
-from expertctl.server.post_processing.response_format import ResponseFormat, build_check
 from expertctl.server.reasoning_parser import count_reasoning_tokens
 from expertctl.server.request_body import (
-    FieldError,
     TimeoutMs,
     TopK,
     compute_deadline,
@@ -64,6 +63,7 @@ from expertctl.server.request_body import (
     normalise_top_k,
     normalise_top_p,
 )
+from expertctl.server.response_format import ResponseFormat, build_check
 from expertctl.server.settings import ServeSettings
 
 MAX_TURNS = 10_000

@@ -8,7 +8,7 @@ from msgspec import UNSET, Struct, UnsetType
 from expertctl.engine.generation import FinishReason
 from expertctl.engine.result import RunResult
 from expertctl.server.anthropic.message_request import MessageCall
-from expertctl.server.openapi import PlanDocument
+from expertctl.server.file_schemas import PlanDocument
 from expertctl.server.output_parser import OutputPart
 from expertctl.server.reasoning_parser import ReasoningText
 from expertctl.server.tool_parser import ParsedToolCall, PlainText, make_call_id

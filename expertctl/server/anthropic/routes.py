@@ -10,14 +10,12 @@ The version that a client names in ``anthropic-version`` makes no difference: th
 
 from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 from anyio import CapacityLimiter, to_thread
 from msgspec.structs import replace
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from expertctl.engine.result import RunResult
 from expertctl.engine.serving.request import (
@@ -27,6 +25,7 @@ from expertctl.engine.serving.request import (
     JobStarted,
     OutputDelta,
 )
+from expertctl.http.operation import Operation, ParsedBody, Reply
 from expertctl.server.anthropic.message_request import (
     CountRequest,
     MessageCall,
@@ -66,8 +65,8 @@ from expertctl.server.chat_prompt import ChatTemplateTraits
 from expertctl.server.model_name import parse_model
 from expertctl.server.output_parser import OutputParser, OutputPart
 from expertctl.server.reasoning_parser import ReasoningText
-from expertctl.server.request_body import ParsedBody, build_ignored_headers, read_lenient_body
-from expertctl.server.responses import json_response
+from expertctl.server.request_body import build_ignored_headers, build_router
+from expertctl.server.responses import GENERATION_ERRORS
 from expertctl.server.service import Service
 from expertctl.server.streaming import (
     EventStream,
@@ -231,7 +230,6 @@ def event_name(event: StreamEvent) -> str:
     return str(event.__struct_config__.tag)
 
 
-_Kind = TypeVar("_Kind")
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 _MAX_COUNTS = 2
@@ -240,24 +238,23 @@ _MAX_COUNTS = 2
 
 def build_routes(service: Service) -> list[BaseRoute]:
     """Return the routes of the Anthropic API."""
-    wire = _AnthropicEndpoints(service)
-    return [
-        Route(MESSAGES, wire.create, methods=["POST"]),
-        Route(COUNT_TOKENS, wire.count, methods=["POST"]),
-    ]
+    router = build_router(AnthropicEndpoints(service), strict=service.settings.strict_fields)
+    return router.build_routes(OPERATIONS)
 
 
-class _AnthropicEndpoints:
+class AnthropicEndpoints:
     """Handles the requests of the Anthropic API."""
 
     def __init__(self, service: Service) -> None:
+        """Generate with the engine of ``service``."""
         self._service = service
         self._counting = CapacityLimiter(_MAX_COUNTS)
 
-    async def create(self, request: Request) -> Response:
-        """Return the next message of a conversation."""
+    async def create_message(
+        self, request: Request, body: ParsedBody[MessageRequest]
+    ) -> Reply[Message] | EventStream[StreamEvent]:
+        """Create a message, as in Anthropic's API."""
         service = self._service
-        body = await self._read_body(request, MessageRequest)
         call = build_message_call(
             body.value,
             caller=get_caller(request),
@@ -271,13 +268,13 @@ class _AnthropicEndpoints:
             return EventStream(request, stream_message(service.jobs, call), headers=headers)
         came = await while_connected(request, run_job(service.jobs, call.job))
         thought = await call.count_reasoning_tokens(came.results)
-        return json_response(
-            build_message(call, came.results[0], reasoning_tokens=thought), headers=headers
-        )
+        return Reply(build_message(call, came.results[0], reasoning_tokens=thought), headers)
 
-    async def count(self, request: Request) -> Response:
-        """Return the number of tokens of a conversation."""
-        body, service = await self._read_body(request, CountRequest), self._service
+    async def count_tokens(
+        self, request: Request, body: ParsedBody[CountRequest]
+    ) -> Reply[TokenCount]:
+        """Count the tokens of a conversation."""
+        service = self._service
         parse_model(
             body.value.model,
             base_name=service.engine.base_name,
@@ -297,12 +294,17 @@ class _AnthropicEndpoints:
         )
         counted = to_thread.run_sync(counting, limiter=self._counting)
         tokens = await while_connected(request, counted)
-        return json_response(
-            TokenCount(input_tokens=tokens), headers=build_ignored_headers(body.ignored_fields)
-        )
-
-    async def _read_body(self, request: Request, kind: type[_Kind]) -> ParsedBody[_Kind]:
-        return await read_lenient_body(request, kind, strict=self._service.settings.strict_fields)
+        return Reply(TokenCount(input_tokens=tokens), build_ignored_headers(body.ignored_fields))
 
     def _template_traits(self) -> ChatTemplateTraits:
         return ChatTemplateTraits(self._service.engine.tokenizer)
+
+
+OPERATIONS = (
+    Operation(
+        "POST", MESSAGES, AnthropicEndpoints.create_message, "anthropic", errors=GENERATION_ERRORS
+    ),
+    Operation(
+        "POST", COUNT_TOKENS, AnthropicEndpoints.count_tokens, "anthropic", errors=GENERATION_ERRORS
+    ),
+)

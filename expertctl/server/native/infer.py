@@ -8,12 +8,11 @@ An answer is the document of ``run --json`` with arrival and stage times. A stre
 ``started``, any number of ``piece``, then ``finished`` or ``failed``.
 """
 
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -35,6 +34,8 @@ from expertctl.engine.serving.request import (
 from expertctl.engine.text.answer_format import FormatCheck
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import ExpertError, UsageError
+from expertctl.http.errors import FieldError
+from expertctl.http.operation import Arrival
 from expertctl.routing.request import RouteRequest, check_request, parse_forced, parse_target
 from expertctl.routing.sampling_presets import (
     DEFAULT_MAX_EXPERTS,
@@ -46,6 +47,7 @@ from expertctl.routing.sampling_presets import (
 )
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.caller import Caller, make_cache_key
+from expertctl.server.file_schemas import PlanDocument
 from expertctl.server.json_instruction import (
     INSTRUCTION_WARNING,
     JsonInstruction,
@@ -53,14 +55,13 @@ from expertctl.server.json_instruction import (
     mentions_properties,
 )
 from expertctl.server.output_parser import JsonExtractor, extract_json
-from expertctl.server.post_processing.response_format import ResponseFormat, Validators, build_check
 from expertctl.server.request_body import (
-    FieldError,
     TimeoutMs,
     compute_deadline,
     field_limits,
     format_ignored_warning,
 )
+from expertctl.server.response_format import ResponseFormat, Validators, build_check
 from expertctl.server.responses import error_body
 from expertctl.server.settings import ServeSettings
 from expertctl.server.streaming import JobSubmitter, format_named_event, stream_job
@@ -70,7 +71,7 @@ _MAX_CONTEXT = 2**31
 _MAX_METADATA = 16
 _NAMED_BY = "use force_experts to name experts"
 _ONE_PROMPT = "this call takes a prompt; use a chat completion"
-REFUSED_FIELDS: Mapping[str, str] = {
+_REFUSED_FIELDS: Mapping[str, str] = {
     **dict.fromkeys(("model", "expert", "experts", "force_expert", "plan"), _NAMED_BY),
     **dict.fromkeys(("exclude", "exclude_expert"), "use exclude_experts to exclude experts"),
     **dict.fromkeys(
@@ -149,6 +150,8 @@ class RouteFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class InferRequest(RouteFields, frozen=True, kw_only=True):
     """The body of ``/v1/infer``: what the answer depends on, and how it is delivered."""
 
+    refused_fields: ClassVar[Mapping[str, str]] = _REFUSED_FIELDS
+
     template: PromptText | None = None
     body: PromptText | None = None
     context_size: Annotated[int, Meta(ge=1, le=_MAX_CONTEXT)] | None = None
@@ -218,17 +221,26 @@ def _parse_one(field: str, text: str, read: Callable[[str], _Named]) -> _Named:
         raise FieldError(f"{field}: {error.message}", field=field, hint=error.hint) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """The arrival time of a request, by both clocks."""
+class PromptTokensRead(Struct, frozen=True, kw_only=True):
+    """The tokens of a prompt, and how many of them were reused from an earlier one."""
 
-    wall_time: float = field(default_factory=time.time)
-    tick: float = field(default_factory=time.perf_counter)
+    prompt: int
+    reused: int
 
-    @property
-    def elapsed_ms(self) -> float:
-        """Milliseconds since the arrival."""
-        return (time.perf_counter() - self.tick) * 1e3
+
+class StartedEvent(Struct, frozen=True, kw_only=True):
+    """``started``: the plan is made and prefill begins."""
+
+    job_id: str
+    submitted_at: str
+    plan: PlanDocument
+    tokens: PromptTokensRead
+
+
+class PieceEvent(Struct, frozen=True, kw_only=True):
+    """``piece``: the next part of the text."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,7 @@ from typing import Annotated, Any
 from anyio import to_thread
 from msgspec import Meta, Struct
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from expertctl.engine.moe.counters import CounterMode
 from expertctl.engine.moe.observation import Observation, ProfileOptions
@@ -24,29 +23,26 @@ from expertctl.engine.moe.usage_profile import parse_pins
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.running_batch import AdapterStatus
 from expertctl.errors import ExpertError, RateLimitError, UsageError
+from expertctl.http.errors import FieldError
+from expertctl.http.operation import Arrival, Operation, ParsedBody, Reply
 from expertctl.package.architectures import MAX_EXPERTS_PER_LAYER
 from expertctl.routing.planner import PlannedPrompt
 from expertctl.schema.strict_json import JsonObject
 from expertctl.server.caller import get_caller, require_manager
+from expertctl.server.file_schemas import InferAnswer, MoeActivity, RouteAnswer
 from expertctl.server.native.infer import (
-    REFUSED_FIELDS,
-    Arrival,
     InferCall,
     InferRequest,
+    PieceEvent,
     RouteFields,
+    StartedEvent,
     build_answer,
     build_call,
     stream_infer,
 )
-from expertctl.server.native.jobs import JobStore, StoredJob, build_job_document
-from expertctl.server.request_body import (
-    FieldError,
-    ParsedBody,
-    build_ignored_headers,
-    read_body,
-    read_lenient_body,
-)
-from expertctl.server.responses import json_response
+from expertctl.server.native.jobs import JobDocument, JobStore, StoredJob, build_job_document
+from expertctl.server.request_body import build_ignored_headers, build_router
+from expertctl.server.responses import GENERATION_ERRORS
 from expertctl.server.service import Service
 from expertctl.server.streaming import EventStream, run_job, while_connected
 
@@ -200,23 +196,21 @@ MAX_PENDING_PLANS = 16
 
 def build_routes(service: Service) -> list[BaseRoute]:
     """Return the routes of the native API."""
-    wire = _NativeEndpoints(service)
-    return [
-        Route(INFER, wire.infer, methods=["POST"]),
-        Route(JOBS, wire.submit, methods=["POST"]),
-        Route(JOB, wire.job, methods=["GET"]),
-        Route(JOB, wire.cancel, methods=["DELETE"]),
-        Route(ROUTE, wire.route, methods=["POST"]),
-        Route(EXPERTS, wire.experts, methods=["GET"]),
-        Route(MOE, wire.observation, methods=["GET"]),
-        Route(MOE, wire.observe, methods=["POST"]),
-    ]
+    router = build_router(NativeEndpoints(service), strict=service.settings.strict_fields)
+    return router.build_routes(OPERATIONS)
 
 
-class _NativeEndpoints:
+class JobPath(Struct, frozen=True):
+    """Identifies a job."""
+
+    job_id: Annotated[str, Meta(min_length=1)]
+
+
+class NativeEndpoints:
     """Handles the requests of the native API."""
 
     def __init__(self, service: Service) -> None:
+        """Generate with the engine of ``service``; start without jobs."""
         self._service = service
         self._jobs = JobStore()
         self._pending_plans = 0
@@ -224,21 +218,21 @@ class _NativeEndpoints:
         self._is_adopting = False
         """Whether a profile is being applied."""
 
-    async def infer(self, request: Request) -> Response:
-        """Answer a prompt, in one document or as a stream."""
-        arrival = Arrival()
-        body = await self._read_body(request)
+    async def infer(
+        self, request: Request, arrival: Arrival, body: ParsedBody[InferRequest]
+    ) -> Reply[InferAnswer] | EventStream[StartedEvent | PieceEvent | InferAnswer]:
+        """Answer a prompt with the experts that suit it, or with named ones."""
         call, jobs = self._build_call(request, body, arrival), self._service.jobs
         headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
             return EventStream(request, stream_infer(jobs, call, request.scope), headers=headers)
         answer = build_answer(call, await while_connected(request, run_job(jobs, call.job)))
-        return json_response(answer, headers=headers)
+        return Reply(answer, headers)
 
-    async def submit(self, request: Request) -> Response:
-        """Submit a background job."""
-        arrival = Arrival()
-        body = await self._read_body(request)
+    async def submit_job(
+        self, request: Request, arrival: Arrival, body: ParsedBody[InferRequest]
+    ) -> Reply[JobDocument]:
+        """Submit a prompt as a background job."""
         if body.value.stream:
             raise FieldError(
                 "stream: jobs are not streamed",
@@ -261,24 +255,22 @@ class _NativeEndpoints:
             raise
         document = build_job_document(job, expected_wait=expected_wait)
         headers = {"Location": f"{JOBS}/{job.id}", **build_ignored_headers(call.ignored_fields)}
-        return json_response(document, status=202, headers=headers)
+        return Reply(document, headers)
 
-    async def job(self, request: Request) -> Response:
-        """Return the state of a job."""
-        job = self._jobs.find(request.path_params["job_id"], owner=get_caller(request).id)
-        return self._job_response(job)
+    async def get_job(self, request: Request, path: JobPath) -> JobDocument:
+        """Return the state of a job, and its answer once it has finished."""
+        return self._describe_job(self._jobs.find(path.job_id, owner=get_caller(request).id))
 
-    async def cancel(self, request: Request) -> Response:
+    async def cancel_job(self, request: Request, path: JobPath) -> JobDocument:
         """Cancel a job."""
-        job = self._jobs.cancel(request.path_params["job_id"], owner=get_caller(request).id)
+        job = self._jobs.cancel(path.job_id, owner=get_caller(request).id)
         self._service.engine.cancel(job.id)
-        return self._job_response(job)
+        return self._describe_job(job)
 
-    async def route(self, request: Request) -> Response:
-        """Return the plan for a prompt; nothing is loaded."""
-        body = await read_body(request, RouteFields)
+    async def route(self, request: Request, body: RouteFields) -> RouteAnswer:
+        """Return the plan for a prompt, and why."""
         planned = await while_connected(request, self._make_plan(body.to_plan_request()))
-        return json_response(planned.result.to_json())
+        return planned.result.to_json()
 
     async def _make_plan(self, request: RunRequest) -> PlannedPrompt:
         """Wait for a plan; if the client disconnects, planning that has not begun is cancelled."""
@@ -291,25 +283,22 @@ class _NativeEndpoints:
         finally:
             self._pending_plans -= 1
 
-    async def experts(self, _: Request) -> Response:
+    async def list_experts(self) -> ExpertsDocument:
         """List the installed experts."""
         engine = self._service.engine
         experts = await asyncio.wrap_future(engine.list_experts())
-        return json_response(build_experts_document(experts, base=engine.base_name))
+        return build_experts_document(experts, base=engine.base_name)
 
-    async def observation(self, _: Request) -> Response:
-        """Return the routed-expert counters."""
-        seen = await to_thread.run_sync(self._service.engine.get_observation)
-        return json_response(seen.to_json())
+    def observation(self) -> MoeActivity:
+        """Return the counters of the base's routed experts."""
+        return self._service.engine.get_observation().to_json()
 
-    async def observe(self, request: Request) -> Response:
-        """Change the counter mode, reset the counters, or apply a profile."""
-        require_manager(get_caller(request))
-        body = await read_body(request, ObserveRequest)
+    async def observe(self, body: ObserveRequest) -> MoeActivity:
+        """Change the counting of routed experts, or apply a usage profile."""
         body.check_change(base=self._service.engine.base_name)
         with self._exclusive_adoption(body):
             seen = await to_thread.run_sync(partial(self._apply_changes, body))
-        return json_response(seen.to_json())
+        return seen.to_json()
 
     @contextmanager
     def _exclusive_adoption(self, body: ObserveRequest) -> Iterator[None]:
@@ -332,10 +321,6 @@ class _NativeEndpoints:
             engine.apply_profile(body.profile_document, body.profile_options)
         return engine.observe(mode=body.mode, reset=body.reset)
 
-    async def _read_body(self, request: Request) -> ParsedBody[InferRequest]:
-        strict = self._service.settings.strict_fields
-        return await read_lenient_body(request, InferRequest, strict=strict, refused=REFUSED_FIELDS)
-
     def _build_call(
         self, request: Request, body: ParsedBody[InferRequest], arrival: Arrival
     ) -> InferCall:
@@ -347,6 +332,24 @@ class _NativeEndpoints:
             arrival=arrival,
         )
 
-    def _job_response(self, job: StoredJob) -> Response:
-        wait = self._service.engine.estimate_wait(job.id)
-        return json_response(build_job_document(job, expected_wait=wait))
+    def _describe_job(self, job: StoredJob) -> JobDocument:
+        return build_job_document(job, expected_wait=self._service.engine.estimate_wait(job.id))
+
+
+OPERATIONS = (
+    Operation("POST", INFER, NativeEndpoints.infer, "native", errors=GENERATION_ERRORS),
+    Operation("POST", JOBS, NativeEndpoints.submit_job, "native", 202, GENERATION_ERRORS),
+    Operation("GET", JOB, NativeEndpoints.get_job, "native", errors=(404,)),
+    Operation("DELETE", JOB, NativeEndpoints.cancel_job, "native", errors=(404,)),
+    Operation("POST", ROUTE, NativeEndpoints.route, "native", errors=GENERATION_ERRORS),
+    Operation("GET", EXPERTS, NativeEndpoints.list_experts, "native"),
+    Operation("GET", MOE, NativeEndpoints.observation, "native"),
+    Operation(
+        "POST",
+        MOE,
+        NativeEndpoints.observe,
+        "native",
+        errors=GENERATION_ERRORS,
+        authorise=require_manager,
+    ),
+)

@@ -18,6 +18,7 @@ from expertctl.engine.result import RunResult
 from expertctl.engine.serving.request import DEFAULT_PRIORITY, CheckFunction, GenerationJob
 from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, UserMessage
 from expertctl.errors import UsageError
+from expertctl.http.errors import FieldError
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.caller import Caller, make_cache_key
 from expertctl.server.chat_prompt import (
@@ -52,9 +53,9 @@ from expertctl.server.openai.generation_request import (
     check_unsupported,
 )
 from expertctl.server.output_parser import OutputParserConfig, build_answer_validator
-from expertctl.server.post_processing.response_format import ResponseFormat, build_check
 from expertctl.server.reasoning_parser import count_reasoning_tokens
-from expertctl.server.request_body import FieldError, compute_deadline
+from expertctl.server.request_body import compute_deadline
+from expertctl.server.response_format import ResponseFormat, build_check
 from expertctl.server.settings import ServeSettings
 
 MAX_TURNS = 10_000

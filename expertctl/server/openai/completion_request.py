@@ -21,6 +21,7 @@ from expertctl.engine.text.answer_format import FormatCheck
 from expertctl.engine.text.chat_template import encode_raw_prompt, find_fim_tokens
 from expertctl.engine.text.prompt import RawPrompt, UserMessage
 from expertctl.engine.text.tokenizer import Tokenizer
+from expertctl.http.errors import FieldError
 from expertctl.routing.sampling_presets import LIMITS, MAX_PROMPT_CHARACTERS
 from expertctl.server.caller import Caller, make_cache_key
 from expertctl.server.model_name import ModelSelection, parse_model
@@ -30,7 +31,7 @@ from expertctl.server.openai.generation_request import (
     build_stop_rules,
     check_unsupported,
 )
-from expertctl.server.request_body import FieldError, compute_deadline
+from expertctl.server.request_body import compute_deadline
 from expertctl.server.settings import ServeSettings
 
 MAX_PROMPTS = 128

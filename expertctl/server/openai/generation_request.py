@@ -13,6 +13,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from expertctl.engine.generation import StopRules
+from expertctl.http.errors import FieldError
 from expertctl.routing.request import RouteRequest, check_request, parse_target
 from expertctl.routing.sampling_presets import (
     DEFAULT_MAX_EXPERTS,
@@ -22,7 +23,6 @@ from expertctl.routing.sampling_presets import (
 )
 from expertctl.server.model_name import ModelSelection
 from expertctl.server.request_body import (
-    FieldError,
     MinTokens,
     StopTokenIds,
     TimeoutMs,

@@ -16,10 +16,11 @@ from expertctl.engine.result import RunResult
 from expertctl.engine.serving.request import SampledToken, TokenLogprob
 from expertctl.engine.text.prompt import PromptLogprobs
 from expertctl.engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from expertctl.http.openapi import make_reference
 from expertctl.routing.plan import Plan
 from expertctl.schema.strict_json import JsonValue
+from expertctl.server.file_schemas import PlanDocument
 from expertctl.server.openai.conversation import ToolCall
-from expertctl.server.openapi import PlanDocument, make_reference
 from expertctl.server.request_body import format_ignored_warning
 
 OpenAIFinishReason = Literal["stop", "length", "tool_calls"]

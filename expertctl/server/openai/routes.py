@@ -7,14 +7,12 @@ reason. A completion chunk looks like the whole answer. In both, the last chunk 
 
 from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 from msgspec import UnsetType
 from msgspec.structs import replace
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from expertctl.engine.result import RunResult
 from expertctl.engine.serving.request import (
@@ -26,6 +24,8 @@ from expertctl.engine.serving.request import (
     SampledToken,
 )
 from expertctl.engine.text.prompt import PromptLogprobs
+from expertctl.http.operation import Operation, ParsedBody, Reply
+from expertctl.http.request_body import run_in_turn
 from expertctl.routing.plan import Plan
 from expertctl.server import models
 from expertctl.server.caller import get_caller
@@ -45,6 +45,7 @@ from expertctl.server.openai.full_response import (
 from expertctl.server.openai.response import (
     AnsweredChoice,
     ChatChunk,
+    ChatCompletion,
     ChatDelta,
     ChatLogprobs,
     ChunkCall,
@@ -53,6 +54,7 @@ from expertctl.server.openai.response import (
     CompletionChoice,
     CompletionLogprobs,
     OpenAIFinishReason,
+    PromptExtensions,
     RunningUsage,
     TokenOffsets,
     Usage,
@@ -66,13 +68,8 @@ from expertctl.server.openai.response import (
 )
 from expertctl.server.output_parser import OutputParser, OutputPart
 from expertctl.server.reasoning_parser import ReasoningText
-from expertctl.server.request_body import (
-    ParsedBody,
-    build_ignored_headers,
-    read_lenient_body,
-    run_in_turn,
-)
-from expertctl.server.responses import json_response
+from expertctl.server.request_body import build_ignored_headers, build_router
+from expertctl.server.responses import GENERATION_ERRORS
 from expertctl.server.service import Service
 from expertctl.server.streaming import (
     EventStream,
@@ -362,30 +359,27 @@ class CompletionStream:
         )
 
 
-_Kind = TypeVar("_Kind")
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 
 def build_routes(service: Service) -> list[BaseRoute]:
     """Return the routes of the OpenAI API."""
-    wire = _OpenAIEndpoints(service)
-    return [
-        Route(CHAT, wire.chat, methods=["POST"]),
-        Route(COMPLETIONS, wire.complete, methods=["POST"]),
-        *models.build_model_routes(service),
-    ]
+    router = build_router(OpenAIEndpoints(service), strict=service.settings.strict_fields)
+    return [*router.build_routes(OPERATIONS), *models.build_routes(service)]
 
 
-class _OpenAIEndpoints:
+class OpenAIEndpoints:
     """Handles the requests of the OpenAI API."""
 
     def __init__(self, service: Service) -> None:
+        """Generate with the engine of ``service``."""
         self._service = service
 
-    async def chat(self, request: Request) -> Response:
-        """Return the next message of a conversation."""
-        body = await self._read_body(request, ChatRequest)
+    async def create_chat_completion(
+        self, request: Request, body: ParsedBody[ChatRequest]
+    ) -> Reply[ChatCompletion] | EventStream[ChatChunk]:
+        """Create a chat completion, as in OpenAI's API."""
         engine, jobs = self._service.engine, self._service.jobs
         call = build_chat_call(
             body.value,
@@ -400,13 +394,12 @@ class _OpenAIEndpoints:
             return EventStream(request, stream_chat(jobs, call), headers=headers)
         [came] = await while_connected(request, run_jobs(jobs, [call.job]))
         thought = await call.count_reasoning_tokens(came.results)
-        return json_response(
-            build_chat_completion(call, came, reasoning_tokens=thought), headers=headers
-        )
+        return Reply(build_chat_completion(call, came, reasoning_tokens=thought), headers)
 
-    async def complete(self, request: Request) -> Response:
-        """Return the continuation of one or several prompts."""
-        body = await self._read_body(request, CompletionRequest)
+    async def create_completion(
+        self, request: Request, body: ParsedBody[CompletionRequest]
+    ) -> Reply[Completion] | EventStream[Completion]:
+        """Complete texts, as in OpenAI's API."""
         engine, jobs = self._service.engine, self._service.jobs
         read = partial(
             build_completion_call,
@@ -425,7 +418,19 @@ class _OpenAIEndpoints:
         came = await while_connected(request, run_jobs(jobs, call.jobs))
         answer = partial(build_completion, call, came)
         document = await run_in_turn(answer) if body.value.scores_prompt else answer()
-        return json_response(document, headers=headers)
+        return Reply(document, headers)
 
-    async def _read_body(self, request: Request, kind: type[_Kind]) -> ParsedBody[_Kind]:
-        return await read_lenient_body(request, kind, strict=self._service.settings.strict_fields)
+
+OPERATIONS = (
+    Operation(
+        "POST", CHAT, OpenAIEndpoints.create_chat_completion, "openai", errors=GENERATION_ERRORS
+    ),
+    Operation(
+        "POST",
+        COMPLETIONS,
+        OpenAIEndpoints.create_completion,
+        "openai",
+        errors=GENERATION_ERRORS,
+        referenced_types=(PromptExtensions,),
+    ),
+)

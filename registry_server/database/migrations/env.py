@@ -1,4 +1,4 @@
-"""What alembic runs to take the steps: on the connection that `migrate` lends, and nothing else."""
+"""The environment of alembic: runs migrations on the connection that `migrate` passes."""
 
 from alembic import context
 

@@ -17,11 +17,11 @@ from benchmarks.soak.requests import (
     SoakConversation,
     SoakRequest,
 )
+from expertctl.http.request_body import parse_body
 from expertctl.server.anthropic.message_request import MessageRequest
 from expertctl.server.native.infer import InferRequest, RouteFields
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.completion_request import CompletionRequest
-from expertctl.server.request_body import parse_body
 
 EXPERTS = ["soak/lora-8", "soak/lora-16", *RENAMED.values()]
 KINDS: dict[str, type[Struct]] = {

@@ -265,7 +265,7 @@ def test_what_was_not_written_down_is_counted(served: RegistryHarness) -> None:
     refusals.record_failed_login("192.0.2.7", "xpt_later")
     rows = audited(served, "login.refused")
     assert len(rows) == 21
-    assert rows[-1][3] == "5 refusals before this one were not written down"
+    assert rows[-1][3] == "5 earlier refusals were not recorded"
 
 
 def test_long_paths_that_are_refused_do_not_fill_the_memory(served: RegistryHarness) -> None:
@@ -289,7 +289,7 @@ def test_failed_logins_do_not_keep_a_refused_change_out_of_the_audit_log(
     [row] = audited(served, "change.refused")
     assert row[2:] == (
         "/v2/acme/x/manifests/v1",
-        "DELETE: 403; 5 refusals before this one were not written down",
+        "DELETE: 403; 5 earlier refusals were not recorded",
     )
 
 

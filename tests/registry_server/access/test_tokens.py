@@ -129,7 +129,7 @@ def test_attack_80_a_token_mints_no_scope_that_it_or_its_user_has_not(
     connection: Connection, bob: Identity, own: list[str], wanted: str
 ) -> None:
     used = create_identity(connection, "bob", *own)
-    with pytest.raises(ForbiddenError, match=f"cannot give the scope {wanted}"):
+    with pytest.raises(ForbiddenError, match=f"cannot grant the scope {wanted}"):
         minted_for(connection, used, wanted)
 
 
@@ -157,7 +157,7 @@ def test_attack_80_a_session_without_scopes_mints_nothing(
     connection: Connection, bob: Identity
 ) -> None:
     empty = Identity(bob.user_id, bob.name, False, bob.token_id, ())
-    with pytest.raises(ForbiddenError, match="it has less itself"):
+    with pytest.raises(ForbiddenError, match="it does not have it"):
         minted_for(connection, empty)
 
 

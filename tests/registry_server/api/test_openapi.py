@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from jsonschema_rs import Draft202012Validator
 
-from registry_server.api.routes import COMMON_STATUSES, OPERATIONS, list_statuses
+from registry_server.api.routes import API, OPERATIONS
 from tests.registry_server.harness import URL, JsonApiClient, RegistryHarness
 
 
@@ -69,6 +69,6 @@ def test_names_of_operations_are_unique() -> None:
 
 def test_every_operation_says_all_its_statuses() -> None:
     for operation in OPERATIONS:
-        assert {operation.status, *COMMON_STATUSES} <= set(list_statuses(operation))
+        assert {operation.status, *API.common_statuses} <= set(API.list_statuses(operation))
         if "{" in operation.path:
-            assert 404 in list_statuses(operation)
+            assert 404 in API.list_statuses(operation)

@@ -108,7 +108,7 @@ def test_a_query_is_read_strictly(boss: JsonApiClient, query: str, fact: str) ->
 def test_a_path_is_read_strictly(boss: JsonApiClient) -> None:
     status, answer = boss("GET", "namespaces/Acme")
     assert status == 400
-    assert "the path is not as it must be" in answer["error"]["message"]
+    assert "the path is invalid" in answer["error"]["message"]
 
 
 def test_what_is_not_there_says_so_in_the_same_shape(boss: JsonApiClient) -> None:

@@ -174,7 +174,7 @@ def test_nothing_is_written_to_a_file_that_was_replaced(database: Database, way:
         here.backup(target)
     kept = database.path.rename(database.path.with_suffix(".kept"))
     copy.rename(database.path)
-    with pytest.raises(StoreError, match="was taken away or replaced"), getattr(database, way)():
+    with pytest.raises(StoreError, match="was removed or replaced"), getattr(database, way)():
         pass
     kept.rename(database.path)
     with getattr(database, way)() as connection:
@@ -186,7 +186,7 @@ def test_no_empty_file_takes_the_place_of_one_that_went_away(database: Database)
     with database.write() as connection:
         add(connection, "alice")
     kept = database.path.rename(database.path.with_suffix(".kept"))
-    taken = pytest.raises(StoreError, match="was taken away or replaced")
+    taken = pytest.raises(StoreError, match="was removed or replaced")
     with database.read(), taken:  # the one open connection is lent: the next must be a new one
         names(database)
     assert not database.path.exists()

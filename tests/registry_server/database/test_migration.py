@@ -51,7 +51,7 @@ def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     with database.write() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
     database.close()
-    with pytest.raises(StoreError, match="of another version") as caught:
+    with pytest.raises(StoreError, match="from another version") as caught:
         Database.open(tmp_path / "registry.db")
     assert "newer" in caught.value.hint
 

@@ -113,7 +113,7 @@ def test_the_older_a_backup_is_the_newer_are_its_documents(
 
 def test_a_backup_of_no_time_restores_nothing(tmp_path: Path, backup: Path) -> None:
     replace(BackupDocument.read(backup), created="yesterday").write(backup)
-    with pytest.raises(InvalidPackageError, match="'yesterday' is no time"):
+    with pytest.raises(InvalidPackageError, match="'yesterday' is not a time"):
         restore_backup(backup, tmp_path / "again")
     assert not (tmp_path / "again").exists()
 

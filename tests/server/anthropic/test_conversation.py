@@ -6,9 +6,10 @@ import pytest
 
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import ContextLengthError
+from expertctl.http.errors import FieldError
+from expertctl.http.request_body import parse_body
 from expertctl.server.anthropic.conversation import read_messages
 from expertctl.server.anthropic.message_request import CountRequest
-from expertctl.server.request_body import FieldError, parse_body
 from tests.server.anthropic.client import make_body, make_text_block
 
 USE = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Paris"}}

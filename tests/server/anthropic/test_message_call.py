@@ -7,6 +7,8 @@ import pytest
 
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.errors import UsageError
+from expertctl.http.errors import FieldError
+from expertctl.http.request_body import parse_body
 from expertctl.routing.sampling_presets import SamplingOverrides
 from expertctl.server.anthropic.message_request import (
     MessageCall,
@@ -16,7 +18,6 @@ from expertctl.server.anthropic.message_request import (
 from expertctl.server.caller import Caller
 from expertctl.server.chat_prompt import ChatTemplateTraits
 from expertctl.server.model_name import ModelNotFoundError
-from expertctl.server.request_body import FieldError, parse_body
 from expertctl.server.settings import ServeSettings
 from tests.factories import write_base
 from tests.server.anthropic.client import WEATHER, make_body

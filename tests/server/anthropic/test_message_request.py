@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
+from expertctl.http.errors import FieldError
+from expertctl.http.request_body import parse_body
 from expertctl.server.anthropic.message_request import (
     CountRequest,
     MessageRequest,
     ThinkingEnabled,
     check_thinking_budget,
 )
-from expertctl.server.request_body import FieldError, parse_body
 from tests.server.anthropic.client import WEATHER, make_body
 
 

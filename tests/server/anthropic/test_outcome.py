@@ -10,6 +10,7 @@ from anthropic.types import Usage
 
 from expertctl.engine.generation import FinishReason
 from expertctl.engine.result import RunResult
+from expertctl.http.request_body import parse_body
 from expertctl.server.anthropic.message_request import (
     MessageCall,
     MessageRequest,
@@ -18,7 +19,6 @@ from expertctl.server.anthropic.message_request import (
 from expertctl.server.anthropic.message_response import build_usage, find_stop_reason
 from expertctl.server.caller import Caller
 from expertctl.server.chat_prompt import ChatTemplateTraits
-from expertctl.server.request_body import parse_body
 from expertctl.server.settings import ServeSettings
 from expertctl.server.streaming import run_job
 from tests.server.anthropic.client import make_body

@@ -19,15 +19,16 @@ from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.request import GenerationJob, JobFailed, OutputDelta, TokenSink
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import ExpertError, UsageError
+from expertctl.http.operation import Arrival
+from expertctl.http.request_body import parse_body
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import RouteRequest, parse_forced
 from expertctl.routing.sampling_presets import LIMITS, SamplingOverrides
 from expertctl.schema.validation import find_problems
 from expertctl.server.caller import Caller
-from expertctl.server.native.infer import Arrival, InferCall, InferRequest, stream_infer
-from expertctl.server.post_processing.validator import parse_validators
-from expertctl.server.request_body import parse_body
+from expertctl.server.native.infer import InferCall, InferRequest, stream_infer
 from expertctl.server.settings import ServeSettings
+from expertctl.server.validator import parse_validators
 from expertctl.settings import Home, Settings
 from tests.server.conftest import MakeServed
 from tests.server.harness import BASE, PROMPT, STARTED, ServerHarness, StreamingClient

@@ -10,9 +10,9 @@ from typing import Any
 
 import openai
 
+from expertctl.http.request_body import parse_body
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.completion_request import CompletionRequest
-from expertctl.server.request_body import parse_body
 from tests.server.harness import URL, ServerHarness
 
 MODEL = "tiny"

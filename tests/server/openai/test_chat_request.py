@@ -7,9 +7,9 @@ import pytest
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.shared import reasoning_effort
 
+from expertctl.http.errors import FieldError
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.generation_request import check_unsupported
-from expertctl.server.request_body import FieldError
 from tests.server.openai.client import make_chat_request
 
 PUBLISHED = {

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from openai.types import completion_create_params as params
 
+from expertctl.http.errors import FieldError
 from expertctl.server.openai.completion_request import CompletionRequest
 from expertctl.server.openai.generation_request import check_unsupported
-from expertctl.server.request_body import FieldError
 from tests.server.openai.client import make_completion_request
 from tests.server.openai.test_chat_request import OURS
 

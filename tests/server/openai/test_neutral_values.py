@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from expertctl.http.errors import FieldError
 from expertctl.server.openai.generation_request import check_unsupported
-from expertctl.server.request_body import FieldError
 from tests.server.openai.client import make_chat_request, make_completion_request
 
 

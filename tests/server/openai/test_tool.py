@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from expertctl.http.errors import FieldError
+from expertctl.http.request_body import parse_body
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.conversation import list_strict_tools, select_tools
-from expertctl.server.request_body import FieldError, parse_body
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"name": "weather", "description": "Tells it", "parameters": SCHEMA}

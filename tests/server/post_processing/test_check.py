@@ -6,7 +6,7 @@ from openai.types.shared_params import ResponseFormatJSONObject, ResponseFormatJ
 from expertctl.engine.text.answer_format import MAX_CHARACTERS
 from expertctl.errors import UsageError
 from expertctl.schema.validation import convert_document
-from expertctl.server.post_processing.response_format import (
+from expertctl.server.response_format import (
     NamedSchema,
     ResponseFormat,
     build_check,

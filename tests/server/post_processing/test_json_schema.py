@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from expertctl.errors import UsageError
-from expertctl.server.post_processing.json_schema import (
+from expertctl.server.json_schema import (
     MAX_DEPTH,
     MAX_PARTS,
     MAX_VALUES,

@@ -6,7 +6,7 @@ from time import process_time
 
 import pytest
 
-from expertctl.server.post_processing.response_format import MAX_CHARACTERS, check_sql
+from expertctl.server.response_format import MAX_CHARACTERS, check_sql
 
 ANY_SQL = [
     "SELECT 1",

@@ -8,8 +8,8 @@ import pytest
 
 from expertctl.engine.text.answer_format import MAX_CHARACTERS
 from expertctl.errors import NotFoundError, UsageError
-from expertctl.server.post_processing.response_format import ResponseFormat, build_check
-from expertctl.server.post_processing.validator import (
+from expertctl.server.response_format import ResponseFormat, build_check
+from expertctl.server.validator import (
     MAX_OUTPUT,
     ValidatorCommand,
     parse_validators,

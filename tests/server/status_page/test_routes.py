@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from expertctl.server.status_page.routes import FILES, HEADERS
+from expertctl.server.status_page import FILES, HEADERS
 from tests.server.conftest import MakeServed
 from tests.server.harness import BASE, EXPERTS, ServerHarness
 
-STATIC = Path(__file__).parents[3] / "expertctl" / "server" / "status_page" / "static"
+STATIC = Path(__file__).parents[3] / "expertctl" / "server" / "static"
 PAGES = ("/status", *(f"/status/{name}" for name in FILES))
 
 

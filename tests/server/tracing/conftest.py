@@ -10,7 +10,7 @@ import pytest
 
 from expertctl.engine.serving.config import EngineConfig
 from expertctl.server.settings import ServeSettings
-from expertctl.server.tracing.exporter import Tracing
+from expertctl.server.tracing import Tracing
 from tests.server.harness import ServedPackages, ServerHarness, run_app
 from tests.server.tracing.collector import TraceCollector, run_collector
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from expertctl.errors import UsageError
-from expertctl.server.tracing.exporter import Tracing
+from expertctl.server.tracing import Tracing
 from tests.server.harness import BASE, ServedPackages
 from tests.server.tracing.collector import read_attributes
 from tests.server.tracing.conftest import MakeTraced

@@ -31,12 +31,12 @@ from expertctl.engine.text.answer_format import (
 )
 from expertctl.errors import UsageError
 from expertctl.schema.strict_json import JsonObject
-from expertctl.server.post_processing.json_schema import (
+from expertctl.server.json_schema import (
     check_json_object,
     check_json_value,
     compile_schema,
 )
-from expertctl.server.post_processing.validator import ValidatorCommand
+from expertctl.server.validator import ValidatorCommand
 
 FormatType = Literal["text", "json", "json_object", "json_schema", "python", "sql", "custom"]
 _Name = Annotated[str, Meta(min_length=1, max_length=64)]

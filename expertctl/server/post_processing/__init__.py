@@ -1,1 +1,0 @@
-"""Checks of whole answers against the requested response format."""

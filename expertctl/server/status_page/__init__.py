@@ -1,1 +1,0 @@
-"""The status page: live charts of the server, drawn in the browser."""

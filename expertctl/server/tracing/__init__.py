@@ -1,1 +1,0 @@
-"""OpenTelemetry traces, if enabled: spans of requests, jobs and stages."""

@@ -1,1 +1,0 @@
-"""What the server knows: tables, connections, migrations."""

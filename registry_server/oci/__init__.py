@@ -1,1 +1,0 @@
-"""The OCI distribution specification v1.1 under ``/v2/``."""

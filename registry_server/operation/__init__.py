@@ -1,1 +1,0 @@
-"""Running it: serving, health, metrics, logs, backup, garbage collection."""

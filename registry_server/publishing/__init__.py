@@ -1,1 +1,0 @@
-"""From a pushed package to a version in a signed index document."""

@@ -1,1 +1,0 @@
-"""Pages for people: rendered here, read-only, without scripts."""
