@@ -39,7 +39,7 @@ from expertctl.engine.moe.expert_stack import (
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.resident_experts import compute_skipped_share
 from expertctl.engine.moe.routed_experts import HostRoutingChoices, MissPolicy, mask_last_layer
-from expertctl.engine.moe.routing import RouterOutput
+from expertctl.engine.moe.routed_mlp import RouterOutput
 from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
 from expertctl.engine.moe.swap_policy import ExpertScores
 from expertctl.package.architectures import ExpertsConfig

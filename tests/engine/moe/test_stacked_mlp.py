@@ -18,8 +18,7 @@ from expertctl.engine.moe.resident_experts import (
     find_tokens_over_cap,
     redistribute_weights,
 )
-from expertctl.engine.moe.routed_mlp import RoutedMlp, build_routed_mlp
-from expertctl.engine.moe.routing import RouterOutput
+from expertctl.engine.moe.routed_mlp import RoutedMlp, RouterOutput, build_routed_mlp
 from expertctl.engine.moe.stacked_experts import StackedExperts
 from expertctl.engine.moe.stacked_mlp import StackedMlp, build_stacked_layers
 from expertctl.package.model_config import read_model_config
