@@ -26,7 +26,7 @@ from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import Counters, Phase, count_requests_by_layer
-from expertctl.engine.moe.expert_cache import ExpertCache
+from expertctl.engine.moe.expert_cache import ExpertCache, MissPolicy
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.expert_stack import (
     DUMMY_ROW,
@@ -37,8 +37,7 @@ from expertctl.engine.moe.expert_stack import (
     is_queued,
 )
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.resident_experts import compute_skipped_share
-from expertctl.engine.moe.routed_experts import HostRoutingChoices, MissPolicy, mask_last_layer
+from expertctl.engine.moe.routed_experts import RoutingChoices, compute_skipped_share
 from expertctl.engine.moe.routed_mlp import RouterOutput
 from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
 from expertctl.engine.moe.swap_policy import ExpertScores
@@ -163,7 +162,7 @@ class StackedExperts:
                 rows = [stack.locate(number) for number in range(len(stack))]
                 self._host_lookup[...] = np.array(rows, np.int64).reshape(shape)
             self.lookup = self._pinned_lookup.to(stack.device, copy=True)
-        self.choices = HostRoutingChoices(layers=shape[0], tokens=1, used=config.used)
+        self.choices = RoutingChoices(config, tokens=1)
 
     @property
     def nbytes(self) -> int:
@@ -226,7 +225,7 @@ class StackedExperts:
         tokens, choices = len(selected), self._reserve_choices(len(selected))
         choices.selected[layer_index, :tokens] = selected
         if layer_index == len(self.config.layers) - 1:
-            mask_last_layer(choices, tokens, choices.tokens)
+            choices.mask_last_layer(tokens, choices.tokens)
         if self.cache is None:
             return False
         choices.weights[layer_index, :tokens] = weights
@@ -298,10 +297,9 @@ class StackedExperts:
         if self.cache is not None:
             self.cache.check_integrity()
 
-    def _reserve_choices(self, tokens: int) -> HostRoutingChoices:
+    def _reserve_choices(self, tokens: int) -> RoutingChoices:
         if self.choices.tokens < tokens:
-            layers, used = len(self.config.layers), self.config.used
-            self.choices = HostRoutingChoices(layers=layers, tokens=tokens, used=used)
+            self.choices = RoutingChoices(self.config, tokens=tokens)
         return self.choices
 
     def _update_lookup(self, layer_index: int) -> None:

@@ -6,13 +6,12 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.moe.counters import Phase
-from expertctl.engine.moe.expert_cache import ExpertCache
+from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import Numbers
 from expertctl.engine.moe.observation import ProfileOptions, find_active_profile
-from expertctl.engine.moe.routed_experts import EXACT_POLICY, RoutedWorkspace
+from expertctl.engine.moe.routed_experts import RoutingChoices
 from expertctl.engine.moe.usage_profile import (
     ExpertUsage,
     SharePins,
@@ -43,7 +42,7 @@ GUIDE = ExpertUsage("the profile", USAGE)
 NOBODY = activity_from_counts(experts=EXPERTS, prompts=10, layers={1: {}})
 
 
-def read_drawn(cache: ExpertCache, room: RoutedWorkspace) -> None:
+def read_drawn(cache: ExpertCache, room: RoutingChoices) -> None:
     """Read a token that asks for who is drawn; all of them are there then."""
     for layer in range(LAYERS):
         cache.load(layer, room, 1)
@@ -54,7 +53,7 @@ def read_drawn(cache: ExpertCache, room: RoutedWorkspace) -> None:
 
 
 def test_pinned_experts_come_while_texts_are_written_and_stay(config: ModelConfig) -> None:
-    drawn, room = np.random.default_rng(7), RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    drawn, room = np.random.default_rng(7), RoutingChoices(config.experts, tokens=1)
     assert config.experts is not None
     with closing(new_cache(Marked(), slots=3, policy=EXACT_POLICY)) as cache:
 
@@ -108,7 +107,7 @@ class Broken(Marked):
 def test_expected_experts_that_cannot_be_read_hold_up_nobody(config: ModelConfig) -> None:
     """More of them than are looked at after a pass stand in front of the others."""
     reader = Broken({(number, expert) for number in NUMBERS for expert in (6, 7)})
-    room = RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    room = RoutingChoices(config.experts, tokens=1)
     with closing(new_cache(reader, slots=4, policy=EXACT_POLICY)) as cache:
         cache.schedule_fill([[7, 6, 5, 4]] * LAYERS)
         for _ in range(5000):
@@ -129,7 +128,7 @@ def test_pinned_experts_that_cannot_be_read_hold_up_nobody_and_are_told_once(
     """More of them than are read at once stand in front of the others."""
     broken = {(number, expert) for number in NUMBERS[:2] for expert in (6, 7)}
     reader, drawn = Broken(broken), np.random.default_rng(7)
-    room = RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    room = RoutingChoices(config.experts, tokens=1)
     with closing(new_cache(reader, slots=3, policy=EXACT_POLICY)) as cache:
 
         def write(tokens: int) -> None:

@@ -21,8 +21,7 @@ from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import ExpertMemory, Numbers
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.observation import build_activity_document
-from expertctl.engine.moe.resident_experts import ResidentExperts
-from expertctl.engine.moe.routed_experts import HostRoutingChoices
+from expertctl.engine.moe.routed_experts import ResidentExperts, RoutingChoices
 from expertctl.engine.moe.usage_profile import ExpertUsage, build_expert_usage
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.store.quantised_file import always_wanted
@@ -53,10 +52,10 @@ def routed(request: pytest.FixtureRequest) -> ExpertsConfig:
     )  # fmt: skip
 
 
-def choices(routed: ExpertsConfig) -> HostRoutingChoices:
+def choices(routed: ExpertsConfig) -> RoutingChoices:
     """What a prompt asks for, the first experts more often."""
     drawn = np.random.default_rng(7)
-    room = HostRoutingChoices(layers=len(routed.layers), tokens=PROMPT, used=routed.used)
+    room = RoutingChoices(routed, tokens=PROMPT)
     likely = 1.0 / np.arange(1, routed.count + 1)
     for layer in room.selected:
         ranks = drawn.random((PROMPT, routed.count)) ** (1 / likely)

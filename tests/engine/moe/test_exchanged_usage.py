@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from expertctl.engine.moe.routed_experts import EXACT_POLICY
+from expertctl.engine.moe.expert_cache import EXACT_POLICY
 from expertctl.engine.moe.usage_profile import ExpertUsage, activity_from_counts
 from expertctl.engine.moe.usage_store import ExpertUsageStore
 from expertctl.engine.moe.warmup import WarmupConfig, WarmupPlan, warm_up_cache

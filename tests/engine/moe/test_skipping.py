@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.resident_experts import (
+from expertctl.engine.moe.routed_experts import (
     compute_skipped_share,
     find_tokens_over_cap,
     redistribute_weights,

@@ -13,7 +13,7 @@ from expertctl.engine.model.functional import EMPTY_DELTAS, FeedForward
 from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.expert_stack import DUMMY_ROW
-from expertctl.engine.moe.resident_experts import (
+from expertctl.engine.moe.routed_experts import (
     compute_skipped_share,
     find_tokens_over_cap,
     redistribute_weights,

@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.moe.activity import ActivityDocument, LayerActivity
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import Phase
-from expertctl.engine.moe.expert_cache import ExpertCache
+from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.routed_experts import EXACT_POLICY, RoutedWorkspace
+from expertctl.engine.moe.routed_experts import RoutingChoices
 from expertctl.engine.moe.usage_profile import (
     ExpertUsage,
     SharePins,
@@ -55,7 +54,7 @@ def by_number(cache: ExpertCache) -> dict[int, LayerSlots]:
 
 def use(cache: ExpertCache, config: ModelConfig, chosen: Sequence[int], *, passes: int = 1) -> None:
     """Let a token ask for the same experts of each layer in so many passes."""
-    room = RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    room = RoutingChoices(config.experts, tokens=1)
     room.selected[:], room.likely[:] = chosen, chosen
     for _ in range(passes):
         for layer in range(LAYERS):
