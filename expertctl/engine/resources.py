@@ -7,7 +7,6 @@ remaining memory while the base is read, and its plan comes last.
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from expertctl.digest import Digest, Progress
 from expertctl.engine.adapters.compile import CompiledPlan
@@ -238,7 +237,6 @@ class ResourceManager:
             threads=threads,
             tell=self._tell,
             check=self._check,
-            watch=partial(self.habits.observe, base.stored),
         )
 
     def load_base(self, base: OpenBase, *, threads: int) -> RunnableModel:
@@ -277,7 +275,10 @@ class ResourceManager:
 
     def _load_base(self, base: OpenBase, threads: int) -> RunnableModel:
         context = self._build_load_context(base, threads)
-        return self._base_slot.load(context, progress=self._progress)
+        model = self._base_slot.load(context, progress=self._progress)
+        if base.config.experts is not None:
+            self.habits.observe(base.stored, base.config.experts, model)
+        return model
 
     def _compile_plan(
         self,

@@ -238,23 +238,15 @@ class PackedBackend:
             progress=progress,
         )
         if self.cache is None:
-            return self._wrap_resident_base(base, context)
+            resident_experts = make_resident_experts(base)
+            return PackedModel(base, threads=context.threads, resident_experts=resident_experts)
         reader = self._open_expert_reader(self.cache, context)
         try:
             experts = self._create_expert_cache(self.cache, reader)
         except BaseException:
             reader.close()
             raise
-        assert self.config.experts is not None
-        context.watch(self.config.experts, experts)
         return PackedModel(base, threads=context.threads, experts=experts, reader=reader)
-
-    def _wrap_resident_base(self, base: PackedBase, context: LoadContext) -> "PackedModel":
-        """Return the model of a base that is completely in memory."""
-        experts, routed = make_resident_experts(base), self.config.experts
-        if experts is not None and routed is not None:
-            context.watch(routed, experts)
-        return PackedModel(base, threads=context.threads, resident_experts=experts)
 
     def _open_expert_reader(
         self, plan: CachePlan, context: LoadContext

@@ -30,12 +30,10 @@ from expertctl.engine.model.weights import BaseWeights, load_base_weights
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.stats import RoutedExpertStats, make_resident_stats
-from expertctl.engine.moe.usage_store import ObservableCache
 from expertctl.engine.sampling import estimate_sample_bytes
 from expertctl.engine.text.prompt import RecordLogits
 from expertctl.errors import UsageError
 from expertctl.messages import Notify, ignore_notification
-from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
 from expertctl.settings import Home
 from expertctl.store.quantised_cache import QuantisedCache
@@ -44,11 +42,6 @@ if TYPE_CHECKING:
     from expertctl.engine.moe.expert_cache import ExpertCache
 
 BackendName = Literal["torch", "packed", "cuda"]
-ExpertWatcher = Callable[[ExpertsConfig, ObservableCache], None]
-
-
-def ignore_experts(_: ExpertsConfig, __: ObservableCache) -> None:
-    """Ignore the routed experts of a base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +55,6 @@ class LoadContext:
     tell: Notify = ignore_notification
     check: Callable[[], None] | None = None
     """Called before each kernel is compiled; an exception that it raises ends the compilation."""
-    watch: ExpertWatcher = ignore_experts
-    """Gets the owner of routed experts, to observe which are requested."""
 
 
 class RunnableModel(Protocol):

@@ -268,27 +268,22 @@ class CudaBackend:
             device=devices.CUDA,
         )
         try:
-            read = self._load_experts(experts, context, progress)
+            read = self._load_experts(experts, progress)
         except BaseException:
             experts.close()
             raise
         decoder = CudaGraphDecoder(self.config, weights, experts=experts)
         return CudaModel(decoder, weights, weights.nbytes + read, workspaces, experts)
 
-    def _load_experts(
-        self, experts: StackedExperts, context: LoadContext, progress: Progress
-    ) -> int:
+    def _load_experts(self, experts: StackedExperts, progress: Progress) -> int:
         """Load all experts, or the initial ones of a cache; return the bytes read.
 
-        A cache counts its own reads. Usage is observed in both cases.
+        A cache counts its own reads.
         """
-        cache, routed = experts.cache, experts.config
+        cache, layers = experts.cache, experts.config.layers
         if cache is None:
-            assert experts.device_counts is not None
-            context.watch(routed, experts.device_counts)
             return experts.load_all(progress)
-        warm_up_cache(cache, self.start, dict(zip(routed.layers, cache.slots, strict=True)))
-        context.watch(routed, cache)
+        warm_up_cache(cache, self.start, dict(zip(layers, cache.slots, strict=True)))
         return 0
 
     @property

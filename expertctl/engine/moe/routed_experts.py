@@ -32,9 +32,7 @@ from expertctl.engine.kernels.memory import aligned_zeros
 from expertctl.engine.kernels.moe_routing import NO_EXPERT
 from expertctl.engine.kernels.packed_matrix import ExpertShape
 from expertctl.engine.moe.counters import Counters, Phase, count_requests_by_layer
-from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
-from expertctl.engine.moe.swap_policy import ExpertScores
 from expertctl.package.architectures import ExpertsConfig
 
 Numbers = np.ndarray[Any, Any]
@@ -327,10 +325,6 @@ PASSES_PER_COUNT = 64
 class ResidentExperts(RoutedExperts):
     """All experts of a base, in memory. One thread uses it; any thread reads the counts."""
 
-    slots: tuple[LayerSlots, ...] = ()
-    scores: Sequence[ExpertScores] = ()
-    exchange_rate = 0.0
-
     def __init__(
         self,
         shape: ExpertShape,
@@ -372,13 +366,6 @@ class ResidentExperts(RoutedExperts):
             self._tokens += tokens
         if len(self._uncounted) >= PASSES_PER_COUNT or self._tokens >= TOKENS_PER_COUNT:
             self._flush()
-
-    def set_scores(self, scores: Sequence[ExpertScores], *, rate: float) -> None:
-        """Do nothing: no expert is ever swapped."""
-
-    def take_notes(self) -> tuple[str, ...]:
-        """Return nothing: no expert is read later."""
-        return ()
 
     def _flush(self) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ end of a request; those of prompts are known to the host. A run in less memory s
 counts, as with those of `ResidentExperts`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -40,7 +40,6 @@ from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.routed_experts import RoutingChoices, compute_skipped_share
 from expertctl.engine.moe.routed_mlp import RouterOutput
 from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
-from expertctl.engine.moe.swap_policy import ExpertScores
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
@@ -51,10 +50,6 @@ _LONG_BYTES = 8
 
 class DeviceExpertCounts:
     """Counts choices on the device. One thread adds and fetches; any thread reads the counters."""
-
-    slots: tuple[LayerSlots, ...] = ()
-    scores: Sequence[ExpertScores] = ()
-    exchange_rate = 0.0
 
     def __init__(self, config: ExpertsConfig, device: torch.device) -> None:
         """Start at zero."""
@@ -113,13 +108,6 @@ class DeviceExpertCounts:
         residency = ExpertResidency.whole(len(self._config.layers), self._config.count)
         requests = self.counters.cumulative_snapshot().summary.requests
         return RoutedExpertStats(residency, ExpertActivity(requests=requests))
-
-    def take_notes(self) -> tuple[str, ...]:
-        """Return nothing: no expert is read later."""
-        return ()
-
-    def set_scores(self, scores: Sequence[ExpertScores], *, rate: float) -> None:
-        """Do nothing: no expert is ever swapped."""
 
 
 def estimate_counter_bytes(config: ExpertsConfig) -> int:

@@ -14,9 +14,9 @@ with a note, and replaced when something is learnt; it never prevents a request.
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -33,10 +33,8 @@ from expertctl.engine.moe.activity_sum import (
     add_activities,
     subtract_activity,
 )
-from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.observation import build_activity_document
-from expertctl.engine.moe.swap_policy import ExpertScores
 from expertctl.engine.moe.usage_profile import ExpertUsage, build_expert_usage, read_expert_usage
 from expertctl.engine.moe.warmup import (
     DEFAULT_WARMUP,
@@ -56,6 +54,9 @@ from expertctl.schema.strict_json import load_object
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.quantised_cache import UsageProfileFile
+
+if TYPE_CHECKING:
+    from expertctl.engine.model.backends import RunnableModel
 
 USAGE_VERSION = 1
 _LINE_COUNT = 3
@@ -210,38 +211,12 @@ def _to_usage(found: LearntUsage, file: UsageProfileFile, routed: ExpertsConfig)
     return found.to_usage(routed, what=f"the learnt usage of {file.base.name}")
 
 
-class ObservableCache(Protocol):
-    """A source of counts: `ExpertCache`, `ResidentExperts` or `DeviceExpertCounts`."""
-
-    @property
-    def counters(self) -> Counters:
-        """The counters of its layers."""
-
-    @property
-    def slots(self) -> tuple[LayerSlots, ...]:
-        """The slots of each layer; empty if no expert needs one."""
-
-    @property
-    def scores(self) -> Sequence[ExpertScores]:
-        """The scores of experts for swaps, by layer."""
-
-    @property
-    def exchange_rate(self) -> float:
-        """The share of residents that an update may swap by scores; 0: none."""
-
-    def set_scores(self, scores: Sequence[ExpertScores], *, rate: float) -> None:
-        """Swap by these scores from the next update on."""
-
-    def take_notes(self) -> tuple[str, ...]:
-        """Return, once, notes for the user about experts that could not be read."""
-
-
 @dataclass(slots=True)
 class _ObservedBase:
     """A base in memory, with the counts that were saved and scored."""
 
     file: UsageProfileFile
-    cache: ObservableCache
+    model: "RunnableModel"
     routed: ExpertsConfig
     saved: ActivityDocument = EMPTY_ACTIVITY
     saved_at: float = -math.inf
@@ -251,18 +226,20 @@ class _ObservedBase:
 
     @property
     def snapshot(self) -> ActivityDocument:
-        return build_activity_document(
-            self.cache.counters.cumulative_snapshot(), used=self.routed.used
-        )
+        counters = self.model.counters
+        assert counters is not None, "a model that counts"
+        return build_activity_document(counters.cumulative_snapshot(), used=self.routed.used)
 
     @property
     def slots(self) -> Mapping[int, LayerSlots]:
-        slots = self.cache.slots
-        return dict(zip(self.routed.layers, slots, strict=True)) if slots else {}
+        cache = self.model.experts
+        return {} if cache is None else dict(zip(self.routed.layers, cache.slots, strict=True))
 
     def update_scores(self) -> None:
         """Add new counts to the scores by which residents are swapped."""
-        cache, before = self.cache, self.scored
+        cache, before = self.model.experts, self.scored
+        if cache is None:
+            return
         self.scored = self.snapshot if cache.exchange_rate > 0 else None
         if before is not None and self.scored is not None:
             scores = accumulate_scores(
@@ -307,10 +284,16 @@ class ExpertUsageStore:
                 describe_unused_option(base.name, each) for each in self._config.options
             ]
 
-    def observe(self, base: StoredBase, routed: ExpertsConfig, cache: ObservableCache) -> None:
-        """Learn from the counts of a base from now on; save those of the last one."""
+    def observe(self, base: StoredBase, routed: ExpertsConfig, model: "RunnableModel") -> None:
+        """Learn from the counts of a model from now on; save those of the last one.
+
+        Nothing is done for the observed model, and for one that counts nothing.
+        """
+        observed = self._observed
+        if (observed is not None and observed.model is model) or model.counters is None:
+            return
         self.stop_observing()
-        self._observed = _ObservedBase(UsageProfileFile(self._bases, base), cache, routed)
+        self._observed = _ObservedBase(UsageProfileFile(self._bases, base), model, routed)
 
     def save(self, *, interval: float = 0.0) -> None:
         """Save new counts, if the last save was ``interval`` seconds ago.
@@ -364,9 +347,9 @@ class ExpertUsageStore:
 
     def _collect_notes(self) -> None:
         """Take the notes of the observed base."""
-        if (observed := self._observed) is not None:
-            name, notes = observed.file.base.name, observed.cache.take_notes()
-            self._notes += [f"{name}: {note}" for note in notes]
+        if (observed := self._observed) is not None and (cache := observed.model.experts):
+            name = observed.file.base.name
+            self._notes += [f"{name}: {note}" for note in cache.take_notes()]
 
     def _plan_new_warmup(self, base: StoredBase, routed: ExpertsConfig) -> WarmupPlan:
         config = self._config

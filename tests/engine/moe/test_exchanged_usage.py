@@ -1,11 +1,12 @@
 """Who is exchanged while a base is served: by a profile at first, then by what it is asked for."""
 
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
-from expertctl.engine.moe.expert_cache import EXACT_POLICY
+from expertctl.engine.moe.counters import Counters
+from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache
 from expertctl.engine.moe.usage_profile import ExpertUsage, activity_from_counts
 from expertctl.engine.moe.usage_store import ExpertUsageStore
 from expertctl.engine.moe.warmup import WarmupConfig, WarmupPlan, warm_up_cache
@@ -17,6 +18,18 @@ from tests.engine.moe.test_usage_store import ROUTED, file
 from tests.store.fixtures import fast, house, shop
 
 __all__ = ["config", "fast", "file", "house", "shop"]
+
+
+@dataclass
+class CachedModel:
+    """A model as far as its expert cache goes."""
+
+    experts: ExpertCache
+
+    @property
+    def counters(self) -> Counters:
+        return self.experts.counters
+
 
 HERE = replace(ROUTED, count=EXPERTS, layers=NUMBERS)
 USAGE = activity_from_counts(
@@ -34,7 +47,7 @@ def test_requests_that_shift_change_who_is_exchanged(
     keeper = ExpertUsageStore(file.bases, wishes)
     with closing(new_cache(Marked(), slots=2, policy=EXACT_POLICY)) as cache:
         warm_up_cache(cache, WarmupPlan(wishes, GUIDE), by_number(cache))
-        keeper.observe(file.base, HERE, cache)
+        keeper.observe(file.base, HERE, CachedModel(cache))
         use(cache, config, (2, 3), passes=100)
         assert list_cached_experts(cache) == [{6, 7}] * LAYERS
         keeper.save()
@@ -55,7 +68,7 @@ def test_what_is_learnt_before_anything_is_known_is_exchanged_by_too(
     keeper = ExpertUsageStore(file.bases, wishes)
     with closing(new_cache(Marked(), slots=2, policy=EXACT_POLICY)) as cache:
         warm_up_cache(cache, WarmupPlan(wishes), by_number(cache))
-        keeper.observe(file.base, HERE, cache)
+        keeper.observe(file.base, HERE, CachedModel(cache))
         use(cache, config, (2, 3), passes=100)
         keeper.save()
         use(cache, config, (4, 5), passes=60)

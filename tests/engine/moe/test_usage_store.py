@@ -38,12 +38,16 @@ ROUTED = ExpertsConfig(
 
 @dataclass(frozen=True)
 class CounterSource:
-    """Counters and slots as an expert cache has them."""
+    """A model and its expert cache: counters and slots."""
 
     counters: Counters
     slots: tuple[LayerSlots, ...]
     guided: list[tuple[Sequence[ExpertScores], float]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def experts(self) -> "CounterSource | None":
+        return self if self.slots else None
 
     @property
     def scores(self) -> Sequence[ExpertScores]:
