@@ -40,7 +40,7 @@ from expertctl.store.quantised_cache import UsageProfileFile
 
 if TYPE_CHECKING:
     from expertctl.engine.moe.base_plan import BaseMemoryPlan, WeightedPlan
-    from expertctl.engine.moe.usage_profile import ExpertUsage
+    from expertctl.engine.moe.usage_profile import UsageProfile
     from expertctl.package.architectures import ExpertsConfig
 
 
@@ -50,15 +50,15 @@ _SHOWN_EXPERTS = 8
 
 
 def build_profile_document(
-    base: str, routed: "ExpertsConfig", guide: "ExpertUsage | None"
+    base: str, routed: "ExpertsConfig", guide: "UsageProfile | None"
 ) -> dict[str, object]:
     """Return the document of ``base profile show --json``."""
-    layers = {} if guide is None else guide.layers
+    layers = {} if guide is None else guide.counts
     return {
         "base": base,
         "experts": routed.count,
         "used": routed.used,
-        "tokens": 0 if guide is None else guide.prompts,
+        "tokens": 0 if guide is None else guide.tokens,
         "counted": "tokens" if guide is None else f"{_name_counted_unit(guide)}s",
         "layers": [
             {
@@ -71,7 +71,7 @@ def build_profile_document(
     }
 
 
-def format_profile(base: str, routed: "ExpertsConfig", guide: "ExpertUsage | None") -> str:
+def format_profile(base: str, routed: "ExpertsConfig", guide: "UsageProfile | None") -> str:
     """Return a usage profile as text."""
     if guide is None:
         return f"there is no usage profile of {base}: runs with native kernels record one"
@@ -84,15 +84,15 @@ def format_profile(base: str, routed: "ExpertsConfig", guide: "ExpertUsage | Non
         ]
         for number in routed.layers
     ]
-    learnt = f"{base}: learnt from {format_count(guide.prompts, _name_counted_unit(guide))}"
+    learnt = f"{base}: learnt from {format_count(guide.tokens, _name_counted_unit(guide))}"
     return f"{learnt}; older ones count less\n\n{format_table(head, rows)}"
 
 
-def _name_counted_unit(usage: "ExpertUsage") -> str:
+def _name_counted_unit(usage: "UsageProfile") -> str:
     """Return the unit of the profile's counts: token or prompt."""
     from expertctl.engine.moe.usage_profile import TOKENS_PRESET
 
-    return "token" if usage.preset == TOKENS_PRESET else "prompt"
+    return "token" if usage.counted_preset == TOKENS_PRESET else "prompt"
 
 
 def format_routed_plan(plan: "BaseMemoryPlan") -> str:
@@ -211,8 +211,7 @@ def export(
 
     Example: expertctl base profile export Qwen/Qwen3-30B-A3B habits.json
     """
-    from expertctl.engine.moe.activity import write_activity
-    from expertctl.engine.moe.usage_profile import write_profile
+    from expertctl.engine.moe.profile_codecs import write_activity, write_prompt_counts
 
     base, routed = _find_routed_base(name)
     guide = _load_usage_profile(base, routed)
@@ -222,9 +221,9 @@ def export(
             hint=f"`expertctl run --base {base.name} PROMPT` records one with native kernels",
         )
     if kind == "activity":
-        data = write_activity(guide.activity)
+        data = write_activity(guide)
     else:
-        data = write_profile(guide, experts=routed.count, model=base.name)
+        data = write_prompt_counts(guide, experts=routed.count, model=base.name)
     write_file(file, data + b"\n", mode=0o600)
     note("a profile reveals something about your prompts: share it as carefully as a history")
     document = {"base": base.name, "path": str(file), "kind": kind, "size": len(data) + 1}
@@ -241,27 +240,23 @@ def import_(
 
     Example: expertctl base profile import Qwen/Qwen3-30B-A3B habits.json
     """
-    from expertctl.engine.moe.activity_sum import (
-        EMPTY_ACTIVITY,
-        MAX_ACTIVITY_TOKENS,
-        add_activities,
-    )
-    from expertctl.engine.moe.usage_profile import read_expert_usage
+    from expertctl.engine.moe.profile_codecs import read_profile
+    from expertctl.engine.moe.usage_profile import EMPTY_PROFILE, MAX_PROFILE_TOKENS, add_profiles
     from expertctl.engine.moe.usage_store import LearntUsage, update_learnt_usage
 
     base, routed = _find_routed_base(name)
-    guide = read_expert_usage(file, routed)
-    taken = add_activities(EMPTY_ACTIVITY, guide.activity)
-    if not any(layer.hits for layer in taken.layers):
+    guide = read_profile(file, routed)
+    taken = add_profiles(EMPTY_PROFILE, guide)
+    if not taken.is_usable:
         raise IncompatibleError(
             f"{file} counts no expert often enough: profiles are scaled to at most "
-            f"{MAX_ACTIVITY_TOKENS:,} tokens, and then all its counts are below one",
+            f"{MAX_PROFILE_TOKENS:,} tokens, and then all its counts are below one",
             hint="nothing was changed; --moe-profile uses the file as it is",
         )
     update_learnt_usage(
         _open_usage_file(base), routed, lambda habits: LearntUsage(habits.base, taken)
     )
-    layers = len(guide.layers)
+    layers = len(guide.counts)
     document = {"base": base.name, "path": str(file), "layers": layers}
     emit(document, f"{base.name} starts with {file} from now on", as_json=as_json)
 
@@ -381,11 +376,11 @@ def read_routed_config(base: StoredBase) -> "ExpertsConfig | None":
         return None
 
 
-def _load_usage_profile(base: StoredBase, routed: "ExpertsConfig") -> "ExpertUsage | None":
+def _load_usage_profile(base: StoredBase, routed: "ExpertsConfig") -> "UsageProfile | None":
     """Return the learnt usage of a base; None if there is none."""
-    from expertctl.engine.moe.usage_store import load_expert_usage
+    from expertctl.engine.moe.usage_store import load_learnt_profile
 
-    return load_expert_usage(_open_usage_file(base), routed)
+    return load_learnt_profile(_open_usage_file(base), routed)
 
 
 def _parse_lanes(texts: Sequence[str]) -> dict[str, int]:

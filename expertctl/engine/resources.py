@@ -33,7 +33,7 @@ from expertctl.engine.memory.adapter_cache import AdapterCache, AdapterPrefetche
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.model.backends import Backend, KVCacheStore, LoadContext, RunnableModel
 from expertctl.engine.model.load_plan import BaseSlot, OpenBase
-from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.engine.moe.usage_store import ExpertUsageStore
 from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
 from expertctl.engine.preparation import Files, PreparedRequest

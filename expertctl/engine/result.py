@@ -15,7 +15,7 @@ from expertctl.engine.generation import DecodeSession, GenerationOutput
 from expertctl.engine.memory.budget import PURPOSES, MemoryBudget, Purpose
 from expertctl.engine.model.backends import BackendName
 from expertctl.engine.model.decoder import DecodeResult, LayerTimer, PrefillResult
-from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.routing.planner import DroppedExpert, PlannedPrompt
 from expertctl.schema.strict_json import JsonObject, JsonValue
 

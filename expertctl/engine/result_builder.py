@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from expertctl.engine.compat_engine import CompatLoadedModel
 from expertctl.engine.generation import GenerationOutput
-from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.engine.preparation import PreparedRequest
 from expertctl.engine.request import RunRequest
 from expertctl.engine.resources import LoadedModel

@@ -46,13 +46,12 @@ from expertctl.engine.moe.cache_plan import (
     fits_in_memory,
     plan_cache,
 )
-from expertctl.engine.moe.counters import Counters
+from expertctl.engine.moe.counters import Counters, RoutedExpertStats
 from expertctl.engine.moe.expert_cache import ExpertCache, MissPolicy
 from expertctl.engine.moe.expert_files import CopiedExperts, StoredExperts, open_copied_experts
 from expertctl.engine.moe.expert_memory import ExpertMemory, HostBlockStorage
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.routed_experts import ResidentExperts, make_resident_experts
-from expertctl.engine.moe.stats import RoutedExpertStats
 from expertctl.engine.moe.warmup import PlanWarmup, WarmupPlan, warm_up_cache
 from expertctl.engine.sampling import estimate_sample_bytes
 from expertctl.engine.text.prompt import RecordLogits

@@ -28,8 +28,7 @@ from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.model.decoder import Decoder, LayerTimer, PrefillResult, estimate_pass_bytes
 from expertctl.engine.model.weights import BaseWeights, load_base_weights
 from expertctl.engine.moe.cache_plan import CachePlan
-from expertctl.engine.moe.counters import Counters
-from expertctl.engine.moe.stats import RoutedExpertStats, make_resident_stats
+from expertctl.engine.moe.counters import Counters, RoutedExpertStats, make_resident_stats
 from expertctl.engine.sampling import estimate_sample_bytes
 from expertctl.engine.text.prompt import RecordLogits
 from expertctl.errors import UsageError

@@ -54,7 +54,7 @@ from expertctl.engine.moe.cache_plan import (
     fits_in_memory,
     plan_cache,
 )
-from expertctl.engine.moe.counters import Counters
+from expertctl.engine.moe.counters import Counters, RoutedExpertStats
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_stack import (
     StackShape,
@@ -69,7 +69,6 @@ from expertctl.engine.moe.stacked_experts import (
     open_stacked_experts,
 )
 from expertctl.engine.moe.stacked_mlp import estimate_host_selection_bytes
-from expertctl.engine.moe.stats import RoutedExpertStats
 from expertctl.engine.moe.warmup import PlanWarmup, WarmupPlan, warm_up_cache
 from expertctl.engine.text.prompt import RecordLogits
 from expertctl.package.base_tensors import read_base_tensors

@@ -23,7 +23,7 @@ from expertctl.engine.moe.placement import (
     place_experts,
     score_experts,
 )
-from expertctl.engine.moe.usage_profile import ExpertUsage
+from expertctl.engine.moe.usage_profile import UsageProfile
 from expertctl.engine.moe.warmup import WarmupPlan
 from expertctl.errors import IncompatibleError
 from expertctl.package.architectures import ExpertsConfig
@@ -240,7 +240,7 @@ def plan_base(
         expert_bytes=block,
         compact_bytes=compact,
         plan=plan,
-        usage_source=None if usage is None else usage.what,
+        usage_source=None if usage is None else usage.source,
         sequence_bytes=texts,
         layers=tuple(_plan_layers(routed, even, plan, ranked)),
         requests_in_slots=sum(sum(layer[:slots]) for layer, slots in by_slots),
@@ -268,7 +268,7 @@ def _plan_layers(
 
 def _plan_weightings(
     routed: ExpertsConfig,
-    usage: ExpertUsage | None,
+    usage: UsageProfile | None,
     lanes: NamedLanes,
     strategy: Strategy,
     *,
@@ -285,7 +285,7 @@ def _plan_weightings(
         return (_make_weighted_plan("flat", placement, lanes, sizes, None),)
     found = []
     for weighting in WEIGHTINGS:
-        scored = score_experts(usage.activity.layers, weighting=weighting, curve=curve)
+        scored = score_experts(usage.layers, weighting=weighting, curve=curve)
         order = append_unobserved(list_observed(scored), sizes)
         placement = place_experts(order, sizes, budgets=budgets, strategy=strategy)
         found.append(
@@ -296,11 +296,11 @@ def _plan_weightings(
     return tuple(found)
 
 
-def _find_served_share(placement: Placement, usage: ExpertUsage) -> float | None:
+def _find_served_share(placement: Placement, usage: UsageProfile) -> float | None:
     """Return the share of requests for experts in any lane."""
     lanes = [lane.experts for lane in placement.lanes]
     served = sum(usage.layer_counts(n).get(expert, 0) for lane in lanes for n, expert in lane)
-    return _ratio(served, sum(sum(counts.values()) for counts in usage.layers.values()))
+    return _ratio(served, sum(sum(counts.values()) for counts in usage.counts.values()))
 
 
 def _make_weighted_plan(

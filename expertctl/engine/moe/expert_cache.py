@@ -16,7 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from expertctl.engine.moe.counters import Counters, Phase
+from expertctl.engine.moe.counters import (
+    Counters,
+    ExpertActivity,
+    ExpertResidency,
+    Phase,
+    RoutedExpertStats,
+)
 from expertctl.engine.moe.expert_files import ExpertReader
 from expertctl.engine.moe.expert_loader import ExpertLoader, PageCacheExperts
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
@@ -29,7 +35,6 @@ from expertctl.engine.moe.routed_experts import (
     RoutingChoices,
     find_tokens_over_cap,
 )
-from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
 from expertctl.engine.moe.swap_policy import (
     ExpertScores,
     RequestBuffer,

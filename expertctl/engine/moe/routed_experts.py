@@ -31,8 +31,14 @@ from expertctl.engine.cpu.packed_base import PackedBase, make_expert_shape
 from expertctl.engine.kernels.memory import aligned_zeros
 from expertctl.engine.kernels.moe_routing import NO_EXPERT
 from expertctl.engine.kernels.packed_matrix import ExpertShape
-from expertctl.engine.moe.counters import Counters, Phase, count_requests_by_layer
-from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
+from expertctl.engine.moe.counters import (
+    Counters,
+    ExpertActivity,
+    ExpertResidency,
+    Phase,
+    RoutedExpertStats,
+    count_requests_by_layer,
+)
 from expertctl.package.architectures import ExpertsConfig
 
 Numbers = np.ndarray[Any, Any]

@@ -25,7 +25,14 @@ from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape
 from expertctl.engine.moe.cache_plan import CachePlan
-from expertctl.engine.moe.counters import Counters, Phase, count_requests_by_layer
+from expertctl.engine.moe.counters import (
+    Counters,
+    ExpertActivity,
+    ExpertResidency,
+    Phase,
+    RoutedExpertStats,
+    count_requests_by_layer,
+)
 from expertctl.engine.moe.expert_cache import ExpertCache, MissPolicy
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.expert_stack import (
@@ -39,7 +46,6 @@ from expertctl.engine.moe.expert_stack import (
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.routed_experts import RoutingChoices, compute_skipped_share
 from expertctl.engine.moe.routed_mlp import RouterOutput
-from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig

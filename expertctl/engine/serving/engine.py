@@ -19,8 +19,9 @@ from queue import SimpleQueue
 
 from expertctl.engine.model.load_plan import TORCH_MAX_BYTES
 from expertctl.engine.moe.counters import CounterMode, Counters, CounterSnapshot
-from expertctl.engine.moe.observation import Observation, ProfileOptions, make_observation
-from expertctl.engine.moe.usage_profile import parse_expert_usage
+from expertctl.engine.moe.profile_codecs import parse_profile
+from expertctl.engine.moe.usage_store import Observation, make_observation
+from expertctl.engine.moe.warmup import ProfileOptions
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.loop import EngineLoop, FailureCallback
@@ -235,7 +236,7 @@ class ServingEngine:
         guide = (
             self._runner.read_usage_profile(routed)
             if profile is None
-            else parse_expert_usage(profile, routed, what="the profile")
+            else parse_profile(profile, routed, what="the profile")
         )
         adoption = wishes.make_update(guide, cache, routed, warmup=self.settings.moe)
         self._run_between_passes(self._scheduler.run_between_passes(partial(adoption.apply, cache)))
@@ -263,9 +264,8 @@ class ServingEngine:
         return make_observation(
             observed,
             base=base.stored.name,
-            config=base.config,
-            report=model.routed,
-            cache=model.experts,
+            routed=base.config.experts,
+            model=model,
         )
 
     def _count_resident_experts(self) -> dict[int, int]:

@@ -24,8 +24,8 @@ from expertctl.engine.memory.process_registry import (
 )
 from expertctl.engine.model.backends import RunnableModel
 from expertctl.engine.model.load_plan import OpenBase
-from expertctl.engine.moe.usage_profile import ExpertUsage
-from expertctl.engine.moe.usage_store import load_expert_usage
+from expertctl.engine.moe.usage_profile import UsageProfile
+from expertctl.engine.moe.usage_store import load_learnt_profile
 from expertctl.engine.preparation import (
     Files,
     PreparedRequest,
@@ -323,7 +323,7 @@ class ModelRunner:
         self._narrow_buffers(least, (1, 0))
         return True
 
-    def read_usage_profile(self, routed: ExpertsConfig) -> ExpertUsage:
+    def read_usage_profile(self, routed: ExpertsConfig) -> UsageProfile:
         """Return the usage profile learned so far, from the disk.
 
         Raises:
@@ -333,7 +333,7 @@ class ModelRunner:
         name = self.base.stored.name
         file = UsageProfileFile(self._planner.bases, self.base.stored)
         try:
-            guide = load_expert_usage(file, routed)
+            guide = load_learnt_profile(file, routed)
         except (InvalidPackageError, StoreError) as error:
             self._tell(f"{WARNING_PREFIX}{file.path}: {error.message}")
             raise IncompatibleError(

@@ -2,23 +2,24 @@
 
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from expertctl.engine.moe.cache_plan import SharePins, TopPins
 from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import Numbers
-from expertctl.engine.moe.observation import ProfileOptions, find_active_profile
 from expertctl.engine.moe.routed_experts import RoutingChoices
-from expertctl.engine.moe.usage_profile import (
-    ExpertUsage,
-    SharePins,
-    TopPins,
-    activity_from_counts,
+from expertctl.engine.moe.usage_profile import build_prompt_profile
+from expertctl.engine.moe.warmup import (
+    DEFAULT_WARMUP,
+    ProfileOptions,
+    WarmupConfig,
+    find_active_profile,
 )
-from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
 from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
 from expertctl.package.model_config import ModelConfig
 from expertctl.store.quantised_file import always_wanted
@@ -35,11 +36,11 @@ from tests.engine.moe.test_expert_cache import (
 
 __all__ = ["config"]
 
-USAGE = activity_from_counts(
+USAGE = build_prompt_profile(
     experts=EXPERTS, prompts=10, layers={n: {7: 10, 6: 8, 5: 2} for n in NUMBERS}
 )
-GUIDE = ExpertUsage("the profile", USAGE)
-NOBODY = activity_from_counts(experts=EXPERTS, prompts=10, layers={1: {}})
+GUIDE = replace(USAGE, source="the profile")
+NOBODY = build_prompt_profile(experts=EXPERTS, prompts=10, layers={1: {}})
 
 
 def read_drawn(cache: ExpertCache, room: RoutingChoices) -> None:
@@ -179,7 +180,7 @@ def test_what_is_not_said_is_as_it_was_wished_at_the_start(config: ModelConfig) 
 
 def test_what_would_change_nothing_or_does_not_fit_is_refused(config: ModelConfig) -> None:
     assert config.experts is not None
-    nobody = ExpertUsage("the profile", NOBODY)
+    nobody = replace(NOBODY, source="the profile")
     with closing(new_cache(Marked(), slots=3, policy=EXACT_POLICY)) as cache:
         with pytest.raises(UsageError, match="changes nothing") as caught:
             ProfileOptions().make_update(GUIDE, cache, config.experts, warmup=DEFAULT_WARMUP)

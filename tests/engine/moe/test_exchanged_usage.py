@@ -7,7 +7,7 @@ import pytest
 
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache
-from expertctl.engine.moe.usage_profile import ExpertUsage, activity_from_counts
+from expertctl.engine.moe.usage_profile import build_prompt_profile
 from expertctl.engine.moe.usage_store import ExpertUsageStore
 from expertctl.engine.moe.warmup import WarmupConfig, WarmupPlan, warm_up_cache
 from expertctl.package.model_config import ModelConfig
@@ -32,10 +32,10 @@ class CachedModel:
 
 
 HERE = replace(ROUTED, count=EXPERTS, layers=NUMBERS)
-USAGE = activity_from_counts(
+USAGE = build_prompt_profile(
     experts=EXPERTS, prompts=40, layers={n: {7: 40, 6: 30} for n in NUMBERS}
 )
-GUIDE = ExpertUsage("a file", USAGE)
+GUIDE = replace(USAGE, source="a file")
 
 
 @pytest.mark.parametrize("learns", [True, False])

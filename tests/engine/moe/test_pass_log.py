@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from expertctl.engine.kernels.moe_routing import NO_EXPERT
-from expertctl.engine.moe.counters import Counters, count_requests_by_layer
+from expertctl.engine.moe.counters import Counters, ExpertActivity, count_requests_by_layer
 from expertctl.engine.moe.routed_experts import PassLog, RoutingChoices, sum_skips
-from expertctl.engine.moe.stats import ExpertActivity
 from expertctl.package.model_config import ModelConfig, parse_model_config
 
 LAYERS, EXPERTS, USED, MOST = 3, 8, 2, 300

@@ -2,23 +2,18 @@
 
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from expertctl.engine.moe.activity import ActivityDocument, LayerActivity
-from expertctl.engine.moe.cache_plan import CachePlan
+from expertctl.engine.moe.cache_plan import CachePlan, SharePins, TopPins
 from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.routed_experts import RoutingChoices
-from expertctl.engine.moe.usage_profile import (
-    ExpertUsage,
-    SharePins,
-    TopPins,
-    activity_from_counts,
-)
+from expertctl.engine.moe.usage_profile import LayerUsage, UsageProfile, build_prompt_profile
 from expertctl.engine.moe.warmup import (
     LayerState,
     SavedCacheState,
@@ -42,10 +37,10 @@ from tests.engine.moe.test_expert_cache import (
 
 __all__ = ["config"]
 
-USAGE = activity_from_counts(
+USAGE = build_prompt_profile(
     experts=EXPERTS, prompts=10, layers={n: {7: 10, 6: 8, 5: 2} for n in NUMBERS}
 )
-GUIDE = ExpertUsage("a file", USAGE)
+GUIDE = replace(USAGE, source="a file")
 
 
 def by_number(cache: ExpertCache) -> dict[int, LayerSlots]:
@@ -145,12 +140,12 @@ def test_a_plan_has_the_pins_that_are_wished_and_slots_as_is_known() -> None:
 def test_layers_that_ask_for_more_get_more_slots() -> None:
     even, few = np.full(64, 900), np.r_[[20_000] * 4, [10] * 60]  # many, and four of all
     layers = tuple(
-        LayerActivity(n, hot={e: int(c) for e, c in enumerate(even if n < 6 else few)})
+        LayerUsage(n, hot={e: int(c) for e, c in enumerate(even if n < 6 else few)})
         for n in range(12)
     )
-    activity = ActivityDocument("update", layers, experts=64, used=8)
+    activity = UsageProfile("update", layers, experts=64, used=8)
     plan = CachePlan(layers=12, experts=64, slots=16)
-    found = WarmupPlan(WarmupConfig(), ExpertUsage("", activity)).adapt_cache_plan(plan, range(12))
+    found = WarmupPlan(WarmupConfig(), activity).adapt_cache_plan(plan, range(12))
     assert min(found.slots_by_layer[:6]) > max(found.slots_by_layer[6:]) >= 8
     assert found.blocks <= plan.blocks
 
@@ -159,12 +154,12 @@ def test_a_layer_that_fewer_tokens_asked_gets_no_fewer_slots() -> None:
     """Which is the last: of a prompt it is asked for one token."""
     counts = np.r_[[20_000] * 20, [10] * 44]
     layers = tuple(
-        LayerActivity(n, hot={e: int(c) // (10 if n == 11 else 1) for e, c in enumerate(counts)})
+        LayerUsage(n, hot={e: int(c) // (10 if n == 11 else 1) for e, c in enumerate(counts)})
         for n in range(12)
     )
-    activity = ActivityDocument("update", layers, experts=64, used=8)
+    activity = UsageProfile("update", layers, experts=64, used=8)
     plan = CachePlan(layers=12, experts=64, slots=16)
-    found = WarmupPlan(WarmupConfig(), ExpertUsage("", activity)).adapt_cache_plan(plan, range(12))
+    found = WarmupPlan(WarmupConfig(), activity).adapt_cache_plan(plan, range(12))
     assert len(set(found.capacities)) <= 2
     assert max(found.capacities) - min(found.capacities) <= 1
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from expertctl.engine.moe import usage_store
-from expertctl.engine.moe.activity import ActivityDocument, LayerActivity
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.swap_policy import ExpertScores
+from expertctl.engine.moe.usage_profile import LayerUsage, UsageProfile
 from expertctl.engine.moe.usage_store import (
     ExpertUsageStore,
     LearntUsage,
@@ -89,7 +89,7 @@ def keeper(file: UsageProfileFile, **wishes: object) -> ExpertUsageStore:
 
 def hits(file: UsageProfileFile) -> list[dict[int, int]]:
     habits = load_learnt_usage(file)
-    return [] if habits is None else [layer.hits for layer in habits.activity.layers]
+    return [] if habits is None else [layer.hits for layer in habits.profile.layers]
 
 
 def test_what_is_counted_is_kept_once(file: UsageProfileFile) -> None:
@@ -179,9 +179,9 @@ def test_a_state_of_other_experts_is_left_out_with_a_note(file: UsageProfileFile
     assert str(file.path) in note
 
 
-def counted(*layers: int, experts: int = EXPERTS, used: int = 2) -> ActivityDocument:
-    told = tuple(LayerActivity(layer, calls=1, hot={1: 1}) for layer in layers)
-    return ActivityDocument("update", told, experts=experts, used=used)
+def counted(*layers: int, experts: int = EXPERTS, used: int = 2) -> UsageProfile:
+    told = tuple(LayerUsage(layer, calls=1, hot={1: 1}) for layer in layers)
+    return UsageProfile("update", told, experts=experts, used=used)
 
 
 def saved(layer: int, expert: int) -> SavedCacheState:
@@ -191,9 +191,9 @@ def saved(layer: int, expert: int) -> SavedCacheState:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(lambda h: replace(h, activity=counted(1, experts=9)), id="more experts"),
-        pytest.param(lambda h: replace(h, activity=counted(1, used=3)), id="more of them used"),
-        pytest.param(lambda h: replace(h, activity=counted(1, 2)), id="another layer"),
+        pytest.param(lambda h: replace(h, profile=counted(1, experts=9)), id="more experts"),
+        pytest.param(lambda h: replace(h, profile=counted(1, used=3)), id="more of them used"),
+        pytest.param(lambda h: replace(h, profile=counted(1, 2)), id="another layer"),
         pytest.param(lambda h: replace(h, state=saved(1, EXPERTS)), id="a slot of nobody"),
         pytest.param(lambda h: replace(h, state=saved(2, 0)), id="slots of another layer"),
     ],
