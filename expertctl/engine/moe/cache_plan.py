@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from expertctl.engine.moe.prefetch import estimate_transition_bytes
+from expertctl.engine.moe.layer_slots import estimate_transition_bytes
 from expertctl.engine.moe.usage_profile import UsageProfile
 from expertctl.errors import UsageError
 from expertctl.package.architectures import MAX_EXPERTS_PER_LAYER, ExpertsConfig

@@ -24,11 +24,10 @@ from expertctl.engine.moe.counters import (
     RoutedExpertStats,
 )
 from expertctl.engine.moe.expert_files import ExpertReader
-from expertctl.engine.moe.expert_loader import ExpertLoader, PageCacheExperts
+from expertctl.engine.moe.expert_loader import ExpertLoader, PageCacheExperts, PredictionFilter
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
-from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.layer_slots import LayerSlots, TransitionModel
 from expertctl.engine.moe.placement import interleave
-from expertctl.engine.moe.prefetch import PredictionFilter, TransitionModel
 from expertctl.engine.moe.routed_experts import (
     PassLog,
     RoutedExperts,
