@@ -48,10 +48,11 @@ from expertctl.engine.resources import ResourceManager
 from expertctl.engine.result import GenerationTrace, MemoryUsage, RunResult
 from expertctl.engine.result_builder import (
     GenerationContext,
-    ResultBuilder,
     StageTimer,
+    build_result,
     check_answer,
     record_failures,
+    record_result,
 )
 from expertctl.errors import DigestError, UsageError
 from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
@@ -121,8 +122,8 @@ class LocalEngine:
             generated = yield from context.loaded.generate(prompt, plan, cancelled, trace=trace)
             memory = MemoryUsage.from_budget(self.budget)
         form = check_answer(generated, context.prepared.planned, request.route.prompt)
-        outcome = ResultBuilder(request, context, generated, form, memory, trace=trace)
-        return outcome.record_result(self._planner.catalogue, notes=self.take_notes)
+        result = build_result(request, context, generated, form, memory, trace=trace)
+        return record_result(result, self._planner.catalogue, notes=self.take_notes)
 
     @contextmanager
     def open_context(self, request: RunRequest) -> Iterator[GenerationContext]:
