@@ -5,18 +5,15 @@ experts are in a stack, all of them or as many as fit. Nothing else here depends
 tests run the same classes on a processor.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine import devices
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
 from expertctl.engine.devices import translate_device_errors
-from expertctl.engine.generation import DecoderSession, DecodeSession, step_sequentially
+from expertctl.engine.generation import DecoderSession, DecodeSession
 from expertctl.engine.kv.sequence_cache import (
     KVCacheBase,
     KVCacheFactory,
@@ -28,6 +25,7 @@ from expertctl.engine.model.backends import (
     BackendName,
     LoadContext,
     TorchBackend,
+    TorchModel,
     parse_torch_dtype,
 )
 from expertctl.engine.model.cuda_graph_decoder import (
@@ -45,8 +43,7 @@ from expertctl.engine.model.cuda_graphs import (
     estimate_graph_memory,
     estimate_permanent_bytes,
 )
-from expertctl.engine.model.decoder import LayerTimer, PrefillResult
-from expertctl.engine.model.weights import BaseWeights, is_routed_expert, load_base_weights
+from expertctl.engine.model.weights import is_routed_expert, load_base_weights
 from expertctl.engine.moe.cache_plan import (
     CachePlan,
     estimate_cache_metadata_bytes,
@@ -302,13 +299,10 @@ class CudaBackend:
 
 
 @dataclass(frozen=True, slots=True)
-class CudaModel:
+class CudaModel(TorchModel):
     """A base in the memory of the device."""
 
     decoder: CudaGraphDecoder
-    weights: BaseWeights
-    read_bytes: int
-    """Bytes of files read for the weights."""
     workspace_bytes: int
     """Bytes that libraries keep for the streams that it runs on."""
     stacked_experts: StackedExperts | None = None
@@ -324,11 +318,6 @@ class CudaModel:
         if not self.stacked_experts.is_whole:
             graphs = estimate_graph_memory(self.decoder.config, self.stacked_experts.stack.shape)
         return held + self.stacked_experts.nbytes + self.decoder.permanent_bytes + graphs
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Warnings for the user about the weights."""
-        return self.weights.warnings
 
     @property
     def routed(self) -> RoutedExpertStats | None:
@@ -370,38 +359,6 @@ class CudaModel:
         """Start or continue a sequence."""
         assert isinstance(cache, StaticKVRow)
         return DecoderSession(self.decoder, cache, plan.deltas, plan.soft_prompt, progress, scores)
-
-    @property
-    def prefill_parts(self) -> int:
-        """1: a pass is not split."""
-        return 1
-
-    def prefill(
-        self, reading: DecodeSession, ids: Sequence[int], *, between_layers: Callable[[], None]
-    ) -> PrefillResult:
-        """Read a part of a prompt at once."""
-        return reading.prefill(ids)
-
-    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> Tensor:
-        """Read one more token of each sequence, one after the other."""
-        return step_sequentially(texts)
-
-    def time_layers(self, times: LayerTimer) -> AbstractContextManager[None]:
-        """Add the time of each part to ``times``; steps are not captured meanwhile."""
-        return self.decoder.time_layers(times)
-
-    def matrix(self, module: str) -> Tensor:
-        """Return the weights [out, in] of a linear layer, in host memory, to compile plans."""
-        return self.decoder.matrix(module).cpu()
-
-    def free_buffers(self) -> None:
-        """Free buffers, slots and the graphs of a sequence."""
-        self.decoder.free_buffers()
-
-    @property
-    def holds_only_weights(self) -> bool:
-        """Whether it holds nothing but its weights."""
-        return self.decoder.holds_only_weights
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between two passes."""
