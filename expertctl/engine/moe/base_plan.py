@@ -203,28 +203,16 @@ def plan_base(
         raise IncompatibleError(
             f"{base} has no routed experts", hint="`expertctl base list` shows the bases"
         )
-    backend = PackedBackend.choose(config, dtype)
+    backend, usage = PackedBackend.choose(config, dtype), start.usage
     block, texts = make_expert_shape(config, scheme).nbytes, backend.sequence_bytes()
-    layers, rest, usage = len(routed.layers), backend.min_weight_bytes, start.usage
+    rest = backend.min_weight_bytes
     whole = fits_in_memory(backend.weight_bytes, limit, sequence_bytes=texts)
     if whole:
-        rest = backend.weight_bytes - layers * routed.count * block
-        even = CachePlan(
-            layers=layers, experts=routed.count, slots=routed.count, miss="exact", cap=1.0
-        )
-        plan, compact = even, None  # no copy is read, and no expert is pinned
-    else:
-        even = plan_cache(
-            layers=layers,
-            experts=routed.count,
-            block_bytes=block,
-            other_bytes=rest,
-            limit=limit,
-            miss="exact",
-            cap=1.0,
-            sequence_bytes=texts,
-        )
-        plan = start.adapt_cache_plan(even, routed.layers)
+        rest = backend.weight_bytes - len(routed.layers) * routed.count * block
+        compact = None  # no copy is read
+    even, plan = _plan_slots(
+        routed, start, block=block, other_bytes=rest, limit=limit, sequence_bytes=texts, whole=whole
+    )
     each = compact or block
     counts = [{} if usage is None else usage.layer_counts(n) for n in routed.layers]
     ranked = [sorted(layer.values(), reverse=True) for layer in counts]
@@ -248,6 +236,34 @@ def plan_base(
         weightings=_plan_weightings(routed, usage, budgets, strategy, block=each, curve=curve),
         has_lanes=bool(lanes),
     )
+
+
+def _plan_slots(
+    routed: ExpertsConfig,
+    start: WarmupPlan,
+    *,
+    block: int,
+    other_bytes: int,
+    limit: int,
+    sequence_bytes: int,
+    whole: bool,
+) -> tuple[CachePlan, CachePlan]:
+    """Return the even plan and that by usage; if all experts fit, none of them is pinned."""
+    layers, experts = len(routed.layers), routed.count
+    if whole:
+        even = CachePlan(layers=layers, experts=experts, slots=experts)
+        return even, even
+    even = plan_cache(
+        layers=layers,
+        experts=experts,
+        block_bytes=block,
+        other_bytes=other_bytes,
+        limit=limit,
+        miss="exact",
+        cap=1.0,
+        sequence_bytes=sequence_bytes,
+    )
+    return even, start.adapt_cache_plan(even, routed.layers)
 
 
 def _plan_layers(

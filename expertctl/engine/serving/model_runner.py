@@ -272,9 +272,8 @@ class ModelRunner:
                 self.resources.load_plan(self.base, self.model, planned, self._files)
             )
             loads = tiers.traffic[Tier.RAM].loads - loads
-            return LoadedPlan(
-                self.model, plan, pins.pop_all(), loads, self.resources.bytes_moved.subtract(moved)
-            )
+            moved = self.resources.bytes_moved.subtract(moved)
+            return LoadedPlan(plan, pins.pop_all(), loads, moved)
 
     @contextmanager
     def open_sequence(
