@@ -50,41 +50,41 @@ _SHOWN_EXPERTS = 8
 
 
 def build_profile_document(
-    base: str, routed: "ExpertsConfig", guide: "UsageProfile | None"
+    base: str, routed: "ExpertsConfig", profile: "UsageProfile | None"
 ) -> dict[str, object]:
     """Return the document of ``base profile show --json``."""
-    layers = {} if guide is None else guide.counts
+    layers = {} if profile is None else profile.counts
     return {
         "base": base,
         "experts": routed.count,
         "used": routed.used,
-        "tokens": 0 if guide is None else guide.tokens,
-        "counted": "tokens" if guide is None else f"{_name_counted_unit(guide)}s",
+        "tokens": 0 if profile is None else profile.tokens,
+        "counted": "tokens" if profile is None else f"{_name_counted_unit(profile)}s",
         "layers": [
             {
                 "layer": number,
                 "asked": len(layers.get(number, {})),
-                "first": [] if guide is None else guide.rank_experts(number),
+                "first": [] if profile is None else profile.rank_experts(number),
             }
             for number in routed.layers
         ],
     }
 
 
-def format_profile(base: str, routed: "ExpertsConfig", guide: "UsageProfile | None") -> str:
+def format_profile(base: str, routed: "ExpertsConfig", profile: "UsageProfile | None") -> str:
     """Return a usage profile as text."""
-    if guide is None:
+    if profile is None:
         return f"there is no usage profile of {base}: runs with native kernels record one"
     head = ["LAYER", "USED", "MOST USED EXPERTS"]
     rows = [
         [
             str(number),
-            f"{len(guide.layer_counts(number))} of {routed.count}",
-            " ".join(map(str, guide.rank_experts(number)[:_SHOWN_EXPERTS])),
+            f"{len(profile.layer_counts(number))} of {routed.count}",
+            " ".join(map(str, profile.rank_experts(number)[:_SHOWN_EXPERTS])),
         ]
         for number in routed.layers
     ]
-    learnt = f"{base}: learnt from {format_count(guide.tokens, _name_counted_unit(guide))}"
+    learnt = f"{base}: learnt from {format_count(profile.tokens, _name_counted_unit(profile))}"
     return f"{learnt}; older ones count less\n\n{format_table(head, rows)}"
 
 
@@ -184,10 +184,10 @@ def show(name: BaseName, as_json: JsonFlag = False) -> None:
     Example: expertctl base profile show Qwen/Qwen3-30B-A3B
     """
     base, routed = _find_routed_base(name)
-    guide = _load_usage_profile(base, routed)
+    profile = _load_usage_profile(base, routed)
     emit(
-        build_profile_document(base.name, routed, guide),
-        format_profile(base.name, routed, guide),
+        build_profile_document(base.name, routed, profile),
+        format_profile(base.name, routed, profile),
         as_json=as_json,
     )
 
@@ -214,16 +214,16 @@ def export(
     from expertctl.engine.moe.profile_codecs import write_activity, write_prompt_counts
 
     base, routed = _find_routed_base(name)
-    guide = _load_usage_profile(base, routed)
-    if guide is None:
+    profile = _load_usage_profile(base, routed)
+    if profile is None:
         raise NotFoundError(
             f"there is no usage profile of {base.name}",
             hint=f"`expertctl run --base {base.name} PROMPT` records one with native kernels",
         )
     if kind == "activity":
-        data = write_activity(guide)
+        data = write_activity(profile)
     else:
-        data = write_prompt_counts(guide, experts=routed.count, model=base.name)
+        data = write_prompt_counts(profile, experts=routed.count, model=base.name)
     write_file(file, data + b"\n", mode=0o600)
     note("a profile reveals something about your prompts: share it as carefully as a history")
     document = {"base": base.name, "path": str(file), "kind": kind, "size": len(data) + 1}
@@ -245,8 +245,8 @@ def import_(
     from expertctl.engine.moe.usage_store import LearntUsage, update_learnt_usage
 
     base, routed = _find_routed_base(name)
-    guide = read_profile(file, routed)
-    taken = add_profiles(EMPTY_PROFILE, guide)
+    profile = read_profile(file, routed)
+    taken = add_profiles(EMPTY_PROFILE, profile)
     if not taken.is_usable:
         raise IncompatibleError(
             f"{file} counts no expert often enough: profiles are scaled to at most "
@@ -254,9 +254,9 @@ def import_(
             hint="nothing was changed; --moe-profile uses the file as it is",
         )
     update_learnt_usage(
-        _open_usage_file(base), routed, lambda habits: LearntUsage(habits.base, taken)
+        _open_usage_file(base), routed, lambda learnt: LearntUsage(learnt.base, taken)
     )
-    layers = len(guide.counts)
+    layers = len(profile.counts)
     document = {"base": base.name, "path": str(file), "layers": layers}
     emit(document, f"{base.name} starts with {file} from now on", as_json=as_json)
 

@@ -27,7 +27,7 @@ from expertctl.engine.memory.process_registry import (
     sleep_before_retry,
 )
 from expertctl.engine.model.load_plan import TORCH_MAX_BYTES, read_local_outline
-from expertctl.engine.moe.usage_store import SAVE_INTERVAL as HABIT_SECONDS
+from expertctl.engine.moe.usage_store import SAVE_INTERVAL
 from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
 from expertctl.engine.preparation import (
     Files,
@@ -159,7 +159,7 @@ class LocalEngine:
                 prepared, files, cache_key=request.cache_key, threads=count
             )
             stack.callback(
-                self._resources.habits.save, interval=HABIT_SECONDS
+                self._resources.usage_store.save, interval=SAVE_INTERVAL
             )  # runs when everything else is released
             ready = stack.enter_context(borrowed)
             lease.resize(self.budget.used)
@@ -315,7 +315,7 @@ class LocalEngine:
             torch_below=self._torch_below,
             memory_limit=self.budget.limit,
             headroom=headroom,
-            habits=self._resources.habits,
+            usage_store=self._resources.usage_store,
         )
         return prepare_for_base(base, self._planner, request, planned, files)
 

@@ -115,11 +115,11 @@ class ResourceManager:
         ``cached_kv_limit`` limits the bytes of KV kept between requests; None: all memory that
         nothing else needs.
         """
-        self.habits = ExpertUsageStore(planner.bases, warmup)
+        self.usage_store = ExpertUsageStore(planner.bases, warmup)
         self.tiers = AdapterCache(ram=ram or budget, device=budget)
         self._budget, self._base_slot = (
             budget,
-            BaseSlot(self.tiers, on_drop=self.habits.stop_observing),
+            BaseSlot(self.tiers, on_drop=self.usage_store.stop_observing),
         )
         self._prefetch = AdapterPrefetcher[LoadedAdapter](self.tiers)
         self._kv_stores: dict[str, KVCacheStore] = {}
@@ -151,7 +151,7 @@ class ResourceManager:
 
     def close(self) -> None:
         """Free everything; what others may depend on is freed last."""
-        self.habits.stop_observing()
+        self.usage_store.stop_observing()
         self._base_slot.unload()
         self.tiers.clear()
         for kv_store in self._kv_stores.values():
@@ -167,7 +167,7 @@ class ResourceManager:
     def take_notes(self) -> tuple[str, ...]:
         """Return, once, warnings about data that could not be saved."""
         copies = self._copies.take_notes() if self._copies else ()
-        return (*self._derived.take_notes(), *copies, *self.habits.take_notes())
+        return (*self._derived.take_notes(), *copies, *self.usage_store.take_notes())
 
     def check_integrity(self) -> None:
         """Assert that the budget matches what is in memory, and that nothing is in use."""
@@ -277,7 +277,7 @@ class ResourceManager:
         context = self._build_load_context(base, threads)
         model = self._base_slot.load(context, progress=self._progress)
         if base.config.experts is not None:
-            self.habits.observe(base.stored, base.config.experts, model)
+            self.usage_store.observe(base.stored, base.config.experts, model)
         return model
 
     def _compile_plan(

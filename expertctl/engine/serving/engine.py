@@ -233,13 +233,13 @@ class ServingEngine:
                 "or all of them are in memory",
                 hint="serve a base with routed experts and a smaller --memory-budget",
             )
-        guide = (
+        found = (
             self._runner.read_usage_profile(routed)
             if profile is None
             else parse_profile(profile, routed, what="the profile")
         )
-        adoption = wishes.make_update(guide, cache, routed, warmup=self.settings.moe)
-        self._run_between_passes(self._scheduler.run_between_passes(partial(adoption.apply, cache)))
+        update = wishes.make_update(found, cache, routed, warmup=self.settings.moe)
+        self._run_between_passes(self._scheduler.run_between_passes(partial(update.apply, cache)))
         return self.get_observation()
 
     def close(self, *, seconds: float = 0.0) -> None:

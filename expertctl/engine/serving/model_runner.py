@@ -193,7 +193,7 @@ class ModelRunner:
             memory_limit=self.budget.limit,
             rows=self.settings.rows,
             headroom=headroom,
-            habits=self.resources.habits,
+            usage_store=self.resources.usage_store,
         )
         assert isinstance(base, OpenBase), "only our own engine serves"
         return base
@@ -332,18 +332,18 @@ class ModelRunner:
         name = self.base.stored.name
         file = UsageProfileFile(self._planner.bases, self.base.stored)
         try:
-            guide = load_learnt_profile(file, routed)
+            profile = load_learnt_profile(file, routed)
         except (InvalidPackageError, StoreError) as error:
             self._tell(f"{WARNING_PREFIX}{file.path}: {error.message}")
             raise IncompatibleError(
                 f"the learned usage profile of {name} cannot be read",
                 hint="send a profile in the request, or delete the learned one on the server",
             ) from error
-        if guide is None:
+        if profile is None:
             raise NotFoundError(
                 f"no usage profile was learned for {name}", hint="send a profile in the request"
             )
-        return guide
+        return profile
 
     @property
     def memory(self) -> MemoryUsage:
