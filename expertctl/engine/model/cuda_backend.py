@@ -276,10 +276,9 @@ class CudaBackend:
 
         A cache counts its own reads.
         """
-        cache, layers = experts.cache, experts.config.layers
-        if cache is None:
+        if experts.cache is None:
             return experts.load_all(progress)
-        warm_up_cache(cache, self.start, dict(zip(layers, cache.slots, strict=True)))
+        warm_up_cache(experts.cache, self.start)
         return 0
 
     @property

@@ -9,13 +9,14 @@ experts of the next layer are prefetched, if such predictions are mostly right.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import (
     Counters,
     ExpertActivity,
@@ -109,6 +110,36 @@ class ExpertCache(RoutedExperts):
         self._prediction_filter = PredictionFilter()
         self._predicted: tuple[int, Numbers] | None = None
         """The index of the next layer, and its predicted choices."""
+
+    @classmethod
+    def from_plan(
+        cls,
+        plan: CachePlan,
+        memory: ExpertMemory,
+        reader: ExpertReader,
+        *,
+        layer_numbers: Sequence[int],
+        threads: int = 3,
+    ) -> "ExpertCache":
+        """Start with the slots, the pins and the miss policy of a plan."""
+        slots = [
+            LayerSlots(experts=plan.experts, capacity=capacity, pinned=pins)
+            for capacity, pins in zip(plan.capacities, plan.pinned_by_layer, strict=True)
+        ]
+        policy = MissPolicy(skips=plan.miss == "skip", cap=plan.cap)
+        return cls(
+            memory,
+            reader,
+            layer_numbers=layer_numbers,
+            slots=slots,
+            policy=policy,
+            threads=threads,
+        )
+
+    @property
+    def slots_by_layer(self) -> Mapping[int, LayerSlots]:
+        """The slots of each layer, by its number in the base."""
+        return dict(zip(self._layer_numbers, self.slots, strict=True))
 
     @property
     def skips(self) -> bool:

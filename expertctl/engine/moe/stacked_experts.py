@@ -33,7 +33,7 @@ from expertctl.engine.moe.counters import (
     RoutedExpertStats,
     count_requests_by_layer,
 )
-from expertctl.engine.moe.expert_cache import ExpertCache, MissPolicy
+from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.expert_stack import (
     DUMMY_ROW,
@@ -43,7 +43,6 @@ from expertctl.engine.moe.expert_stack import (
     StackShape,
     is_queued,
 )
-from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.routed_experts import RoutingChoices, compute_skipped_share
 from expertctl.engine.moe.routed_mlp import RouterOutput
 from expertctl.package.architectures import ExpertsConfig
@@ -338,21 +337,15 @@ def open_stacked_experts(
         stack = ExpertStack(shape, blocks=len(routed.layers) * routed.count, device=device)
         return StackedExperts(routed, stack, reader)
     stack = ExpertStack(shape, blocks=plan.blocks, device=device)
-    cache = ExpertCache(
-        ExpertMemory(
-            ExpertShape(_SCHEMES[shape.dtype], shape.hidden, shape.intermediate),
-            layers=plan.layers,
-            experts=plan.experts,
-            blocks=stack,
-        ),
-        reader,
-        layer_numbers=routed.layers,
-        slots=[
-            LayerSlots(experts=plan.experts, capacity=capacity, pinned=pins)
-            for capacity, pins in zip(plan.capacities, plan.pinned_by_layer, strict=True)
-        ],
-        policy=MissPolicy(skips=plan.miss == "skip", cap=plan.cap),
-        threads=STAGING_BUFFERS - 1,
+    memory = ExpertMemory(
+        ExpertShape(_SCHEMES[shape.dtype], shape.hidden, shape.intermediate),
+        layers=plan.layers,
+        experts=plan.experts,
+        blocks=stack,
+    )
+    threads = STAGING_BUFFERS - 1
+    cache = ExpertCache.from_plan(
+        plan, memory, reader, layer_numbers=routed.layers, threads=threads
     )
     return StackedExperts(routed, stack, reader, cache=cache)
 

@@ -180,7 +180,7 @@ def make_observation(
     document, profile = UsageProfile("off"), None
     if counters is not None and routed is not None:
         document, cache = build_counted_profile(counters, used=routed.used), model.experts
-        profile = None if cache is None else find_active_profile(cache, routed)
+        profile = None if cache is None else find_active_profile(cache)
     residence = None if (report := model.routed) is None else report.residence
     return Observation(base=base, document=document, residence=residence, active_profile=profile)
 
@@ -275,8 +275,7 @@ class _ObservedBase:
 
     @property
     def slots(self) -> Mapping[int, LayerSlots]:
-        cache = self.model.experts
-        return {} if cache is None else dict(zip(self.routed.layers, cache.slots, strict=True))
+        return {} if self.model.experts is None else self.model.experts.slots_by_layer
 
     def update_scores(self) -> None:
         """Add new counts to the scores by which residents are swapped."""

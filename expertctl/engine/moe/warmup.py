@@ -309,12 +309,13 @@ PlanWarmup = Callable[[ExpertsConfig], WarmupPlan]
 """Returns how a base with such experts starts; called only if not all of them fit."""
 
 
-def warm_up_cache(cache: "ExpertCache", plan: WarmupPlan, slots: Mapping[int, LayerSlots]) -> None:
-    """Fill the empty slots of a cache; ``slots`` by the number of the layer.
+def warm_up_cache(cache: "ExpertCache", plan: WarmupPlan) -> None:
+    """Fill the empty slots of a cache.
 
     Raises:
         InvalidPackageError: when a file of the base cannot be read.
     """
+    slots = cache.slots_by_layer
     ranked = plan.rank_experts(slots)
     match plan.config.warmup:
         case "full":
@@ -354,7 +355,6 @@ class ProfileOptions:
         self,
         profile: UsageProfile,
         cache: "ExpertCache",
-        routed: ExpertsConfig,
         *,
         warmup: WarmupConfig,
     ) -> ProfileUpdate:
@@ -371,14 +371,15 @@ class ProfileOptions:
                 "the profile changes nothing: it neither pins experts nor swaps any",
                 hint='also give "pin", such as 8 or "50%", or "exchange", such as 0.1',
             )
+        layers = cache.slots_by_layer
         return ProfileUpdate(
             tuple(
                 frozenset[int]()
                 if pins is None
                 else select_pinned(pins, profile, number, capacity=slots.capacity)
-                for number, slots in zip(routed.layers, cache.slots, strict=True)
+                for number, slots in layers.items()
             ),
-            tuple(profile.layer_counts(number) for number in routed.layers),
+            tuple(profile.layer_counts(number) for number in layers),
             warmup.exchange if self.exchange is None else self.exchange,
         )
 
@@ -400,9 +401,9 @@ class ActiveProfile:
         }
 
 
-def find_active_profile(cache: "ExpertCache", routed: ExpertsConfig) -> ActiveProfile:
+def find_active_profile(cache: "ExpertCache") -> ActiveProfile:
     """Return the current effect of profiles; any thread may call this."""
-    each = zip(routed.layers, cache.slots, strict=True)
+    each = cache.slots_by_layer.items()
     by_layer = {number: slots.pinned for number, slots in each if slots.pinned}
     return ActiveProfile(cache.exchange_rate, by_layer)
 

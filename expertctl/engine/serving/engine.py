@@ -238,7 +238,7 @@ class ServingEngine:
             if profile is None
             else parse_profile(profile, routed, what="the profile")
         )
-        update = wishes.make_update(found, cache, routed, warmup=self.settings.moe)
+        update = wishes.make_update(found, cache, warmup=self.settings.moe)
         self._run_between_passes(self._scheduler.run_between_passes(partial(update.apply, cache)))
         return self.get_observation()
 
@@ -269,11 +269,10 @@ class ServingEngine:
         )
 
     def _count_resident_experts(self) -> dict[int, int]:
-        cache, routed = self._runner.model.experts, self._runner.base.config.experts
-        if cache is None or routed is None:
+        cache = self._runner.model.experts
+        if cache is None:
             return {}
-        counts = (int(slots.hit_mask.sum()) for slots in cache.slots)
-        return dict(zip(routed.layers, counts, strict=True))
+        return {n: int(slots.hit_mask.sum()) for n, slots in cache.slots_by_layer.items()}
 
     def _run_between_passes(self, call: Future[None]) -> None:
         """Wait for a call between two passes; once the engine has ended, none is made."""

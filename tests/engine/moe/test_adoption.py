@@ -66,7 +66,7 @@ def test_pinned_experts_come_while_texts_are_written_and_stay(config: ModelConfi
         write(10)
         wishes = ProfileOptions(pins=TopPins(2))
         before = [slots.resident_ids for slots in cache.slots]
-        adoption = wishes.make_update(GUIDE, cache, config.experts, warmup=DEFAULT_WARMUP)
+        adoption = wishes.make_update(GUIDE, cache, warmup=DEFAULT_WARMUP)
         assert [slots.pinned for slots in cache.slots] == [frozenset()] * LAYERS, "not yet"
         adoption.apply(cache)
         assert [slots.resident_ids for slots in cache.slots] == before, "that waits for a pass"
@@ -76,12 +76,12 @@ def test_pinned_experts_come_while_texts_are_written_and_stay(config: ModelConfi
                 break
         write(40)
         assert all({6, 7} <= set(slots.resident_ids) for slots in cache.slots), "they stay"
-        told = find_active_profile(cache, config.experts).to_json()
+        told = find_active_profile(cache).to_json()
         assert told == {"exchange": 0.0, "pinned": {"1": [6, 7], "2": [6, 7], "4": [6, 7]}}
-        ProfileOptions(pins=TopPins(0)).make_update(
-            GUIDE, cache, config.experts, warmup=DEFAULT_WARMUP
-        ).apply(cache)
-        assert find_active_profile(cache, config.experts).to_json() == {
+        ProfileOptions(pins=TopPins(0)).make_update(GUIDE, cache, warmup=DEFAULT_WARMUP).apply(
+            cache
+        )
+        assert find_active_profile(cache).to_json() == {
             "exchange": 0.0,
             "pinned": {},
         }
@@ -170,10 +170,10 @@ def test_what_is_not_said_is_as_it_was_wished_at_the_start(config: ModelConfig) 
     started = WarmupConfig(pins=SharePins(0.9), exchange=0.25)
     assert config.experts is not None
     with closing(new_cache(Marked(), slots=3, policy=EXACT_POLICY)) as cache:
-        same = ProfileOptions().make_update(GUIDE, cache, config.experts, warmup=started)
+        same = ProfileOptions().make_update(GUIDE, cache, warmup=started)
         assert (same.pinned, same.rate) == ((frozenset({7}),) * LAYERS, 0.25)
         other = ProfileOptions(pins=TopPins(1), exchange=0.0)
-        found = other.make_update(GUIDE, cache, config.experts, warmup=started)
+        found = other.make_update(GUIDE, cache, warmup=started)
         assert (found.pinned, found.rate) == ((frozenset({7}),) * LAYERS, 0.0)
         assert found.scores == ({7: 10, 6: 8, 5: 2},) * LAYERS
 
@@ -183,13 +183,9 @@ def test_what_would_change_nothing_or_does_not_fit_is_refused(config: ModelConfi
     nobody = replace(NOBODY, source="the profile")
     with closing(new_cache(Marked(), slots=3, policy=EXACT_POLICY)) as cache:
         with pytest.raises(UsageError, match="changes nothing") as caught:
-            ProfileOptions().make_update(GUIDE, cache, config.experts, warmup=DEFAULT_WARMUP)
+            ProfileOptions().make_update(GUIDE, cache, warmup=DEFAULT_WARMUP)
         assert "exchange" in caught.value.hint
         with pytest.raises(UsageError, match="layer 1 has 3 slots"):
-            ProfileOptions(pins=TopPins(4)).make_update(
-                GUIDE, cache, config.experts, warmup=DEFAULT_WARMUP
-            )
+            ProfileOptions(pins=TopPins(4)).make_update(GUIDE, cache, warmup=DEFAULT_WARMUP)
         with pytest.raises(IncompatibleError, match="counts no expert"):
-            ProfileOptions(pins=TopPins(1)).make_update(
-                nobody, cache, config.experts, warmup=DEFAULT_WARMUP
-            )
+            ProfileOptions(pins=TopPins(1)).make_update(nobody, cache, warmup=DEFAULT_WARMUP)

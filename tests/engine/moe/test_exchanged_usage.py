@@ -13,7 +13,7 @@ from expertctl.engine.moe.warmup import WarmupConfig, WarmupPlan, warm_up_cache
 from expertctl.package.model_config import ModelConfig
 from expertctl.store.quantised_cache import UsageProfileFile
 from tests.engine.moe.test_expert_cache import EXPERTS, LAYERS, NUMBERS, Marked, config, new_cache
-from tests.engine.moe.test_start import by_number, list_cached_experts, use
+from tests.engine.moe.test_start import list_cached_experts, use
 from tests.engine.moe.test_usage_store import ROUTED, file
 from tests.store.fixtures import fast, house, shop
 
@@ -46,7 +46,7 @@ def test_requests_that_shift_change_who_is_exchanged(
     wishes = WarmupConfig(warmup="none", exchange=1.0, learns=learns)
     keeper = ExpertUsageStore(file.bases, wishes)
     with closing(new_cache(Marked(), slots=2, policy=EXACT_POLICY)) as cache:
-        warm_up_cache(cache, WarmupPlan(wishes, GUIDE), by_number(cache))
+        warm_up_cache(cache, WarmupPlan(wishes, GUIDE))
         keeper.observe(file.base, HERE, CachedModel(cache))
         use(cache, config, (2, 3), passes=100)
         assert list_cached_experts(cache) == [{6, 7}] * LAYERS
@@ -67,7 +67,7 @@ def test_what_is_learnt_before_anything_is_known_is_exchanged_by_too(
     wishes = WarmupConfig(warmup="none", exchange=1.0)
     keeper = ExpertUsageStore(file.bases, wishes)
     with closing(new_cache(Marked(), slots=2, policy=EXACT_POLICY)) as cache:
-        warm_up_cache(cache, WarmupPlan(wishes), by_number(cache))
+        warm_up_cache(cache, WarmupPlan(wishes))
         keeper.observe(file.base, HERE, CachedModel(cache))
         use(cache, config, (2, 3), passes=100)
         keeper.save()

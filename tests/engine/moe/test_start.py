@@ -43,10 +43,6 @@ USAGE = build_prompt_profile(
 GUIDE = replace(USAGE, source="a file")
 
 
-def by_number(cache: ExpertCache) -> dict[int, LayerSlots]:
-    return dict(zip(NUMBERS, cache.slots, strict=True))
-
-
 def use(cache: ExpertCache, config: ModelConfig, chosen: Sequence[int], *, passes: int = 1) -> None:
     """Let a token ask for the same experts of each layer in so many passes."""
     room = RoutingChoices(config.experts, tokens=1)
@@ -64,14 +60,14 @@ def list_cached_experts(cache: ExpertCache) -> list[set[int]]:
 
 def test_all_who_are_known_have_slots_before_the_first_pass(config: ModelConfig) -> None:
     with closing(new_cache(Marked(), slots=3, policy=EXACT_POLICY)) as cache:
-        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="full"), GUIDE), by_number(cache))
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="full"), GUIDE))
         assert list_cached_experts(cache) == [{7, 6, 5}] * LAYERS
         cache.check_integrity()
 
 
 def test_slots_of_which_nothing_is_known_are_filled_in_full_alone(config: ModelConfig) -> None:
     with closing(new_cache(Marked(), slots=5, policy=EXACT_POLICY)) as cache:
-        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="full"), GUIDE), by_number(cache))
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="full"), GUIDE))
         assert list_cached_experts(cache) == [{7, 6, 5, 0, 1}] * LAYERS
 
 
@@ -79,7 +75,7 @@ def test_who_is_known_comes_beside_the_work_as_long_as_slots_are_empty(
     config: ModelConfig,
 ) -> None:
     with closing(new_cache(Marked(), slots=4, policy=EXACT_POLICY)) as cache:
-        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="hybrid"), GUIDE), by_number(cache))
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="hybrid"), GUIDE))
         use(cache, config, (0, 7), passes=200)
         assert list_cached_experts(cache) == [{0, 7, 6, 5}] * LAYERS
 
@@ -91,7 +87,7 @@ def test_who_is_pinned_comes_beside_the_work_though_others_took_all_slots(
     with closing(new_cache(reader, slots=2, policy=EXACT_POLICY)) as cache:
         for slots in cache.slots:
             slots.pin([7])
-        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="hybrid"), GUIDE), by_number(cache))
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="hybrid"), GUIDE))
         assert reader.has_begun.wait(120)
         use(cache, config, (0, 1))
         assert list_cached_experts(cache) == [{0, 1}] * LAYERS
@@ -103,7 +99,7 @@ def test_who_is_pinned_comes_beside_the_work_though_others_took_all_slots(
 def test_nobody_comes_who_is_not_asked_for_where_that_is_wished(config: ModelConfig) -> None:
     reader = Marked()
     with closing(new_cache(reader, slots=4, policy=EXACT_POLICY)) as cache:
-        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="none"), GUIDE), by_number(cache))
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="none"), GUIDE))
         use(cache, config, (0, 1), passes=20)
         assert {expert for _, expert in reader.read_names} == {0, 1}
 
@@ -166,7 +162,7 @@ def test_a_layer_that_fewer_tokens_asked_gets_no_fewer_slots() -> None:
 
 def test_an_exchange_that_is_wished_waits_for_what_is_learnt(config: ModelConfig) -> None:
     with closing(new_cache(Marked(), slots=2, policy=EXACT_POLICY)) as cache:
-        warm_up_cache(cache, WarmupPlan(WarmupConfig(exchange=0.5)), by_number(cache))
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(exchange=0.5)))
         assert (list(cache.scores), cache.exchange_rate) == ([{}] * LAYERS, 0.5)
 
 
@@ -178,7 +174,7 @@ def test_a_profile_exchanges_residents_for_those_who_are_asked_for_more(
         with closing(new_cache(Marked(), slots=2, policy=EXACT_POLICY)) as cache:
             use(cache, config, (0, 1), passes=3)
             wishes = WarmupConfig(warmup="none", exchange=rate)
-            warm_up_cache(cache, WarmupPlan(wishes, GUIDE), by_number(cache))
+            warm_up_cache(cache, WarmupPlan(wishes, GUIDE))
             use(cache, config, (2, 3), passes=100)
             use(cache, config, (4, 3), passes=100)
             found = set.union(*list_cached_experts(cache))

@@ -46,6 +46,10 @@ class CounterSource:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def slots_by_layer(self) -> dict[int, LayerSlots]:
+        return dict(zip(ROUTED.layers, self.slots, strict=True))
+
+    @property
     def experts(self) -> "CounterSource | None":
         return self if self.slots else None
 
