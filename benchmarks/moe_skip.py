@@ -26,7 +26,7 @@ from benchmarks.skipped.evaluation import (
 from benchmarks.skipped.plot import Results, draw_skipping
 from expertctl.cli.plot import check_plot_path
 from expertctl.engine.kernels.jit import use_kernel_cache
-from expertctl.engine.moe.routed_experts import EXACT_POLICY, MissPolicy
+from expertctl.engine.moe.expert_cache import EXACT_POLICY, MissPolicy
 from expertctl.settings import Home
 
 NAME = "moe_skip"

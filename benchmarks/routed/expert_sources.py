@@ -24,7 +24,6 @@ from expertctl.engine.cpu.packed_base import EXPERTS
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape
 from expertctl.engine.memory.host import allocate
-from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import (
     CopiedExperts,
@@ -33,7 +32,7 @@ from expertctl.engine.moe.expert_files import (
     StoredExperts,
     open_copied_experts,
 )
-from expertctl.engine.moe.routed_experts import RoutingChoices
+from expertctl.engine.moe.routed_experts import RoutedExperts, RoutingChoices
 from expertctl.package.base_tensors import StoredTensor, read_base_tensors
 from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.store.bases import BaseStore
@@ -77,10 +76,10 @@ class ImperfectPrefetchCache(ExpertCache):
 Numbers = np.ndarray[Any, Any]
 
 
-class LoadOnMissCache:
-    """Routed experts as `engine.moe.routed_experts` wants them."""
+class LoadOnMissCache(RoutedExperts):
+    """Routed experts that are read when they are asked for."""
 
-    is_whole, skips = False, False
+    is_whole = False
 
     def __init__(
         self,
@@ -92,12 +91,12 @@ class LoadOnMissCache:
         slots: int,
     ) -> None:
         """Begin with no expert in memory, and so many slots in each of the layers ``numbers``."""
-        self.shape, self._reader, self._numbers = shape, reader, numbers
         layers = len(numbers)
+        places = np.zeros((layers, experts), np.int64)
+        super().__init__(shape, places, np.zeros((layers, experts), np.float32))
+        self._reader, self._numbers = reader, numbers
         memory = np.frombuffer(allocate(layers * slots * shape.nbytes), np.uint8)
         self._blocks = memory.reshape(layers, slots, shape.nbytes)
-        self._places = np.zeros((layers, experts), np.int64)
-        self._hits = np.zeros((layers, experts), np.float32)
         self._held = [OrderedDict[int, int]() for _ in numbers]
         self.requests = self.misses = self.read_bytes = 0
 
@@ -105,16 +104,6 @@ class LoadOnMissCache:
     def nbytes(self) -> int:
         """Bytes of all slots."""
         return self._blocks.nbytes
-
-    def places(self, layer: int) -> Numbers:
-        """Return the addresses of a layer's experts, 0 for those that are missing."""
-        row: Numbers = self._places[layer]
-        return row
-
-    def hits(self, layer: int) -> Numbers:
-        """Return 1 for experts that are there and 0 for those that are missing."""
-        row: Numbers = self._hits[layer]
-        return row
 
     def request(
         self, layer: int, choices: RoutingChoices, tokens: int, *, predicts_next: bool = True
@@ -130,13 +119,6 @@ class LoadOnMissCache:
         for expert in missing:
             self._load_expert(layer, expert)
         return False
-
-    def wait_for_some(self) -> bool:
-        """Return False: all experts are there."""
-        return False
-
-    def end_pass(self, choices: RoutingChoices, tokens: int, *, phase: Phase) -> None:
-        """Do nothing: slots change when experts are read."""
 
     def _load_expert(self, layer: int, expert: int) -> None:
         held = self._held[layer]

@@ -26,6 +26,7 @@ from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.model.cuda_graph_decoder import MIN_CAPACITY, CudaGraphDecoder
 from expertctl.engine.model.cuda_graph_step import StaticKVCache
 from expertctl.engine.model.weights import load_base_weights
+from expertctl.engine.moe.counters import ExpertActivity
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.expert_stack import (
     STAGING_BUFFERS,
@@ -35,7 +36,6 @@ from expertctl.engine.moe.expert_stack import (
 )
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.stacked_experts import StackedExperts, open_stacked_experts
-from expertctl.engine.moe.stats import ExpertActivity
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import ModelConfig, read_model_config
 

@@ -23,11 +23,11 @@ from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import Phase
-from expertctl.engine.moe.expert_cache import ExpertCache
+from expertctl.engine.moe.expert_cache import ExpertCache, MissPolicy
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.routed_experts import MissPolicy, RoutedWorkspace
+from expertctl.engine.moe.routed_experts import RoutingChoices
 from expertctl.store.quantised_file import always_wanted
 
 _HIDDEN = _INTERMEDIATE = 16
@@ -56,7 +56,9 @@ def replay(
         shape, layers=layers, used=used, hidden=_HIDDEN, heads=1, intermediate=_INTERMEDIATE
     )
     split = split_expert_blocks(shape, int(share * shape.experts) * layers)
-    room = RoutedWorkspace(shape.make_config(), Scheme.FLOAT32, tokens=1)
+    routed = shape.make_config().experts
+    assert routed is not None
+    room = RoutingChoices(routed, tokens=1)
     hits, with_slot = np.zeros((2, tokens, layers), np.int64)
     with closing(_make_replay_cache(shape, split, reads_ahead=likely is not None)) as cache:
         cache.fill_slots([[]] * layers)

@@ -34,12 +34,11 @@ from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.moe.cache_plan import CachePlan
-from expertctl.engine.moe.expert_cache import ExpertCache
+from expertctl.engine.moe.counters import NO_ACTIVITY, ExpertActivity
+from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache, MissPolicy
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.routed_experts import EXACT_POLICY, MissPolicy
-from expertctl.engine.moe.stats import NO_ACTIVITY, ExpertActivity
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import read_model_config
 from expertctl.store.quantised_file import always_wanted

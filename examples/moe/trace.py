@@ -20,8 +20,7 @@ from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.moe.counters import Phase
-from expertctl.engine.moe.resident_experts import ResidentExperts
-from expertctl.engine.moe.routed_experts import RoutingChoices
+from expertctl.engine.moe.routed_experts import ResidentExperts, RoutingChoices
 from expertctl.package.model_config import read_model_config
 
 Trace = np.ndarray[Any, np.dtype[np.int16]]

@@ -40,7 +40,7 @@ from expertctl.store.quantised_cache import UsageProfileFile
 
 if TYPE_CHECKING:
     from expertctl.engine.moe.base_plan import BaseMemoryPlan, WeightedPlan
-    from expertctl.engine.moe.usage_profile import ExpertUsage
+    from expertctl.engine.moe.usage_profile import UsageProfile
     from expertctl.package.architectures import ExpertsConfig
 
 
@@ -50,49 +50,49 @@ _SHOWN_EXPERTS = 8
 
 
 def build_profile_document(
-    base: str, routed: "ExpertsConfig", guide: "ExpertUsage | None"
+    base: str, routed: "ExpertsConfig", profile: "UsageProfile | None"
 ) -> dict[str, object]:
     """Return the document of ``base profile show --json``."""
-    layers = {} if guide is None else guide.layers
+    layers = {} if profile is None else profile.counts
     return {
         "base": base,
         "experts": routed.count,
         "used": routed.used,
-        "tokens": 0 if guide is None else guide.prompts,
-        "counted": "tokens" if guide is None else f"{_name_counted_unit(guide)}s",
+        "tokens": 0 if profile is None else profile.tokens,
+        "counted": "tokens" if profile is None else f"{_name_counted_unit(profile)}s",
         "layers": [
             {
                 "layer": number,
                 "asked": len(layers.get(number, {})),
-                "first": [] if guide is None else guide.rank_experts(number),
+                "first": [] if profile is None else profile.rank_experts(number),
             }
             for number in routed.layers
         ],
     }
 
 
-def format_profile(base: str, routed: "ExpertsConfig", guide: "ExpertUsage | None") -> str:
+def format_profile(base: str, routed: "ExpertsConfig", profile: "UsageProfile | None") -> str:
     """Return a usage profile as text."""
-    if guide is None:
+    if profile is None:
         return f"there is no usage profile of {base}: runs with native kernels record one"
     head = ["LAYER", "USED", "MOST USED EXPERTS"]
     rows = [
         [
             str(number),
-            f"{len(guide.layer_counts(number))} of {routed.count}",
-            " ".join(map(str, guide.rank_experts(number)[:_SHOWN_EXPERTS])),
+            f"{len(profile.layer_counts(number))} of {routed.count}",
+            " ".join(map(str, profile.rank_experts(number)[:_SHOWN_EXPERTS])),
         ]
         for number in routed.layers
     ]
-    learnt = f"{base}: learnt from {format_count(guide.prompts, _name_counted_unit(guide))}"
+    learnt = f"{base}: learnt from {format_count(profile.tokens, _name_counted_unit(profile))}"
     return f"{learnt}; older ones count less\n\n{format_table(head, rows)}"
 
 
-def _name_counted_unit(usage: "ExpertUsage") -> str:
+def _name_counted_unit(usage: "UsageProfile") -> str:
     """Return the unit of the profile's counts: token or prompt."""
     from expertctl.engine.moe.usage_profile import TOKENS_PRESET
 
-    return "token" if usage.preset == TOKENS_PRESET else "prompt"
+    return "token" if usage.counted_preset == TOKENS_PRESET else "prompt"
 
 
 def format_routed_plan(plan: "BaseMemoryPlan") -> str:
@@ -184,10 +184,10 @@ def show(name: BaseName, as_json: JsonFlag = False) -> None:
     Example: expertctl base profile show Qwen/Qwen3-30B-A3B
     """
     base, routed = _find_routed_base(name)
-    guide = _load_usage_profile(base, routed)
+    profile = _load_usage_profile(base, routed)
     emit(
-        build_profile_document(base.name, routed, guide),
-        format_profile(base.name, routed, guide),
+        build_profile_document(base.name, routed, profile),
+        format_profile(base.name, routed, profile),
         as_json=as_json,
     )
 
@@ -211,20 +211,19 @@ def export(
 
     Example: expertctl base profile export Qwen/Qwen3-30B-A3B habits.json
     """
-    from expertctl.engine.moe.activity import write_activity
-    from expertctl.engine.moe.usage_profile import write_profile
+    from expertctl.engine.moe.profile_codecs import write_activity, write_prompt_counts
 
     base, routed = _find_routed_base(name)
-    guide = _load_usage_profile(base, routed)
-    if guide is None:
+    profile = _load_usage_profile(base, routed)
+    if profile is None:
         raise NotFoundError(
             f"there is no usage profile of {base.name}",
             hint=f"`expertctl run --base {base.name} PROMPT` records one with native kernels",
         )
     if kind == "activity":
-        data = write_activity(guide.activity)
+        data = write_activity(profile)
     else:
-        data = write_profile(guide, experts=routed.count, model=base.name)
+        data = write_prompt_counts(profile, experts=routed.count, model=base.name)
     write_file(file, data + b"\n", mode=0o600)
     note("a profile reveals something about your prompts: share it as carefully as a history")
     document = {"base": base.name, "path": str(file), "kind": kind, "size": len(data) + 1}
@@ -241,27 +240,23 @@ def import_(
 
     Example: expertctl base profile import Qwen/Qwen3-30B-A3B habits.json
     """
-    from expertctl.engine.moe.activity_sum import (
-        EMPTY_ACTIVITY,
-        MAX_ACTIVITY_TOKENS,
-        add_activities,
-    )
-    from expertctl.engine.moe.usage_profile import read_expert_usage
+    from expertctl.engine.moe.profile_codecs import read_profile
+    from expertctl.engine.moe.usage_profile import EMPTY_PROFILE, MAX_PROFILE_TOKENS, add_profiles
     from expertctl.engine.moe.usage_store import LearntUsage, update_learnt_usage
 
     base, routed = _find_routed_base(name)
-    guide = read_expert_usage(file, routed)
-    taken = add_activities(EMPTY_ACTIVITY, guide.activity)
-    if not any(layer.hits for layer in taken.layers):
+    profile = read_profile(file, routed)
+    taken = add_profiles(EMPTY_PROFILE, profile)
+    if not taken.is_usable:
         raise IncompatibleError(
             f"{file} counts no expert often enough: profiles are scaled to at most "
-            f"{MAX_ACTIVITY_TOKENS:,} tokens, and then all its counts are below one",
+            f"{MAX_PROFILE_TOKENS:,} tokens, and then all its counts are below one",
             hint="nothing was changed; --moe-profile uses the file as it is",
         )
     update_learnt_usage(
-        _open_usage_file(base), routed, lambda habits: LearntUsage(habits.base, taken)
+        _open_usage_file(base), routed, lambda learnt: LearntUsage(learnt.base, taken)
     )
-    layers = len(guide.layers)
+    layers = len(profile.counts)
     document = {"base": base.name, "path": str(file), "layers": layers}
     emit(document, f"{base.name} starts with {file} from now on", as_json=as_json)
 
@@ -381,11 +376,11 @@ def read_routed_config(base: StoredBase) -> "ExpertsConfig | None":
         return None
 
 
-def _load_usage_profile(base: StoredBase, routed: "ExpertsConfig") -> "ExpertUsage | None":
+def _load_usage_profile(base: StoredBase, routed: "ExpertsConfig") -> "UsageProfile | None":
     """Return the learnt usage of a base; None if there is none."""
-    from expertctl.engine.moe.usage_store import load_expert_usage
+    from expertctl.engine.moe.usage_store import load_learnt_profile
 
-    return load_expert_usage(_open_usage_file(base), routed)
+    return load_learnt_profile(_open_usage_file(base), routed)
 
 
 def _parse_lanes(texts: Sequence[str]) -> dict[str, int]:

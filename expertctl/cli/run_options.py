@@ -335,7 +335,8 @@ class WarmupFlags:
             InvalidPackageError: when the profile is not a file.
             UsageError: when an option or a setting has an invalid value.
         """
-        from expertctl.engine.moe.usage_profile import open_profile, parse_pins
+        from expertctl.engine.moe.cache_plan import parse_pins
+        from expertctl.engine.moe.profile_codecs import open_profile
         from expertctl.engine.moe.warmup import WarmupConfig, check_exchange_rate
 
         if self.moe_profile is not None:

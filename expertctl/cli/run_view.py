@@ -17,7 +17,7 @@ from expertctl.settings import format_limit, format_size
 if TYPE_CHECKING:
     from expertctl.engine.conversation import Conversation, Turn
     from expertctl.engine.model.decoder import LayerTimer
-    from expertctl.engine.moe.stats import RoutedExpertStats
+    from expertctl.engine.moe.counters import RoutedExpertStats
     from expertctl.engine.result import GenerationTrace, RunResult
     from expertctl.routing.candidate import RoutingCandidate
     from expertctl.routing.plan import Plan, PlannedExpert

@@ -16,7 +16,7 @@ from pathlib import Path
 from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.engine.evaluation_result import AccuracyScore, EvaluationResult, ScoredAnswer
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.engine.moe.warmup import COLD_START
 from expertctl.engine.offline import (
     BATCH_SIZE,

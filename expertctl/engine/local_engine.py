@@ -27,7 +27,7 @@ from expertctl.engine.memory.process_registry import (
     sleep_before_retry,
 )
 from expertctl.engine.model.load_plan import TORCH_MAX_BYTES, read_local_outline
-from expertctl.engine.moe.usage_store import SAVE_INTERVAL as HABIT_SECONDS
+from expertctl.engine.moe.usage_store import SAVE_INTERVAL
 from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
 from expertctl.engine.preparation import (
     Files,
@@ -48,10 +48,11 @@ from expertctl.engine.resources import ResourceManager
 from expertctl.engine.result import GenerationTrace, MemoryUsage, RunResult
 from expertctl.engine.result_builder import (
     GenerationContext,
-    ResultBuilder,
     StageTimer,
+    build_result,
     check_answer,
     record_failures,
+    record_result,
 )
 from expertctl.errors import DigestError, UsageError
 from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
@@ -121,8 +122,8 @@ class LocalEngine:
             generated = yield from context.loaded.generate(prompt, plan, cancelled, trace=trace)
             memory = MemoryUsage.from_budget(self.budget)
         form = check_answer(generated, context.prepared.planned, request.route.prompt)
-        outcome = ResultBuilder(request, context, generated, form, memory, trace=trace)
-        return outcome.record_result(self._planner.catalogue, notes=self.take_notes)
+        result = build_result(request, context, generated, form, memory, trace=trace)
+        return record_result(result, self._planner.catalogue, notes=self.take_notes)
 
     @contextmanager
     def open_context(self, request: RunRequest) -> Iterator[GenerationContext]:
@@ -158,7 +159,7 @@ class LocalEngine:
                 prepared, files, cache_key=request.cache_key, threads=count
             )
             stack.callback(
-                self._resources.habits.save, interval=HABIT_SECONDS
+                self._resources.usage_store.save, interval=SAVE_INTERVAL
             )  # runs when everything else is released
             ready = stack.enter_context(borrowed)
             lease.resize(self.budget.used)
@@ -314,7 +315,7 @@ class LocalEngine:
             torch_below=self._torch_below,
             memory_limit=self.budget.limit,
             headroom=headroom,
-            habits=self._resources.habits,
+            usage_store=self._resources.usage_store,
         )
         return prepare_for_base(base, self._planner, request, planned, files)
 

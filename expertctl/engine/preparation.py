@@ -277,13 +277,13 @@ def open_planned_base(
     memory_limit: int | None = None,
     headroom: int = 0,
     rows: int = 1,
-    habits: ExpertUsageStore | None = None,
+    usage_store: ExpertUsageStore | None = None,
 ) -> OpenBase | CompatBase:
     """Check the files of the base, every byte of them if the request says so, and open it.
 
     Routed experts stay on the disk if they do not fit into ``memory_limit`` bytes together with a
-    batch of ``rows`` sequences, or with ``headroom`` bytes for a run; ``habits`` say which experts
-    are loaded first.
+    batch of ``rows`` sequences, or with ``headroom`` bytes for a run; ``usage_store`` says which
+    experts are loaded first.
 
     Raises:
         BaseMismatchError: when the base differs from the registered one.
@@ -293,11 +293,12 @@ def open_planned_base(
     if request.route.engine == "transformers":
         return open_compat_base(bases, planned.base, dtype=load_config.dtype, rehash=rehash)
     load_config = replace(load_config, memory_limit=memory_limit, headroom=headroom, rows=rows)
-    if habits is not None:
-        load_config = replace(load_config, choose_warmup=partial(habits.plan_warmup, planned.base))
+    if usage_store is not None:
+        choose = partial(usage_store.plan_warmup, planned.base)
+        load_config = replace(load_config, choose_warmup=choose)
     base = open_base(bases, planned.base, load_config, rehash=rehash, torch_below=torch_below)
-    if habits is not None and base.config.experts is None:
-        habits.note_dense_base(planned.base)
+    if usage_store is not None and base.config.experts is None:
+        usage_store.note_dense_base(planned.base)
     return base
 
 

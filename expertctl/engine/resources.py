@@ -7,7 +7,6 @@ remaining memory while the base is read, and its plan comes last.
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from expertctl.digest import Digest, Progress
 from expertctl.engine.adapters.compile import CompiledPlan
@@ -34,7 +33,7 @@ from expertctl.engine.memory.adapter_cache import AdapterCache, AdapterPrefetche
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.model.backends import Backend, KVCacheStore, LoadContext, RunnableModel
 from expertctl.engine.model.load_plan import BaseSlot, OpenBase
-from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.engine.moe.usage_store import ExpertUsageStore
 from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
 from expertctl.engine.preparation import Files, PreparedRequest
@@ -116,11 +115,11 @@ class ResourceManager:
         ``cached_kv_limit`` limits the bytes of KV kept between requests; None: all memory that
         nothing else needs.
         """
-        self.habits = ExpertUsageStore(planner.bases, warmup)
+        self.usage_store = ExpertUsageStore(planner.bases, warmup)
         self.tiers = AdapterCache(ram=ram or budget, device=budget)
         self._budget, self._base_slot = (
             budget,
-            BaseSlot(self.tiers, on_drop=self.habits.stop_observing),
+            BaseSlot(self.tiers, on_drop=self.usage_store.stop_observing),
         )
         self._prefetch = AdapterPrefetcher[LoadedAdapter](self.tiers)
         self._kv_stores: dict[str, KVCacheStore] = {}
@@ -152,7 +151,7 @@ class ResourceManager:
 
     def close(self) -> None:
         """Free everything; what others may depend on is freed last."""
-        self.habits.stop_observing()
+        self.usage_store.stop_observing()
         self._base_slot.unload()
         self.tiers.clear()
         for kv_store in self._kv_stores.values():
@@ -168,7 +167,7 @@ class ResourceManager:
     def take_notes(self) -> tuple[str, ...]:
         """Return, once, warnings about data that could not be saved."""
         copies = self._copies.take_notes() if self._copies else ()
-        return (*self._derived.take_notes(), *copies, *self.habits.take_notes())
+        return (*self._derived.take_notes(), *copies, *self.usage_store.take_notes())
 
     def check_integrity(self) -> None:
         """Assert that the budget matches what is in memory, and that nothing is in use."""
@@ -238,7 +237,6 @@ class ResourceManager:
             threads=threads,
             tell=self._tell,
             check=self._check,
-            watch=partial(self.habits.observe, base.stored),
         )
 
     def load_base(self, base: OpenBase, *, threads: int) -> RunnableModel:
@@ -277,7 +275,10 @@ class ResourceManager:
 
     def _load_base(self, base: OpenBase, threads: int) -> RunnableModel:
         context = self._build_load_context(base, threads)
-        return self._base_slot.load(context, progress=self._progress)
+        model = self._base_slot.load(context, progress=self._progress)
+        if base.config.experts is not None:
+            self.usage_store.observe(base.stored, base.config.experts, model)
+        return model
 
     def _compile_plan(
         self,

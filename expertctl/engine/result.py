@@ -5,8 +5,10 @@ decode steps alternate: one times the layers, the next counts the allocations, b
 slows Python down. The text is the same.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import ctypes
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Literal, Self
@@ -15,7 +17,7 @@ from expertctl.engine.generation import DecodeSession, GenerationOutput
 from expertctl.engine.memory.budget import PURPOSES, MemoryBudget, Purpose
 from expertctl.engine.model.backends import BackendName
 from expertctl.engine.model.decoder import DecodeResult, LayerTimer, PrefillResult
-from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.routing.planner import DroppedExpert, PlannedPrompt
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
@@ -23,13 +25,66 @@ LayerTiming = Callable[[LayerTimer], AbstractContextManager[None]]
 """Makes a model add the time of its layers to a timer inside a ``with`` block."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepAllocations:
-    """Allocations made by one decode step."""
+@dataclass(slots=True)
+class AllocationCounts:
+    """Allocations made inside a `count_allocations` block; filled in when the block ends."""
 
-    python_bytes: int
-    compiled_arrays: int
-    native_bytes: int
+    python_bytes: int = 0
+    """Peak of the memory held by Python and numpy, above the level at the start."""
+    compiled_arrays: int = 0
+    """Number of arrays created by compiled code."""
+    native_bytes: int = 0
+    """Growth of the C library's heap; 0 where the library does not report it."""
+
+
+class _Mallinfo2(ctypes.Structure):
+    """The C library's ``struct mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+@contextmanager
+def count_allocations() -> Iterator[AllocationCounts]:
+    """Count the allocations of all threads of the process inside a ``with`` block.
+
+    Three sources are measured: Python and numpy (through tracemalloc), arrays created by compiled
+    code (numba, which this imports, counts them), and the heap of the C library, which torch uses.
+    Measuring slows Python down, so it is for tests and diagnostics.
+    """
+    from numba.core.runtime import _nrt_python, rtsys
+
+    found = AllocationCounts()
+    already = tracemalloc.is_tracing()
+    if not already:
+        tracemalloc.start(1)
+    _nrt_python.memsys_enable_stats()
+    native, arrays = get_heap_bytes(), rtsys.get_allocation_stats().alloc
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    try:
+        yield found
+    finally:
+        found.python_bytes = tracemalloc.get_traced_memory()[1] - before
+        found.compiled_arrays = rtsys.get_allocation_stats().alloc - arrays
+        found.native_bytes = get_heap_bytes() - native
+        if not already:
+            tracemalloc.stop()
+
+
+def get_heap_bytes() -> int:
+    """Return the bytes that the C library has allocated or mapped; 0 if it cannot report them."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return 0
+    mallinfo2.restype = _Mallinfo2
+    heap = mallinfo2()
+    return int(heap.uordblks + heap.hblkhd)
 
 
 @dataclass(slots=True)
@@ -39,7 +94,7 @@ class GenerationTrace:
     prefill: LayerTimer = field(default_factory=LayerTimer)
     decode: LayerTimer = field(default_factory=LayerTimer)
     timed_steps: int = 0
-    allocations: list[StepAllocations] = field(default_factory=list)
+    allocations: list[AllocationCounts] = field(default_factory=list)
 
     def to_json(self) -> JsonObject:
         """Return the ``trace`` object: milliseconds of the prompt and of one token, medians."""
@@ -55,7 +110,7 @@ class GenerationTrace:
             "tokens": len(self.allocations),
             **{
                 name: int(median([getattr(step, name) for step in self.allocations] or [0]))
-                for name in StepAllocations.__slots__
+                for name in AllocationCounts.__slots__
             },
         }
 
@@ -83,12 +138,9 @@ class TracedSession:
         return result
 
     def _decode_counting(self, token: int) -> DecodeResult:
-        from expertctl.engine.allocations import count_allocations  # imports numba
-
         with count_allocations() as found:
             result = self.session.decode(token)
-        step = StepAllocations(found.python_bytes, found.compiled_arrays, found.native_bytes)
-        self.trace.allocations.append(step)
+        self.trace.allocations.append(found)
         return result
 
 

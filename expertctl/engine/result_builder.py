@@ -6,13 +6,13 @@ or the answer. A failure to write it is reported as a warning and is never fatal
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from expertctl.engine.compat_engine import CompatLoadedModel
 from expertctl.engine.generation import GenerationOutput
-from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.engine.preparation import PreparedRequest
 from expertctl.engine.request import RunRequest
 from expertctl.engine.resources import LoadedModel
@@ -190,89 +190,84 @@ def _list_used_experts(planned: PlannedPrompt) -> tuple[UsedExpert, ...]:
     return tuple(UsedExpert(expert.ref, expert.digest) for expert in planned.experts)
 
 
-def _validate_form(form: FormatCheck) -> ValidationResult | None:
-    if form.passed is None:
+def _name_validation(passed: bool | None) -> ValidationResult | None:
+    if passed is None:
         return None
-    return "passed" if form.passed else "failed"
+    return "passed" if passed else "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class ResultBuilder:
-    """One answer with its context, and the check of its format."""
+def build_result(
+    request: RunRequest,
+    context: GenerationContext,
+    generated: GenerationOutput,
+    form: FormatCheck,
+    memory: MemoryUsage,
+    *,
+    job_id: str | None = None,
+    trace: GenerationTrace | None = None,
+) -> RunResult:
+    """Return the result of an answer; its total time ends here. Without ``job_id`` it gets one."""
+    prepared = context.prepared
+    return RunResult(
+        job_id=job_id or uuid.uuid4().hex,
+        planned=prepared.planned,
+        dropped=prepared.dropped,
+        generated=generated,
+        validation_passed=form.passed,
+        prompt_tokens=len(prepared.prompt.ids),
+        timings_ms=context.clock.compute_timings(generated),
+        memory=memory,
+        experts_loaded=context.loads,
+        kv_reused_tokens=context.loaded.reused,
+        numerics=prepared.numerics,
+        threads=context.threads,
+        warnings=(
+            *prepared.planned.warnings,
+            *(one.warning for one in prepared.dropped),
+            *_explain_base_only(prepared.planned, request),
+            *_warn_threads_differ(request, context),
+            *request.message.warnings,
+            *prepared.template.warnings,
+            *form.warnings,
+            *context.loaded.warnings,
+            *_warn_context(prepared, generated),
+        ),
+        bytes_read=context.bytes_read,
+        stage_spans=context.clock.spans,
+        trace=trace,
+        moe=context.moe,
+    )
 
-    request: RunRequest
-    context: GenerationContext
-    generated: GenerationOutput
-    form: FormatCheck
-    memory: MemoryUsage
-    trace: GenerationTrace | None = None
-    job_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def record_result(
-        self, catalogue: Catalogue, *, notes: Callable[[], tuple[str, ...]] = tuple
-    ) -> RunResult:
-        """Record the run and return its result; ``notes`` returns further data-saving warnings."""
-        context, generated, planned = self.context, self.generated, self.context.prepared.planned
-        timings_ms, bytes_read = context.clock.compute_timings(generated), context.bytes_read
-        known = len(catalogue.notes)
-        catalogue.history.record_run(
-            RunRecord(
-                job_id=self.job_id,
-                at=time.time(),
-                task=planned.result.features.task,
-                base=planned.base.name,
-                experts=_list_used_experts(planned),
-                finish_reason=generated.finish_reason,
-                validation=_validate_form(self.form),
-                prompt_tokens=len(context.prepared.prompt.ids),
-                generated_tokens=len(generated.tokens),
-                times=RunTimes(**{n: timings_ms.get(n) for n in RunTimes.__dataclass_fields__}),
-                figures=RunFigures(
-                    prefill_ms=generated.prefill_ms,
-                    prefill_tokens=generated.prefill_tokens,
-                    kv_reused_tokens=context.loaded.reused,
-                    decode_steps=generated.decode_steps,
-                    threads=context.threads,
-                    ssd_bytes=bytes_read.ssd,
-                    ram_bytes=bytes_read.ram,
-                ),
-            )
-        )
-        warnings = (*catalogue.notes[known:], *notes())
-        return self.build_result(timings_ms, extra_warnings=warnings)
+def record_result(
+    result: RunResult, catalogue: Catalogue, *, notes: Callable[[], tuple[str, ...]] = tuple
+) -> RunResult:
+    """Record a run; return its result with warnings about data that could not be saved.
 
-    def build_result(
-        self, timings_ms: Mapping[str, float], *, extra_warnings: tuple[str, ...] = ()
-    ) -> RunResult:
-        """Return the result; ``extra_warnings`` come after those of the answer itself."""
-        context, generated, prepared = self.context, self.generated, self.context.prepared
-        return RunResult(
-            job_id=self.job_id,
-            planned=prepared.planned,
-            dropped=prepared.dropped,
-            generated=generated,
-            validation_passed=self.form.passed,
-            prompt_tokens=len(prepared.prompt.ids),
-            timings_ms=timings_ms,
-            memory=self.memory,
-            experts_loaded=context.loads,
-            kv_reused_tokens=context.loaded.reused,
-            numerics=prepared.numerics,
-            threads=context.threads,
-            warnings=(
-                *prepared.planned.warnings,
-                *(one.warning for one in prepared.dropped),
-                *_explain_base_only(prepared.planned, self.request),
-                *_warn_threads_differ(self.request, context),
-                *self.request.message.warnings,
-                *prepared.template.warnings,
-                *self.form.warnings,
-                *context.loaded.warnings,
-                *_warn_context(prepared, generated),
-                *extra_warnings,
+    ``notes`` returns further ones.
+    """
+    generated, planned, known = result.generated, result.planned, len(catalogue.notes)
+    catalogue.history.record_run(
+        RunRecord(
+            job_id=result.job_id,
+            at=time.time(),
+            task=planned.result.features.task,
+            base=planned.base.name,
+            experts=_list_used_experts(planned),
+            finish_reason=generated.finish_reason,
+            validation=_name_validation(result.validation_passed),
+            prompt_tokens=result.prompt_tokens,
+            generated_tokens=len(generated.tokens),
+            times=RunTimes(**{n: result.timings_ms.get(n) for n in RunTimes.__dataclass_fields__}),
+            figures=RunFigures(
+                prefill_ms=generated.prefill_ms,
+                prefill_tokens=generated.prefill_tokens,
+                kv_reused_tokens=result.kv_reused_tokens,
+                decode_steps=generated.decode_steps,
+                threads=result.threads,
+                ssd_bytes=result.bytes_read.ssd,
+                ram_bytes=result.bytes_read.ram,
             ),
-            bytes_read=context.bytes_read,
-            stage_spans=context.clock.spans,
-            trace=self.trace,
-            moe=context.moe,
         )
+    )
+    return replace(result, warnings=(*result.warnings, *catalogue.notes[known:], *notes()))

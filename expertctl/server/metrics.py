@@ -24,8 +24,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from expertctl.engine.moe.counters import CounterSnapshot, LayerCounts
-from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.engine.moe.counters import CounterSnapshot, LayerCounts, RoutedExpertStats
 from expertctl.engine.result import RunResult
 from expertctl.engine.serving.running_batch import KV_BLOCK_TOKENS, EngineSnapshot
 from expertctl.errors import ExpertError

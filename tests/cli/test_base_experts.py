@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from expertctl.engine.kernels.packed_format import Scheme
-from expertctl.engine.moe.activity import read_activity
-from expertctl.engine.moe.usage_profile import ExpertUsage, parse_profile
+from expertctl.engine.moe.profile_codecs import parse_prompt_counts, read_activity
 from expertctl.schema.validation import find_problems
 from expertctl.settings import format_size, parse_size
 from expertctl.store.quantised_cache import open_quantised_cache
@@ -78,10 +77,11 @@ def test_what_was_learnt_is_shown_written_taken_over_and_forgotten(
     assert find_problems(documents[activity], "moe-activity") == []
     assert find_problems(documents[prompts], "moe-profile") == []
     document = json.loads(prompts.read_bytes())
-    usage = ExpertUsage("ours", parse_profile(document, what="ours"))
+    usage = parse_prompt_counts(document, what="ours")
     found = read_activity(activity.read_bytes(), what="ours")
-    assert (document["model"], usage.prompts, usage.preset) == ("moe", shown["tokens"], "tokens")
-    assert [layer.hits for layer in found.layers] == [dict(c) for c in usage.layers.values()]
+    assert document["model"] == "moe"
+    assert (usage.tokens, usage.counted_preset) == (shown["tokens"], "tokens")
+    assert [layer.hits for layer in found.layers] == [dict(c) for c in usage.counts.values()]
     assert expertctl("base", "profile", "forget", "moe", "--json").document["forgotten"]
     assert "there is no usage profile" in expertctl("base", "profile", "show", "moe").out
     expertctl("base", "profile", "export", "moe", activity, exit_code=3)
@@ -108,9 +108,9 @@ def test_a_profile_of_prompts_is_of_as_many_when_it_is_written_again(
     assert (shown["tokens"], shown["counted"]) == (24, "prompts")
     assert "learnt from 24 prompts" in expertctl("base", "profile", "show", "moe").out
     expertctl("base", "profile", "export", "moe", first, "--kind", "prompts")
-    usage = ExpertUsage("ours", parse_profile(json.loads(first.read_bytes()), what="ours"))
-    assert (usage.prompts, usage.preset) == (24, "mixed 70/30")
-    assert usage.layers == {0: {3: 20, 5: 4}, 2: {7: 23}}
+    usage = parse_prompt_counts(json.loads(first.read_bytes()), what="ours")
+    assert (usage.tokens, usage.counted_preset) == (24, "mixed 70/30")
+    assert usage.counts == {0: {3: 20, 5: 4}, 2: {7: 23}}
     for kind in ("prompts", "activity"):
         between, again = tmp_path / "between.json", tmp_path / "again.json"
         expertctl("base", "profile", "export", "moe", between, "--kind", kind)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from expertctl.cli.run_view import format_routed_report, format_skipped_weight
-from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
+from expertctl.engine.moe.counters import ExpertActivity, ExpertResidency, RoutedExpertStats
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.cli.test_cold import ASKED, base
 

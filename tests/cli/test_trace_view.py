@@ -2,7 +2,7 @@
 
 from expertctl.cli.run_view import format_trace
 from expertctl.engine.model.decoder import LayerTimer
-from expertctl.engine.result import GenerationTrace, StepAllocations
+from expertctl.engine.result import AllocationCounts, GenerationTrace
 
 
 def times(scale: float) -> LayerTimer:
@@ -19,7 +19,7 @@ def times(scale: float) -> LayerTimer:
 
 
 def test_layers_and_kinds_are_told_for_the_prompt_and_for_one_token() -> None:
-    steps = [StepAllocations(size, 0, 2 * size) for size in (100, 300, 200)]
+    steps = [AllocationCounts(size, 0, 2 * size) for size in (100, 300, 200)]
     trace = GenerationTrace(prefill=times(10), decode=times(2), timed_steps=2, allocations=steps)
     trace.decode.add("layers.0.attention", 0.0, kind="attend step")
     lines = [line.split() for line in format_trace(trace).splitlines()]

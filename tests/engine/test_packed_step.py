@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertctl.engine.allocations import count_allocations
 from expertctl.engine.cpu.decoder import DecodeRow, PackedDecoder
 from expertctl.engine.cpu.decoder_program import build_decoder_program, estimate_program_bytes
 from expertctl.engine.cpu.packed_base import pack_base
@@ -19,6 +18,7 @@ from expertctl.engine.kernels.packed_format import AdapterDtype, PackedDeltas, S
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.model.weights import load_base_weights
+from expertctl.engine.result import count_allocations
 from expertctl.engine.text.prompt import PromptLogprobs
 from expertctl.errors import BudgetError, IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_model_config

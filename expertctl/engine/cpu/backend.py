@@ -46,14 +46,11 @@ from expertctl.engine.moe.cache_plan import (
     fits_in_memory,
     plan_cache,
 )
-from expertctl.engine.moe.counters import Counters
+from expertctl.engine.moe.counters import Counters, RoutedExpertStats
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import CopiedExperts, StoredExperts, open_copied_experts
 from expertctl.engine.moe.expert_memory import ExpertMemory, HostBlockStorage
-from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.resident_experts import ResidentExperts, make_resident_experts
-from expertctl.engine.moe.routed_experts import MissPolicy
-from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.engine.moe.routed_experts import make_resident_experts
 from expertctl.engine.moe.warmup import PlanWarmup, WarmupPlan, warm_up_cache
 from expertctl.engine.sampling import estimate_sample_bytes
 from expertctl.engine.text.prompt import RecordLogits
@@ -239,23 +236,14 @@ class PackedBackend:
             progress=progress,
         )
         if self.cache is None:
-            return self._wrap_resident_base(base, context)
+            return PackedModel(base, threads=context.threads)
         reader = self._open_expert_reader(self.cache, context)
         try:
             experts = self._create_expert_cache(self.cache, reader)
         except BaseException:
             reader.close()
             raise
-        assert self.config.experts is not None
-        context.watch(self.config.experts, experts)
         return PackedModel(base, threads=context.threads, experts=experts, reader=reader)
-
-    def _wrap_resident_base(self, base: PackedBase, context: LoadContext) -> "PackedModel":
-        """Return the model of a base that is completely in memory."""
-        experts, routed = make_resident_experts(base), self.config.experts
-        if experts is not None and routed is not None:
-            context.watch(routed, experts)
-        return PackedModel(base, threads=context.threads, resident_experts=experts)
 
     def _open_expert_reader(
         self, plan: CachePlan, context: LoadContext
@@ -281,15 +269,9 @@ class PackedBackend:
         total, most = plan.blocks * shape.nbytes, plan.layers * plan.experts
         blocks = HostBlockStorage.from_budget(total, shape, max_count=most)
         memory = ExpertMemory(shape, layers=plan.layers, experts=plan.experts, blocks=blocks)
-        slots = [
-            LayerSlots(experts=plan.experts, capacity=capacity, pinned=pins)
-            for capacity, pins in zip(plan.capacities, plan.pinned_by_layer, strict=True)
-        ]
-        policy = MissPolicy(skips=plan.miss == "skip", cap=plan.cap)
-        numbers = routed.layers
-        cache = ExpertCache(memory, reader, layer_numbers=numbers, slots=slots, policy=policy)
+        cache = ExpertCache.from_plan(plan, memory, reader, layer_numbers=routed.layers)
         try:
-            warm_up_cache(cache, self.start, dict(zip(numbers, slots, strict=True)))
+            warm_up_cache(cache, self.start)
         except BaseException:
             cache.close()  # before the reader, which its threads use
             raise
@@ -306,18 +288,16 @@ class PackedModel:
         threads: int,
         experts: ExpertCache | None = None,
         reader: StoredExperts | CopiedExperts | None = None,
-        resident_experts: ResidentExperts | None = None,
     ) -> None:
         """Use at most ``threads`` threads; all except the caller's start with the first pass.
 
         ``experts`` owns the routed experts that are not in the base; ``reader`` reads them and is
-        closed with this object. ``resident_experts`` stands for routed experts that are in the
-        base.
+        closed with this object. Without it the base must have all of them.
         """
         self.base, self.experts, self._pool = base, experts, ThreadPool(threads)
-        self._reader, self._resident_experts = reader, resident_experts
+        self._reader, self._routed = reader, experts or make_resident_experts(base)
         self.decoder = PackedDecoder(
-            base, self._pool, tuner=ThreadTuner(threads), experts=experts or resident_experts
+            base, self._pool, tuner=ThreadTuner(threads), experts=self._routed
         )
 
     @property
@@ -333,17 +313,17 @@ class PackedModel:
     @property
     def routed(self) -> RoutedExpertStats | None:
         """Statistics of routed experts so far; None if there are none."""
-        if self.experts is None:
-            return None if self._resident_experts is None else self._resident_experts.report()
-        report, reader = self.experts.report(), self._reader
-        cold = "read" if reader is None else reader.cold
-        return replace(report, residence=replace(report.residence, cold=cold))
+        if self._routed is None:
+            return None
+        report, reader = self._routed.report(), self._reader
+        if reader is None:
+            return report
+        return replace(report, residence=replace(report.residence, cold=reader.cold))
 
     @property
     def counters(self) -> Counters | None:
         """Counters of routed experts; None if there are none."""
-        experts = self.experts or self._resident_experts
-        return None if experts is None else experts.counters
+        return None if self._routed is None else self._routed.counters
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -41,8 +41,7 @@ from expertctl.engine.model.decoder import (
     check_tokens,
 )
 from expertctl.engine.moe.counters import Phase
-from expertctl.engine.moe.resident_experts import make_resident_experts
-from expertctl.engine.moe.routed_experts import RoutedExperts
+from expertctl.engine.moe.routed_experts import RoutedExperts, make_resident_experts
 from expertctl.engine.text.prompt import RecordLogits
 
 
@@ -367,7 +366,10 @@ class PackedDecoder:
                 assert self._experts is not None
                 assert room.routed is not None
                 waits = self._experts.request(
-                    stage.routed_layer, room.routed, tokens, predicts_next=stage.predicts_next
+                    stage.routed_layer,
+                    room.routed.choices,
+                    tokens,
+                    predicts_next=stage.predicts_next,
                 )
                 self._run_expert_lanes(stage.expert_programs, workers, waits=waits)
 
@@ -375,7 +377,7 @@ class PackedDecoder:
         """Notify the owner of routed experts that all layers have run."""
         if self._experts is not None and room.routed is not None:
             assert not room.routed.absent[0], "missing experts are not computed"
-            self._experts.end_pass(room.routed, tokens, phase=phase)
+            self._experts.end_pass(room.routed.choices, tokens, phase=phase)
 
     def _run_expert_lanes(
         self, lanes: ExpertPrograms | None, workers: int | None, *, waits: bool

@@ -1,7 +1,8 @@
 """The workspace of decoder programs: preallocated buffers, program variants and item counts.
 
 One workspace serves prompts and steps, because one call runs at a time. Its size in bytes is known
-in advance. `ItemCounts` holds the item counts of a run, which depend on its tokens and plans.
+in advance; `RoutedWorkspace` is the part for routed experts. `ItemCounts` holds the item counts of
+a run, which depend on its tokens and plans.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from expertctl.engine.kernels.layer_operations import AttentionShape
 from expertctl.engine.kernels.lora import AdapterBatchTable, batch_table_bytes
 from expertctl.engine.kernels.memory import aligned_zeros
+from expertctl.engine.kernels.moe_routing import allocate_permutation
 from expertctl.engine.kernels.packed_format import (
     FLOAT_SCHEMES,
     AnyArray,
@@ -21,13 +23,13 @@ from expertctl.engine.kernels.packed_format import (
     Scheme,
 )
 from expertctl.engine.kernels.paged_attention import prefill_attention_items
-from expertctl.engine.kernels.quantisation import PreparedActivations, allocate_activations
-from expertctl.engine.kernels.simd import LANES
-from expertctl.engine.moe.routed_experts import (
-    RoutedWorkspace,
-    estimate_workspace_bytes,
-    mask_last_layer,
+from expertctl.engine.kernels.quantisation import (
+    PreparedActivations,
+    allocate_activations,
+    wrap_float_activations,
 )
+from expertctl.engine.kernels.simd import LANES
+from expertctl.engine.moe.routed_experts import RoutingChoices
 from expertctl.package.model_config import ModelConfig
 
 
@@ -209,7 +211,7 @@ class Workspace:
         for each in (self.hidden, self.heads, self.positions, self.tables):
             each[0] = each[row]
         if self.routed is not None and self._config.is_routed(self._config.layers - 1):
-            mask_last_layer(self.routed, 1, of)
+            self.routed.choices.mask_last_layer(1, of)
 
     def get_prepared_rows(self, scheme: Scheme, columns: int) -> PreparedActivations | None:
         """Return activation buffers for a scheme; None if it takes rows unchanged."""
@@ -233,6 +235,63 @@ class Workspace:
         return self._routed_batches[scheme]
 
 
+class RoutedWorkspace:
+    """Buffers of routed layers for passes of up to ``tokens`` tokens, each with all its experts.
+
+    A *position* is one expert of one token; those of one expert are adjacent.
+    """
+
+    def __init__(self, config: ModelConfig, scheme: Scheme, *, tokens: int) -> None:
+        """Allocate it for a base in a scheme."""
+        routed = config.experts
+        assert routed is not None, "a base with routed experts"
+        positions = tokens * routed.used
+        self.logits = aligned_zeros((tokens, round_up_rows(routed.count)), np.float32)
+        self.choices = RoutingChoices(routed, tokens=tokens)
+        self.likely_weights = aligned_zeros((tokens, routed.used), np.float32)
+        self.absent = aligned_zeros(1, np.int64)
+        """1 + the id of an expert that was chosen but not in memory: a bug of ours."""
+        self.order = allocate_permutation(routed.count, positions)
+        self.rows = _allocate_rows(scheme, positions, config.hidden_size)
+        self.gates = aligned_zeros(
+            (positions, round_up_rows(2 * routed.intermediate_size)), np.float32
+        )
+        self.middle = _allocate_rows(scheme, positions, routed.intermediate_size, here=self.gates)
+        self.down = aligned_zeros((positions, round_up_rows(config.hidden_size)), np.float32)
+        self.scratch = aligned_zeros((tokens, round_up_rows(config.hidden_size)), np.float32)
+        """A row for each token, for results other than those of its experts."""
+        self.shares = aligned_zeros((tokens, LANES), np.float32)
+
+
+def estimate_routed_workspace_bytes(config: ModelConfig, scheme: Scheme, *, tokens: int) -> int:
+    """Return the bytes of a `RoutedWorkspace`; 0 without routed experts."""
+    routed = config.experts
+    if routed is None:
+        return 0
+    hidden, middle = config.hidden_size, routed.intermediate_size
+    floats = round_up_rows(2 * middle) + round_up_rows(hidden)
+    position = _FLOAT32_BYTES * floats + 2 * _LONG_BYTES
+    position += sum(_estimate_prepared_rows(scheme, columns) for columns in (hidden, middle))
+    if scheme in FLOAT_SCHEMES:
+        position += _FLOAT32_BYTES * round_up_rows(hidden)
+    chosen = (_LONG_BYTES + _FLOAT32_BYTES) * routed.used + _FLOAT32_BYTES
+    token = _FLOAT32_BYTES * (round_up_rows(routed.count) + round_up_rows(hidden) + LANES)
+    token += len(routed.layers) * (chosen + _LONG_BYTES * routed.used)
+    token += routed.used * (position + _FLOAT32_BYTES)
+    return tokens * token + _LONG_BYTES * (3 * routed.count + 3)
+
+
+def _allocate_rows(
+    scheme: Scheme, positions: int, columns: int, *, here: AnyArray | None = None
+) -> PreparedActivations:
+    """Allocate rows in the form of a scheme; floats may stay in ``here``."""
+    if scheme not in FLOAT_SCHEMES:
+        return allocate_activations(scheme, positions, columns)
+    if here is None:
+        here = aligned_zeros((positions, round_up_rows(columns)), np.float32)
+    return wrap_float_activations(here)
+
+
 def estimate_base_workspace_bytes(
     config: ModelConfig, scheme: Scheme, *, tokens: int, rows: int
 ) -> int:
@@ -240,7 +299,7 @@ def estimate_base_workspace_bytes(
     widths = sum(_compute_buffer_widths(config).values()) + 2 * config.head_dim
     prepared = sum(_estimate_prepared_rows(scheme, n) for n in _list_operand_columns(config))
     each = 3 * _LONG_BYTES + _FLOAT32_BYTES * widths + prepared
-    routed = estimate_workspace_bytes(config, scheme, tokens=tokens)
+    routed = estimate_routed_workspace_bytes(config, scheme, tokens=tokens)
     return tokens * each + routed + rows * _FLOAT32_BYTES * round_up_rows(config.vocab_size)
 
 

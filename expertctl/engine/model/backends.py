@@ -28,27 +28,20 @@ from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.model.decoder import Decoder, LayerTimer, PrefillResult, estimate_pass_bytes
 from expertctl.engine.model.weights import BaseWeights, load_base_weights
 from expertctl.engine.moe.cache_plan import CachePlan
-from expertctl.engine.moe.counters import Counters
-from expertctl.engine.moe.stats import RoutedExpertStats, make_resident_stats
-from expertctl.engine.moe.usage_store import ObservableCache
+from expertctl.engine.moe.counters import Counters, RoutedExpertStats, make_resident_stats
 from expertctl.engine.sampling import estimate_sample_bytes
 from expertctl.engine.text.prompt import RecordLogits
 from expertctl.errors import UsageError
 from expertctl.messages import Notify, ignore_notification
-from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
 from expertctl.settings import Home
 from expertctl.store.quantised_cache import QuantisedCache
 
 if TYPE_CHECKING:
+    from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder
     from expertctl.engine.moe.expert_cache import ExpertCache
 
 BackendName = Literal["torch", "packed", "cuda"]
-ExpertWatcher = Callable[[ExpertsConfig, ObservableCache], None]
-
-
-def ignore_experts(_: ExpertsConfig, __: ObservableCache) -> None:
-    """Ignore the routed experts of a base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +55,6 @@ class LoadContext:
     tell: Notify = ignore_notification
     check: Callable[[], None] | None = None
     """Called before each kernel is compiled; an exception that it raises ends the compilation."""
-    watch: ExpertWatcher = ignore_experts
-    """Gets the owner of routed experts, to observe which are requested."""
 
 
 class RunnableModel(Protocol):
@@ -343,9 +334,9 @@ class TorchBackend:
 
 @dataclass(frozen=True, slots=True)
 class TorchModel:
-    """A base in torch's memory."""
+    """A base that torch runs, one sequence after the other."""
 
-    decoder: Decoder
+    decoder: "Decoder | CudaGraphDecoder"
     weights: BaseWeights
     read_bytes: int
     """Bytes of files read for the weights."""
@@ -366,12 +357,14 @@ class TorchModel:
         return make_resident_stats(self.decoder.config)
 
     @property
-    def counters(self) -> None:
-        """None: nothing is counted where all experts are in memory."""
+    def counters(self) -> Counters | None:
+        """None: torch does not count routed experts."""
+        return None
 
     @property
-    def experts(self) -> None:
+    def experts(self) -> "ExpertCache | None":
         """None: where all experts are in memory, a profile changes nothing."""
+        return None
 
     def prepare(
         self, cache: KVCacheBase, plan: CompiledPlan, *, tokens: int, rows: int = 1
@@ -387,6 +380,7 @@ class TorchModel:
         scores: RecordLogits | None = None,
     ) -> DecodeSession:
         """Start or continue a sequence."""
+        assert isinstance(self.decoder, Decoder)
         assert isinstance(cache, KVCache)
         return DecoderSession(self.decoder, cache, plan.deltas, plan.soft_prompt, progress, scores)
 
@@ -410,12 +404,12 @@ class TorchModel:
         return self.decoder.time_layers(times)
 
     def matrix(self, module: str) -> Tensor:
-        """Return the weights [out, in] of a linear layer, by its module name."""
-        return self.decoder.matrix(module)
+        """Return the weights [out, in] of a linear layer, in host memory, to compile plans."""
+        return self.decoder.matrix(module).cpu()
 
     def free_buffers(self) -> None:
-        """Free the tensors shared by all steps of one generation."""
-        self.decoder.free_shared_tensors()
+        """Free all buffers of a generation."""
+        self.decoder.free_buffers()
 
     @property
     def holds_only_weights(self) -> bool:

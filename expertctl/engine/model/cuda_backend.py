@@ -5,18 +5,15 @@ experts are in a stack, all of them or as many as fit. Nothing else here depends
 tests run the same classes on a processor.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine import devices
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
 from expertctl.engine.devices import translate_device_errors
-from expertctl.engine.generation import DecoderSession, DecodeSession, step_sequentially
+from expertctl.engine.generation import DecoderSession, DecodeSession
 from expertctl.engine.kv.sequence_cache import (
     KVCacheBase,
     KVCacheFactory,
@@ -28,6 +25,7 @@ from expertctl.engine.model.backends import (
     BackendName,
     LoadContext,
     TorchBackend,
+    TorchModel,
     parse_torch_dtype,
 )
 from expertctl.engine.model.cuda_graph_decoder import (
@@ -45,8 +43,7 @@ from expertctl.engine.model.cuda_graphs import (
     estimate_graph_memory,
     estimate_permanent_bytes,
 )
-from expertctl.engine.model.decoder import LayerTimer, PrefillResult
-from expertctl.engine.model.weights import BaseWeights, is_routed_expert, load_base_weights
+from expertctl.engine.model.weights import is_routed_expert, load_base_weights
 from expertctl.engine.moe.cache_plan import (
     CachePlan,
     estimate_cache_metadata_bytes,
@@ -54,7 +51,7 @@ from expertctl.engine.moe.cache_plan import (
     fits_in_memory,
     plan_cache,
 )
-from expertctl.engine.moe.counters import Counters
+from expertctl.engine.moe.counters import Counters, RoutedExpertStats
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_stack import (
     StackShape,
@@ -69,7 +66,6 @@ from expertctl.engine.moe.stacked_experts import (
     open_stacked_experts,
 )
 from expertctl.engine.moe.stacked_mlp import estimate_host_selection_bytes
-from expertctl.engine.moe.stats import RoutedExpertStats
 from expertctl.engine.moe.warmup import PlanWarmup, WarmupPlan, warm_up_cache
 from expertctl.engine.text.prompt import RecordLogits
 from expertctl.package.base_tensors import read_base_tensors
@@ -268,27 +264,21 @@ class CudaBackend:
             device=devices.CUDA,
         )
         try:
-            read = self._load_experts(experts, context, progress)
+            read = self._load_experts(experts, progress)
         except BaseException:
             experts.close()
             raise
         decoder = CudaGraphDecoder(self.config, weights, experts=experts)
         return CudaModel(decoder, weights, weights.nbytes + read, workspaces, experts)
 
-    def _load_experts(
-        self, experts: StackedExperts, context: LoadContext, progress: Progress
-    ) -> int:
+    def _load_experts(self, experts: StackedExperts, progress: Progress) -> int:
         """Load all experts, or the initial ones of a cache; return the bytes read.
 
-        A cache counts its own reads. Usage is observed in both cases.
+        A cache counts its own reads.
         """
-        cache, routed = experts.cache, experts.config
-        if cache is None:
-            assert experts.device_counts is not None
-            context.watch(routed, experts.device_counts)
+        if experts.cache is None:
             return experts.load_all(progress)
-        warm_up_cache(cache, self.start, dict(zip(routed.layers, cache.slots, strict=True)))
-        context.watch(routed, cache)
+        warm_up_cache(experts.cache, self.start)
         return 0
 
     @property
@@ -308,13 +298,10 @@ class CudaBackend:
 
 
 @dataclass(frozen=True, slots=True)
-class CudaModel:
+class CudaModel(TorchModel):
     """A base in the memory of the device."""
 
     decoder: CudaGraphDecoder
-    weights: BaseWeights
-    read_bytes: int
-    """Bytes of files read for the weights."""
     workspace_bytes: int
     """Bytes that libraries keep for the streams that it runs on."""
     stacked_experts: StackedExperts | None = None
@@ -330,11 +317,6 @@ class CudaModel:
         if not self.stacked_experts.is_whole:
             graphs = estimate_graph_memory(self.decoder.config, self.stacked_experts.stack.shape)
         return held + self.stacked_experts.nbytes + self.decoder.permanent_bytes + graphs
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Warnings for the user about the weights."""
-        return self.weights.warnings
 
     @property
     def routed(self) -> RoutedExpertStats | None:
@@ -376,38 +358,6 @@ class CudaModel:
         """Start or continue a sequence."""
         assert isinstance(cache, StaticKVRow)
         return DecoderSession(self.decoder, cache, plan.deltas, plan.soft_prompt, progress, scores)
-
-    @property
-    def prefill_parts(self) -> int:
-        """1: a pass is not split."""
-        return 1
-
-    def prefill(
-        self, reading: DecodeSession, ids: Sequence[int], *, between_layers: Callable[[], None]
-    ) -> PrefillResult:
-        """Read a part of a prompt at once."""
-        return reading.prefill(ids)
-
-    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> Tensor:
-        """Read one more token of each sequence, one after the other."""
-        return step_sequentially(texts)
-
-    def time_layers(self, times: LayerTimer) -> AbstractContextManager[None]:
-        """Add the time of each part to ``times``; steps are not captured meanwhile."""
-        return self.decoder.time_layers(times)
-
-    def matrix(self, module: str) -> Tensor:
-        """Return the weights [out, in] of a linear layer, in host memory, to compile plans."""
-        return self.decoder.matrix(module).cpu()
-
-    def free_buffers(self) -> None:
-        """Free buffers, slots and the graphs of a sequence."""
-        self.decoder.free_buffers()
-
-    @property
-    def holds_only_weights(self) -> bool:
-        """Whether it holds nothing but its weights."""
-        return self.decoder.holds_only_weights
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between two passes."""

@@ -210,7 +210,7 @@ class CudaGraphDecoder:
         with self._lock:
             self.graphs.clear()
             self._room = self._plans = None
-            self._prompts.free_shared_tensors()
+            self._prompts.free_buffers()
             if self._staged is not None:
                 self._staged.free_extra_buffers()
             self._one_more.fetch_routed_counts()

@@ -322,7 +322,7 @@ class Decoder:
         logits = self._compute_logits(hidden, deltas)
         return DecodeResult(logits, position, self._measure_elapsed_ms(started))
 
-    def free_shared_tensors(self) -> None:
+    def free_buffers(self) -> None:
         """Free the tensors shared by all steps of one generation (rotary tables).
 
         They count as buffers of its passes.

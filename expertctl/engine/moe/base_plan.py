@@ -23,7 +23,7 @@ from expertctl.engine.moe.placement import (
     place_experts,
     score_experts,
 )
-from expertctl.engine.moe.usage_profile import ExpertUsage
+from expertctl.engine.moe.usage_profile import UsageProfile
 from expertctl.engine.moe.warmup import WarmupPlan
 from expertctl.errors import IncompatibleError
 from expertctl.package.architectures import ExpertsConfig
@@ -203,28 +203,16 @@ def plan_base(
         raise IncompatibleError(
             f"{base} has no routed experts", hint="`expertctl base list` shows the bases"
         )
-    backend = PackedBackend.choose(config, dtype)
+    backend, usage = PackedBackend.choose(config, dtype), start.usage
     block, texts = make_expert_shape(config, scheme).nbytes, backend.sequence_bytes()
-    layers, rest, usage = len(routed.layers), backend.min_weight_bytes, start.usage
+    rest = backend.min_weight_bytes
     whole = fits_in_memory(backend.weight_bytes, limit, sequence_bytes=texts)
     if whole:
-        rest = backend.weight_bytes - layers * routed.count * block
-        even = CachePlan(
-            layers=layers, experts=routed.count, slots=routed.count, miss="exact", cap=1.0
-        )
-        plan, compact = even, None  # no copy is read, and no expert is pinned
-    else:
-        even = plan_cache(
-            layers=layers,
-            experts=routed.count,
-            block_bytes=block,
-            other_bytes=rest,
-            limit=limit,
-            miss="exact",
-            cap=1.0,
-            sequence_bytes=texts,
-        )
-        plan = start.adapt_cache_plan(even, routed.layers)
+        rest = backend.weight_bytes - len(routed.layers) * routed.count * block
+        compact = None  # no copy is read
+    even, plan = _plan_slots(
+        routed, start, block=block, other_bytes=rest, limit=limit, sequence_bytes=texts, whole=whole
+    )
     each = compact or block
     counts = [{} if usage is None else usage.layer_counts(n) for n in routed.layers]
     ranked = [sorted(layer.values(), reverse=True) for layer in counts]
@@ -240,7 +228,7 @@ def plan_base(
         expert_bytes=block,
         compact_bytes=compact,
         plan=plan,
-        usage_source=None if usage is None else usage.what,
+        usage_source=None if usage is None else usage.source,
         sequence_bytes=texts,
         layers=tuple(_plan_layers(routed, even, plan, ranked)),
         requests_in_slots=sum(sum(layer[:slots]) for layer, slots in by_slots),
@@ -248,6 +236,34 @@ def plan_base(
         weightings=_plan_weightings(routed, usage, budgets, strategy, block=each, curve=curve),
         has_lanes=bool(lanes),
     )
+
+
+def _plan_slots(
+    routed: ExpertsConfig,
+    start: WarmupPlan,
+    *,
+    block: int,
+    other_bytes: int,
+    limit: int,
+    sequence_bytes: int,
+    whole: bool,
+) -> tuple[CachePlan, CachePlan]:
+    """Return the even plan and that by usage; if all experts fit, none of them is pinned."""
+    layers, experts = len(routed.layers), routed.count
+    if whole:
+        even = CachePlan(layers=layers, experts=experts, slots=experts)
+        return even, even
+    even = plan_cache(
+        layers=layers,
+        experts=experts,
+        block_bytes=block,
+        other_bytes=other_bytes,
+        limit=limit,
+        miss="exact",
+        cap=1.0,
+        sequence_bytes=sequence_bytes,
+    )
+    return even, start.adapt_cache_plan(even, routed.layers)
 
 
 def _plan_layers(
@@ -268,7 +284,7 @@ def _plan_layers(
 
 def _plan_weightings(
     routed: ExpertsConfig,
-    usage: ExpertUsage | None,
+    usage: UsageProfile | None,
     lanes: NamedLanes,
     strategy: Strategy,
     *,
@@ -285,7 +301,7 @@ def _plan_weightings(
         return (_make_weighted_plan("flat", placement, lanes, sizes, None),)
     found = []
     for weighting in WEIGHTINGS:
-        scored = score_experts(usage.activity.layers, weighting=weighting, curve=curve)
+        scored = score_experts(usage.layers, weighting=weighting, curve=curve)
         order = append_unobserved(list_observed(scored), sizes)
         placement = place_experts(order, sizes, budgets=budgets, strategy=strategy)
         found.append(
@@ -296,11 +312,11 @@ def _plan_weightings(
     return tuple(found)
 
 
-def _find_served_share(placement: Placement, usage: ExpertUsage) -> float | None:
+def _find_served_share(placement: Placement, usage: UsageProfile) -> float | None:
     """Return the share of requests for experts in any lane."""
     lanes = [lane.experts for lane in placement.lanes]
     served = sum(usage.layer_counts(n).get(expert, 0) for lane in lanes for n, expert in lane)
-    return _ratio(served, sum(sum(counts.values()) for counts in usage.layers.values()))
+    return _ratio(served, sum(sum(counts.values()) for counts in usage.counts.values()))
 
 
 def _make_weighted_plan(

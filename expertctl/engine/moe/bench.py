@@ -35,10 +35,9 @@ from expertctl.engine.moe.bench_result import (
     RoutedBenchResult,
     RoutedBenchRow,
 )
-from expertctl.engine.moe.cache_plan import CachePlan
-from expertctl.engine.moe.counters import CounterSnapshot, LayerCounts
-from expertctl.engine.moe.stats import RoutedExpertStats
-from expertctl.engine.moe.usage_profile import TopPins, read_expert_usage
+from expertctl.engine.moe.cache_plan import CachePlan, TopPins
+from expertctl.engine.moe.counters import CounterSnapshot, LayerCounts, RoutedExpertStats
+from expertctl.engine.moe.profile_codecs import read_profile
 from expertctl.engine.moe.warmup import COLD_START, WarmupConfig, WarmupPlan
 from expertctl.engine.resources import ResourceManager
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
@@ -57,7 +56,7 @@ def make_warmup_plan(config: WarmupConfig, routed: ExpertsConfig) -> WarmupPlan:
         UsageError: when there is no profile by which to pin or swap.
     """
     if config.profile is not None:
-        return WarmupPlan(config, read_expert_usage(config.profile, routed))
+        return WarmupPlan(config, read_profile(config.profile, routed))
     if config.pins is not None or config.exchange:
         option = "--moe-exchange" if config.pins is None else "--moe-pin"
         raise UsageError(

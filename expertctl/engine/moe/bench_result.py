@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertctl.engine.bench_result import Spread, TimingSeries
-from expertctl.engine.moe.counters import CounterSnapshot, LayerCounts
-from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.engine.moe.counters import CounterSnapshot, LayerCounts, RoutedExpertStats
 from expertctl.engine.moe.warmup import COLD_START, WarmupConfig
 from expertctl.routing.request import MoeColdOption, MoeMiss
 from expertctl.schema.strict_json import JsonObject, JsonValue

@@ -4,20 +4,25 @@
 `adapt_plan` moves slots to the layers where they serve more requests (`distribute_by_gain`), once
 enough was counted.
 
+*Pinned* experts are loaded first and keep their slots, whatever is chosen later.
+
 The bookkeeping of routed experts is many small arrays: for 48 layers with 128 experts, of which a
 token uses 8, 12 MB without the transition model (`estimate_transition_bytes`). It grows with the
 passes, so its memory is reserved once for all; a test compares the estimate with what is used.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from expertctl.engine.moe.prefetch import estimate_transition_bytes
-from expertctl.package.architectures import ExpertsConfig
+from expertctl.engine.moe.layer_slots import estimate_transition_bytes
+from expertctl.engine.moe.usage_profile import UsageProfile
+from expertctl.errors import UsageError
+from expertctl.package.architectures import MAX_EXPERTS_PER_LAYER, ExpertsConfig
 from expertctl.routing.request import MoeColdOption, MoeMiss
 from expertctl.routing.sampling_presets import PRESETS
 
@@ -216,6 +221,84 @@ def _count_misses(plan: CachePlan, activations: Activations) -> float:
     shares: Sequence[float] = compute_miss_shares(activations, plan.capacities)
     counted = [sum(map(float, counts)) for counts in activations]
     return sum(share * count for share, count in zip(shares, counted, strict=True))
+
+
+_PINS = re.compile(r"([0-9]{1,4})(%?)")
+_PERCENT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class TopPins:
+    """The most frequent experts of each layer, by number."""
+
+    count: int
+
+    def __str__(self) -> str:
+        """Return it as the user writes it."""
+        return str(self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class SharePins:
+    """The experts that at least a share of all prompts, or tokens, of a profile choose."""
+
+    share: float
+    """From 0 to 1."""
+
+    def __str__(self) -> str:
+        """Return it as the user writes it."""
+        return f"{self.share:.0%}"
+
+
+Pins = TopPins | SharePins
+
+
+def parse_pins(text: str) -> Pins:
+    """Parse a number of experts, such as ``8``, or a share of prompts, such as ``50%``.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    match = _PINS.fullmatch(text.strip())
+    number = int(match[1]) if match else -1
+    if match and match[2] and number <= _PERCENT:
+        return SharePins(number / _PERCENT)
+    if match and not match[2] and number <= MAX_EXPERTS_PER_LAYER:
+        return TopPins(number)
+    raise UsageError(
+        f"{text[:40]!r} is neither a number of experts to pin nor a share up to 100%",
+        hint="write 8, the most frequent of each layer, or 50%, those that half of the tokens use",
+    )
+
+
+def select_pinned(
+    pins: Pins, profile: UsageProfile, layer: int, *, capacity: int
+) -> frozenset[int]:
+    """Return the pinned experts of a layer with ``capacity`` slots.
+
+    A share pins no more experts than there are slots.
+
+    Raises:
+        UsageError: when a number is larger than the slots, or a share pins some and there are none.
+    """
+    match pins:
+        case TopPins(count):
+            if count > capacity:
+                raise UsageError(
+                    f"cannot pin {count} routed experts of each layer: layer {layer} has "
+                    f"{capacity} slots",
+                    hint="pin fewer experts, or give more memory",
+                )
+            return frozenset(profile.rank_experts(layer)[:count])
+        case SharePins(share):
+            universal = set(profile.list_universal(layer, share))
+            ranked = [expert for expert in profile.rank_experts(layer) if expert in universal]
+            if ranked and not capacity:
+                raise UsageError(
+                    f"cannot pin {len(ranked)} routed experts of layer {layer}: it has no slots",
+                    hint="pin none, or give more memory",
+                )
+            return frozenset(ranked[:capacity])
 
 
 _BYTES_PER_EXPERT = 512

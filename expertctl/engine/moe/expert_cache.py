@@ -9,24 +9,32 @@ experts of the next layer are prefetched, if such predictions are mostly right.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from expertctl.engine.kernels.packed_matrix import ExpertShape
-from expertctl.engine.moe.counters import Counters, Phase
+from expertctl.engine.moe.cache_plan import CachePlan
+from expertctl.engine.moe.counters import (
+    Counters,
+    ExpertActivity,
+    ExpertResidency,
+    Phase,
+    RoutedExpertStats,
+)
 from expertctl.engine.moe.expert_files import ExpertReader
-from expertctl.engine.moe.expert_loader import ExpertLoader, PageCacheExperts
+from expertctl.engine.moe.expert_loader import ExpertLoader, PageCacheExperts, PredictionFilter
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
-from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.layer_slots import LayerSlots, TransitionModel
 from expertctl.engine.moe.placement import interleave
-from expertctl.engine.moe.prefetch import PredictionFilter, TransitionModel
-from expertctl.engine.moe.resident_experts import PassLog, find_tokens_over_cap
-from expertctl.engine.moe.routed_experts import EXACT_POLICY, MissPolicy, RoutingChoices
-from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
+from expertctl.engine.moe.routed_experts import (
+    PassLog,
+    RoutedExperts,
+    RoutingChoices,
+    find_tokens_over_cap,
+)
 from expertctl.engine.moe.swap_policy import (
     ExpertScores,
     RequestBuffer,
@@ -44,7 +52,23 @@ _PREFETCH_DEPTH = 4
 """Experts that are prefetched during a pass."""
 
 
-class ExpertCache:
+@dataclass(frozen=True, slots=True)
+class MissPolicy:
+    """What happens when an expert is missing: it is read, or skipped within a cap.
+
+    ``cap`` is the largest share of a token's weight that may be skipped. With ``prefetches``,
+    predicted experts of the next layer are read early; how fast that is decides what is skipped.
+    """
+
+    skips: bool = False
+    cap: float = 1.0
+    prefetches: bool = True
+
+
+EXACT_POLICY = MissPolicy()
+
+
+class ExpertCache(RoutedExperts):
     """Owner of routed experts that do not all fit; it serves one pass at a time."""
 
     is_whole = False
@@ -63,6 +87,7 @@ class ExpertCache:
 
         The blocks beyond all slots must hold the experts of any one layer that have no slot.
         """
+        super().__init__(memory.shape, memory.places, memory.hits)
         self._memory, self._layer_numbers = memory, tuple(layer_numbers)
         self._page_cache = PageCacheExperts(memory, reader, self._layer_numbers)
         self.slots, self._policy = tuple(slots), policy
@@ -86,10 +111,35 @@ class ExpertCache:
         self._predicted: tuple[int, Numbers] | None = None
         """The index of the next layer, and its predicted choices."""
 
+    @classmethod
+    def from_plan(
+        cls,
+        plan: CachePlan,
+        memory: ExpertMemory,
+        reader: ExpertReader,
+        *,
+        layer_numbers: Sequence[int],
+        threads: int = 3,
+    ) -> "ExpertCache":
+        """Start with the slots, the pins and the miss policy of a plan."""
+        slots = [
+            LayerSlots(experts=plan.experts, capacity=capacity, pinned=pins)
+            for capacity, pins in zip(plan.capacities, plan.pinned_by_layer, strict=True)
+        ]
+        policy = MissPolicy(skips=plan.miss == "skip", cap=plan.cap)
+        return cls(
+            memory,
+            reader,
+            layer_numbers=layer_numbers,
+            slots=slots,
+            policy=policy,
+            threads=threads,
+        )
+
     @property
-    def shape(self) -> ExpertShape:
-        """The contents of the block of an expert."""
-        return self._memory.shape
+    def slots_by_layer(self) -> Mapping[int, LayerSlots]:
+        """The slots of each layer, by its number in the base."""
+        return dict(zip(self._layer_numbers, self.slots, strict=True))
 
     @property
     def skips(self) -> bool:
@@ -100,16 +150,6 @@ class ExpertCache:
     def nbytes(self) -> int:
         """Bytes of all blocks and of the transition model."""
         return self._memory.nbytes + self._transitions.nbytes
-
-    def places(self, layer: int) -> Numbers:
-        """Return the addresses of a layer's experts, int64 [experts]; 0 if missing."""
-        row: Numbers = self._memory.places[layer]
-        return row
-
-    def hits(self, layer: int) -> Numbers:
-        """Return float32 [experts], 1 for resident experts and 0 for missing ones."""
-        row: Numbers = self._memory.hits[layer]
-        return row
 
     @property
     def counters(self) -> Counters:

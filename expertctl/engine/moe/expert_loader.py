@@ -7,6 +7,19 @@ pass.
 `ExpertLoader` has several threads for the experts that a pass waits for and one thread for
 predictions: an expert that is needed after all does not wait in its queue, and a wrong prediction
 is *dropped* in the middle of the read, so that it delays no other expert.
+
+`PredictionFilter` judges predictions of the next layer. The router of a layer is applied early, to
+what the layer before it reads, and names as many experts as a token uses, the likeliest first: each
+has a *rank*. How often a prediction is right differs: with a small trained base from 98 % for the
+first rank of a late layer to 22 % in the second layer. For each layer and rank it keeps the share
+of absent experts that were in fact chosen, updated once per pass with its share ``right``:
+
+    share += 0.02 * (right - share)
+
+A rank that is right in less than half of all cases is not read: half of what it reads would evict
+other experts for nothing. It is judged all the same, so it may be read again later. At first all
+ranks are read. Passes of more than 16 tokens, which are prompts, are neither filtered nor judged:
+that many tokens choose nearly every expert.
 """
 
 from collections import deque
@@ -16,8 +29,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event
 
+import numpy as np
+from numpy.typing import NDArray
+
 from expertctl.engine.moe.expert_files import ExpertReader
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
+from expertctl.engine.moe.layer_slots import MAX_SEQUENCES, Ids
 from expertctl.errors import ExpertError
 from expertctl.store.quantised_file import ReadCancelled
 
@@ -326,3 +343,50 @@ def _run_read(reading: Future[int], read: Callable[[], int]) -> None:
         reading.set_result(read())
     except BaseException as error:  # noqa: BLE001  # raised where it is waited for
         reading.set_exception(error)
+
+
+HIT_RATE_STEP = 0.02
+"""The weight of the next pass in a share."""
+MIN_HIT_RATE = 0.5
+"""The share from which a rank is read."""
+_INITIAL_HIT_RATE = 1.0
+
+
+class PredictionFilter:
+    """Owner of the shares of all layers; a layer is predicted before its experts are chosen."""
+
+    def __init__(self) -> None:
+        """Start by trusting all ranks."""
+        self._hit_rates: dict[int, list[float]] = {}
+        self._pending: tuple[int, Sequence[list[int]]] | None = None
+        """The last layer that was predicted, and the experts that were absent there, by rank."""
+
+    def hit_rates(self, layer: int) -> Sequence[float]:
+        """Return the share of each rank of a layer; empty before its first prediction."""
+        return tuple(self._hit_rates.get(layer, ()))
+
+    def select(self, layer: int, likely: Ids, absent: NDArray[np.bool_]) -> list[int]:
+        """Return which experts of a layer to read, the first ranks first, each once.
+
+        ``likely`` is [tokens, used], and ``absent`` says which of them are not in memory.
+        """
+        if len(likely) > MAX_SEQUENCES:
+            self._pending = None
+            return list(dict.fromkeys(likely.T[absent.T].tolist()))
+        pairs = zip(likely.T.tolist(), absent.T.tolist(), strict=True)
+        ranks = [[e for e, is_absent in zip(*pair, strict=True) if is_absent] for pair in pairs]
+        self._pending = layer, ranks
+        shares = self._hit_rates.setdefault(layer, [_INITIAL_HIT_RATE] * len(ranks))
+        trusted = (rank for rank, share in zip(ranks, shares, strict=True) if share >= MIN_HIT_RATE)
+        return list(dict.fromkeys(expert for rank in trusted for expert in rank))
+
+    def record_outcome(self, layer: int, asked: Set[int]) -> None:
+        """Update the shares of the last prediction with the experts that were in fact chosen."""
+        guess, self._pending = self._pending, None
+        if guess is None or guess[0] != layer:
+            return  # there was no prediction, or that pass failed
+        shares = self._hit_rates[layer]
+        for number, rank in enumerate(guess[1]):
+            if rank:
+                right = sum(expert in asked for expert in rank) / len(rank)
+                shares[number] += HIT_RATE_STEP * (right - shares[number])

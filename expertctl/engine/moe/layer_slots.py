@@ -12,13 +12,25 @@ window of twenty tokens may hide twenty activations. After ``tokens`` an activat
 expert that is chosen again does not start at one, and one that is chosen once does not evict a
 favourite.
 
-The predicted chance of each expert to be chosen by the next token (`TransitionModel`) counts too:
-``worth = priority + 3 * 35.1 * chance``. An expert that every token chooses with some chance
-reaches a count of 35.1 times that chance: what is likely next counts three times as much as the
-past.
+The predicted chance of each expert to be chosen by the next token counts too: ``worth = priority +
+3 * 35.1 * chance``. An expert that every token chooses with some chance reaches a count of 35.1
+times that chance: what is likely next counts three times as much as the past.
+
+`TransitionModel` predicts the next token of a sequence. For each expert ``s`` and each expert ``e``
+of a layer it keeps the chance that ``e`` is chosen one token after ``s``, updated after each token
+that chose ``s``:
+
+    chance[s, e] += 0.02 * ((1 if e was chosen else 0) - chance[s, e])
+
+So a chance is the share of recent such tokens with ``e`` chosen next; one that was 34 of them ago
+counts half. The prediction after a token is the mean of the rows of its experts. This is the
+predictor of D. Joseph and D. Grunwald, "Prefetching using Markov predictors" (ISCA 1997), with
+chances instead of the last few successors. All chances start at 0. If tokens do not depend on each
+other, all it learns is how often each expert is chosen.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -218,3 +230,76 @@ def _decay(tokens: NDArray[np.int64] | int) -> NDArray[np.float64] | float:
     """Return what is left of an activation after some tokens."""
     share: NDArray[np.float64] | float = DECAY ** (tokens / DECAY_TOKENS)
     return share
+
+
+LEARNING_RATE = 0.02
+"""The weight of the next token in a chance."""
+_CHANCE_DTYPE = np.dtype(np.float32)
+MAX_SEQUENCES = 16
+"""Up to this many tokens of a pass are of different sequences, or guesses; more are of one."""
+MAX_LEARNT_PAIRS = 64
+"""How many of the last tokens of a prompt are learnt from."""
+
+
+def estimate_transition_bytes(*, layers: int, experts: int) -> int:
+    """Return the bytes of a `TransitionModel`."""
+    return layers * experts * experts * _CHANCE_DTYPE.itemsize
+
+
+class TransitionModel:
+    """Owner of the chances of all layers, float32; one pass at a time reports its choices."""
+
+    def __init__(self, *, layers: int, experts: int) -> None:
+        """Start with all chances at 0."""
+        self._layers, self._experts = layers, experts
+        self._chances = np.zeros((layers * experts, experts), _CHANCE_DTYPE)
+        self._previous: NDArray[np.int64] | None = None
+        """The choices of the last tokens, [tokens, layers, used] as rows of chances."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all chances."""
+        return self._chances.nbytes
+
+    def predict(self, layer: int, selected: Ids) -> Worths:
+        """Return the chance of each expert to be chosen next, after ``selected`` [tokens, used].
+
+        With several sequences the chances of all are summed.
+        """
+        last = selected if len(selected) <= MAX_SEQUENCES else selected[-1:]
+        rows = self._chances.take(last.ravel() + layer * self._experts, axis=0)
+        found: Worths = np.add.reduce(rows, axis=0, dtype=np.float64)
+        found /= last.shape[1]
+        return found
+
+    def observe_pass(self, asked: Sequence[Ids], tokens: int) -> None:
+        """Learn from a pass over ``tokens``; ``asked`` holds the choices [tokens, k] of each layer.
+
+        The last layer may be computed for a prompt's last token only; then nothing is learnt for
+        it.
+        """
+        base = np.arange(self._layers)[:, None] * self._experts
+        last = np.array([ids[-1] for ids in asked]) + base  # [layers, used]
+        layers = len(asked) - (len(asked[-1]) < tokens)
+        shape = layers, tokens, last.shape[1]
+        rows = np.array(asked[:layers], np.int64).reshape(shape).swapaxes(0, 1) + base[:layers]
+        if tokens <= MAX_SEQUENCES and layers == len(asked):
+            self._learn_sequences(self._previous, rows)
+            self._previous = rows
+            return
+        for before, after in pairwise(rows[-MAX_LEARNT_PAIRS - 1 :]):
+            self._learn_transition(before, after)
+        self._previous = last[None]
+
+    def _learn_sequences(self, before: NDArray[np.int64] | None, after: NDArray[np.int64]) -> None:
+        """Learn from one token of each of several sequences, if the pass before had as many."""
+        if before is not None and len(before) == len(after):
+            for one, next_one in zip(before, after, strict=True):
+                self._learn_transition(one, next_one)
+
+    def _learn_transition(self, before: NDArray[np.int64], after: NDArray[np.int64]) -> None:
+        rows, used = before.ravel(), before.shape[1]
+        found = self._chances[rows] * _CHANCE_DTYPE.type(1 - LEARNING_RATE)
+        asked = (after % self._experts).repeat(used, axis=0)  # [layers * used, used]
+        found[np.arange(len(rows))[:, None], asked] += _CHANCE_DTYPE.type(LEARNING_RATE)
+        self._chances[rows] = found

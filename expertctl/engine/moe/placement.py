@@ -27,7 +27,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from expertctl.engine.moe.activity import LayerActivity
+from expertctl.engine.moe.usage_profile import LayerUsage
 from expertctl.errors import UsageError
 
 Weighting = Literal["flat", "balanced", "pressure", "smooth", "time"]
@@ -36,7 +36,7 @@ DEFAULT_CURVE = 0.5
 HOT_BONUS = 0.05
 """How much more a hot hit counts."""
 _RANK_FACTOR = 10**6
-Layers = Sequence[LayerActivity]
+Layers = Sequence[LayerUsage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def score_experts(
     return sorted(found, key=lambda scored: (-scored.score, scored.layer, scored.expert))
 
 
-def _score_by_rank(layer: LayerActivity, highest: int) -> Iterable[ScoredExpert]:
+def _score_by_rank(layer: LayerUsage, highest: int) -> Iterable[ScoredExpert]:
     """Yield the experts of a layer; the rank counts before the hits."""
     order = sorted(layer.hits.items(), key=lambda item: (-item[1], item[0]))
     for rank, (expert, hits) in enumerate(order):
@@ -134,7 +134,7 @@ def _weigh_by_time(layers: Layers, curve: float) -> list[float]:
     return _weigh_layers(times, lambda time: least + (most - least) * (time - low) / (high - low))
 
 
-def _layer_time(layer: LayerActivity) -> float:
+def _layer_time(layer: LayerUsage) -> float:
     times = layer.times
     lanes = times.parallel_hot_lane_wall + times.parallel_cold_lane_wall
     return times.total_moe or times.parallel_region_wall or lanes

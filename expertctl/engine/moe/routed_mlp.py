@@ -1,11 +1,16 @@
 """Layers of routed experts in torch: the plain formula, exact, for any device.
 
+`route` chooses the experts of each token and their weights, for all backends on torch; the CPU
+kernels are tested against it. It does not depend on which experts are in memory. Of equal scores
+the lower expert id wins, so the choice is the same on every device.
+
 Every chosen expert reads all of its tokens at once; outputs are added in the order of expert
 numbers, that of the shared expert last.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -18,7 +23,6 @@ from expertctl.engine.model.functional import (
     make_feed_forward,
     make_linear,
 )
-from expertctl.engine.moe.routing import RouterOutput, RoutingRule, route
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import (
     CHOICE_BIAS,
@@ -26,6 +30,48 @@ from expertctl.package.model_config import (
     SHARED_EXPERT_MODULE,
     SHARED_GATE_MODULE,
 )
+
+Scoring = Literal["softmax", "sigmoid"]
+
+SMALLEST_SUM = 2.0**-14
+"""Smallest divisor of the weights: the smallest normal float16 number, 6.1035e-5."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRule:
+    """How the logits of a router become experts and weights."""
+
+    used: int
+    scoring: Scoring = "softmax"
+    normalised: bool = False
+    """Whether the weights of a token are divided by their sum."""
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouterOutput:
+    """The experts of each token, the highest score first."""
+
+    selected: Tensor
+    """int64 [tokens, used]."""
+    weights: Tensor
+    """float32 [tokens, used]."""
+
+
+def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> RouterOutput:
+    """Choose the experts of each token by its logits [tokens, experts], which are not changed.
+
+    A bias [experts] is added to the scores for the choice, not to the weights. Without a bias the
+    logits are compared: both scorings keep their order, and rounding cannot add ties.
+    """
+    logits = logits.float()
+    scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
+    order = logits if bias is None else scores + bias.float()
+    selected = order.sort(dim=-1, descending=True, stable=True).indices[:, : rule.used]
+    weights = scores.gather(-1, selected)
+    if rule.normalised:
+        weights = weights / torch.clamp(weights.sum(-1, keepdim=True), min=SMALLEST_SUM)
+    return RouterOutput(selected.contiguous(), weights * rule.scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -87,6 +87,7 @@ class RoutedOperations:
         assert base.config.experts is not None
         self._builder, self._decoder, self._tokens = builder, workspace, tokens
         self.workspace, self._config, self._experts = workspace.routed, base.config.experts, experts
+        self._choices = workspace.routed.choices
         self._hidden, self._scheme = base.config.hidden_size, base.scheme
         self._adapters, self._scales = adapters, scales
         self._scale = np.array([self._config.scale], np.float32)
@@ -120,9 +121,9 @@ class RoutedOperations:
 
     def add_router(self, number: int, routing: PackedRouting) -> int:
         """Write the choices in a layer of the base; return its index among routed layers."""
-        place, workspace = self._config.layers.index(number), self.workspace
+        place, choices = self._config.layers.index(number), self._choices
         rows = self._decoder.normed
-        self._add_routing(routing, rows, workspace.selected[place], workspace.weights[place])
+        self._add_routing(routing, rows, choices.selected[place], choices.weights[place])
         return place
 
     def add_prediction(self, layer_index: int, layer: PackedLayer) -> None:
@@ -135,9 +136,8 @@ class RoutedOperations:
         rows, out = self._decoder.hidden, self.workspace.scratch
         arguments = rms_norm_arguments(rows=rows, weight=layer.mlp_norm, out=out, eps=self._eps)
         self._builder.add(rms_norm_kernel(), arguments, self._tokens)
-        self._add_routing(
-            layer.mlp, out, self.workspace.likely[layer_index], self.workspace.likely_weights
-        )
+        likely = self._choices.likely[layer_index]
+        self._add_routing(layer.mlp, out, likely, self.workspace.likely_weights)
 
     def _add_routing(
         self, routing: PackedRouting, rows: Numbers, selected: Numbers, weights: Numbers
@@ -166,17 +166,19 @@ class RoutedOperations:
 
     def add_experts(self, layer_index: int) -> None:
         """Add the output of the experts of a routed layer, which read the normed rows."""
-        workspace, add = self.workspace, self._builder.add
-        selected, weights = workspace.selected[layer_index], workspace.weights[layer_index]
+        choices, add = self._choices, self._builder.add
+        selected, weights = choices.selected[layer_index], choices.weights[layer_index]
         if self._experts.skips:
             arguments = drop_experts_arguments(
                 hits=self._experts.hits(layer_index),
                 selected=selected,
                 weights=weights,
-                dropped=workspace.skipped[layer_index],
+                dropped=choices.skipped[layer_index],
             )
             add(drop_experts_kernel(), arguments, self._tokens)
-        arguments = permute_arguments(selected=selected, tokens=self._tokens, order=workspace.order)
+        arguments = permute_arguments(
+            selected=selected, tokens=self._tokens, order=self.workspace.order
+        )
         add(permute_kernel(), arguments, 1)
         self._add_products(layer_index)
         self._add_merge(layer_index)
@@ -196,7 +198,7 @@ class RoutedOperations:
 
     def _add_subset(self, layer_index: int, *, behind: bool) -> None:
         arguments = permute_arguments(
-            selected=self.workspace.selected[layer_index],
+            selected=self._choices.selected[layer_index],
             tokens=self._tokens,
             order=self.workspace.order,
             block_addresses=self._experts.places(layer_index),
@@ -209,7 +211,7 @@ class RoutedOperations:
         workspace = self.workspace
         arguments = combine_arguments(
             order=workspace.order,
-            weights=workspace.weights[layer_index],
+            weights=self._choices.weights[layer_index],
             rows=workspace.down,
             out=self._decoder.hidden,
             width=self._hidden,

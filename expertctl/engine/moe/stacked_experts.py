@@ -11,7 +11,7 @@ end of a request; those of prompts are known to the host. A run in less memory s
 counts, as with those of `ResidentExperts`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -25,7 +25,14 @@ from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape
 from expertctl.engine.moe.cache_plan import CachePlan
-from expertctl.engine.moe.counters import Counters, Phase, count_requests_by_layer
+from expertctl.engine.moe.counters import (
+    Counters,
+    ExpertActivity,
+    ExpertResidency,
+    Phase,
+    RoutedExpertStats,
+    count_requests_by_layer,
+)
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.expert_stack import (
@@ -36,12 +43,8 @@ from expertctl.engine.moe.expert_stack import (
     StackShape,
     is_queued,
 )
-from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.resident_experts import compute_skipped_share
-from expertctl.engine.moe.routed_experts import HostRoutingChoices, MissPolicy, mask_last_layer
-from expertctl.engine.moe.routing import RouterOutput
-from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
-from expertctl.engine.moe.swap_policy import ExpertScores
+from expertctl.engine.moe.routed_experts import RoutingChoices, compute_skipped_share
+from expertctl.engine.moe.routed_mlp import RouterOutput
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
@@ -52,10 +55,6 @@ _LONG_BYTES = 8
 
 class DeviceExpertCounts:
     """Counts choices on the device. One thread adds and fetches; any thread reads the counters."""
-
-    slots: tuple[LayerSlots, ...] = ()
-    scores: Sequence[ExpertScores] = ()
-    exchange_rate = 0.0
 
     def __init__(self, config: ExpertsConfig, device: torch.device) -> None:
         """Start at zero."""
@@ -115,13 +114,6 @@ class DeviceExpertCounts:
         requests = self.counters.cumulative_snapshot().summary.requests
         return RoutedExpertStats(residency, ExpertActivity(requests=requests))
 
-    def take_notes(self) -> tuple[str, ...]:
-        """Return nothing: no expert is read later."""
-        return ()
-
-    def set_scores(self, scores: Sequence[ExpertScores], *, rate: float) -> None:
-        """Do nothing: no expert is ever swapped."""
-
 
 def estimate_counter_bytes(config: ExpertsConfig) -> int:
     """Return the bytes of counters on the device: of experts, and of layers."""
@@ -163,7 +155,7 @@ class StackedExperts:
                 rows = [stack.locate(number) for number in range(len(stack))]
                 self._host_lookup[...] = np.array(rows, np.int64).reshape(shape)
             self.lookup = self._pinned_lookup.to(stack.device, copy=True)
-        self.choices = HostRoutingChoices(layers=shape[0], tokens=1, used=config.used)
+        self.choices = RoutingChoices(config, tokens=1)
 
     @property
     def nbytes(self) -> int:
@@ -226,7 +218,7 @@ class StackedExperts:
         tokens, choices = len(selected), self._reserve_choices(len(selected))
         choices.selected[layer_index, :tokens] = selected
         if layer_index == len(self.config.layers) - 1:
-            mask_last_layer(choices, tokens, choices.tokens)
+            choices.mask_last_layer(tokens, choices.tokens)
         if self.cache is None:
             return False
         choices.weights[layer_index, :tokens] = weights
@@ -298,10 +290,9 @@ class StackedExperts:
         if self.cache is not None:
             self.cache.check_integrity()
 
-    def _reserve_choices(self, tokens: int) -> HostRoutingChoices:
+    def _reserve_choices(self, tokens: int) -> RoutingChoices:
         if self.choices.tokens < tokens:
-            layers, used = len(self.config.layers), self.config.used
-            self.choices = HostRoutingChoices(layers=layers, tokens=tokens, used=used)
+            self.choices = RoutingChoices(self.config, tokens=tokens)
         return self.choices
 
     def _update_lookup(self, layer_index: int) -> None:
@@ -346,21 +337,15 @@ def open_stacked_experts(
         stack = ExpertStack(shape, blocks=len(routed.layers) * routed.count, device=device)
         return StackedExperts(routed, stack, reader)
     stack = ExpertStack(shape, blocks=plan.blocks, device=device)
-    cache = ExpertCache(
-        ExpertMemory(
-            ExpertShape(_SCHEMES[shape.dtype], shape.hidden, shape.intermediate),
-            layers=plan.layers,
-            experts=plan.experts,
-            blocks=stack,
-        ),
-        reader,
-        layer_numbers=routed.layers,
-        slots=[
-            LayerSlots(experts=plan.experts, capacity=capacity, pinned=pins)
-            for capacity, pins in zip(plan.capacities, plan.pinned_by_layer, strict=True)
-        ],
-        policy=MissPolicy(skips=plan.miss == "skip", cap=plan.cap),
-        threads=STAGING_BUFFERS - 1,
+    memory = ExpertMemory(
+        ExpertShape(_SCHEMES[shape.dtype], shape.hidden, shape.intermediate),
+        layers=plan.layers,
+        experts=plan.experts,
+        blocks=stack,
+    )
+    threads = STAGING_BUFFERS - 1
+    cache = ExpertCache.from_plan(
+        plan, memory, reader, layer_numbers=routed.layers, threads=threads
     )
     return StackedExperts(routed, stack, reader, cache=cache)
 

@@ -27,8 +27,13 @@ from expertctl.engine.moe.expert_stack import (
     expert_module_name,
     round_pinned_bytes,
 )
-from expertctl.engine.moe.routed_mlp import Router, SharedExpert, build_router, build_shared_expert
-from expertctl.engine.moe.routing import RouterOutput, split_by_residency
+from expertctl.engine.moe.routed_mlp import (
+    Router,
+    RouterOutput,
+    SharedExpert,
+    build_router,
+    build_shared_expert,
+)
 from expertctl.engine.moe.stacked_experts import StackedExperts
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
@@ -189,6 +194,21 @@ class StackedMlp:
                 made = expert(x.index_select(0, tokens[begin:end]), deltas)
                 out.index_copy_(0, places[begin:end], made)
         self.experts.record_computed(self.layer_index)
+
+
+def split_by_residency(selected: HostArray, rows: HostArray) -> tuple[HostArray, HostArray]:
+    """Return the sources whose expert has a row, ordered by row, and the others, by expert.
+
+    A source is ``token * used + choice``, an index into ``selected`` [tokens, used]; those of one
+    expert ascend. ``rows`` [experts] is 0 for an expert that is not resident.
+    """
+    experts = selected.ravel()
+    found = rows[experts]
+    resident, missing = np.flatnonzero(found), np.flatnonzero(found == 0)
+    return (
+        resident[found[resident].argsort(kind="stable")],
+        missing[experts[missing].argsort(kind="stable")],
+    )
 
 
 def merge_rows(rows: Tensor, weights: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`ExpertUsageStore`: the learnt usage of bases, kept for the next start.
+"""`ExpertUsageStore`: the learnt usage of bases, kept for the next start, and what is observed now.
 
 The file of a base has three lines of JSON, each with its own reader: the base, the counts (an
 activity document), and the experts that had a slot last (a saved cache state), which may be empty.
@@ -14,48 +14,53 @@ with a note, and replaced when something is learnt; it never prevents a request.
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from expertctl.digest import Digest
-from expertctl.engine.moe.activity import (
-    ActivityDocument,
+from expertctl.engine.moe.counters import CounterSnapshot, ExpertResidency
+from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.profile_codecs import (
+    activity_to_json,
     decode_record,
     read_activity,
+    read_profile,
     write_activity,
 )
-from expertctl.engine.moe.activity_sum import (
-    EMPTY_ACTIVITY,
+from expertctl.engine.moe.usage_profile import (
+    EMPTY_PROFILE,
+    UsageProfile,
     accumulate_scores,
-    add_activities,
-    subtract_activity,
+    add_profiles,
+    build_counted_profile,
+    subtract_profile,
 )
-from expertctl.engine.moe.counters import Counters
-from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.observation import build_activity_document
-from expertctl.engine.moe.swap_policy import ExpertScores
-from expertctl.engine.moe.usage_profile import ExpertUsage, build_expert_usage, read_expert_usage
 from expertctl.engine.moe.warmup import (
     DEFAULT_WARMUP,
+    ActiveProfile,
     SavedCacheState,
     WarmupConfig,
     WarmupPlan,
     capture_state,
     check_state,
     describe_unused_option,
+    find_active_profile,
     read_state,
     write_state,
 )
 from expertctl.errors import DigestError, ExpertError, InvalidPackageError
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.base_model import BaseIdentity
-from expertctl.schema.strict_json import load_object
+from expertctl.schema.strict_json import JsonObject, load_object
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.quantised_cache import UsageProfileFile
+
+if TYPE_CHECKING:
+    from expertctl.engine.model.backends import RunnableModel
 
 USAGE_VERSION = 1
 _LINE_COUNT = 3
@@ -68,11 +73,11 @@ class LearntUsage:
 
     base: Digest
     """Identifies its weights and its architecture, see `compute_base_digest`."""
-    activity: ActivityDocument = EMPTY_ACTIVITY
+    profile: UsageProfile = EMPTY_PROFILE
     state: SavedCacheState | None = None
 
-    def add_activity(
-        self, more: ActivityDocument, slots: Mapping[int, LayerSlots], *, timestamp: float
+    def add_profile(
+        self, more: UsageProfile, slots: Mapping[int, LayerSlots], *, timestamp: float
     ) -> "LearntUsage":
         """Return it with further counts, and with the experts that have slots now.
 
@@ -80,17 +85,17 @@ class LearntUsage:
             IncompatibleError: when the counts are of other experts.
         """
         state = capture_state(slots, timestamp=timestamp) if slots else self.state
-        return LearntUsage(self.base, add_activities(self.activity, more), state)
+        return LearntUsage(self.base, add_profiles(self.profile, more), state)
 
-    def to_usage(self, routed: ExpertsConfig, *, what: str) -> ExpertUsage:
-        """Return the usage of a base with such experts.
+    def check_fits(self, routed: ExpertsConfig) -> None:
+        """Check that it can be of a base with such experts.
 
         Raises:
-            IncompatibleError: when the counts do not fit it.
+            IncompatibleError: when its counts or its state cannot.
         """
         if self.state is not None:
             check_state(self.state, routed.layers, experts=routed.count)
-        return build_expert_usage(self.activity, routed, what=what)
+        self.profile.check_fits(routed)
 
 
 def compute_base_digest(identity: BaseIdentity) -> Digest:
@@ -125,7 +130,7 @@ def encode_learnt_usage(learnt: LearntUsage) -> bytes:
     """Return the contents of a file."""
     header = json.dumps({"version": USAGE_VERSION, "base": str(learnt.base)}).encode()
     state = b"" if learnt.state is None else write_state(learnt.state)
-    return b"\n".join((header, write_activity(learnt.activity), state, b""))
+    return b"\n".join((header, write_activity(learnt.profile), state, b""))
 
 
 class _UsageHeader(msgspec.Struct, forbid_unknown_fields=True):
@@ -138,6 +143,46 @@ def _parse_digest(text: str, what: str) -> Digest:
         return Digest.parse(text)
     except DigestError as error:
         raise InvalidPackageError(what, [f"base: {error.message}"]) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """The state of the routed experts of a base in memory, at one moment."""
+
+    base: str
+    document: UsageProfile
+    residence: ExpertResidency | None = None
+    """None if it has none."""
+    active_profile: ActiveProfile | None = None
+    """The effect of profiles; None if no expert can be missing."""
+
+    def to_json(self) -> JsonObject:
+        """Return the document with the base and its state; only the document if the mode is off."""
+        document = activity_to_json(self.document)
+        if self.document.mode == "off" or self.residence is None:
+            return document
+        document |= {"base": self.base, "residence": self.residence.to_json()}
+        return (
+            document
+            if self.active_profile is None
+            else {**document, "guide": self.active_profile.to_json()}
+        )
+
+
+def make_observation(
+    counters: CounterSnapshot | None,
+    *,
+    base: str,
+    routed: ExpertsConfig | None,
+    model: "RunnableModel",
+) -> Observation:
+    """Return the observation of a base; its mode is "off" if nothing was counted."""
+    document, profile = UsageProfile("off"), None
+    if counters is not None and routed is not None:
+        document, cache = build_counted_profile(counters, used=routed.used), model.experts
+        profile = None if cache is None else find_active_profile(cache)
+    residence = None if (report := model.routed) is None else report.residence
+    return Observation(base=base, document=document, residence=residence, active_profile=profile)
 
 
 SAVE_INTERVAL = 30.0
@@ -155,14 +200,14 @@ def load_learnt_usage(file: UsageProfileFile) -> LearntUsage | None:
     return _parse_own(file.read(), file)
 
 
-def load_expert_usage(file: UsageProfileFile, routed: ExpertsConfig) -> ExpertUsage | None:
+def load_learnt_profile(file: UsageProfileFile, routed: ExpertsConfig) -> UsageProfile | None:
     """Return the usage of a base; None if nothing was learnt.
 
     Raises:
         ExpertError: as `load_learnt_usage`, or when it does not fit the base.
     """
     known = _load_known(file, routed)
-    return None if known is None or not known[0].activity.is_usable else known[1]
+    return None if known is None or not known.profile.is_usable else known.profile
 
 
 def update_learnt_usage(
@@ -184,7 +229,7 @@ def update_learnt_usage(
         try:
             known = _parse_own(data, file)
             if known is not None:
-                _to_usage(known, file, routed)
+                known.check_fits(routed)
         except ExpertError as error:
             known, left_out = None, error.message
         return encode_learnt_usage(change(known or nothing))
@@ -193,47 +238,20 @@ def update_learnt_usage(
     return left_out
 
 
-def _load_known(
-    file: UsageProfileFile, routed: ExpertsConfig
-) -> tuple[LearntUsage, ExpertUsage] | None:
+def _load_known(file: UsageProfileFile, routed: ExpertsConfig) -> LearntUsage | None:
     found = load_learnt_usage(file)
-    return None if found is None else (found, _to_usage(found, file, routed))
+    if found is not None:
+        found.check_fits(routed)
+    return found
 
 
 def _parse_own(data: bytes | None, file: UsageProfileFile) -> LearntUsage | None:
-    """Return the profile in ``data`` if it is of the base of the file."""
+    """Return the usage in ``data`` if it is of the base of the file."""
     found = None if data is None else parse_learnt_usage(data, what=str(file.path))
-    return found if found and found.base == compute_base_digest(file.base.identity) else None
-
-
-def _to_usage(found: LearntUsage, file: UsageProfileFile, routed: ExpertsConfig) -> ExpertUsage:
-    return found.to_usage(routed, what=f"the learnt usage of {file.base.name}")
-
-
-class ObservableCache(Protocol):
-    """A source of counts: `ExpertCache`, `ResidentExperts` or `DeviceExpertCounts`."""
-
-    @property
-    def counters(self) -> Counters:
-        """The counters of its layers."""
-
-    @property
-    def slots(self) -> tuple[LayerSlots, ...]:
-        """The slots of each layer; empty if no expert needs one."""
-
-    @property
-    def scores(self) -> Sequence[ExpertScores]:
-        """The scores of experts for swaps, by layer."""
-
-    @property
-    def exchange_rate(self) -> float:
-        """The share of residents that an update may swap by scores; 0: none."""
-
-    def set_scores(self, scores: Sequence[ExpertScores], *, rate: float) -> None:
-        """Swap by these scores from the next update on."""
-
-    def take_notes(self) -> tuple[str, ...]:
-        """Return, once, notes for the user about experts that could not be read."""
+    if found is None or found.base != compute_base_digest(file.base.identity):
+        return None
+    source = f"the learnt usage of {file.base.name}"
+    return replace(found, profile=replace(found.profile, source=source))
 
 
 @dataclass(slots=True)
@@ -241,32 +259,33 @@ class _ObservedBase:
     """A base in memory, with the counts that were saved and scored."""
 
     file: UsageProfileFile
-    cache: ObservableCache
+    model: "RunnableModel"
     routed: ExpertsConfig
-    saved: ActivityDocument = EMPTY_ACTIVITY
+    saved: UsageProfile = EMPTY_PROFILE
     saved_at: float = -math.inf
-    scored: ActivityDocument | None = EMPTY_ACTIVITY
+    scored: UsageProfile | None = EMPTY_PROFILE
     """None while nothing is swapped by scores: counts of that time are not added to them."""
     scored_at: float = -math.inf
 
     @property
-    def snapshot(self) -> ActivityDocument:
-        return build_activity_document(
-            self.cache.counters.cumulative_snapshot(), used=self.routed.used
-        )
+    def snapshot(self) -> UsageProfile:
+        counters = self.model.counters
+        assert counters is not None, "a model that counts"
+        return build_counted_profile(counters.cumulative_snapshot(), used=self.routed.used)
 
     @property
     def slots(self) -> Mapping[int, LayerSlots]:
-        slots = self.cache.slots
-        return dict(zip(self.routed.layers, slots, strict=True)) if slots else {}
+        return {} if self.model.experts is None else self.model.experts.slots_by_layer
 
     def update_scores(self) -> None:
         """Add new counts to the scores by which residents are swapped."""
-        cache, before = self.cache, self.scored
+        cache, before = self.model.experts, self.scored
+        if cache is None:
+            return
         self.scored = self.snapshot if cache.exchange_rate > 0 else None
         if before is not None and self.scored is not None:
             scores = accumulate_scores(
-                cache.scores, subtract_activity(self.scored, before), self.routed.layers
+                cache.scores, subtract_profile(self.scored, before), self.routed.layers
             )
             cache.set_scores(scores, rate=cache.exchange_rate)
 
@@ -307,10 +326,16 @@ class ExpertUsageStore:
                 describe_unused_option(base.name, each) for each in self._config.options
             ]
 
-    def observe(self, base: StoredBase, routed: ExpertsConfig, cache: ObservableCache) -> None:
-        """Learn from the counts of a base from now on; save those of the last one."""
+    def observe(self, base: StoredBase, routed: ExpertsConfig, model: "RunnableModel") -> None:
+        """Learn from the counts of a model from now on; save those of the last one.
+
+        Nothing is done for the observed model, and for one that counts nothing.
+        """
+        observed = self._observed
+        if (observed is not None and observed.model is model) or model.counters is None:
+            return
         self.stop_observing()
-        self._observed = _ObservedBase(UsageProfileFile(self._bases, base), cache, routed)
+        self._observed = _ObservedBase(UsageProfileFile(self._bases, base), model, routed)
 
     def save(self, *, interval: float = 0.0) -> None:
         """Save new counts, if the last save was ``interval`` seconds ago.
@@ -331,14 +356,14 @@ class ExpertUsageStore:
     def _save(self, observed: _ObservedBase) -> None:
         """Add new counts to the file."""
         path, seen = observed.file.path, observed.snapshot
-        more = subtract_activity(seen, observed.saved)
+        more = subtract_profile(seen, observed.saved)
         if not more.is_usable:
             return
         try:
             left_out = update_learnt_usage(
                 observed.file,
                 observed.routed,
-                lambda learnt: learnt.add_activity(more, observed.slots, timestamp=time.time()),
+                lambda learnt: learnt.add_profile(more, observed.slots, timestamp=time.time()),
             )
         except ExpertError as error:
             if not self._save_failed:
@@ -364,14 +389,14 @@ class ExpertUsageStore:
 
     def _collect_notes(self) -> None:
         """Take the notes of the observed base."""
-        if (observed := self._observed) is not None:
-            name, notes = observed.file.base.name, observed.cache.take_notes()
-            self._notes += [f"{name}: {note}" for note in notes]
+        if (observed := self._observed) is not None and (cache := observed.model.experts):
+            name = observed.file.base.name
+            self._notes += [f"{name}: {note}" for note in cache.take_notes()]
 
     def _plan_new_warmup(self, base: StoredBase, routed: ExpertsConfig) -> WarmupPlan:
         config = self._config
         if config.profile is not None:
-            return WarmupPlan(config, read_expert_usage(config.profile, routed))
+            return WarmupPlan(config, read_profile(config.profile, routed))
         if not config.learns:
             return self._plan_unknown_warmup()
         file = UsageProfileFile(self._bases, base)
@@ -381,10 +406,9 @@ class ExpertUsageStore:
             self._noted_bases.add(base.name)
             self._notes.append(f"{file.path}: {_LEFT_OUT}: {error.message}")
             return WarmupPlan(config)
-        if known is None or not known[0].activity.is_usable:
+        if known is None or not known.profile.is_usable:
             return self._plan_unknown_warmup()
-        learnt, usage = known
-        return WarmupPlan(config, usage, learnt.state)
+        return WarmupPlan(config, known.profile, known.state)
 
     def _plan_unknown_warmup(self) -> WarmupPlan:
         """Start with unknown usage; note that if experts were to be pinned."""

@@ -5,6 +5,11 @@ names, else from the learnt usage. It says which experts to pin, how many slots 
 which experts fill them first and, if requested, which are swapped in later. It never changes a
 result if nothing is skipped.
 
+A profile can also be applied to a base in memory. It is checked as a whole in any thread, and
+applied between two passes: errors are reported before anything changes. It says which experts to
+pin from then on, and which ones updates may swap in; each layer keeps its number of slots. It lasts
+as long as the base is in memory and does not change the learnt usage.
+
 `SavedCacheState` records which experts were resident and what they were worth, as JSON in the
 format of flash-moe, version 1; other versions are refused. It has no weights: those are read from
 the base again, all at once, instead of one token after the other. An empty slot is written as -1.
@@ -21,12 +26,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from expertctl.engine.moe.activity import cap_count, load_document, parse_document
-from expertctl.engine.moe.cache_plan import CachePlan, adapt_plan
+from expertctl.engine.moe.cache_plan import CachePlan, Pins, TopPins, adapt_plan, select_pinned
 from expertctl.engine.moe.layer_slots import EMPTY_SLOT, LayerSlots
-from expertctl.engine.moe.usage_profile import ExpertUsage, Pins, TopPins, select_pinned
+from expertctl.engine.moe.profile_codecs import load_document, parse_document
+from expertctl.engine.moe.swap_policy import ExpertScores
+from expertctl.engine.moe.usage_profile import UsageProfile, cap_count
 from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
 from expertctl.package.architectures import ExpertsConfig
+from expertctl.schema.strict_json import JsonObject
 
 if TYPE_CHECKING:
     from expertctl.engine.moe.expert_cache import ExpertCache
@@ -247,7 +254,7 @@ class WarmupPlan:
     """How one base starts: the options, and its usage if known."""
 
     config: WarmupConfig = DEFAULT_WARMUP
-    usage: ExpertUsage | None = None
+    usage: UsageProfile | None = None
     state: SavedCacheState | None = None
 
     def adapt_cache_plan(self, plan: CachePlan, layer_numbers: Sequence[int]) -> CachePlan:
@@ -302,12 +309,13 @@ PlanWarmup = Callable[[ExpertsConfig], WarmupPlan]
 """Returns how a base with such experts starts; called only if not all of them fit."""
 
 
-def warm_up_cache(cache: "ExpertCache", plan: WarmupPlan, slots: Mapping[int, LayerSlots]) -> None:
-    """Fill the empty slots of a cache; ``slots`` by the number of the layer.
+def warm_up_cache(cache: "ExpertCache", plan: WarmupPlan) -> None:
+    """Fill the empty slots of a cache.
 
     Raises:
         InvalidPackageError: when a file of the base cannot be read.
     """
+    slots = cache.slots_by_layer
     ranked = plan.rank_experts(slots)
     match plan.config.warmup:
         case "full":
@@ -320,6 +328,84 @@ def warm_up_cache(cache: "ExpertCache", plan: WarmupPlan, slots: Mapping[int, La
     if rate > 0:  # unknown usage may be learnt
         counts = [{} if usage is None else usage.layer_counts(number) for number in sorted(slots)]
         cache.set_scores(counts, rate=rate)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileUpdate:
+    """New pins and scores of a base in memory, by layer."""
+
+    pinned: tuple[frozenset[int], ...]
+    scores: tuple[ExpertScores, ...]
+    rate: float
+
+    def apply(self, cache: "ExpertCache") -> None:
+        """Apply it to a cache; between two passes."""
+        cache.pin(self.pinned)
+        cache.set_scores(self.scores, rate=self.rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """How to apply a profile; None: the options of the base."""
+
+    pins: Pins | None = None
+    exchange: float | None = None
+
+    def make_update(
+        self,
+        profile: UsageProfile,
+        cache: "ExpertCache",
+        *,
+        warmup: WarmupConfig,
+    ) -> ProfileUpdate:
+        """Return the changes of a profile that fits the base.
+
+        Raises:
+            IncompatibleError: when the profile counts no expert.
+            UsageError: when that changes nothing, or a layer has fewer slots than pins.
+        """
+        profile.require_counts()
+        pins = warmup.pins if self.pins is None else self.pins
+        if pins is None and self.exchange is None and not warmup.exchange:
+            raise UsageError(
+                "the profile changes nothing: it neither pins experts nor swaps any",
+                hint='also give "pin", such as 8 or "50%", or "exchange", such as 0.1',
+            )
+        layers = cache.slots_by_layer
+        return ProfileUpdate(
+            tuple(
+                frozenset[int]()
+                if pins is None
+                else select_pinned(pins, profile, number, capacity=slots.capacity)
+                for number, slots in layers.items()
+            ),
+            tuple(profile.layer_counts(number) for number in layers),
+            warmup.exchange if self.exchange is None else self.exchange,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveProfile:
+    """The effect of profiles on a base in memory now."""
+
+    exchange: float
+    pinned: Mapping[int, frozenset[int]]
+    """By the number of the layer; only layers that have pins."""
+
+    def to_json(self) -> JsonObject:
+        """Return the ``guide`` object."""
+        layers = sorted(self.pinned.items())
+        return {
+            "exchange": self.exchange,
+            "pinned": {str(number): [*sorted(experts)] for number, experts in layers},
+        }
+
+
+def find_active_profile(cache: "ExpertCache") -> ActiveProfile:
+    """Return the current effect of profiles; any thread may call this."""
+    each = cache.slots_by_layer.items()
+    by_layer = {number: slots.pinned for number, slots in each if slots.pinned}
+    return ActiveProfile(cache.exchange_rate, by_layer)
 
 
 def describe_unused_option(base: str, option: str) -> str:

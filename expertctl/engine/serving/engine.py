@@ -19,8 +19,9 @@ from queue import SimpleQueue
 
 from expertctl.engine.model.load_plan import TORCH_MAX_BYTES
 from expertctl.engine.moe.counters import CounterMode, Counters, CounterSnapshot
-from expertctl.engine.moe.observation import Observation, ProfileOptions, make_observation
-from expertctl.engine.moe.usage_profile import parse_expert_usage
+from expertctl.engine.moe.profile_codecs import parse_profile
+from expertctl.engine.moe.usage_store import Observation, make_observation
+from expertctl.engine.moe.warmup import ProfileOptions
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.loop import EngineLoop, FailureCallback
@@ -232,13 +233,13 @@ class ServingEngine:
                 "or all of them are in memory",
                 hint="serve a base with routed experts and a smaller --memory-budget",
             )
-        guide = (
+        found = (
             self._runner.read_usage_profile(routed)
             if profile is None
-            else parse_expert_usage(profile, routed, what="the profile")
+            else parse_profile(profile, routed, what="the profile")
         )
-        adoption = wishes.make_update(guide, cache, routed, warmup=self.settings.moe)
-        self._run_between_passes(self._scheduler.run_between_passes(partial(adoption.apply, cache)))
+        update = wishes.make_update(found, cache, warmup=self.settings.moe)
+        self._run_between_passes(self._scheduler.run_between_passes(partial(update.apply, cache)))
         return self.get_observation()
 
     def close(self, *, seconds: float = 0.0) -> None:
@@ -263,17 +264,15 @@ class ServingEngine:
         return make_observation(
             observed,
             base=base.stored.name,
-            config=base.config,
-            report=model.routed,
-            cache=model.experts,
+            routed=base.config.experts,
+            model=model,
         )
 
     def _count_resident_experts(self) -> dict[int, int]:
-        cache, routed = self._runner.model.experts, self._runner.base.config.experts
-        if cache is None or routed is None:
+        cache = self._runner.model.experts
+        if cache is None:
             return {}
-        counts = (int(slots.hit_mask.sum()) for slots in cache.slots)
-        return dict(zip(routed.layers, counts, strict=True))
+        return {n: int(slots.hit_mask.sum()) for n, slots in cache.slots_by_layer.items()}
 
     def _run_between_passes(self, call: Future[None]) -> None:
         """Wait for a call between two passes; once the engine has ended, none is made."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from expertctl.engine.adapters.compile import BASE_ONLY
 from expertctl.engine.devices import use_torch_threads
 from expertctl.engine.generation import OutputWriter
-from expertctl.engine.moe.usage_store import SAVE_INTERVAL as IDLE_SECONDS
+from expertctl.engine.moe.usage_store import SAVE_INTERVAL
 from expertctl.engine.resources import LoadedModel
 from expertctl.engine.result_builder import GenerationContext
 from expertctl.engine.serving.model_runner import ModelRunner
@@ -113,8 +113,8 @@ class EngineLoop:
         if not self._paused:
             self._start_sequences()
         self._compute_pass()
-        interval = BUSY_SAVE_SECONDS if self.batch.sequences else IDLE_SECONDS
-        self._runner.resources.habits.save(interval=interval)
+        interval = BUSY_SAVE_SECONDS if self.batch.sequences else SAVE_INTERVAL
+        self._runner.resources.usage_store.save(interval=interval)
         self._free_memory()
         self._processor.prepare_next()
 

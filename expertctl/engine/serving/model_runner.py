@@ -24,8 +24,8 @@ from expertctl.engine.memory.process_registry import (
 )
 from expertctl.engine.model.backends import RunnableModel
 from expertctl.engine.model.load_plan import OpenBase
-from expertctl.engine.moe.usage_profile import ExpertUsage
-from expertctl.engine.moe.usage_store import load_expert_usage
+from expertctl.engine.moe.usage_profile import UsageProfile
+from expertctl.engine.moe.usage_store import load_learnt_profile
 from expertctl.engine.preparation import (
     Files,
     PreparedRequest,
@@ -193,7 +193,7 @@ class ModelRunner:
             memory_limit=self.budget.limit,
             rows=self.settings.rows,
             headroom=headroom,
-            habits=self.resources.habits,
+            usage_store=self.resources.usage_store,
         )
         assert isinstance(base, OpenBase), "only our own engine serves"
         return base
@@ -272,9 +272,8 @@ class ModelRunner:
                 self.resources.load_plan(self.base, self.model, planned, self._files)
             )
             loads = tiers.traffic[Tier.RAM].loads - loads
-            return LoadedPlan(
-                self.model, plan, pins.pop_all(), loads, self.resources.bytes_moved.subtract(moved)
-            )
+            moved = self.resources.bytes_moved.subtract(moved)
+            return LoadedPlan(plan, pins.pop_all(), loads, moved)
 
     @contextmanager
     def open_sequence(
@@ -323,7 +322,7 @@ class ModelRunner:
         self._narrow_buffers(least, (1, 0))
         return True
 
-    def read_usage_profile(self, routed: ExpertsConfig) -> ExpertUsage:
+    def read_usage_profile(self, routed: ExpertsConfig) -> UsageProfile:
         """Return the usage profile learned so far, from the disk.
 
         Raises:
@@ -333,18 +332,18 @@ class ModelRunner:
         name = self.base.stored.name
         file = UsageProfileFile(self._planner.bases, self.base.stored)
         try:
-            guide = load_expert_usage(file, routed)
+            profile = load_learnt_profile(file, routed)
         except (InvalidPackageError, StoreError) as error:
             self._tell(f"{WARNING_PREFIX}{file.path}: {error.message}")
             raise IncompatibleError(
                 f"the learned usage profile of {name} cannot be read",
                 hint="send a profile in the request, or delete the learned one on the server",
             ) from error
-        if guide is None:
+        if profile is None:
             raise NotFoundError(
                 f"no usage profile was learned for {name}", hint="send a profile in the request"
             )
-        return guide
+        return profile
 
     @property
     def memory(self) -> MemoryUsage:

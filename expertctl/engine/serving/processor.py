@@ -16,7 +16,12 @@ from expertctl.engine.generation import GenerationOutput
 from expertctl.engine.preparation import plan_request
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
-from expertctl.engine.result_builder import ResultBuilder, check_answer, record_failure
+from expertctl.engine.result_builder import (
+    build_result,
+    check_answer,
+    record_failure,
+    record_result,
+)
 from expertctl.engine.serving.model_runner import ModelRunner
 from expertctl.engine.serving.request import JobFinished, RequestState
 from expertctl.engine.serving.running_batch import AdapterStatus
@@ -271,15 +276,10 @@ class RequestProcessor:
 
     def _build_result(self, ticket: RequestState, number: int, form: FormatCheck) -> RunResult:
         job, context = ticket.job, ticket.contexts[number]
-        outcome = ResultBuilder(
-            job.request,
-            context,
-            ticket.outputs[number],
-            form,
-            self._runner.memory,
-            job_id=job.id if number == 0 else f"{job.id}-{number}",
-        )
+        job_id = job.id if number == 0 else f"{job.id}-{number}"
+        generated, memory = ticket.outputs[number], self._runner.memory
+        result = build_result(job.request, context, generated, form, memory, job_id=job_id)
         if not job.remember:
-            return outcome.build_result(context.clock.compute_timings(outcome.generated))
+            return result
         self._runner.report_notes()
-        return outcome.record_result(self._planner.catalogue)
+        return record_result(result, self._planner.catalogue)

@@ -30,7 +30,6 @@ from expertctl.engine.generation import (
     measure_elapsed_ms,
 )
 from expertctl.engine.kv.sequence_cache import KVCacheBase
-from expertctl.engine.model.backends import RunnableModel
 from expertctl.engine.model.decoder import PREFILL_CHUNK, PrefillResult
 from expertctl.engine.preparation import PreparedRequest
 from expertctl.engine.request import RunRequest
@@ -151,7 +150,6 @@ StopReason = Literal["cancelled", "timeout"]
 class LoadedPlan:
     """A plan that is pinned until ``pins`` are closed."""
 
-    model: RunnableModel
     plan: CompiledPlan
     pins: ExitStack
     loads: int

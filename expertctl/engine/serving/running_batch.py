@@ -18,8 +18,7 @@ from expertctl.engine.memory.adapter_cache import TierTraffic
 from expertctl.engine.memory.budget import Purpose
 from expertctl.engine.model.backends import RunnableModel
 from expertctl.engine.model.decoder import PREFILL_CHUNK, PrefillResult
-from expertctl.engine.moe.counters import CounterSnapshot
-from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.engine.moe.counters import CounterSnapshot, RoutedExpertStats
 from expertctl.engine.serving.request import (
     MIN_CHUNK,
     PrefillChunk,

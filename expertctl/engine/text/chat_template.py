@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
 
 from jinja2.exceptions import (
     SecurityError,
@@ -41,11 +40,6 @@ from expertctl.errors import ExpertError, IncompatibleError, InvalidPackageError
 from expertctl.routing.candidate import InstalledExpert
 from expertctl.routing.planner import PlannedPrompt
 from expertctl.schema.strict_json import JsonValue
-
-
-class _TokenLookup(Protocol):
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its spelling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +75,7 @@ _ENDS = (
 """Padding of such prompts and file separators: after one of them the middle is complete."""
 
 
-def find_fim_tokens(vocabulary: _TokenLookup) -> FimTokens | None:
+def find_fim_tokens(vocabulary: Tokenizer) -> FimTokens | None:
     """Return the fill-in-the-middle tokens of a base; None if it has no family of them."""
     for names in _FAMILIES:
         ids = [None if name is None else vocabulary.token_id(name) for name in names]

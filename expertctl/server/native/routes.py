@@ -17,9 +17,10 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.routing import BaseRoute
 
+from expertctl.engine.moe.cache_plan import parse_pins
 from expertctl.engine.moe.counters import CounterMode
-from expertctl.engine.moe.observation import Observation, ProfileOptions
-from expertctl.engine.moe.usage_profile import parse_pins
+from expertctl.engine.moe.usage_store import Observation
+from expertctl.engine.moe.warmup import ProfileOptions
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.running_batch import AdapterStatus
 from expertctl.errors import ExpertError, RateLimitError, UsageError

@@ -10,7 +10,7 @@ from expertctl.engine.cpu.packed_base import make_expert_shape
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.routed_experts import RoutedWorkspace
+from expertctl.engine.moe.routed_experts import RoutingChoices
 from tests.benchmarks.routed.conftest import SHAPE
 
 
@@ -20,7 +20,7 @@ def test_as_much_is_wrong_as_is_said_and_what_was_chosen_stays() -> None:
     shape = make_expert_shape(config, Scheme.BFLOAT16)
     memory = ExpertMemory(shape, layers=2, experts=8, blocks=16)
     slots = [LayerSlots(experts=8, capacity=8) for _ in range(2)]
-    room = RoutedWorkspace(config, Scheme.BFLOAT16, tokens=1)
+    room = RoutingChoices(config.experts, tokens=1)
     room.selected[...] = 5
     changed = []
     with closing(

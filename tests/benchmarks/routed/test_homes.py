@@ -25,7 +25,7 @@ from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import StoredExperts
-from expertctl.engine.moe.routed_experts import RoutedWorkspace
+from expertctl.engine.moe.routed_experts import RoutingChoices
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import read_model_config
 from tests.benchmarks.routed.conftest import SHAPE
@@ -41,7 +41,7 @@ class RecordingCache(LoadOnMissCache):
     """A rival that remembers what was chosen, a list of layers for each token."""
 
     def request(
-        self, layer: int, choices: RoutedWorkspace, tokens: int, *, predicts_next: bool = True
+        self, layer: int, choices: RoutingChoices, tokens: int, *, predicts_next: bool = True
     ) -> bool:
         waits = super().request(layer, choices, tokens)
         if layer == 0:

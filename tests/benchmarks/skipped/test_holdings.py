@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.skipped.evaluation import BaseLoader, CacheConfiguration, make_cache_plan
-from expertctl.engine.moe.prefetch import estimate_transition_bytes
+from expertctl.engine.moe.layer_slots import estimate_transition_bytes
 
 
 @pytest.fixture(scope="module")

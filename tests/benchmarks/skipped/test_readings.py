@@ -16,7 +16,7 @@ from benchmarks.skipped.evaluation import (
 )
 from examples.moe.train import perplexity
 from examples.starter.vocab import END, SPECIALS
-from expertctl.engine.moe.routed_experts import MissPolicy
+from expertctl.engine.moe.expert_cache import MissPolicy
 
 SKIPS = MissPolicy(skips=True, cap=1.0, prefetches=False)
 

@@ -10,19 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.activity import (
+from expertctl.engine.moe.profile_codecs import (
     FALLBACK_REASONS,
     LANE_TIMES,
     MAX_BYTES,
-    MAX_JSON_INTEGER,
-    TIMES,
-    ActivityDocument,
-    LaneTimes,
-    LayerActivity,
     read_activity,
     write_activity,
 )
-from expertctl.engine.moe.activity_sum import add_activities
+from expertctl.engine.moe.usage_profile import (
+    MAX_JSON_INTEGER,
+    TIMES,
+    LaneTimes,
+    LayerUsage,
+    UsageProfile,
+    add_profiles,
+)
 from expertctl.errors import InvalidPackageError
 from expertctl.schema.strict_json import loads
 from expertctl.schema.validation import find_problems
@@ -32,12 +34,12 @@ UPDATE = "llama.cpp.moe_layer_opt_perf.v1"
 EXAMPLES = Path(__file__).parents[3] / "schemas" / "examples" / "moe-activity"
 
 
-def read(*layers: dict[str, object], schema: str = FULL, **top: object) -> ActivityDocument:
+def read(*layers: dict[str, object], schema: str = FULL, **top: object) -> UsageProfile:
     document = {"schema": schema, "layers": layers, **top}
     return read_activity(json.dumps(document).encode(), what="a profile")
 
 
-def written(document: ActivityDocument) -> dict[str, object]:
+def written(document: UsageProfile) -> dict[str, object]:
     data = write_activity(document)
     back: dict[str, object] = json.loads(data)
     assert find_problems(loads(data, what="ours", max_bytes=MAX_BYTES), "moe-activity") == []
@@ -46,9 +48,9 @@ def written(document: ActivityDocument) -> dict[str, object]:
 
 def test_a_run_that_observes_nothing_writes_exactly_these_bytes() -> None:
     expected = b'{"enabled":false,"mode":"off","schema":"%s","layers":[]}' % UPDATE.encode()
-    assert write_activity(ActivityDocument("off")) == expected
+    assert write_activity(UsageProfile("off")) == expected
     back = read_activity(expected, what="off")
-    assert back == ActivityDocument("off")
+    assert back == UsageProfile("off")
     assert not back.is_usable
 
 
@@ -103,10 +105,10 @@ def test_the_wait_of_a_cold_slot_is_that_of_a_call_or_how_much_longer_the_cold_l
 
 
 def test_a_pressure_without_times_is_that_of_cold_slots() -> None:
-    layer = LayerActivity(0, cold_per_call=1.5)
+    layer = LayerUsage(0, cold_per_call=1.5)
     assert layer.pressure == 1.5
     faster = LaneTimes(parallel_hot_lane_wall=9, parallel_cold_lane_wall=3)
-    assert LayerActivity(0, cold_per_call=1.5, times=faster).pressure == 1.5
+    assert LayerUsage(0, cold_per_call=1.5, times=faster).pressure == 1.5
 
 
 @pytest.mark.parametrize("number", ["1", 1.5, None, True, [0]])
@@ -184,7 +186,7 @@ def test_an_invalid_example_is_refused(path: Path) -> None:
         read_activity(path.read_bytes(), what=path.name)
 
 
-MEASURED = LayerActivity(
+MEASURED = LayerUsage(
     layer=0,
     calls=2,
     hot={1: 6},
@@ -205,7 +207,7 @@ MEASURED = LayerActivity(
 
 
 def test_the_update_schema_has_only_what_an_exchange_needs() -> None:
-    document = written(ActivityDocument("update", (MEASURED,), experts=4, used=2, updates=3))
+    document = written(UsageProfile("update", (MEASURED,), experts=4, used=2, updates=3))
     assert (document["enabled"], document["mode"], document["schema"]) == (True, "update", UPDATE)
     assert (document["n_expert"], document["n_expert_used"], document["updates"]) == (4, 2, 3)
     [record] = document["layers"]
@@ -223,7 +225,7 @@ def test_the_update_schema_has_only_what_an_exchange_needs() -> None:
 
 
 def test_the_full_schema_has_all_times_and_why_lanes_ran_in_turn() -> None:
-    document = written(ActivityDocument("full", (MEASURED,)))
+    document = written(UsageProfile("full", (MEASURED,)))
     assert document["schema"] == FULL
     [record] = document["layers"]
     assert {f"{name}_time_per_call_us" for name in TIMES} <= set(record)
@@ -233,10 +235,10 @@ def test_the_full_schema_has_all_times_and_why_lanes_ran_in_turn() -> None:
 
 
 def test_a_summary_weighs_layers_by_their_calls() -> None:
-    other = LayerActivity(
+    other = LayerUsage(
         1, calls=6, hot={0: 2}, hot1_slots=1, times=LaneTimes(total_moe=10.0), fallbacks=1
     )
-    summary = written(ActivityDocument("full", (MEASURED, other)))["summary"]
+    summary = written(UsageProfile("full", (MEASURED, other)))["summary"]
     assert isinstance(summary, dict)
     assert summary["layer_calls"] == 8
     assert summary["hot_slots_total"] == 8
@@ -249,9 +251,9 @@ def test_a_summary_weighs_layers_by_their_calls() -> None:
 
 
 def test_counts_that_json_cannot_say_are_written_as_the_largest_it_can() -> None:
-    saturated = LayerActivity(0, calls=2**64 - 1, hot={0: 2**64 - 1}, cold={1: 1})
+    saturated = LayerUsage(0, calls=2**64 - 1, hot={0: 2**64 - 1}, cold={1: 1})
     back = read_activity(
-        write_activity(ActivityDocument("full", (saturated,), updates=2**64 - 1)), what="saturated"
+        write_activity(UsageProfile("full", (saturated,), updates=2**64 - 1)), what="saturated"
     )
     assert back.layers[0].hot == {0: MAX_JSON_INTEGER}
     assert (back.layers[0].calls, back.updates) == (MAX_JSON_INTEGER, MAX_JSON_INTEGER)
@@ -262,10 +264,10 @@ times = st.floats(0, 1e9)
 
 
 @st.composite
-def layers(draw: st.DrawFn, number: int, names: tuple[str, ...], *, full: bool) -> LayerActivity:
+def layers(draw: st.DrawFn, number: int, names: tuple[str, ...], *, full: bool) -> LayerUsage:
     raw, requests = draw(st.booleans()), draw(st.integers(0, MAX_JSON_INTEGER))
     hot, cold = ({}, {}) if raw else (draw(counts), draw(counts))
-    return LayerActivity(
+    return LayerUsage(
         layer=number,
         calls=draw(st.integers(0, MAX_JSON_INTEGER)),
         hot=hot,
@@ -288,11 +290,11 @@ def layers(draw: st.DrawFn, number: int, names: tuple[str, ...], *, full: bool) 
 
 
 @st.composite
-def documents(draw: st.DrawFn) -> ActivityDocument:
+def documents(draw: st.DrawFn) -> UsageProfile:
     full = draw(st.booleans())
     numbers = sorted(draw(st.sets(st.integers(0, 1023), max_size=3)))
     names = TIMES if full else LANE_TIMES
-    return ActivityDocument(
+    return UsageProfile(
         "full" if full else "update",
         tuple(draw(layers(number, names, full=full)) for number in numbers),
         experts=draw(st.sampled_from([0, 64, 1024])),
@@ -303,7 +305,7 @@ def documents(draw: st.DrawFn) -> ActivityDocument:
 
 
 @given(documents())
-def test_what_is_written_is_read_again(document: ActivityDocument) -> None:
+def test_what_is_written_is_read_again(document: UsageProfile) -> None:
     written(document)
     assert read_activity(write_activity(document), what="ours") == document
 
@@ -323,7 +325,7 @@ def test_no_number_of_a_hostile_document_grows_beyond_what_is_written() -> None:
         for n in range(3)
     ]
     found = read(*layers, n_expert=4, num_prompts=MAX_JSON_INTEGER)
-    for document in (found, add_activities(found, found)):
+    for document in (found, add_profiles(found, found)):
         written(document)
     with pytest.raises(InvalidPackageError, match="greater than the maximum"):
         read({"layer": 0, "calls": 2, "parallel_join_wait_time_per_call_us": 1.1e18})
@@ -335,7 +337,7 @@ def test_more_misses_than_requests_are_refused() -> None:
 
 
 def test_the_number_of_prompts_is_written_where_there_are_prompts() -> None:
-    told = ActivityDocument("update", (LayerActivity(0, raw={1: 3}),), prompts=7, preset="mine")
+    told = UsageProfile("update", (LayerUsage(0, raw={1: 3}),), prompts=7, preset="mine")
     assert written(told)["num_prompts"] == 7
     assert read_activity(write_activity(told), what="ours") == told
     assert "num_prompts" not in written(replace(told, prompts=0))

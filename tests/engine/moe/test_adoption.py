@@ -2,24 +2,24 @@
 
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.moe.cache_plan import SharePins, TopPins
 from expertctl.engine.moe.counters import Phase
-from expertctl.engine.moe.expert_cache import ExpertCache
+from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import Numbers
-from expertctl.engine.moe.observation import ProfileOptions, find_active_profile
-from expertctl.engine.moe.routed_experts import EXACT_POLICY, RoutedWorkspace
-from expertctl.engine.moe.usage_profile import (
-    ExpertUsage,
-    SharePins,
-    TopPins,
-    activity_from_counts,
+from expertctl.engine.moe.routed_experts import RoutingChoices
+from expertctl.engine.moe.usage_profile import build_prompt_profile
+from expertctl.engine.moe.warmup import (
+    DEFAULT_WARMUP,
+    ProfileOptions,
+    WarmupConfig,
+    find_active_profile,
 )
-from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
 from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
 from expertctl.package.model_config import ModelConfig
 from expertctl.store.quantised_file import always_wanted
@@ -36,14 +36,14 @@ from tests.engine.moe.test_expert_cache import (
 
 __all__ = ["config"]
 
-USAGE = activity_from_counts(
+USAGE = build_prompt_profile(
     experts=EXPERTS, prompts=10, layers={n: {7: 10, 6: 8, 5: 2} for n in NUMBERS}
 )
-GUIDE = ExpertUsage("the profile", USAGE)
-NOBODY = activity_from_counts(experts=EXPERTS, prompts=10, layers={1: {}})
+GUIDE = replace(USAGE, source="the profile")
+NOBODY = build_prompt_profile(experts=EXPERTS, prompts=10, layers={1: {}})
 
 
-def read_drawn(cache: ExpertCache, room: RoutedWorkspace) -> None:
+def read_drawn(cache: ExpertCache, room: RoutingChoices) -> None:
     """Read a token that asks for who is drawn; all of them are there then."""
     for layer in range(LAYERS):
         cache.load(layer, room, 1)
@@ -54,7 +54,7 @@ def read_drawn(cache: ExpertCache, room: RoutedWorkspace) -> None:
 
 
 def test_pinned_experts_come_while_texts_are_written_and_stay(config: ModelConfig) -> None:
-    drawn, room = np.random.default_rng(7), RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    drawn, room = np.random.default_rng(7), RoutingChoices(config.experts, tokens=1)
     assert config.experts is not None
     with closing(new_cache(Marked(), slots=3, policy=EXACT_POLICY)) as cache:
 
@@ -66,7 +66,7 @@ def test_pinned_experts_come_while_texts_are_written_and_stay(config: ModelConfi
         write(10)
         wishes = ProfileOptions(pins=TopPins(2))
         before = [slots.resident_ids for slots in cache.slots]
-        adoption = wishes.make_update(GUIDE, cache, config.experts, warmup=DEFAULT_WARMUP)
+        adoption = wishes.make_update(GUIDE, cache, warmup=DEFAULT_WARMUP)
         assert [slots.pinned for slots in cache.slots] == [frozenset()] * LAYERS, "not yet"
         adoption.apply(cache)
         assert [slots.resident_ids for slots in cache.slots] == before, "that waits for a pass"
@@ -76,12 +76,12 @@ def test_pinned_experts_come_while_texts_are_written_and_stay(config: ModelConfi
                 break
         write(40)
         assert all({6, 7} <= set(slots.resident_ids) for slots in cache.slots), "they stay"
-        told = find_active_profile(cache, config.experts).to_json()
+        told = find_active_profile(cache).to_json()
         assert told == {"exchange": 0.0, "pinned": {"1": [6, 7], "2": [6, 7], "4": [6, 7]}}
-        ProfileOptions(pins=TopPins(0)).make_update(
-            GUIDE, cache, config.experts, warmup=DEFAULT_WARMUP
-        ).apply(cache)
-        assert find_active_profile(cache, config.experts).to_json() == {
+        ProfileOptions(pins=TopPins(0)).make_update(GUIDE, cache, warmup=DEFAULT_WARMUP).apply(
+            cache
+        )
+        assert find_active_profile(cache).to_json() == {
             "exchange": 0.0,
             "pinned": {},
         }
@@ -108,7 +108,7 @@ class Broken(Marked):
 def test_expected_experts_that_cannot_be_read_hold_up_nobody(config: ModelConfig) -> None:
     """More of them than are looked at after a pass stand in front of the others."""
     reader = Broken({(number, expert) for number in NUMBERS for expert in (6, 7)})
-    room = RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    room = RoutingChoices(config.experts, tokens=1)
     with closing(new_cache(reader, slots=4, policy=EXACT_POLICY)) as cache:
         cache.schedule_fill([[7, 6, 5, 4]] * LAYERS)
         for _ in range(5000):
@@ -129,7 +129,7 @@ def test_pinned_experts_that_cannot_be_read_hold_up_nobody_and_are_told_once(
     """More of them than are read at once stand in front of the others."""
     broken = {(number, expert) for number in NUMBERS[:2] for expert in (6, 7)}
     reader, drawn = Broken(broken), np.random.default_rng(7)
-    room = RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    room = RoutingChoices(config.experts, tokens=1)
     with closing(new_cache(reader, slots=3, policy=EXACT_POLICY)) as cache:
 
         def write(tokens: int) -> None:
@@ -170,26 +170,22 @@ def test_what_is_not_said_is_as_it_was_wished_at_the_start(config: ModelConfig) 
     started = WarmupConfig(pins=SharePins(0.9), exchange=0.25)
     assert config.experts is not None
     with closing(new_cache(Marked(), slots=3, policy=EXACT_POLICY)) as cache:
-        same = ProfileOptions().make_update(GUIDE, cache, config.experts, warmup=started)
+        same = ProfileOptions().make_update(GUIDE, cache, warmup=started)
         assert (same.pinned, same.rate) == ((frozenset({7}),) * LAYERS, 0.25)
         other = ProfileOptions(pins=TopPins(1), exchange=0.0)
-        found = other.make_update(GUIDE, cache, config.experts, warmup=started)
+        found = other.make_update(GUIDE, cache, warmup=started)
         assert (found.pinned, found.rate) == ((frozenset({7}),) * LAYERS, 0.0)
         assert found.scores == ({7: 10, 6: 8, 5: 2},) * LAYERS
 
 
 def test_what_would_change_nothing_or_does_not_fit_is_refused(config: ModelConfig) -> None:
     assert config.experts is not None
-    nobody = ExpertUsage("the profile", NOBODY)
+    nobody = replace(NOBODY, source="the profile")
     with closing(new_cache(Marked(), slots=3, policy=EXACT_POLICY)) as cache:
         with pytest.raises(UsageError, match="changes nothing") as caught:
-            ProfileOptions().make_update(GUIDE, cache, config.experts, warmup=DEFAULT_WARMUP)
+            ProfileOptions().make_update(GUIDE, cache, warmup=DEFAULT_WARMUP)
         assert "exchange" in caught.value.hint
         with pytest.raises(UsageError, match="layer 1 has 3 slots"):
-            ProfileOptions(pins=TopPins(4)).make_update(
-                GUIDE, cache, config.experts, warmup=DEFAULT_WARMUP
-            )
+            ProfileOptions(pins=TopPins(4)).make_update(GUIDE, cache, warmup=DEFAULT_WARMUP)
         with pytest.raises(IncompatibleError, match="counts no expert"):
-            ProfileOptions(pins=TopPins(1)).make_update(
-                nobody, cache, config.experts, warmup=DEFAULT_WARMUP
-            )
+            ProfileOptions(pins=TopPins(1)).make_update(nobody, cache, warmup=DEFAULT_WARMUP)

@@ -11,8 +11,12 @@ from expertctl.engine.moe.bench_result import (
     ResidencyCase,
     RoutedBenchRow,
 )
-from expertctl.engine.moe.counters import Counters
-from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
+from expertctl.engine.moe.counters import (
+    Counters,
+    ExpertActivity,
+    ExpertResidency,
+    RoutedExpertStats,
+)
 
 LANES = np.array([[[0, -1], [0, -1]]])
 

@@ -10,7 +10,6 @@ import pytest
 
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape
-from expertctl.engine.moe.activity import ActivityDocument
 from expertctl.engine.moe.cache_plan import (
     estimate_cache_metadata_bytes,
     estimate_resident_bookkeeping_bytes,
@@ -20,10 +19,11 @@ from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import ExpertMemory, Numbers
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.observation import build_activity_document
-from expertctl.engine.moe.resident_experts import ResidentExperts
-from expertctl.engine.moe.routed_experts import HostRoutingChoices
-from expertctl.engine.moe.usage_profile import ExpertUsage, build_expert_usage
+from expertctl.engine.moe.routed_experts import ResidentExperts, RoutingChoices
+from expertctl.engine.moe.usage_profile import (
+    UsageProfile,
+    build_counted_profile,
+)
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.store.quantised_file import always_wanted
 
@@ -53,10 +53,10 @@ def routed(request: pytest.FixtureRequest) -> ExpertsConfig:
     )  # fmt: skip
 
 
-def choices(routed: ExpertsConfig) -> HostRoutingChoices:
+def choices(routed: ExpertsConfig) -> RoutingChoices:
     """What a prompt asks for, the first experts more often."""
     drawn = np.random.default_rng(7)
-    room = HostRoutingChoices(layers=len(routed.layers), tokens=PROMPT, used=routed.used)
+    room = RoutingChoices(routed, tokens=PROMPT)
     likely = 1.0 / np.arange(1, routed.count + 1)
     for layer in room.selected:
         ranks = drawn.random((PROMPT, routed.count)) ** (1 / likely)
@@ -113,11 +113,10 @@ def test_what_is_known_where_all_are_in_memory_is_set_aside(routed: ExpertsConfi
         assert learnt(whole.counters, routed)
 
 
-def learnt(
-    counters: Counters, routed: ExpertsConfig
-) -> tuple[ExpertUsage, ActivityDocument, ActivityDocument]:
-    """What is kept by whoever learns: a guide, and what was counted before and now."""
+def learnt(counters: Counters, routed: ExpertsConfig) -> tuple[UsageProfile, UsageProfile]:
+    """What is kept by whoever learns: what was counted before, which is a guide, and now."""
     before, now = (
-        build_activity_document(counters.cumulative_snapshot(), used=routed.used) for _ in range(2)
+        build_counted_profile(counters.cumulative_snapshot(), used=routed.used) for _ in range(2)
     )
-    return build_expert_usage(before, routed, what="habits"), before, now
+    before.check_fits(routed)
+    return before, now

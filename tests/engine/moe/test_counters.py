@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from numpy.typing import NDArray
 
-from expertctl.engine.moe.activity import ActivityDocument
-from expertctl.engine.moe.activity_sum import EMPTY_ACTIVITY, add_activities, subtract_activity
 from expertctl.engine.moe.counters import (
     MAX_COUNTER,
     CounterMode,
@@ -18,7 +16,13 @@ from expertctl.engine.moe.counters import (
     LayerCounts,
     count_requests_by_layer,
 )
-from expertctl.engine.moe.observation import build_activity_document
+from expertctl.engine.moe.usage_profile import (
+    EMPTY_PROFILE,
+    UsageProfile,
+    add_profiles,
+    build_counted_profile,
+    subtract_profile,
+)
 
 LANES = np.array([0, -1, 1, -1])
 """Experts 0 and 2 are hot, 1 and 3 cold."""
@@ -268,7 +272,7 @@ class TwoReaders(RuleBasedStateMachine):
         self.mode: CounterMode = "full"
         self.asked = np.zeros((2, 4), np.int64)
         self.observed = np.zeros((2, 4), np.int64)
-        self.learnt, self.kept = EMPTY_ACTIVITY, EMPTY_ACTIVITY
+        self.learnt, self.kept = EMPTY_PROFILE, EMPTY_PROFILE
 
     @rule(requests=st.lists(st.integers(0, 3), min_size=8, max_size=8), hot=st.booleans())
     def count_a_pass(self, requests: list[int], hot: bool) -> None:
@@ -286,9 +290,9 @@ class TwoReaders(RuleBasedStateMachine):
 
     @rule()
     def learn(self) -> None:
-        seen = build_activity_document(self.counted.cumulative_snapshot(), used=2)
+        seen = build_counted_profile(self.counted.cumulative_snapshot(), used=2)
         self.learnt, self.kept = (
-            add_activities(self.learnt, subtract_activity(seen, self.kept)),
+            add_profiles(self.learnt, subtract_profile(seen, self.kept)),
             seen,
         )
         assert hits_of(self.learnt) == hits_by_layer(self.asked)
@@ -302,7 +306,7 @@ class TwoReaders(RuleBasedStateMachine):
         assert [each.hits + each.misses for each in seen.layers.values()] == [*self.observed.sum(1)]
 
 
-def hits_of(document: ActivityDocument) -> dict[int, dict[int, int]]:
+def hits_of(document: UsageProfile) -> dict[int, dict[int, int]]:
     return {layer.layer: layer.hits for layer in document.layers if layer.hits}
 
 

@@ -1,28 +1,41 @@
 """Who is exchanged while a base is served: by a profile at first, then by what it is asked for."""
 
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
-from expertctl.engine.moe.routed_experts import EXACT_POLICY
-from expertctl.engine.moe.usage_profile import ExpertUsage, activity_from_counts
+from expertctl.engine.moe.counters import Counters
+from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache
+from expertctl.engine.moe.usage_profile import build_prompt_profile
 from expertctl.engine.moe.usage_store import ExpertUsageStore
 from expertctl.engine.moe.warmup import WarmupConfig, WarmupPlan, warm_up_cache
 from expertctl.package.model_config import ModelConfig
 from expertctl.store.quantised_cache import UsageProfileFile
 from tests.engine.moe.test_expert_cache import EXPERTS, LAYERS, NUMBERS, Marked, config, new_cache
-from tests.engine.moe.test_start import by_number, list_cached_experts, use
+from tests.engine.moe.test_start import list_cached_experts, use
 from tests.engine.moe.test_usage_store import ROUTED, file
 from tests.store.fixtures import fast, house, shop
 
 __all__ = ["config", "fast", "file", "house", "shop"]
 
+
+@dataclass
+class CachedModel:
+    """A model as far as its expert cache goes."""
+
+    experts: ExpertCache
+
+    @property
+    def counters(self) -> Counters:
+        return self.experts.counters
+
+
 HERE = replace(ROUTED, count=EXPERTS, layers=NUMBERS)
-USAGE = activity_from_counts(
+USAGE = build_prompt_profile(
     experts=EXPERTS, prompts=40, layers={n: {7: 40, 6: 30} for n in NUMBERS}
 )
-GUIDE = ExpertUsage("a file", USAGE)
+GUIDE = replace(USAGE, source="a file")
 
 
 @pytest.mark.parametrize("learns", [True, False])
@@ -33,8 +46,8 @@ def test_requests_that_shift_change_who_is_exchanged(
     wishes = WarmupConfig(warmup="none", exchange=1.0, learns=learns)
     keeper = ExpertUsageStore(file.bases, wishes)
     with closing(new_cache(Marked(), slots=2, policy=EXACT_POLICY)) as cache:
-        warm_up_cache(cache, WarmupPlan(wishes, GUIDE), by_number(cache))
-        keeper.observe(file.base, HERE, cache)
+        warm_up_cache(cache, WarmupPlan(wishes, GUIDE))
+        keeper.observe(file.base, HERE, CachedModel(cache))
         use(cache, config, (2, 3), passes=100)
         assert list_cached_experts(cache) == [{6, 7}] * LAYERS
         keeper.save()
@@ -54,8 +67,8 @@ def test_what_is_learnt_before_anything_is_known_is_exchanged_by_too(
     wishes = WarmupConfig(warmup="none", exchange=1.0)
     keeper = ExpertUsageStore(file.bases, wishes)
     with closing(new_cache(Marked(), slots=2, policy=EXACT_POLICY)) as cache:
-        warm_up_cache(cache, WarmupPlan(wishes), by_number(cache))
-        keeper.observe(file.base, HERE, cache)
+        warm_up_cache(cache, WarmupPlan(wishes))
+        keeper.observe(file.base, HERE, CachedModel(cache))
         use(cache, config, (2, 3), passes=100)
         keeper.save()
         use(cache, config, (4, 5), passes=60)

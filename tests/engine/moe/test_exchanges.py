@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.activity import read_activity
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.placement import score_experts
+from expertctl.engine.moe.profile_codecs import read_activity
 from expertctl.engine.moe.swap_policy import (
     Swap,
     compute_max_swaps,

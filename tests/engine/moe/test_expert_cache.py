@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape
 from expertctl.engine.moe.counters import Phase
-from expertctl.engine.moe.expert_cache import ExpertCache
+from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache, MissPolicy
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import ExpertMemory, Numbers
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.resident_experts import compute_skipped_share
-from expertctl.engine.moe.routed_experts import EXACT_POLICY, MissPolicy, RoutedWorkspace
+from expertctl.engine.moe.routed_experts import RoutingChoices, compute_skipped_share
 from expertctl.errors import InvalidPackageError
 from expertctl.package.model_config import ModelConfig, parse_model_config
 from expertctl.store.quantised_file import ReadCancelled, always_wanted
@@ -124,7 +123,7 @@ def cache_of(reader: Marked, *, capacities: Sequence[int], policy: MissPolicy) -
     )
 
 
-def draw_pass(room: RoutedWorkspace, drawn: np.random.Generator, tokens: int) -> None:
+def draw_pass(room: RoutingChoices, drawn: np.random.Generator, tokens: int) -> None:
     """What tokens choose, the earlier experts more often, and what is foreseen, often wrongly."""
     likely = 1.0 / np.arange(1, EXPERTS + 1)
     for layer in range(LAYERS):
@@ -174,7 +173,7 @@ def test_who_is_asked_for_is_there_and_no_other_in_his_place(
 ) -> None:
     drawn, room = (
         np.random.default_rng(seed),
-        RoutedWorkspace(config, Scheme.FLOAT32, tokens=TOKENS),
+        RoutingChoices(config.experts, tokens=TOKENS),
     )
     policy = EXACT_POLICY if cap is None else MissPolicy(skips=True, cap=cap)
     reader = CachedNowAndThen(seed) if lends else Marked()
@@ -198,7 +197,7 @@ def test_who_is_asked_for_is_there_and_no_other_in_his_place(
 
 def test_who_came_and_had_to_go_again_gets_no_slot(config: ModelConfig) -> None:
     """He has a free slot and is worth nothing yet; behind him stands a guess that was wrong."""
-    reader, room = Slow((NUMBERS[2], 5)), RoutedWorkspace(config, Scheme.FLOAT32, tokens=TOKENS)
+    reader, room = Slow((NUMBERS[2], 5)), RoutingChoices(config.experts, tokens=TOKENS)
 
     def ask(tokens: Sequence[Sequence[Sequence[int]]], likely: Sequence[Sequence[int]]) -> None:
         count = len(tokens)
@@ -232,7 +231,7 @@ def test_who_came_and_had_to_go_again_gets_no_slot(config: ModelConfig) -> None:
 
 
 def test_an_expert_is_read_once_as_long_as_it_is_there(config: ModelConfig) -> None:
-    reader, room = Marked(), RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    reader, room = Marked(), RoutingChoices(config.experts, tokens=1)
     with closing(new_cache(reader, slots=2, policy=MissPolicy(prefetches=False))) as cache:
         for _ in range(5):
             for layer in range(LAYERS):
@@ -245,7 +244,7 @@ def test_an_expert_is_read_once_as_long_as_it_is_there(config: ModelConfig) -> N
 
 
 def test_who_is_in_the_pool_is_no_miss(config: ModelConfig) -> None:
-    room = RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    room = RoutingChoices(config.experts, tokens=1)
     with closing(new_cache(Marked(), slots=0, policy=MissPolicy(prefetches=False))) as cache:
         for asked in ((3, 5), (5, 3), (3, 5)):
             for layer in range(LAYERS):
@@ -265,7 +264,7 @@ def test_of_layers_that_have_different_slots_the_mean_is_told() -> None:
 
 
 def test_what_was_left_out_is_there_for_later_tokens(config: ModelConfig) -> None:
-    reader, room = Marked(), RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    reader, room = Marked(), RoutingChoices(config.experts, tokens=1)
     policy = MissPolicy(skips=True, prefetches=False)
     with closing(new_cache(reader, slots=2, policy=policy)) as cache:
         for _ in range(40):
@@ -281,7 +280,7 @@ def test_what_was_left_out_is_there_for_later_tokens(config: ModelConfig) -> Non
 def test_a_wrong_guess_is_dropped_in_the_middle_and_read_again_when_it_is_wanted(
     config: ModelConfig,
 ) -> None:
-    reader, room = Slow((NUMBERS[1], 7)), RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    reader, room = Slow((NUMBERS[1], 7)), RoutingChoices(config.experts, tokens=1)
     with closing(new_cache(reader, slots=1, policy=EXACT_POLICY)) as cache:
         room.selected[0, 0], room.likely[1, 0] = (1, 2), (7, 6)
         cache.load(0, room, 1)
@@ -302,7 +301,7 @@ def test_a_wrong_guess_is_dropped_in_the_middle_and_read_again_when_it_is_wanted
 
 def test_a_right_guess_goes_on_when_it_may_be_left_out(config: ModelConfig) -> None:
     """It comes too late for this token, and is there for the next."""
-    reader, room = Slow((NUMBERS[1], 7)), RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    reader, room = Slow((NUMBERS[1], 7)), RoutingChoices(config.experts, tokens=1)
     with closing(new_cache(reader, slots=1, policy=MissPolicy(skips=True))) as cache:
         room.selected[0, 0], room.likely[1, 0] = (1, 2), (7, 6)
         cache.load(0, room, 1)
@@ -317,7 +316,7 @@ def test_a_right_guess_goes_on_when_it_may_be_left_out(config: ModelConfig) -> N
 
 
 def test_a_reading_that_fails_is_told_to_who_needs_it_and_tried_again(config: ModelConfig) -> None:
-    reader, room = Marked(), RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    reader, room = Marked(), RoutingChoices(config.experts, tokens=1)
     with closing(new_cache(reader, slots=1, policy=EXACT_POLICY)) as cache:
         room.selected[0, 0], reader.fails = (1, 2), True
         with pytest.raises(InvalidPackageError, match="cut short"):
@@ -331,7 +330,7 @@ def test_a_reading_that_fails_is_told_to_who_needs_it_and_tried_again(config: Mo
 def test_who_cannot_be_read_is_tried_again_when_he_is_wanted_and_not_before(
     config: ModelConfig,
 ) -> None:
-    reader, room = Marked(), RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    reader, room = Marked(), RoutingChoices(config.experts, tokens=1)
     with closing(new_cache(reader, slots=1, policy=EXACT_POLICY)) as cache:
         reader.fails = True
         for _ in range(3):
@@ -353,7 +352,7 @@ def test_no_block_is_lost_where_no_thread_can_be_started(
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    reader, room = Marked(), RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    reader, room = Marked(), RoutingChoices(config.experts, tokens=1)
     with closing(new_cache(reader, slots=1, policy=EXACT_POLICY)) as cache:
         room.selected[0, 0] = (6, 2)
         with monkeypatch.context() as patch:
@@ -367,7 +366,7 @@ def test_no_block_is_lost_where_no_thread_can_be_started(
 
 
 def test_what_was_mapped_for_a_pass_that_failed_is_mapped_no_more(config: ModelConfig) -> None:
-    reader, room = CachedNowAndThen(0), RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    reader, room = CachedNowAndThen(0), RoutingChoices(config.experts, tokens=1)
     reader.find_cached_address = lambda layer, expert: (  # type: ignore[method-assign]
         int(reader._marks[16 * layer + expert].ctypes.data) if expert == 1 else None
     )
@@ -385,7 +384,7 @@ def test_what_was_mapped_for_a_pass_that_failed_is_mapped_no_more(config: ModelC
 def test_what_is_mapped_takes_no_block_and_is_copied_once_it_gets_a_slot(
     config: ModelConfig,
 ) -> None:
-    reader, room = CachedNowAndThen(0), RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    reader, room = CachedNowAndThen(0), RoutingChoices(config.experts, tokens=1)
     reader.find_cached_address = lambda layer, expert: int(
         reader._marks[16 * layer + expert].ctypes.data
     )  # type: ignore[method-assign]
@@ -408,7 +407,7 @@ def test_what_is_mapped_takes_no_block_and_is_copied_once_it_gets_a_slot(
 
 
 def test_who_is_mapped_ahead_is_a_miss_all_the_same(config: ModelConfig) -> None:
-    reader, room = CachedNowAndThen(0), RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    reader, room = CachedNowAndThen(0), RoutingChoices(config.experts, tokens=1)
     reader.find_cached_address = lambda layer, expert: int(
         reader._marks[16 * layer + expert].ctypes.data
     )  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from expertctl.engine.moe import (
     expert_loader,
     expert_memory,
     layer_slots,
-    resident_experts,
+    routed_experts,
 )
 from expertctl.engine.moe.warmup import WarmupConfig
 from tests.engine.moe.test_cached_runs import asked
@@ -31,7 +31,7 @@ BOOKS = (
     expert_memory,
     layer_slots,
     expert_loader,
-    resident_experts,
+    routed_experts,
 )
 FILES = {module.__file__ for module in BOOKS}
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from expertctl.engine.moe.activity import MAX_BYTES, load_document, parse_document
+from expertctl.engine.moe.profile_codecs import MAX_BYTES, load_document, parse_document
 from expertctl.errors import InvalidPackageError
 
 PAIRS = MappingProxyType({"hostile": [[]], "sound": [[1, 2]]})

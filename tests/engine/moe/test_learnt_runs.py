@@ -10,8 +10,8 @@ from typing import Any, get_args
 import pytest
 
 from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.moe.cache_plan import SharePins, TopPins
 from expertctl.engine.moe.expert_memory import ExpertMemory
-from expertctl.engine.moe.usage_profile import ExpertUsage, SharePins, TopPins
 from expertctl.engine.moe.usage_store import (
     LearntUsage,
     compute_base_digest,
@@ -114,7 +114,7 @@ def test_what_is_kept_is_what_was_asked_for(answer: Answer, house: HomeFixture) 
     assert habits is not None
     assert habits.state is not None
     assert second.moe is not None
-    asked = [sum(layer.hits.values()) for layer in habits.activity.layers]
+    asked = [sum(layer.hits.values()) for layer in habits.profile.layers]
     assert asked == [4 * tokens] * 3 + [4 * last], "a prompt asks the last layer for one token"
     capacities = [len(layer.cached_ids) for layer in habits.state.layers.values()]
     assert capacities == [second.moe.residence.slots] * 4
@@ -175,10 +175,7 @@ def test_those_that_are_pinned_have_a_slot_from_the_start(
     answer()
     habits = load_learnt_usage(file_of(house))
     assert habits is not None
-    first = [
-        ExpertUsage("", habits.activity).rank_experts(layer.layer)[:2]
-        for layer in habits.activity.layers
-    ]
+    first = [habits.profile.rank_experts(layer.layer)[:2] for layer in habits.profile.layers]
     pinned = answer(WarmupConfig(warmup="full", pins=TopPins(2)))
     assert not any("pin" in warning for warning in pinned.warnings)
     habits = load_learnt_usage(file_of(house))
@@ -226,9 +223,9 @@ def test_a_base_that_is_whole_in_memory_is_learnt_from_for_when_it_is_not(
         whole.prompt_tokens + len(whole.generated.tokens) - 1,
         len(whole.generated.tokens),
     )
-    asked_for = [sum(layer.hits.values()) for layer in habits.activity.layers]
+    asked_for = [sum(layer.hits.values()) for layer in habits.profile.layers]
     assert asked_for == [4 * tokens] * 3 + [4 * last]
-    assert not any(layer.missed_requests for layer in habits.activity.layers)
+    assert not any(layer.missed_requests for layer in habits.profile.layers)
     fewer = answer()
     assert fewer.generated.tokens == whole.generated.tokens
     assert fewer.moe is not None

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from expertctl.engine.moe.activity import read_activity, write_activity
 from expertctl.engine.moe.counters import Counters
-from expertctl.engine.moe.observation import build_activity_document
+from expertctl.engine.moe.profile_codecs import read_activity, write_activity
+from expertctl.engine.moe.usage_profile import build_counted_profile
 
 HOT_AND_COLD = np.array([0, -1, 0, -1])
 
@@ -27,7 +27,7 @@ def counters() -> Counters:
 
 
 def test_the_document_has_every_layer_and_is_read_again(counters: Counters) -> None:
-    document = build_activity_document(counters.observed_snapshot(), used=2)
+    document = build_counted_profile(counters.observed_snapshot(), used=2)
     back = read_activity(write_activity(document), what="ours")
     assert [layer.layer for layer in back.layers] == [1, 3]
     assert (back.mode, back.experts, back.used, back.updates) == ("full", 4, 2, 2)
@@ -39,7 +39,7 @@ def test_the_document_has_every_layer_and_is_read_again(counters: Counters) -> N
 
 
 def test_times_are_those_of_a_call_in_microseconds(counters: Counters) -> None:
-    _, busy = build_activity_document(counters.observed_snapshot(), used=2).layers
+    _, busy = build_counted_profile(counters.observed_snapshot(), used=2).layers
     times = busy.times
     assert times.parallel_hot_lane_wall == pytest.approx(3.0)
     assert times.parallel_cold_lane_wall == times.parallel_join_wait == pytest.approx(5.0)
@@ -51,11 +51,11 @@ def test_where_nothing_is_counted_the_document_is_the_one_of_whoever_observes_no
     counters: Counters,
 ) -> None:
     counters.configure(mode="off")
-    assert write_activity(build_activity_document(counters.observed_snapshot(), used=2)) == (
+    assert write_activity(build_counted_profile(counters.observed_snapshot(), used=2)) == (
         b'{"enabled":false,"mode":"off","schema":"llama.cpp.moe_layer_opt_perf.v1","layers":[]}'
     )
     counters.configure(mode="update")
     written = json.loads(
-        write_activity(build_activity_document(counters.observed_snapshot(), used=2))
+        write_activity(build_counted_profile(counters.observed_snapshot(), used=2))
     )
     assert (written["mode"], written["schema"]) == ("update", "llama.cpp.moe_layer_opt_perf.v1")

@@ -24,11 +24,10 @@ from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.model.decoder import PREFILL_CHUNK, Decoder
 from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.moe import expert_loader
-from expertctl.engine.moe.expert_cache import ExpertCache
+from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache, MissPolicy
 from expertctl.engine.moe.expert_files import StoredExperts
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.routed_experts import EXACT_POLICY, MissPolicy
 from expertctl.errors import InvalidPackageError
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import read_model_config

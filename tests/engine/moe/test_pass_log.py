@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-from expertctl.engine.kernels.packed_format import Scheme
-from expertctl.engine.moe.counters import Counters, count_requests_by_layer
-from expertctl.engine.moe.resident_experts import PassLog, sum_skips
-from expertctl.engine.moe.routed_experts import NO_EXPERT, RoutedWorkspace, mask_last_layer
-from expertctl.engine.moe.stats import ExpertActivity
+from expertctl.engine.kernels.moe_routing import NO_EXPERT
+from expertctl.engine.moe.counters import Counters, ExpertActivity, count_requests_by_layer
+from expertctl.engine.moe.routed_experts import PassLog, RoutingChoices, sum_skips
 from expertctl.package.model_config import ModelConfig, parse_model_config
 
 LAYERS, EXPERTS, USED, MOST = 3, 8, 2, 300
@@ -39,7 +37,7 @@ def test_counts_are_those_of_each_pass_by_itself(
     config: ModelConfig, skips: bool, narrow: bool
 ) -> None:
     """Of a prompt the last layer may be asked for one token alone."""
-    drawn, room = np.random.default_rng(0), RoutedWorkspace(config, Scheme.FLOAT32, tokens=MOST)
+    drawn, room = np.random.default_rng(0), RoutingChoices(config.experts, tokens=MOST)
     log = PassLog(NUMBERS, experts=EXPERTS, skips=skips)
     expected, totals = Counters(NUMBERS, experts=EXPERTS), ExpertActivity()
     for tokens in [1] * 21 + [3, 1, 300, 300, 2, 1]:
@@ -48,7 +46,7 @@ def test_counts_are_those_of_each_pass_by_itself(
         room.weights[:, :tokens] = drawn.random((LAYERS, tokens, USED))
         room.skipped[:, :tokens] = drawn.random((LAYERS, tokens))
         last = 1 if narrow else tokens
-        mask_last_layer(room, last, tokens)
+        room.mask_last_layer(last, tokens)
         for layer in range(LAYERS):
             mine = last if layer == LAYERS - 1 else tokens
             log.record_request(layer, room.selected[layer, :mine], hits[layer])
@@ -73,10 +71,10 @@ def test_counts_are_those_of_each_pass_by_itself(
 
 
 def test_whoever_ends_asking_asks_for_nobody(config: ModelConfig) -> None:
-    room = RoutedWorkspace(config, Scheme.FLOAT32, tokens=4)
+    room = RoutingChoices(config.experts, tokens=4)
     for each in (room.selected, room.weights, room.skipped):
         each[...] = 3
-    mask_last_layer(room, 1, 3)
+    room.mask_last_layer(1, 3)
     assert room.selected[-1].tolist() == [[3, 3], [NO_EXPERT] * 2, [NO_EXPERT] * 2, [3, 3]]
     assert room.weights[-1].tolist() == [[3, 3], [0, 0], [0, 0], [3, 3]]
     assert room.skipped[-1].tolist() == [3, 0, 0, 3]
@@ -84,7 +82,7 @@ def test_whoever_ends_asking_asks_for_nobody(config: ModelConfig) -> None:
 
 
 def test_a_pass_that_failed_is_not_counted(config: ModelConfig) -> None:
-    room, none = RoutedWorkspace(config, Scheme.FLOAT32, tokens=1), np.zeros(EXPERTS, np.float32)
+    room, none = RoutingChoices(config.experts, tokens=1), np.zeros(EXPERTS, np.float32)
     log = PassLog(NUMBERS, experts=EXPERTS, skips=False)
     log.record_request(0, room.selected[0, :1], none)
     log.finish_load()
@@ -102,7 +100,7 @@ def test_a_pass_that_failed_is_not_counted(config: ModelConfig) -> None:
 def test_times_of_a_layer_are_waiting_and_then_computing(
     config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room, none = RoutedWorkspace(config, Scheme.FLOAT32, tokens=1), np.zeros(EXPERTS, np.float32)
+    room, none = RoutingChoices(config.experts, tokens=1), np.zeros(EXPERTS, np.float32)
     log = PassLog(NUMBERS, experts=EXPERTS, skips=False)
     moments = iter([100, 130, 200, 201, 300, 350, 390])
     monkeypatch.setattr("time.perf_counter_ns", lambda: next(moments))
@@ -116,7 +114,7 @@ def test_times_of_a_layer_are_waiting_and_then_computing(
 
 
 def test_no_more_is_kept_than_is_said(config: ModelConfig) -> None:
-    room, none = RoutedWorkspace(config, Scheme.FLOAT32, tokens=MOST), np.zeros(EXPERTS, np.float32)
+    room, none = RoutingChoices(config.experts, tokens=MOST), np.zeros(EXPERTS, np.float32)
     log = PassLog(NUMBERS, experts=EXPERTS, skips=False)
     for expected in (1, 0, 1, 0):
         for layer in range(LAYERS):

@@ -2,20 +2,11 @@
 
 import pytest
 
-from expertctl.engine.moe.usage_profile import (
-    ExpertUsage,
-    Pins,
-    SharePins,
-    TopPins,
-    activity_from_counts,
-    parse_pins,
-    select_pinned,
-)
+from expertctl.engine.moe.cache_plan import Pins, SharePins, TopPins, parse_pins, select_pinned
+from expertctl.engine.moe.usage_profile import build_prompt_profile
 from expertctl.errors import UsageError
 
-USAGE = ExpertUsage(
-    "", activity_from_counts({0: {3: 24, 7: 12, 9: 11, 1: 2}}, experts=64, prompts=24)
-)
+USAGE = build_prompt_profile({0: {3: 24, 7: 12, 9: 11, 1: 2}}, experts=64, prompts=24)
 
 
 @pytest.mark.parametrize(

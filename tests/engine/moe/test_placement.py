@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.activity import LayerActivity
 from expertctl.engine.moe.placement import (
     LayerExpert,
     Placement,
@@ -19,6 +18,7 @@ from expertctl.engine.moe.placement import (
     place_experts,
     score_experts,
 )
+from expertctl.engine.moe.usage_profile import LayerUsage
 from expertctl.errors import UsageError
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "moe_cache.json").read_text())[
@@ -77,9 +77,7 @@ def test_a_budget_for_one_expert_and_its_dummy_holds_no_second_layer() -> None:
 
 def test_the_flat_order_spreads_a_budget_over_layers() -> None:
     hits = ((100, 90, 80), (50, 40, 30), (20, 10, 5))
-    scored = score_experts(
-        [LayerActivity(n, raw=dict(enumerate(row))) for n, row in enumerate(hits)]
-    )
+    scored = score_experts([LayerUsage(n, raw=dict(enumerate(row))) for n, row in enumerate(hits)])
     sizes = dict.fromkeys(list_observed(scored), 1)
     found = place_experts(list_observed(scored), sizes, budgets=[9])
     assert {layer: found.lanes[0].list_layer(layer) for layer in range(3)} == {

@@ -7,12 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.prefetch import (
-    HIT_RATE_STEP,
-    MAX_SEQUENCES,
-    MIN_HIT_RATE,
-    PredictionFilter,
-)
+from expertctl.engine.moe.expert_loader import HIT_RATE_STEP, MIN_HIT_RATE, PredictionFilter
+from expertctl.engine.moe.layer_slots import MAX_SEQUENCES
 
 LAYERS, EXPERTS, USED = 3, 8, 2
 token = st.permutations(range(EXPERTS)).map(lambda order: order[:USED])

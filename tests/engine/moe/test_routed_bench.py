@@ -13,7 +13,7 @@ from expertctl.engine import devices
 from expertctl.engine.model.load_plan import LoadConfig, open_base
 from expertctl.engine.moe.bench import RoutedBenchConfig, configure_backend, measure_routed
 from expertctl.engine.moe.bench_result import ResidencyCase, RoutedBenchResult
-from expertctl.engine.moe.usage_profile import TopPins
+from expertctl.engine.moe.cache_plan import TopPins
 from expertctl.engine.moe.warmup import WarmupConfig, WarmupPlan
 from expertctl.errors import BudgetError, IncompatibleError, NotFoundError, UsageError
 from expertctl.routing.planner import Planner

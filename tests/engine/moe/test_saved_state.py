@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.activity import MAX_BYTES
 from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.profile_codecs import MAX_BYTES
 from expertctl.engine.moe.warmup import (
     LayerState,
     SavedCacheState,

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.resident_experts import (
+from expertctl.engine.moe.counters import ExpertActivity
+from expertctl.engine.moe.routed_experts import (
     compute_skipped_share,
     find_tokens_over_cap,
     redistribute_weights,
     sum_skips,
 )
-from expertctl.engine.moe.stats import ExpertActivity
 
 VECTORS = json.loads(
     (Path(__file__).parents[2] / "vectors" / "moe_cache.json").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder, GraphSte
 from expertctl.engine.model.cuda_graphs import PiecewiseStep
 from expertctl.engine.moe import expert_cache
 from expertctl.engine.moe.expert_stack import DUMMY_ROW, StackRowReader
-from expertctl.engine.moe.resident_experts import redistribute_weights
+from expertctl.engine.moe.routed_experts import redistribute_weights
 from expertctl.engine.moe.stacked_experts import (
     StackedExperts,
     estimate_counter_bytes,

@@ -13,13 +13,12 @@ from expertctl.engine.model.functional import EMPTY_DELTAS, FeedForward
 from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.expert_stack import DUMMY_ROW
-from expertctl.engine.moe.resident_experts import (
+from expertctl.engine.moe.routed_experts import (
     compute_skipped_share,
     find_tokens_over_cap,
     redistribute_weights,
 )
-from expertctl.engine.moe.routed_mlp import RoutedMlp, build_routed_mlp
-from expertctl.engine.moe.routing import RouterOutput
+from expertctl.engine.moe.routed_mlp import RoutedMlp, RouterOutput, build_routed_mlp
 from expertctl.engine.moe.stacked_experts import StackedExperts
 from expertctl.engine.moe.stacked_mlp import StackedMlp, build_stacked_layers
 from expertctl.package.model_config import read_model_config

@@ -2,24 +2,18 @@
 
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from expertctl.engine.kernels.packed_format import Scheme
-from expertctl.engine.moe.activity import ActivityDocument, LayerActivity
-from expertctl.engine.moe.cache_plan import CachePlan
+from expertctl.engine.moe.cache_plan import CachePlan, SharePins, TopPins
 from expertctl.engine.moe.counters import Phase
-from expertctl.engine.moe.expert_cache import ExpertCache
+from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.routed_experts import EXACT_POLICY, RoutedWorkspace
-from expertctl.engine.moe.usage_profile import (
-    ExpertUsage,
-    SharePins,
-    TopPins,
-    activity_from_counts,
-)
+from expertctl.engine.moe.routed_experts import RoutingChoices
+from expertctl.engine.moe.usage_profile import LayerUsage, UsageProfile, build_prompt_profile
 from expertctl.engine.moe.warmup import (
     LayerState,
     SavedCacheState,
@@ -43,19 +37,15 @@ from tests.engine.moe.test_expert_cache import (
 
 __all__ = ["config"]
 
-USAGE = activity_from_counts(
+USAGE = build_prompt_profile(
     experts=EXPERTS, prompts=10, layers={n: {7: 10, 6: 8, 5: 2} for n in NUMBERS}
 )
-GUIDE = ExpertUsage("a file", USAGE)
-
-
-def by_number(cache: ExpertCache) -> dict[int, LayerSlots]:
-    return dict(zip(NUMBERS, cache.slots, strict=True))
+GUIDE = replace(USAGE, source="a file")
 
 
 def use(cache: ExpertCache, config: ModelConfig, chosen: Sequence[int], *, passes: int = 1) -> None:
     """Let a token ask for the same experts of each layer in so many passes."""
-    room = RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
+    room = RoutingChoices(config.experts, tokens=1)
     room.selected[:], room.likely[:] = chosen, chosen
     for _ in range(passes):
         for layer in range(LAYERS):
@@ -70,14 +60,14 @@ def list_cached_experts(cache: ExpertCache) -> list[set[int]]:
 
 def test_all_who_are_known_have_slots_before_the_first_pass(config: ModelConfig) -> None:
     with closing(new_cache(Marked(), slots=3, policy=EXACT_POLICY)) as cache:
-        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="full"), GUIDE), by_number(cache))
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="full"), GUIDE))
         assert list_cached_experts(cache) == [{7, 6, 5}] * LAYERS
         cache.check_integrity()
 
 
 def test_slots_of_which_nothing_is_known_are_filled_in_full_alone(config: ModelConfig) -> None:
     with closing(new_cache(Marked(), slots=5, policy=EXACT_POLICY)) as cache:
-        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="full"), GUIDE), by_number(cache))
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="full"), GUIDE))
         assert list_cached_experts(cache) == [{7, 6, 5, 0, 1}] * LAYERS
 
 
@@ -85,7 +75,7 @@ def test_who_is_known_comes_beside_the_work_as_long_as_slots_are_empty(
     config: ModelConfig,
 ) -> None:
     with closing(new_cache(Marked(), slots=4, policy=EXACT_POLICY)) as cache:
-        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="hybrid"), GUIDE), by_number(cache))
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="hybrid"), GUIDE))
         use(cache, config, (0, 7), passes=200)
         assert list_cached_experts(cache) == [{0, 7, 6, 5}] * LAYERS
 
@@ -97,7 +87,7 @@ def test_who_is_pinned_comes_beside_the_work_though_others_took_all_slots(
     with closing(new_cache(reader, slots=2, policy=EXACT_POLICY)) as cache:
         for slots in cache.slots:
             slots.pin([7])
-        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="hybrid"), GUIDE), by_number(cache))
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="hybrid"), GUIDE))
         assert reader.has_begun.wait(120)
         use(cache, config, (0, 1))
         assert list_cached_experts(cache) == [{0, 1}] * LAYERS
@@ -109,7 +99,7 @@ def test_who_is_pinned_comes_beside_the_work_though_others_took_all_slots(
 def test_nobody_comes_who_is_not_asked_for_where_that_is_wished(config: ModelConfig) -> None:
     reader = Marked()
     with closing(new_cache(reader, slots=4, policy=EXACT_POLICY)) as cache:
-        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="none"), GUIDE), by_number(cache))
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="none"), GUIDE))
         use(cache, config, (0, 1), passes=20)
         assert {expert for _, expert in reader.read_names} == {0, 1}
 
@@ -146,12 +136,12 @@ def test_a_plan_has_the_pins_that_are_wished_and_slots_as_is_known() -> None:
 def test_layers_that_ask_for_more_get_more_slots() -> None:
     even, few = np.full(64, 900), np.r_[[20_000] * 4, [10] * 60]  # many, and four of all
     layers = tuple(
-        LayerActivity(n, hot={e: int(c) for e, c in enumerate(even if n < 6 else few)})
+        LayerUsage(n, hot={e: int(c) for e, c in enumerate(even if n < 6 else few)})
         for n in range(12)
     )
-    activity = ActivityDocument("update", layers, experts=64, used=8)
+    activity = UsageProfile("update", layers, experts=64, used=8)
     plan = CachePlan(layers=12, experts=64, slots=16)
-    found = WarmupPlan(WarmupConfig(), ExpertUsage("", activity)).adapt_cache_plan(plan, range(12))
+    found = WarmupPlan(WarmupConfig(), activity).adapt_cache_plan(plan, range(12))
     assert min(found.slots_by_layer[:6]) > max(found.slots_by_layer[6:]) >= 8
     assert found.blocks <= plan.blocks
 
@@ -160,19 +150,19 @@ def test_a_layer_that_fewer_tokens_asked_gets_no_fewer_slots() -> None:
     """Which is the last: of a prompt it is asked for one token."""
     counts = np.r_[[20_000] * 20, [10] * 44]
     layers = tuple(
-        LayerActivity(n, hot={e: int(c) // (10 if n == 11 else 1) for e, c in enumerate(counts)})
+        LayerUsage(n, hot={e: int(c) // (10 if n == 11 else 1) for e, c in enumerate(counts)})
         for n in range(12)
     )
-    activity = ActivityDocument("update", layers, experts=64, used=8)
+    activity = UsageProfile("update", layers, experts=64, used=8)
     plan = CachePlan(layers=12, experts=64, slots=16)
-    found = WarmupPlan(WarmupConfig(), ExpertUsage("", activity)).adapt_cache_plan(plan, range(12))
+    found = WarmupPlan(WarmupConfig(), activity).adapt_cache_plan(plan, range(12))
     assert len(set(found.capacities)) <= 2
     assert max(found.capacities) - min(found.capacities) <= 1
 
 
 def test_an_exchange_that_is_wished_waits_for_what_is_learnt(config: ModelConfig) -> None:
     with closing(new_cache(Marked(), slots=2, policy=EXACT_POLICY)) as cache:
-        warm_up_cache(cache, WarmupPlan(WarmupConfig(exchange=0.5)), by_number(cache))
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(exchange=0.5)))
         assert (list(cache.scores), cache.exchange_rate) == ([{}] * LAYERS, 0.5)
 
 
@@ -184,7 +174,7 @@ def test_a_profile_exchanges_residents_for_those_who_are_asked_for_more(
         with closing(new_cache(Marked(), slots=2, policy=EXACT_POLICY)) as cache:
             use(cache, config, (0, 1), passes=3)
             wishes = WarmupConfig(warmup="none", exchange=rate)
-            warm_up_cache(cache, WarmupPlan(wishes, GUIDE), by_number(cache))
+            warm_up_cache(cache, WarmupPlan(wishes, GUIDE))
             use(cache, config, (2, 3), passes=100)
             use(cache, config, (4, 3), passes=100)
             found = set.union(*list_cached_experts(cache))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.prefetch import (
+from expertctl.engine.moe.layer_slots import (
     LEARNING_RATE,
     MAX_LEARNT_PAIRS,
     MAX_SEQUENCES,

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.digest import Digest
-from expertctl.engine.moe.activity import ActivityDocument, LayerActivity
 from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.usage_profile import LayerUsage, UsageProfile
 from expertctl.engine.moe.usage_store import LearntUsage, encode_learnt_usage, parse_learnt_usage
 from expertctl.errors import InvalidPackageError
 
 BASE = Digest.compute(b"a base")
-COUNTED = ActivityDocument(
-    "update", (LayerActivity(1, calls=4, hot={3: 5}, cold={0: 2}, cold_per_call=0.5),), 8, 2
+COUNTED = UsageProfile(
+    "update", (LayerUsage(1, calls=4, hot={3: 5}, cold={0: 2}, cold_per_call=0.5),), 8, 2
 )
 
 
@@ -26,7 +26,7 @@ def slots(*cached: int) -> LayerSlots:
 
 
 def make_learnt_usage() -> LearntUsage:
-    return LearntUsage(BASE).add_activity(COUNTED, {1: slots(3, 5)}, timestamp=12.5)
+    return LearntUsage(BASE).add_profile(COUNTED, {1: slots(3, 5)}, timestamp=12.5)
 
 
 def test_what_is_written_is_read() -> None:
@@ -39,8 +39,8 @@ def test_what_is_written_is_read() -> None:
 
 
 def test_they_grow_and_the_last_state_counts() -> None:
-    twice = make_learnt_usage().add_activity(COUNTED, {1: slots(6, 7)}, timestamp=13)
-    assert twice.activity.layers[0].hits == {0: 4, 3: 10}
+    twice = make_learnt_usage().add_profile(COUNTED, {1: slots(6, 7)}, timestamp=13)
+    assert twice.profile.layers[0].hits == {0: 4, 3: 10}
     assert twice.state is not None
     assert twice.state.layers[1].cached_ids == (6, 7, -1, -1)
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.activity import MAX_BYTES, ActivityDocument, load_document
-from expertctl.engine.moe.usage_profile import (
-    ExpertUsage,
-    activity_from_counts,
-    parse_profile,
-    write_profile,
+from expertctl.engine.moe.profile_codecs import (
+    MAX_BYTES,
+    load_document,
+    parse_prompt_counts,
+    write_prompt_counts,
 )
+from expertctl.engine.moe.usage_profile import UsageProfile, build_prompt_profile
 from expertctl.errors import InvalidPackageError
 from expertctl.schema.strict_json import loads
 from expertctl.schema.validation import find_problems
@@ -21,12 +21,12 @@ from expertctl.schema.validation import find_problems
 EXAMPLES = Path(__file__).parents[3] / "schemas" / "examples" / "moe-profile"
 
 
-def read_profile(data: bytes, *, what: str) -> ExpertUsage:
-    return ExpertUsage(what, parse_profile(load_document(data, what=what), what=what))
+def read_profile(data: bytes, *, what: str) -> UsageProfile:
+    return parse_prompt_counts(load_document(data, what=what), what=what)
 
 
-def profile(counts: dict[int, int]) -> ExpertUsage:
-    return ExpertUsage("", activity_from_counts({0: counts}, experts=64, prompts=24))
+def profile(counts: dict[int, int]) -> UsageProfile:
+    return build_prompt_profile({0: counts}, experts=64, prompts=24)
 
 
 def test_universal_is_whom_at_least_the_threshold_of_all_prompts_activate() -> None:
@@ -44,7 +44,7 @@ def test_the_most_universal_are_first_and_of_equals_the_lower_id() -> None:
 
 
 def test_a_written_profile_has_the_published_keys() -> None:
-    data = write_profile(profile({3: 24, 7: 11}), experts=64, model="acme/moe")
+    data = write_prompt_counts(profile({3: 24, 7: 11}), experts=64, model="acme/moe")
     document = json.loads(data)
     assert list(document) == [
         *("model", "num_prompts", "threshold", "capacity", "num_experts", "moe_layers"),
@@ -84,11 +84,11 @@ def test_what_a_document_says_of_universal_experts_follows_from_its_counts() -> 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("valid/*.json")), ids=lambda path: path.stem)
 def test_a_valid_example_is_read(path: Path) -> None:
     found, told = read_profile(path.read_bytes(), what=path.name), json.loads(path.read_bytes())
-    assert (found.prompts, found.activity.experts) == (told["num_prompts"], told["num_experts"])
-    assert found.activity.preset == told.get("prompt_preset", "")
+    assert (found.prompts, found.experts) == (told["num_prompts"], told["num_experts"])
+    assert found.preset == told.get("prompt_preset", "")
     assert {
         str(number): {str(expert): count for expert, count in counts.items()}
-        for number, counts in found.layers.items()
+        for number, counts in found.counts.items()
     } == {number: layer["activation_counts"] for number, layer in told["layers"].items()}
 
 
@@ -107,10 +107,10 @@ def test_what_is_no_profile_is_refused(data: bytes) -> None:
 
 
 @st.composite
-def profiles(draw: st.DrawFn) -> ActivityDocument:
+def profiles(draw: st.DrawFn) -> UsageProfile:
     prompts = draw(st.integers(1, 50))
     counts = st.dictionaries(st.integers(0, 63), st.integers(1, prompts), max_size=6)
-    return activity_from_counts(
+    return build_prompt_profile(
         draw(st.dictionaries(st.integers(0, 1023), counts, max_size=4)),
         experts=64,
         prompts=prompts,
@@ -119,7 +119,7 @@ def profiles(draw: st.DrawFn) -> ActivityDocument:
 
 
 @given(profiles(), st.text(max_size=9))
-def test_what_is_written_is_read_again(found: ActivityDocument, model: str) -> None:
-    data = write_profile(ExpertUsage("", found), experts=64, model=model)
+def test_what_is_written_is_read_again(found: UsageProfile, model: str) -> None:
+    data = write_prompt_counts(found, experts=64, model=model)
     assert find_problems(loads(data, what="ours", max_bytes=MAX_BYTES), "moe-profile") == []
-    assert read_profile(data, what="ours").activity == found
+    assert read_profile(data, what="ours") == found

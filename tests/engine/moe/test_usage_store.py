@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from expertctl.engine.moe import usage_store
-from expertctl.engine.moe.activity import ActivityDocument, LayerActivity
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.swap_policy import ExpertScores
+from expertctl.engine.moe.usage_profile import LayerUsage, UsageProfile
 from expertctl.engine.moe.usage_store import (
     ExpertUsageStore,
     LearntUsage,
@@ -38,12 +38,20 @@ ROUTED = ExpertsConfig(
 
 @dataclass(frozen=True)
 class CounterSource:
-    """Counters and slots as an expert cache has them."""
+    """A model and its expert cache: counters and slots."""
 
     counters: Counters
     slots: tuple[LayerSlots, ...]
     guided: list[tuple[Sequence[ExpertScores], float]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def slots_by_layer(self) -> dict[int, LayerSlots]:
+        return dict(zip(ROUTED.layers, self.slots, strict=True))
+
+    @property
+    def experts(self) -> "CounterSource | None":
+        return self if self.slots else None
 
     @property
     def scores(self) -> Sequence[ExpertScores]:
@@ -85,7 +93,7 @@ def keeper(file: UsageProfileFile, **wishes: object) -> ExpertUsageStore:
 
 def hits(file: UsageProfileFile) -> list[dict[int, int]]:
     habits = load_learnt_usage(file)
-    return [] if habits is None else [layer.hits for layer in habits.activity.layers]
+    return [] if habits is None else [layer.hits for layer in habits.profile.layers]
 
 
 def test_what_is_counted_is_kept_once(file: UsageProfileFile) -> None:
@@ -175,9 +183,9 @@ def test_a_state_of_other_experts_is_left_out_with_a_note(file: UsageProfileFile
     assert str(file.path) in note
 
 
-def counted(*layers: int, experts: int = EXPERTS, used: int = 2) -> ActivityDocument:
-    told = tuple(LayerActivity(layer, calls=1, hot={1: 1}) for layer in layers)
-    return ActivityDocument("update", told, experts=experts, used=used)
+def counted(*layers: int, experts: int = EXPERTS, used: int = 2) -> UsageProfile:
+    told = tuple(LayerUsage(layer, calls=1, hot={1: 1}) for layer in layers)
+    return UsageProfile("update", told, experts=experts, used=used)
 
 
 def saved(layer: int, expert: int) -> SavedCacheState:
@@ -187,9 +195,9 @@ def saved(layer: int, expert: int) -> SavedCacheState:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(lambda h: replace(h, activity=counted(1, experts=9)), id="more experts"),
-        pytest.param(lambda h: replace(h, activity=counted(1, used=3)), id="more of them used"),
-        pytest.param(lambda h: replace(h, activity=counted(1, 2)), id="another layer"),
+        pytest.param(lambda h: replace(h, profile=counted(1, experts=9)), id="more experts"),
+        pytest.param(lambda h: replace(h, profile=counted(1, used=3)), id="more of them used"),
+        pytest.param(lambda h: replace(h, profile=counted(1, 2)), id="another layer"),
         pytest.param(lambda h: replace(h, state=saved(1, EXPERTS)), id="a slot of nobody"),
         pytest.param(lambda h: replace(h, state=saved(2, 0)), id="slots of another layer"),
     ],

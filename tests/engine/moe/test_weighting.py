@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.moe.activity import LaneTimes, LayerActivity, read_activity
 from expertctl.engine.moe.placement import WEIGHTINGS, ScoredExpert, Weighting, score_experts
+from expertctl.engine.moe.profile_codecs import read_activity
+from expertctl.engine.moe.usage_profile import LaneTimes, LayerUsage
 
 CASES = {
     case["kind"]: case
@@ -17,8 +18,8 @@ CASES = {
 }
 
 
-def waiting(layer: int, wait: float, *, hot: dict[int, int], cold: dict[int, int]) -> LayerActivity:
-    return LayerActivity(layer, hot=hot, cold=cold, times=LaneTimes(parallel_join_wait=wait))
+def waiting(layer: int, wait: float, *, hot: dict[int, int], cold: dict[int, int]) -> LayerUsage:
+    return LayerUsage(layer, hot=hot, cold=cold, times=LaneTimes(parallel_join_wait=wait))
 
 
 def places(found: list[ScoredExpert]) -> list[list[int]]:
@@ -27,7 +28,7 @@ def places(found: list[ScoredExpert]) -> list[list[int]]:
 
 def test_flat_takes_the_first_of_every_layer_before_the_second_of_any() -> None:
     case = CASES["flat"]
-    layers = [LayerActivity(n, raw=dict(enumerate(hits))) for n, hits in enumerate(case["hits"])]
+    layers = [LayerUsage(n, raw=dict(enumerate(hits))) for n, hits in enumerate(case["hits"])]
     found = score_experts(layers)
     assert places(found)[:4] == case["order_starts"]
     assert places(found) == [[layer, rank] for rank in range(3) for layer in range(3)]
@@ -55,7 +56,7 @@ def test_a_hot_hit_counts_a_twentieth_more_as_published() -> None:
 
 
 def test_balanced_ranks_within_a_layer_and_prefers_a_layer_with_more_experts() -> None:
-    layers = [LayerActivity(0, raw={1: 20, 2: 10}), LayerActivity(1, raw={3: 30, 4: 2, 5: 1})]
+    layers = [LayerUsage(0, raw={1: 20, 2: 10}), LayerUsage(1, raw={3: 30, 4: 2, 5: 1})]
     found = score_experts(layers, weighting="balanced")
     assert found == [
         ScoredExpert(1, 3, 3_000_030),
@@ -68,7 +69,7 @@ def test_balanced_ranks_within_a_layer_and_prefers_a_layer_with_more_experts() -
 
 @pytest.mark.parametrize("weighting", ["flat", "balanced"])
 def test_a_rank_counts_before_any_number_of_hits(weighting: Weighting) -> None:
-    found = score_experts([LayerActivity(0, raw={1: 10**12, 2: 10**12 - 1})], weighting=weighting)
+    found = score_experts([LayerUsage(0, raw={1: 10**12, 2: 10**12 - 1})], weighting=weighting)
     assert [scored.score for scored in found] == [2_999_999, 1_999_999]
 
 
@@ -90,7 +91,7 @@ def test_smooth_weights_rise_with_the_root_between_percentiles() -> None:
 
 def test_time_weights_go_from_the_fastest_to_the_slowest_layer() -> None:
     layers = [
-        LayerActivity(n, raw={0: 1000}, times=LaneTimes(total_moe=time))
+        LayerUsage(n, raw={0: 1000}, times=LaneTimes(total_moe=time))
         for n, time in enumerate((100, 150, 200))
     ]
     found = score_experts(layers, weighting="time", curve=1.0)
@@ -106,14 +107,14 @@ def test_the_time_of_a_layer_is_that_of_its_lanes_where_no_whole_one_is_told() -
         LaneTimes(parallel_region_wall=150, parallel_hot_lane_wall=140),
         LaneTimes(parallel_hot_lane_wall=120, parallel_cold_lane_wall=80),
     ]
-    layers = [LayerActivity(n, raw={0: 1000}, times=each) for n, each in enumerate(times)]
+    layers = [LayerUsage(n, raw={0: 1000}, times=each) for n, each in enumerate(times)]
     found = score_experts(layers, weighting="time", curve=1.0)
     assert [(scored.layer, scored.score) for scored in found] == [(2, 1800), (1, 1100), (0, 400)]
 
 
 def test_a_layer_without_a_time_is_weighed_by_its_pressure() -> None:
     layers = [
-        LayerActivity(0, raw={0: 1000}, times=LaneTimes(total_moe=100)),
+        LayerUsage(0, raw={0: 1000}, times=LaneTimes(total_moe=100)),
         waiting(1, 200, hot={}, cold={0: 1000}),
     ]
     assert [s.layer for s in score_experts(layers, weighting="time")] == [1, 0]
@@ -121,7 +122,7 @@ def test_a_layer_without_a_time_is_weighed_by_its_pressure() -> None:
 
 @pytest.mark.parametrize("weighting", ["pressure", "smooth", "time"])
 def test_where_nothing_is_known_or_all_are_alike_hits_alone_count(weighting: Weighting) -> None:
-    unknown = [LayerActivity(n, raw={0: 50 + n}) for n in range(3)]
+    unknown = [LayerUsage(n, raw={0: 50 + n}) for n in range(3)]
     alike = [waiting(n, 20, hot={}, cold={0: 50 + n}) for n in range(3)]
     for layers in (unknown, alike):
         assert [s.score for s in score_experts(layers, weighting=weighting)] == [52, 51, 50]

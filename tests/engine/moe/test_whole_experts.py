@@ -8,12 +8,12 @@ import pytest
 
 from expertctl.engine.kernels.packed_matrix import ExpertShape
 from expertctl.engine.moe.counters import Counters, Phase, count_requests_by_layer
-from expertctl.engine.moe.resident_experts import (
+from expertctl.engine.moe.routed_experts import (
     PASSES_PER_COUNT,
     TOKENS_PER_COUNT,
     ResidentExperts,
+    RoutingChoices,
 )
-from expertctl.engine.moe.routed_experts import RoutingChoices
 
 NUMBERS, EXPERTS, USED = (1, 4, 5), 8, 2
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.routing import RouterOutput, RoutingRule, route, split_by_residency
+from expertctl.engine.moe.routed_mlp import RouterOutput, RoutingRule, route
+from expertctl.engine.moe.stacked_mlp import split_by_residency
 
 VECTORS = json.loads(
     (Path(__file__).parents[2] / "vectors" / "moe_worklist.json").read_text(encoding="utf-8")

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.moe.observation import ProfileOptions
-from expertctl.engine.moe.usage_profile import TopPins
-from expertctl.engine.moe.warmup import WarmupConfig
+from expertctl.engine.moe.cache_plan import TopPins
+from expertctl.engine.moe.warmup import ProfileOptions, WarmupConfig
 from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.scheduler import Scheduler

@@ -31,8 +31,6 @@ from expertctl.routing.request import RouteRequest
 
 REQUEST = RunRequest(message=UserMessage(prompt="?"), route=RouteRequest(prompt="?"))
 ROWS, QUEUE = 2, 4
-MODEL = None
-"""No stage of a job asks the model anything."""
 
 
 @dataclass(eq=False)
@@ -47,13 +45,7 @@ class QueuedCaller:
         pins = ExitStack()
         self.pinned += 1
         pins.callback(self._unpin)
-        self.ticket.memory = LoadedPlan(
-            MODEL,  # type: ignore[arg-type]
-            BASE_ONLY,
-            pins,
-            loads=0,
-            bytes_moved=BytesRead(),
-        )
+        self.ticket.memory = LoadedPlan(BASE_ONLY, pins, loads=0, bytes_moved=BytesRead())
 
     def _unpin(self) -> None:
         self.pinned -= 1

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.moe.observation import ProfileOptions
-from expertctl.engine.moe.usage_profile import TopPins
+from expertctl.engine.moe.cache_plan import TopPins
 from expertctl.engine.moe.usage_store import load_learnt_usage
-from expertctl.engine.moe.warmup import WarmupConfig
+from expertctl.engine.moe.warmup import ProfileOptions, WarmupConfig
 from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.errors import IncompatibleError
@@ -40,7 +39,7 @@ def test_what_was_answered_is_learnt_unless_nobody_wants_that(
     habits = load_learnt_usage(UsageProfileFile(house.bases, stored))
     assert (habits is not None) == learns
     if habits is not None:
-        assert habits.activity.is_usable
+        assert habits.profile.is_usable
         assert habits.state is not None
     assert not any("learnt" in line for line in told)
 
@@ -90,5 +89,5 @@ def test_a_base_that_is_whole_in_memory_tells_who_is_asked_for_and_is_learnt_fro
     engine.close()
     habits = load_learnt_usage(UsageProfileFile(house.bases, stored))
     assert habits is not None
-    learnt = [sum(layer.hits.values()) for layer in habits.activity.layers]
+    learnt = [sum(layer.hits.values()) for layer in habits.profile.layers]
     assert learnt == [a + layer.hits for a, layer in zip(asked, own.layers.values(), strict=True)]

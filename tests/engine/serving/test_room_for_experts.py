@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.moe.usage_profile import TopPins
+from expertctl.engine.moe.cache_plan import TopPins
 from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
 from expertctl.engine.serving import memory_report
 from expertctl.engine.serving.config import EngineConfig

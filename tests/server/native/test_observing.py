@@ -11,7 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from expertctl.engine.moe.activity import ActivityDocument, LayerActivity, read_activity
+from expertctl.engine.moe.profile_codecs import read_activity
+from expertctl.engine.moe.usage_profile import LayerUsage, UsageProfile
 from expertctl.engine.moe.usage_store import LearntUsage, compute_base_digest, encode_learnt_usage
 from expertctl.engine.moe.warmup import WarmupConfig
 from expertctl.schema.strict_json import loads
@@ -313,9 +314,7 @@ def test_what_was_learnt_is_named_by_the_base(routed: ServerHarness, client: Tes
     missing = client.post("/moe", json=by_name)
     assert missing.status_code == 404
     assert "no usage profile was learned for tiny" in missing.json()["error"]["message"]
-    counted = ActivityDocument(
-        "update", (LayerActivity(2, raw={9: 4, 1: 1}),), experts=ROUTED_EXPERTS
-    )
+    counted = UsageProfile("update", (LayerUsage(2, raw={9: 4, 1: 1}),), experts=ROUTED_EXPERTS)
     file.update(lambda _: encode_learnt_usage(LearntUsage(digest, counted)))
     told = client.post("/moe", json=by_name).json()
     assert told["guide"]["pinned"] == {"2": [9]}

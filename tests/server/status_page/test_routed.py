@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from starlette.testclient import TestClient
 
-from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
+from expertctl.engine.moe.counters import ExpertActivity, ExpertResidency, RoutedExpertStats
 from expertctl.engine.moe.warmup import WarmupConfig
 from expertctl.server.status_page import build_figures, describe_routed_experts
 from tests.server.harness import ROUTED_EXPERTS, ROUTED_LAYERS, ServerHarness, run_routed_app
