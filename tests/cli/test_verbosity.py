@@ -133,15 +133,15 @@ def test_quiet_keeps_warnings_and_hides_progress(
     ]
 
 
-def test_quiet_install_and_search_print_results_only(
+def test_quiet_install_and_search_print_no_notes(
     expertctl: CommandRunner, live: LiveRegistry, published: Path
 ) -> None:
     assert expertctl("search", "sql", "-q").err == ""
     nothing = expertctl("-q", "search", "nothing-of-it")
     assert (nothing.out, nothing.err) == ("", "")
     said = expertctl("install", published, "-q")
-    assert said.err == ""
-    assert said.out.startswith("installed: acme/")
+    assert said.out.startswith("installed: acme/sql@1.0.0")
+    assert [line for line in said.err.splitlines() if not line.startswith("warning: ")] == []
 
 
 def test_verbose_prints_requests_without_secrets(
