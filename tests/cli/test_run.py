@@ -213,7 +213,7 @@ def test_quiet_leaves_the_text_and_verbose_adds_stages(
     assert "plan sha256:" in expertctl("-q", "run", PROMPT, "--stats", *QUIET).err
     verbose = expertctl("run", PROMPT, "-v", *QUIET)
     assert verbose.out == text
-    assert re.search(r"^stages: .*decode [\d.]+ ms$", verbose.err, re.MULTILINE)
+    assert re.search(r"^stages: .*decode [\d.]+ ms, ", verbose.err, re.MULTILINE)
     assert re.search(r"^cache: experts_hit \d+, ", verbose.err, re.MULTILINE)
 
 
