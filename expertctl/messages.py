@@ -28,6 +28,14 @@ def to_single_line(text: str, replacement: str = REPLACEMENT) -> str:
     return replace_unsafe(_LINE_END.sub(" ", text), replacement)
 
 
+_SECRET = re.compile(r"(xp[tsk]_|Bearer\s+|Basic\s+)[\w.~+/=-]{4,}", re.IGNORECASE)
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text with ``***`` in place of tokens, API keys and HTTP credentials."""
+    return _SECRET.sub(r"\1***", text)
+
+
 MAX_ERROR_TEXT = 1000
 
 

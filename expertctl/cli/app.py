@@ -7,6 +7,7 @@ commands are named here and imported when they are called.
 import errno
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
@@ -19,7 +20,7 @@ from typer.main import get_command
 
 from expertctl import __version__
 from expertctl.cli.help import CONTEXT_SETTINGS, HelpGroup, build_single_command, write_sections
-from expertctl.cli.output import fail, note
+from expertctl.cli.output import debug, fail, print_message
 from expertctl.cli.process import (
     FAILURE,
     INTERRUPTED,
@@ -31,6 +32,7 @@ from expertctl.cli.process import (
     reduce_collections,
     report_stopped,
 )
+from expertctl.cli.verbosity import reset_verbosity
 from expertctl.errors import BudgetError, DiskFullError, ExpertError, StoreError, UsageError
 from expertctl.files import NO_SPACE_ERRORS
 from expertctl.settings import find_home
@@ -199,6 +201,16 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(words: list[str]) -> int:
     """Run one command and return its exit code. No user error is a traceback."""
+    started = time.perf_counter()
+    try:
+        code = _run_command(words)
+        debug(f"exit code {code} after {(time.perf_counter() - started) * 1e3:.0f} ms")
+    finally:
+        reset_verbosity()
+    return code
+
+
+def _run_command(words: list[str]) -> int:
     as_json = "--json" in words
     try:
         result = get_command(app).main(words, prog_name="expertctl", standalone_mode=False)
@@ -249,7 +261,7 @@ def _discard_unwritable_output() -> None:
 
 def _report_usage_error(error: TyperException, words: list[str], *, as_json: bool) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":  # private in typer; its message is the help
-        note(error.format_message())
+        print_message(error.format_message())
         return USAGE
     from expertctl.cli.suggestions import convert_parser_error
 

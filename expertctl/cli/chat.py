@@ -27,10 +27,12 @@ from expertctl.cli.engine import (
 from expertctl.cli.help import expand_flags
 from expertctl.cli.output import (
     JsonFlag,
+    debug,
     fail,
     note,
     open_answer_stream,
     print_json,
+    print_message,
     show_progress,
     terminal_width,
     warn,
@@ -249,7 +251,7 @@ class _ChatSession:
             except KeyboardInterrupt as key:
                 if not self._interactive or isinstance(key, TerminatedError):
                     raise
-                note(f"\n{hint}".rstrip())
+                print_message(f"\n{hint}".rstrip())
             except ExpertError as error:
                 self._report_error("", error)
                 return None if not self._interactive else ChatInput("")
@@ -278,7 +280,7 @@ class _ChatSession:
             try:
                 turn = self._stream_answer(prompt, ending)
             except LoadingCancelledError:
-                note("  [interrupted before the first word]")
+                print_message("  [interrupted before the first word]")
                 return
         self._documents.append({"prompt": prompt, **turn.result.to_json()})
         self._show_turn(turn)
@@ -301,15 +303,16 @@ class _ChatSession:
             self._loading.report = None
 
     def _show_turn(self, turn: "Turn") -> None:
-        from expertctl.cli.run_view import format_statistics, format_turn
+        from expertctl.cli.run_view import format_stage_times, format_statistics, format_turn
 
         known = {*self._warned, *turn.result.planned.result.notes}  # /plan shows the notes
         new = [w for w in dict.fromkeys(turn.result.warnings) if w not in known]
         self._warned.update(new)
         warn(new)
+        debug(format_stage_times(turn.result))
         note(format_turn(turn))
         if self._stats:
-            note(format_statistics(turn.result))
+            print_message(format_statistics(turn.result))
 
     def _run_command(self, words: list[str]) -> None:
         commands: dict[str, Callable[[list[str]], None]] = {
@@ -334,7 +337,7 @@ class _ChatSession:
         from expertctl.cli.run_view import CHAT_HELP
 
         _check_no_arguments(rest)
-        note(CHAT_HELP)
+        print_message(CHAT_HELP)
 
     def _select_experts(self, rest: list[str]) -> None:
         from expertctl.cli.run_view import format_fitting_experts, format_plan_experts
@@ -342,15 +345,15 @@ class _ChatSession:
 
         if rest == ["auto"]:
             self.conversation.use_automatic_routing()
-            note("experts are chosen for each message from now on")
+            print_message("experts are chosen for each message from now on")
         elif rest == ["none"]:
             self.conversation.use_base_only()
-            note("from now on: the base alone; `/experts auto` chooses experts again")
+            print_message("from now on: the base alone; `/experts auto` chooses experts again")
         elif rest:
             plan = self.conversation.use_experts([parse_expert(text) for text in rest])
-            note(f"from now on: {format_plan_experts(plan)}")
+            print_message(f"from now on: {format_plan_experts(plan)}")
         else:
-            note(format_fitting_experts(self.conversation, self._planner))
+            print_message(format_fitting_experts(self.conversation, self._planner))
 
     def _show_plan(self, rest: list[str]) -> None:
         from expertctl.cli.run_view import format_routing
@@ -361,9 +364,11 @@ class _ChatSession:
         turn = self.conversation.turns[-1]
         if rest:
             save_plan(Path(rest[0]), {"plan": turn.plan.to_json(), "threads": turn.result.threads})
-            note(f"saved {rest[0]}")
+            print_message(f"saved {rest[0]}")
         else:
-            note(format_routing(turn.result.planned.result, width=terminal_width(sys.stderr)))
+            print_message(
+                format_routing(turn.result.planned.result, width=terminal_width(sys.stderr))
+            )
 
     def _record_feedback(self, rest: list[str]) -> None:
         from expertctl.cli.stats import parse_verdict, record_verdict
@@ -372,12 +377,12 @@ class _ChatSession:
         if not self.conversation.turns:
             raise NotFoundError("there is no answer yet", hint="send a message first")
         job_id, catalogue = self.conversation.turns[-1].result.job_id, self._planner.catalogue
-        note(record_verdict(catalogue, job_id, verdict))
+        print_message(record_verdict(catalogue, job_id, verdict))
 
     def _reset_conversation(self, rest: list[str]) -> None:
         _check_no_arguments(rest)
         self.conversation.reset()
-        note("the conversation is cleared")
+        print_message("the conversation is cleared")
 
 
 def _is_exit(message: ChatInput) -> bool:

@@ -18,7 +18,7 @@ import typer
 from filelock import FileLock, Timeout
 
 from expertctl.cli.help import CommandGroup
-from expertctl.cli.output import JsonFlag, emit, format_table, note
+from expertctl.cli.output import JsonFlag, emit, format_table, note, print_message
 from expertctl.errors import InvalidPackageError, StoreError, UsageError
 from expertctl.files import make_folders, write_atomic
 from expertctl.registry.address import RegistryAddress
@@ -267,7 +267,7 @@ def set_setting(
     set_value(find_home().config, key, value)
     found = next(setting for setting in _load_all_settings() if setting.key == key)
     if found.source == "environment":
-        note(f"{CONFIG_KEYS[key]} is set in the environment and takes precedence")
+        print_message(f"{CONFIG_KEYS[key]} is set in the environment and takes precedence")
     emit({"key": key, "value": value}, f"{key} = {value}", as_json=as_json)
 
 

@@ -15,6 +15,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.models import Default
 
+from expertctl.cli.verbosity import add_options
+
 MAX_WIDTH = 100
 """Help is as wide as the terminal, up to this many columns."""
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": MAX_WIDTH}
@@ -105,7 +107,11 @@ def write_description(command: Any, formatter: Any) -> None:
 
 
 class HelpCommand(TyperCommand):
-    """A command whose help this module formats."""
+    """A command whose help this module formats; it has the options of `expertctl.cli.verbosity`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return options and arguments."""
+        return add_options(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return what follows the name in the usage line."""
@@ -121,7 +127,11 @@ class HelpCommand(TyperCommand):
 
 
 class HelpGroup(TyperGroup):
-    """A group of commands whose help this module formats."""
+    """A group of commands whose help this module formats; it has the same options."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return options."""
+        return add_options(super().get_params(ctx))
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         """Write description and examples."""

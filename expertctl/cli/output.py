@@ -1,5 +1,8 @@
 """What goes to the terminal: data on stdout, everything else on stderr.
 
+`VERBOSITY` decides what of everything else is printed: ``--quiet`` hides notes and progress, not
+warnings and errors; ``--verbose`` adds the texts of `debug`.
+
 With ``--json``, stdout holds one JSON document and nothing else. Text from packages is stripped of
 control characters before a terminal sees it.
 
@@ -28,7 +31,7 @@ import typer
 from expertctl.digest import Progress, ignore_progress
 from expertctl.errors import DiskFullError, ExpertError, NotFoundError
 from expertctl.files import NO_SPACE_ERRORS, write_to_path
-from expertctl.messages import replace_unsafe
+from expertctl.messages import WARNING_PREFIX, replace_unsafe
 
 if TYPE_CHECKING:
     from rich.progress import FileSizeColumn
@@ -47,6 +50,21 @@ _QUOTED_CHARACTERS = 300
 _PRINT_LOCK = Lock()
 _UNBROKEN_SPACE = "\0"
 """Stands for a space at which no line is broken; `make_printable` removes it from any text."""
+
+_ALWAYS_PRINTED = (WARNING_PREFIX, "error: ")
+
+
+class Verbosity:
+    """How much goes to stderr; `expertctl.cli.verbosity` sets it from the options of a command."""
+
+    def __init__(self) -> None:
+        """Start with notes and progress, and without details."""
+        self.is_quiet = False
+        self.is_verbose = False
+
+
+VERBOSITY = Verbosity()
+"""Of this process: any thread may print."""
 
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout.", show_default=False)
@@ -76,8 +94,20 @@ def write_piece(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print a line on stderr."""
+    """Print a line on stderr; ``--quiet`` hides it unless it is a warning or an error."""
+    if not VERBOSITY.is_quiet or text.startswith(_ALWAYS_PRINTED):
+        print_message(text)
+
+
+def print_message(text: str) -> None:
+    """Print a line on stderr, also with ``--quiet``: the user asked for it, or must know it."""
     _print_line(_fold_for_stream(text, sys.stderr), sys.stderr)
+
+
+def debug(text: str) -> None:
+    """Print a line on stderr with ``--verbose``."""
+    if VERBOSITY.is_verbose and not sys.stderr.closed:
+        print_message(text)
 
 
 def make_note_once() -> Callable[[str], None]:
@@ -95,7 +125,7 @@ def make_note_once() -> Callable[[str], None]:
 def warn(messages: Iterable[str]) -> None:
     """Print warnings, one a line."""
     for message in messages:
-        note(f"warning: {message}")
+        note(f"{WARNING_PREFIX}{message}")
 
 
 def fail(error: ExpertError, *, as_json: bool) -> None:
@@ -231,7 +261,7 @@ def show_progress(label: str, total: int | None, *, as_json: bool = False) -> It
 @contextmanager
 def show_counter(label: str, total: int, *, as_json: bool) -> Iterator[Progress]:
     """Show a progress bar while items are handled one by one; lines where there is no terminal."""
-    if not sys.stderr.isatty():
+    if not (VERBOSITY.is_quiet or sys.stderr.isatty()):
         yield make_line_reporter(label, total)
         return
     with _show_bar(label, total, in_bytes=False, as_json=as_json) as report:
@@ -270,7 +300,7 @@ def _format_duration(seconds: float) -> str:
 def _show_bar(
     label: str, total: int | None, *, in_bytes: bool, as_json: bool
 ) -> Iterator[Progress]:
-    if as_json or not sys.stderr.isatty():
+    if as_json or VERBOSITY.is_quiet or not sys.stderr.isatty():
         yield ignore_progress
         return
     from rich.console import Console

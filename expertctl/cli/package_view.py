@@ -9,7 +9,14 @@ from typing import Annotated
 
 import typer
 
-from expertctl.cli.output import JsonFlag, emit, format_table, note, show_progress, truncate
+from expertctl.cli.output import (
+    JsonFlag,
+    emit,
+    format_table,
+    print_message,
+    show_progress,
+    truncate,
+)
 from expertctl.digest import FileDigest, Progress
 from expertctl.messages import to_single_line
 from expertctl.package.adapter import KIND_NAMES, AdapterSpec, Dora, Ia3, Lora, SoftPrompt
@@ -211,7 +218,9 @@ def diff(old: PackageTarget, new: PackageTarget, as_json: JsonFlag = False) -> N
         ]
         found = diff_packages(sides[0], sides[1], progress=report)
     if not (first.signer and second.signer):
-        note("not verified: files can claim anything about themselves; see `expertctl verify`")
+        print_message(
+            "not verified: files can claim anything about themselves; see `expertctl verify`"
+        )
     named = [
         _build_side_document(target, package, side)
         for target, package, side in zip((old, new), (first, second), sides, strict=True)

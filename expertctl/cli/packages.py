@@ -11,7 +11,7 @@ import typer
 from expertctl.cli.engine import find_base_or_folder
 from expertctl.cli.evaluation import MetricOption, measure_build
 from expertctl.cli.help import expand_flags
-from expertctl.cli.output import JsonFlag, emit, note, show_progress, warn
+from expertctl.cli.output import JsonFlag, emit, note, print_message, show_progress, warn
 from expertctl.cli.package_view import (
     PackageTarget,
     build_built_document,
@@ -109,7 +109,7 @@ def _export_one(target: str, output: Path | None, form: ExportFormat, *, as_json
 def _note_unverified(target: str) -> None:
     """Print that a file's signature was not checked; the directory has none to check later."""
     if is_file_name(target):
-        note("not verified: digests are correct, the signature was not checked")
+        print_message("not verified: digests are correct, the signature was not checked")
 
 
 def _export_set(
@@ -335,7 +335,7 @@ def inspect(target: PackageTarget, as_json: JsonFlag = False) -> None:
     contents = read_target(target, label="reading", as_json=as_json)
     with open_package(target, open_store()) as package:
         warnings = find_numeric_anomalies(contents, package.blobs)
-    note("not verified: this is what the file says about itself; see `expertctl verify`")
+    print_message("not verified: this is what the file says about itself; see `expertctl verify`")
     warn(warnings)
     document = {**build_inspect_document(contents, target), "warnings": warnings}
     emit(document, format_contents(contents), as_json=as_json)
@@ -352,7 +352,7 @@ def unpack(
     """
     with show_reading_progress("unpacking", file, as_json=as_json) as report:
         contents = unpack_package(file, directory, progress=report)
-    note("not verified: digests are correct, the signature was not checked")
+    print_message("not verified: digests are correct, the signature was not checked")
     count = len(contents.layout.layers)
     document = {**build_contents_document(contents, file), "directory": str(directory)}
     emit(document, f"wrote {count} files to {directory}", as_json=as_json)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from expertctl.cli.output import note
+from expertctl.cli.output import print_message
 from expertctl.errors import (
     BudgetError,
     ExpertError,
@@ -76,7 +76,7 @@ def report_stopped() -> None:
     """Print that the command was stopped; a further signal kills the process at once."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    note(
+    print_message(
         f"\n{STOPPED_MESSAGE}" if sys.stderr.isatty() else STOPPED_MESSAGE
     )  # the terminal has echoed ^C
 

@@ -16,10 +16,12 @@ from expertctl.cli.engine import open_engine, open_planner, resolve_base
 from expertctl.cli.help import expand_flags
 from expertctl.cli.output import (
     JsonFlag,
+    debug,
     emit,
     note,
     open_answer_stream,
     print_json,
+    print_message,
     show_progress,
     terminal_width,
     warn,
@@ -224,8 +226,9 @@ class _AnswerIterator:
 
 
 def _print_result(result: "RunResult", *, stream: bool, as_json: bool, stats: bool) -> None:
-    from expertctl.cli.run_view import format_footer, format_statistics
+    from expertctl.cli.run_view import format_footer, format_stage_times, format_statistics
 
+    debug(format_stage_times(result))
     if as_json:
         warn(result.warnings)
         print_json(result.to_json())
@@ -235,4 +238,7 @@ def _print_result(result: "RunResult", *, stream: bool, as_json: bool, stats: bo
             shown.write(result.generated.text)
     shown_below = set(result.planned.result.notes)
     warn(warning for warning in result.warnings if warning not in shown_below)
-    note(format_statistics(result) if stats else format_footer(result))
+    if stats:
+        print_message(format_statistics(result))
+    else:
+        note(format_footer(result))

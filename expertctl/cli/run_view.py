@@ -237,6 +237,12 @@ def format_statistics(result: "RunResult") -> str:
     return "\n".join(lines)
 
 
+def format_stage_times(result: "RunResult") -> str:
+    """Return the times of the stages and the use of caches, for ``--verbose``."""
+    times = ", ".join(f"{name} {ms:.1f} ms" for name, ms in result.timings_ms.items())
+    return f"stages: {times}\ncache: {_format_pairs(result.to_json()['cache'])}"
+
+
 def _format_check(result: "RunResult") -> str:
     """Return the result of the format check; an empty answer fails it whatever the format."""
     failed = result.validation_passed is False

@@ -24,8 +24,8 @@ not installed, `UnreachableError` when no server answers.
 """
 
 from expertctl.client.async_client import AsyncExpertClient
-from expertctl.client.client import Chunk, ExpertClient
-from expertctl.client.protocol import InferOptions, MoeOptions, Retries, RouteOptions
+from expertctl.client.client import ExpertClient
+from expertctl.client.protocol import Chunk, InferOptions, MoeOptions, Retries, RouteOptions
 from expertctl.client.result import Expert, InferResult, Job, Model, MoeActivity, RouteResult
 
 __all__ = [

@@ -1,7 +1,10 @@
 """`AsyncExpertClient`: the API of a generation server, for an event loop.
 
-As `expertctl.client.client`, with ``await``: methods of the same name do the same and raise the
-same errors.
+An `AsyncTransport` sends the requests of a client and retries them where that may help;
+`AsyncInferStream` reads an answer piece by piece; `AsyncJobsClient` submits and polls jobs.
+
+``python -m scripts.sync_client`` writes `expertctl.client.client`, the same for threads, from this
+module.
 """
 
 import asyncio
@@ -14,20 +17,13 @@ from typing import Self, TypeVar, Unpack
 
 import httpx2
 
-from expertctl.client.client import (
-    DEFAULT_TIMEOUT,
-    FIRST_POLL_SECONDS,
-    INFER_REQUEST,
-    JOBS_PATH,
-    MAX_POLL_SECONDS,
-    Chunk,
-    InferStreamState,
-    check_deadline,
-)
 from expertctl.client.protocol import (
+    INFER_REQUEST,
     MAX_RESPONSE_BYTES,
     ApiRequest,
+    Chunk,
     InferOptions,
+    InferStreamState,
     MoeOptions,
     ResponseBuffer,
     Retries,
@@ -55,14 +51,20 @@ from expertctl.client.result import (
     MoeActivity,
     RouteResult,
 )
-from expertctl.errors import RateLimitError, UnreachableError
+from expertctl.errors import RateLimitError, TimedOutError, UnreachableError
 
+DEFAULT_TIMEOUT = 600.0
+"""Seconds without a byte from the server."""
+FIRST_POLL_SECONDS = 0.05
+"""Seconds before a job is polled again; doubled each time up to `MAX_POLL_SECONDS`."""
+MAX_POLL_SECONDS = 2.0
+_JOBS_PATH = "/v1/jobs"
 _Kind = TypeVar("_Kind", bound=Document)
 _Result = TypeVar("_Result")
 
 
 class AsyncTransport:
-    """The owner of the connections to one server, in one event loop."""
+    """The owner of the connections to one server, for one event loop."""
 
     def __init__(
         self,
@@ -79,12 +81,20 @@ class AsyncTransport:
         self._client = httpx2.AsyncClient(**server.http_options, transport=transport)
 
     async def fetch(self, call: ApiRequest, kind: type[_Kind]) -> _Kind:
-        """Send a request and decode its response; see `Transport.fetch`."""
+        """Send a request and decode its response.
+
+        Raises:
+            ExpertError: when it is refused, or there is no response.
+        """
         body = await self._retry(call, lambda: self._fetch_body(call))
         return decode_response(body, kind, what=call.what)
 
     async def open_stream(self, call: ApiRequest) -> httpx2.Response:
-        """Send a request and return its unread response; the caller closes it."""
+        """Send a request and return its unread response; the caller closes it.
+
+        Raises:
+            ExpertError: as `fetch`.
+        """
         return await self._retry(call, lambda: self._send(call))
 
     async def close(self) -> None:
@@ -125,7 +135,7 @@ class AsyncTransport:
 
 
 class AsyncInferStream:
-    """An answer while it is generated: read its chunks by ``async for``, then ``result``.
+    """An answer while it is generated: iterate over its chunks, then read ``result``.
 
     Leaving early, by ``aclose`` or the end of an ``async with`` block, cancels the request on the
     server.
@@ -145,7 +155,11 @@ class AsyncInferStream:
 
     @property
     def result(self) -> InferResult:
-        """The complete answer; raises `NoAnswerError` before the end of the stream."""
+        """The complete answer.
+
+        Raises:
+            NoAnswerError: when the stream was not read to its end.
+        """
         return self._state.require_result()
 
     def __aiter__(self) -> Self:
@@ -153,7 +167,11 @@ class AsyncInferStream:
         return self
 
     async def __anext__(self) -> Chunk:
-        """Wait for the next chunk."""
+        """Wait for the next chunk.
+
+        Raises:
+            ExpertError: when the request is refused, or fails later.
+        """
         return await anext(self._chunks)
 
     async def __aenter__(self) -> Self:
@@ -195,32 +213,56 @@ class AsyncJobsClient:
         self._transport = transport
 
     async def submit(self, prompt: str, **options: Unpack[InferOptions]) -> Job:
-        """Queue a prompt; it is answered even if nobody polls the job."""
-        return await self._transport.fetch(
-            ApiRequest("POST", JOBS_PATH, build_body(prompt, options)), Job
-        )
+        """Queue a prompt; it is answered even if nobody polls the job.
+
+        Raises:
+            RateLimitError: when the queue is full.
+            ExpertError: when it is refused, or there is no response.
+        """
+        call = ApiRequest("POST", _JOBS_PATH, build_body(prompt, options))
+        return await self._transport.fetch(call, Job)
 
     async def get(self, job_id: str) -> Job:
-        """Return the current state of a job."""
+        """Return the current state of a job.
+
+        Raises:
+            NotFoundError: when it is unknown, belongs to another key, or ended long ago.
+            ExpertError: when there is no response.
+        """
         return await self._transport.fetch(ApiRequest("GET", build_job_path(job_id)), Job)
 
     async def wait(self, job_id: str, *, timeout: float | None = None) -> Job:
-        """Poll a job until it is over, for at most ``timeout`` seconds."""
+        """Poll a job until it is over, for at most ``timeout`` seconds.
+
+        Raises:
+            TimedOutError: when it is not over by then; the job continues.
+            ExpertError: as `get`.
+        """
         end = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_POLL_SECONDS
         while not (job := await self.get(job_id)).is_over:
-            check_deadline(job, end)
+            if end is not None and time.monotonic() >= end:
+                message = f"the job {job.job_id} is still {job.status}"
+                raise TimedOutError(message, hint="wait for longer")
             await self._transport.sleep(pause)
             pause = min(2 * pause, MAX_POLL_SECONDS)
         return job
 
     async def cancel(self, job_id: str) -> Job:
-        """Cancel a job; one that is over stays as it is."""
+        """Cancel a job; one that is over stays as it is.
+
+        Raises:
+            ExpertError: as `get`.
+        """
         return await self._transport.fetch(ApiRequest("DELETE", build_job_path(job_id)), Job)
 
     @asynccontextmanager
     async def running(self, prompt: str, **options: Unpack[InferOptions]) -> AsyncIterator[Job]:
-        """Submit a job for the length of an ``async with`` block, and cancel it at the end."""
+        """Submit a job for the length of an ``async with`` block, and cancel it at the end.
+
+        Raises:
+            ExpertError: as `submit`.
+        """
         job = await self.submit(prompt, **options)
         try:
             yield job
@@ -234,7 +276,8 @@ class AsyncExpertClient:
     ::
 
         async with AsyncExpertClient("http://127.0.0.1:8000") as client:
-            print((await client.infer("Sort these numbers: 41, 17, 23")).text)
+            result = await client.infer("Sort these numbers: 41, 17, 23")
+            print(result.text)
     """
 
     def __init__(
@@ -247,7 +290,15 @@ class AsyncExpertClient:
         transport: httpx2.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """Create a client; nothing is sent yet. The arguments are those of `ExpertClient`."""
+        """Create a client; nothing is sent yet.
+
+        ``base_url`` defaults to ``EXPERT_SERVER``, else to this machine, and ``api_key`` to
+        ``EXPERT_API_KEY``, if set. ``transport`` is for proxies and certificates of your own:
+        ``httpx2.AsyncHTTPTransport(proxy=…, verify=…)``.
+
+        Raises:
+            UsageError: when the address or the key is invalid.
+        """
         server = find_server(base_url, api_key=api_key, timeout=timeout)
         self._transport = AsyncTransport(
             server, retries=retries or Retries(), transport=transport, sleep=sleep
@@ -255,10 +306,16 @@ class AsyncExpertClient:
         self.jobs = AsyncJobsClient(self._transport)
 
     async def infer(self, prompt: str, **options: Unpack[InferOptions]) -> InferResult:
-        """Answer a prompt."""
-        return await self._transport.fetch(
-            ApiRequest("POST", "/v1/infer", build_body(prompt, options)), InferResult
-        )
+        """Answer a prompt.
+
+        Raises:
+            UsageError: when the request is invalid.
+            RateLimitError: when the server is overloaded.
+            UnreachableError: when no server answers.
+            ExpertError: when the server refuses it for any other reason.
+        """
+        call = ApiRequest("POST", "/v1/infer", build_body(prompt, options))
+        return await self._transport.fetch(call, InferResult)
 
     def infer_stream(self, prompt: str, **options: Unpack[InferOptions]) -> AsyncInferStream:
         """Answer a prompt piece by piece; errors are raised where the stream is read."""
@@ -266,28 +323,51 @@ class AsyncExpertClient:
         return AsyncInferStream(lambda: self._transport.open_stream(call), self._transport.server)
 
     async def route(self, prompt: str, **options: Unpack[RouteOptions]) -> RouteResult:
-        """Return which experts would answer a prompt, and why; nothing is loaded."""
-        return await self._transport.fetch(
-            ApiRequest("POST", "/v1/route", build_body(prompt, options)), RouteResult
-        )
+        """Return which experts would answer a prompt, and why; nothing is loaded.
+
+        Raises:
+            ExpertError: as `infer`.
+        """
+        call = ApiRequest("POST", "/v1/route", build_body(prompt, options))
+        return await self._transport.fetch(call, RouteResult)
 
     async def experts(self) -> tuple[Expert, ...]:
-        """List the installed experts."""
-        return (await self._transport.fetch(ApiRequest("GET", "/v1/experts"), ExpertList)).experts
+        """List the installed experts.
+
+        Raises:
+            ExpertError: when there is no response.
+        """
+        found = await self._transport.fetch(ApiRequest("GET", "/v1/experts"), ExpertList)
+        return found.experts
 
     async def models(self) -> tuple[Model, ...]:
-        """List the valid values of ``model`` in OpenAI and Anthropic calls."""
-        return (await self._transport.fetch(ApiRequest("GET", "/v1/models"), ModelList)).data
+        """List the valid values of ``model`` in OpenAI and Anthropic calls.
+
+        Raises:
+            ExpertError: when there is no response.
+        """
+        found = await self._transport.fetch(ApiRequest("GET", "/v1/models"), ModelList)
+        return found.data
 
     async def moe(self) -> MoeActivity:
-        """Return the counters of the base's routed experts, without changing them."""
+        """Return the counters of the base's routed experts, without changing them.
+
+        Raises:
+            ExpertError: when there is no response.
+        """
         return await self._transport.fetch(ApiRequest("GET", "/moe"), MoeActivity)
 
     async def change_moe(self, **options: Unpack[MoeOptions]) -> MoeActivity:
-        """Change how routed experts are counted, or apply a usage profile; return the new state."""
-        return await self._transport.fetch(
-            ApiRequest("POST", "/moe", drop_unset_options(options)), MoeActivity
-        )
+        """Change how routed experts are counted, or apply a usage profile; return the new state.
+
+        Raises:
+            UsageError: when nothing would change, or an option is invalid.
+            IncompatibleError: when all routed experts are resident, or the profile does not fit.
+            NotFoundError: when nothing was learnt of the base.
+            ExpertError: when there is no response.
+        """
+        call = ApiRequest("POST", "/moe", drop_unset_options(options))
+        return await self._transport.fetch(call, MoeActivity)
 
     async def close(self) -> None:
         """Close every connection."""

@@ -1,14 +1,15 @@
 """`ExpertClient`: the API of a generation server, for threads.
 
-A `Transport` sends one request at a time per call and retries it where that may help;
+A `Transport` sends the requests of a client and retries them where that may help;
 `InferStream` reads an answer piece by piece; `JobsClient` submits and polls jobs.
-`expertctl.client.async_client` is the same for an event loop.
+
+Generated from `expertctl.client.async_client`: change that module, then run
+``python -m scripts.sync_client``.
 """
 
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
@@ -16,9 +17,12 @@ from typing import Self, TypeVar, Unpack
 import httpx2
 
 from expertctl.client.protocol import (
+    INFER_REQUEST,
     MAX_RESPONSE_BYTES,
     ApiRequest,
+    Chunk,
     InferOptions,
+    InferStreamState,
     MoeOptions,
     ResponseBuffer,
     Retries,
@@ -38,7 +42,6 @@ from expertctl.client.result import (
     Document,
     Expert,
     ExpertList,
-    InferPiece,
     InferResult,
     InferStarted,
     Job,
@@ -46,16 +49,21 @@ from expertctl.client.result import (
     ModelList,
     MoeActivity,
     RouteResult,
-    build_stream_error,
 )
-from expertctl.errors import NoAnswerError, RateLimitError, TimedOutError, UnreachableError
+from expertctl.errors import RateLimitError, TimedOutError, UnreachableError
 
+DEFAULT_TIMEOUT = 600.0
+"""Seconds without a byte from the server."""
+FIRST_POLL_SECONDS = 0.05
+"""Seconds before a job is polled again; doubled each time up to `MAX_POLL_SECONDS`."""
+MAX_POLL_SECONDS = 2.0
+_JOBS_PATH = "/v1/jobs"
 _Kind = TypeVar("_Kind", bound=Document)
 _Result = TypeVar("_Result")
 
 
 class Transport:
-    """The owner of the connections to one server; thread-safe."""
+    """The owner of the connections to one server, for any number of threads."""
 
     def __init__(
         self,
@@ -125,68 +133,11 @@ class Transport:
         return bytes(body.data)
 
 
-INFER_REQUEST = "POST /v1/infer"
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of generated text that will not change."""
-
-    text: str
-
-
-class InferStreamState:
-    """The state of one stream, updated by its events."""
-
-    def __init__(self) -> None:
-        """Start before the first event."""
-        self.started: InferStarted | None = None
-        self.result: InferResult | None = None
-
-    def handle_event(self, event: httpx2.ServerSentEvent) -> Chunk | None:
-        """Handle an event; return its text, if any. Unknown events of newer servers are ignored.
-
-        Raises:
-            ExpertError: when the event says that the request failed.
-        """
-        data = event.data.encode("utf-8", "replace")
-        match event.event:
-            case "started":
-                self.started = decode_response(data, InferStarted, what=INFER_REQUEST)
-            case "piece":
-                return Chunk(decode_response(data, InferPiece, what=INFER_REQUEST).text)
-            case "finished":
-                self.result = decode_response(data, InferResult, what=INFER_REQUEST)
-            case "failed" | "error":
-                raise build_stream_error(data)
-            case _:
-                pass  # an event of a newer server
-        return None
-
-    def require_result(self) -> InferResult:
-        """Return the complete answer.
-
-        Raises:
-            NoAnswerError: when the stream is not at its end.
-        """
-        if self.result is None:
-            raise NoAnswerError("the answer is not complete yet", hint="read the stream to its end")
-        return self.result
-
-    def check_complete(self) -> None:
-        """Check the state at the end of the events.
-
-        Raises:
-            UnreachableError: when the answer is not complete.
-        """
-        if self.result is None:
-            raise UnreachableError(f"{INFER_REQUEST}: the answer was cut off", hint="ask again")
-
-
 class InferStream:
     """An answer while it is generated: iterate over its chunks, then read ``result``.
 
-    Leaving early, by ``close`` or the end of a ``with`` block, cancels the request on the server.
+    Leaving early, by ``close`` or the end of a ``with`` block, cancels the request on the
+    server.
     """
 
     def __init__(self, open_response: Callable[[], httpx2.Response], server: Server) -> None:
@@ -251,12 +202,6 @@ class InferStream:
             response.close()
 
 
-FIRST_POLL_SECONDS = 0.05
-"""Seconds before a job is polled again; doubled each time up to `MAX_POLL_SECONDS`."""
-MAX_POLL_SECONDS = 2.0
-JOBS_PATH = "/v1/jobs"
-
-
 class JobsClient:
     """The jobs of the owner of this API key."""
 
@@ -271,9 +216,8 @@ class JobsClient:
             RateLimitError: when the queue is full.
             ExpertError: when it is refused, or there is no response.
         """
-        return self._transport.fetch(
-            ApiRequest("POST", JOBS_PATH, build_body(prompt, options)), Job
-        )
+        call = ApiRequest("POST", _JOBS_PATH, build_body(prompt, options))
+        return self._transport.fetch(call, Job)
 
     def get(self, job_id: str) -> Job:
         """Return the current state of a job.
@@ -294,7 +238,9 @@ class JobsClient:
         end = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_POLL_SECONDS
         while not (job := self.get(job_id)).is_over:
-            check_deadline(job, end)
+            if end is not None and time.monotonic() >= end:
+                message = f"the job {job.job_id} is still {job.status}"
+                raise TimedOutError(message, hint="wait for longer")
             self._transport.sleep(pause)
             pause = min(2 * pause, MAX_POLL_SECONDS)
         return job
@@ -321,23 +267,14 @@ class JobsClient:
             self.cancel(job.job_id)
 
 
-def check_deadline(job: Job, deadline: float | None) -> None:
-    """Raise `TimedOutError` after the deadline, a value of `time.monotonic`."""
-    if deadline is not None and time.monotonic() >= deadline:
-        raise TimedOutError(f"the job {job.job_id} is still {job.status}", hint="wait for longer")
-
-
-DEFAULT_TIMEOUT = 600.0
-"""Seconds without a byte from the server."""
-
-
 class ExpertClient:
     """A client of one server, for any number of threads; ``with`` closes its connections.
 
     ::
 
         with ExpertClient("http://127.0.0.1:8000") as client:
-            print(client.infer("Sort these numbers: 41, 17, 23").text)
+            result = client.infer("Sort these numbers: 41, 17, 23")
+            print(result.text)
     """
 
     def __init__(
@@ -374,9 +311,8 @@ class ExpertClient:
             UnreachableError: when no server answers.
             ExpertError: when the server refuses it for any other reason.
         """
-        return self._transport.fetch(
-            ApiRequest("POST", "/v1/infer", build_body(prompt, options)), InferResult
-        )
+        call = ApiRequest("POST", "/v1/infer", build_body(prompt, options))
+        return self._transport.fetch(call, InferResult)
 
     def infer_stream(self, prompt: str, **options: Unpack[InferOptions]) -> InferStream:
         """Answer a prompt piece by piece; errors are raised where the stream is read."""
@@ -389,9 +325,8 @@ class ExpertClient:
         Raises:
             ExpertError: as `infer`.
         """
-        return self._transport.fetch(
-            ApiRequest("POST", "/v1/route", build_body(prompt, options)), RouteResult
-        )
+        call = ApiRequest("POST", "/v1/route", build_body(prompt, options))
+        return self._transport.fetch(call, RouteResult)
 
     def experts(self) -> tuple[Expert, ...]:
         """List the installed experts.
@@ -399,7 +334,8 @@ class ExpertClient:
         Raises:
             ExpertError: when there is no response.
         """
-        return self._transport.fetch(ApiRequest("GET", "/v1/experts"), ExpertList).experts
+        found = self._transport.fetch(ApiRequest("GET", "/v1/experts"), ExpertList)
+        return found.experts
 
     def models(self) -> tuple[Model, ...]:
         """List the valid values of ``model`` in OpenAI and Anthropic calls.
@@ -407,7 +343,8 @@ class ExpertClient:
         Raises:
             ExpertError: when there is no response.
         """
-        return self._transport.fetch(ApiRequest("GET", "/v1/models"), ModelList).data
+        found = self._transport.fetch(ApiRequest("GET", "/v1/models"), ModelList)
+        return found.data
 
     def moe(self) -> MoeActivity:
         """Return the counters of the base's routed experts, without changing them.
@@ -426,9 +363,8 @@ class ExpertClient:
             NotFoundError: when nothing was learnt of the base.
             ExpertError: when there is no response.
         """
-        return self._transport.fetch(
-            ApiRequest("POST", "/moe", drop_unset_options(options)), MoeActivity
-        )
+        call = ApiRequest("POST", "/moe", drop_unset_options(options))
+        return self._transport.fetch(call, MoeActivity)
 
     def close(self) -> None:
         """Close every connection."""

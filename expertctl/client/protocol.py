@@ -1,6 +1,7 @@
 """What both clients share: request options, retries, server address, encoding and decoding.
 
-Nothing is sent here. An option that is left out gets the server's default.
+`InferStreamState` follows the events of a stream. Nothing is sent here. An option that is left out
+gets the server's default.
 """
 
 import os
@@ -15,9 +16,19 @@ import httpx2
 import msgspec
 
 from expertctl import __version__
-from expertctl.client.result import Document, MoeActivity, build_response_error, sanitise_text
+from expertctl.client.result import (
+    Document,
+    InferPiece,
+    InferResult,
+    InferStarted,
+    MoeActivity,
+    build_response_error,
+    build_stream_error,
+    sanitise_text,
+)
 from expertctl.errors import (
     ExpertError,
+    NoAnswerError,
     RateLimitError,
     RegistryError,
     UnreachableError,
@@ -322,3 +333,61 @@ def translate_network_errors(what: str, server: Server) -> Iterator[None]:
 
 def _describe_error(error: Exception) -> str:
     return sanitise_text(str(error)) or type(error).__name__
+
+
+INFER_REQUEST = "POST /v1/infer"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of generated text that will not change."""
+
+    text: str
+
+
+class InferStreamState:
+    """The state of one stream, updated by its events."""
+
+    def __init__(self) -> None:
+        """Start before the first event."""
+        self.started: InferStarted | None = None
+        self.result: InferResult | None = None
+
+    def handle_event(self, event: httpx2.ServerSentEvent) -> Chunk | None:
+        """Handle an event; return its text, if any. Unknown events of newer servers are ignored.
+
+        Raises:
+            ExpertError: when the event says that the request failed.
+        """
+        data = event.data.encode("utf-8", "replace")
+        match event.event:
+            case "started":
+                self.started = decode_response(data, InferStarted, what=INFER_REQUEST)
+            case "piece":
+                return Chunk(decode_response(data, InferPiece, what=INFER_REQUEST).text)
+            case "finished":
+                self.result = decode_response(data, InferResult, what=INFER_REQUEST)
+            case "failed" | "error":
+                raise build_stream_error(data)
+            case _:
+                pass  # an event of a newer server
+        return None
+
+    def require_result(self) -> InferResult:
+        """Return the complete answer.
+
+        Raises:
+            NoAnswerError: when the stream is not at its end.
+        """
+        if self.result is None:
+            raise NoAnswerError("the answer is not complete yet", hint="read the stream to its end")
+        return self.result
+
+    def check_complete(self) -> None:
+        """Check the state at the end of the events.
+
+        Raises:
+            UnreachableError: when the answer is not complete.
+        """
+        if self.result is None:
+            raise UnreachableError(f"{INFER_REQUEST}: the answer was cut off", hint="ask again")

@@ -10,7 +10,6 @@ so it also answers unexpected errors: with 500 and no detail; the traceback is l
 import json
 import logging
 import logging.config
-import re
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,8 +20,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from expertctl.messages import hide_secrets
+
 MAX_TEXT = 500
-_SECRET = re.compile(r"(xp[tsk]_|Bearer\s+|Basic\s+)[\w.~+/=-]{4,}", re.IGNORECASE)
 
 
 class JsonFormatter(logging.Formatter):
@@ -39,13 +39,13 @@ class JsonFormatter(logging.Formatter):
         if isinstance(fields, dict):
             line |= {k: redact(v) if isinstance(v, str) else v for k, v in fields.items()}
         if record.exc_info:
-            line["traceback"] = _SECRET.sub(r"\1***", self.formatException(record.exc_info))
+            line["traceback"] = hide_secrets(self.formatException(record.exc_info))
         return json.dumps(line, default=str).replace("\x7f", "\\u007f")
 
 
 def redact(text: str) -> str:
     """Return a text with tokens masked, truncated to `MAX_TEXT` characters."""
-    shown = _SECRET.sub(r"\1***", text)
+    shown = hide_secrets(text)
     return shown if len(shown) <= MAX_TEXT else f"{shown[:MAX_TEXT]}…"
 
 

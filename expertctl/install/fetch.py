@@ -9,6 +9,7 @@ in ``registries/arrived/`` until they are installed, so that a killed install ca
 ones belong to `expertctl.registry.download`. Everything is hashed again when the packages are read.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -127,6 +128,7 @@ def _fetch_small_file(client: OciClient, wanted: Reference, file: FileDigest, wh
     return bytes(data)
 
 
+LOG = logging.getLogger("expertctl.install")
 PARALLEL = 8
 KEPT_SECONDS = 7 * 86400.0
 _MAX_TRIES = 3
@@ -270,6 +272,8 @@ def _stage_blobs(
     arrivals.sweep()
     make_folders(arrivals.folder, mode=0o700)
     missing = _find_missing(pairs, staging, [store.paths.blob, arrivals.path])
+    wanted = {file.digest for _, layout in pairs for file in layout.layers}
+    LOG.debug("%d of %d blobs are missing here", sum(len(f) for _, f in missing), len(wanted))
     with open_progress(sum(file.size for _, files in missing for file in files)) as progress:
         for _ in range(_MAX_TRIES):
             if not missing:

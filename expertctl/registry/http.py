@@ -4,6 +4,7 @@ A login is sent only to the scheme, host and port it was made for: never to the 
 redirect, nor after one that leads back. Nothing is sent at all while offline.
 """
 
+import logging
 import os
 import threading
 import time
@@ -37,6 +38,7 @@ from expertctl.registry.errors import (
 from expertctl.registry.transport import RegistryTransport, Timeouts, translate_errors
 from expertctl.settings import Settings
 
+LOG = logging.getLogger("expertctl.registry")
 MAX_REDIRECTS = 5
 MAX_URL = 16 << 10
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -296,8 +298,19 @@ class RegistryHttp:
         request = httpx2.Request(
             call.method, url, headers=headers, content=body, extensions=extensions
         )
-        with translate_errors(url.netloc.decode("ascii", "replace")):
-            response = self._transport.handle_request(request)
+        return self._send_logged(request)
+
+    def _send_logged(self, request: httpx2.Request) -> httpx2.Response:
+        """Send a request and log its outcome, without headers and query, which may be secret."""
+        url, started, outcome = request.url, time.perf_counter(), "no answer"
+        try:
+            with translate_errors(url.netloc.decode("ascii", "replace")):
+                response = self._transport.handle_request(request)
+            outcome = f"status {response.status_code}"
+        finally:
+            path = sanitise_text(url.raw_path.decode("ascii", "replace").partition("?")[0], 200)
+            ms = (time.perf_counter() - started) * 1e3
+            LOG.info("%s %s%s: %s, %.0f ms", request.method, _url_origin(url), path, outcome, ms)
         response.request = request
         return response
 

@@ -19,6 +19,7 @@ The usage profile says how a base's routed experts are used. It is replaced as a
 bases are locked: no change of another process is lost, and a killed process leaves the old file.
 """
 
+import logging
 import os
 import shutil
 import stat
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from expertctl.store.transaction import FreedFiles
 
 
+LOG = logging.getLogger("expertctl.store")
 MAX_PROFILE_BYTES = 32 << 20
 LOCK_SECONDS = 5.0
 """How long to wait for the lock at most; a usage profile is not worth a longer wait."""
@@ -176,6 +178,7 @@ class QuantisedCache:
             check_private_folder(path.parent.stat())
             copy = QuantisedFile.open(path, self._copy_source(scheme))
         except FileNotFoundError:
+            LOG.debug("there is no quantised copy %s", path)
             return None
         except OSError as error:
             self._notes.setdefault(
@@ -183,6 +186,7 @@ class QuantisedCache:
             )
             return None
         if copy is not None and copy.shape == shape:
+            LOG.debug("the quantised copy %s is used", path)
             return copy
         self._notes.setdefault(scheme, _damage_note(path))
         if copy is not None:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -201,6 +202,19 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(
     assert "acme/sorting@1.2.0: best of 1, score" in outcome.err
     assert "tokens read, 12 written (length)" in outcome.err
     assert expertctl("run", PROMPT, "--no-stream", *QUIET).out == outcome.out
+
+
+def test_quiet_leaves_the_text_and_verbose_adds_stages(
+    workshop: RunWorkspace, expertctl: Expertctl
+) -> None:
+    text = expertctl("run", PROMPT, *QUIET).out
+    quiet = expertctl("run", PROMPT, "-q", *QUIET)
+    assert (quiet.out, quiet.err) == (text, "")
+    assert "plan sha256:" in expertctl("-q", "run", PROMPT, "--stats", *QUIET).err
+    verbose = expertctl("run", PROMPT, "-v", *QUIET)
+    assert verbose.out == text
+    assert re.search(r"^stages: .*decode [\d.]+ ms, ", verbose.err, re.MULTILINE)
+    assert re.search(r"^cache: experts_hit \d+, ", verbose.err, re.MULTILINE)
 
 
 def test_stats_show_every_figure(workshop: RunWorkspace, expertctl: Expertctl) -> None:

@@ -1,0 +1,141 @@
+"""The options ``-q`` and ``-v``, which every command and group has.
+
+Both work before and after the name of a command, as in ``expertctl -q run`` and
+``expertctl run -q``. A command that has an option of the same name keeps its own. ``-v`` prints
+the records that modules of expertctl log, whatever their level, and the settings; secrets are
+removed from all of them.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.main import get_command
+
+from expertctl.cli.output import VERBOSITY, debug
+from expertctl.errors import ExpertError, UsageError
+from expertctl.messages import hide_secrets
+from expertctl.settings import CONFIG_KEYS, find_home, read_config
+
+if TYPE_CHECKING:
+    from logging import Handler, LogRecord
+
+_LOGGER = "expertctl"
+_USER_INFO = re.compile(r"(?<=://)[^/\s@]+@")
+
+
+def _set_quiet(wanted: bool) -> None:
+    if wanted:
+        VERBOSITY.is_quiet = True
+        _refuse_both()
+
+
+def _set_verbose(wanted: bool) -> None:
+    if wanted and not VERBOSITY.is_verbose:
+        VERBOSITY.is_verbose = True
+        _refuse_both()
+        _add_handler()
+        _print_settings()
+
+
+def _refuse_both() -> None:
+    if VERBOSITY.is_quiet and VERBOSITY.is_verbose:
+        raise UsageError("-q and -v exclude each other")
+
+
+def _declare_options(
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "-q",
+            "--quiet",
+            callback=_set_quiet,
+            expose_value=False,
+            help="Print no notes and no progress.",
+            show_default=False,
+        ),
+    ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "-v",
+            "--verbose",
+            callback=_set_verbose,
+            expose_value=False,
+            help="Print settings, requests, cache use and times.",
+            show_default=False,
+        ),
+    ] = False,
+) -> None:
+    """Declare the options; never called."""
+
+
+@cache
+def build_options() -> tuple[Any, ...]:
+    """Return the two options; the parser compares them by identity, so they are built once."""
+    app = typer.Typer(add_completion=False)
+    app.command()(_declare_options)
+    return tuple(get_command(app).params)
+
+
+def add_options(parameters: Sequence[Any]) -> list[Any]:
+    """Return the parameters of a command with those of the two options that it does not have."""
+    taken = {name for parameter in parameters for name in parameter.opts}
+    return [*parameters, *(each for each in build_options() if taken.isdisjoint(each.opts))]
+
+
+def reset_verbosity() -> None:
+    """Print as without options; a process may run several commands."""
+    if VERBOSITY.is_verbose:
+        _remove_handler()
+    VERBOSITY.is_quiet = VERBOSITY.is_verbose = False
+
+
+@cache
+def _build_handler() -> "Handler":
+    """Return a handler that prints records; `logging` is imported only for ``--verbose``."""
+    import logging
+
+    class DebugHandler(logging.Handler):
+        def emit(self, record: "LogRecord") -> None:
+            debug(_remove_secrets(f"{record.name}: {record.getMessage()}"))
+
+    return DebugHandler()
+
+
+def _add_handler() -> None:
+    import logging
+
+    logger = logging.getLogger(_LOGGER)
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(_build_handler())
+
+
+def _remove_handler() -> None:
+    import logging
+
+    logger = logging.getLogger(_LOGGER)
+    logger.setLevel(logging.NOTSET)
+    logger.removeHandler(_build_handler())
+
+
+def _print_settings() -> None:
+    """Print the home and each setting that is not a default, with its source."""
+    with suppress(ExpertError):  # the command itself reports settings that cannot be read
+        home = find_home()
+        debug(f"home: {home.root}")
+        stored = read_config(home.config)
+        for key, variable in CONFIG_KEYS.items():
+            value, source = os.environ.get(variable), variable
+            if not value:
+                value, source = stored.get(key), home.config.name
+            if value is not None:
+                debug(_remove_secrets(f"setting: {key} = {value} ({source})"))
+
+
+def _remove_secrets(text: str) -> str:
+    return _USER_INFO.sub("***@", hide_secrets(text))
