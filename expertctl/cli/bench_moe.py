@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from expertctl.cli.base_profile import read_routed_config
 from expertctl.cli.engine import guard_engine_import, open_planner, resolve_base
 from expertctl.cli.help import expand_flags
 from expertctl.cli.output import (
@@ -303,6 +302,8 @@ def _measure(
 
 def _find_routed_base(bases: "Sequence[StoredBase]") -> str:
     """Return the first base that has routed experts."""
+    from expertctl.cli.base_profile import read_routed_config
+
     routed = [base for base in bases if read_routed_config(base) is not None]
     if not routed:
         raise NotFoundError(

@@ -145,7 +145,7 @@ class UsageProfile:
         """The counts of each layer, by expert."""
         return {each.layer: dict(sorted(each.hits.items())) for each in self.layers}
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """How many tokens, or prompts, are covered; at least the largest count.
 
@@ -153,11 +153,10 @@ class UsageProfile:
         largest count is a lower bound. A prompt may choose any number.
         """
         most = self.prompts
-        for layer in self.layers:
-            counts = layer.hits.values()
+        for counts in self.counts.values():
             tells = self.used and not self.prompts
-            asked = -(-sum(counts) // self.used) if tells else 0
-            most = max(most, asked, max(counts, default=0))
+            asked = -(-sum(counts.values()) // self.used) if tells else 0
+            most = max(most, asked, max(counts.values(), default=0))
         return most
 
     @property
