@@ -7,7 +7,6 @@ commands are named here and imported when they are called.
 import errno
 import os
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
@@ -20,7 +19,7 @@ from typer.main import get_command
 
 from expertctl import __version__
 from expertctl.cli.help import CONTEXT_SETTINGS, HelpGroup, build_single_command, write_sections
-from expertctl.cli.output import debug, fail, print_message
+from expertctl.cli.output import fail, print_message
 from expertctl.cli.process import (
     FAILURE,
     INTERRUPTED,
@@ -32,7 +31,7 @@ from expertctl.cli.process import (
     reduce_collections,
     report_stopped,
 )
-from expertctl.cli.verbosity import reset_verbosity
+from expertctl.cli.verbosity import limit_verbosity
 from expertctl.errors import BudgetError, DiskFullError, ExpertError, StoreError, UsageError
 from expertctl.files import NO_SPACE_ERRORS
 from expertctl.settings import find_home
@@ -201,34 +200,26 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(words: list[str]) -> int:
     """Run one command and return its exit code. No user error is a traceback."""
-    started = time.perf_counter()
-    try:
-        code = _run_command(words)
-        debug(f"exit code {code} after {(time.perf_counter() - started) * 1e3:.0f} ms")
-    finally:
-        reset_verbosity()
-    return code
-
-
-def _run_command(words: list[str]) -> int:
-    as_json = "--json" in words
-    try:
-        result = get_command(app).main(words, prog_name="expertctl", standalone_mode=False)
-        sys.stdout.flush()
-    except ExpertError as error:
-        fail(_explain_error(error), as_json=as_json)
-        return get_exit_code(error)
-    except (KeyboardInterrupt, Abort):
-        return INTERRUPTED
-    except TyperException as error:
-        return _report_usage_error(error, words, as_json=as_json)
-    except OSError as error:
-        return _report_os_error(error, as_json=as_json)
-    except MemoryError:
-        short = BudgetError("there is not enough memory", hint="end other programs, or add memory")
-        fail(short, as_json=as_json)
-        return get_exit_code(short)
-    return result if isinstance(result, int) else OK
+    with limit_verbosity():
+        as_json = "--json" in words
+        try:
+            result = get_command(app).main(words, prog_name="expertctl", standalone_mode=False)
+            sys.stdout.flush()
+        except ExpertError as error:
+            fail(_explain_error(error), as_json=as_json)
+            return get_exit_code(error)
+        except (KeyboardInterrupt, Abort):
+            return INTERRUPTED
+        except TyperException as error:
+            return _report_usage_error(error, words, as_json=as_json)
+        except OSError as error:
+            return _report_os_error(error, as_json=as_json)
+        except MemoryError:
+            hint = "end other programs, or add memory"
+            short = BudgetError("there is not enough memory", hint=hint)
+            fail(short, as_json=as_json)
+            return get_exit_code(short)
+        return result if isinstance(result, int) else OK
 
 
 def _explain_error(error: ExpertError) -> ExpertError:

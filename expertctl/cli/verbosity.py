@@ -8,8 +8,9 @@ removed from all of them.
 
 import os
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,11 +89,17 @@ def add_options(parameters: Sequence[Any]) -> list[Any]:
     return [*parameters, *(each for each in build_options() if taken.isdisjoint(each.opts))]
 
 
-def reset_verbosity() -> None:
-    """Print as without options; a process may run several commands."""
-    if VERBOSITY.is_verbose:
-        _remove_handler()
-    VERBOSITY.is_quiet = VERBOSITY.is_verbose = False
+@contextmanager
+def limit_verbosity() -> Iterator[None]:
+    """End the effect of the options after a command, and print with ``-v`` how long it took."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        debug(f"finished after {(time.perf_counter() - started) * 1e3:.0f} ms")
+        if VERBOSITY.is_verbose:
+            _remove_handler()
+        VERBOSITY.is_quiet = VERBOSITY.is_verbose = False
 
 
 @cache

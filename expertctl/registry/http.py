@@ -302,14 +302,14 @@ class RegistryHttp:
 
     def _send_logged(self, request: httpx2.Request) -> httpx2.Response:
         """Send a request and log its outcome, without headers and query, which may be secret."""
-        url, started, outcome = request.url, time.perf_counter(), "no answer"
+        url, started, outcome = request.url, time.monotonic(), "no answer"
         try:
             with translate_errors(url.netloc.decode("ascii", "replace")):
                 response = self._transport.handle_request(request)
             outcome = f"status {response.status_code}"
         finally:
             path = sanitise_text(url.raw_path.decode("ascii", "replace").partition("?")[0], 200)
-            ms = (time.perf_counter() - started) * 1e3
+            ms = (time.monotonic() - started) * 1e3
             LOG.info("%s %s%s: %s, %.0f ms", request.method, _url_origin(url), path, outcome, ms)
         response.request = request
         return response

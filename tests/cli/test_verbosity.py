@@ -75,7 +75,7 @@ def test_verbose_prints_details_wherever_it_is_given(
         "setting: dtype = bf16 (EXPERT_DTYPE)",
     ]
     assert lines[3] == NO_KEYS.rstrip()
-    assert lines[4].startswith("exit code 0 after ")
+    assert lines[4].startswith("finished after ")
     assert not logging.getLogger("expertctl").handlers
     assert expertctl("keys", "list").err == NO_KEYS
 
