@@ -91,7 +91,7 @@ def remove_user(connection: Connection, user: UserRow) -> None:
         ConflictError: when it is the last admin, or the only owner of a namespace.
     """
     if alone := list_solely_owned(connection, user.id):
-        hint = "make somebody else an owner first"
+        hint = "add another owner first"
         raise ConflictError(f"{user.name} is the only owner of {', '.join(alone[:5])}", hint=hint)
     if user.admin and _count_admins(connection) == 1:
         raise ConflictError(f"{user.name} is the only admin", hint="make another one first")

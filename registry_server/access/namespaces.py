@@ -311,7 +311,7 @@ def _get_active_user_id(connection: Connection, name: str) -> int:
 def _check_another_owner(connection: Connection, namespace: NamespaceRow, user: str) -> None:
     owners = {n for n, r in list_members(connection, namespace.id).items() if r == "owner"}
     if owners == {user}:
-        hint = "make somebody else an owner first"
+        hint = "add another owner first"
         raise ConflictError(f"{user} is the only owner of {namespace.name}", hint=hint)
 
 

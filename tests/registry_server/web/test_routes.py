@@ -93,7 +93,7 @@ def test_search_finds_by_words_and_keeps_the_question(
     ]
     assert links == ["/packages/acme/sql"]
     assert 'value="queries"' in answer.text
-    assert "Nothing here matches" in text_of(browser.get("/search?q=zebra").text)
+    assert "Nothing matches" in text_of(browser.get("/search?q=zebra").text)
 
 
 def test_search_goes_on_where_a_page_ends(browser: TestClient, publish: Publish) -> None:

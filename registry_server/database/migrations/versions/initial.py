@@ -8,7 +8,7 @@ down_revision = None
 
 
 def upgrade() -> None:
-    """Make every table."""
+    """Create all tables."""
     _audit()
     _blobs()
     _manifest_links()

@@ -1,4 +1,4 @@
-"""Remember when index documents were signed, apart from when their packages changed."""
+"""Store the time of signing of index documents, separate from that of package changes."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Add the time; so far a document was signed when its package changed, and only then."""
+    """Add the column; until now a document was signed only when its package changed."""
     signed = sa.Column("signed", sa.Float(), nullable=False, server_default="0")
     op.add_column("packages", signed)
     op.execute("UPDATE packages SET signed = updated")

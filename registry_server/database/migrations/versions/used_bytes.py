@@ -1,6 +1,6 @@
-"""Count what a namespace uses while it changes, not anew from all its blobs each time."""
+"""Store the used bytes of a namespace, instead of adding up its blobs each time."""
 
-# ruff: noqa: S608  # the texts are made of each other, and of nothing that comes from outside
+# ruff: noqa: S608  # the statements are built from constants of this module only
 
 import sqlalchemy as sa
 from alembic import op
@@ -19,7 +19,7 @@ _BLOB_SIZE = "(SELECT size FROM blobs WHERE digest = {row}.digest)"
 
 
 def upgrade() -> None:
-    """Add the count, count once, and keep it true by triggers from here on."""
+    """Add the column, fill it, and add the triggers that keep it up to date."""
     count = sa.Column("used", sa.Integer(), nullable=False, server_default="0")
     op.add_column("namespaces", count)
     _count_once()
