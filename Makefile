@@ -12,7 +12,7 @@ run: $(VENV)/.run
 	@$(BIN)/expertctl run "$(PROMPT)"
 
 # What pytest makes of the test files is kept, whatever the shell says: it takes 15 s a process.
-test test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-all coverage: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(VENV)/.dev
 	@$(PYTEST) -m "not all and not gpu" $(ARGS)
@@ -20,8 +20,8 @@ test: $(VENV)/.dev
 test-all: $(VENV)/.dev
 	@$(PYTEST) -m "all and not gpu" $(ARGS)
 
-coverage: ARGS += --cov --cov-report=term:skip-covered --cov-fail-under=95
-coverage: test
+coverage: $(VENV)/.dev
+	@$(PYTEST) -m "not gpu" --cov --cov-report=term:skip-covered --cov-fail-under=95 $(ARGS)
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -21,6 +21,8 @@ from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
 
 __all__ = ["expertctl", "fast", "house", "shop"]
 
+pytestmark = pytest.mark.all
+
 BUDGET = "90MB"
 
 

@@ -13,6 +13,8 @@ from tests.factories import write_base, write_lora
 
 __all__ = ["expertctl"]
 
+pytestmark = pytest.mark.all
+
 TWO = pytest.mark.skipif(count_usable_cores() < 2, reason="bench has no more threads than cores")
 QUICK = ("--tokens", 2, "--context", 3, "--prompt-tokens", 4, "--rounds", 1)
 

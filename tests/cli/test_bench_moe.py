@@ -14,6 +14,8 @@ from tests.engine.moe.test_routed_bench import write_routed
 from tests.factories import write_base
 
 __all__ = ["expertctl"]
+
+pytestmark = pytest.mark.all
 QUICK = ("--rounds", 2, "--tokens", 8, "--prompt-tokens", 4, "--memory-budget", "128MiB")
 
 

@@ -23,6 +23,8 @@ from tests.store.fixtures import HomeFixture, make_key
 
 __all__ = ["expertctl"]
 
+pytestmark = pytest.mark.all
+
 TRUST, USAGE = 5, 2
 ACCEPT = "--accept-changed"
 REF = "acme/one@1.0.0"

@@ -24,6 +24,8 @@ from tests.gpt2_base import write_gpt2
 
 __all__ = ["expertctl", "stdin", "workshop"]
 
+pytestmark = pytest.mark.all
+
 OTHER = "Guten Morgen"
 
 

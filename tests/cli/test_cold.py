@@ -11,6 +11,8 @@ from tests.factories import write_base
 
 __all__ = ["expertctl"]
 
+pytestmark = pytest.mark.all
+
 ASKED = ("run", "Sort: 3, 1, 2", "--no-experts", "--greedy", "--max-tokens", "4", "--json")
 
 

@@ -13,6 +13,8 @@ from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["expertctl", "fast", "house"]
 
+pytestmark = pytest.mark.all
+
 PROMPT = "Sort: 3, 1, 2"
 QUIET = ("--engine", "transformers", "--greedy", "--max-tokens", "6")
 

@@ -8,6 +8,8 @@ from expertctl.cli import routing_plot
 from expertctl.cli.routing_plot import build_confusion_matrix, order_by_confusion
 from tests.routing.evaluations import Row, make_evaluation
 
+pytestmark = pytest.mark.all
+
 NAMES = st.none() | st.sampled_from([f"e{i}" for i in range(8)])
 ROWS = st.lists(
     st.tuples(NAMES, NAMES, st.sampled_from([0.9, 0.1])).map(

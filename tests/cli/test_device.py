@@ -11,6 +11,8 @@ from tests.cli.command_runner import CommandRunner, expertctl
 
 __all__ = ["expertctl"]
 
+pytestmark = pytest.mark.all
+
 PROMPT = "Sort these numbers: 41, 17, 23, 15"
 
 

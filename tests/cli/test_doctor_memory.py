@@ -23,6 +23,8 @@ from tests.factories import write_base
 from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["expertctl", "fast", "house", "market"]
+
+pytestmark = pytest.mark.all
 ROOT = Path(__file__).parent.parent.parent
 
 

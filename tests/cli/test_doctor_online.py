@@ -20,6 +20,8 @@ from tests.store.fixtures import HomeFixture, make_key
 
 __all__ = ["expertctl"]
 
+pytestmark = pytest.mark.all
+
 BROKEN, TRUST, NETWORK = 1, 5, 6
 NAMES = ("acme/one", "acme/three", "acme/two")
 

@@ -24,6 +24,8 @@ from tests.factories import write_base, write_lora
 
 __all__ = ["expertctl"]
 
+pytestmark = pytest.mark.all
+
 PROMPTS = ("1 + 8", "2 + 7", "3 + 6", "4 + 5")
 WRONG = "This is wrong."
 EPOCH = "1700000000"

@@ -11,6 +11,8 @@ from tests.factories import write_lora
 from tests.server.harness import ROUTED_EXPERTS, write_routed_base
 
 __all__ = ["expertctl"]
+
+pytestmark = pytest.mark.all
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 SMALL = ("--memory-budget", "64MiB")
 PROMPTS = ("1 + 8", "2 + 7", "3 + 6")

@@ -12,6 +12,8 @@ from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
 
 __all__ = ["expertctl", "fast", "house", "shop"]
 
+pytestmark = pytest.mark.all
+
 SORT, DAYS, HELLO = "Sort these numbers: 3, 1, 2", "Which day of the week is it?", "Hello there"
 
 

@@ -22,6 +22,8 @@ from tests.cli.test_run import PROMPT, Expertctl, expertctl
 
 __all__ = ["expertctl", "talkative"]
 
+pytestmark = pytest.mark.all
+
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 LONG = ("--no-experts", "--greedy", "--max-tokens", "40000")
 

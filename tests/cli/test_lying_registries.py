@@ -31,6 +31,8 @@ from tests.store.fixtures import HomeFixture, make_key
 
 __all__ = ["expertctl"]
 
+pytestmark = pytest.mark.all
+
 TRUST, REGISTRY = 5, 6
 KEPT = "acme/kept@1.0.0"
 

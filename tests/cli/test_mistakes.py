@@ -209,6 +209,7 @@ def test_a_grant_is_kept_where_trust_is(home: Path, expertctl: CommandRunner) ->
     assert TrustStore(Home(home).trust).find_key("me").namespaces == ("acme", "local")
 
 
+@pytest.mark.all
 def test_a_folder_with_an_adapter_where_an_expert_is_meant_leads_to_build(
     tmp_path: Path, expertctl: CommandRunner
 ) -> None:

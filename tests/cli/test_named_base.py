@@ -17,6 +17,8 @@ from tests.factories import write_base, write_lora
 
 __all__ = ["expertctl"]
 
+pytestmark = pytest.mark.all
+
 COMMANDS = ("run:route", "run:run", "chat:chat", "serve:serve", "evaluation:evaluate",
             "bench:bench", "bench_moe:bench_moe")  # fmt: skip
 

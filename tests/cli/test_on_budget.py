@@ -16,6 +16,8 @@ from tests.cli.test_run import PROMPT, QUIET, Expertctl, RunWorkspace, expertctl
 
 __all__ = ["expertctl", "workshop"]
 
+pytestmark = pytest.mark.all
+
 
 def running() -> Path:
     return StorePaths(Path(os.environ["EXPERT_HOME"]) / "store").running

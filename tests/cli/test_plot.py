@@ -14,6 +14,8 @@ from expertctl.errors import NotFoundError, UsageError
 from expertctl.package.evaluation import EvaluationData, EvaluationSample
 from expertctl.routing.plan import PlannedExpert
 
+pytestmark = pytest.mark.all
+
 N = 40
 SAMPLES = tuple(EvaluationSample(line=i, prompt=str(i), answer="x") for i in range(1, N + 1))
 

@@ -31,6 +31,8 @@ from tests.registry.live_registry import (
 
 __all__ = ["admin", "alice", "expertctl", "live", "tiny_base", "trust", "workshop"]
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture
 def key(expertctl: CommandRunner, alice: str, workshop: PackageWorkspace) -> str:

@@ -18,6 +18,8 @@ import pytest
 
 from expertctl.install.starter import STARTER
 
+pytestmark = pytest.mark.all
+
 PROMPT = "Sort these numbers: 41, 17, 23, 15"
 ANSWER = "15, 17, 23, 41"
 

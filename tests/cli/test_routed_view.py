@@ -12,6 +12,8 @@ from tests.cli.command_runner import CommandRunner, expertctl
 from tests.cli.test_cold import ASKED, base
 
 __all__ = ["base", "expertctl"]
+
+pytestmark = pytest.mark.all
 WHOLE = ExpertResidency(layers=2, experts=8, slots=8, blocks=16)
 PART = ExpertResidency(layers=2, experts=8, slots=3, blocks=8, miss="skip")
 ROOMY = ExpertResidency(layers=2, experts=8, slots=5, blocks=16)

@@ -13,6 +13,8 @@ from expertctl.cli.routing_plot import MAX_ROWS, build_routing_figure
 from expertctl.routing.evaluation import RoutingEvaluation
 from tests.routing.evaluations import Row, make_evaluation
 
+pytestmark = pytest.mark.all
+
 ANSWERED: list[Row] = [("a", "a", 0.9), ("a", "b", 0.8), ("b", "b", 0.9)]
 HAND = make_evaluation([*ANSWERED, ("b", "b", 0.1), (None, "a", 0.3), (None, None, None)])
 

@@ -30,6 +30,8 @@ from tests.registry.live_registry import (
 
 __all__ = ["alice", "expertctl", "live", "tiny_base", "trust", "workshop"]
 
+pytestmark = pytest.mark.all
+
 EVIL = "a\x1b[31mb\u202ec\nsigned by  sha256:you, trusted here"
 
 

@@ -7,6 +7,8 @@ import pytest
 from expertctl.server.api_keys import ApiKeyStore
 from tests.cli.command_runner import CommandRunner
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> CommandRunner:

@@ -10,6 +10,8 @@ from tests.store.fixtures import HomeFixture, PackageFactory, shop
 
 __all__ = ["expertctl", "market", "shop", "template"]
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture
 def house(

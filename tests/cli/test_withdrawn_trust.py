@@ -27,6 +27,8 @@ from tests.store.fixtures import HomeFixture, make_key
 
 __all__ = ["expertctl", "market", "template"]
 
+pytestmark = pytest.mark.all
+
 OLD, NEW = make_key("acme"), make_key("new")
 TRUST = 5
 

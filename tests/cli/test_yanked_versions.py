@@ -18,6 +18,8 @@ from tests.store.fixtures import HomeFixture
 
 __all__ = ["expertctl"]
 
+pytestmark = pytest.mark.all
+
 PROMPT = "Count the joins of this query"
 OLD, NEW = "acme/sql@1.0.0", "acme/sql@1.1.0"
 

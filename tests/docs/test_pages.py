@@ -12,6 +12,8 @@ from tests.docs.console_blocks import ConsoleCommand, matches_output, read_comma
 from tests.docs.forkserver import run_fork_server
 from tests.factories import write_base, write_lora, write_soft_prompt
 
+pytestmark = pytest.mark.all
+
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 STAGES = "cli|engine|install|package|registry|routing|schema|store|trust"

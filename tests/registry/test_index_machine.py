@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -31,6 +32,8 @@ from tests.registry.indexes import (
     make_named_key,
     make_release,
 )
+
+pytestmark = pytest.mark.all
 
 HOSTS = ("127.0.0.1:8001", "127.0.0.1:8002")
 NAMES = ("a", "b", "c", "d")

@@ -28,6 +28,8 @@ from tests.registry.live_registry import (
     workshop,
 )
 
+pytestmark = pytest.mark.all
+
 MANY = 30
 """More runs than there are requests to be killed at."""
 

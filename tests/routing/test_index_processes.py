@@ -12,6 +12,8 @@ from tests.routing.experts import make_content_digest, make_manifest
 from tests.routing.test_index import BOTH, SQL, texts
 from tests.routing.vector_tables import encode_prompt
 
+pytestmark = pytest.mark.all
+
 
 def add_some(folder: Path, first: int) -> None:
     for number in range(first, first + 5):

@@ -20,6 +20,8 @@ from expertctl.routing.request import RouteRequest
 from expertctl.routing.router import route_prompt
 from tests.routing.experts import UNRELATED, make_base, make_installed, make_manifest
 
+pytestmark = pytest.mark.all
+
 ENCODERS = ["lexical"] + (["minilm"] if find_minilm() else [])
 Routed = Callable[[str], list[str]]
 

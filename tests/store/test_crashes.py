@@ -20,6 +20,8 @@ from tests.package.forged_packages import (
 from tests.store.fault_injection import DiskStep, Fault, FaultResult, SpawnedProcess, run_with_fault
 from tests.store.fixtures import HomeFixture, PackageFactory
 
+pytestmark = pytest.mark.all
+
 Action = Callable[[HomeFixture], object]
 
 

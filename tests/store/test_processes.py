@@ -14,6 +14,8 @@ from expertctl.store.locks import exclusive_lock, is_claimed
 from expertctl.store.store import Store
 from tests.store.fixtures import HomeFixture, PackageFactory
 
+pytestmark = pytest.mark.all
+
 CONTEXT = multiprocessing.get_context("fork")
 LIMIT_S = 120
 

@@ -32,6 +32,8 @@ from tests.store.fixtures import HomeFixture, house
 
 __all__ = ["house"]
 
+pytestmark = pytest.mark.all
+
 DATA = bytes(range(256)) * 4
 PIECE = 4 << 20
 ROUTED = QuantisedLayout(rest_bytes=384, blocks=5, block_bytes=128)

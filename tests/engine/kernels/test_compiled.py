@@ -246,6 +246,7 @@ print(len(told))
 """
 
 
+@pytest.mark.all
 def test_code_that_different_processes_kept_calls_its_own(tmp_path: Path) -> None:
     """A helper of each has one name: what the first brings along is not for all."""
     schemes = [scheme.value for scheme in Scheme]

@@ -10,6 +10,8 @@ import pytest
 
 from expertctl.engine.kernels.jit import get_host_cpu
 
+pytestmark = pytest.mark.all
+
 PRODUCTS = """
 import numpy as np
 from expertctl.engine.kernels.jit import get_host_cpu

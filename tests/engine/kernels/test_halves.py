@@ -127,6 +127,7 @@ def test_integers_do_what_the_instruction_does_with_what_is_no_number_too() -> N
     assert np.array_equal(found.view(np.uint32), wanted.view(np.uint32))
 
 
+@pytest.mark.all
 @pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="a processor of x86")
 def test_pages_of_float16_are_for_processors_without_its_instruction_too() -> None:
     told = {"NUMBA_CPU_NAME": "x86-64-v2", "NUMBA_CPU_FEATURES": "+sse4.2,+popcnt"}

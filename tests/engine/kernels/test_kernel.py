@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.all
+
 PROGRAM = """
 import json, sys
 from pathlib import Path

@@ -27,6 +27,8 @@ from expertctl.engine.moe.usage_profile import (
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.store.quantised_file import always_wanted
 
+pytestmark = pytest.mark.all
+
 PROMPT = 512
 SHAPE = ExpertShape(Scheme.FLOAT32, 16, 16)
 

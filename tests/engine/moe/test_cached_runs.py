@@ -31,6 +31,8 @@ from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["fast", "house"]
 
+pytestmark = pytest.mark.all
+
 LARGE = 256 << 20
 SQL = ForcedExpert(Reference.parse("acme/sql"))
 PARTS = ("gate_proj", "up_proj", "down_proj")

@@ -9,6 +9,8 @@ from base64 import b64encode
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from registry_server.operation.new_registry import create_admin_token
 from registry_server.settings import RegistryLimits
 from tests.registry_server.operation.server_process import (
@@ -16,6 +18,8 @@ from tests.registry_server.operation.server_process import (
     init_registry_folder,
     run_server,
 )
+
+pytestmark = pytest.mark.all
 
 
 def ask(

@@ -14,6 +14,8 @@ from schemathesis.engine import events, from_schema
 from tests.registry_server.conftest import NewRegistry
 from tests.registry_server.harness import URL, Publish, RegistryHarness
 
+pytestmark = pytest.mark.all
+
 SEED = 20
 EXAMPLES = 6
 NO_PLAIN_LINE = ["2xx", "3xx", "400", "401", "403", "404", "409", "429", "5xx"]

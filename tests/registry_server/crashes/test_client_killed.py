@@ -25,6 +25,8 @@ from tests.registry_server.operation.server_process import ServerProcess, run_se
 from tests.registry_server.publishing.package_fixtures import PackageTemplate, build_template
 from tests.store.fixtures import HomeFixture, make_key
 
+pytestmark = pytest.mark.all
+
 MEGABYTES = {"low": 3, "middle": 5, "top": 8}
 REFS = [f"acme/{name}@1.0.0" for name in MEGABYTES]
 

@@ -43,6 +43,8 @@ from tests.registry_server.publishing.package_fixtures import (
     read_published_index,
 )
 
+pytestmark = pytest.mark.all
+
 FAR_FUTURE = 4e9
 
 

@@ -20,6 +20,8 @@ from registry_server.settings import ServerSettings
 from tests.registry_server.oci.images import compute_digest, encode_json, make_image, random_bytes
 from tests.registry_server.operation.server_process import ServerProcess, run_server
 
+pytestmark = pytest.mark.all
+
 DATA = random_bytes(5_000_000)
 DIGEST = compute_digest(DATA)
 

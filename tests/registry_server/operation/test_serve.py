@@ -30,6 +30,8 @@ from tests.registry_server.operation.server_process import (
     run_server,
 )
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -25,6 +25,8 @@ from tests.registry_server.publishing.package_fixtures import (
     upload_blobs,
 )
 
+pytestmark = pytest.mark.all
+
 MOST = 200
 """More statements than any change has."""
 

@@ -39,6 +39,8 @@ from tests.registry_server.publishing.package_fixtures import (
     upload_blobs,
 )
 
+pytestmark = pytest.mark.all
+
 NAMES = st.sampled_from(["acme/sql", "acme/chat"])
 VERSIONS = st.sampled_from(["1.10.0-rc.1", "1.10.0", "1.9.0"])
 CONTENTS = st.sampled_from(["first", "second"])

@@ -24,6 +24,8 @@ from tests.registry_server.publishing.package_fixtures import (
     upload_blobs,
 )
 
+pytestmark = pytest.mark.all
+
 _Result = TypeVar("_Result")
 ROUNDS = 8
 

@@ -78,6 +78,7 @@ def choose(tmp_path_factory: pytest.TempPathFactory) -> RoutePrompt:
     return open_router(home, "lexical", list_starter_experts(home))
 
 
+@pytest.mark.all
 def test_attack_105_the_choice_stays_on_nine_of_ten_hostile_prompts(choose: RoutePrompt) -> None:
     some = attacks()[::13]
     clean = {attack.clean: choose(attack.clean) for attack in some}

@@ -159,6 +159,7 @@ print(sorted(name for name in sys.modules if name.startswith("opentelemetry"))[:
 """
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("words", "imported"), [([], "[]"), (["http://127.0.0.1:1/v1/traces"], "['opentelemetry']")]
 )
