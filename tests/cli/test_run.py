@@ -256,6 +256,7 @@ def test_one_seed_gives_one_text(workshop: RunWorkspace, expertctl: Expertctl) -
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.all
 def test_a_new_home_gets_the_starter_pack_first(expertctl: Expertctl) -> None:
     prompt = "Sort these numbers: 41, 17, 23"
     outcome = expertctl("run", prompt, "--json", "--max-tokens", "20")
@@ -268,6 +269,7 @@ def test_a_new_home_gets_the_starter_pack_first(expertctl: Expertctl) -> None:
     assert len(expertctl("list", "--json").document["experts"]) >= 4
 
 
+@pytest.mark.all
 def test_an_interrupted_first_run_is_made_good_by_the_next(
     expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +286,7 @@ def test_an_interrupted_first_run_is_made_good_by_the_next(
         assert expertctl("route", PROMPT).err.count("installed the starter pack") == told
 
 
+@pytest.mark.all
 def test_a_home_that_moved_answers_as_before(
     tmp_path: Path, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:

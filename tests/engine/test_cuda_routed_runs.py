@@ -34,6 +34,8 @@ from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["at_once", "fast", "house"]
 
+pytestmark = pytest.mark.all
+
 FREE = 64 << 20
 SQL = ForcedExpert(Reference.parse("acme/sql"))
 PARTS = ("gate_proj", "up_proj", "down_proj")

@@ -34,7 +34,10 @@ from tests.store.fixtures import HomeFixture, house, make_key
 
 __all__ = ["house", "market"]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.all,
+]
 """The oracle is made by whichever test comes first in a process."""
 
 PROMPTS = tuple(f"{a} + {b}" for a, b in zip("12345678", "87654321", strict=True))

@@ -38,6 +38,8 @@ from tests.store.fixtures import HomeFixture, fast, house, make_key
 
 __all__ = ["fast", "house", "market"]
 
+pytestmark = pytest.mark.all
+
 ONE, TWO = (ForcedExpert(Reference.parse(f"acme/{name}")) for name in ("one", "two"))
 
 

@@ -11,6 +11,8 @@ import pytest
 from tests.install.fixtures import InstallClient, PublishingRegistry
 from tests.store.fixtures import HomeFixture
 
+pytestmark = pytest.mark.all
+
 PROGRAM = "from expertctl.cli.app import main; main()"
 REFS = ["acme/low@1.0.0", "acme/middle@1.0.0", "acme/top@1.0.0"]
 

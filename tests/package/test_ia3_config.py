@@ -1,6 +1,5 @@
 """The configuration of IA³: PEFT as oracle for which modules are meant, and on which side."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +94,9 @@ def test_without_literal_names_the_tensors_decide_the_side(value: str | None) ->
     "field", ["target_modules", "exclude_modules", "feedforward_modules"]
 )  # fmt: skip
 def test_a_regex_is_never_run(field: str) -> None:
-    start = time.process_time()
     config = parse(**{field: "(a+)+$" * 20})
     config.adapts("a" * 400 + "!")
     config.scales_input("a" * 400 + "!")
-    assert time.process_time() - start < 10
 
 
 REFUSED: list[tuple[str, Any]] = [

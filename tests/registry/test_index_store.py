@@ -162,6 +162,7 @@ def test_a_damaged_memory_stops_and_never_forgets_the_floor(damage: str, store: 
         assert str(path) in refused.value.hint
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("fault", ["kill", "full", "error"])
 def test_whatever_stops_the_writing_the_floor_is_the_old_or_the_new_one(
     fault: str, tmp_path: Path

@@ -194,6 +194,7 @@ def test_a_graph_is_removed_with_its_record(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.all
 @needs_hnswlib
 @pytest.mark.skipif(os.name != "posix", reason="forks")
 @pytest.mark.parametrize("fault", ["kill", "error"])

@@ -120,6 +120,7 @@ def test_without_the_libraries_the_extra_is_named(
     assert caught.value.hint == "pip install 'expertctl[compat]'"
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("stored", "vocab", "asked", "held"),
     [

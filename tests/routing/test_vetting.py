@@ -135,6 +135,7 @@ def test_a_manifest_without_vectors_is_judged_by_its_texts(index: RoutingIndex) 
     ]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("count", [VETTING_BATCH - 1, VETTING_BATCH + 1, 2 * VETTING_BATCH + 3])
 def test_many_that_come_together_are_all_judged(index: RoutingIndex, count: int) -> None:
     draw = random.Random(count)

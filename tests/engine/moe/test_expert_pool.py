@@ -3,10 +3,13 @@
 from collections import OrderedDict
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from expertctl.engine.moe.expert_memory import Expert, ExpertPool
+
+pytestmark = pytest.mark.all
 
 LAYERS, EXPERTS = 3, 5
 EXPERT = st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1))

@@ -24,6 +24,8 @@ from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["base", "fast", "house"]
 
+pytestmark = pytest.mark.all
+
 BOOKS = (
     expert_loader,
     expert_cache,

@@ -30,6 +30,8 @@ from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["at_once", "fast", "house"]
 
+pytestmark = pytest.mark.all
+
 FULL = WarmupConfig(warmup="full")
 NOT_LEARNT = WarmupConfig(warmup="full", learns=False)
 Answer = Callable[..., RunResult]

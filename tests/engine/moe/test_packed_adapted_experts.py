@@ -50,6 +50,8 @@ from tests.engine.random_experts import (
 )
 from tests.engine.reference_models import ALL_MODULES, merge_adapter
 
+pytestmark = pytest.mark.all
+
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28, 50, 1, 9, 33, 12, 4, 57, 21]
 CHAINS = {
     "lora": ("lora",),

@@ -14,6 +14,8 @@ from tests.factories import write_base
 from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["fast", "house"]
+
+pytestmark = pytest.mark.all
 EXPERTS = 16
 
 

@@ -25,6 +25,8 @@ from tests.factories import write_base
 from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["at_once", "fast", "house"]
+
+pytestmark = pytest.mark.all
 LAYERS, EXPERTS, USED = 3, 8, 2
 WANTED = RoutedBenchConfig(shares=(1.0, 0.5), prompt_tokens=6, tokens=8, rounds=2, threads=1)
 BUDGET = 128 << 20

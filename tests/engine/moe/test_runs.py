@@ -28,6 +28,8 @@ from tests.tensor_shapes import CLASSES
 
 __all__ = ["fast", "house"]
 
+pytestmark = pytest.mark.all
+
 ARCHS = sorted(CLASSES)
 SQL = ForcedExpert(Reference.parse("acme/sql"))
 ALONE = {"route": {"base_alone": True}}

@@ -26,7 +26,7 @@ from tests.engine.package_fixtures import CONFIG, WEIGHTS, load_adapters
 from tests.engine.random_experts import make_packed_plan, make_torch_plan
 from tests.engine.reference_models import get_weight
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.all]
 ARCHS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2]
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"

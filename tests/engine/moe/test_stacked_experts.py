@@ -35,6 +35,8 @@ from tests.engine.moe.fakes import install_fake_device, record_row_accesses
 from tests.engine.moe.stacked_models import compute_scores, load_stacked_decoder, make_kv_cache
 from tests.engine.reference_models import ROUTED_SHAPES
 
+pytestmark = pytest.mark.all
+
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]
 
 

@@ -20,6 +20,8 @@ from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["base", "fast", "house"]
 
+pytestmark = pytest.mark.all
+
 
 @pytest.mark.parametrize("learns", [True, False])
 def test_what_was_answered_is_learnt_unless_nobody_wants_that(

@@ -22,6 +22,8 @@ from examples.starter.fitting import Schedule
 from expertctl.package.model_config import read_model_config
 from expertctl.store.bases import BaseStore
 
+pytestmark = pytest.mark.all
+
 FEW = Schedule(steps=6, batch=1, peak=3e-3, warmup=1)
 
 

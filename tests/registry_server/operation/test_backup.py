@@ -75,6 +75,7 @@ def test_a_backup_is_a_registry_again(
     assert (tmp_path / "again" / "keys" / "index.pem").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.all
 def test_a_backup_while_others_publish_has_all_that_was_acknowledged_before(
     tmp_path: Path,
     registry: Registry,
