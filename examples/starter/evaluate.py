@@ -23,10 +23,11 @@ from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.text.prompt import UserMessage
+from expertctl.engine_config import Dtype, EngineConfig
 from expertctl.install.starter import install_starter
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import Dtype, ForcedExpert, RouteRequest
+from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.routing.sampling_presets import NO_OVERRIDES, SamplingOverrides
 from expertctl.settings import Home, Settings
 
@@ -163,7 +164,10 @@ def ask(
 ) -> RunResult:
     """One answer."""
     route = RouteRequest(
-        prompt=sample.prompt, base_alone=base_alone, sampling=wishes, dtype=asked.dtype
+        prompt=sample.prompt,
+        base_alone=base_alone,
+        sampling=wishes,
+        config=EngineConfig(dtype=asked.dtype),
     )
     message = UserMessage(prompt=sample.prompt)
     pieces = asked.engine.run(RunRequest(message=message, route=route, experts=experts))

@@ -194,7 +194,7 @@ class Planner:
             _require_installed_expert(expert, inventory)
         planned = self.plan_with_inventory(inventory, wanted, base=base or saved.base)
         plan = planned.result.plan
-        check_identity(saved, plan.identity, base=planned.base, request=wanted)
+        check_identity(saved, plan.identity, base=planned.base, config=wanted.config)
         renewed = tuple(
             warning
             for before, now in zip(saved.experts, plan.experts, strict=True)

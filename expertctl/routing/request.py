@@ -1,9 +1,9 @@
 """`RouteRequest`: the prompt and the options of a routing request, and how they are parsed."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from expertctl.digest import Digest
+from expertctl.engine_config import DEFAULT_CONFIG, EngineConfig, check_engine_config
 from expertctl.errors import UsageError
 from expertctl.reference import Reference
 from expertctl.routing.sampling_presets import (
@@ -14,26 +14,6 @@ from expertctl.routing.sampling_presets import (
     check_overrides,
     check_prompt,
 )
-
-Dtype = Literal["float32", "bf16", "int8", "int4"]
-"""The data type of the base weights in memory."""
-QUANTISED_DTYPES = frozenset[Dtype]({"int8", "int4"})
-"""The dtypes with one scale per group of weights."""
-AdapterDtype = Literal["published", "fp16", "int8"]
-"""The data type of the expert weights in memory."""
-
-DeviceName = Literal["cpu", "cuda"]
-"""The device that computes."""
-MoeMiss = Literal["exact", "skip"]
-"""What happens when a routed expert is not in memory: it is loaded, or skipped."""
-MoeCold = Literal["read", "map", "direct"]
-"""How a routed expert is read from disk: copied, mapped in the page cache, or by direct I/O."""
-MoeColdOption = Literal["auto", "read", "map", "direct"]
-"""The user's choice; ``auto`` uses direct I/O if the page cache could hold little of the model."""
-DEFAULT_SKIP_CAP = 0.25
-"""The default share of a token's router weights that may be skipped in a layer."""
-EngineName = Literal["native", "transformers"]
-"""Our own decoder, or transformers: slower, for models that our decoder does not support."""
 
 Target = Reference | Digest
 """The name of an expert: a reference, or its content or package digest."""
@@ -49,7 +29,7 @@ class ForcedExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRequest:
-    """One prompt to plan; ``memory_budget`` is in bytes."""
+    """One prompt to plan, and the engine to plan it for."""
 
     prompt: str
     force: tuple[ForcedExpert, ...] = ()
@@ -58,17 +38,9 @@ class RouteRequest:
     base_alone: bool = False
     seed: int | None = None
     sampling: SamplingOverrides = NO_OVERRIDES
-    dtype: Dtype | None = None
-    """The dtype of the base weights in memory; None: `numerics.choose_dtype` decides."""
-    adapter_dtype: AdapterDtype = "published"
-    deterministic: bool = False
-    moe_miss: MoeMiss = "exact"
-    moe_skip_cap: float = DEFAULT_SKIP_CAP
-    moe_cold: MoeColdOption = "auto"
-    device: DeviceName = "cpu"
-    memory_budget: int | None = None
     allow_base_mismatch: bool = False
-    engine: EngineName = "native"
+    config: EngineConfig = DEFAULT_CONFIG
+    """The options of the engine; a server replaces them by its own."""
 
 
 def check_request(request: RouteRequest) -> None:
@@ -81,14 +53,7 @@ def check_request(request: RouteRequest) -> None:
     check_limit("max_experts", request.max_experts)
     check_limit("seed", request.seed)
     check_overrides(request.sampling)
-    if request.memory_budget is not None and request.memory_budget <= 0:
-        raise UsageError(
-            f"a memory budget of {request.memory_budget} bytes is too small",
-            hint="write for example 4GB, or leave it out",
-        )
-    _check_engine(request)
-    _check_device(request)
-    _check_moe_misses(request)
+    check_engine_config(request.config)
     for forced in request.force:
         check_limit("weight", forced.weight)
     if request.base_alone and request.force:
@@ -100,60 +65,6 @@ def check_request(request: RouteRequest) -> None:
             f"{len(request.force)} experts are forced, at most {request.max_experts} are allowed",
             hint="raise the limit, which goes up to 10, or name fewer",
         )
-
-
-def _check_engine(request: RouteRequest) -> None:
-    """Reject options that only our own kernels support for another engine."""
-    refused = _list_kernel_options(request)
-    if request.moe_miss == "skip":
-        refused |= {"--moe-miss skip": "--moe-miss exact"}
-    if refused and request.engine == "transformers":
-        raise UsageError(
-            f"--engine transformers does not support {', '.join(refused)}",
-            hint=f"leave out --engine transformers, or give {' '.join(refused.values())}",
-        )
-
-
-def _check_device(request: RouteRequest) -> None:
-    """Reject options that only the CPU supports for a CUDA device."""
-    refused = _list_kernel_options(request)
-    if request.moe_cold in {"map", "direct"}:
-        refused |= {f"--moe-cold {request.moe_cold}": "--moe-cold auto"}
-    if request.engine != "native":
-        refused |= {f"--engine {request.engine}": "--engine native"}
-    if refused and request.device == "cuda":
-        raise UsageError(
-            f"--device cuda does not support {', '.join(refused)}",
-            hint=f"give {' '.join(refused.values())}, or compute with --device cpu",
-        )
-
-
-def _check_moe_misses(request: RouteRequest) -> None:
-    """Reject a cap outside 0 to 1, and skipping experts together with ``deterministic``."""
-    if not 0.0 <= request.moe_skip_cap <= 1.0:
-        raise UsageError(
-            f"--moe-skip-cap {request.moe_skip_cap} is not a share of the weights of a token",
-            hint="the range is 0 (nothing is skipped) to 1",
-        )
-    if request.moe_miss == "skip" and request.deterministic:
-        raise UsageError(
-            "--deterministic excludes --moe-miss skip, whose results depend on what is in memory",
-            hint="leave out the one or the other",
-        )
-
-
-def _list_kernel_options(request: RouteRequest) -> dict[str, str]:
-    """Return the options that need the CPU kernels, each with the option that disables it.
-
-    The value may come from a setting, which cannot be left out on the command line.
-    """
-    dtype, adapters = f"--dtype {request.dtype}", f"--adapter-dtype {request.adapter_dtype}"
-    options = (
-        (dtype, "--dtype float32", request.dtype in QUANTISED_DTYPES),
-        (adapters, "--adapter-dtype published", request.adapter_dtype != "published"),
-        ("--deterministic", "--no-deterministic", request.deterministic),
-    )
-    return {option: other for option, other, given in options if given}
 
 
 def parse_forced(text: str) -> ForcedExpert:

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertctl.engine.moe.prefetch import estimate_transition_bytes
+from expertctl.engine_config import MoeColdOption, MoeMiss
 from expertctl.package.architectures import ExpertsConfig
-from expertctl.routing.request import MoeColdOption, MoeMiss
 from expertctl.routing.sampling_presets import PRESETS
 
 WORKING_SHARE = 0.71

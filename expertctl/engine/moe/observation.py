@@ -25,8 +25,8 @@ from expertctl.engine.moe.activity import (
 from expertctl.engine.moe.counters import CounterSnapshot, LayerCounts
 from expertctl.engine.moe.stats import ExpertResidency, RoutedExpertStats
 from expertctl.engine.moe.swap_policy import ExpertScores
-from expertctl.engine.moe.usage_profile import ExpertUsage, Pins, select_pinned
-from expertctl.engine.moe.warmup import WarmupConfig
+from expertctl.engine.moe.usage_profile import ExpertUsage, select_pinned
+from expertctl.engine_config import Pins, WarmupConfig
 from expertctl.errors import UsageError
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from expertctl.engine_config import MoeCold, MoeMiss
 from expertctl.package.model_config import ModelConfig
-from expertctl.routing.request import MoeCold, MoeMiss
 from expertctl.schema.strict_json import JsonObject
 
 

@@ -28,6 +28,7 @@ from expertctl.engine.moe.activity import (
     parse_document,
 )
 from expertctl.engine.moe.activity_sum import count_tokens
+from expertctl.engine_config import Pins, SharePins, TopPins
 from expertctl.errors import IncompatibleError, InvalidPackageError, StoreError, UsageError
 from expertctl.files import open_regular_file
 from expertctl.package.architectures import MAX_EXPERTS_PER_LAYER, ExpertsConfig
@@ -203,32 +204,6 @@ def _find_invalid_numbers(read: _ProfileFields, layers: Mapping[int, Counts]) ->
 
 _PINS = re.compile(r"([0-9]{1,4})(%?)")
 _PERCENT = 100
-
-
-@dataclass(frozen=True, slots=True)
-class TopPins:
-    """The most frequent experts of each layer, by number."""
-
-    count: int
-
-    def __str__(self) -> str:
-        """Return it as the user writes it."""
-        return str(self.count)
-
-
-@dataclass(frozen=True, slots=True)
-class SharePins:
-    """The experts that at least a share of all prompts, or tokens, of a profile choose."""
-
-    share: float
-    """From 0 to 1."""
-
-    def __str__(self) -> str:
-        """Return it as the user writes it."""
-        return f"{self.share:.0%}"
-
-
-Pins = TopPins | SharePins
 
 
 def parse_pins(text: str) -> Pins:

@@ -39,9 +39,7 @@ from expertctl.engine.moe.observation import build_activity_document
 from expertctl.engine.moe.swap_policy import ExpertScores
 from expertctl.engine.moe.usage_profile import ExpertUsage, build_expert_usage, read_expert_usage
 from expertctl.engine.moe.warmup import (
-    DEFAULT_WARMUP,
     SavedCacheState,
-    WarmupConfig,
     WarmupPlan,
     capture_state,
     check_state,
@@ -49,6 +47,7 @@ from expertctl.engine.moe.warmup import (
     read_state,
     write_state,
 )
+from expertctl.engine_config import DEFAULT_WARMUP, WarmupConfig
 from expertctl.errors import DigestError, ExpertError, InvalidPackageError
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.base_model import BaseIdentity

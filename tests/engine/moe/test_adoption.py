@@ -13,13 +13,8 @@ from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import Numbers
 from expertctl.engine.moe.observation import ProfileOptions, find_active_profile
 from expertctl.engine.moe.routed_experts import EXACT_POLICY, RoutedWorkspace
-from expertctl.engine.moe.usage_profile import (
-    ExpertUsage,
-    SharePins,
-    TopPins,
-    activity_from_counts,
-)
-from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
+from expertctl.engine.moe.usage_profile import ExpertUsage, activity_from_counts
+from expertctl.engine_config import DEFAULT_WARMUP, SharePins, TopPins, WarmupConfig
 from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
 from expertctl.package.model_config import ModelConfig
 from expertctl.store.quantised_file import always_wanted

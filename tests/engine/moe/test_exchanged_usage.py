@@ -8,7 +8,8 @@ import pytest
 from expertctl.engine.moe.routed_experts import EXACT_POLICY
 from expertctl.engine.moe.usage_profile import ExpertUsage, activity_from_counts
 from expertctl.engine.moe.usage_store import ExpertUsageStore
-from expertctl.engine.moe.warmup import WarmupConfig, WarmupPlan, warm_up_cache
+from expertctl.engine.moe.warmup import WarmupPlan, warm_up_cache
+from expertctl.engine_config import WarmupConfig
 from expertctl.package.model_config import ModelConfig
 from expertctl.store.quantised_cache import UsageProfileFile
 from tests.engine.moe.test_expert_cache import EXPERTS, LAYERS, NUMBERS, Marked, config, new_cache

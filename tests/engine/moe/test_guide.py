@@ -10,7 +10,6 @@ import pytest
 from expertctl.engine.moe.activity import ActivityDocument, LayerActivity, write_activity
 from expertctl.engine.moe.usage_profile import (
     ExpertUsage,
-    SharePins,
     activity_from_counts,
     build_expert_usage,
     parse_expert_usage,
@@ -19,6 +18,7 @@ from expertctl.engine.moe.usage_profile import (
     select_pinned,
     write_profile,
 )
+from expertctl.engine_config import SharePins
 from expertctl.errors import (
     ExpertError,
     IncompatibleError,

@@ -11,15 +11,15 @@ import pytest
 
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.moe.expert_memory import ExpertMemory
-from expertctl.engine.moe.usage_profile import ExpertUsage, SharePins, TopPins
+from expertctl.engine.moe.usage_profile import ExpertUsage
 from expertctl.engine.moe.usage_store import (
     LearntUsage,
     compute_base_digest,
     encode_learnt_usage,
     load_learnt_usage,
 )
-from expertctl.engine.moe.warmup import Warmup, WarmupConfig
 from expertctl.engine.result import RunResult
+from expertctl.engine_config import SharePins, TopPins, Warmup, WarmupConfig
 from expertctl.errors import IncompatibleError, UsageError
 from expertctl.store.quantised_cache import UsageProfileFile
 from tests.engine.moe.fakes import at_once

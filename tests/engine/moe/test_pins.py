@@ -4,13 +4,11 @@ import pytest
 
 from expertctl.engine.moe.usage_profile import (
     ExpertUsage,
-    Pins,
-    SharePins,
-    TopPins,
     activity_from_counts,
     parse_pins,
     select_pinned,
 )
+from expertctl.engine_config import Pins, SharePins, TopPins
 from expertctl.errors import UsageError
 
 USAGE = ExpertUsage(

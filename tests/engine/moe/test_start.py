@@ -14,21 +14,9 @@ from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.routed_experts import EXACT_POLICY, RoutedWorkspace
-from expertctl.engine.moe.usage_profile import (
-    ExpertUsage,
-    SharePins,
-    TopPins,
-    activity_from_counts,
-)
-from expertctl.engine.moe.warmup import (
-    LayerState,
-    SavedCacheState,
-    Warmup,
-    WarmupConfig,
-    WarmupPlan,
-    check_exchange_rate,
-    warm_up_cache,
-)
+from expertctl.engine.moe.usage_profile import ExpertUsage, activity_from_counts
+from expertctl.engine.moe.warmup import LayerState, SavedCacheState, WarmupPlan, warm_up_cache
+from expertctl.engine_config import SharePins, TopPins, Warmup, WarmupConfig, check_exchange_rate
 from expertctl.errors import UsageError
 from expertctl.package.model_config import ModelConfig
 from tests.engine.moe.test_expert_cache import (

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 from expertctl.engine.moe.observation import ProfileOptions
-from expertctl.engine.moe.usage_profile import TopPins
-from expertctl.engine.moe.warmup import WarmupConfig
-from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.scheduler import Scheduler
+from expertctl.engine_config import BatchingConfig, EngineConfig, TopPins, WarmupConfig
 from expertctl.errors import RateLimitError
 from expertctl.schema.strict_json import JsonObject
 from tests.engine.moe.test_learnt_runs import base
@@ -29,7 +27,9 @@ PROFILE: JsonObject = {
 def engine(base: Path, house: HomeFixture) -> Iterator[ServingEngine]:
     stored = house.bases.add(base)
     settings = EngineConfig(
-        budget=stored.size * 8 // 10, rows=2, moe=WarmupConfig(warmup="none", learns=False)
+        memory_budget=stored.size * 8 // 10,
+        moe=WarmupConfig(warmup="none", learns=False),
+        batching=BatchingConfig(rows=2),
     )
     engine = ServingEngine(planner(house), settings, torch_below=0)
     engine.start()

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from expertctl.engine.moe.activity import ActivityDocument, LayerActivity, read_activity
 from expertctl.engine.moe.usage_store import LearntUsage, compute_base_digest, encode_learnt_usage
-from expertctl.engine.moe.warmup import WarmupConfig
+from expertctl.engine_config import WarmupConfig
 from expertctl.schema.strict_json import loads
 from expertctl.schema.validation import find_problems
 from expertctl.server.service import Readiness
