@@ -45,8 +45,7 @@ from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import Dtype, EngineConfig
 from expertctl.package.model_config import read_model_config
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import RouteRequest, SamplingOverrides
 from expertctl.settings import Home, Settings
 from expertctl.store.bases import BaseStore
 

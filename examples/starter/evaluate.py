@@ -27,8 +27,7 @@ from expertctl.engine_config import Dtype, EngineConfig
 from expertctl.install.starter import install_starter
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import NO_OVERRIDES, SamplingOverrides
+from expertctl.routing.request import NO_OVERRIDES, ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.settings import Home, Settings
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)

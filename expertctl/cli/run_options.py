@@ -374,8 +374,7 @@ def build_route_request(
     prompt: str, config: EngineConfig, *, experts: ExpertFlags, sampling: SamplingFlags
 ) -> "RouteRequest":
     """Return the request that ``run``, ``chat`` and ``route`` have in common."""
-    from expertctl.routing.request import RouteRequest, parse_target
-    from expertctl.routing.sampling_presets import SamplingOverrides
+    from expertctl.routing.request import RouteRequest, SamplingOverrides, parse_target
 
     return RouteRequest(
         prompt=prompt,

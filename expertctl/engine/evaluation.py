@@ -40,8 +40,7 @@ from expertctl.package.write import require_folder
 from expertctl.routing.numerics import choose_dtype
 from expertctl.routing.plan import PlannedExpert
 from expertctl.routing.planner import PlannedPrompt, Planner
-from expertctl.routing.request import RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import RouteRequest, SamplingOverrides
 from expertctl.store.base_record import StoredBase
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.run_record import PairGain

@@ -36,8 +36,7 @@ from expertctl.package.model_config import read_model_config
 from expertctl.routing.candidate import InstalledExpert, explain_misfit
 from expertctl.routing.numerics import choose_dtype
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.store.base_record import StoredBase
 from expertctl.store.catalogue import Catalogue
 

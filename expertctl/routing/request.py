@@ -1,19 +1,144 @@
-"""`RouteRequest`: the prompt and the options of a routing request, and how they are parsed."""
+"""`RouteRequest`: a prompt, its limits and its options, and how sampling settings are resolved.
 
-from dataclasses import dataclass
+The first source that sets a value wins: the user, then the experts' ``decoding`` in plan order,
+then the ``generation_config.json`` of the base, then the preset of the task, which is complete. The
+task is that of the first expert that names a preset, otherwise the one detected in the prompt.
+
+From ``generation_config.json`` come ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
+``repetition_penalty``; ``do_sample: false`` means temperature 0. Null and missing keys leave a
+setting open. An unusable value is a warning, because the base runs without it; an unreadable file
+is an error. The answer length is not read: that file limits it for other programs.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from expertctl.digest import Digest
 from expertctl.engine_config import DEFAULT_CONFIG, EngineConfig, check_engine_config
-from expertctl.errors import UsageError
+from expertctl.errors import ContextLengthError, InvalidPackageError, UsageError
 from expertctl.reference import Reference
-from expertctl.routing.sampling_presets import (
-    DEFAULT_MAX_EXPERTS,
-    NO_OVERRIDES,
-    SamplingOverrides,
-    check_limit,
-    check_overrides,
-    check_prompt,
-)
+from expertctl.routing.plan import SamplingParams
+from expertctl.schema.manifest import Decoding, Manifest
+from expertctl.schema.strict_json import read_bounded
+
+MAX_PROMPT_CHARACTERS = 500_000
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 200
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, 1_000_000),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "max_tokens": (1, 200_000),
+    "max_experts": (1, 10),
+    "priority": (0, 9),
+    "seed": (0, 2**53 - 1),
+    "weight": (-10.0, 10.0),
+}
+"""Setting → smallest and largest value; ``top_p`` must be above 0."""
+
+_EXCLUSIVE_MINIMUM = frozenset({"top_p"})
+DEFAULT_MAX_EXPERTS = 10
+PRESETS: Mapping[str, SamplingParams] = {
+    "json_parsing": SamplingParams(temperature=0.2, max_tokens=2048),
+    "creative_writing": SamplingParams(temperature=0.8, max_tokens=4096),
+    "code_generation": SamplingParams(temperature=0.4, max_tokens=8192),
+    "default": SamplingParams(temperature=0.6, max_tokens=2048),
+}
+NO_SETTINGS: Mapping[str, float] = {}
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOverrides:
+    """The settings given by a user; ``None`` leaves one to the experts and the preset."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+    greedy: bool = False
+
+
+NO_OVERRIDES = SamplingOverrides()
+
+
+def check_prompt(prompt: str) -> None:
+    """Reject a prompt that is blank or too long.
+
+    Raises:
+        ContextLengthError: when it is too long.
+        UsageError: when it is blank.
+    """
+    if not prompt.strip():
+        raise UsageError("the prompt is empty", hint='expertctl run "Sort these numbers: 3, 1, 2"')
+    if len(prompt) > MAX_PROMPT_CHARACTERS:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} characters, at most {MAX_PROMPT_CHARACTERS} are allowed",
+            size=len(prompt),
+            limit=MAX_PROMPT_CHARACTERS,
+            unit="characters",
+            hint="shorten it, or ask in several parts",
+        )
+
+
+def check_limit(name: str, value: float | None) -> None:
+    """Reject a value outside ``LIMITS``; ``None`` means not given.
+
+    Raises:
+        UsageError: with the range.
+    """
+    if value is None or is_within(name, value):
+        return
+    low, high = LIMITS[name]
+    bounds = f"{low:.16g} to {high:.16g}"
+    above = f"must be above {low:.16g}, up to {high:.16g}"
+    violation = above if name in _EXCLUSIVE_MINIMUM else f"is outside {bounds}"
+    raise UsageError(
+        f"{name} {value} {violation}", hint="give a value between these, or leave it out"
+    )
+
+
+def is_within(name: str, value: float) -> bool:
+    """Tell whether a value is within ``LIMITS``."""
+    low, high = LIMITS[name]
+    return low < value <= high if name in _EXCLUSIVE_MINIMUM else low <= value <= high
+
+
+def check_overrides(overrides: SamplingOverrides) -> None:
+    """Reject settings outside the limits, and a temperature together with greedy decoding.
+
+    Raises:
+        UsageError: naming the setting.
+    """
+    given = _given_settings(overrides)
+    for name, value in given.items():
+        if name != "stop":
+            check_limit(name, value)
+    stops = overrides.stop or ()
+    if len(stops) > MAX_STOPS or any(not 1 <= len(s) <= MAX_STOP_CHARACTERS for s in stops):
+        raise UsageError(
+            f"at most {MAX_STOPS} stop strings of 1 to {MAX_STOP_CHARACTERS} characters",
+            hint="give fewer, or shorter ones",
+        )
+    if overrides.greedy and overrides.temperature:
+        raise UsageError(
+            f"temperature {overrides.temperature:g} has no effect when decoding is greedy",
+            hint="leave out the one or the other",
+        )
+
 
 Target = Reference | Digest
 """The name of an expert: a reference, or its content or package digest."""
@@ -117,3 +242,126 @@ def parse_weight(text: str, whole: str) -> float:
 
 def _parse_weight_number(text: str, whole: str) -> float:
     return parse_weight(text, whole) if text or whole.endswith(":") else 1.0
+
+
+def resolve_sampling(
+    overrides: SamplingOverrides,
+    experts: Sequence[Manifest],
+    *,
+    prompt_task: str,
+    base: Mapping[str, float] = NO_SETTINGS,
+) -> SamplingParams:
+    """Return the complete settings of a plan; the module says which source wins.
+
+    ``base`` holds the base's own settings. Greedy decoding keeps only the penalties that the user
+    gave, since those of experts and bases are meant for sampling. Raises as `check_overrides`.
+    """
+    check_overrides(overrides)
+    preset: Any = {**asdict(PRESETS[_choose_preset(experts, prompt_task)]), **base}
+    params = SamplingParams(**preset)
+    for manifest in reversed(experts):
+        params = replace(params, **_recommended_settings(manifest.decoding))
+    given = _given_settings(overrides)
+    params = replace(params, **given)
+    if not (overrides.greedy or params.is_greedy):
+        return params
+    penalties = {name: given[name] for name in _PENALTIES if name in given}
+    return replace(params.to_greedy(), **penalties)
+
+
+def complete_overrides(overrides: SamplingOverrides, saved: SamplingParams) -> SamplingOverrides:
+    """Fill in overrides from the settings of a saved plan."""
+    params = saved.to_greedy() if overrides.greedy or overrides.temperature == 0.0 else saved
+    kept = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+    return replace(overrides, **{**kept, **_given_settings(overrides)})
+
+
+def list_unapplied(decoding: Decoding) -> list[str]:
+    """Return the recommended settings that no run applies."""
+    return [] if decoding.grammar is None else ["grammar"]
+
+
+def _choose_preset(experts: Iterable[Manifest], prompt_task: str) -> str:
+    named = (m.routing.task for m in experts if m.routing.task in PRESETS)
+    return next(named, prompt_task if prompt_task in PRESETS else "default")
+
+
+def _recommended_settings(decoding: Decoding) -> dict[str, Any]:
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+    values = {name: getattr(decoding, name) for name in names}
+    stops = {"stop": decoding.stop} if decoding.stop else {}
+    return {**{n: v for n, v in values.items() if v is not None}, **stops}
+
+
+def _given_settings(overrides: SamplingOverrides) -> dict[str, Any]:
+    values = {name: getattr(overrides, name) for name in SamplingParams.__dataclass_fields__}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+GENERATION_CONFIG = "generation_config.json"
+_MAX_BYTES = 1 << 20
+_MAX_SHOWN_CHARACTERS = 40
+_FLOAT_SETTINGS = ("temperature", "top_p", "min_p", "repetition_penalty")
+_INTEGER_SETTINGS = ("top_k",)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseSampling:
+    """The sampling settings of a base, and warnings about the unusable ones."""
+
+    settings: Mapping[str, float]
+    warnings: tuple[str, ...] = ()
+
+
+def read_base_sampling(directory: Path) -> BaseSampling:
+    """Read the sampling settings of the base in a directory; none without the file.
+
+    Raises:
+        InvalidPackageError: when the file is too large or not a JSON object.
+    """
+    document = _read_settings(directory / GENERATION_CONFIG)
+    given: dict[str, float] = {}
+    warnings: list[str] = []
+    for name in (*_FLOAT_SETTINGS, *_INTEGER_SETTINGS):
+        value = document.get(name)
+        if value is None:
+            continue
+        if _is_usable(name, value):
+            given[name] = value if name in _INTEGER_SETTINGS else float(value)
+        else:
+            warnings.append(f"{_describe_bad_value(name, value)}; the setting is not used")
+    if document.get("do_sample") is False:
+        given["temperature"] = 0.0
+    return BaseSampling(given, tuple(warnings))
+
+
+def _read_settings(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    data = read_bounded(path, max_bytes=_MAX_BYTES)
+    if len(data) > _MAX_BYTES:
+        raise InvalidPackageError(str(path), [f"more than {_MAX_BYTES} bytes"])
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidPackageError(str(path), [f"not JSON: {error}"]) from error
+    if not isinstance(document, dict):
+        raise InvalidPackageError(str(path), ["the document is not a JSON object"])
+    return document
+
+
+def _is_usable(name: str, value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if name in _INTEGER_SETTINGS:
+        return isinstance(value, int) and is_within(name, value)
+    return is_within(name, value) and math.isfinite(value)
+
+
+def _describe_bad_value(name: str, value: object) -> str:
+    low, high = LIMITS[name]
+    kind = "a whole number" if name in _INTEGER_SETTINGS else "a number"
+    text = ascii(value)
+    shown = text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}…"
+    allowed = f"{kind} from {low:g} to {high:g}"
+    return f"{GENERATION_CONFIG} of the base: {name} ({shown}) is not {allowed}"

@@ -31,8 +31,12 @@ from expertctl.routing.index import MAX_HITS, RoutingIndex, Similarity
 from expertctl.routing.numerics import build_numeric_settings, find_context_length
 from expertctl.routing.plan import Plan, PlannedExpert, compute_plan_identity
 from expertctl.routing.prompt_normalisation import normalise_prompt
-from expertctl.routing.request import RouteRequest, check_request
-from expertctl.routing.sampling_presets import read_base_sampling, resolve_sampling
+from expertctl.routing.request import (
+    RouteRequest,
+    check_request,
+    read_base_sampling,
+    resolve_sampling,
+)
 from expertctl.routing.score import THRESHOLD
 from expertctl.routing.selection import (
     SelectedExpert,

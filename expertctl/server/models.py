@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from expertctl.engine.serving.running_batch import AdapterStatus
-from expertctl.routing.sampling_presets import LIMITS
+from expertctl.routing.request import LIMITS
 from expertctl.server.model_name import AUTO, ModelNotFoundError
 from expertctl.server.request_body import FieldError
 from expertctl.server.responses import MODELS, is_anthropic_request, json_response

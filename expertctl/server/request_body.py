@@ -9,7 +9,7 @@ would change the answer itself (a grammar, an image) is refused by name unless i
 The types of the bodies define what is known: objects of types that forbid unknown fields are
 examined at any depth; what a type leaves open (tool schemas, metadata) is not.
 
-There are no sampling defaults here: `expertctl.routing.sampling_presets` decides what a client
+There are no sampling defaults here: `expertctl.routing.request` decides what a client
 leaves open, for every API.
 """
 
@@ -32,7 +32,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from expertctl.engine.generation import MAX_STOP_TOKENS
 from expertctl.errors import InvalidPackageError, MediaTypeError, UsageError
-from expertctl.routing.sampling_presets import LIMITS
+from expertctl.routing.request import LIMITS
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 from expertctl.schema.validation import convert_document
 

@@ -23,8 +23,7 @@ from expertctl.errors import (
 from expertctl.reference import Reference
 from expertctl.routing.plan import SavedPlan
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, SamplingOverrides
 from expertctl.schema.validation import find_problems
 from expertctl.settings import Home, Settings
 from tests.engine.compat_models import KINDS, NATIVE, CompatModel, write_model

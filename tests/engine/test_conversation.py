@@ -19,8 +19,7 @@ from expertctl.engine_config import EngineConfig
 from expertctl.errors import BudgetError, ExpertError, NotFoundError, UsageError
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
-from expertctl.routing.request import ForcedExpert
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, SamplingOverrides
 from expertctl.routing.session import KEPT_REASON
 from tests.engine.package_fixtures import EnginePackages, market
 from tests.engine.test_local_engine import planner

@@ -28,8 +28,7 @@ from expertctl.messages import ignore_notification
 from expertctl.package.evaluation import EvaluationData, read_evaluation_data
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.schema.manifest import AdapterKind
 from expertctl.settings import Home, Settings
 from tests.engine.package_fixtures import EnginePackages

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from expertctl.engine.moe.prefetch import estimate_transition_bytes
 from expertctl.engine_config import MoeColdOption, MoeMiss
 from expertctl.package.architectures import ExpertsConfig
-from expertctl.routing.sampling_presets import PRESETS
+from expertctl.routing.request import PRESETS
 
 WORKING_SHARE = 0.71
 """The share of the recommended memory that is used."""

@@ -42,8 +42,7 @@ from expertctl.errors import DeviceError, IncompatibleError, RateLimitError, Usa
 from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
 from expertctl.routing.candidate import InstalledExpert, explain_misfit
 from expertctl.routing.planner import PlannedPrompt, Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.schema.strict_json import JsonObject
 
 WARMUP_TOKENS = 24

@@ -20,8 +20,7 @@ from expertctl.errors import BudgetError
 from expertctl.package.base_model import read_base
 from expertctl.package.model_config import read_model_config
 from expertctl.reference import Reference
-from expertctl.routing.request import ForcedExpert
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, SamplingOverrides
 from expertctl.schema.manifest import AdapterKind
 from expertctl.settings import Home
 from tests.engine.package_fixtures import EnginePackages, load_adapters

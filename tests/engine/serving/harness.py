@@ -31,8 +31,7 @@ from expertctl.errors import BudgetError, ExpertError
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.settings import Home, Settings
 from tests.engine.package_fixtures import EnginePackages
 from tests.factories import write_base

@@ -42,8 +42,7 @@ from expertctl.errors import (
 )
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.settings import Home, Settings
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.serving.harness import adapt_batching, market

@@ -17,8 +17,7 @@ from expertctl.engine.text.prompt import PromptLogprobs, RawPrompt, UserMessage
 from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import BudgetError
 from expertctl.reference import Reference
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.serving.harness import (
     SETTINGS,

@@ -7,7 +7,7 @@ import pytest
 
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.errors import UsageError
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import SamplingOverrides
 from expertctl.server.anthropic.message_request import (
     MessageCall,
     MessageRequest,

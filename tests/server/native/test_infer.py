@@ -20,8 +20,7 @@ from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import ExpertError, UsageError
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import RouteRequest, parse_forced
-from expertctl.routing.sampling_presets import LIMITS, SamplingOverrides
+from expertctl.routing.request import LIMITS, RouteRequest, SamplingOverrides, parse_forced
 from expertctl.schema.validation import find_problems
 from expertctl.server.caller import Caller
 from expertctl.server.native.infer import Arrival, InferCall, InferRequest, stream_infer

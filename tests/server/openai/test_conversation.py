@@ -7,7 +7,7 @@ import pytest
 
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import ContextLengthError
-from expertctl.routing.sampling_presets import MAX_PROMPT_CHARACTERS
+from expertctl.routing.request import MAX_PROMPT_CHARACTERS
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.conversation import read_messages
 from expertctl.server.request_body import FieldError, parse_body
