@@ -144,11 +144,8 @@ def can_batch(
     config = request.route.config
     if prompts < MIN_BATCH_PROMPTS or config.moe_miss != "exact":
         return False
-    model, load_config = (
-        read_model_config(base.path),
-        LoadConfig(choose_dtype(base, config.dtype), config),
-    )
-    backend, _ = choose_backend(model, load_config, torch_below=torch_below)
+    model, dtype = read_model_config(base.path), choose_dtype(base, config.dtype)
+    backend, _ = choose_backend(model, LoadConfig(dtype, config), torch_below=torch_below)
     return model.experts is None and backend.name == "packed"
 
 
