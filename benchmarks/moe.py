@@ -66,7 +66,7 @@ from expertctl.cli.plot import check_plot_path
 from expertctl.engine.cpu.packed_base import packed_base_bytes
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.memory.host import find_unused_bytes
-from expertctl.routing.request import Dtype
+from expertctl.engine_config import Dtype
 
 NAME = "moe"
 TOKENS, DRIFT = 4000, 1000

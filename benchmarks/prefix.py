@@ -33,8 +33,7 @@ from expertctl.engine.result import RunResult
 from expertctl.engine.text.prompt import ConversationMessage, UserMessage
 from expertctl.install.starter import STARTER
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import RouteRequest, SamplingOverrides
 from expertctl.settings import Home, Settings
 from expertctl.store.bases import BaseStore
 

@@ -1,11 +1,15 @@
-"""Names, versions and constraints: the only parser of references.
+"""Names, versions and constraints: the only parser of references; which registry owns a namespace.
 
 Grammar: ``[registry-host/]namespace/name[@constraint]``. Versions are strict semver 2.0 without
 build metadata; constraints are ``1.2.0``, ``^1.2``, ``~1.2``, ``>=1,<2`` and ``*``. In place of a
 constraint, ``sha256:<hex>`` names exact bytes: the digest of a package or of its content.
+
+The functions at the end say which registries a namespace belongs to, and whose grants and
+revocations apply to a package.
 """
 
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import total_ordering
 from ipaddress import IPv6Address, ip_address
@@ -303,3 +307,39 @@ def _build_constraint_error(text: str) -> UsageError:
     return UsageError(
         f"{text[:80]!r} is not a version constraint", hint="use 1.2.0, ^1.2, ~1.2, >=1,<2 or *"
     )
+
+
+NamespaceAuthority = tuple[str, str]
+"""A host and one namespace of it."""
+
+
+def find_namespace_registries(
+    namespace: str, *, assigned: Iterable[NamespaceAuthority], pinned: Iterable[NamespaceAuthority]
+) -> tuple[str, ...]:
+    """Return the registry assigned to a namespace, else all that its keys were pinned from."""
+    named = sorted({host for host, name in assigned if name == namespace})
+    return tuple(named or sorted({host for host, name in pinned if name == namespace}))
+
+
+def find_other_registry(registry: str, *, registries: Collection[str]) -> str | None:
+    """Return the only registry that a namespace belongs to, if it is not this one; else None.
+
+    A file belongs to no registry, so it is never in conflict with one.
+    """
+    other = len(registries) == 1 and registry not in {*registries, FROM_FILE}
+    return next(iter(registries)) if other else None
+
+
+def find_authorities(
+    registry: str | None, *, registries: Collection[str], known: Collection[str]
+) -> frozenset[str]:
+    """Return the registries whose grants and revocations apply to packages from ``registry``.
+
+    For a known registry only its own apply. For a file, those of the registry that the namespace
+    belongs to; for a mirror without a trusted index, its own and those. A namespace that does not
+    belong to exactly one registry adds none.
+    """
+    own = frozenset() if registry is None or registry == FROM_FILE else frozenset({registry})
+    if registry in known or len(registries) != 1:
+        return own
+    return own | frozenset(registries)

@@ -75,15 +75,6 @@ _COUNTS = {"serve_port": (0, MAX_PORT), "serve_rows": (1, MAX_ROWS), "serve_queu
 _COUNT = re.compile(r"[0-9]{1,9}")
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
-DEVICES = ("cpu", "cuda", "auto")
-"""Devices; ``auto`` is a CUDA device if there is one."""
-DTYPES = ("float32", "bf16", "int8", "int4")
-"""Data types of base weights."""
-ADAPTER_DTYPES = ("published", "fp16", "int8")
-"""Data types of expert weights."""
-MOE_COLDS = ("auto", "read", "map", "direct")
-"""How routed experts that are not in memory are read from disk."""
-MOE_WARMUPS = ("none", "hybrid", "full")
 ENCODERS = ("minilm", "static", "lexical")
 """The encoders that have names; any other value is a directory."""
 

@@ -9,16 +9,19 @@ every other.
 import codecs
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from expertctl.engine_config import EngineConfig
 from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import build_package, plan_build
 from expertctl.package.draft import ManifestOverrides
+from expertctl.routing.request import RouteRequest
 from expertctl.schema.manifest import AdapterKind
 from expertctl.trust.keys import PrivateKey
 from tests import tensor_shapes
@@ -401,3 +404,10 @@ _WRITERS: Mapping[AdapterKind, Callable[..., Path]] = {
     "ia3": write_ia3,
     "soft_prompt": write_soft_prompt,
 }
+
+
+def make_route_request(**options: Any) -> RouteRequest:
+    """Return a routing request; options of the engine go into its configuration."""
+    names = {each.name for each in fields(EngineConfig)} & options.keys()
+    config = EngineConfig(**{name: options.pop(name) for name in names})
+    return RouteRequest(**{"prompt": "x", **options}, config=config)

@@ -18,6 +18,7 @@ LAYERS = (
         "digest",
         "reference",
         "settings",
+        "engine_config",
         "files",
         "messages",
     },

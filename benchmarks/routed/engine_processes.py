@@ -42,10 +42,10 @@ from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.request import RunRequest
 from expertctl.engine.text.prompt import UserMessage
+from expertctl.engine_config import Dtype, EngineConfig
 from expertctl.package.model_config import read_model_config
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import Dtype, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import RouteRequest, SamplingOverrides
 from expertctl.settings import Home, Settings
 from expertctl.store.bases import BaseStore
 
@@ -307,7 +307,9 @@ class _AnsweringEngine:
 def _run_prompt(engine: LocalEngine, dtype: Dtype, seed: int) -> float:
     """Write an answer; return the share of requests that missed in it."""
     wishes = SamplingOverrides(temperature=2.0, max_tokens=ANSWER)
-    route = RouteRequest(prompt="a", base_alone=True, seed=seed, sampling=wishes, dtype=dtype)
+    route = RouteRequest(
+        prompt="a", base_alone=True, seed=seed, sampling=wishes, config=EngineConfig(dtype=dtype)
+    )
     running = engine.run(RunRequest(message=UserMessage(prompt="a"), route=route))
     while True:
         try:

@@ -23,11 +23,11 @@ from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.text.prompt import UserMessage
+from expertctl.engine_config import Dtype, EngineConfig
 from expertctl.install.starter import install_starter
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import Dtype, ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import NO_OVERRIDES, SamplingOverrides
+from expertctl.routing.request import NO_OVERRIDES, ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.settings import Home, Settings
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
@@ -163,7 +163,10 @@ def ask(
 ) -> RunResult:
     """One answer."""
     route = RouteRequest(
-        prompt=sample.prompt, base_alone=base_alone, sampling=wishes, dtype=asked.dtype
+        prompt=sample.prompt,
+        base_alone=base_alone,
+        sampling=wishes,
+        config=EngineConfig(dtype=asked.dtype),
     )
     message = UserMessage(prompt=sample.prompt)
     pieces = asked.engine.run(RunRequest(message=message, route=route, experts=experts))

@@ -24,13 +24,13 @@ from expertctl.cli.output import (
     write_file,
 )
 from expertctl.cli.run_options import (
-    Dtype,
+    DtypeOption,
+    EngineFlags,
     MoePin,
     MoeProfile,
     NumericsFlags,
     WarmupFlags,
     check_cpu_only,
-    resolve_memory_budget,
 )
 from expertctl.errors import ExpertError, IncompatibleError, NotFoundError, UsageError
 from expertctl.settings import format_limit, format_size, load_settings, parse_size
@@ -297,7 +297,7 @@ def plan(
         Literal["warm", "hot-even", "even-split"],
         typer.Option(help="How several lanes share experts."),
     ] = "warm",
-    dtype: Dtype = None,
+    dtype: DtypeOption = None,
     moe_profile: MoeProfile = None,
     moe_pin: MoePin = None,
     as_json: JsonFlag = False,
@@ -320,16 +320,16 @@ def plan(
     check_cpu_only(settings, "base plan")
     base, routed = _find_routed_base(name)
     open_base_store().check(base)
-    held = NumericsFlags(dtype).resolve(settings)
-    flags = WarmupFlags(moe_profile=moe_profile, moe_pin=moe_pin)
-    keeper = ExpertUsageStore(open_base_store(), flags.resolve_warmup(settings, learn=None))
-    config, width = read_model_config(base.path), choose_dtype(base, held.dtype)
+    warmup = WarmupFlags(moe_profile=moe_profile, moe_pin=moe_pin)
+    engine = EngineFlags("cpu", memory, NumericsFlags(dtype)).resolve(settings, warmup=warmup)
+    keeper = ExpertUsageStore(open_base_store(), engine.moe)
+    config, width = read_model_config(base.path), choose_dtype(base, engine.dtype)
     copies = open_quantised_cache(open_base_store(), base)
     found = plan_base(
         config,
         width,
         base=base.name,
-        limit=find_budget_limit(resolve_memory_budget(memory, settings), "cpu"),
+        limit=find_budget_limit(engine.memory_budget, "cpu"),
         start=keeper.plan_warmup(base, routed),
         lanes=_parse_lanes(lane or ()),
         compact=find_compact_bytes(copies, config, SCHEMES[width]),

@@ -72,25 +72,18 @@ def add(
 def _compile_kernels(base: StoredBase, *, as_json: bool) -> bool:
     """Compile the kernels of a base; return whether kernels run it."""
     from expertctl.cli.engine import guard_engine_import
-    from expertctl.cli.run_options import NumericsFlags
+    from expertctl.cli.run_options import EngineFlags
     from expertctl.routing.planner import Planner
-    from expertctl.routing.request import RouteRequest
 
     settings = load_settings()
-    held = NumericsFlags().resolve(settings)
-    like = RouteRequest(
-        prompt="?",
-        dtype=held.dtype,
-        adapter_dtype=held.adapter_dtype,
-        deterministic=held.deterministic,
-    )
+    config = EngineFlags("cpu").resolve(settings)
     if base.foreign:
         return False
     with guard_engine_import(as_json=as_json):
         from expertctl.engine.offline import compile_ahead
     with show_progress("compiling", None, as_json=as_json):
         planner = Planner.open(settings, notify=note)
-        found = compile_ahead(planner, base, like, budget=settings.memory_budget, notify=note)
+        found = compile_ahead(planner, base, config, notify=note)
     note(
         "the kernels of `run` and `serve` are compiled"
         if found

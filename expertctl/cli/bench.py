@@ -6,7 +6,7 @@ functions, after everything else was checked.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -28,14 +28,14 @@ from expertctl.cli.output import (
     warn,
 )
 from expertctl.cli.run_options import (
-    AdapterDtype,
-    Dtype,
+    AdapterDtypeOption,
+    DtypeOption,
+    EngineFlags,
     MemoryBudget,
     NumericsFlags,
-    NumericsOptions,
     check_cpu_only,
-    resolve_memory_budget,
 )
+from expertctl.engine_config import EngineConfig
 from expertctl.errors import UsageError
 from expertctl.settings import Settings, format_size, load_settings
 
@@ -148,8 +148,8 @@ def bench(
     base: BenchBase = None,
     shape: Shape = None,
     expert: Experts = None,
-    dtype: Dtype = None,
-    adapter_dtype: AdapterDtype = None,
+    dtype: DtypeOption = None,
+    adapter_dtype: AdapterDtypeOption = None,
     tokens: Tokens = 32,
     prompt_tokens: Prompts = None,
     context: Context = 128,
@@ -168,10 +168,10 @@ def bench(
 
     settings = load_settings()
     check_cpu_only(settings, "bench")
-    held = NumericsFlags(dtype, adapter_dtype, deterministic=False).resolve(settings)
-    budget = resolve_memory_budget(memory_budget, settings)
-    base = resolve_base(base, settings, as_json=as_json)
-    subject_options = _BenchOptions(base, shape, tuple(expert or ()), held, budget)
+    numerics = NumericsFlags(dtype, adapter_dtype, deterministic=False)
+    config = EngineFlags("cpu", memory_budget, numerics).resolve(settings)
+    config = replace(config, base=resolve_base(base, settings, as_json=as_json))
+    subject_options = _BenchOptions(config, shape, tuple(expert or ()))
     subject_options.check()
     _check_plot(plot)
     wanted = _build_request(tokens, context, prompt_tokens, threads, rounds, as_json=as_json)
@@ -203,16 +203,14 @@ def _draw_plot(result: "BenchResult", plot: Path | None) -> None:
 class _BenchOptions:
     """What to measure."""
 
-    base: str | None
+    config: EngineConfig
     shape: str | None
     experts: tuple[str, ...]
-    numerics: NumericsOptions
-    memory_budget: int | None
 
     def check(self) -> None:
         """Raise `UsageError` for options that contradict each other."""
-        if self.shape and (self.base or self.experts):
-            other = "--base" if self.base else "--expert"
+        if self.shape and (self.config.base or self.experts):
+            other = "--base" if self.config.base else "--expert"
             raise UsageError(
                 f"--shape uses random weights, so {other} has no effect",
                 hint="leave one of them out",
@@ -253,14 +251,15 @@ def _open_subject(
     """Load the named base, else the default base, else random weights of a default shape."""
     from expertctl.engine.bench_subject import DEFAULT_SHAPE, open_random_subject, random_base_bytes
 
-    own = options.base
+    config = options.config
     if options.shape is None and not options.experts:
-        own = own or _find_default_base(settings)
-    if options.shape is None and (own or options.experts):
-        with _open_installed_subject(options, own, wanted, settings, as_json=as_json) as subject:
+        config = replace(config, base=config.base or _find_default_base(settings))
+    if options.shape is None and (config.base or options.experts):
+        options = replace(options, config=config)
+        with _open_installed_subject(options, wanted, settings, as_json=as_json) as subject:
             yield subject
         return
-    shape, dtype = options.shape or DEFAULT_SHAPE, options.numerics.dtype or DEFAULT_DTYPE
+    shape, dtype = options.shape or DEFAULT_SHAPE, config.dtype or DEFAULT_DTYPE
     with ExitStack() as stack:
         total = random_base_bytes(shape, dtype)
         with show_progress("generating random weights", total, as_json=as_json) as report:
@@ -269,7 +268,7 @@ def _open_subject(
                 dtype,
                 wanted,
                 home=settings.home,
-                budget=options.memory_budget,
+                budget=config.memory_budget,
                 progress=report,
                 notify=note,
             )
@@ -279,12 +278,7 @@ def _open_subject(
 
 @contextmanager
 def _open_installed_subject(
-    options: _BenchOptions,
-    base: str | None,
-    wanted: "BenchSettings",
-    settings: Settings,
-    *,
-    as_json: bool,
+    options: _BenchOptions, wanted: "BenchSettings", settings: Settings, *, as_json: bool
 ) -> Iterator["BenchSubject"]:
     from expertctl.engine.bench_subject import open_installed_subject
     from expertctl.engine.request import parse_expert
@@ -295,11 +289,8 @@ def _open_installed_subject(
             loaded = open_installed_subject(
                 planner,
                 wanted,
-                base=base,
+                config=options.config,
                 experts=[parse_expert(text) for text in options.experts],
-                dtype=options.numerics.dtype,
-                adapter_dtype=options.numerics.adapter_dtype,
-                budget=options.memory_budget,
                 progress=report,
                 notify=note,
             )

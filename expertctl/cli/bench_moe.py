@@ -4,6 +4,7 @@ Torch and numba are imported inside the functions, after everything else was che
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -24,24 +25,22 @@ from expertctl.cli.output import (
     warn,
 )
 from expertctl.cli.run_options import (
-    Device,
-    Dtype,
+    DeviceOption,
+    DtypeOption,
+    EngineFlags,
     MemoryBudget,
     MoeSkipCap,
     NumericsFlags,
-    NumericsOptions,
     WarmupFlags,
-    resolve_device,
-    resolve_memory_budget,
     resolve_skip_cap,
 )
+from expertctl.engine_config import MoeMiss, check_engine_config
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.settings import Settings, format_size, load_settings
 
 if TYPE_CHECKING:
     from expertctl.engine.moe.bench import RoutedBenchConfig
     from expertctl.engine.moe.bench_result import RoutedBenchResult, RoutedBenchRow
-    from expertctl.routing.request import DeviceName, MoeColdOption, MoeMiss
     from expertctl.store.base_record import StoredBase
 
 
@@ -166,11 +165,11 @@ def bench_moe(
     tokens: Tokens = 64,
     rounds: Rounds = 3,
     seed: Seed = 0,
-    dtype: Dtype = None,
+    dtype: DtypeOption = None,
     threads: Threads = None,
     warmup: WarmupFlags,
     plot: Plot = None,
-    device: Device = None,
+    device: DeviceOption = None,
     memory_budget: MemoryBudget = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -179,39 +178,28 @@ def bench_moe(
     Example: expertctl bench moe --resident 1.0,0.6,0.4 --plot hits.png
     """
     settings = load_settings()
-    chosen = resolve_device(device, settings)
-    held = NumericsFlags(dtype, deterministic=False).resolve(settings)
-    cold = warmup.resolve_cold(settings)
-    _check_request(chosen, held, cold)
-    budget = resolve_memory_budget(memory_budget, settings)
+    numerics = NumericsFlags(dtype, adapter_dtype="published", deterministic=False)
+    flags = EngineFlags(device, memory_budget, numerics)
+    config = flags.resolve(settings, warmup=warmup, learn=False)
+    check_engine_config(config)
     shares, misses = _parse_shares(resident), _parse_miss_policies(moe_miss or ())
     _check_plot(plot, shares)
+    cap = _check_skip_cap(resolve_skip_cap(moe_skip_cap, misses))
     wanted = _import_bench_request(as_json=as_json)(
+        engine=replace(config, moe_skip_cap=cap),
         shares=shares,
         misses=misses,
-        cap=_check_skip_cap(resolve_skip_cap(moe_skip_cap, misses)),
         prompts=tuple(prompt or ()),
         prompt_tokens=prompt_tokens,
         tokens=tokens,
         rounds=rounds,
         seed=seed,
-        dtype=held.dtype,
         threads=_check_threads(threads),
-        cold=cold,
-        device=chosen,
-        start=warmup.resolve_warmup(settings, learn=False),
     )
-    found = _measure(wanted, settings, base=base, budget=budget, as_json=as_json)
+    found = _measure(wanted, settings, base=base, as_json=as_json)
     warn(found.warnings)
     _draw_plot(found, plot)
     emit(found.to_json(), format_bench_moe(found), as_json=as_json)
-
-
-def _check_request(device: "DeviceName", numerics: NumericsOptions, cold: "MoeColdOption") -> None:
-    """Raise `UsageError` for options that the device does not support, as ``run`` does."""
-    from expertctl.routing.request import RouteRequest, check_request
-
-    check_request(RouteRequest(prompt="bench", dtype=numerics.dtype, moe_cold=cold, device=device))
 
 
 def _parse_shares(text: str) -> tuple[float, ...]:
@@ -232,9 +220,7 @@ def _build_shares_error(text: str) -> UsageError:
     )
 
 
-def _parse_miss_policies(words: Sequence[str]) -> "tuple[MoeMiss, ...]":
-    from expertctl.routing.request import MoeMiss
-
+def _parse_miss_policies(words: Sequence[str]) -> tuple[MoeMiss, ...]:
     known: tuple[MoeMiss, ...] = get_args(MoeMiss)
     wrong = [word for word in words if word not in known]
     if wrong:
@@ -284,12 +270,7 @@ def _check_threads(threads: int | None) -> int | None:
 
 
 def _measure(
-    wanted: "RoutedBenchConfig",
-    settings: Settings,
-    *,
-    base: str | None,
-    budget: int | None,
-    as_json: bool,
+    wanted: "RoutedBenchConfig", settings: Settings, *, base: str | None, as_json: bool
 ) -> "RoutedBenchResult":
     from expertctl.engine.moe.bench import measure_routed
 
@@ -297,7 +278,7 @@ def _measure(
     planner = open_planner(settings, as_json=as_json)
     name = named or _find_routed_base(planner.base_selector.list_by_preference())
     with show_counter("measuring", wanted.run_count, as_json=as_json) as report:
-        return measure_routed(planner, wanted, base=name, budget=budget, progress=report, tell=note)
+        return measure_routed(planner, wanted, base=name, progress=report, tell=note)
 
 
 def _find_routed_base(bases: "Sequence[StoredBase]") -> str:

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,12 +49,9 @@ from expertctl.cli.prompt_input import (
 )
 from expertctl.cli.run_options import (
     Base,
-    Device,
+    EngineFlags,
     ExpertFlags,
-    MemoryBudget,
-    MissFlags,
     MoeLearn,
-    NumericsFlags,
     OnBudget,
     SamplingFlags,
     Stats,
@@ -63,7 +59,6 @@ from expertctl.cli.run_options import (
     VerifyBase,
     WarmupFlags,
     build_route_request,
-    resolve_device,
 )
 from expertctl.cli.suggestions import add_chat_hint
 from expertctl.errors import ExpertError, NotFoundError, UsageError
@@ -71,7 +66,6 @@ from expertctl.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from expertctl.engine.conversation import Conversation, Turn
-    from expertctl.engine.moe.warmup import WarmupConfig
     from expertctl.engine.request import RunRequest
     from expertctl.routing.planner import Planner
 
@@ -103,11 +97,8 @@ def chat(
             "--truncate", help="Leave out the oldest turns when a conversation does not fit."
         ),
     ] = False,
-    device: Device = None,
-    memory_budget: MemoryBudget = None,
+    flags: EngineFlags,
     on_budget: OnBudget = "refuse",
-    numerics: NumericsFlags,
-    miss: MissFlags,
     warmup: WarmupFlags,
     moe_learn: MoeLearn = None,
     verify_base: VerifyBase = False,
@@ -123,24 +114,13 @@ def chat(
     from expertctl.routing.request import check_request
 
     settings = load_settings()
-    resolved = numerics.resolve(settings)
-    chosen = resolve_device(device, settings)
+    config = flags.resolve(settings, warmup=warmup, learn=moe_learn)
     first = _read_first_message(prompt, body)
     message = UserMessage(prompt="?", body=first.body, template=template)
     message.text()
-    route = build_route_request(
-        message.prompt,
-        settings,
-        experts=experts,
-        sampling=sampling,
-        numerics=resolved,
-        miss=miss,
-        device=chosen,
-        memory_budget=memory_budget,
-    )
     pattern = RunRequest(
         message=message,
-        route=replace(route, moe_cold=warmup.resolve_cold(settings)),
+        route=build_route_request(message.prompt, config, experts=experts, sampling=sampling),
         base=resolve_base(base, settings, as_json=as_json),
         truncate=truncate,
         verify_base=verify_base,
@@ -153,8 +133,7 @@ def chat(
             "--expert and --no-experts contradict each other",
             hint="leave out --expert or --no-experts",
         )
-    moe = warmup.resolve_warmup(settings, learn=moe_learn)
-    session = _open_session(pattern, settings, moe, as_json=as_json, stats=stats)
+    session = _open_session(pattern, settings, as_json=as_json, stats=stats)
     if named:
         session.conversation.use_experts(named)
     raise typer.Exit(session.run(make_line_reader(as_json=as_json), first=first.prompt))
@@ -176,14 +155,11 @@ def _read_first_message(words: list[str] | None, body: str | None) -> PromptInpu
 
 
 def _open_session(
-    pattern: "RunRequest", settings: Settings, moe: "WarmupConfig", *, as_json: bool, stats: bool
+    pattern: "RunRequest", settings: Settings, *, as_json: bool, stats: bool
 ) -> "_ChatSession":
     planner, loading = open_planner(settings, as_json=as_json), LoadingProgress()
-    route = pattern.route
     with guard_engine_import(as_json=as_json):
-        engine = open_engine(
-            planner, budget=route.memory_budget, progress=loading, device=route.device, moe=moe
-        )
+        engine = open_engine(planner, pattern.route.config, progress=loading)
         from expertctl.engine.conversation import Conversation
 
     begun = _ChatSession(

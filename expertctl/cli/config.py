@@ -19,16 +19,12 @@ from filelock import FileLock, Timeout
 
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, note, print_message
+from expertctl.engine_config import ADAPTER_DTYPES, DEVICES, DTYPES, MOE_COLDS, MOE_WARMUPS
 from expertctl.errors import InvalidPackageError, StoreError, UsageError
 from expertctl.files import make_folders, write_atomic
 from expertctl.registry.address import RegistryAddress
 from expertctl.settings import (
-    ADAPTER_DTYPES,
     CONFIG_KEYS,
-    DEVICES,
-    DTYPES,
-    MOE_COLDS,
-    MOE_WARMUPS,
     find_home,
     parse_age,
     parse_count,

@@ -20,9 +20,8 @@ from expertctl.store.preference import find_working_folder
 if TYPE_CHECKING:
     from expertctl.digest import Progress
     from expertctl.engine.local_engine import LocalEngine
-    from expertctl.engine.moe.warmup import WarmupConfig
+    from expertctl.engine_config import EngineConfig
     from expertctl.routing.planner import Planner
-    from expertctl.routing.request import DeviceName
     from expertctl.store.base_record import StoredBase
     from expertctl.store.bases import BaseStore
 
@@ -80,28 +79,15 @@ def _install_starter(planner: "Planner", unfinished: Path, *, as_json: bool) -> 
 
 
 def open_engine(
-    planner: "Planner",
-    *,
-    budget: int | None,
-    progress: "Progress",
-    device: "DeviceName" = "cpu",
-    moe: "WarmupConfig | None" = None,
+    planner: "Planner", config: "EngineConfig", *, progress: "Progress"
 ) -> "LocalEngine":
-    """Open the engine with nothing loaded; imports torch. ``moe``: warm-up of routed experts."""
+    """Open the engine with nothing loaded; imports torch."""
     try:
         from expertctl.engine.local_engine import LocalEngine
-        from expertctl.engine.moe.warmup import DEFAULT_WARMUP
     except ModuleNotFoundError as error:
         raise build_missing_engine_error(error) from error
     restore_collections()
-    return LocalEngine(
-        planner,
-        budget=budget,
-        progress=progress,
-        tell=note,
-        device=device,
-        moe=moe or DEFAULT_WARMUP,
-    )
+    return LocalEngine.from_config(planner, config, progress=progress, tell=note)
 
 
 @contextmanager

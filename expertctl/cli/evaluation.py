@@ -5,7 +5,7 @@ Torch is imported inside the functions, after all checks that can be made withou
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,13 +17,14 @@ from expertctl.cli.output import JsonFlag, emit, format_table, note, quote, show
 from expertctl.cli.process import FAILURE
 from expertctl.cli.run_options import (
     Base,
+    EngineFlags,
     MemoryBudget,
     MissFlags,
     NumericsFlags,
     check_cpu_only,
-    resolve_memory_budget,
 )
 from expertctl.cli.run_view import format_routed_report
+from expertctl.engine_config import EngineConfig
 from expertctl.errors import UsageError
 from expertctl.package.build import BuildPlan
 from expertctl.package.evaluation import (
@@ -304,7 +305,8 @@ def evaluate(
             f"{'FILE|REF' if options.target is None else '--data'} is missing",
             hint="eval REF --data FILE measures an expert, eval --routing FILE the router",
         )
-    _evaluate_answers(options.target, options.data, options, numerics, miss, as_json=as_json)
+    flags = EngineFlags("cpu", options.memory_budget, numerics, miss)
+    _evaluate_answers(options.target, options.data, options, flags, as_json=as_json)
 
 
 def _reject_options(options: Mapping[str, object], why: str) -> None:
@@ -318,16 +320,14 @@ def _evaluate_answers(
     target: str,
     data: Path,
     options: EvaluationFlags,
-    numerics: NumericsFlags,
-    miss: MissFlags,
+    flags: EngineFlags,
     *,
     as_json: bool,
 ) -> None:
     from expertctl.engine.request import parse_expert
 
     settings = load_settings()
-    resolved = numerics.resolve(settings)
-    budget, cap = resolve_memory_budget(options.memory_budget, settings), miss.resolve_cap()
+    config = flags.resolve(settings)
     check_cpu_only(settings, "eval")
     if options.plot is not None:
         from expertctl.cli.plot import check_plot_path
@@ -342,17 +342,12 @@ def _evaluate_answers(
         data=samples,
         expert=experts[0],
         compose=tuple(experts[1:]),
-        base=resolve_base(options.base, settings, as_json=as_json),
+        config=replace(config, base=resolve_base(options.base, settings, as_json=as_json)),
         max_tokens=options.max_tokens,
-        dtype=resolved.dtype,
-        adapter_dtype=resolved.adapter_dtype,
-        deterministic=resolved.deterministic,
-        moe_miss=miss.moe_miss,
-        moe_skip_cap=cap,
     )
     planner = open_planner(settings, as_json=as_json)
     with show_counter("evaluating", request.answers, as_json=as_json) as report:
-        found = measure(planner, request, budget=budget, progress=report, notify=note)
+        found = measure(planner, request, progress=report, notify=note)
     warn((*found.warnings, *find_answer_warnings(found)))
     if options.plot is not None:
         from expertctl.cli.plot import draw_evaluation
@@ -394,7 +389,7 @@ def measure_build(
             plan,
             data,
             sibling=output,
-            budget=settings.memory_budget,
+            config=EngineConfig(memory_budget=settings.memory_budget),
             progress=report,
             notify=note,
         )

@@ -175,7 +175,7 @@ class CommandGroup(typer.Typer):
 def expand_flags(function: Callable[..., None]) -> Callable[..., None]:
     """Replace each parameter whose type is a dataclass by its fields, which become options.
 
-    The function is called with instances of the dataclasses.
+    A field may be a dataclass in turn. The function is called with instances of the dataclasses.
     """
     given = inspect.signature(function).parameters.values()
     groups: dict[str, Any] = {p.name: p.annotation for p in given if is_dataclass(p.annotation)}
@@ -183,7 +183,7 @@ def expand_flags(function: Callable[..., None]) -> Callable[..., None]:
     @wraps(function)
     def command(**values: Any) -> None:
         for name, group in groups.items():
-            values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
+            values[name] = _collect_group(group, values)
         function(**values)
 
     keyword, parameters = inspect.Parameter.KEYWORD_ONLY, list[inspect.Parameter]()
@@ -191,13 +191,34 @@ def expand_flags(function: Callable[..., None]) -> Callable[..., None]:
         if (group := groups.get(parameter.name)) is None:
             parameters.append(parameter.replace(kind=keyword))
             continue
-        hints = get_type_hints(group, include_extras=True)
-        parameters += [
-            inspect.Parameter(f.name, keyword, default=f.default, annotation=hints[f.name])
-            for f in fields(group)
-        ]
+        parameters += _list_group_parameters(group)
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by typer
     return command
+
+
+def _collect_group(group: Any, values: dict[str, Any]) -> Any:
+    """Take the options of a group out of ``values``, and return the group."""
+    return group(
+        **{
+            f.name: _collect_group(f.type, values) if is_dataclass(f.type) else values.pop(f.name)
+            for f in fields(group)
+        }
+    )
+
+
+def _list_group_parameters(group: Any) -> Iterator[inspect.Parameter]:
+    """Yield the options of a group, those of its groups in their place."""
+    hints = get_type_hints(group, include_extras=True)
+    for f in fields(group):
+        if is_dataclass(f.type):
+            yield from _list_group_parameters(f.type)
+        else:
+            yield inspect.Parameter(
+                f.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=f.default,
+                annotation=hints[f.name],
+            )
 
 
 def build_single_command(name: str, function: Callable[..., None]) -> Any:

@@ -31,13 +31,10 @@ from expertctl.cli.prompt_input import load_saved_plan, read_input, read_prompt
 from expertctl.cli.run_options import (
     Base,
     Body,
-    Device,
+    EngineFlags,
     EngineOption,
     ExpertFlags,
-    MemoryBudget,
-    MissFlags,
     MoeLearn,
-    NumericsFlags,
     OnBudget,
     Prompt,
     SamplingFlags,
@@ -48,12 +45,10 @@ from expertctl.cli.run_options import (
     VerifyBase,
     WarmupFlags,
     build_route_request,
-    resolve_device,
 )
 from expertctl.settings import Settings, load_settings
 
 if TYPE_CHECKING:
-    from expertctl.engine.moe.warmup import WarmupConfig
     from expertctl.engine.request import RunRequest
     from expertctl.engine.result import RunResult
 
@@ -65,11 +60,8 @@ def route(
     experts: ExpertFlags,
     base: Base = None,
     sampling: SamplingFlags,
-    device: Device = None,
-    numerics: NumericsFlags,
-    miss: MissFlags,
+    flags: EngineFlags,
     engine: EngineOption = "native",
-    memory_budget: MemoryBudget = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="List experts of other bases, too.")
     ] = False,
@@ -83,19 +75,9 @@ def route(
     from expertctl.routing.request import check_request, parse_forced
 
     settings = load_settings()
-    resolved = numerics.resolve(settings)
-    request = build_route_request(
-        read_prompt(prompt),
-        settings,
-        experts=experts,
-        sampling=sampling,
-        numerics=resolved,
-        miss=miss,
-        device=resolve_device(device, settings),
-        memory_budget=memory_budget,
-    )
-    forced = tuple(map(parse_forced, experts.expert or ()))
-    request = replace(request, force=forced, engine=engine)
+    config = flags.resolve(settings, engine=engine)
+    request = build_route_request(read_prompt(prompt), config, experts=experts, sampling=sampling)
+    request = replace(request, force=tuple(map(parse_forced, experts.expert or ())))
     check_request(request)
     named = resolve_base(base, settings, as_json=as_json)
     planned = open_planner(settings, as_json=as_json).plan(request, base=named)
@@ -118,11 +100,8 @@ def run(
     template: Template = None,
     sampling: SamplingFlags,
     truncate: Truncate = False,
-    device: Device = None,
-    memory_budget: MemoryBudget = None,
+    flags: EngineFlags,
     on_budget: OnBudget = "refuse",
-    numerics: NumericsFlags,
-    miss: MissFlags,
     warmup: WarmupFlags,
     moe_learn: MoeLearn = None,
     engine: EngineOption = "native",
@@ -143,26 +122,15 @@ def run(
     from expertctl.routing.request import check_request
 
     settings = load_settings()
-    resolved = numerics.resolve(settings)
-    chosen = resolve_device(device, settings)
+    config = flags.resolve(settings, warmup=warmup, learn=moe_learn, engine=engine)
     texts = read_input(prompt, body, plan=plan)
     message = UserMessage(prompt=texts.prompt, body=texts.body, template=template)
     message.text()
     named = tuple(map(parse_expert, experts.expert or ()))
-    route = build_route_request(
-        message.prompt,
-        settings,
-        experts=experts,
-        sampling=sampling,
-        numerics=resolved,
-        miss=miss,
-        device=chosen,
-        memory_budget=memory_budget,
-    )
     request = RunRequest(
         message=message,
         experts=named,
-        route=replace(route, moe_cold=warmup.resolve_cold(settings), engine=engine),
+        route=build_route_request(message.prompt, config, experts=experts, sampling=sampling),
         base=resolve_base(base, settings, as_json=as_json),
         saved=load_saved_plan(plan),
         truncate=truncate,
@@ -171,20 +139,14 @@ def run(
         trace=trace,
     )
     check_request(request.route)
-    moe = warmup.resolve_warmup(settings, learn=moe_learn)
-    result = _generate(request, settings, moe, stream=stream and not as_json, as_json=as_json)
+    result = _generate(request, settings, stream=stream and not as_json, as_json=as_json)
     _print_result(result, stream=stream, as_json=as_json, stats=stats or trace)
     if result.generated.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
 
 
 def _generate(
-    request: "RunRequest",
-    settings: Settings,
-    moe: "WarmupConfig",
-    *,
-    stream: bool,
-    as_json: bool,
+    request: "RunRequest", settings: Settings, *, stream: bool, as_json: bool
 ) -> "RunResult":
     """Generate the answer; show a progress bar until the first piece, then print it if ``stream``.
 
@@ -195,10 +157,7 @@ def _generate(
     preload_torch()
     planner, ending = open_planner(settings, as_json=as_json), CancellationFlag()
     with show_progress("loading", None, as_json=as_json) as report:
-        route = request.route
-        engine = open_engine(
-            planner, budget=route.memory_budget, progress=report, device=route.device, moe=moe
-        )
+        engine = open_engine(planner, request.route.config, progress=report)
         answer = _AnswerIterator(engine.run(request, cancelled=ending))
         answer.advance()
     with ending.catch_signals(signal.SIGINT, signal.SIGTERM), open_answer_stream() as shown:

@@ -1,41 +1,45 @@
 """The options that `run`, `chat`, `route`, `serve`, `eval` and `bench` share, each declared once.
 
 A dataclass named ``…Flags`` is a group of options: `expertctl.cli.help.expand_flags` turns a
-parameter of that type into the options of its fields. The ``resolve`` methods and functions combine
-the options with the settings and the defaults, and check the result.
+parameter of that type into the options of its fields. `EngineFlags.resolve` combines the options
+with the settings and the defaults, checks the result, and builds the `EngineConfig` of a command.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from expertctl.errors import UsageError
-from expertctl.settings import (
+from expertctl.engine_config import (
     ADAPTER_DTYPES,
-    CONFIG_KEYS,
+    DEFAULT_SKIP_CAP,
     DEVICES,
     DTYPES,
     MOE_COLDS,
     MOE_WARMUPS,
-    Settings,
-    parse_size,
+    AdapterDtype,
+    DeviceChoice,
+    DeviceName,
+    Dtype,
+    EngineConfig,
+    EngineName,
+    MoeColdOption,
+    MoeMiss,
+    Warmup,
+    WarmupConfig,
+    check_exchange_rate,
 )
+from expertctl.errors import UsageError
+from expertctl.settings import CONFIG_KEYS, Settings, parse_size
 
 if TYPE_CHECKING:
-    from expertctl.engine.moe.warmup import WarmupConfig
-    from expertctl.routing.request import DeviceName, RouteRequest
+    from expertctl.routing.request import RouteRequest
 
 SAMPLING, EXPERTS, PLACEMENT, ADVANCED = "Sampling", "Experts", "Memory and precision", "Advanced"
 """Sections of the options in ``--help``; an option without one is under *Options*."""
-DtypeName = Literal["float32", "bf16", "int8", "int4"]
-AdapterDtypeName = Literal["published", "fp16", "int8"]
-MoeColdName = Literal["auto", "read", "map", "direct"]
-WarmupName = Literal["none", "hybrid", "full"]
-SKIP_CAP = 0.25
-"""Same value as in `expertctl.routing.request`, whose import is too slow for ``--help``."""
+_Value = TypeVar("_Value", bound=str)
 _DEVICE_HINT = "`expertctl config unset device`, or set EXPERT_DEVICE=cpu"
 
 
@@ -70,22 +74,22 @@ Truncate = Annotated[
     bool, _option("--truncate", help="Cut off the end of a prompt that is too long.")
 ]
 Stats = Annotated[bool, _option("--stats", help="Show all statistics below the answer.")]
-Dtype = Annotated[
-    DtypeName | None,
+DtypeOption = Annotated[
+    Dtype | None,
     _option(
         help="Data type of the base weights in memory.",
         show_default="float32, or bf16 as stored",
         section=PLACEMENT,
     ),
 ]
-AdapterDtype = Annotated[
-    AdapterDtypeName | None,
+AdapterDtypeOption = Annotated[
+    AdapterDtype | None,
     _option(
         help="Data type of the experts in memory.", show_default="published", section=PLACEMENT
     ),
 ]
-Device = Annotated[
-    Literal["cpu", "cuda", "auto"] | None,
+DeviceOption = Annotated[
+    DeviceChoice | None,
     _option(
         help="Device to compute on; auto uses CUDA if available.",
         show_default="cpu",
@@ -109,7 +113,7 @@ MoeSkipCap = Annotated[
         metavar="SHARE",
         help="The largest share of a token's router weight to skip, 0 to 1.",
         section=ADVANCED,
-        show_default=str(SKIP_CAP),
+        show_default=str(DEFAULT_SKIP_CAP),
     ),
 ]
 MoeLearn = Annotated[
@@ -139,7 +143,7 @@ MoePin = Annotated[
     ),
 ]
 EngineOption = Annotated[
-    Literal["native", "transformers"],
+    EngineName,
     _option(
         help="transformers runs any base with one expert, slowly; needs the extra `compat`.",
         section=ADVANCED,
@@ -221,20 +225,11 @@ class SamplingFlags:
 
 
 @dataclass(frozen=True, slots=True)
-class NumericsOptions:
-    """Data types of base (None: as stored) and experts; whether results are bit-reproducible."""
-
-    dtype: DtypeName | None
-    adapter_dtype: AdapterDtypeName
-    deterministic: bool
-
-
-@dataclass(frozen=True, slots=True)
 class NumericsFlags:
     """The data types of weights in memory, and reproducibility."""
 
-    dtype: Dtype = None
-    adapter_dtype: AdapterDtype = None
+    dtype: DtypeOption = None
+    adapter_dtype: AdapterDtypeOption = None
     deterministic: Annotated[
         bool | None,
         _option(
@@ -245,31 +240,13 @@ class NumericsFlags:
         ),
     ] = None
 
-    def resolve(self, settings: Settings) -> NumericsOptions:
-        """Return the numerics: each value from its option, else from its setting.
-
-        Raises:
-            UsageError: when a setting that is used has an unknown value.
-        """
-        dtype = self.dtype or _check_setting("dtype", settings.dtype, DTYPES)
-        adapter_dtype = self.adapter_dtype or _check_setting(
-            "adapter_dtype", settings.adapter_dtype, ADAPTER_DTYPES
-        )
-        return NumericsOptions(
-            dtype=cast("DtypeName | None", dtype),
-            adapter_dtype=cast(AdapterDtypeName, adapter_dtype or "published"),
-            deterministic=settings.deterministic
-            if self.deterministic is None
-            else self.deterministic,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class MissFlags:
     """What to do with routed experts that are not in memory."""
 
     moe_miss: Annotated[
-        Literal["exact", "skip"],
+        MoeMiss,
         _option(
             help="What to do when a routed expert is not in memory: read it (exact), or skip it.",
             section=ADVANCED,
@@ -277,17 +254,13 @@ class MissFlags:
     ] = "exact"
     moe_skip_cap: MoeSkipCap = None
 
-    def resolve_cap(self) -> float:
-        """Return `resolve_skip_cap` of these options."""
-        return resolve_skip_cap(self.moe_skip_cap, (self.moe_miss,))
-
 
 @dataclass(frozen=True, slots=True)
 class WarmupFlags:
     """How routed experts are read, and which are in memory at the start."""
 
     moe_cold: Annotated[
-        MoeColdName | None,
+        MoeColdOption | None,
         _option(
             help="How to reach routed experts that do not fit: read them through the page cache "
             "(read), past it (direct), or compute from the page cache, outside the budget (map).",
@@ -298,7 +271,7 @@ class WarmupFlags:
     moe_profile: MoeProfile = None
     moe_pin: MoePin = None
     moe_warmup: Annotated[
-        WarmupName | None,
+        Warmup | None,
         _option(
             help="When to read routed experts: on demand (none), known ones in the background "
             "(hybrid), or all that fit before the first token (full).",
@@ -315,16 +288,15 @@ class WarmupFlags:
         ),
     ] = 0.0
 
-    def resolve_cold(self, settings: Settings) -> MoeColdName:
+    def resolve_cold(self, settings: Settings) -> MoeColdOption:
         """Return how routed experts are read from disk: from the option, else the setting.
 
         Raises:
             UsageError: when a setting that is used has an unknown value.
         """
-        found = self.moe_cold or _check_setting("moe_cold", settings.moe_cold, MOE_COLDS)
-        return cast(MoeColdName, found or "auto")
+        return self.moe_cold or _check_setting("moe_cold", settings.moe_cold, MOE_COLDS) or "auto"
 
-    def resolve_warmup(self, settings: Settings, *, learn: bool | None) -> "WarmupConfig":
+    def resolve(self, settings: Settings, *, learn: bool | None) -> WarmupConfig:
         """Return how routed experts are warmed up: from the options, else the settings.
 
         The profile is opened here to check it, but read only if routed experts do not all fit.
@@ -335,37 +307,75 @@ class WarmupFlags:
             InvalidPackageError: when the profile is not a file.
             UsageError: when an option or a setting has an invalid value.
         """
+        chosen = self.moe_warmup or _check_setting("moe_warmup", settings.moe_warmup, MOE_WARMUPS)
+        config = WarmupConfig(
+            profile=self.moe_profile,
+            warmup=chosen or "hybrid",
+            exchange=check_exchange_rate(self.moe_exchange),
+            learns=settings.moe_learn if learn is None else learn,
+        )
+        if self.moe_profile is None and self.moe_pin is None:
+            return config
         from expertctl.engine.moe.cache_plan import parse_pins
         from expertctl.engine.moe.profile_codecs import open_profile
-        from expertctl.engine.moe.warmup import WarmupConfig, check_exchange_rate
 
         if self.moe_profile is not None:
             with open_profile(self.moe_profile):
                 pass
-        chosen = self.moe_warmup or _check_setting("moe_warmup", settings.moe_warmup, MOE_WARMUPS)
-        return WarmupConfig(
-            profile=self.moe_profile,
-            pins=None if self.moe_pin is None else parse_pins(self.moe_pin),
-            warmup=cast(WarmupName, chosen or "hybrid"),
-            exchange=check_exchange_rate(self.moe_exchange),
-            learns=settings.moe_learn if learn is None else learn,
+        return replace(config, pins=None if self.moe_pin is None else parse_pins(self.moe_pin))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFlags:
+    """Where and how a base is computed."""
+
+    device: DeviceOption = None
+    memory_budget: MemoryBudget = None
+    numerics: NumericsFlags = NumericsFlags()
+    miss: MissFlags = MissFlags()
+
+    def resolve(
+        self,
+        settings: Settings,
+        *,
+        warmup: WarmupFlags | None = None,
+        learn: bool | None = None,
+        engine: EngineName = "native",
+    ) -> EngineConfig:
+        """Return the configuration: each value from its option, else its setting, else the default.
+
+        Without ``warmup`` the defaults apply to routed experts, whatever the settings are.
+
+        Raises:
+            NotFoundError: when there is no such device, or no such profile.
+            UsageError: when an option, or a setting that is used, has an invalid value.
+            ExpertError: when a profile cannot be opened.
+        """
+        numerics, deterministic = self.numerics, self.numerics.deterministic
+        budget = parse_size(self.memory_budget) if self.memory_budget else settings.memory_budget
+        config = EngineConfig(
+            engine=engine,
+            dtype=numerics.dtype or _check_setting("dtype", settings.dtype, DTYPES),
+            adapter_dtype=numerics.adapter_dtype
+            or _check_setting("adapter_dtype", settings.adapter_dtype, ADAPTER_DTYPES)
+            or "published",
+            deterministic=settings.deterministic if deterministic is None else deterministic,
+            device=_resolve_device(self.device, settings),
+            moe_miss=self.miss.moe_miss,
+            moe_skip_cap=resolve_skip_cap(self.miss.moe_skip_cap, (self.miss.moe_miss,)),
+            memory_budget=budget,
         )
+        if warmup is None:
+            return config
+        cold = warmup.resolve_cold(settings)
+        return replace(config, moe_cold=cold, moe=warmup.resolve(settings, learn=learn))
 
 
 def build_route_request(
-    prompt: str,
-    settings: Settings,
-    *,
-    experts: ExpertFlags,
-    sampling: SamplingFlags,
-    numerics: NumericsOptions,
-    miss: MissFlags,
-    device: "DeviceName",
-    memory_budget: str | None,
+    prompt: str, config: EngineConfig, *, experts: ExpertFlags, sampling: SamplingFlags
 ) -> "RouteRequest":
     """Return the request that ``run``, ``chat`` and ``route`` have in common."""
-    from expertctl.routing.request import RouteRequest, parse_target
-    from expertctl.routing.sampling_presets import SamplingOverrides
+    from expertctl.routing.request import RouteRequest, SamplingOverrides, parse_target
 
     return RouteRequest(
         prompt=prompt,
@@ -383,23 +393,12 @@ def build_route_request(
             stop=tuple(sampling.stop) if sampling.stop else None,
             greedy=sampling.greedy,
         ),
-        dtype=numerics.dtype,
-        adapter_dtype=numerics.adapter_dtype,
-        deterministic=numerics.deterministic,
-        moe_miss=miss.moe_miss,
-        moe_skip_cap=miss.resolve_cap(),
-        device=device,
-        memory_budget=resolve_memory_budget(memory_budget, settings),
         allow_base_mismatch=experts.allow_base_mismatch,
+        config=config,
     )
 
 
-def resolve_memory_budget(text: str | None, settings: Settings) -> int | None:
-    """Return the memory budget in bytes: from the option, else the setting, else None."""
-    return parse_size(text) if text else settings.memory_budget
-
-
-def resolve_device(device: str | None, settings: Settings) -> "DeviceName":
+def _resolve_device(device: str | None, settings: Settings) -> DeviceName:
     """Return the device: from the option, else the setting, else ``cpu``."""
     wanted = device or settings.device or "cpu"
     _check_device_name(wanted)
@@ -425,7 +424,7 @@ def check_cpu_only(settings: Settings, what: str) -> None:
 
 
 def resolve_skip_cap(cap: float | None, misses: Sequence[str]) -> float:
-    """Return the largest share of a token's router weight to skip; the default is `SKIP_CAP`.
+    """Return the largest share of a token's router weight to skip; it has a default.
 
     Raises:
         UsageError: when the option is given although no routed expert is skipped.
@@ -435,7 +434,7 @@ def resolve_skip_cap(cap: float | None, misses: Sequence[str]) -> float:
             f"--moe-skip-cap {cap}: no routed expert is skipped with --moe-miss exact",
             hint="use --moe-miss skip, or leave out the cap",
         )
-    return SKIP_CAP if cap is None else cap
+    return DEFAULT_SKIP_CAP if cap is None else cap
 
 
 def _check_device_name(device: str) -> None:
@@ -443,10 +442,13 @@ def _check_device_name(device: str) -> None:
         raise UsageError(f"device {device!r} is not supported", hint=_DEVICE_HINT)
 
 
-def _check_setting(key: str, value: str | None, known: Sequence[str]) -> str | None:
+def _check_setting(key: str, value: str | None, known: Sequence[_Value]) -> _Value | None:
     """Return a value from the environment or ``config.toml``, which are not checked when loaded."""
-    if value is None or value in known:
-        return value
+    if value is None:
+        return None
+    for each in known:
+        if each == value:
+            return each
     hint = f"`expertctl config set {key} {known[0]}`, or {CONFIG_KEYS[key]}={known[0]}; "
     raise UsageError(
         f"{key} {value[:40]!r} is not supported", hint=f"{hint}known: {', '.join(known)}"

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
@@ -20,15 +21,11 @@ from expertctl.cli.run_options import (
     ADVANCED,
     PLACEMENT,
     Base,
-    Device,
-    MemoryBudget,
-    MissFlags,
+    EngineFlags,
     MoeLearn,
-    NumericsFlags,
     WarmupFlags,
-    resolve_device,
-    resolve_memory_budget,
 )
+from expertctl.engine_config import DEFAULT_QUEUE, DEFAULT_ROWS, BatchingConfig
 from expertctl.errors import UsageError
 from expertctl.settings import load_settings, parse_age, parse_size
 
@@ -115,7 +112,7 @@ def serve(
             rich_help_panel=SCHEDULING,
         ),
     ] = None,
-    memory_budget: MemoryBudget = None,
+    flags: EngineFlags,
     prefix_cache_memory: Annotated[
         str | None,
         typer.Option(
@@ -133,9 +130,6 @@ def serve(
             rich_help_panel=PLACEMENT,
         ),
     ] = "queue",
-    device: Device = None,
-    numerics: NumericsFlags,
-    miss: MissFlags,
     warmup: WarmupFlags,
     moe_learn: MoeLearn = None,
     warm: Annotated[
@@ -219,7 +213,6 @@ def serve(
     if context.invoked_subcommand is not None:
         return
     with _guard_server_import():
-        from expertctl.engine.serving.config import EngineConfig
         from expertctl.http.address import ListenAddress
         from expertctl.server.model_name import parse_aliases
         from expertctl.server.serve import serve as serve_generation
@@ -229,7 +222,7 @@ def serve(
     if traced_to is not None:
         _check_tracing_extra()
     settings = load_settings()
-    resolved = numerics.resolve(settings)
+    config = flags.resolve(settings, warmup=warmup, learn=moe_learn)
     configured, defaults = settings.serve, ServeSettings()
     wanted = ServeSettings(
         host=_choose_value(host, configured.host, defaults.host),
@@ -254,24 +247,18 @@ def serve(
         log_prompts=log_prompts,
         traces=traced_to,
         validators=parse_validators(validator or ()),
-        batch=EngineConfig(
+        engine=replace(
+            config,
             base=resolve_base(base or configured.base, settings, as_json=as_json),
-            budget=resolve_memory_budget(memory_budget, settings),
-            kept_kv=_choose_value(
-                _parse_optional_size(prefix_cache_memory), configured.prefix_cache_memory, None
+            batching=BatchingConfig(
+                kept_kv=_choose_value(
+                    _parse_optional_size(prefix_cache_memory), configured.prefix_cache_memory, None
+                ),
+                rows=_choose_value(rows, configured.rows, DEFAULT_ROWS),
+                queue=_choose_value(queue, configured.queue, DEFAULT_QUEUE),
+                on_budget=on_budget,
+                warm=tuple(warm or ()),
             ),
-            device=resolve_device(device, settings),
-            dtype=resolved.dtype,
-            adapter_dtype=resolved.adapter_dtype,
-            deterministic=resolved.deterministic,
-            moe_miss=miss.moe_miss,
-            moe_skip_cap=miss.resolve_cap(),
-            moe_cold=warmup.resolve_cold(settings),
-            moe=warmup.resolve_warmup(settings, learn=moe_learn),
-            rows=_choose_value(rows, configured.rows, defaults.batch.rows),
-            queue=_choose_value(queue, configured.queue, defaults.batch.queue),
-            on_budget=on_budget,
-            warm=tuple(warm or ()),
         ),
     )
 

@@ -15,17 +15,18 @@ from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.memory.adapter_cache import Tier
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.memory.host import find_default_budget, find_unused_bytes
-from expertctl.engine.moe.warmup import COLD_START
+from expertctl.engine.model.backends import LoadConfig
 from expertctl.engine.request import NamedExpert, RunRequest
 from expertctl.engine.resources import LoadedModel
 from expertctl.engine.result_builder import GenerationContext
 from expertctl.engine.text.prompt import UserMessage
+from expertctl.engine_config import COLD_START, Dtype, EngineConfig
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from expertctl.messages import Notify, ignore_notification
 from expertctl.package.model_config import ModelConfig, parse_model_config, read_model_config
 from expertctl.routing.plan import PlannedExpert
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import AdapterDtype, Dtype, RouteRequest
+from expertctl.routing.request import RouteRequest
 from expertctl.schema.strict_json import JsonObject
 from expertctl.settings import Home, format_size
 
@@ -98,12 +99,12 @@ def random_base_bytes(shape: str, dtype: Dtype) -> int:
         UsageError: when the shape is unknown.
         IncompatibleError: when the kernels do not support its sizes.
     """
-    return _backend(shape, dtype).weight_bytes
+    return _choose_backend(shape, dtype).weight_bytes
 
 
-def _backend(shape: str, dtype: Dtype) -> PackedBackend:
+def _choose_backend(shape: str, dtype: Dtype) -> PackedBackend:
     with _hint_at_other_base(f"choose another --shape: {', '.join(SHAPES)}"):
-        return PackedBackend.choose(load_shape_config(shape), dtype)
+        return PackedBackend.choose(load_shape_config(shape), LoadConfig(dtype))
 
 
 @contextmanager
@@ -127,7 +128,7 @@ def open_random_subject(
         BudgetError: when it does not fit.
     """
     backend, limit = (
-        _backend(shape, dtype),
+        _choose_backend(shape, dtype),
         MemoryBudget(find_default_budget() if budget is None else budget),
     )
     config = backend.config
@@ -166,11 +167,8 @@ def open_installed_subject(
     planner: Planner,
     settings: BenchSettings,
     *,
-    base: str | None,
+    config: EngineConfig,
     experts: Sequence[NamedExpert] = (),
-    dtype: Dtype | None = None,
-    adapter_dtype: AdapterDtype = "published",
-    budget: int | None = None,
     progress: Progress = ignore_progress,
     notify: Notify = ignore_notification,
 ) -> Iterator[BenchSubject]:
@@ -179,23 +177,22 @@ def open_installed_subject(
     Raises:
         ExpertError: for any problem with the experts, the base or the budget.
     """
-    engine = LocalEngine(
-        planner, budget=budget, progress=progress, tell=notify, torch_below=0, moe=COLD_START
-    )
-    route = RouteRequest(
-        prompt=_PROMPT, base_alone=not experts, dtype=dtype, adapter_dtype=adapter_dtype
-    )
+    config = replace(config, moe=COLD_START)
+    engine = LocalEngine.from_config(planner, config, progress=progress, tell=notify, torch_below=0)
     request = RunRequest(
-        message=UserMessage(prompt=_PROMPT), route=route, experts=tuple(experts), base=base
+        message=UserMessage(prompt=_PROMPT),
+        route=RouteRequest(prompt=_PROMPT, base_alone=not experts, config=config),
+        experts=tuple(experts),
+        base=config.base,
     )
     with ExitStack() as stack:
         with _hint_at_other_base(_OTHER_BASE):
             context = stack.enter_context(engine.open_context(request))
         subject, backend = _extract_subject(context)
-        config, virtual, plan = backend.config, subject.virtual_tokens, subject.plan
-        _check_context_length(config, settings, virtual=virtual)
-        kv = bench_kv_bytes(config, settings, numbers=backend.kv_scheme, virtual=virtual)
-        passing = bench_buffer_bytes(config, backend.scheme, settings, plan=plan)
+        model, virtual, plan = backend.config, subject.virtual_tokens, subject.plan
+        _check_context_length(model, settings, virtual=virtual)
+        kv = bench_kv_bytes(model, settings, numbers=backend.kv_scheme, virtual=virtual)
+        passing = bench_buffer_bytes(model, backend.scheme, settings, plan=plan)
         with (
             engine.tiers.reserve_during(Tier.DEVICE, "kv", kv, what="keys and values"),
             engine.tiers.reserve_during(Tier.DEVICE, "buffers", passing, what="buffers"),

@@ -19,8 +19,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from expertctl.engine_config import DeviceName
 from expertctl.errors import BudgetError, DeviceError, ExpertError, NotFoundError
-from expertctl.routing.request import DeviceName
 from expertctl.settings import format_size
 
 SMALL_MODEL = 64 << 20

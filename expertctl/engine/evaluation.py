@@ -17,7 +17,6 @@ from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.engine.evaluation_result import AccuracyScore, EvaluationResult, ScoredAnswer
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.moe.counters import RoutedExpertStats
-from expertctl.engine.moe.warmup import COLD_START
 from expertctl.engine.offline import (
     BATCH_SIZE,
     AnswerError,
@@ -31,6 +30,7 @@ from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.result_builder import check_answer
 from expertctl.engine.text.prompt import UserMessage
+from expertctl.engine_config import COLD_START, DEFAULT_CONFIG, EngineConfig
 from expertctl.errors import BudgetError, DigestError, DiskFullError, StoreError, UsageError
 from expertctl.messages import Notify, ignore_notification
 from expertctl.package.build import BuildPlan as BuildPlan
@@ -40,8 +40,7 @@ from expertctl.package.write import require_folder
 from expertctl.routing.numerics import choose_dtype
 from expertctl.routing.plan import PlannedExpert
 from expertctl.routing.planner import PlannedPrompt, Planner
-from expertctl.routing.request import DEFAULT_SKIP_CAP, AdapterDtype, Dtype, MoeMiss, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import RouteRequest, SamplingOverrides
 from expertctl.store.base_record import StoredBase
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.run_record import PairGain
@@ -57,15 +56,8 @@ class EvaluationRequest:
     data: EvaluationData
     expert: NamedExpert
     compose: tuple[NamedExpert, ...] = ()
-    base: str | None = None
+    config: EngineConfig = DEFAULT_CONFIG
     max_tokens: int | None = None
-    dtype: Dtype | None = None
-    """Data type of the base weights; None: as they are stored."""
-    adapter_dtype: AdapterDtype = "published"
-    deterministic: bool = False
-    moe_miss: MoeMiss = "exact"
-    """What happens when a routed expert is not in memory."""
-    moe_skip_cap: float = DEFAULT_SKIP_CAP
     batch_size: int = BATCH_SIZE
     """Number of prompts answered at a time, where the base supports it."""
 
@@ -80,7 +72,6 @@ def evaluate(
     planner: Planner,
     request: EvaluationRequest,
     *,
-    budget: int | None = None,
     progress: Progress = ignore_progress,
     notify: Notify = ignore_notification,
 ) -> EvaluationResult:
@@ -101,9 +92,10 @@ def evaluate(
             hint="weights apply to the experts of --compose: --compose acme/style:0.5",
         )
     with without_usage_history(planner) as unseen:
-        engine = LocalEngine(unseen, budget=budget, tell=notify, moe=COLD_START)
+        config = replace(request.config, moe=COLD_START)
+        engine = LocalEngine.from_config(unseen, config, tell=notify)
         evaluator = _make_evaluator(engine, request, progress)
-        found = _evaluate_batched(evaluator, unseen, request, budget=budget, notify=notify)
+        found = _evaluate_batched(evaluator, unseen, request, notify=notify)
         found = found or _evaluate_all(evaluator, request)
     return replace(found, warnings=(*found.warnings, *_remember_gain(planner.catalogue, found)))
 
@@ -113,7 +105,6 @@ def _evaluate_batched(
     planner: Planner,
     request: EvaluationRequest,
     *,
-    budget: int | None,
     notify: Notify,
 ) -> EvaluationResult | None:
     """Evaluate several prompts at a time; return None where that is impossible or does not fit."""
@@ -134,7 +125,6 @@ def _evaluate_batched(
             planner,
             evaluator.stored,
             like,
-            budget=budget,
             batch_size=request.batch_size,
             notify=notify,
             progress=count,
@@ -198,7 +188,7 @@ def evaluate_build(
     data: EvaluationData,
     *,
     sibling: Path,
-    budget: int | None = None,
+    config: EngineConfig = DEFAULT_CONFIG,
     progress: Progress = ignore_progress,
     notify: Notify = ignore_notification,
 ) -> EvaluationResult:
@@ -210,8 +200,8 @@ def evaluate_build(
     """
     with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=require_folder(sibling)) as folder:
         package = build_package(plan, Path(folder) / "evaluated.expert").path
-        request = EvaluationRequest(data=data, expert=FileExpert(package))
-        return evaluate(planner, request, budget=budget, progress=progress, notify=notify)
+        request = EvaluationRequest(data=data, expert=FileExpert(package), config=config)
+        return evaluate(planner, request, progress=progress, notify=notify)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +279,7 @@ def _make_evaluator(
         data=request.data,
         longest_first=longest_first,
         stored=planned.base,
-        dtype=choose_dtype(planned.base, request.dtype),
+        dtype=choose_dtype(planned.base, request.config.dtype),
         pattern=replace(
             pattern,
             base=planned.base.name,
@@ -324,17 +314,10 @@ def _sort_longest_first(data: EvaluationData) -> list[EvaluationSample]:
 
 
 def _make_pattern(request: EvaluationRequest) -> RunRequest:
-    """Return the part shared by the requests of all answers: the base and its data types."""
-    sample = request.data.samples[0]
-    route = RouteRequest(
-        prompt=sample.prompt,
-        dtype=request.dtype,
-        adapter_dtype=request.adapter_dtype,
-        deterministic=request.deterministic,
-        moe_miss=request.moe_miss,
-        moe_skip_cap=request.moe_skip_cap,
-    )
-    return RunRequest(message=_make_message(sample), route=route, base=request.base)
+    """Return the part shared by the requests of all answers: the base and the engine."""
+    sample, config = request.data.samples[0], request.config
+    route = RouteRequest(prompt=sample.prompt, config=config)
+    return RunRequest(message=_make_message(sample), route=route, base=config.base)
 
 
 def _make_run_request(

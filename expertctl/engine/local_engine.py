@@ -8,6 +8,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.experts import open_local_expert
@@ -28,7 +29,6 @@ from expertctl.engine.memory.process_registry import (
 )
 from expertctl.engine.model.load_plan import TORCH_MAX_BYTES, read_local_outline
 from expertctl.engine.moe.usage_store import SAVE_INTERVAL
-from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
 from expertctl.engine.preparation import (
     Files,
     PreparedRequest,
@@ -54,10 +54,10 @@ from expertctl.engine.result_builder import (
     record_failures,
     record_result,
 )
+from expertctl.engine_config import DEFAULT_WARMUP, DeviceName, EngineConfig, WarmupConfig
 from expertctl.errors import DigestError, UsageError
 from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
 from expertctl.routing.planner import PlannedPrompt, Planner
-from expertctl.routing.request import DeviceName
 from expertctl.routing.session import PlanningSession
 
 
@@ -105,6 +105,27 @@ class LocalEngine:
         self._planner, self._progress, self._tell = planner, progress, tell
         self._session = PlanningSession(planner)
         self._resources = self._create_resources()
+
+    @classmethod
+    def from_config(
+        cls,
+        planner: Planner,
+        config: EngineConfig,
+        *,
+        progress: Progress = ignore_progress,
+        tell: Notify = ignore_notification,
+        torch_below: int = TORCH_MAX_BYTES,
+    ) -> Self:
+        """Start with nothing loaded, for requests with this configuration; raises as above."""
+        return cls(
+            planner,
+            budget=config.memory_budget,
+            progress=progress,
+            tell=tell,
+            torch_below=torch_below,
+            device=config.device,
+            moe=config.moe,
+        )
 
     def run(
         self, request: RunRequest, *, cancelled: CancelCheck = never_cancelled
@@ -252,9 +273,10 @@ class LocalEngine:
         )
 
     def _check_device(self, request: RunRequest) -> None:
-        if request.route.device != self._device:
+        wanted = request.route.config.device
+        if wanted != self._device:
             raise UsageError(
-                f"this engine computes on {self._device}, not on {request.route.device}",
+                f"this engine computes on {self._device}, not on {wanted}",
                 hint="create an engine for that device",
             )
 

@@ -21,22 +21,22 @@ from queue import Empty, SimpleQueue
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.model.load_plan import TORCH_MAX_BYTES, LoadConfig, choose_backend
+from expertctl.engine.model.backends import LoadConfig
+from expertctl.engine.model.load_plan import TORCH_MAX_BYTES, choose_backend
 from expertctl.engine.preparation import list_expert_files
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
-from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.request import GenerationJob, JobEvent, JobFailed, JobFinished
 from expertctl.engine.text.prompt import UserMessage
+from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import BudgetError, DeviceError
 from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
 from expertctl.package.model_config import read_model_config
 from expertctl.routing.candidate import InstalledExpert, explain_misfit
 from expertctl.routing.numerics import choose_dtype
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.store.base_record import StoredBase
 from expertctl.store.catalogue import Catalogue
 
@@ -54,13 +54,12 @@ def without_usage_history(planner: Planner) -> Iterator[Planner]:
 def compile_ahead(
     planner: Planner,
     base: StoredBase,
-    request: RouteRequest,
+    config: EngineConfig,
     *,
-    budget: int | None = None,
     progress: Progress = ignore_progress,
     notify: Notify = ignore_notification,
 ) -> bool:
-    """Run and serve a base with the numeric settings of a request; return whether kernels run it.
+    """Run and serve a base; return whether kernels run it.
 
     Nothing is recorded as usage.
 
@@ -68,36 +67,27 @@ def compile_ahead(
         ExpertError: as a run does.
     """
     with without_usage_history(planner) as unseen:
-        engine = LocalEngine(unseen, budget=budget, progress=progress, tell=notify)
+        engine = LocalEngine.from_config(unseen, config, progress=progress, tell=notify)
         try:
-            result = _run_once(engine, base, request, ())
+            result = _run_once(engine, base, config, ())
             if result.numerics.backend != "packed":
                 return False
             for expert in _choose_one_of_each_kind(planner, base):
-                _run_once(engine, base, request, (ForcedExpert(expert.digest),))
+                _run_once(engine, base, config, (ForcedExpert(expert.digest),))
         finally:
             engine.close()
-        _start_server_engine(unseen, base, request, budget=budget, notify=notify)
+        _start_server_engine(unseen, replace(config, base=base.name), notify=notify)
     return True
 
 
-def _start_server_engine(
-    planner: Planner, base: StoredBase, request: RouteRequest, *, budget: int | None, notify: Notify
-) -> None:
+def _start_server_engine(planner: Planner, config: EngineConfig, *, notify: Notify) -> None:
     """Start and stop the serving engine, which compiles its kernels; pass on only warnings."""
-    settings = EngineConfig(
-        base=base.name,
-        budget=budget,
-        dtype=request.dtype,
-        adapter_dtype=request.adapter_dtype,
-        deterministic=request.deterministic,
-    )
 
     def tell_warnings(text: str) -> None:
         if text.startswith(WARNING_PREFIX):
             notify(text)
 
-    engine = ServingEngine(planner, settings, tell=tell_warnings)
+    engine = ServingEngine(planner, config, tell=tell_warnings)
     try:
         engine.start()
     except BudgetError as error:
@@ -117,10 +107,10 @@ def _choose_one_of_each_kind(planner: Planner, base: StoredBase) -> Iterator[Ins
 
 
 def _run_once(
-    engine: LocalEngine, base: StoredBase, request: RouteRequest, experts: tuple[ForcedExpert, ...]
+    engine: LocalEngine, base: StoredBase, config: EngineConfig, experts: tuple[ForcedExpert, ...]
 ) -> RunResult:
     wishes = SamplingOverrides(greedy=True, max_tokens=_TOKENS)
-    route = replace(request, prompt=_PROMPT, base_alone=not experts, sampling=wishes)
+    route = RouteRequest(prompt=_PROMPT, base_alone=not experts, sampling=wishes, config=config)
     message = UserMessage(prompt=_PROMPT)
     request_once = RunRequest(message=message, route=route, experts=experts, base=base.name)
     return _finish_run(engine.run(request_once), ignore_progress)
@@ -151,13 +141,12 @@ def can_batch(
     base: StoredBase, request: RunRequest, *, prompts: int, torch_below: int = TORCH_MAX_BYTES
 ) -> bool:
     """Return whether so many requests like this one benefit from a batch, with the same results."""
-    route = request.route
-    if prompts < MIN_BATCH_PROMPTS or route.moe_miss != "exact":
+    config = request.route.config
+    if prompts < MIN_BATCH_PROMPTS or config.moe_miss != "exact":
         return False
-    config = read_model_config(base.path)
-    wish = LoadConfig(choose_dtype(base, route.dtype), route.adapter_dtype, route.deterministic)
-    backend, _ = choose_backend(config, wish, torch_below=torch_below)
-    return config.experts is None and backend.name == "packed"
+    model, dtype = read_model_config(base.path), choose_dtype(base, config.dtype)
+    backend, _ = choose_backend(model, LoadConfig(dtype, config), torch_below=torch_below)
+    return model.experts is None and backend.name == "packed"
 
 
 def answer_sequentially(
@@ -182,7 +171,6 @@ def open_batch_answering(
     base: StoredBase,
     request: RunRequest,
     *,
-    budget: int | None,
     batch_size: int,
     notify: Notify,
     progress: Progress = ignore_progress,
@@ -196,20 +184,15 @@ def open_batch_answering(
         BudgetError: when base and files do not fit with the buffers of so many rows.
         ExpertError: for any problem with the files.
     """
-    route = request.route
-    settings = EngineConfig(
-        base=base.name,
-        budget=budget,
-        dtype=route.dtype,
-        adapter_dtype=route.adapter_dtype,
-        deterministic=route.deterministic,
+    batching = BatchingConfig(
         rows=batch_size,
         queue=2 * batch_size,
         warm_experts=False,
         tell_memory=False,
         files=tuple(list_expert_files(request)),
     )
-    engine = ServingEngine(planner, settings, tell=notify, torch_below=torch_below)
+    config = replace(request.route.config, base=base.name, batching=batching)
+    engine = ServingEngine(planner, config, tell=notify, torch_below=torch_below)
     try:
         engine.start()
         yield partial(_answer_batched, engine, ahead=2 * batch_size, progress=progress)

@@ -16,9 +16,9 @@ from expertctl.engine.compat_base import CompatBase, open_compat_base
 from expertctl.engine.compat_engine import plan_single_expert
 from expertctl.engine.context_window import FittedPrompt, fit_to_context, insert_samples
 from expertctl.engine.memory.budget import MemoryBudget, Purpose
+from expertctl.engine.model.backends import LoadConfig
 from expertctl.engine.model.load_plan import (
     TORCH_MAX_BYTES,
-    LoadConfig,
     MemoryEstimate,
     OpenBase,
     estimate_plan_memory,
@@ -64,9 +64,9 @@ class PreparedRequest:
     @property
     def numerics(self) -> Numerics:
         """The backend and data types that compute it."""
-        config = self.load_config
+        engine, dtype = self.load_config.engine, self.load_config.dtype
         backend = self.base.backend.name if isinstance(self.base, OpenBase) else "transformers"
-        return Numerics(backend, config.dtype, config.adapter_dtype, config.deterministic)
+        return Numerics(backend, dtype, engine.adapter_dtype, engine.deterministic)
 
     def buffer_bytes(self, *, width: int = 0, rows: int = 1) -> int:
         """Bytes of a pass besides weights and cache, for a compiled plan of this width."""
@@ -107,7 +107,7 @@ def plan_request(session: PlanningSession, request: RunRequest, files: Files) ->
         for file in files.values()
     ]
     routed = replace(request.route, force=force)
-    if routed.engine == "native":
+    if routed.config.engine == "native":
         return _plan(session, request, routed, offered)
     if request.on_budget != "refuse":
         raise UsageError(
@@ -198,7 +198,7 @@ def list_needs(
         plan = MemoryEstimate()  # a file is damaged or missing; loading it reports that
     names = ", ".join(expert.ref for expert in experts)
     # on CUDA the experts are in another memory
-    here = [] if prepared.load_config.device == "cuda" else outlines
+    here = [] if prepared.load_config.engine.device == "cuda" else outlines
     return [
         *list_base_needs(prepared, width=plan.width, rows=rows),
         *(MemoryNeed("experts", source.nbytes, source.manifest.ref) for source in here),
@@ -247,7 +247,7 @@ def hint_minimum_memory(prepared: PreparedRequest) -> Iterator[None]:
         if (
             isinstance(base, OpenBase)
             and base.config.experts
-            and prepared.load_config.device == "cpu"
+            and prepared.load_config.engine.device == "cpu"
         ):
             name = base.stored.name
             error.hint += f"; `expertctl base plan {name}` shows the memory of a typical request"
@@ -255,17 +255,8 @@ def hint_minimum_memory(prepared: PreparedRequest) -> Iterator[None]:
 
 
 def _build_load_config(request: RunRequest, base: StoredBase) -> LoadConfig:
-    route = request.route
-    dtype = choose_dtype(base, route.dtype, engine=route.engine)
-    return LoadConfig(
-        dtype,
-        route.adapter_dtype,
-        route.deterministic,
-        route.device,
-        moe_miss=route.moe_miss,
-        moe_skip_cap=route.moe_skip_cap,
-        moe_cold=route.moe_cold,
-    )
+    config = request.route.config
+    return LoadConfig(choose_dtype(base, config.dtype, engine=config.engine), config)
 
 
 def open_planned_base(
@@ -290,7 +281,7 @@ def open_planned_base(
     """
     bases, rehash = planner.bases, request.verify_base
     load_config = _build_load_config(request, planned.base)
-    if request.route.engine == "transformers":
+    if request.route.config.engine == "transformers":
         return open_compat_base(bases, planned.base, dtype=load_config.dtype, rehash=rehash)
     load_config = replace(load_config, memory_limit=memory_limit, headroom=headroom, rows=rows)
     if usage_store is not None:
@@ -324,7 +315,11 @@ def prepare_for_base(
 
 def _warn_moe_miss(base: OpenBase | CompatBase, load_config: LoadConfig) -> tuple[str, ...]:
     """Warn where ``--moe-miss`` has no effect; with transformers it is an error instead."""
-    if load_config.moe_miss == "exact" or not isinstance(base, OpenBase) or base.config.experts:
+    if (
+        load_config.engine.moe_miss == "exact"
+        or not isinstance(base, OpenBase)
+        or base.config.experts
+    ):
         return ()
     return (describe_unused_option(base.stored.name, "--moe-miss"),)
 

@@ -35,9 +35,9 @@ from expertctl.engine.model.backends import Backend, KVCacheStore, LoadContext, 
 from expertctl.engine.model.load_plan import BaseSlot, OpenBase
 from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.engine.moe.usage_store import ExpertUsageStore
-from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
 from expertctl.engine.preparation import Files, PreparedRequest
 from expertctl.engine.result import BytesRead, GenerationTrace, TracedSession
+from expertctl.engine_config import DEFAULT_WARMUP, WarmupConfig
 from expertctl.messages import Notify
 from expertctl.routing.plan import Plan
 from expertctl.routing.planner import PlannedPrompt, Planner

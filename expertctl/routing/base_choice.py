@@ -77,7 +77,7 @@ class BaseSelector:
         """
         if base_name is not None:
             return [self.bases.find(base_name)]
-        ordered = self.list_by_preference(engine=request.engine)
+        ordered = self.list_by_preference(engine=request.config.engine)
         if not ordered:
             raise _no_base_error(next(_iter_forced_experts(request, experts), None))
         if request.force:
@@ -89,7 +89,7 @@ class BaseSelector:
             base
             for base in ordered[1:]
             if base.name != DEMO_BASE
-            and not _is_unsupported(base, request.engine)
+            and not _is_unsupported(base, request.config.engine)
             and any(_fits(expert, base) for expert in usable)
         ]
         return [ordered[0], *others]

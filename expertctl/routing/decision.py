@@ -22,9 +22,8 @@ from expertctl.routing.eligibility import EligibleExperts
 from expertctl.routing.features import PromptFeatures
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.manifest_lint import COPY_FLAGS
-from expertctl.routing.request import RouteRequest
+from expertctl.routing.request import RouteRequest, list_unapplied, read_base_sampling
 from expertctl.routing.reranker import LARGE_RERANK, RerankScores, rerank, rerank_all
-from expertctl.routing.sampling_presets import list_unapplied, read_base_sampling
 from expertctl.routing.score import (
     DEFAULT_SUCCESS_RATE,
     THRESHOLD,

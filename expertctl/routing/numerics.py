@@ -9,6 +9,14 @@ from itertools import product
 from typing import get_args
 
 from expertctl.digest import Digest
+from expertctl.engine_config import (
+    AdapterDtype,
+    DeviceName,
+    Dtype,
+    EngineConfig,
+    EngineName,
+    MoeMiss,
+)
 from expertctl.errors import ExpertError, IncompatibleError, NotFoundError
 from expertctl.package.base_model import read_base_config
 from expertctl.package.base_tensors import read_base_tensors
@@ -20,14 +28,6 @@ from expertctl.routing.plan import (
     PlannedExpert,
     compute_plan_identity,
 )
-from expertctl.routing.request import (
-    AdapterDtype,
-    DeviceName,
-    Dtype,
-    EngineName,
-    MoeMiss,
-    RouteRequest,
-)
 from expertctl.store.base_record import StoredBase
 
 SMALL_BASE = 64 << 20
@@ -36,26 +36,24 @@ _FLOAT_BYTES = 4
 _COMPAT_PACKAGES = ("transformers", "peft")
 
 
-def build_request_settings(request: RouteRequest, base: StoredBase) -> NumericSettings:
-    """Return the numeric settings of a request on a base.
+def build_numeric_settings(config: EngineConfig, base: StoredBase) -> NumericSettings:
+    """Return the numeric settings of a base under a configuration.
 
     Raises:
         IncompatibleError: when the engine does not support such a model.
         InvalidPackageError: when its configuration is malformed.
         NotFoundError: when the libraries of the engine are not installed.
     """
-    engine = request.engine
-    _check_engine(base, engine)
-    cap = request.moe_skip_cap if request.moe_miss == "skip" else None
+    _check_engine(base, config.engine)
     return NumericSettings(
         arch=base.identity.arch,
         weights=base.identity.weights,
         tokenizer=base.identity.tokenizer,
         rope={} if base.foreign else read_model_config(base.path).rope.to_json(),
-        dtype=choose_dtype(base, request.dtype, engine=engine),
-        adapter_dtype=request.adapter_dtype,
-        engine=_native_version(request.deterministic, request.device, cap)
-        if engine == "native"
+        dtype=choose_dtype(base, config.dtype, engine=config.engine),
+        adapter_dtype=config.adapter_dtype,
+        engine=_describe_native_version(config)
+        if config.engine == "native"
         else describe_compat_version(),
     )
 
@@ -112,15 +110,15 @@ def _read_matrix_dtypes(base: StoredBase, config: ModelConfig) -> set[str]:
     return {tensor.info.dtype for tensor in tensors if len(tensor.info.shape) == 2}
 
 
-def _native_version(deterministic: bool, device: DeviceName, skip_cap: float | None) -> int | str:
+def _describe_native_version(config: EngineConfig) -> int | str:
     """Return the version of our engine, with whatever else its numbers depend on.
 
     KV blocks computed under one skip cap cannot be reused under another.
     """
     besides = [
-        *([device] if device != "cpu" else ()),
-        *(["deterministic"] if deterministic else ()),
-        *([f"skips up to {float(skip_cap)} of a token"] if skip_cap is not None else ()),
+        *([config.device] if config.device != "cpu" else ()),
+        *(["deterministic"] if config.deterministic else ()),
+        *([f"skips up to {float(config.moe_skip_cap)} of a token"] * (config.moe_miss == "skip")),
     ]
     return ", ".join([str(NUMERIC_VERSION), *besides]) if besides else NUMERIC_VERSION
 
@@ -133,9 +131,7 @@ def _check_engine(base: StoredBase, engine: EngineName) -> None:
         )
 
 
-def check_identity(
-    plan: Plan, identity: Digest, *, base: StoredBase, request: RouteRequest
-) -> None:
+def check_identity(plan: Plan, identity: Digest, *, base: StoredBase, config: EngineConfig) -> None:
     """Check that a saved plan still gives the same numbers, that is, the same identity.
 
     Raises:
@@ -148,7 +144,7 @@ def check_identity(
             f"the plan was made for the base {plan.base}, not for {base.name}",
             hint=f"leave out --base, or name {plan.base}",
         )
-    options = _find_matching_options(plan, base, request)
+    options = _find_matching_options(plan, base, config)
     if options:
         given = " ".join(options)
         raise IncompatibleError(
@@ -162,19 +158,20 @@ def check_identity(
     )
 
 
-def _find_matching_options(plan: Plan, base: StoredBase, request: RouteRequest) -> list[str]:
+def _find_matching_options(plan: Plan, base: StoredBase, config: EngineConfig) -> list[str]:
     """Return the fewest options that reproduce a plan's identity; empty if none do."""
     experts = [(expert.content_digest, expert.weight) for expert in plan.experts]
     found = list[list[str]]()
-    for other in _iter_variations(request):
+    for other in _iter_variations(config):
         with suppress(ExpertError):  # for example an engine that cannot run this base
-            if compute_plan_identity(build_request_settings(other, base), experts) == plan.identity:
-                found.append(_list_differing_options(other, request, base))
+            if compute_plan_identity(build_numeric_settings(other, base), experts) == plan.identity:
+                dtype = build_numeric_settings(config, base).dtype
+                found.append(_list_differing_options(other, config, dtype=dtype))
     return min(found, key=len, default=[])
 
 
-def _iter_variations(request: RouteRequest) -> Iterator[RouteRequest]:
-    """Yield the request with every combination of numeric options, but only its own skip cap."""
+def _iter_variations(config: EngineConfig) -> Iterator[EngineConfig]:
+    """Yield it with every combination of numeric options, but only its own skip cap."""
     for dtype, adapter_dtype, engine, deterministic, device, moe_miss in product(
         get_args(Dtype),
         get_args(AdapterDtype),
@@ -184,7 +181,7 @@ def _iter_variations(request: RouteRequest) -> Iterator[RouteRequest]:
         get_args(MoeMiss),
     ):
         yield replace(
-            request,
+            config,
             dtype=dtype,
             adapter_dtype=adapter_dtype,
             engine=engine,
@@ -194,20 +191,17 @@ def _iter_variations(request: RouteRequest) -> Iterator[RouteRequest]:
         )
 
 
-def _list_differing_options(
-    other: RouteRequest, request: RouteRequest, base: StoredBase
-) -> list[str]:
-    """Return the options of ``other`` whose numbers differ from those of ``request``."""
-    dtype = build_request_settings(request, base).dtype
+def _list_differing_options(other: EngineConfig, config: EngineConfig, *, dtype: str) -> list[str]:
+    """Return the options of ``other`` that differ from those of ``config``; ``dtype`` is its."""
     deterministic = "--deterministic" if other.deterministic else "--no-deterministic"
     return [
         *([f"--dtype {other.dtype}"] if other.dtype != dtype else []),
         *(
             f"--{name.replace('_', '-')} {getattr(other, name)}"
             for name in ("adapter_dtype", "engine", "device", "moe_miss")
-            if getattr(other, name) != getattr(request, name)
+            if getattr(other, name) != getattr(config, name)
         ),
-        *([deterministic] if other.deterministic != request.deterministic else []),
+        *([deterministic] if other.deterministic != config.deterministic else []),
     ]
 
 

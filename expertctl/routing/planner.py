@@ -25,9 +25,8 @@ from expertctl.routing.encoder import open_encoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.numerics import check_identity, compare_experts
 from expertctl.routing.plan import Plan, PlannedExpert
-from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.routing.request import ForcedExpert, RouteRequest, complete_overrides
 from expertctl.routing.router import RoutingResult, build_plan, route_prompt
-from expertctl.routing.sampling_presets import complete_overrides
 from expertctl.routing.selection import SelectedExpert, find_requirements
 from expertctl.schema.strict_json import JsonObject
 from expertctl.settings import Home, Settings
@@ -194,7 +193,7 @@ class Planner:
             _require_installed_expert(expert, inventory)
         planned = self.plan_with_inventory(inventory, wanted, base=base or saved.base)
         plan = planned.result.plan
-        check_identity(saved, plan.identity, base=planned.base, request=wanted)
+        check_identity(saved, plan.identity, base=planned.base, config=wanted.config)
         renewed = tuple(
             warning
             for before, now in zip(saved.experts, plan.experts, strict=True)

@@ -1,39 +1,144 @@
-"""`RouteRequest`: the prompt and the options of a routing request, and how they are parsed."""
+"""`RouteRequest`: a prompt, its limits and its options, and how sampling settings are resolved.
 
-from dataclasses import dataclass
-from typing import Literal
+The first source that sets a value wins: the user, then the experts' ``decoding`` in plan order,
+then the ``generation_config.json`` of the base, then the preset of the task, which is complete. The
+task is that of the first expert that names a preset, otherwise the one detected in the prompt.
+
+From ``generation_config.json`` come ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
+``repetition_penalty``; ``do_sample: false`` means temperature 0. Null and missing keys leave a
+setting open. An unusable value is a warning, because the base runs without it; an unreadable file
+is an error. The answer length is not read: that file limits it for other programs.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from expertctl.digest import Digest
-from expertctl.errors import UsageError
+from expertctl.engine_config import DEFAULT_CONFIG, EngineConfig, check_engine_config
+from expertctl.errors import ContextLengthError, InvalidPackageError, UsageError
 from expertctl.reference import Reference
-from expertctl.routing.sampling_presets import (
-    DEFAULT_MAX_EXPERTS,
-    NO_OVERRIDES,
-    SamplingOverrides,
-    check_limit,
-    check_overrides,
-    check_prompt,
-)
+from expertctl.routing.plan import SamplingParams
+from expertctl.schema.manifest import Decoding, Manifest
+from expertctl.schema.strict_json import read_bounded
 
-Dtype = Literal["float32", "bf16", "int8", "int4"]
-"""The data type of the base weights in memory."""
-QUANTISED_DTYPES = frozenset[Dtype]({"int8", "int4"})
-"""The dtypes with one scale per group of weights."""
-AdapterDtype = Literal["published", "fp16", "int8"]
-"""The data type of the expert weights in memory."""
+MAX_PROMPT_CHARACTERS = 500_000
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 200
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, 1_000_000),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "max_tokens": (1, 200_000),
+    "max_experts": (1, 10),
+    "priority": (0, 9),
+    "seed": (0, 2**53 - 1),
+    "weight": (-10.0, 10.0),
+}
+"""Setting → smallest and largest value; ``top_p`` must be above 0."""
 
-DeviceName = Literal["cpu", "cuda"]
-"""The device that computes."""
-MoeMiss = Literal["exact", "skip"]
-"""What happens when a routed expert is not in memory: it is loaded, or skipped."""
-MoeCold = Literal["read", "map", "direct"]
-"""How a routed expert is read from disk: copied, mapped in the page cache, or by direct I/O."""
-MoeColdOption = Literal["auto", "read", "map", "direct"]
-"""The user's choice; ``auto`` uses direct I/O if the page cache could hold little of the model."""
-DEFAULT_SKIP_CAP = 0.25
-"""The default share of a token's router weights that may be skipped in a layer."""
-EngineName = Literal["native", "transformers"]
-"""Our own decoder, or transformers: slower, for models that our decoder does not support."""
+_EXCLUSIVE_MINIMUM = frozenset({"top_p"})
+DEFAULT_MAX_EXPERTS = 10
+PRESETS: Mapping[str, SamplingParams] = {
+    "json_parsing": SamplingParams(temperature=0.2, max_tokens=2048),
+    "creative_writing": SamplingParams(temperature=0.8, max_tokens=4096),
+    "code_generation": SamplingParams(temperature=0.4, max_tokens=8192),
+    "default": SamplingParams(temperature=0.6, max_tokens=2048),
+}
+NO_SETTINGS: Mapping[str, float] = {}
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOverrides:
+    """The settings given by a user; ``None`` leaves one to the experts and the preset."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+    greedy: bool = False
+
+
+NO_OVERRIDES = SamplingOverrides()
+
+
+def check_prompt(prompt: str) -> None:
+    """Reject a prompt that is blank or too long.
+
+    Raises:
+        ContextLengthError: when it is too long.
+        UsageError: when it is blank.
+    """
+    if not prompt.strip():
+        raise UsageError("the prompt is empty", hint='expertctl run "Sort these numbers: 3, 1, 2"')
+    if len(prompt) > MAX_PROMPT_CHARACTERS:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} characters, at most {MAX_PROMPT_CHARACTERS} are allowed",
+            size=len(prompt),
+            limit=MAX_PROMPT_CHARACTERS,
+            unit="characters",
+            hint="shorten it, or ask in several parts",
+        )
+
+
+def check_limit(name: str, value: float | None) -> None:
+    """Reject a value outside ``LIMITS``; ``None`` means not given.
+
+    Raises:
+        UsageError: with the range.
+    """
+    if value is None or is_within(name, value):
+        return
+    low, high = LIMITS[name]
+    bounds = f"{low:.16g} to {high:.16g}"
+    above = f"must be above {low:.16g}, up to {high:.16g}"
+    violation = above if name in _EXCLUSIVE_MINIMUM else f"is outside {bounds}"
+    raise UsageError(
+        f"{name} {value} {violation}", hint="give a value between these, or leave it out"
+    )
+
+
+def is_within(name: str, value: float) -> bool:
+    """Tell whether a value is within ``LIMITS``."""
+    low, high = LIMITS[name]
+    return low < value <= high if name in _EXCLUSIVE_MINIMUM else low <= value <= high
+
+
+def check_overrides(overrides: SamplingOverrides) -> None:
+    """Reject settings outside the limits, and a temperature together with greedy decoding.
+
+    Raises:
+        UsageError: naming the setting.
+    """
+    given = _given_settings(overrides)
+    for name, value in given.items():
+        if name != "stop":
+            check_limit(name, value)
+    stops = overrides.stop or ()
+    if len(stops) > MAX_STOPS or any(not 1 <= len(s) <= MAX_STOP_CHARACTERS for s in stops):
+        raise UsageError(
+            f"at most {MAX_STOPS} stop strings of 1 to {MAX_STOP_CHARACTERS} characters",
+            hint="give fewer, or shorter ones",
+        )
+    if overrides.greedy and overrides.temperature:
+        raise UsageError(
+            f"temperature {overrides.temperature:g} has no effect when decoding is greedy",
+            hint="leave out the one or the other",
+        )
+
 
 Target = Reference | Digest
 """The name of an expert: a reference, or its content or package digest."""
@@ -49,7 +154,7 @@ class ForcedExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRequest:
-    """One prompt to plan; ``memory_budget`` is in bytes."""
+    """One prompt to plan, and the engine to plan it for."""
 
     prompt: str
     force: tuple[ForcedExpert, ...] = ()
@@ -58,17 +163,9 @@ class RouteRequest:
     base_alone: bool = False
     seed: int | None = None
     sampling: SamplingOverrides = NO_OVERRIDES
-    dtype: Dtype | None = None
-    """The dtype of the base weights in memory; None: `numerics.choose_dtype` decides."""
-    adapter_dtype: AdapterDtype = "published"
-    deterministic: bool = False
-    moe_miss: MoeMiss = "exact"
-    moe_skip_cap: float = DEFAULT_SKIP_CAP
-    moe_cold: MoeColdOption = "auto"
-    device: DeviceName = "cpu"
-    memory_budget: int | None = None
     allow_base_mismatch: bool = False
-    engine: EngineName = "native"
+    config: EngineConfig = DEFAULT_CONFIG
+    """The options of the engine; a server replaces them by its own."""
 
 
 def check_request(request: RouteRequest) -> None:
@@ -81,14 +178,7 @@ def check_request(request: RouteRequest) -> None:
     check_limit("max_experts", request.max_experts)
     check_limit("seed", request.seed)
     check_overrides(request.sampling)
-    if request.memory_budget is not None and request.memory_budget <= 0:
-        raise UsageError(
-            f"a memory budget of {request.memory_budget} bytes is too small",
-            hint="write for example 4GB, or leave it out",
-        )
-    _check_engine(request)
-    _check_device(request)
-    _check_moe_misses(request)
+    check_engine_config(request.config)
     for forced in request.force:
         check_limit("weight", forced.weight)
     if request.base_alone and request.force:
@@ -100,60 +190,6 @@ def check_request(request: RouteRequest) -> None:
             f"{len(request.force)} experts are forced, at most {request.max_experts} are allowed",
             hint="raise the limit, which goes up to 10, or name fewer",
         )
-
-
-def _check_engine(request: RouteRequest) -> None:
-    """Reject options that only our own kernels support for another engine."""
-    refused = _list_kernel_options(request)
-    if request.moe_miss == "skip":
-        refused |= {"--moe-miss skip": "--moe-miss exact"}
-    if refused and request.engine == "transformers":
-        raise UsageError(
-            f"--engine transformers does not support {', '.join(refused)}",
-            hint=f"leave out --engine transformers, or give {' '.join(refused.values())}",
-        )
-
-
-def _check_device(request: RouteRequest) -> None:
-    """Reject options that only the CPU supports for a CUDA device."""
-    refused = _list_kernel_options(request)
-    if request.moe_cold in {"map", "direct"}:
-        refused |= {f"--moe-cold {request.moe_cold}": "--moe-cold auto"}
-    if request.engine != "native":
-        refused |= {f"--engine {request.engine}": "--engine native"}
-    if refused and request.device == "cuda":
-        raise UsageError(
-            f"--device cuda does not support {', '.join(refused)}",
-            hint=f"give {' '.join(refused.values())}, or compute with --device cpu",
-        )
-
-
-def _check_moe_misses(request: RouteRequest) -> None:
-    """Reject a cap outside 0 to 1, and skipping experts together with ``deterministic``."""
-    if not 0.0 <= request.moe_skip_cap <= 1.0:
-        raise UsageError(
-            f"--moe-skip-cap {request.moe_skip_cap} is not a share of the weights of a token",
-            hint="the range is 0 (nothing is skipped) to 1",
-        )
-    if request.moe_miss == "skip" and request.deterministic:
-        raise UsageError(
-            "--deterministic excludes --moe-miss skip, whose results depend on what is in memory",
-            hint="leave out the one or the other",
-        )
-
-
-def _list_kernel_options(request: RouteRequest) -> dict[str, str]:
-    """Return the options that need the CPU kernels, each with the option that disables it.
-
-    The value may come from a setting, which cannot be left out on the command line.
-    """
-    dtype, adapters = f"--dtype {request.dtype}", f"--adapter-dtype {request.adapter_dtype}"
-    options = (
-        (dtype, "--dtype float32", request.dtype in QUANTISED_DTYPES),
-        (adapters, "--adapter-dtype published", request.adapter_dtype != "published"),
-        ("--deterministic", "--no-deterministic", request.deterministic),
-    )
-    return {option: other for option, other, given in options if given}
 
 
 def parse_forced(text: str) -> ForcedExpert:
@@ -206,3 +242,126 @@ def parse_weight(text: str, whole: str) -> float:
 
 def _parse_weight_number(text: str, whole: str) -> float:
     return parse_weight(text, whole) if text or whole.endswith(":") else 1.0
+
+
+def resolve_sampling(
+    overrides: SamplingOverrides,
+    experts: Sequence[Manifest],
+    *,
+    prompt_task: str,
+    base: Mapping[str, float] = NO_SETTINGS,
+) -> SamplingParams:
+    """Return the complete settings of a plan; the module says which source wins.
+
+    ``base`` holds the base's own settings. Greedy decoding keeps only the penalties that the user
+    gave, since those of experts and bases are meant for sampling. Raises as `check_overrides`.
+    """
+    check_overrides(overrides)
+    preset: Any = {**asdict(PRESETS[_choose_preset(experts, prompt_task)]), **base}
+    params = SamplingParams(**preset)
+    for manifest in reversed(experts):
+        params = replace(params, **_recommended_settings(manifest.decoding))
+    given = _given_settings(overrides)
+    params = replace(params, **given)
+    if not (overrides.greedy or params.is_greedy):
+        return params
+    penalties = {name: given[name] for name in _PENALTIES if name in given}
+    return replace(params.to_greedy(), **penalties)
+
+
+def complete_overrides(overrides: SamplingOverrides, saved: SamplingParams) -> SamplingOverrides:
+    """Fill in overrides from the settings of a saved plan."""
+    params = saved.to_greedy() if overrides.greedy or overrides.temperature == 0.0 else saved
+    kept = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+    return replace(overrides, **{**kept, **_given_settings(overrides)})
+
+
+def list_unapplied(decoding: Decoding) -> list[str]:
+    """Return the recommended settings that no run applies."""
+    return [] if decoding.grammar is None else ["grammar"]
+
+
+def _choose_preset(experts: Iterable[Manifest], prompt_task: str) -> str:
+    named = (m.routing.task for m in experts if m.routing.task in PRESETS)
+    return next(named, prompt_task if prompt_task in PRESETS else "default")
+
+
+def _recommended_settings(decoding: Decoding) -> dict[str, Any]:
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+    values = {name: getattr(decoding, name) for name in names}
+    stops = {"stop": decoding.stop} if decoding.stop else {}
+    return {**{n: v for n, v in values.items() if v is not None}, **stops}
+
+
+def _given_settings(overrides: SamplingOverrides) -> dict[str, Any]:
+    values = {name: getattr(overrides, name) for name in SamplingParams.__dataclass_fields__}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+GENERATION_CONFIG = "generation_config.json"
+_MAX_BYTES = 1 << 20
+_MAX_SHOWN_CHARACTERS = 40
+_FLOAT_SETTINGS = ("temperature", "top_p", "min_p", "repetition_penalty")
+_INTEGER_SETTINGS = ("top_k",)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseSampling:
+    """The sampling settings of a base, and warnings about the unusable ones."""
+
+    settings: Mapping[str, float]
+    warnings: tuple[str, ...] = ()
+
+
+def read_base_sampling(directory: Path) -> BaseSampling:
+    """Read the sampling settings of the base in a directory; none without the file.
+
+    Raises:
+        InvalidPackageError: when the file is too large or not a JSON object.
+    """
+    document = _read_settings(directory / GENERATION_CONFIG)
+    given: dict[str, float] = {}
+    warnings: list[str] = []
+    for name in (*_FLOAT_SETTINGS, *_INTEGER_SETTINGS):
+        value = document.get(name)
+        if value is None:
+            continue
+        if _is_usable(name, value):
+            given[name] = value if name in _INTEGER_SETTINGS else float(value)
+        else:
+            warnings.append(f"{_describe_bad_value(name, value)}; the setting is not used")
+    if document.get("do_sample") is False:
+        given["temperature"] = 0.0
+    return BaseSampling(given, tuple(warnings))
+
+
+def _read_settings(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    data = read_bounded(path, max_bytes=_MAX_BYTES)
+    if len(data) > _MAX_BYTES:
+        raise InvalidPackageError(str(path), [f"more than {_MAX_BYTES} bytes"])
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidPackageError(str(path), [f"not JSON: {error}"]) from error
+    if not isinstance(document, dict):
+        raise InvalidPackageError(str(path), ["the document is not a JSON object"])
+    return document
+
+
+def _is_usable(name: str, value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if name in _INTEGER_SETTINGS:
+        return isinstance(value, int) and is_within(name, value)
+    return is_within(name, value) and math.isfinite(value)
+
+
+def _describe_bad_value(name: str, value: object) -> str:
+    low, high = LIMITS[name]
+    kind = "a whole number" if name in _INTEGER_SETTINGS else "a number"
+    text = ascii(value)
+    shown = text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}…"
+    allowed = f"{kind} from {low:g} to {high:g}"
+    return f"{GENERATION_CONFIG} of the base: {name} ({shown}) is not {allowed}"

@@ -28,11 +28,15 @@ from expertctl.routing.decision import (
 from expertctl.routing.eligibility import EligibleExperts, explain_ineligible
 from expertctl.routing.features import PromptFeatures, extract_features
 from expertctl.routing.index import MAX_HITS, RoutingIndex, Similarity
-from expertctl.routing.numerics import build_request_settings, find_context_length
+from expertctl.routing.numerics import build_numeric_settings, find_context_length
 from expertctl.routing.plan import Plan, PlannedExpert, compute_plan_identity
 from expertctl.routing.prompt_normalisation import normalise_prompt
-from expertctl.routing.request import RouteRequest, check_request
-from expertctl.routing.sampling_presets import read_base_sampling, resolve_sampling
+from expertctl.routing.request import (
+    RouteRequest,
+    check_request,
+    read_base_sampling,
+    resolve_sampling,
+)
 from expertctl.routing.score import THRESHOLD
 from expertctl.routing.selection import (
     SelectedExpert,
@@ -115,7 +119,7 @@ def route_prompt(
             router.measure_closest(),
             eligible.usable,
             max_experts=request.max_experts,
-            context=find_context_length(base, engine=request.engine),
+            context=find_context_length(base, engine=request.config.engine),
             gains=eligible.gains,
         )
         candidates += router.measure_dependencies(choices, candidates)
@@ -248,7 +252,7 @@ def _select_forced_experts(
         e.digest for e in eligible.experts if explain_ineligible(e, request)
     } | eligible.other_bases.keys()
     usable = [expert for expert in eligible.experts if expert.digest not in ineligible]
-    context = find_context_length(base, engine=request.engine)
+    context = find_context_length(base, engine=request.config.engine)
     choices = select_forced(request.force, eligible.experts, usable, context=context)
     for choice in choices:
         if is_excluded(choice.expert, request.exclude):
@@ -276,7 +280,7 @@ def build_plan(
     base: StoredBase,
 ) -> Plan:
     """Build the plan of the chosen experts: its identity, seed and sampling settings."""
-    numerics = build_request_settings(request, base)
+    numerics = build_numeric_settings(request.config, base)
     manifests = [choice.expert.manifest for choice in choices]
     return Plan(
         identity=compute_plan_identity(numerics, [(c.expert.digest, c.weight) for c in choices]),

@@ -187,7 +187,7 @@ class EngineWorker:
         planner = Planner.open(home, notify=LOG.info, folder=find_working_folder())
         self._engine = ServingEngine(
             planner,
-            settings.batch,
+            settings.engine,
             tell=_log_engine_message,
             on_failure=self._handle_engine_failure,
         )

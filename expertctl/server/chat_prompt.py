@@ -20,7 +20,7 @@ from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine.text.tokenizer_files import TemplateSource
 from expertctl.errors import ContextLengthError, ExpertError
 from expertctl.http.errors import FieldError
-from expertctl.routing.sampling_presets import MAX_PROMPT_CHARACTERS
+from expertctl.routing.request import MAX_PROMPT_CHARACTERS
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical
 from expertctl.server.output_parser import OutputParserConfig
 from expertctl.server.reasoning_parser import (

@@ -18,8 +18,7 @@ from typing import ClassVar
 
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.reference import NAME_PATTERN
-from expertctl.routing.request import ForcedExpert, parse_forced
-from expertctl.routing.sampling_presets import LIMITS
+from expertctl.routing.request import LIMITS, ForcedExpert, parse_forced
 from expertctl.store.store import Store, find_similar_names
 
 AUTO = "auto"

@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute
 from expertctl.engine.serving.running_batch import AdapterStatus
 from expertctl.http.errors import FieldError
 from expertctl.http.operation import Operation
-from expertctl.routing.sampling_presets import LIMITS
+from expertctl.routing.request import LIMITS
 from expertctl.schema.strict_json import JsonObject
 from expertctl.server.model_name import AUTO, ModelNotFoundError
 from expertctl.server.request_body import build_router

@@ -7,7 +7,7 @@ would change the answer itself (a grammar, an image) is refused by name unless i
 The types of the bodies define what is known: objects of types that forbid unknown fields are
 examined at any depth; what a type leaves open (tool schemas, metadata) is not.
 
-There are no sampling defaults here: `expertctl.routing.sampling_presets` decides what a client
+There are no sampling defaults here: `expertctl.routing.request` decides what a client
 leaves open, for every API.
 """
 
@@ -28,7 +28,7 @@ from expertctl.engine.generation import MAX_STOP_TOKENS
 from expertctl.http.errors import FieldError
 from expertctl.http.operation import Operation, OperationRouter, ParsedBody
 from expertctl.http.request_body import convert_body, load_body, read_and_parse, read_body
-from expertctl.routing.sampling_presets import LIMITS
+from expertctl.routing.request import LIMITS
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
 IGNORED_HEADER = "x-expertctl-ignored"

@@ -91,7 +91,7 @@ def serve(
     check_settings(settings)
     require_secure(settings, keyed=ApiKeyStore(home.home.api_keys).are_required, insecure=insecure)
     secure = settings.certificate is not None
-    if settings.batch.device == "cuda":  # CUDA fails in a fork of a process that probed it
+    if settings.engine.device == "cuda":  # CUDA fails in a fork of a process that probed it
         multiprocessing.set_start_method("spawn", force=True)
     with reserve_address(settings.host, settings.port, secure=secure) as address:
         news, tell = multiprocessing.Pipe(duplex=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine_config import DEFAULT_CONFIG, EngineConfig
 from expertctl.errors import UsageError
 from expertctl.http.address import build_url, is_loopback
 from expertctl.server.model_name import check_alias_names
@@ -63,7 +63,7 @@ class ServeSettings:
     """The URL spans are sent to, from `resolve_trace_address`; None disables tracing."""
     validators: Mapping[str, ValidatorCommand] = field(default_factory=dict)
     """Programs that requests can name to check answers."""
-    batch: EngineConfig = field(default_factory=EngineConfig)
+    engine: EngineConfig = DEFAULT_CONFIG
 
     @property
     def public_url(self) -> str:
@@ -95,11 +95,11 @@ def check_settings(settings: ServeSettings) -> None:
 
 
 def _check_ranges(settings: ServeSettings) -> None:
-    batch = settings.batch
+    batching = settings.engine.batching
     for name, value, low, high in (
         ("port", settings.port, 0, MAX_PORT),
-        ("rows", batch.rows, 1, MAX_ROWS),
-        ("queue", batch.queue, 1, MAX_QUEUE),
+        ("rows", batching.rows, 1, MAX_ROWS),
+        ("queue", batching.queue, 1, MAX_QUEUE),
         ("body_bytes", settings.body_bytes, 1, MAX_BODY_BYTES),
     ):
         if not low <= value <= high:

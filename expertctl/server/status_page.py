@@ -233,7 +233,7 @@ class _StatusEndpoints:
             "version": __version__,
             "base": engine.base_name,
             "context": engine.context,
-            "queue": self._service.settings.batch.queue,
+            "queue": self._service.settings.engine.batching.queue,
             "run": self._run_id,
             "uptime": time.monotonic() - self._started_at,
             **build_figures(engine.take_snapshot(), FirstTokenTotals(count=count, seconds=seconds)),

@@ -30,16 +30,19 @@ from typing import Any
 from expertctl.digest import Digest
 from expertctl.errors import DigestError
 from expertctl.files import write_atomic
-from expertctl.reference import ANY, PackageName, Reference, Version
-from expertctl.settings import Home
-from expertctl.store.pins import PinFiles, VersionPin, VersionPins, allows_expert
-from expertctl.store.refs import StoredExpert
-from expertctl.trust.authority import (
+from expertctl.reference import (
+    ANY,
     NamespaceAuthority,
+    PackageName,
+    Reference,
+    Version,
     find_authorities,
     find_namespace_registries,
     find_other_registry,
 )
+from expertctl.settings import Home
+from expertctl.store.pins import PinFiles, VersionPin, VersionPins, allows_expert
+from expertctl.store.refs import StoredExpert
 
 YANKS_FILE_MODE = 0o600
 MAX_YANKS_BYTES = 16 << 20

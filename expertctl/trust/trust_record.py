@@ -20,8 +20,9 @@ from expertctl.errors import (
     TrustError,
     UsageError,
 )
-from expertctl.reference import FROM_FILE, PackageName
-from expertctl.trust.authority import (
+from expertctl.reference import (
+    FROM_FILE,
+    PackageName,
     find_authorities,
     find_namespace_registries,
     find_other_registry,

@@ -195,7 +195,7 @@ def test_after_compiling_in_advance_a_server_compiles_nothing(
 
 _SERVE = """
 from expertctl.engine.serving.engine import ServingEngine
-from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine_config import EngineConfig
 from expertctl.routing.planner import Planner
 from expertctl.settings import load_settings
 

@@ -2,7 +2,6 @@
 
 import stat
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from filelock import FileLock
@@ -13,16 +12,8 @@ from expertctl.cli.config import read_settings, set_value, unset_value
 from expertctl.engine.memory.host import MACHINE_SHARE
 from expertctl.errors import InvalidPackageError, StoreError, UsageError
 from expertctl.files import make_folders
-from expertctl.routing.request import AdapterDtype, Dtype, MoeColdOption
 from expertctl.server.settings import ServeSettings
-from expertctl.settings import (
-    ADAPTER_DTYPES,
-    CONFIG_KEYS,
-    DTYPES,
-    MOE_COLDS,
-    load_settings,
-    read_config,
-)
+from expertctl.settings import CONFIG_KEYS, load_settings, read_config
 from tests.cli.command_runner import CommandRunner, expertctl
 
 __all__ = ["expertctl"]
@@ -77,15 +68,15 @@ def test_the_listed_defaults_are_those_that_commands_use(expertctl: CommandRunne
         "allow_http": "no",
         "minimum_release_age": "0",
         "device": "cpu",
-        "adapter_dtype": unset.batch.adapter_dtype,
-        "deterministic": "yes" if unset.batch.deterministic else "no",
-        "moe_cold": unset.batch.moe_cold,
-        "moe_warmup": unset.batch.moe.warmup,
-        "moe_learn": "yes" if unset.batch.moe.learns else "no",
+        "adapter_dtype": unset.engine.adapter_dtype,
+        "deterministic": "yes" if unset.engine.deterministic else "no",
+        "moe_cold": unset.engine.moe_cold,
+        "moe_warmup": unset.engine.moe.warmup,
+        "moe_learn": "yes" if unset.engine.moe.learns else "no",
         "serve_host": unset.host,
         "serve_port": str(unset.port),
-        "serve_rows": str(unset.batch.rows),
-        "serve_queue": str(unset.batch.queue),
+        "serve_rows": str(unset.engine.batching.rows),
+        "serve_queue": str(unset.engine.batching.queue),
         "serve_behind": f"{unset.behind_seconds:g}",
         "serve_completions_special_tokens": "yes" if unset.completions_special_tokens else "no",
         "serve_json_instruction": "yes" if unset.json_instruction else "no",
@@ -97,7 +88,7 @@ def test_every_default_could_be_set(expertctl: CommandRunner) -> None:
     for each in expertctl("config", "list", "--json").document["settings"]:
         if each["default"] is not None:
             expertctl("config", "set", each["key"], each["default"])
-    assert load_settings().serve.rows == ServeSettings().batch.rows
+    assert load_settings().serve.rows == ServeSettings().engine.batching.rows
 
 
 def test_the_environment_wins_and_that_is_said(
@@ -259,9 +250,3 @@ def test_how_numbers_are_held_is_checked_before_it_is_kept(
     said = expertctl("config", "set", key, value, exit_code=2)
     assert known in said.err
     assert expertctl("config", "get", key, "--json").document["value"] is None
-
-
-def test_the_choices_are_those_of_the_router() -> None:
-    assert get_args(Dtype) == DTYPES
-    assert get_args(AdapterDtype) == ADAPTER_DTYPES
-    assert get_args(MoeColdOption) == MOE_COLDS

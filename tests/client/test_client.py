@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from expertctl.client import ExpertClient, InferResult, Job
-from expertctl.engine.moe.warmup import WarmupConfig
+from expertctl.engine_config import WarmupConfig
 from expertctl.errors import (
     CancelledError,
     IncompatibleError,

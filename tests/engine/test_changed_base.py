@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine_config import Dtype
 from expertctl.errors import BaseMismatchError
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import Dtype
 from expertctl.store.quantised_cache import open_quantised_cache
 from tests.engine.test_local_engine import run
 from tests.engine.test_packed_runs import BUDGET, ask, home, shop

@@ -23,12 +23,12 @@ from expertctl.errors import (
 from expertctl.reference import Reference
 from expertctl.routing.plan import SavedPlan
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, SamplingOverrides
 from expertctl.schema.validation import find_problems
 from expertctl.settings import Home, Settings
 from tests.engine.compat_models import KINDS, NATIVE, CompatModel, write_model
 from tests.engine.package_fixtures import EnginePackages, market
+from tests.factories import make_route_request
 from tests.store.fixtures import HomeFixture, fast, house, make_key
 
 __all__ = ["fast", "house", "market"]
@@ -57,7 +57,7 @@ def engine_of(house: HomeFixture, *, budget: int = 32 << 20) -> LocalEngine:
 
 def request(*experts: NamedExpert, prompt: str = PROMPT, **options: Any) -> RunRequest:
     given = {"engine": "transformers", "sampling": GREEDY, "seed": 0, **options.pop("route", {})}
-    route = RouteRequest(prompt=prompt, **given)
+    route = make_route_request(prompt=prompt, **given)
     return RunRequest(message=UserMessage(prompt=prompt), route=route, experts=experts, **options)
 
 

@@ -15,15 +15,15 @@ from expertctl.engine.conversation import Conversation, Turn
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import NamedExpert, RunRequest
 from expertctl.engine.text.prompt import UserMessage
+from expertctl.engine_config import EngineConfig
 from expertctl.errors import BudgetError, ExpertError, NotFoundError, UsageError
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, SamplingOverrides
 from expertctl.routing.session import KEPT_REASON
 from tests.engine.package_fixtures import EnginePackages, market
 from tests.engine.test_local_engine import planner
-from tests.factories import write_base
+from tests.factories import make_route_request, write_base
 from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["fast", "house", "market"]
@@ -51,7 +51,7 @@ def named(*names: str) -> list[NamedExpert]:
 def pattern(**options: Any) -> RunRequest:
     message = UserMessage(prompt="?", **options.pop("message", {}))
     route = {"prompt": "?", "seed": 0, "sampling": WISHES, **options.pop("route", {})}
-    return RunRequest(message=message, route=RouteRequest(**route), **options)
+    return RunRequest(message=message, route=make_route_request(**route), **options)
 
 
 def talk(engine: LocalEngine, **options: Any) -> Conversation:
@@ -194,7 +194,7 @@ def test_a_message_that_was_said_before_is_routed_from_memory(
 
 def test_another_dtype_is_another_plan(engine: LocalEngine) -> None:
     plain = pattern()
-    rounded = replace(plain, route=replace(plain.route, dtype="bf16"))
+    rounded = replace(plain, route=replace(plain.route, config=EngineConfig(dtype="bf16")))
     conversation = Conversation(engine, plain)
     say(conversation, "x")
     conversation._pattern = rounded

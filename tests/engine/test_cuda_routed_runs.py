@@ -11,20 +11,19 @@ from expertctl.cli.process import get_exit_code
 from expertctl.engine import devices
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.memory.adapter_cache import Tier
-from expertctl.engine.model.backends import LoadContext
+from expertctl.engine.model.backends import LoadConfig, LoadContext
 from expertctl.engine.model.cuda_backend import CudaBackend
-from expertctl.engine.model.load_plan import LoadConfig, choose_backend
+from expertctl.engine.model.load_plan import choose_backend
 from expertctl.engine.moe.cache_plan import estimate_cache_metadata_bytes
 from expertctl.engine.moe.expert_stack import STAGING_BUFFERS, CopyStream
-from expertctl.engine.moe.warmup import Warmup, WarmupConfig
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
+from expertctl.engine_config import Dtype, EngineConfig, Warmup, WarmupConfig
 from expertctl.errors import BudgetError, ExpertError
 from expertctl.package.base_model import read_base
 from expertctl.package.model_config import read_model_config
 from expertctl.reference import Reference
-from expertctl.routing.request import Dtype, ForcedExpert
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, SamplingOverrides
 from expertctl.settings import Home
 from tests.engine.moe.fakes import at_once
 from tests.engine.package_fixtures import EnginePackages
@@ -190,7 +189,7 @@ def test_what_is_held_is_what_was_announced_in_both_memories(
     _, engine = answer(house, budget)
     held = engine.budget.reserved_bytes("base")
     backend, _ = choose_backend(
-        read_model_config(base), LoadConfig(device="cuda", memory_limit=budget)
+        read_model_config(base), LoadConfig(engine=EngineConfig(device="cuda"), memory_limit=budget)
     )
     assert isinstance(backend, CudaBackend)
     assert backend.cache is not None
@@ -230,7 +229,8 @@ def test_what_libraries_keep_is_paid_before_slots_are_given_out(
         assert result.moe is not None
         residence, held = result.moe.residence, engine.budget.reserved_bytes("base")
         backend, _ = choose_backend(
-            read_model_config(base), LoadConfig(device="cuda", memory_limit=budget)
+            read_model_config(base),
+            LoadConfig(engine=EngineConfig(device="cuda"), memory_limit=budget),
         )
         assert isinstance(backend, CudaBackend)
         rest = backend.min_weight_bytes + backend.piecewise_bytes
@@ -326,7 +326,8 @@ def test_weights_take_what_was_announced(
     dtype: Dtype, room: int | None, base: Path, tmp_path: Path
 ) -> None:
     backend, _ = choose_backend(
-        read_model_config(base), LoadConfig(dtype, device="cuda", memory_limit=room)
+        read_model_config(base),
+        LoadConfig(dtype, engine=EngineConfig(device="cuda"), memory_limit=room),
     )
     read: list[int] = []
     around = LoadContext(directory=base, home=Home(tmp_path))

@@ -22,18 +22,18 @@ from expertctl.engine.offline import (
 )
 from expertctl.engine.request import FileExpert, RunRequest
 from expertctl.engine.text.prompt import UserMessage
+from expertctl.engine_config import EngineConfig
 from expertctl.errors import DigestError, TrustError, UsageError
 from expertctl.messages import ignore_notification
 from expertctl.package.evaluation import EvaluationData, read_evaluation_data
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.schema.manifest import AdapterKind
 from expertctl.settings import Home, Settings
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.serving.harness import market
-from tests.factories import make_package
+from tests.factories import make_package, make_route_request
 from tests.store.fixtures import HomeFixture, fast, house, make_key
 
 __all__ = ["fast", "house", "market"]
@@ -78,7 +78,10 @@ def test_answers_at_once_are_those_of_one_at_a_time(
     planner: Planner, tmp_path: Path, compose: tuple[ForcedExpert, ...]
 ) -> None:
     request = EvaluationRequest(
-        data=data(tmp_path, 19), expert=ONE, compose=compose, deterministic=True
+        data=data(tmp_path, 19),
+        expert=ONE,
+        compose=compose,
+        config=EngineConfig(deterministic=True),
     )
     told, counted = list[str](), list[int]()
     alone = evaluate(planner, replace(request, batch_size=1), notify=told.append)
@@ -111,7 +114,9 @@ def test_a_file_measured_at_once_scores_what_it_scores_one_at_a_time(
     planner: Planner, tmp_path: Path, market: EnginePackages, kind: AdapterKind
 ) -> None:
     expert = FileExpert(fork(tmp_path, market, kind=kind))
-    request = EvaluationRequest(data=data(tmp_path, 11), expert=expert, deterministic=True)
+    request = EvaluationRequest(
+        data=data(tmp_path, 11), expert=expert, config=EngineConfig(deterministic=True)
+    )
     alone = evaluate(planner, replace(request, batch_size=1))
     told = list[str]()
     together = evaluate(planner, request, notify=told.append)
@@ -128,7 +133,10 @@ def test_a_chain_of_files_and_installed_experts_is_measured_at_once(
     file = fork(tmp_path, market)
     for expert, compose in ((ONE, FileExpert(file, 0.5)), (FileExpert(file), TWO)):
         request = EvaluationRequest(
-            data=data(tmp_path, 9), expert=expert, compose=(compose,), deterministic=True
+            data=data(tmp_path, 9),
+            expert=expert,
+            compose=(compose,),
+            config=EngineConfig(deterministic=True),
         )
         assert evaluate(planner, request) == evaluate(planner, replace(request, batch_size=1))
 
@@ -140,7 +148,9 @@ def test_sixteen_prompts_at_once_get_the_tokens_of_one_at_a_time(
     requests = [
         RunRequest(
             message=UserMessage(prompt=f"{n} + {n * '2'}"),
-            route=RouteRequest(prompt=f"{n}", sampling=wishes, deterministic=True),
+            route=RouteRequest(
+                prompt=f"{n}", sampling=wishes, config=EngineConfig(deterministic=True)
+            ),
             experts=(FileExpert(fork(tmp_path, market)),),
         )
         for n in range(19)
@@ -148,7 +158,7 @@ def test_sixteen_prompts_at_once_get_the_tokens_of_one_at_a_time(
     [base] = planner.bases.list_bases()
     alone = dict(answer_sequentially(LocalEngine(planner))(requests))
     with open_batch_answering(
-        planner, base, requests[0], budget=None, batch_size=BATCH_SIZE, notify=ignore_notification
+        planner, base, requests[0], batch_size=BATCH_SIZE, notify=ignore_notification
     ) as answering:
         together = dict(answering(requests))
     tokens = {number: result.generated.tokens for number, result in together.items()}
@@ -160,12 +170,12 @@ def test_the_engine_reads_no_file_that_it_was_not_started_with(
     planner: Planner, tmp_path: Path, market: EnginePackages
 ) -> None:
     [base] = planner.bases.list_bases()
-    route = RouteRequest(prompt="x", deterministic=True)
+    route = RouteRequest(prompt="x", config=EngineConfig(deterministic=True))
     first = RunRequest(message=UserMessage(prompt="x"), route=route)
     named = replace(first, experts=(FileExpert(fork(tmp_path, market)),))
     with (
         open_batch_answering(
-            planner, base, first, budget=None, batch_size=2, notify=ignore_notification
+            planner, base, first, batch_size=2, notify=ignore_notification
         ) as answering,
         pytest.raises(UsageError, match=r"local-new-1\.0\.0\.expert was not read"),
     ):
@@ -176,7 +186,9 @@ def test_a_file_that_is_replaced_before_it_is_read_is_noticed(
     planner: Planner, tmp_path: Path, market: EnginePackages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, other = fork(tmp_path / "a", market), fork(tmp_path / "b", market, seed=8)
-    request = EvaluationRequest(data=data(tmp_path, 9), expert=FileExpert(file), deterministic=True)
+    request = EvaluationRequest(
+        data=data(tmp_path, 9), expert=FileExpert(file), config=EngineConfig(deterministic=True)
+    )
 
     def change(*known: Any, **options: Any) -> bool:
         file.write_bytes(other.read_bytes())
@@ -194,7 +206,7 @@ def test_a_file_that_a_stranger_signed_is_not_measured(
         tmp_path, "other/new", base_dir=market.base_dir, base=market.base, key=make_key("stranger")
     )
     request = EvaluationRequest(
-        data=data(tmp_path, 9), expert=FileExpert(stranger), deterministic=True
+        data=data(tmp_path, 9), expert=FileExpert(stranger), config=EngineConfig(deterministic=True)
     )
     with pytest.raises(TrustError):
         evaluate(planner, request)
@@ -211,7 +223,9 @@ def test_an_interrupted_evaluation_ends_its_engine(
 
     counted, before = list[int](), threading.active_count()
     expert = FileExpert(fork(tmp_path, market))
-    request = EvaluationRequest(data=data(tmp_path, 9), expert=expert, deterministic=True)
+    request = EvaluationRequest(
+        data=data(tmp_path, 9), expert=expert, config=EngineConfig(deterministic=True)
+    )
     with pytest.raises(KeyboardInterrupt):
         evaluate(planner, request, progress=interrupt)
     assert threading.active_count() == before
@@ -222,7 +236,7 @@ def test_a_prompt_that_does_not_fit_is_named_by_its_line(planner: Planner, tmp_p
     samples = data(tmp_path, 12)
     long = replace(samples.samples[4], prompt="1" * 2000)
     samples = replace(samples, samples=(*samples.samples[:4], long, *samples.samples[5:]))
-    request = EvaluationRequest(data=samples, expert=ONE, deterministic=True)
+    request = EvaluationRequest(data=samples, expert=ONE, config=EngineConfig(deterministic=True))
     with pytest.raises(UsageError, match=r"sums\.jsonl, line 5: the prompt has"):
         evaluate(planner, request)
 
@@ -231,13 +245,15 @@ def test_a_prompt_that_does_not_fit_is_named_by_its_line(planner: Planner, tmp_p
 def test_in_little_memory_the_answers_are_the_same(
     at_once: int, fits: bool, planner: Planner, tmp_path: Path
 ) -> None:
-    request = EvaluationRequest(data=data(tmp_path, 9), expert=ONE, deterministic=True)
+    request = EvaluationRequest(
+        data=data(tmp_path, 9), expert=ONE, config=EngineConfig(deterministic=True)
+    )
     counted, told = list[int](), list[str]()
     whole = evaluate(planner, replace(request, batch_size=1))
+    config = replace(request.config, memory_budget=16 << 20)
     little = evaluate(
         planner,
-        replace(request, batch_size=at_once),
-        budget=16 << 20,
+        replace(request, config=config, batch_size=at_once),
         progress=counted.append,
         notify=told.append,
     )
@@ -262,7 +278,7 @@ def test_in_little_memory_the_answers_are_the_same(
 def test_a_batch_is_used_only_where_it_gives_the_same_and_is_worth_it(
     route: dict[str, Any], expert: Any, prompts: int, batched: bool, planner: Planner
 ) -> None:
-    asked = RouteRequest(prompt="x", **route)
+    asked = make_route_request(**route)
     request = RunRequest(message=UserMessage(prompt="x"), route=asked, experts=(expert,))
     [base] = planner.bases.list_bases()
     assert can_batch(base, request, prompts=prompts) is batched

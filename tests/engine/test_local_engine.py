@@ -23,12 +23,11 @@ from expertctl.errors import (
 )
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, SamplingOverrides
 from expertctl.schema.validation import find_problems
 from expertctl.settings import Home, Settings
 from tests.engine.package_fixtures import EnginePackages, market
-from tests.factories import write_base
+from tests.factories import make_route_request, write_base
 from tests.store.fixtures import HomeFixture, fast, house, make_key
 
 __all__ = ["fast", "house", "market"]
@@ -54,7 +53,8 @@ def engine(house: HomeFixture) -> LocalEngine:
 
 
 def request(*experts: NamedExpert, prompt: str = PROMPT, **options: Any) -> RunRequest:
-    route = RouteRequest(prompt=prompt, seed=0, sampling=WISHES, **options.pop("route", {}))
+    given = {"seed": 0, "sampling": WISHES, **options.pop("route", {})}
+    route = make_route_request(prompt=prompt, **given)
     message = UserMessage(prompt=prompt)
     return RunRequest(message=message, route=route, experts=experts, **options)
 

@@ -16,13 +16,13 @@ from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.model.load_plan import TORCH_MAX_BYTES
 from expertctl.engine.request import NamedExpert, RunRequest
 from expertctl.engine.result import RunResult
+from expertctl.engine_config import AdapterDtype, Dtype
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.reference import Reference
 from expertctl.routing.plan import SavedPlan
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import AdapterDtype, Dtype, ForcedExpert
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, SamplingOverrides
 from tests.engine.test_conversation import pattern, say
 from tests.engine.test_local_engine import planner, request, run
 from tests.factories import make_package, write_base

@@ -17,8 +17,7 @@ from expertctl.errors import DigestError, IncompatibleError, NotFoundError, Revo
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
 from expertctl.routing.plan import SavedPlan, parse_plan
-from expertctl.routing.request import ForcedExpert
-from expertctl.routing.sampling_presets import NO_OVERRIDES, SamplingOverrides
+from expertctl.routing.request import NO_OVERRIDES, ForcedExpert, SamplingOverrides
 from tests.engine.package_fixtures import EnginePackages, market
 from tests.engine.test_local_engine import planner, request, run
 from tests.factories import make_package

@@ -8,10 +8,10 @@ from expertctl.routing.candidate import InstalledExpert
 from expertctl.routing.eligibility import NO_FLAGS, NO_GAINS, find_eligible_experts
 from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.request import RouteRequest
 from expertctl.routing.router import RoutingResult, route_prompt
 from expertctl.schema.validation import find_problems
 from expertctl.store.base_record import StoredBase
+from tests.factories import make_route_request
 from tests.routing.experts import PROMPT, Router, make_base
 
 
@@ -36,7 +36,7 @@ def router(base: StoredBase, index: RoutingIndex) -> Router:
         gains: Any = NO_GAINS,
         **fields: Any,
     ) -> RoutingResult:
-        request = RouteRequest(**{"prompt": PROMPT, "seed": 7, **fields})
+        request = make_route_request(**{"prompt": PROMPT, "seed": 7, **fields})
         rates = success or {}
         roster = find_eligible_experts(
             request, experts, base=base, index=index, flags=flags, gains=gains

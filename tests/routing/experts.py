@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from expertctl.digest import Digest, FileDigest
+from expertctl.engine_config import EngineConfig
 from expertctl.package.base_model import BaseIdentity
 from expertctl.routing.candidate import InstalledExpert, RoutingCandidate
 from expertctl.routing.manifest_lint import SeenManifests
-from expertctl.routing.numerics import build_request_settings
+from expertctl.routing.numerics import build_numeric_settings
 from expertctl.routing.plan import NumericSettings
-from expertctl.routing.request import RouteRequest
 from expertctl.routing.router import RoutingResult
 from expertctl.schema.manifest import (
     AdapterEntry,
@@ -186,10 +186,8 @@ UNRELATED = (
 
 
 def make_numeric_settings(base: StoredBase, **options: Any) -> NumericSettings:
-    """Return the numeric settings of a request with these options, in float32 by default."""
-    return build_request_settings(
-        RouteRequest(**{"prompt": "x", "dtype": "float32", **options}), base
-    )
+    """Return the numeric settings of a base with these options, in float32 by default."""
+    return build_numeric_settings(EngineConfig(**{"dtype": "float32", **options}), base)
 
 
 def collect_manifests(manifests: Iterable[Manifest]) -> SeenManifests:

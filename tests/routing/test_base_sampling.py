@@ -12,10 +12,11 @@ from expertctl.errors import BaseMismatchError, InvalidPackageError
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import (
+from expertctl.routing.request import (
     NO_OVERRIDES,
     PRESETS,
+    ForcedExpert,
+    RouteRequest,
     SamplingOverrides,
     read_base_sampling,
     resolve_sampling,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from expertctl.engine_config import EngineConfig
 from expertctl.errors import NotFoundError
 from expertctl.reference import Reference
 from expertctl.routing.encoder import Encoder
@@ -119,7 +120,7 @@ def test_what_is_planned_plainly_is_not_remembered(session: PlanningSession) -> 
         {"force": (ForcedExpert(Reference.parse("acme/dates")),)},
         {"base_alone": True},
         {"max_experts": 2},
-        {"dtype": "bf16"},
+        {"config": EngineConfig(dtype="bf16")},
     ],
 )
 def test_what_else_is_asked_counts(session: PlanningSession, changes: dict[str, Any]) -> None:

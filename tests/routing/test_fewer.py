@@ -15,9 +15,8 @@ from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.plan import compute_plan_identity
 from expertctl.routing.planner import DroppedExpert, PlannedPrompt, drop_lowest_scoring
-from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.routing.router import route_prompt
-from expertctl.routing.sampling_presets import SamplingOverrides
 from expertctl.schema.manifest import Decoding
 from expertctl.store.base_record import StoredBase
 from tests.routing.experts import make_base, make_installed, make_manifest, make_numeric_settings

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from expertctl.digest import Digest
+from expertctl.engine_config import Dtype, EngineConfig, MoeMiss
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.routing import numerics
-from expertctl.routing.numerics import build_request_settings, check_identity, choose_dtype
+from expertctl.routing.numerics import build_numeric_settings, check_identity, choose_dtype
 from expertctl.routing.plan import NumericSettings, Plan, SamplingParams, compute_plan_identity
-from expertctl.routing.request import Dtype, MoeMiss, RouteRequest
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base
@@ -30,24 +30,24 @@ def test_a_damaged_configuration_is_an_error(base: StoredBase) -> None:
         make_numeric_settings(base)
 
 
-ASKED = RouteRequest(prompt="x", dtype="float32")
+ASKED = EngineConfig(dtype="float32")
 
 
 def saved_as(settings: NumericSettings, base: StoredBase) -> Plan:
     return Plan(compute_plan_identity(settings, []), 0, base.name, (), SamplingParams())
 
 
-def refused(plan: Plan, base: StoredBase, asked: RouteRequest = ASKED) -> IncompatibleError:
-    now = build_request_settings(asked, base)
+def refused(plan: Plan, base: StoredBase, asked: EngineConfig = ASKED) -> IncompatibleError:
+    now = build_numeric_settings(asked, base)
     with pytest.raises(IncompatibleError) as caught:
-        check_identity(plan, compute_plan_identity(now, []), base=base, request=asked)
+        check_identity(plan, compute_plan_identity(now, []), base=base, config=asked)
     return caught.value
 
 
 def test_a_saved_plan_whose_numbers_are_the_same_is_taken(base: StoredBase) -> None:
     settings = make_numeric_settings(base)
     plan = saved_as(settings, base)
-    check_identity(plan, compute_plan_identity(settings, []), base=base, request=ASKED)
+    check_identity(plan, compute_plan_identity(settings, []), base=base, config=ASKED)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_saved_plan_whose_numbers_are_the_same_is_taken(base: StoredBase) -> N
     ],
 )
 def test_a_plan_made_with_other_options_names_them_alone(
-    made: dict[str, Any], asked: RouteRequest, options: str, base: StoredBase
+    made: dict[str, Any], asked: EngineConfig, options: str, base: StoredBase
 ) -> None:
     error = refused(saved_as(make_numeric_settings(base, **made), base), base, asked)
     assert error.message == f"the plan was made with {options}"

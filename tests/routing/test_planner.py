@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from expertctl.digest import Digest
+from expertctl.engine_config import EngineConfig
 from expertctl.errors import (
     BaseMismatchError,
     DigestError,
@@ -21,10 +22,9 @@ from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
 from expertctl.routing.plan import Plan, parse_plan
 from expertctl.routing.planner import PlannedPrompt, Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.settings import Home, Settings
-from tests.factories import write_base
+from tests.factories import make_route_request, write_base
 from tests.gpt2_base import write_gpt2
 from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, make_key, shop
 
@@ -134,7 +134,7 @@ def test_a_base_that_the_engine_does_not_run_never_answers_by_itself(
     alone = RouteRequest(prompt=PROMPT, base_alone=True)
     for request in (alone, RouteRequest(prompt=PROMPT)):
         assert planner.plan(request).base.name == shop.base_dir.name
-    compat = planner.plan(replace(alone, engine="transformers"))
+    compat = planner.plan(replace(alone, config=EngineConfig(engine="transformers")))
     assert compat.base.name == "gpt2"
     with pytest.raises(IncompatibleError, match="does not run the base gpt2") as caught:
         planner.plan(alone, base="gpt2")
@@ -263,7 +263,7 @@ def test_an_unsigned_expert_answers_only_when_it_is_named(
 
 def saved_plan(planner: Planner, **request: Any) -> Plan:
     """A plan on its way through a file."""
-    planned = planner.plan(RouteRequest(prompt=PROMPT, **request))
+    planned = planner.plan(make_route_request(prompt=PROMPT, **request))
     return parse_plan(json.dumps(planned.result.to_json()).encode()).plan
 
 
@@ -306,7 +306,11 @@ def test_a_saved_plan_that_would_not_give_the_same_is_refused(
     [expert] = saved.experts
     edited = replace(saved, experts=(replace(expert, weight=0.5),))
     for plan, asked, why in (
-        (saved, replace(request, dtype="bf16"), "was made with --dtype float32"),
+        (
+            saved,
+            replace(request, config=EngineConfig(dtype="bf16")),
+            "was made with --dtype float32",
+        ),
         (edited, request, "was edited"),
     ):
         with pytest.raises(IncompatibleError, match=f"the plan {why}"):

@@ -7,7 +7,7 @@ import pytest
 
 from expertctl.errors import ContextLengthError, UsageError
 from expertctl.routing.plan import SamplingParams
-from expertctl.routing.sampling_presets import (
+from expertctl.routing.request import (
     DEFAULT_MAX_EXPERTS,
     LIMITS,
     MAX_PROMPT_CHARACTERS,

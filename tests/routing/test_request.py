@@ -4,12 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.cli import run_options
 from expertctl.digest import Digest
+from expertctl.engine_config import EngineConfig
 from expertctl.errors import ExpertError, UsageError
 from expertctl.reference import Reference
 from expertctl.routing.request import (
-    DEFAULT_SKIP_CAP,
     ForcedExpert,
     RouteRequest,
     check_request,
@@ -64,23 +63,6 @@ def test_no_text_makes_the_reader_fail_otherwise(text: str) -> None:
         assert -10 <= parse_forced(text).weight <= 10
 
 
-@pytest.mark.parametrize("cap", [-0.1, 1.1, float("nan")])
-def test_what_may_be_left_out_is_a_share(cap: float) -> None:
+def test_the_engine_of_a_request_is_checked_too() -> None:
     with pytest.raises(UsageError, match="--moe-skip-cap"):
-        check_request(RouteRequest(prompt="?", moe_skip_cap=cap))
-    assert run_options.SKIP_CAP == DEFAULT_SKIP_CAP
-
-
-def test_to_leave_out_what_is_not_there_and_to_promise_bits_is_refused() -> None:
-    with pytest.raises(UsageError, match="--deterministic"):
-        check_request(RouteRequest(prompt="?", moe_miss="skip", deterministic=True))
-    with pytest.raises(UsageError, match="--moe-miss skip"):
-        check_request(RouteRequest(prompt="?", moe_miss="skip", engine="transformers"))
-
-
-def test_a_device_may_leave_out_what_is_not_there_and_computes_with_no_copy() -> None:
-    check_request(RouteRequest(prompt="?", moe_miss="skip", device="cuda"))
-    for cold in ("map", "direct"):
-        with pytest.raises(UsageError, match=f"--device cuda does not support --moe-cold {cold}$"):
-            check_request(RouteRequest(prompt="?", moe_cold=cold, device="cuda"))
-    check_request(RouteRequest(prompt="?", moe_cold="read", device="cuda"))
+        check_request(RouteRequest(prompt="?", config=EngineConfig(moe_skip_cap=2)))

@@ -22,11 +22,10 @@ from starlette.types import ASGIApp, Message
 
 from expertctl.digest import Digest
 from expertctl.engine.generation import FinishReason, GenerationOutput
-from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
 from expertctl.engine.result import MemoryUsage, Numerics, RunResult
-from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.request import JobFinished, JobStarted
+from expertctl.engine_config import DEFAULT_WARMUP, BatchingConfig, EngineConfig, WarmupConfig
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.routing.features import extract_features
 from expertctl.routing.plan import Plan, SamplingParams
@@ -127,10 +126,10 @@ class ServerHarness:
 @contextmanager
 def run_app(house: HomeFixture, settings: ServeSettings | None = None) -> Iterator[ServerHarness]:
     """Serve what is installed in a home; closed at the end, whatever happens."""
-    chosen = settings or ServeSettings(batch=EngineConfig(budget=64 << 20))
-    chosen = replace(chosen, batch=replace(chosen.batch, base=BASE))
+    chosen = settings or ServeSettings(engine=EngineConfig(memory_budget=64 << 20))
+    chosen = replace(chosen, engine=replace(chosen.engine, base=BASE))
     planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
-    engine = ServingEngine(planner, chosen.batch)
+    engine = ServingEngine(planner, chosen.engine)
     engine.start()
     try:
         service = build_service(engine, planner, chosen)
@@ -174,8 +173,10 @@ def run_routed_app(
     """Serve it, with nothing else in the home."""
     house = HomeFixture(root)
     house.bases.add(write_routed_base(root.parent / "routed"), name=BASE)
-    batch = EngineConfig(budget=budget, rows=2, moe=moe, warm=warmup)
-    with run_app(house, ServeSettings(batch=batch)) as one:
+    batch = EngineConfig(
+        memory_budget=budget, moe=moe, batching=BatchingConfig(rows=2, warm=warmup)
+    )
+    with run_app(house, ServeSettings(engine=batch)) as one:
         yield one
 
 

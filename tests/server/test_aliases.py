@@ -6,7 +6,7 @@ from queue import SimpleQueue
 import openai
 import pytest
 
-from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine_config import EngineConfig
 from expertctl.errors import ExpertError, IncompatibleError, NotFoundError, UsageError
 from expertctl.server.app import EngineWorker
 from expertctl.server.model_name import (
@@ -125,7 +125,7 @@ def test_an_alias_that_the_served_base_cannot_answer_ends_the_start(
     other = write_base(tmp_path / "other", seed=9, hidden_size=48)
     house.bases.add(other, name="other")
     settings = ServeSettings(
-        aliases={"q": "acme/sql"}, batch=EngineConfig(base="other", budget=64 << 20)
+        aliases={"q": "acme/sql"}, engine=EngineConfig(base="other", memory_budget=64 << 20)
     )
     opening = EngineWorker(settings, Settings(Home(house.root), encoder="lexical"))
     told = SimpleQueue[ExpertError | None]()
@@ -140,7 +140,7 @@ def test_an_alias_that_the_served_base_cannot_answer_ends_the_start(
 def test_an_expert_that_was_removed_since_is_missed_in_the_words_of_the_client(
     make_served: MakeServed, path: str
 ) -> None:
-    settings = ServeSettings(aliases={"q": "acme/sql"}, batch=EngineConfig(budget=64 << 20))
+    settings = ServeSettings(aliases={"q": "acme/sql"}, engine=EngineConfig(memory_budget=64 << 20))
     served = make_served(settings)
     body = {"model": "q", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
     assert served.client().post(path, json=body).status_code == 200
@@ -174,7 +174,7 @@ def test_a_model_that_is_no_alias_is_still_not_found() -> None:
 
 
 def test_a_client_that_knows_one_name_lists_it_and_is_answered(make_served: MakeServed) -> None:
-    settings = ServeSettings(aliases=ALIASES, batch=EngineConfig(budget=64 << 20))
+    settings = ServeSettings(aliases=ALIASES, engine=EngineConfig(memory_budget=64 << 20))
     served = make_served(settings)
     with make_client(served) as client:
         names = [model.id for model in client.models.list()]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine_config import EngineConfig
 from expertctl.server.settings import ServeSettings
 from tests.server.conftest import MakeServed
 from tests.server.harness import BASE, URL, ServerHarness
@@ -17,7 +17,7 @@ CHAT = "/v1/chat/completions"
 POSTS = (CHAT, "/v1/completions", "/v1/messages", "/v1/infer", "/v1/jobs", "/v1/route")
 TURNS = [{"role": "user", "content": "Sort: 3, 1, 2"}]
 ASKED: dict[str, Any] = {"model": BASE, "messages": TURNS, "max_tokens": 3, "temperature": 0}
-SETTINGS = ServeSettings(batch=EngineConfig(budget=64 << 20))
+SETTINGS = ServeSettings(engine=EngineConfig(memory_budget=64 << 20))
 
 
 def error_of(body: Any) -> str:

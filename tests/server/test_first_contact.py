@@ -11,14 +11,14 @@ import openai
 import pytest
 
 from expertctl import __version__
-from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine_config import EngineConfig
 from expertctl.errors import UsageError
 from expertctl.server.settings import ServeSettings, check_settings
 from tests.server.conftest import MakeServed
 from tests.server.harness import BASE, URL, ServerHarness
 
 CHAT = {"model": BASE, "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
-SMALL = EngineConfig(budget=64 << 20)
+SMALL = EngineConfig(memory_budget=64 << 20)
 
 
 def test_whoever_waits_for_health_is_told_when_requests_are_answered(
@@ -71,7 +71,7 @@ def test_a_page_of_an_allowed_origin_may_read_limits_and_ignored_fields(
     make_served: MakeServed,
 ) -> None:
     origin = "http://localhost:3000"
-    served = make_served(ServeSettings(allowed_origins=(origin,), batch=SMALL))
+    served = make_served(ServeSettings(allowed_origins=(origin,), engine=SMALL))
     secret = served.service.keys.create("page", now=0.0, requests_per_minute=9).secret
     for path in ("/v1/chat/completions", "/v1/messages"):
         body = {**CHAT, "keep_alive": "5m"}
@@ -87,7 +87,7 @@ def test_a_container_may_use_the_name_that_its_settings_allow(make_served: MakeS
     named = {"Host": "host.docker.internal:8000"}
     refused = make_served().client().post("/v1/chat/completions", json=CHAT, headers=named)
     assert refused.status_code == 421
-    settings = ServeSettings(allowed_hosts=("host.docker.internal",), batch=SMALL)
+    settings = ServeSettings(allowed_hosts=("host.docker.internal",), engine=SMALL)
     client = make_served(settings).client()
     assert client.post("/v1/chat/completions", json=CHAT, headers=named).status_code == 200
     other = {"Host": "host.docker.internal.example.com"}
@@ -98,7 +98,7 @@ PAGE = "http://localhost:3000"
 
 
 def test_a_page_of_an_allowed_origin_asks_and_reads_the_answer(make_served: MakeServed) -> None:
-    client = make_served(ServeSettings(allowed_origins=(PAGE,), batch=SMALL)).client()
+    client = make_served(ServeSettings(allowed_origins=(PAGE,), engine=SMALL)).client()
     asked = {
         "Origin": PAGE,
         "Access-Control-Request-Method": "POST",
@@ -120,7 +120,7 @@ def test_a_page_of_an_allowed_origin_asks_and_reads_the_answer(make_served: Make
 def test_attack_101_a_page_of_an_origin_that_is_not_allowed_reads_nothing(
     make_served: MakeServed, origin: str
 ) -> None:
-    client = make_served(ServeSettings(allowed_origins=(PAGE,), batch=SMALL)).client()
+    client = make_served(ServeSettings(allowed_origins=(PAGE,), engine=SMALL)).client()
     asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
     for answer in (
         client.options("/v1/chat/completions", headers=asked),

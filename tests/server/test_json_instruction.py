@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.text.prompt import ConversationMessage
+from expertctl.engine_config import EngineConfig
 from expertctl.server.json_instruction import (
     INSTRUCTION_TEXT,
     INSTRUCTION_WARNING,
@@ -281,8 +281,8 @@ def test_each_api_tells_the_model_the_form_and_the_client_that_it_did(
 
 @pytest.mark.parametrize("path", TOLD)
 def test_a_server_can_leave_it_out(make_served: MakeServed, path: str) -> None:
-    batch = EngineConfig(budget=64 << 20)
-    served = make_served(ServeSettings(json_instruction=False, batch=batch))
+    batch = EngineConfig(memory_budget=64 << 20)
+    served = make_served(ServeSettings(json_instruction=False, engine=batch))
     answer = served.client().post(path, json=TOLD[path])
     assert INSTRUCTION_WARNING not in answer.text
     assert prompt_tokens(answer.json()) == chat_prompt(served, QUESTION)

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.server.settings import ServeSettings
 from tests.server.conftest import MakeServed
 from tests.server.harness import BASE, EXPERTS, ServedPackages, ServerHarness
@@ -101,7 +101,9 @@ def test_gateways_find_what_they_schedule_by(scraped: dict[str, Metric]) -> None
 
 
 def test_gateways_see_which_experts_run_and_which_wait(make_served: MakeServed) -> None:
-    client = make_served(ServeSettings(batch=EngineConfig(budget=64 << 20, rows=1))).client()
+    client = make_served(
+        ServeSettings(engine=EngineConfig(memory_budget=64 << 20, batching=BatchingConfig(rows=1)))
+    ).client()
     ask = {"prompt": "Sort: 3, 1", "temperature": 0, "max_tokens": 100_000}
     names = [EXPERTS[0], *(EXPERTS[1],) * 8]
     jobs = [client.post("/v1/jobs", json={**ask, "force_experts": [n]}).json() for n in names]

@@ -12,7 +12,7 @@ import pytest
 import schemathesis
 from schemathesis.engine import events, from_schema
 
-from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine_config import EngineConfig
 from expertctl.server.settings import ServeSettings
 from tests.server.conftest import MakeServed
 from tests.server.harness import URL, ServerHarness
@@ -36,7 +36,7 @@ REFUSED = [
     "431",
 ]
 ACCEPTED = ["2xx", *REFUSED]
-SETTINGS = ServeSettings(timeout=0.2, batch=EngineConfig(budget=64 << 20))
+SETTINGS = ServeSettings(timeout=0.2, engine=EngineConfig(memory_budget=64 << 20))
 """Answers may be asked for that take hours."""
 
 

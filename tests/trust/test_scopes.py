@@ -13,9 +13,8 @@ from expertctl.errors import (
     TrustError,
     UsageError,
 )
-from expertctl.reference import PackageName
+from expertctl.reference import PackageName, find_authorities, find_namespace_registries
 from expertctl.trust import grants as grants_module
-from expertctl.trust.authority import find_authorities, find_namespace_registries
 from expertctl.trust.grants import Grant, KnownRegistry, TrustedKey, make_grants
 from expertctl.trust.keys import PrivateKey, PublicKey
 from expertctl.trust.trust_record import TrustRecord

@@ -35,7 +35,7 @@ from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache, estimate_pag
 from expertctl.engine.kv.sequence_cache import KVCacheBase
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.host import allocate
-from expertctl.engine.model.backends import BackendName, LoadContext
+from expertctl.engine.model.backends import BackendName, LoadConfig, LoadContext
 from expertctl.engine.model.decoder import LayerTimer, PrefillResult
 from expertctl.engine.moe.cache_plan import (
     TYPICAL_SEQUENCE_TOKENS,
@@ -54,9 +54,9 @@ from expertctl.engine.moe.routed_experts import make_resident_experts
 from expertctl.engine.moe.warmup import PlanWarmup, WarmupPlan, warm_up_cache
 from expertctl.engine.sampling import estimate_sample_bytes
 from expertctl.engine.text.prompt import RecordLogits
+from expertctl.engine_config import AdapterDtype, Dtype
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import ModelConfig
-from expertctl.routing.request import AdapterDtype, Dtype, MoeColdOption, MoeMiss
 
 _FLOAT_BYTES = 4
 SCHEMES: dict[Dtype, Scheme] = {
@@ -86,36 +86,25 @@ class PackedBackend:
         return Scheme.FLOAT32 if self.scheme is Scheme.FLOAT32 else Scheme.FLOAT16
 
     @classmethod
-    def choose(
-        cls,
-        config: ModelConfig,
-        dtype: Dtype,
-        adapter_dtype: AdapterDtype = "published",
-        *,
-        memory_limit: int | None = None,
-        miss: MoeMiss = "exact",
-        cap: float = 1.0,
-        cold: MoeColdOption = "auto",
-        rows: int = 1,
-        headroom: int = 0,
-    ) -> "PackedBackend":
-        """Return the backend for a base within ``memory_limit`` bytes; None: unlimited.
+    def choose(cls, config: ModelConfig, load_config: LoadConfig) -> "PackedBackend":
+        """Return the backend for a base within its memory limit.
 
-        The limit leaves enough for a sequence with default settings in a batch of ``rows``, and for
-        a run that needs ``headroom`` bytes on top of the base.
+        The limit leaves enough for a sequence with default settings in a batch, and for the
+        headroom of a run on top of the base.
 
         Raises:
             IncompatibleError: for sizes that the kernels do not support.
         """
-        scheme = SCHEMES[dtype]
+        engine, limit = load_config.engine, load_config.memory_limit
+        scheme = SCHEMES[load_config.dtype]
         whole = packed_base_bytes(config, scheme)
         if config.experts is not None:
             whole += estimate_resident_bookkeeping_bytes(config.experts)
-        held = cls(config, dtype, adapter_dtype, whole)
-        if config.experts is None or memory_limit is None:
+        held = cls(config, load_config.dtype, engine.adapter_dtype, whole)
+        if config.experts is None or limit is None:
             return held
-        sequence_bytes = max(held.sequence_bytes(rows=rows), headroom)
-        if fits_in_memory(whole, memory_limit, sequence_bytes=sequence_bytes):
+        sequence_bytes = max(held.sequence_bytes(rows=load_config.rows), load_config.headroom)
+        if fits_in_memory(whole, limit, sequence_bytes=sequence_bytes):
             return held
         rest, block = held.min_weight_bytes, make_expert_shape(config, scheme)
         plan = plan_cache(
@@ -123,13 +112,13 @@ class PackedBackend:
             experts=config.experts.count,
             block_bytes=block.nbytes,
             other_bytes=rest,
-            limit=memory_limit,
-            miss=miss,
-            cap=cap,
+            limit=limit,
+            miss=engine.moe_miss,
+            cap=engine.moe_skip_cap,
             sequence_bytes=sequence_bytes,
         )
         weight_bytes = rest + plan.blocks * block.nbytes
-        return cls(config, dtype, adapter_dtype, weight_bytes, replace(plan, cold=cold))
+        return replace(held, weight_bytes=weight_bytes, cache=replace(plan, cold=engine.moe_cold))
 
     def with_warmup(self, start: PlanWarmup) -> "PackedBackend":
         """Return the same backend with slots and pins from usage data, if not all experts fit.

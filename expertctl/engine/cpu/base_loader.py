@@ -32,10 +32,10 @@ from expertctl.engine.kernels.packed_matrix import PackedMatrix, widen_to_float3
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.model.weights import list_rounding_warnings, make_tied_head_error
 from expertctl.engine.moe.expert_files import ExpertStream, compute_copy_shape
+from expertctl.engine_config import MoeColdOption
 from expertctl.package.base_model import compute_weights_digest
 from expertctl.package.base_tensors import StoredTensor, read_base_tensors
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
-from expertctl.routing.request import MoeColdOption
 from expertctl.store.quantised_cache import QuantisedCache
 from expertctl.store.quantised_file import QuantisedPiece, iterate_pieces
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from expertctl.routing.request import DeviceName
+from expertctl.engine_config import DeviceName
 
 HUGE_PAGE_BYTES = 2 << 20
 MACHINE_SHARE = 0.8

@@ -29,8 +29,10 @@ from expertctl.engine.model.decoder import Decoder, LayerTimer, PrefillResult, e
 from expertctl.engine.model.weights import BaseWeights, load_base_weights
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import Counters, RoutedExpertStats, make_resident_stats
+from expertctl.engine.moe.warmup import PlanWarmup, plan_cold_start
 from expertctl.engine.sampling import estimate_sample_bytes
 from expertctl.engine.text.prompt import RecordLogits
+from expertctl.engine_config import DEFAULT_CONFIG, QUANTISED_DTYPES, Dtype, EngineConfig
 from expertctl.errors import UsageError
 from expertctl.messages import Notify, ignore_notification
 from expertctl.package.model_config import ModelConfig
@@ -55,6 +57,32 @@ class LoadContext:
     tell: Notify = ignore_notification
     check: Callable[[], None] | None = None
     """Called before each kernel is compiled; an exception that it raises ends the compilation."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """How a base is loaded: the options of the engine, and what depends on base and memory."""
+
+    dtype: Dtype = "float32"
+    """Data type of the base weights, chosen for this base."""
+    engine: EngineConfig = DEFAULT_CONFIG
+    memory_limit: int | None = None
+    """Bytes of memory in total; routed experts that do not fit stay on the disk."""
+    headroom: int = 0
+    """Bytes that a run needs besides the base; routed-expert slots leave them free."""
+    rows: int = 1
+    """Number of sequences decoded at once."""
+    choose_warmup: PlanWarmup = plan_cold_start
+    """Chooses the initial routed experts where not all of them fit into memory."""
+
+    @property
+    def needs_kernels(self) -> bool:
+        """Whether torch cannot do this, whatever the base."""
+        return (
+            self.dtype in QUANTISED_DTYPES
+            or self.engine.adapter_dtype != "published"
+            or self.engine.deterministic
+        )
 
 
 class RunnableModel(Protocol):

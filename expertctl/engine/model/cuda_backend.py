@@ -23,6 +23,7 @@ from expertctl.engine.kv.sequence_cache import (
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.model.backends import (
     BackendName,
+    LoadConfig,
     LoadContext,
     TorchBackend,
     TorchModel,
@@ -70,7 +71,6 @@ from expertctl.engine.moe.warmup import PlanWarmup, WarmupPlan, warm_up_cache
 from expertctl.engine.text.prompt import RecordLogits
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import ModelConfig
-from expertctl.routing.request import MoeMiss
 
 _FLOAT_BYTES = 4
 _CAPTURE_STREAMS, _PIECEWISE_STREAMS = 2, 3
@@ -89,24 +89,15 @@ class CudaBackend:
     """The routed experts to start with."""
 
     @classmethod
-    def choose(
-        cls,
-        config: ModelConfig,
-        dtype: str,
-        *,
-        memory_limit: int | None = None,
-        miss: MoeMiss = "exact",
-        cap: float = 1.0,
-        headroom: int = 0,
-    ) -> "CudaBackend":
-        """Return the backend for a base in ``memory_limit`` bytes of the device; None: unlimited.
+    def choose(cls, config: ModelConfig, load_config: LoadConfig) -> "CudaBackend":
+        """Return the backend for a base within the memory limit of the device.
 
-        ``headroom`` bytes of these are left for the needs of a run besides the base.
+        The headroom is left for the needs of a run besides the base.
         """
-        whole = cls(config, dtype)
-        if config.experts is None or memory_limit is None:
+        whole, limit = cls(config, load_config.dtype), load_config.memory_limit
+        if config.experts is None or limit is None:
             return whole
-        if fits_in_memory(whole.weight_bytes, memory_limit, sequence_bytes=headroom):
+        if fits_in_memory(whole.weight_bytes, limit, sequence_bytes=load_config.headroom):
             return whole
         workspaces = _PIECEWISE_STREAMS * devices.get_workspace_bytes()
         plan = plan_cache(
@@ -114,10 +105,10 @@ class CudaBackend:
             experts=config.experts.count,
             block_bytes=whole.stack_shape.nbytes,
             other_bytes=whole.min_weight_bytes + whole.piecewise_bytes + workspaces,
-            limit=memory_limit,
-            miss=miss,
-            cap=cap,
-            sequence_bytes=headroom,
+            limit=limit,
+            miss=load_config.engine.moe_miss,
+            cap=load_config.engine.moe_skip_cap,
+            sequence_bytes=load_config.headroom,
         )
         return replace(whole, cache=plan)
 

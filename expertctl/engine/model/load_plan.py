@@ -39,24 +39,22 @@ from expertctl.engine.adapters.load import (
     load_adapter,
 )
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
-from expertctl.engine.model.backends import Backend, LoadContext, RunnableModel, TorchBackend
+from expertctl.engine.model.backends import (
+    Backend,
+    LoadConfig,
+    LoadContext,
+    RunnableModel,
+    TorchBackend,
+)
 from expertctl.engine.moe.cache_plan import fits_in_memory
-from expertctl.engine.moe.warmup import PlanWarmup, plan_cold_start
 from expertctl.engine.text.tokenizer import Tokenizer
+from expertctl.engine_config import Dtype
 from expertctl.errors import ExpertError, IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.package.read import read_package
 from expertctl.package.tensor_file import ADAPTER_LIMITS, LENGTH_BYTES
 from expertctl.package.verify import accept_unsigned, verify_contents
 from expertctl.routing.numerics import SMALL_BASE, choose_dtype
-from expertctl.routing.request import (
-    QUANTISED_DTYPES,
-    AdapterDtype,
-    DeviceName,
-    Dtype,
-    MoeColdOption,
-    MoeMiss,
-)
 from expertctl.schema.manifest import Manifest
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
@@ -195,36 +193,6 @@ TORCH_MAX_BYTES = SMALL_BASE
 
 
 @dataclass(frozen=True, slots=True)
-class LoadConfig:
-    """Data types and options with which a run loads its base and experts."""
-
-    dtype: Dtype = "float32"
-    adapter_dtype: AdapterDtype = "published"
-    deterministic: bool = False
-    device: DeviceName = "cpu"
-    moe_miss: MoeMiss = "exact"
-    moe_skip_cap: float = 1.0
-    moe_cold: MoeColdOption = "auto"
-    memory_limit: int | None = None
-    """Bytes of memory in total; routed experts that do not fit stay on the disk."""
-    headroom: int = 0
-    """Bytes that a run needs besides the base; routed-expert slots leave them free."""
-    rows: int = 1
-    """Number of sequences decoded at once."""
-    choose_warmup: PlanWarmup = plan_cold_start
-    """Chooses the initial routed experts where not all of them fit into memory."""
-
-    @property
-    def needs_kernels(self) -> bool:
-        """Whether torch cannot do this, whatever the base."""
-        return (
-            self.dtype in QUANTISED_DTYPES
-            or self.adapter_dtype != "published"
-            or self.deterministic
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class OpenBase:
     """A base whose files were checked against the store; no weights are in memory."""
 
@@ -305,7 +273,7 @@ def choose_backend(
     Raises:
         IncompatibleError: when neither kernels nor torch support the base with these options.
     """
-    if load_config.device == "cuda":
+    if load_config.engine.device == "cuda":
         return _choose_cuda_backend(config, load_config), ()
     if load_config.needs_kernels:
         packed = _choose_packed_backend(config, load_config)
@@ -330,31 +298,14 @@ def _choose_cuda_backend(config: ModelConfig, load_config: LoadConfig) -> Backen
     assert not load_config.needs_kernels, (
         "a CUDA device holds float32 and bf16, experts as published"
     )
-    return CudaBackend.choose(
-        config,
-        load_config.dtype,
-        memory_limit=load_config.memory_limit,
-        miss=load_config.moe_miss,
-        cap=load_config.moe_skip_cap,
-        headroom=load_config.headroom,
-    ).with_warmup(load_config.choose_warmup)
+    return CudaBackend.choose(config, load_config).with_warmup(load_config.choose_warmup)
 
 
 def _choose_packed_backend(config: ModelConfig, load_config: LoadConfig) -> "PackedBackend":
     """Return the packed backend; only now numba is imported, which takes a third of a second."""
     from expertctl.engine.cpu.backend import PackedBackend
 
-    return PackedBackend.choose(
-        config,
-        load_config.dtype,
-        load_config.adapter_dtype,
-        memory_limit=load_config.memory_limit,
-        miss=load_config.moe_miss,
-        cap=load_config.moe_skip_cap,
-        cold=load_config.moe_cold,
-        rows=load_config.rows,
-        headroom=load_config.headroom,
-    )
+    return PackedBackend.choose(config, load_config)
 
 
 class BaseSlot:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 from expertctl.engine.cpu.backend import SCHEMES, PackedBackend
 from expertctl.engine.cpu.packed_base import make_expert_shape
+from expertctl.engine.model.backends import LoadConfig
 from expertctl.engine.moe.cache_plan import CachePlan, fits_in_memory, plan_cache
 from expertctl.engine.moe.placement import (
     DEFAULT_CURVE,
@@ -25,10 +26,10 @@ from expertctl.engine.moe.placement import (
 )
 from expertctl.engine.moe.usage_profile import UsageProfile
 from expertctl.engine.moe.warmup import WarmupPlan
+from expertctl.engine_config import Dtype
 from expertctl.errors import IncompatibleError
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
-from expertctl.routing.request import Dtype
 from expertctl.schema.strict_json import JsonObject
 
 NamedLanes = Mapping[str, int]
@@ -203,7 +204,7 @@ def plan_base(
         raise IncompatibleError(
             f"{base} has no routed experts", hint="`expertctl base list` shows the bases"
         )
-    backend, usage = PackedBackend.choose(config, dtype), start.usage
+    backend, usage = PackedBackend.choose(config, LoadConfig(dtype)), start.usage
     block, texts = make_expert_shape(config, scheme).nbytes, backend.sequence_bytes()
     rest = backend.min_weight_bytes
     whole = fits_in_memory(backend.weight_bytes, limit, sequence_bytes=texts)

@@ -9,7 +9,7 @@ earlier runs is not used; a profile that the user names is.
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -25,9 +25,9 @@ from expertctl.engine.kv.sequence_cache import KVRequest
 from expertctl.engine.memory.adapter_cache import Tier
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.memory.host import find_budget_limit, find_default_budget
-from expertctl.engine.model.backends import RunnableModel
+from expertctl.engine.model.backends import LoadConfig, RunnableModel
 from expertctl.engine.model.cuda_backend import CudaBackend
-from expertctl.engine.model.load_plan import LoadConfig, OpenBase, open_base
+from expertctl.engine.model.load_plan import OpenBase, open_base
 from expertctl.engine.moe.bench_result import (
     CounterSample,
     HitRateTimeline,
@@ -35,17 +35,17 @@ from expertctl.engine.moe.bench_result import (
     RoutedBenchResult,
     RoutedBenchRow,
 )
-from expertctl.engine.moe.cache_plan import CachePlan, TopPins
+from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import CounterSnapshot, LayerCounts, RoutedExpertStats
 from expertctl.engine.moe.profile_codecs import read_profile
-from expertctl.engine.moe.warmup import COLD_START, WarmupConfig, WarmupPlan
+from expertctl.engine.moe.warmup import WarmupPlan
 from expertctl.engine.resources import ResourceManager
+from expertctl.engine_config import COLD_START, EngineConfig, MoeMiss, TopPins, WarmupConfig
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from expertctl.messages import Notify, ignore_notification
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.routing.numerics import choose_dtype
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import DeviceName, Dtype, MoeColdOption, MoeMiss
 
 
 def make_warmup_plan(config: WarmupConfig, routed: ExpertsConfig) -> WarmupPlan:
@@ -67,7 +67,7 @@ def make_warmup_plan(config: WarmupConfig, routed: ExpertsConfig) -> WarmupPlan:
 
 
 def configure_backend(
-    base: OpenBase, case: ResidencyCase, start: WarmupPlan, *, cap: float, cold: MoeColdOption
+    base: OpenBase, case: ResidencyCase, start: WarmupPlan, engine: EngineConfig
 ) -> PackedBackend | CudaBackend:
     """Return a backend that holds the case's share of the experts of each layer, at least one.
 
@@ -85,8 +85,8 @@ def configure_backend(
         experts=count,
         slots=min(max(round(case.share * count), 1), count),
         miss=case.miss,
-        cap=cap,
-        cold=cold,
+        cap=engine.moe_skip_cap,
+        cold=engine.moe_cold,
     )
     _require_slots(start, plan, case)
     if isinstance(backend, CudaBackend):
@@ -117,10 +117,10 @@ _OTHER_BASE = "choose another --base: one whose layers have routed experts"
 class RoutedBenchConfig:
     """The cases to measure, and the texts."""
 
+    engine: EngineConfig = field(default=EngineConfig(moe_skip_cap=0.5, moe=COLD_START))
+    """Each case starts with its profile; usage learnt from earlier runs is not used."""
     shares: tuple[float, ...] = (1.0, 0.6, 0.4)
     misses: tuple[MoeMiss, ...] = ("exact", "skip")
-    cap: float = 0.5
-    """The largest share of a token's weight that may be skipped."""
     prompts: tuple[str, ...] = ()
     """Empty: random tokens."""
     prompt_tokens: int = 64
@@ -128,13 +128,7 @@ class RoutedBenchConfig:
     tokens: int = 64
     rounds: int = 3
     seed: int = 0
-    dtype: Dtype | None = None
     threads: int | None = None
-    cold: MoeColdOption = "auto"
-    """How experts without a slot are read from disk."""
-    device: DeviceName = "cpu"
-    start: WarmupConfig = COLD_START
-    """How each case starts; usage learnt from earlier runs is not used."""
 
     @property
     def cases(self) -> tuple[ResidencyCase, ...]:
@@ -164,7 +158,6 @@ def measure_routed(
     config: RoutedBenchConfig,
     *,
     base: str,
-    budget: int | None = None,
     progress: Progress = ignore_progress,
     tell: Notify = ignore_notification,
 ) -> RoutedBenchResult:
@@ -178,11 +171,12 @@ def measure_routed(
         UsageError: when texts are longer than its context.
         BudgetError: when no case fits.
     """
-    limit = find_budget_limit(budget, config.device)
+    engine = config.engine
+    limit = find_budget_limit(engine.memory_budget, engine.device)
     opened = _open_base(planner, base, config)
     routed = opened.config.experts
     assert routed is not None
-    start = make_warmup_plan(config.start, routed)
+    start = make_warmup_plan(engine.moe, routed)
     texts = _load_texts(opened, config)
     threads = config.threads or choose_thread_count(opened.weight_bytes)
     bench = _RoutedBench(planner, opened, config, start, texts, threads, limit, progress, tell)
@@ -191,13 +185,13 @@ def measure_routed(
     return RoutedBenchResult(
         what=f"base {opened.stored.name}",
         cpu=cpu_model_name(),
-        device=get_device_name(config.device),
+        device=get_device_name(engine.device),
         dtype=opened.backend.dtype,
         threads=threads,
         texts=_describe_texts(config),
-        start=config.start,
-        cold=config.cold,
-        skip_cap=config.cap if any(row.case.miss == "skip" for row in rows) else None,
+        start=engine.moe,
+        cold=engine.moe_cold,
+        skip_cap=engine.moe_skip_cap if any(row.case.miss == "skip" for row in rows) else None,
         seed=None if config.prompts else config.seed,
         experts=routed.count,
         used=routed.used,
@@ -208,9 +202,9 @@ def measure_routed(
 
 
 def _open_base(planner: Planner, name: str, config: RoutedBenchConfig) -> OpenBase:
-    stored = planner.bases.find(name)
-    options = LoadConfig(dtype=choose_dtype(stored, config.dtype), device=config.device)
-    opened = open_base(planner.bases, stored, options, rehash=False, torch_below=0)
+    stored, engine = planner.bases.find(name), config.engine
+    load_config = LoadConfig(choose_dtype(stored, engine.dtype), engine)
+    opened = open_base(planner.bases, stored, load_config, rehash=False, torch_below=0)
     if opened.config.experts is None:
         raise IncompatibleError(f"{name} has no routed experts", hint=_OTHER_BASE)
     if not isinstance(opened.backend, PackedBackend | CudaBackend):
@@ -297,8 +291,7 @@ class _RoutedBench:
         return tuple(rows), [f"left out: {h.label}: {e.message}" for h, e in refused.items()]
 
     def _configure(self, case: ResidencyCase) -> OpenBase:
-        config = self.config
-        backend = configure_backend(self.base, case, self.start, cap=config.cap, cold=config.cold)
+        backend = configure_backend(self.base, case, self.start, self.config.engine)
         return replace(self.base, backend=backend)
 
     def _measure_case(self, case: ResidencyCase, base: OpenBase) -> RoutedBenchRow:
@@ -327,7 +320,7 @@ def _load_model(
     residents = ResourceManager(
         bench.planner,
         MemoryBudget(bench.limit),
-        ram=None if config.device == "cpu" else MemoryBudget(find_default_budget()),
+        ram=None if config.engine.device == "cpu" else MemoryBudget(find_default_budget()),
         progress=ignore_progress,
         tell=bench.tell,
         warmup=COLD_START,

@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from expertctl.engine.bench_result import Spread, TimingSeries
 from expertctl.engine.moe.counters import CounterSnapshot, LayerCounts, RoutedExpertStats
-from expertctl.engine.moe.warmup import COLD_START, WarmupConfig
-from expertctl.routing.request import MoeColdOption, MoeMiss
+from expertctl.engine_config import COLD_START, MoeColdOption, MoeMiss, WarmupConfig
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
 ALL_RESIDENT = "all resident"

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from expertctl.engine.moe.layer_slots import estimate_transition_bytes
 from expertctl.engine.moe.usage_profile import UsageProfile
+from expertctl.engine_config import MoeColdOption, MoeMiss, Pins, SharePins, TopPins
 from expertctl.errors import UsageError
 from expertctl.package.architectures import MAX_EXPERTS_PER_LAYER, ExpertsConfig
-from expertctl.routing.request import MoeColdOption, MoeMiss
-from expertctl.routing.sampling_presets import PRESETS
+from expertctl.routing.request import PRESETS
 
 WORKING_SHARE = 0.71
 """The share of the recommended memory that is used."""
@@ -225,32 +225,6 @@ def _count_misses(plan: CachePlan, activations: Activations) -> float:
 
 _PINS = re.compile(r"([0-9]{1,4})(%?)")
 _PERCENT = 100
-
-
-@dataclass(frozen=True, slots=True)
-class TopPins:
-    """The most frequent experts of each layer, by number."""
-
-    count: int
-
-    def __str__(self) -> str:
-        """Return it as the user writes it."""
-        return str(self.count)
-
-
-@dataclass(frozen=True, slots=True)
-class SharePins:
-    """The experts that at least a share of all prompts, or tokens, of a profile choose."""
-
-    share: float
-    """From 0 to 1."""
-
-    def __str__(self) -> str:
-        """Return it as the user writes it."""
-        return f"{self.share:.0%}"
-
-
-Pins = TopPins | SharePins
 
 
 def parse_pins(text: str) -> Pins:

@@ -22,8 +22,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from expertctl.engine_config import MoeCold, MoeMiss
 from expertctl.package.model_config import ModelConfig
-from expertctl.routing.request import MoeCold, MoeMiss
 from expertctl.schema.strict_json import JsonObject
 
 MAX_COUNTER = 2**64 - 1

@@ -35,9 +35,9 @@ from expertctl.engine.kernels.exponent_packing import MIN_BITS
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.memory.host import MappedFile, allocate, find_unused_bytes
 from expertctl.engine.moe.placement import LayerExpert
+from expertctl.engine_config import MoeCold, MoeColdOption
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
-from expertctl.routing.request import MoeCold, MoeColdOption
 from expertctl.store.quantised_cache import QuantisedCache
 from expertctl.store.quantised_file import (
     FileEdition,

@@ -39,10 +39,8 @@ from expertctl.engine.moe.usage_profile import (
     subtract_profile,
 )
 from expertctl.engine.moe.warmup import (
-    DEFAULT_WARMUP,
     ActiveProfile,
     SavedCacheState,
-    WarmupConfig,
     WarmupPlan,
     capture_state,
     check_state,
@@ -51,6 +49,7 @@ from expertctl.engine.moe.warmup import (
     read_state,
     write_state,
 )
+from expertctl.engine_config import DEFAULT_WARMUP, WarmupConfig
 from expertctl.errors import DigestError, ExpertError, InvalidPackageError
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.base_model import BaseIdentity

@@ -19,18 +19,18 @@ If the number of a layer's slots has changed since, the experts that were worth 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from expertctl.engine.moe.cache_plan import CachePlan, Pins, TopPins, adapt_plan, select_pinned
+from expertctl.engine.moe.cache_plan import CachePlan, adapt_plan, select_pinned
 from expertctl.engine.moe.layer_slots import EMPTY_SLOT, LayerSlots
 from expertctl.engine.moe.profile_codecs import load_document, parse_document
 from expertctl.engine.moe.swap_policy import ExpertScores
 from expertctl.engine.moe.usage_profile import UsageProfile, cap_count
+from expertctl.engine_config import COLD_START, DEFAULT_WARMUP, Pins, TopPins, WarmupConfig
 from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.schema.strict_json import JsonObject
@@ -216,37 +216,6 @@ def _find_contradictions(document: _StateDocument) -> Iterable[str]:
 
 
 _Counts = NDArray[np.float64]
-Warmup = Literal["none", "hybrid", "full"]
-"""none: experts are read when chosen; hybrid: known ones are read during passes; full: before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupConfig:
-    """The user's options for routed experts, whatever the base."""
-
-    profile: Path | None = None
-    """The file to use instead of the learnt usage."""
-    pins: Pins | None = None
-    warmup: Warmup = "hybrid"
-    exchange: float = 0.0
-    """The share of all residents that a profile may swap in an update, from 0, none, to 1."""
-    learns: bool = True
-    """Whether usage is learnt, and used."""
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """The options that the user gave, without those that may also be settings."""
-        given = (
-            ("--moe-profile", self.profile is not None),
-            ("--moe-pin", self.pins is not None),
-            ("--moe-exchange", self.exchange > 0),
-        )
-        return tuple(option for option, is_given in given if is_given)
-
-
-DEFAULT_WARMUP = WarmupConfig()
-COLD_START = WarmupConfig(warmup="none", learns=False)
-"""For measurements: no usage is used or learnt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +271,7 @@ class WarmupPlan:
 
 def plan_cold_start(_: ExpertsConfig) -> WarmupPlan:
     """Return the plan of a base without usage and without options."""
-    return WarmupPlan(WarmupConfig(warmup="none", learns=False))
+    return WarmupPlan(COLD_START)
 
 
 PlanWarmup = Callable[[ExpertsConfig], WarmupPlan]
@@ -411,20 +380,6 @@ def find_active_profile(cache: "ExpertCache") -> ActiveProfile:
 def describe_unused_option(base: str, option: str) -> str:
     """Return a warning that an option of routed experts has no effect on a base without any."""
     return f"{base} has no routed experts: {option} has no effect"
-
-
-def check_exchange_rate(rate: float) -> float:
-    """Return a share of residents after checking it.
-
-    Raises:
-        UsageError: when it is not from 0 to 1.
-    """
-    if not 0.0 <= rate <= 1.0:
-        raise UsageError(
-            f"--moe-exchange {rate} is not a share from 0 to 1",
-            hint="it is the share of residents that a profile may swap in an update; 0: none",
-        )
-    return rate
 
 
 def _equalise_layers(counts: Sequence[_Counts]) -> list[_Counts]:

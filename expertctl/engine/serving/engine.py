@@ -23,7 +23,6 @@ from expertctl.engine.moe.profile_codecs import parse_profile
 from expertctl.engine.moe.usage_store import Observation, make_observation
 from expertctl.engine.moe.warmup import ProfileOptions
 from expertctl.engine.request import RunRequest
-from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.loop import EngineLoop, FailureCallback
 from expertctl.engine.serving.model_runner import ModelRunner
 from expertctl.engine.serving.processor import RequestProcessor
@@ -39,12 +38,12 @@ from expertctl.engine.serving.running_batch import KV_BLOCK_TOKENS, AdapterStatu
 from expertctl.engine.serving.scheduler import POLL_SECONDS, Scheduler
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine.text.tokenizer import Tokenizer
+from expertctl.engine_config import EngineConfig
 from expertctl.errors import DeviceError, IncompatibleError, RateLimitError, UsageError
 from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
 from expertctl.routing.candidate import InstalledExpert, explain_misfit
 from expertctl.routing.planner import PlannedPrompt, Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.schema.strict_json import JsonObject
 
 WARMUP_TOKENS = 24
@@ -57,7 +56,7 @@ class ServingEngine:
     def __init__(
         self,
         planner: Planner,
-        settings: EngineConfig,
+        config: EngineConfig,
         *,
         tell: Notify = ignore_notification,
         torch_below: int = TORCH_MAX_BYTES,
@@ -68,11 +67,11 @@ class ServingEngine:
         ``on_failure`` is called if the engine ends by itself, after a bug or a device failure.
         Bases of fewer bytes than ``torch_below`` run in torch, row after row.
         """
-        if settings.device == "cuda":
-            settings = replace(settings, rows=1)  # CUDA steps are captured for one sequence
-        self.settings = settings
-        self._runner = ModelRunner(planner, settings, tell=tell, torch_below=torch_below)
-        self._scheduler = Scheduler(queue=settings.queue, rows=settings.rows)
+        if config.device == "cuda":  # CUDA steps are captured for one sequence
+            config = replace(config, batching=replace(config.batching, rows=1))
+        self.config, batching = config, config.batching
+        self._runner = ModelRunner(planner, config, tell=tell, torch_below=torch_below)
+        self._scheduler = Scheduler(queue=batching.queue, rows=batching.rows)
         self._processor = RequestProcessor(planner, self._runner, self._scheduler, tell=tell)
         self._tell, self._on_failure = tell, on_failure
         self._loop: EngineLoop | None = None
@@ -97,7 +96,7 @@ class ServingEngine:
         for expert in self._list_warmup_experts():
             forced = (ForcedExpert(expert.digest),)
             self._answer_warmup(_build_request("?", force=forced, max_tokens=2))
-        for prompt in self.settings.warm:
+        for prompt in self.config.batching.warm:
             self._answer_warmup(_build_request(prompt, max_tokens=WARMUP_TOKENS))
         if (counters := self._collect_counters()) is not None:
             counters.reset()  # only requests of callers are observed
@@ -129,7 +128,7 @@ class ServingEngine:
             RateLimitError: when the queue is full, or the server is ending.
             UsageError: when it asks for something that this server does not support.
         """
-        rows = self.settings.rows
+        rows = self.config.batching.rows
         if job.answers > rows:
             raise UsageError(f"{job.answers} answers requested, at most {rows} are possible")
         request = self._runner.bind_request(job.request)
@@ -238,7 +237,7 @@ class ServingEngine:
             if profile is None
             else parse_profile(profile, routed, what="the profile")
         )
-        update = wishes.make_update(found, cache, warmup=self.settings.moe)
+        update = wishes.make_update(found, cache, warmup=self.config.moe)
         self._run_between_passes(self._scheduler.run_between_passes(partial(update.apply, cache)))
         return self.get_observation()
 
@@ -286,7 +285,7 @@ class ServingEngine:
     def _list_warmup_experts(self) -> list[InstalledExpert]:
         """Return an expert for each set of adapter kinds that needs its own kernels."""
         base = self._runner.base
-        if base.backend.name != "packed" or not self.settings.warm_experts:
+        if base.backend.name != "packed" or not self.config.batching.warm_experts:
             return []
         kinds: dict[frozenset[tuple[str, str]], InstalledExpert] = {}
         for expert in self._processor.get_inventory().result().experts:

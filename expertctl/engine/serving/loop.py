@@ -62,7 +62,7 @@ class EngineLoop:
         """Start without sequences, with a loaded base; fatal errors call ``on_failure``."""
         # each chunk may read experts from the disk: few large chunks read them least often
         least = MIN_CHUNK if runner.model.experts is None else MIN_CHUNK_FROM_DISK
-        self.batch = RunningBatch(runner.model, rows=runner.settings.rows, min_chunk=least)
+        self.batch = RunningBatch(runner.model, rows=runner.rows, min_chunk=least)
         self._runner, self._scheduler = runner, scheduler
         self._processor, self._tell = processor, tell
         self._resources: dict[RunningSequence, _SequenceResources] = {}

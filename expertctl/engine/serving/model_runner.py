@@ -39,7 +39,6 @@ from expertctl.engine.preparation import (
 from expertctl.engine.request import RunRequest
 from expertctl.engine.resources import LoadedModel, ResourceManager, build_kv_request
 from expertctl.engine.result import MemoryUsage
-from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.memory_report import (
     AdapterHeadroom,
     ProcessMemory,
@@ -49,6 +48,7 @@ from expertctl.engine.serving.memory_report import (
 from expertctl.engine.serving.request import LoadedPlan
 from expertctl.engine.serving.running_batch import AdapterStatus
 from expertctl.engine.text.prompt import PromptLogprobs, UserMessage, prompt_logprob_bytes
+from expertctl.engine_config import EngineConfig
 from expertctl.errors import (
     BaseMismatchError,
     BudgetError,
@@ -81,21 +81,21 @@ class ModelRunner:
     """The owner of a server's memory; docstrings name the threads that use its parts."""
 
     def __init__(
-        self, planner: Planner, settings: EngineConfig, *, tell: Notify, torch_below: int
+        self, planner: Planner, config: EngineConfig, *, tell: Notify, torch_below: int
     ) -> None:
         """Start without a base in memory."""
-        self.settings = settings
-        self.budget = MemoryBudget(find_budget_limit(settings.budget, settings.device))
-        self.cached_kv_limit = choose_kv_cache_limit(settings.kept_kv, self.budget.limit)
+        self.config, self.rows = config, config.batching.rows
+        self.budget = MemoryBudget(find_budget_limit(config.memory_budget, config.device))
+        self.cached_kv_limit = choose_kv_cache_limit(config.batching.kept_kv, self.budget.limit)
         """Maximum bytes of KV kept for later requests."""
-        ram = None if settings.device == "cpu" else MemoryBudget(find_default_budget())
+        ram = None if config.device == "cpu" else MemoryBudget(find_default_budget())
         self.resources = ResourceManager(
             planner,
             self.budget,
             ram=ram,
             progress=lambda _: self._check_stopped(),
             tell=tell,
-            warmup=settings.moe,
+            warmup=config.moe,
             cached_kv_limit=self.cached_kv_limit,
             check=self._check_stopped,
         )
@@ -123,12 +123,12 @@ class ModelRunner:
     def _open(self, session: PlanningSession) -> None:
         route = RouteRequest(prompt=_ANY_PROMPT, base_alone=True)
         first = RunRequest(
-            message=UserMessage(prompt=_ANY_PROMPT), route=route, base=self.settings.base
+            message=UserMessage(prompt=_ANY_PROMPT), route=route, base=self.config.base
         )
         request = self._apply_config(first)
         planned = session.plan(request.route, base=request.base)
         open_beside = partial(self._open_base, request, planned)
-        room = AdapterHeadroom(session, request, self.budget.limit, self.settings.rows, self._tell)
+        room = AdapterHeadroom(session, request, self.budget.limit, self.rows, self._tell)
         self._read_files()
         self.base = base = room.reserve(open_beside(0), open_beside)
         self.threads = choose_thread_count(base.weight_bytes)
@@ -139,12 +139,12 @@ class ModelRunner:
         if (routed := model.routed) is not None and not routed.residence.is_whole:
             held = routed.residence
             self._tell(f"{held.blocks} of {held.total} routed experts fit into memory")
-        if note := describe_context_limit(base, limit=self.budget.limit, rows=self.settings.rows):
+        if note := describe_context_limit(base, limit=self.budget.limit, rows=self.rows):
             self._tell(f"{WARNING_PREFIX}{note}")
         self._seat = self._stack.enter_context(self._admission_control.acquire(self.budget.limit))
         with ThreadPoolExecutor(1, thread_name_prefix="warming") as thread:
             thread.submit(self._warm_up, planned).result()
-        if self.settings.tell_memory:
+        if self.config.batching.tell_memory:
             self._tell(self._describe_memory(before))
 
     def stop(self) -> None:
@@ -158,10 +158,9 @@ class ModelRunner:
     def _read_files(self) -> None:
         """Read the files that jobs may name; they stay in memory until `close`."""
         trust, tiers, enter = self._planner.trust, self.resources.tiers, self._files_stack
-        paths = self.settings.files
         self._files = {
             path: enter.enter_context(open_local_expert(path, trust=trust, tiers=tiers))
-            for path in paths
+            for path in self.config.batching.files
         }
         self._files_bytes = self.budget.reserved_bytes("experts")
 
@@ -182,7 +181,7 @@ class ModelRunner:
 
     def _find_resident_bytes(self) -> int | None:
         """Return the resident set of this process, if known and if it holds the budget."""
-        return find_resident_bytes() if self.settings.device == "cpu" else None
+        return find_resident_bytes() if self.config.device == "cpu" else None
 
     def _open_base(self, request: RunRequest, planned: PlannedPrompt, headroom: int) -> OpenBase:
         base = open_planned_base(
@@ -191,7 +190,7 @@ class ModelRunner:
             planned,
             torch_below=self._torch_below,
             memory_limit=self.budget.limit,
-            rows=self.settings.rows,
+            rows=self.rows,
             headroom=headroom,
             usage_store=self.resources.usage_store,
         )
@@ -240,9 +239,9 @@ class ModelRunner:
                 f"{planned.base.name} was replaced by another base while it is served",
                 hint="restart the server",
             )
-        base, rows, limit = self.base, self.settings.rows, self.budget.limit - self._files_bytes
+        base, rows, limit = self.base, self.rows, self.budget.limit - self._files_bytes
         files = self.get_files(request)
-        if self.settings.on_budget == "fewer":
+        if self.config.batching.on_budget == "fewer":
             prepared = prepare_with_fewer_experts(
                 base, self._planner, request, planned, files, limit=limit, rows=rows
             )
@@ -302,7 +301,7 @@ class ModelRunner:
             self._allocate_widened(wanted, width=memory.plan.width) as kv,
         ):
             tokens = wanted.virtual_tokens + len(wanted.ids) - kv.cache.length
-            self.model.prepare(kv.cache, memory.plan, tokens=tokens, rows=self.settings.rows)
+            self.model.prepare(kv.cache, memory.plan, tokens=tokens, rows=self.rows)
             refs = (expert.ref for expert in prepared.planned.result.plan.experts)
             self._registration.publish(base=self.base.stored.name, experts=tuple(refs))
             yield LoadedModel(self.base, self.model, kv, memory.plan)
@@ -315,7 +314,7 @@ class ModelRunner:
 
     def free_wide_buffers(self) -> bool:
         """Free the buffers of wide plans while nothing runs; return False if there are none."""
-        least = self.base.buffer_bytes(1, rows=self.settings.rows)
+        least = self.base.buffer_bytes(1, rows=self.rows)
         if self._buffers <= least:
             return False
         self.model.free_buffers()
@@ -377,19 +376,7 @@ class ModelRunner:
         assert self.budget.reserved_bytes("buffers") >= self._buffers
 
     def _apply_config(self, request: RunRequest) -> RunRequest:
-        settings = self.settings
-        route = replace(
-            request.route,
-            dtype=settings.dtype,
-            adapter_dtype=settings.adapter_dtype,
-            deterministic=settings.deterministic,
-            moe_miss=settings.moe_miss,
-            moe_skip_cap=settings.moe_skip_cap,
-            moe_cold=settings.moe_cold,
-            device=settings.device,
-            memory_budget=self.budget.limit,
-        )
-        return replace(request, route=route)
+        return replace(request, route=replace(request.route, config=self.config))
 
     def _reserve_scoring(self, scores: PromptLogprobs | None) -> AbstractContextManager[None]:
         """Reserve the memory for scoring a prompt, while its sequence runs."""
@@ -420,7 +407,7 @@ class ModelRunner:
     def _widen_buffers(self, *, tokens: int, width: int) -> None:
         """Hold buffers for so many tokens and so wide a plan, and for all earlier ones."""
         widest = max(tokens, self._widest_request[0]), max(width, self._widest_request[1])
-        wanted = self.base.buffer_bytes(widest[0], width=widest[1], rows=self.settings.rows)
+        wanted = self.base.buffer_bytes(widest[0], width=widest[1], rows=self.rows)
         extra = wanted - self._buffers
         if extra > 0:
             tiers = self.resources.tiers
@@ -458,7 +445,7 @@ class ModelRunner:
             capacity=len(ids) + 1,
         )
         with self.resources.get_kv_store(base.backend).allocate(wanted) as kv:
-            self.model.prepare(kv.cache, BASE_ONLY, tokens=len(ids), rows=self.settings.rows)
+            self.model.prepare(kv.cache, BASE_ONLY, tokens=len(ids), rows=self.rows)
             reading = self.model.start_session(kv.cache, BASE_ONLY)
             reading.prefill(ids)
             self.model.step([(reading, ids[-1])])

@@ -168,7 +168,7 @@ class RequestProcessor:
         """Wait a while for memory; return False when no job holds any that could be released."""
         scheduler = self._scheduler
         with scheduler.lock:
-            rows = self._runner.settings.rows
+            rows = self._runner.rows
             is_held = scheduler.ready or scheduler.is_short or scheduler.free_rows < rows
             if is_held or scheduler.freed_count != freed_count:
                 others = scheduler.preparing_count
@@ -186,7 +186,7 @@ class RequestProcessor:
         scheduler, freed = self._scheduler, Future[bool]()
 
         def free() -> None:
-            idle = scheduler.free_rows == self._runner.settings.rows
+            idle = scheduler.free_rows == self._runner.rows
             freed.set_result(idle and self._runner.free_wide_buffers())
             with scheduler.lock:
                 scheduler.condition.notify_all()

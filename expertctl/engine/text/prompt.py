@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from expertctl.errors import ContextLengthError, IncompatibleError, UsageError
-from expertctl.routing.sampling_presets import MAX_PROMPT_CHARACTERS, check_prompt
+from expertctl.routing.request import MAX_PROMPT_CHARACTERS, check_prompt
 from expertctl.schema.strict_json import JsonValue
 
 PROMPT_NOT_IN_TEMPLATE = (

@@ -17,12 +17,14 @@ from expertctl.engine.serving.request import DEFAULT_PRIORITY, CheckFunction, Ge
 from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, UserMessage
 from expertctl.errors import UsageError
 from expertctl.http.errors import FieldError
-from expertctl.routing.request import RouteRequest, check_request, parse_target
-from expertctl.routing.sampling_presets import (
+from expertctl.routing.request import (
     DEFAULT_MAX_EXPERTS,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
+    RouteRequest,
     SamplingOverrides,
+    check_request,
+    parse_target,
 )
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.anthropic.conversation import (

@@ -36,14 +36,17 @@ from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import ExpertError, UsageError
 from expertctl.http.errors import FieldError
 from expertctl.http.operation import Arrival
-from expertctl.routing.request import RouteRequest, check_request, parse_forced, parse_target
-from expertctl.routing.sampling_presets import (
+from expertctl.routing.request import (
     DEFAULT_MAX_EXPERTS,
     LIMITS,
     MAX_PROMPT_CHARACTERS,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
+    RouteRequest,
     SamplingOverrides,
+    check_request,
+    parse_forced,
+    parse_target,
 )
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.caller import Caller, make_cache_key

@@ -22,7 +22,7 @@ from expertctl.engine.text.chat_template import encode_raw_prompt, find_fim_toke
 from expertctl.engine.text.prompt import RawPrompt, UserMessage
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.http.errors import FieldError
-from expertctl.routing.sampling_presets import LIMITS, MAX_PROMPT_CHARACTERS
+from expertctl.routing.request import LIMITS, MAX_PROMPT_CHARACTERS
 from expertctl.server.caller import Caller, make_cache_key
 from expertctl.server.model_name import ModelSelection, parse_model
 from expertctl.server.openai.generation_request import (

@@ -14,12 +14,14 @@ from msgspec import Meta, Struct
 
 from expertctl.engine.generation import StopRules
 from expertctl.http.errors import FieldError
-from expertctl.routing.request import RouteRequest, check_request, parse_target
-from expertctl.routing.sampling_presets import (
+from expertctl.routing.request import (
     DEFAULT_MAX_EXPERTS,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
+    RouteRequest,
     SamplingOverrides,
+    check_request,
+    parse_target,
 )
 from expertctl.server.model_name import ModelSelection
 from expertctl.server.request_body import (

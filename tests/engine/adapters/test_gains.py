@@ -24,12 +24,13 @@ from expertctl.engine.cpu.packed_base import pack_base
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.memory.budget import MemoryBudget
+from expertctl.engine.model.backends import LoadConfig
 from expertctl.engine.model.decoder import Decoder
 from expertctl.engine.model.functional import DoraTensors, reference_dora_scales
 from expertctl.engine.model.weights import load_base_weights
+from expertctl.engine_config import Dtype
 from expertctl.errors import BudgetError, IncompatibleError
 from expertctl.package.model_config import read_model_config
-from expertctl.routing.request import Dtype
 from expertctl.store.disk import DerivedData
 from tests.engine.package_fixtures import load_adapters, make_expert_source
 from tests.factories import write_base, write_dora, write_ia3, write_lora, write_soft_prompt
@@ -173,7 +174,7 @@ def test_what_is_unpacked_of_a_packed_base_is_counted(
     config = read_model_config(directory)
     packed = pack_base(config, load_base_weights(directory, config), scheme)
     adapter = load_adapters(write_dora(tmp_path / "d", directory, rank=2, targets=["down_proj"]))
-    form = PackedBackend.choose(config, DTYPES[scheme]).compile_spec
+    form = PackedBackend.choose(config, LoadConfig(DTYPES[scheme])).compile_spec
     counted = estimate_dora_scratch(adapter, form) - 2 * dora_scale_bytes(adapter)
     [first, *_] = adapter.modules
     packed.unpack_weights(first)  # compiles, imports

@@ -11,11 +11,12 @@ from expertctl.engine import devices
 from expertctl.engine.adapters.compile import BASE_ONLY
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.memory.adapter_cache import Tier
-from expertctl.engine.model.backends import LoadContext
+from expertctl.engine.model.backends import LoadConfig, LoadContext
 from expertctl.engine.model.cuda_backend import CudaBackend
 from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder
 from expertctl.engine.model.cuda_graph_step import StaticKVCache
-from expertctl.engine.model.load_plan import LoadConfig, choose_backend
+from expertctl.engine.model.load_plan import choose_backend
+from expertctl.engine_config import EngineConfig
 from expertctl.errors import BudgetError, IncompatibleError, NotFoundError, UsageError
 from expertctl.package.model_config import read_model_config
 from expertctl.routing.plan import SavedPlan
@@ -195,8 +196,8 @@ def test_weights_take_what_was_announced(
     dtype: str, market: EnginePackages, tmp_path: Path
 ) -> None:
     config = read_model_config(market.base_dir)
-    backend, warnings = choose_backend(config, LoadConfig("bf16" if dtype == "bf16" else "float32",
-                                                device="cuda"))  # fmt: skip
+    on_cuda = LoadConfig("bf16" if dtype == "bf16" else "float32", EngineConfig(device="cuda"))
+    backend, warnings = choose_backend(config, on_cuda)
     assert warnings == ()
     model = backend.load(LoadContext(directory=market.base_dir, home=Home(tmp_path)),
                          progress=lambda _: None)  # fmt: skip

@@ -9,15 +9,15 @@ from safetensors.torch import load_file
 
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.budget import MemoryBudget
-from expertctl.engine.model.backends import LoadContext, RunnableModel, TorchBackend
+from expertctl.engine.model.backends import LoadConfig, LoadContext, RunnableModel, TorchBackend
 from expertctl.engine.model.load_plan import (
     TORCH_MAX_BYTES,
     BaseSlot,
-    LoadConfig,
     OpenBase,
     choose_backend,
     open_base,
 )
+from expertctl.engine_config import Dtype, EngineConfig
 from expertctl.errors import (
     BaseMismatchError,
     BudgetError,
@@ -25,7 +25,6 @@ from expertctl.errors import (
     InvalidPackageError,
 )
 from expertctl.package.model_config import read_model_config
-from expertctl.routing.request import Dtype
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from tests import tensor_shapes
@@ -97,10 +96,11 @@ def test_a_base_of_routed_experts_takes_what_was_announced_in_torch(
 
 def test_what_of_routed_experts_fits_is_held_by_a_cuda_device(tmp_path: Path) -> None:
     config = read_model_config(write_base(tmp_path / "b", arch="olmoe"))
-    whole, warnings = choose_backend(config, LoadConfig(device="cuda"))
+    whole, warnings = choose_backend(config, LoadConfig(engine=EngineConfig(device="cuda")))
     assert (whole.name, whole.cache, warnings) == ("cuda", None, ())
     wish = LoadConfig(
-        device="cuda", memory_limit=whole.weight_bytes, moe_miss="skip", moe_skip_cap=0.5
+        engine=EngineConfig(device="cuda", moe_miss="skip", moe_skip_cap=0.5),
+        memory_limit=whole.weight_bytes,
     )
     partly, _ = choose_backend(config, wish)
     assert partly.cache is not None
@@ -113,8 +113,8 @@ def test_what_of_routed_experts_fits_is_held_by_a_cuda_device(tmp_path: Path) ->
     [
         LoadConfig("int8"),
         LoadConfig("int4"),
-        LoadConfig(adapter_dtype="fp16"),
-        LoadConfig(deterministic=True),
+        LoadConfig(engine=EngineConfig(adapter_dtype="fp16")),
+        LoadConfig(engine=EngineConfig(deterministic=True)),
     ],
     ids=["int8", "int4", "fp16 adapters", "deterministic"],
 )

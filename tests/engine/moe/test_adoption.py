@@ -7,19 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from expertctl.engine.moe.cache_plan import SharePins, TopPins
 from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import Numbers
 from expertctl.engine.moe.routed_experts import RoutingChoices
 from expertctl.engine.moe.usage_profile import build_prompt_profile
-from expertctl.engine.moe.warmup import (
-    DEFAULT_WARMUP,
-    ProfileOptions,
-    WarmupConfig,
-    find_active_profile,
-)
+from expertctl.engine.moe.warmup import ProfileOptions, find_active_profile
+from expertctl.engine_config import DEFAULT_WARMUP, SharePins, TopPins, WarmupConfig
 from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
 from expertctl.package.model_config import ModelConfig
 from expertctl.store.quantised_file import always_wanted

@@ -12,15 +12,15 @@ from expertctl.engine.adapters.experts import estimate_dora_scratch
 from expertctl.engine.cpu.backend import PackedBackend
 from expertctl.engine.cpu.packed_base import make_expert_shape
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.model.backends import LoadContext
+from expertctl.engine.model.backends import LoadConfig, LoadContext
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
+from expertctl.engine_config import Dtype
 from expertctl.errors import BudgetError
 from expertctl.package.base_model import read_base
 from expertctl.package.model_config import read_model_config
 from expertctl.reference import Reference
-from expertctl.routing.request import Dtype, ForcedExpert
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, SamplingOverrides
 from expertctl.schema.manifest import AdapterKind
 from expertctl.settings import Home
 from tests.engine.package_fixtures import EnginePackages, load_adapters
@@ -137,8 +137,10 @@ def test_a_matrix_of_a_routed_expert_that_comes_and_goes_is_read_and_what_that_t
     dtype: Dtype, base: Path, tmp_path: Path
 ) -> None:
     config = read_model_config(base)
-    whole = PackedBackend.choose(config, dtype)
-    partly = PackedBackend.choose(config, dtype, memory_limit=whole.weight_bytes * 8 // 10)
+    whole = PackedBackend.choose(config, LoadConfig(dtype))
+    partly = PackedBackend.choose(
+        config, LoadConfig(dtype, memory_limit=whole.weight_bytes * 8 // 10)
+    )
     around = LoadContext(directory=base, home=Home(tmp_path))
     modules = [f"{at}.mlp.experts.{n}.{part}" for at, n in ENDS for part in PARTS]
     with closing(whole.load(around)) as theirs, closing(partly.load(around)) as ours:

@@ -8,7 +8,7 @@ import pytest
 from expertctl.engine.cpu import tensor_packing
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.result import RunResult
-from expertctl.routing.request import Dtype
+from expertctl.engine_config import Dtype
 from expertctl.store.quantised_cache import QuantisedCache, open_quantised_cache
 from tests.engine.test_local_engine import planner, request, run
 from tests.factories import write_base

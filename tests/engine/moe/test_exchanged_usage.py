@@ -9,7 +9,8 @@ from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache
 from expertctl.engine.moe.usage_profile import build_prompt_profile
 from expertctl.engine.moe.usage_store import ExpertUsageStore
-from expertctl.engine.moe.warmup import WarmupConfig, WarmupPlan, warm_up_cache
+from expertctl.engine.moe.warmup import WarmupPlan, warm_up_cache
+from expertctl.engine_config import WarmupConfig
 from expertctl.package.model_config import ModelConfig
 from expertctl.store.quantised_cache import UsageProfileFile
 from tests.engine.moe.test_expert_cache import EXPERTS, LAYERS, NUMBERS, Marked, config, new_cache

@@ -32,8 +32,8 @@ from expertctl.engine.moe.expert_files import (
 )
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine_config import MoeColdOption
 from expertctl.package.model_config import read_model_config
-from expertctl.routing.request import MoeColdOption
 from expertctl.store.quantised_cache import QuantisedCache
 from expertctl.store.quantised_file import ALIGNED, QuantisedFile, QuantisedLayout
 from tests.engine.cpu.test_decoder import scores

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.moe.cache_plan import SharePins, select_pinned
+from expertctl.engine.moe.cache_plan import select_pinned
 from expertctl.engine.moe.profile_codecs import (
     parse_profile,
     parse_prompt_counts,
@@ -20,6 +20,7 @@ from expertctl.engine.moe.usage_profile import (
     UsageProfile,
     build_prompt_profile,
 )
+from expertctl.engine_config import SharePins
 from expertctl.errors import (
     ExpertError,
     IncompatibleError,

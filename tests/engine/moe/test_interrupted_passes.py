@@ -15,7 +15,7 @@ from expertctl.engine.moe import (
     layer_slots,
     routed_experts,
 )
-from expertctl.engine.moe.warmup import WarmupConfig
+from expertctl.engine_config import WarmupConfig
 from tests.engine.moe.test_cached_runs import asked
 from tests.engine.moe.test_learnt_runs import base
 from tests.engine.test_interrupted_runs import Line, LineWatch, interrupted_at

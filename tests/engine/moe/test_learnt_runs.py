@@ -10,7 +10,6 @@ from typing import Any, get_args
 import pytest
 
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.moe.cache_plan import SharePins, TopPins
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.usage_store import (
     LearntUsage,
@@ -18,8 +17,8 @@ from expertctl.engine.moe.usage_store import (
     encode_learnt_usage,
     load_learnt_usage,
 )
-from expertctl.engine.moe.warmup import Warmup, WarmupConfig
 from expertctl.engine.result import RunResult
+from expertctl.engine_config import SharePins, TopPins, Warmup, WarmupConfig
 from expertctl.errors import IncompatibleError, UsageError
 from expertctl.store.quantised_cache import UsageProfileFile
 from tests.engine.moe.fakes import at_once

@@ -2,8 +2,9 @@
 
 import pytest
 
-from expertctl.engine.moe.cache_plan import Pins, SharePins, TopPins, parse_pins, select_pinned
+from expertctl.engine.moe.cache_plan import parse_pins, select_pinned
 from expertctl.engine.moe.usage_profile import build_prompt_profile
+from expertctl.engine_config import Pins, SharePins, TopPins
 from expertctl.errors import UsageError
 
 USAGE = build_prompt_profile({0: {3: 24, 7: 12, 9: 11, 1: 2}}, experts=64, prompts=24)

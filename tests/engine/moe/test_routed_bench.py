@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from expertctl.engine import devices
-from expertctl.engine.model.load_plan import LoadConfig, open_base
+from expertctl.engine.model.backends import LoadConfig
+from expertctl.engine.model.load_plan import open_base
 from expertctl.engine.moe.bench import RoutedBenchConfig, configure_backend, measure_routed
 from expertctl.engine.moe.bench_result import ResidencyCase, RoutedBenchResult
-from expertctl.engine.moe.cache_plan import TopPins
-from expertctl.engine.moe.warmup import WarmupConfig, WarmupPlan
+from expertctl.engine.moe.warmup import WarmupPlan
+from expertctl.engine_config import EngineConfig, TopPins, WarmupConfig
 from expertctl.errors import BudgetError, IncompatibleError, NotFoundError, UsageError
 from expertctl.routing.planner import Planner
 from expertctl.store.quantised_cache import UsageProfileFile
@@ -54,13 +55,21 @@ def stocked(house: HomeFixture, tmp_path: Path) -> Planner:
     return planner(house)
 
 
-def measured(stocked: Planner, wanted: RoutedBenchConfig, **more: int) -> RoutedBenchResult:
-    return measure_routed(stocked, wanted, base="routed", **{"budget": BUDGET, **more})
+def measured(
+    stocked: Planner, wanted: RoutedBenchConfig, *, budget: int = BUDGET
+) -> RoutedBenchResult:
+    return measure_routed(stocked, adapt(wanted, memory_budget=budget), base="routed")
+
+
+def adapt(wanted: RoutedBenchConfig, **engine: Any) -> RoutedBenchConfig:
+    return replace(wanted, engine=replace(wanted.engine, **engine))
 
 
 def test_all_ways_are_measured_and_counted(stocked: Planner) -> None:
     done: list[int] = []
-    found = measure_routed(stocked, WANTED, base="routed", budget=BUDGET, progress=done.append)
+    found = measure_routed(
+        stocked, adapt(WANTED, memory_budget=BUDGET), base="routed", progress=done.append
+    )
     assert sum(done) == WANTED.run_count == 3 * 2
     cases = [row.case for row in found.rows]
     assert cases == [ResidencyCase(1.0), ResidencyCase(0.5, "exact"), ResidencyCase(0.5, "skip")]
@@ -86,7 +95,7 @@ def test_all_ways_are_measured_and_counted(stocked: Planner) -> None:
         assert row.waited_ms_per_token == pytest.approx((waited - row.prefill_wait_ms) / 8)
     assert exact.prefill_wait_ms > 0, "a prompt of six tokens asks for nearly all"
     assert exact.report.skipped_share == 0
-    assert (found.skip_cap, found.seed) == (WANTED.cap, WANTED.seed)
+    assert (found.skip_cap, found.seed) == (WANTED.engine.moe_skip_cap, WANTED.seed)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
@@ -96,7 +105,10 @@ def test_a_way_to_hold_experts_takes_what_it_says(share: float, tmp_path: Path) 
     stored = house.bases.add(write_routed(tmp_path / "base"))
     base = open_base(house.bases, stored, LoadConfig(), rehash=False)
     backend = configure_backend(
-        base, ResidencyCase(share, "exact"), WarmupPlan(), cap=1.0, cold="read"
+        base,
+        ResidencyCase(share, "exact"),
+        WarmupPlan(),
+        EngineConfig(moe_skip_cap=1.0, moe_cold="read"),
     )
     budget, place = slot(backend.weight_bytes)
     place.reserve(replace(base, backend=backend))
@@ -171,7 +183,9 @@ def test_a_bench_that_is_given_up_leaves_no_thread(stocked: Planner) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure_routed(stocked, WANTED, base="routed", budget=BUDGET, progress=interrupt)
+        measure_routed(
+            stocked, adapt(WANTED, memory_budget=BUDGET), base="routed", progress=interrupt
+        )
     assert threading.active_count() == before
 
 
@@ -194,7 +208,7 @@ def test_a_way_begins_as_it_is_wished_and_tells_how(stocked: Planner, profile: P
     start = WarmupConfig(
         profile=profile, pins=TopPins(2), warmup="full", exchange=0.5, learns=False
     )
-    wanted = replace(WANTED, shares=(0.5,), misses=("exact",), start=start, cold="read")
+    wanted = adapt(replace(WANTED, shares=(0.5,), misses=("exact",)), moe=start, moe_cold="read")
     found = measured(stocked, wanted)
     (row,) = found.rows
     told = found.to_json()["measured"]
@@ -215,7 +229,7 @@ def test_nobody_is_pinned_or_exchanged_by_no_profile(
     stocked: Planner, wishes: dict[str, Any]
 ) -> None:
     with pytest.raises(UsageError, match="needs a profile") as caught:
-        measured(stocked, replace(WANTED, start=WarmupConfig(learns=False, **wishes)))
+        measured(stocked, adapt(WANTED, moe=WarmupConfig(learns=False, **wishes)))
     assert "--moe-profile" in caught.value.hint
 
 
@@ -227,9 +241,8 @@ def test_more_pins_than_slots_are_refused_before_anything_is_measured(
     with pytest.raises(UsageError, match="with 50% resident a layer has only 4 slots") as caught:
         measure_routed(
             stocked,
-            replace(WANTED, start=start),
+            adapt(WANTED, moe=start, memory_budget=BUDGET),
             base="routed",
-            budget=BUDGET,
             progress=done.append,
         )
     assert "--resident" in caught.value.hint
@@ -248,7 +261,7 @@ def test_on_a_device_the_same_is_asked_for_as_on_a_processor(
     stocked: Planner, device: None
 ) -> None:
     here = measured(stocked, WANTED)
-    there = measured(stocked, replace(WANTED, device="cuda"))
+    there = measured(stocked, adapt(WANTED, device="cuda"))
     assert (here.device, there.device) == (None, "cpu"), "the processor stands in its place"
     assert there.warnings == ()
     assert [row.case for row in there.rows] == [row.case for row in here.rows]
@@ -263,7 +276,7 @@ def test_on_a_device_the_same_is_asked_for_as_on_a_processor(
 
 
 def test_what_does_not_fit_on_a_device_is_left_out(stocked: Planner, device: None) -> None:
-    wanted = replace(WANTED, device="cuda", misses=("exact",))
+    wanted = adapt(replace(WANTED, misses=("exact",)), device="cuda")
     whole, _ = measured(stocked, wanted).rows
     found = measured(stocked, wanted, budget=whole.memory)
     assert [row.case.share for row in found.rows] == [0.5]
@@ -275,4 +288,4 @@ def test_a_device_that_is_not_there_is_not_measured(
 ) -> None:
     monkeypatch.setattr(devices, "is_cuda_available", lambda: False)
     with pytest.raises(NotFoundError, match="CUDA"):
-        measured(stocked, replace(WANTED, device="cuda"))
+        measured(stocked, adapt(WANTED, device="cuda"))

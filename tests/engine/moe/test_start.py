@@ -8,21 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertctl.engine.moe.cache_plan import CachePlan, SharePins, TopPins
+from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.routed_experts import RoutingChoices
 from expertctl.engine.moe.usage_profile import LayerUsage, UsageProfile, build_prompt_profile
-from expertctl.engine.moe.warmup import (
-    LayerState,
-    SavedCacheState,
-    Warmup,
-    WarmupConfig,
-    WarmupPlan,
-    check_exchange_rate,
-    warm_up_cache,
-)
+from expertctl.engine.moe.warmup import LayerState, SavedCacheState, WarmupPlan, warm_up_cache
+from expertctl.engine_config import SharePins, TopPins, Warmup, WarmupConfig, check_exchange_rate
 from expertctl.errors import UsageError
 from expertctl.package.model_config import ModelConfig
 from tests.engine.moe.test_expert_cache import (

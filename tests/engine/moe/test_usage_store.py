@@ -20,7 +20,8 @@ from expertctl.engine.moe.usage_store import (
     load_learnt_usage,
     update_learnt_usage,
 )
-from expertctl.engine.moe.warmup import LayerState, SavedCacheState, WarmupConfig
+from expertctl.engine.moe.warmup import LayerState, SavedCacheState
+from expertctl.engine_config import WarmupConfig
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.store.quantised_cache import UsageProfileFile
 from tests.store.fault_injection import run_with_fault

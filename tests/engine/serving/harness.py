@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from expertctl.engine.memory.adapter_cache import Tier
 from expertctl.engine.model.load_plan import TORCH_MAX_BYTES
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
-from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.loop import EngineLoop
 from expertctl.engine.serving.model_runner import ModelRunner
 from expertctl.engine.serving.processor import RequestProcessor
@@ -27,12 +26,12 @@ from expertctl.engine.serving.request import (
 )
 from expertctl.engine.serving.scheduler import Scheduler
 from expertctl.engine.text.prompt import UserMessage
+from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import BudgetError, ExpertError
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.settings import Home, Settings
 from tests.engine.package_fixtures import EnginePackages
 from tests.factories import write_base
@@ -40,9 +39,13 @@ from tests.store.fixtures import HomeFixture as InstalledHome
 
 MAX_WAIT_SECONDS = 60.0
 """How long something may take that comes at once."""
-SETTINGS = EngineConfig(budget=32 << 20, rows=2, queue=32)
+SETTINGS = EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=2, queue=32))
 ENDLESS_TOKENS = 400
 """So many tokens are not written while a test goes on that writes a few."""
+
+
+def adapt_batching(config: EngineConfig, **changes: Any) -> EngineConfig:
+    return replace(config, batching=replace(config.batching, **changes))
 
 
 def make_request(
@@ -100,7 +103,7 @@ class EngineHarness:
         self.planner = Planner.open(Settings(home, encoder="lexical"))
         tell = self.messages.append
         self.runner = ModelRunner(self.planner, settings, tell=tell, torch_below=torch_below)
-        self.scheduler = Scheduler(queue=settings.queue, rows=settings.rows)
+        self.scheduler = Scheduler(queue=settings.batching.queue, rows=settings.batching.rows)
         self.processor = RequestProcessor(self.planner, self.runner, self.scheduler, tell=tell)
         self.processor.open_model()
         self.loop = EngineLoop(self.runner, self.scheduler, self.processor, tell=tell)

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.moe.cache_plan import TopPins
-from expertctl.engine.moe.warmup import ProfileOptions, WarmupConfig
-from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine.moe.warmup import ProfileOptions
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.scheduler import Scheduler
+from expertctl.engine_config import BatchingConfig, EngineConfig, TopPins, WarmupConfig
 from expertctl.errors import RateLimitError
 from expertctl.schema.strict_json import JsonObject
 from tests.engine.moe.test_learnt_runs import base
@@ -28,7 +27,9 @@ PROFILE: JsonObject = {
 def engine(base: Path, house: HomeFixture) -> Iterator[ServingEngine]:
     stored = house.bases.add(base)
     settings = EngineConfig(
-        budget=stored.size * 8 // 10, rows=2, moe=WarmupConfig(warmup="none", learns=False)
+        memory_budget=stored.size * 8 // 10,
+        moe=WarmupConfig(warmup="none", learns=False),
+        batching=BatchingConfig(rows=2),
     )
     engine = ServingEngine(planner(house), settings, torch_below=0)
     engine.start()

@@ -19,7 +19,6 @@ from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.serving import request as request_module
-from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.request import (
     GenerationJob,
@@ -30,6 +29,7 @@ from expertctl.engine.serving.request import (
     OutputDelta,
 )
 from expertctl.engine.text.prompt import UserMessage
+from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import (
     BudgetError,
     CancelledError,
@@ -42,11 +42,10 @@ from expertctl.errors import (
 )
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.settings import Home, Settings
 from tests.engine.package_fixtures import EnginePackages
-from tests.engine.serving.harness import market
+from tests.engine.serving.harness import adapt_batching, market
 from tests.server.harness import write_routed_base
 from tests.store.fixtures import HomeFixture, fast, house
 
@@ -68,7 +67,7 @@ def planner(house: HomeFixture) -> Planner:
 
 @pytest.fixture
 def settings() -> EngineConfig:
-    return EngineConfig(budget=32 << 20, rows=4, queue=32)
+    return EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=4, queue=32))
 
 
 @pytest.fixture(params=[TORCH_MAX_BYTES, 0], ids=["torch", "kernels"])
@@ -195,7 +194,10 @@ def test_more_jobs_than_rows_are_all_answered_in_turn(engine: ServingEngine) -> 
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_again(house: HomeFixture) -> None:
-    engine = ServingEngine(planner(house), EngineConfig(budget=32 << 20, rows=1, queue=2))
+    engine = ServingEngine(
+        planner(house),
+        EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=1, queue=2)),
+    )
     engine.start()
     try:
         readers, refused = list[EventReader](), list[RateLimitError]()
@@ -227,7 +229,10 @@ def test_a_cancelled_text_ends_where_it_is_and_frees_its_row(engine: ServingEngi
 
 
 def test_a_job_that_is_cancelled_while_it_waits_never_begins(house: HomeFixture) -> None:
-    engine = ServingEngine(planner(house), EngineConfig(budget=32 << 20, rows=1, queue=8))
+    engine = ServingEngine(
+        planner(house),
+        EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=1, queue=8)),
+    )
     engine.start()
     try:
         first = EventReader(engine, job(ENDLESS))
@@ -307,7 +312,9 @@ def test_the_experts_are_told_with_those_that_are_in_memory(engine: ServingEngin
 
 
 def test_what_a_job_would_wait_is_known_before_it_comes(house: HomeFixture) -> None:
-    engine = ServingEngine(planner(house), EngineConfig(budget=32 << 20, rows=1))
+    engine = ServingEngine(
+        planner(house), EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=1))
+    )
     engine.start()
     assert engine.estimate_wait() == 0
     readers = [EventReader(engine, job(ENDLESS)) for _ in range(3)]
@@ -348,7 +355,9 @@ def test_another_base_is_refused(engine: ServingEngine) -> None:
 
 
 def test_closing_lets_what_is_here_end_within_its_time(house: HomeFixture) -> None:
-    engine = ServingEngine(planner(house), EngineConfig(budget=32 << 20, rows=1))
+    engine = ServingEngine(
+        planner(house), EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=1))
+    )
     engine.start()
     readers = [EventReader(engine, job(request(f"Sort: {n}", "sql"))) for n in range(3)]
     engine.close(seconds=60)
@@ -357,7 +366,9 @@ def test_closing_lets_what_is_here_end_within_its_time(house: HomeFixture) -> No
 
 
 def test_closing_at_once_calls_off_what_is_here_and_takes_nothing_more(house: HomeFixture) -> None:
-    engine = ServingEngine(planner(house), EngineConfig(budget=32 << 20, rows=1))
+    engine = ServingEngine(
+        planner(house), EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=1))
+    )
     engine.start()
     first, second = EventReader(engine, job(ENDLESS)), EventReader(engine, job(ENDLESS))
     while not isinstance(first.next(), OutputDelta):
@@ -385,7 +396,7 @@ def test_a_job_that_could_not_have_its_memory_even_alone_is_refused_alone(
     house: HomeFixture, settings: EngineConfig
 ) -> None:
     budget = bytes_at_rest(house, settings) + (200 << 10)
-    engine = ServingEngine(planner(house), replace(settings, budget=budget))
+    engine = ServingEngine(planner(house), replace(settings, memory_budget=budget))
     engine.start()
     try:
         with pytest.raises(BudgetError, match="the KV cache of 512 tokens"):
@@ -412,7 +423,7 @@ def test_plans_that_do_not_fit_together_are_answered_one_after_the_other(
 ) -> None:
     """Room for the plan of one expert, its loading, and little more."""
     budget = peak_of(house, settings, request("Sort: 1", "sql"))
-    engine = ServingEngine(planner(house), replace(settings, budget=budget))
+    engine = ServingEngine(planner(house), replace(settings, memory_budget=budget))
     engine.start()
     try:
         readers = [
@@ -432,7 +443,7 @@ def test_prompts_that_warm_up_bring_their_experts_before_the_first_job(
     house: HomeFixture, settings: EngineConfig
 ) -> None:
     told = list[str]()
-    warm = replace(settings, warm=("sql sql", "word " * 9000))
+    warm = adapt_batching(settings, warm=("sql sql", "word " * 9000))
     engine = ServingEngine(planner(house), warm, tell=told.append)
     engine.start()
     try:
@@ -454,7 +465,7 @@ def test_a_deadline_within_several_answers_gives_those_that_began(
     house: HomeFixture, settings: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget = peak_of(house, settings, ENDLESS)
-    engine = ServingEngine(planner(house), replace(settings, budget=budget))
+    engine = ServingEngine(planner(house), replace(settings, memory_budget=budget))
     engine.start()
     try:
         wanted = job(ENDLESS, answers=2, deadline=time.monotonic() + 1000)
@@ -491,7 +502,7 @@ def test_a_bug_in_a_pass_ends_its_jobs_and_the_next_is_answered(
 def breakable(house: HomeFixture) -> tuple[ServingEngine, list[str], list[bool]]:
     """An engine that was started, what it tells, and whether it said that it broke."""
     told, broken = list[str](), list[bool]()
-    settings = EngineConfig(budget=32 << 20, rows=1)
+    settings = EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=1))
     engine = ServingEngine(
         planner(house), settings, tell=told.append, on_failure=lambda: broken.append(True)
     )
@@ -548,7 +559,9 @@ def test_a_start_that_is_called_off_while_the_base_is_read_leaves_nothing(
 def test_a_device_that_fails_while_all_is_warmed_up_fails_the_start(
     house: HomeFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = EngineConfig(budget=32 << 20, rows=1, warm=("Hello", "there"))
+    settings = EngineConfig(
+        memory_budget=32 << 20, batching=BatchingConfig(rows=1, warm=("Hello", "there"))
+    )
     engine = ServingEngine(planner(house), settings)
     error = RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel")
     monkeypatch.setattr(engine._runner.resources, "load_plan", Mock(side_effect=error))
@@ -564,7 +577,7 @@ def test_routed_experts_in_disorder_answer_nobody(house: HomeFixture, tmp_path: 
     """A pass that failed left the table of experts half written; whoever asks next is not told."""
     house.bases.add(write_routed_base(tmp_path / "routed"), name="routed")
     broken = list[bool]()
-    settings = EngineConfig(base="routed", budget=64 << 20, rows=1)
+    settings = EngineConfig(base="routed", memory_budget=64 << 20, batching=BatchingConfig(rows=1))
     engine = ServingEngine(planner(house), settings, on_failure=lambda: broken.append(True))
     engine.start()
     assert EventReader(engine, job(request())).end().results[0].generated.tokens

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.moe.cache_plan import TopPins
 from expertctl.engine.moe.usage_store import load_learnt_usage
-from expertctl.engine.moe.warmup import ProfileOptions, WarmupConfig
-from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine.moe.warmup import ProfileOptions
 from expertctl.engine.serving.engine import ServingEngine
+from expertctl.engine_config import BatchingConfig, EngineConfig, TopPins, WarmupConfig
 from expertctl.errors import IncompatibleError
 from expertctl.store.quantised_cache import UsageProfileFile
 from tests.engine.moe.test_cached_runs import LARGE
@@ -29,10 +28,9 @@ def test_what_was_answered_is_learnt_unless_nobody_wants_that(
 ) -> None:
     stored = house.bases.add(base)
     settings = EngineConfig(
-        budget=stored.size * 8 // 10,
-        rows=2,
-        warm=("Sort these numbers: 41, 17, 23",),
+        memory_budget=stored.size * 8 // 10,
         moe=WarmupConfig(warmup="full", learns=learns),
+        batching=BatchingConfig(rows=2, warm=("Sort these numbers: 41, 17, 23",)),
     )
     told: list[str] = []
     engine = ServingEngine(planner(house), settings, tell=told.append, torch_below=0)
@@ -51,7 +49,7 @@ def test_what_was_wished_in_vain_is_told_to_who_runs_the_server_and_to_no_caller
 ) -> None:
     stored = house.bases.add(base)
     wishes = WarmupConfig(pins=TopPins(2), learns=False)
-    settings = EngineConfig(budget=stored.size * 8 // 10, moe=wishes)
+    settings = EngineConfig(memory_budget=stored.size * 8 // 10, moe=wishes)
     with open_engine_harness(house.home, settings, torch_below=0) as shop:
         (result,) = shop.answer(make_request(max_tokens=2)).results
         assert not any("pins no expert" in warning for warning in result.warnings)
@@ -67,7 +65,9 @@ def test_a_base_that_is_whole_in_memory_tells_who_is_asked_for_and_is_learnt_fro
 ) -> None:
     """Whoever begins to observe anew, or nothing, takes nothing from what is learnt."""
     stored = house.bases.add(base)
-    settings = EngineConfig(budget=LARGE, warm=("Sort these numbers: 41, 17, 23",))
+    settings = EngineConfig(
+        memory_budget=LARGE, batching=BatchingConfig(warm=("Sort these numbers: 41, 17, 23",))
+    )
     engine = ServingEngine(planner(house), settings, torch_below=0)
     engine.start()
     counters = engine._runner.model.counters

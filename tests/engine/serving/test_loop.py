@@ -299,7 +299,7 @@ def test_nobody_begins_while_a_text_pauses(house: HomeFixture) -> None:
 
 def _bytes_to_begin(shop: EngineHarness, ticket: RequestState) -> int:
     """What a text takes when it begins: its keys and values, and wider buffers."""
-    base, rows = shop.runner.base, shop.runner.settings.rows
+    base, rows = shop.runner.base, shop.runner.rows
     assert ticket.prepared is not None
     capacity = ticket.prepared.prompt.capacity
     wider = base.buffer_bytes(capacity, rows=rows) - shop.runner.budget.reserved_bytes("buffers")

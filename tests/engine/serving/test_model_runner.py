@@ -15,6 +15,7 @@ from tests.engine.package_fixtures import EnginePackages
 from tests.engine.serving.harness import (
     SETTINGS,
     EngineHarness,
+    adapt_batching,
     known,
     make_request,
     market,
@@ -34,7 +35,7 @@ def torch_below(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def shop(house: HomeFixture, torch_below: int) -> Iterator[EngineHarness]:
-    settings = replace(SETTINGS, rows=ROWS)
+    settings = adapt_batching(SETTINGS, rows=ROWS)
     with open_engine_harness(house.home, settings, torch_below=torch_below) as shop:
         yield shop
 
@@ -61,7 +62,7 @@ def test_buffers_are_for_the_widest_that_came_until_nothing_runs(shop: EngineHar
 
 def test_the_memory_of_a_batch_is_within_what_is_held(house: HomeFixture) -> None:
     """What torch takes for passes over several texts, beside their keys and values."""
-    settings = replace(SETTINGS, rows=ROWS)
+    settings = adapt_batching(SETTINGS, rows=ROWS)
     with open_engine_harness(house.home, settings) as shop:
         for number in range(ROWS):
             shop.submit_until_ready(make_request(f"Sort: {number}", "sql", max_tokens=200))
@@ -75,7 +76,7 @@ def test_the_memory_of_a_batch_is_within_what_is_held(house: HomeFixture) -> Non
 
 
 def test_what_kernels_hold_is_within_what_is_held(house: HomeFixture) -> None:
-    settings = replace(SETTINGS, rows=ROWS)
+    settings = adapt_batching(SETTINGS, rows=ROWS)
     with open_engine_harness(house.home, settings, torch_below=0) as shop:
         names = ("sql", "go", "sql", "go")
         jobs = [
@@ -116,12 +117,12 @@ def test_what_is_let_in_runs_alone_and_what_is_not_lacks_a_byte(
     wanted = make_request("Sort: 1", *experts, max_tokens=40)
     with open_engine_harness(house.home, torch_below=torch_below) as shop:
         limit = shop.find_least_budget(wanted)
-    enough = replace(SETTINGS, budget=limit)
+    enough = replace(SETTINGS, memory_budget=limit)
     with open_engine_harness(house.home, enough, torch_below=torch_below) as shop:
         assert shop.answer(wanted).results[0].generated.tokens
         assert shop.runner.budget.peak <= limit
     with open_engine_harness(
-        house.home, replace(enough, budget=limit - 1), torch_below=torch_below
+        house.home, replace(enough, memory_budget=limit - 1), torch_below=torch_below
     ) as shop:
         refused = shop.answer(wanted)
         assert isinstance(refused.error, BudgetError)
@@ -130,7 +131,7 @@ def test_what_is_let_in_runs_alone_and_what_is_not_lacks_a_byte(
 
 
 def test_too_little_for_the_rows_names_what_a_server_can_change(house: HomeFixture) -> None:
-    settings = replace(SETTINGS, rows=64, budget=1000)
+    settings = adapt_batching(replace(SETTINGS, memory_budget=1000), rows=64)
     match = "the buffers of the batch"
     with (
         pytest.raises(BudgetError, match=match) as refused,
@@ -171,7 +172,7 @@ def test_an_expert_that_makes_room_is_an_eviction_and_is_loaded_again(house: Hom
     with open_engine_harness(house.home) as shop:
         shop.answer(make_request("Sort: 1", "sql", max_tokens=2))
         limit = shop.runner.budget.peak
-    with open_engine_harness(house.home, replace(SETTINGS, budget=limit)) as shop:
+    with open_engine_harness(house.home, replace(SETTINGS, memory_budget=limit)) as shop:
         for name in ("sql", "go", "sql"):
             assert shop.answer(make_request("Sort: 1", name, max_tokens=2)).results
         ram, device = (shop.runner.resources.tiers.traffic[tier] for tier in Tier)

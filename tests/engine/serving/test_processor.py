@@ -16,6 +16,7 @@ from tests.engine.serving.harness import (
     SETTINGS,
     EngineHarness,
     SubmittedRequest,
+    adapt_batching,
     known,
     make_request,
     market,
@@ -217,8 +218,8 @@ def test_a_plan_that_does_not_fit_is_answered_with_fewer_experts_which_is_told(
 ) -> None:
     both = make_request("Sort: 1", "sql", "go")
     limit = least_budget(house, both) - 1
-    fewer = replace(SETTINGS, budget=limit, on_budget="fewer")
-    with open_engine_harness(house.home, replace(fewer, on_budget="queue")) as shop:
+    fewer = adapt_batching(replace(SETTINGS, memory_budget=limit), on_budget="fewer")
+    with open_engine_harness(house.home, adapt_batching(fewer, on_budget="queue")) as shop:
         assert isinstance(shop.answer(both).error, BudgetError)
     with open_engine_harness(house.home, fewer) as shop:
         [result] = shop.answer(both).results

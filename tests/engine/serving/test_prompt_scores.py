@@ -11,14 +11,13 @@ import transformers
 from expertctl.engine.kernels.layer_operations import KV_PAGE_TOKENS
 from expertctl.engine.model.load_plan import TORCH_MAX_BYTES
 from expertctl.engine.request import RunRequest
-from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.model_runner import INITIAL_ANSWER_TOKENS
 from expertctl.engine.serving.request import OutputDelta
 from expertctl.engine.text.prompt import PromptLogprobs, RawPrompt, UserMessage
+from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import BudgetError
 from expertctl.reference import Reference
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.serving.harness import (
     SETTINGS,
@@ -186,7 +185,9 @@ def test_memory_for_scores_is_held_while_a_prompt_is_scored(house: HomeFixture) 
 
 
 def test_scores_for_which_there_is_no_memory_fail_their_job_alone(house: HomeFixture) -> None:
-    settings = EngineConfig(budget=SETTINGS.budget, rows=2, queue=4)
+    settings = EngineConfig(
+        memory_budget=SETTINGS.memory_budget, batching=BatchingConfig(rows=2, queue=4)
+    )
     with open_engine_harness(house.home, settings, torch_below=0) as shop:
         shop.answer(scoring(LONG))
         caller = shop.submit_until_ready(scoring(LONG), prompt_logprobs=5)

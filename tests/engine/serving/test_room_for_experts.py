@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.moe.cache_plan import TopPins
-from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
 from expertctl.engine.serving import memory_report
-from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.memory_report import AdapterHeadroom
 from expertctl.engine.serving.request import JobFailed
+from expertctl.engine_config import (
+    DEFAULT_WARMUP,
+    BatchingConfig,
+    EngineConfig,
+    TopPins,
+    WarmupConfig,
+)
 from expertctl.errors import BudgetError
 from expertctl.package.base_model import read_base
-from expertctl.routing.sampling_presets import NO_OVERRIDES
+from expertctl.routing.request import NO_OVERRIDES
 from tests.engine.moe.test_cached_runs import LARGE, PARTS
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.serving.harness import EngineHarness, make_request, open_engine_harness
@@ -44,7 +48,9 @@ class RoutedExpertsSetup:
     def settings(
         self, tenths: int, *, rows: int = 1, moe: WarmupConfig = DEFAULT_WARMUP
     ) -> EngineConfig:
-        return EngineConfig(budget=self.size * tenths // 10, rows=rows, moe=moe)
+        return EngineConfig(
+            memory_budget=self.size * tenths // 10, moe=moe, batching=BatchingConfig(rows=rows)
+        )
 
     def answers(self, settings: EngineConfig, *names: str) -> "HeadroomAnswers":
         with open_engine_harness(self.house.home, settings, torch_below=0) as shop:
@@ -102,7 +108,9 @@ def test_who_takes_most_has_room_and_the_others_take_turns(
     shelf.install("small", 2)
     shelf.install("large", 16)
     names = ("large", "small", "large")
-    right = shelf.answers(EngineConfig(budget=LARGE, rows=rows), *names)
+    right = shelf.answers(
+        EngineConfig(memory_budget=LARGE, batching=BatchingConfig(rows=rows)), *names
+    )
     assert right.slots == EXPERTS
     assert "room" not in right.told
     found = shelf.answers(shelf.settings(tenths, rows=rows), *names)
@@ -124,7 +132,9 @@ def test_who_takes_most_is_not_who_has_the_largest_files(shelf: RoutedExpertsSet
 def test_where_one_cannot_have_room_the_next_one_has(shelf: RoutedExpertsSetup) -> None:
     shelf.install("small", 2)
     shelf.install("large", 16)
-    right = shelf.answers(EngineConfig(budget=LARGE, rows=1), "small")
+    right = shelf.answers(
+        EngineConfig(memory_budget=LARGE, batching=BatchingConfig(rows=1)), "small"
+    )
     found = shelf.answers(shelf.settings(16), "small", "large")
     assert found.tokens == [*right.tokens, None]
     assert 0 < found.slots < EXPERTS
@@ -238,5 +248,7 @@ def test_a_search_for_room_that_takes_long_ends_and_says_how_far_it_came(
 
 
 def inventory(shelf: RoutedExpertsSetup) -> list[Any]:
-    with open_engine_harness(shelf.house.home, EngineConfig(budget=LARGE), torch_below=0) as shop:
+    with open_engine_harness(
+        shelf.house.home, EngineConfig(memory_budget=LARGE), torch_below=0
+    ) as shop:
         return list(shop.processor.get_inventory().result().experts)

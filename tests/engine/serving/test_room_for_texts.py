@@ -27,7 +27,7 @@ def test_a_server_in_little_memory_says_how_long_a_text_may_be(
         bound = shop.runner.bind_request(wanted)
         tokens = shop.runner.prepare(bound, shop.processor.plan(bound).result()).prompt.capacity
         assert not any("memory suffices" in line for line in shop.messages)
-    enough = replace(SETTINGS, budget=limit)
+    enough = replace(SETTINGS, memory_budget=limit)
     with open_engine_harness(house.home, enough, torch_below=torch_below) as shop:
         [said] = [line for line in shop.messages if "memory suffices" in line]
         assert shop.answer(wanted).results

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from expertctl.engine import devices
-from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.request import OutputDelta
+from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import IncompatibleError
 from expertctl.package.base_model import read_base
 from tests.engine.moe.test_cached_runs import LARGE
@@ -36,7 +36,7 @@ def test_what_becomes_of_experts_after_an_answer_is_not_told_of_it(
 ) -> None:
     """The first of two answers ends while the other is not begun; both are told together."""
     stored = house.bases.add(base)
-    settings = EngineConfig(budget=stored.size * 8 // 10, rows=1)
+    settings = EngineConfig(memory_budget=stored.size * 8 // 10, batching=BatchingConfig(rows=1))
     found = []
     for texts in (1, 2):
         with open_engine_harness(house.home, settings, torch_below=0) as shop:
@@ -72,7 +72,9 @@ def test_where_a_base_lies_is_told_to_who_runs_the_server_and_to_no_caller(
         house.trust_keys("acme")
         house.install(market.package("acme/gains", adapters=[("dora", options)]))
     experts = ["gains"] if while_doing == "loading" else []
-    settings = EngineConfig(base="moved", budget=stored.size // 2, rows=1)
+    settings = EngineConfig(
+        base="moved", memory_budget=stored.size // 2, batching=BatchingConfig(rows=1)
+    )
     with open_engine_harness(house.home, settings, torch_below=0) as shop:
         os.utime(weights, ns=(0, 0))
         before = len(shop.messages)
@@ -96,7 +98,7 @@ def test_what_a_device_has_still_to_tell_is_reset_too(
     """In the middle of an answer: what was asked for before the reset is not observed after it."""
     house.bases.add(base)
     monkeypatch.setattr(devices, "find_free_bytes", lambda: LARGE + devices.LIBRARY_RESERVE)
-    settings = EngineConfig(device="cuda", rows=1)
+    settings = EngineConfig(device="cuda", batching=BatchingConfig(rows=1))
     engine = ServingEngine(planner(house), settings)
     engine.start()
     reader = EventReader(engine, job(make_request("Sort: 9, 8, 7", max_tokens=ENDLESS_TOKENS)))

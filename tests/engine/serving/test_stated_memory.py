@@ -11,7 +11,14 @@ from expertctl.engine.serving.memory_report import (
     describe_memory,
     estimate_memory_bound,
 )
-from tests.engine.serving.harness import SETTINGS, known, make_request, market, open_engine_harness
+from tests.engine.serving.harness import (
+    SETTINGS,
+    adapt_batching,
+    known,
+    make_request,
+    market,
+    open_engine_harness,
+)
 from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["fast", "house", "known", "market"]
@@ -53,7 +60,7 @@ def test_where_the_system_does_not_tell_only_the_budget_is_stated() -> None:
 
 
 def test_a_server_keeps_no_more_of_earlier_requests_than_it_was_told(house: HomeFixture) -> None:
-    settings = replace(SETTINGS, kept_kv=100_000)
+    settings = adapt_batching(SETTINGS, kept_kv=100_000)
     with open_engine_harness(house.home, settings) as shop:
         assert any(line.startswith("memory: ") and "100.0 kB" in line for line in shop.messages)
         keeper = shop.runner.resources.get_kv_store(shop.runner.base.backend)

@@ -14,8 +14,7 @@ from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine.text.tokenizer_files import TemplateSource
 from expertctl.errors import DigestError, IncompatibleError, InvalidPackageError
 from expertctl.reference import Reference
-from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from tests.engine.package_fixtures import EnginePackages, market
 from tests.engine.test_local_engine import planner, run
 from tests.factories import make_package

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.http.address import ListenAddress
 from expertctl.server.serve import serve
 from expertctl.server.settings import ServeSettings
@@ -16,9 +16,11 @@ def print_port(address: ListenAddress) -> None:
 
 
 def main(home: str, rows: str, queue: str) -> None:
-    batch = EngineConfig(base=BASE, budget=64 << 20, rows=int(rows), queue=int(queue))
+    batch = EngineConfig(
+        base=BASE, memory_budget=64 << 20, batching=BatchingConfig(rows=int(rows), queue=int(queue))
+    )
     settings = Settings(Home(Path(home)), encoder="lexical")
-    serve(ServeSettings(port=0, batch=batch), settings, report=print_port)
+    serve(ServeSettings(port=0, engine=batch), settings, report=print_port)
 
 
 if __name__ == "__main__":

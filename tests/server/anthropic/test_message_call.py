@@ -9,7 +9,7 @@ from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.errors import UsageError
 from expertctl.http.errors import FieldError
 from expertctl.http.request_body import parse_body
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import SamplingOverrides
 from expertctl.server.anthropic.message_request import (
     MessageCall,
     MessageRequest,

@@ -11,8 +11,7 @@ from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import RouteRequest
-from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.request import RouteRequest, SamplingOverrides
 from expertctl.settings import Home, Settings
 from tests.server.anthropic.client import WEATHER
 from tests.server.harness import BASE, ServerHarness

@@ -11,7 +11,6 @@ from anthropic.types import RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
-from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.request import (
     GenerationJob,
     JobEvent,
@@ -19,6 +18,7 @@ from expertctl.engine.serving.request import (
     OutputDelta,
     TokenSink,
 )
+from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import StoreError
 from expertctl.server.app import create_app
 from expertctl.server.settings import ServeSettings
@@ -157,7 +157,9 @@ def test_what_is_refused_is_an_ordinary_answer(scripted: ServerHarness) -> None:
 
 
 def test_who_leaves_in_the_middle_frees_the_row(make_served: MakeServed) -> None:
-    served = make_served(ServeSettings(batch=EngineConfig(budget=64 << 20, rows=1)))
+    served = make_served(
+        ServeSettings(engine=EngineConfig(memory_budget=64 << 20, batching=BatchingConfig(rows=1)))
+    )
     endless = {"model": BASE, "max_tokens": 3000, "messages": HI, "stream": True, "temperature": 0}
 
     async def leave() -> None:

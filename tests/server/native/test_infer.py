@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
-from expertctl.engine.serving.config import EngineConfig
 from expertctl.engine.serving.request import GenerationJob, JobFailed, OutputDelta, TokenSink
 from expertctl.engine.text.prompt import UserMessage
+from expertctl.engine_config import EngineConfig
 from expertctl.errors import ExpertError, UsageError
 from expertctl.http.operation import Arrival
 from expertctl.http.request_body import parse_body
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import RouteRequest, parse_forced
-from expertctl.routing.sampling_presets import LIMITS, SamplingOverrides
+from expertctl.routing.request import LIMITS, RouteRequest, SamplingOverrides, parse_forced
 from expertctl.schema.validation import find_problems
 from expertctl.server.caller import Caller
 from expertctl.server.native.infer import InferCall, InferRequest, stream_infer
@@ -220,7 +219,9 @@ def test_validators_of_the_operator_are_asked_by_name(make_served: MakeServed) -
     commands = parse_validators(
         [f"any={sys.executable} -c pass", f"none={sys.executable} -c 'exit(\"no such thing\")'"]
     )
-    served = make_served(ServeSettings(validators=commands, batch=EngineConfig(budget=64 << 20)))
+    served = make_served(
+        ServeSettings(validators=commands, engine=EngineConfig(memory_budget=64 << 20))
+    )
     stop = [stop_in(served)]
     passed = ask(served, **GREEDY, response_format={"type": "custom", "name": "any"})
     failed = ask(served, **GREEDY, stop=stop, response_format={"type": "custom", "name": "none"})

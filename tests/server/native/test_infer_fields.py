@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine_config import EngineConfig
 from expertctl.schema.validation import find_problems
 from expertctl.server.settings import ServeSettings
 from tests.server.conftest import MakeServed
@@ -103,8 +103,8 @@ def test_a_field_without_which_infer_would_answer_something_else_is_refused(
 def test_infer_with_strict_fields_refuses_what_it_does_not_know(
     make_served: MakeServed, path: str
 ) -> None:
-    batch = EngineConfig(budget=64 << 20)
-    client = make_served(ServeSettings(strict_fields=True, batch=batch)).client()
+    batch = EngineConfig(memory_budget=64 << 20)
+    client = make_served(ServeSettings(strict_fields=True, engine=batch)).client()
     answer = client.post(path, json={**ASKED, **FOREIGN})
     assert answer.status_code == 400
     assert "keep_alive" in answer.text

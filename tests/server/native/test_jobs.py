@@ -7,7 +7,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from expertctl.engine.serving import request
-from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.schema.validation import find_problems
 from expertctl.server.settings import ServeSettings
 from tests.server.conftest import MakeServed
@@ -122,7 +122,9 @@ def test_a_job_of_another_key_is_one_that_does_not_exist(
 
 
 def test_a_full_queue_takes_no_job_and_says_when_to_come_again(make_served: MakeServed) -> None:
-    settings = ServeSettings(batch=EngineConfig(budget=64 << 20, rows=1, queue=1))
+    settings = ServeSettings(
+        engine=EngineConfig(memory_budget=64 << 20, batching=BatchingConfig(rows=1, queue=1))
+    )
     served = make_served(settings)
     client = served.client()
     answers = [client.post("/v1/jobs", json=ENDLESS) for _ in range(8)]

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from expertctl.engine.moe.profile_codecs import read_activity
 from expertctl.engine.moe.usage_profile import LayerUsage, UsageProfile
 from expertctl.engine.moe.usage_store import LearntUsage, compute_base_digest, encode_learnt_usage
-from expertctl.engine.moe.warmup import WarmupConfig
+from expertctl.engine_config import WarmupConfig
 from expertctl.schema.strict_json import loads
 from expertctl.schema.validation import find_problems
 from expertctl.server.service import Readiness

@@ -10,7 +10,7 @@ import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer
 
-from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine_config import EngineConfig
 from expertctl.server.settings import ServeSettings
 from tests.factories import VOCAB, write_base
 from tests.server.conftest import MakeServed
@@ -144,8 +144,8 @@ def test_a_request_may_have_its_control_tokens_read_as_letters(served: ServerHar
 def test_a_server_may_read_control_tokens_as_letters_unless_a_request_says_more(
     make_served: MakeServed, stock: ServedPackages
 ) -> None:
-    batch = EngineConfig(budget=64 << 20)
-    served = make_served(ServeSettings(batch=batch, completions_special_tokens=False))
+    batch = EngineConfig(memory_budget=64 << 20)
+    served = make_served(ServeSettings(engine=batch, completions_special_tokens=False))
     assert complete(served, RENDERED)["usage"]["prompt_tokens"] == len(RENDERED.encode())
     ids, text = greedy(stock.base_dir, RENDERED)
     asked = complete(served, RENDERED, parse_special=True)

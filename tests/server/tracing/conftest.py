@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine_config import EngineConfig
 from expertctl.server.settings import ServeSettings
 from expertctl.server.tracing import Tracing
 from tests.server.harness import ServedPackages, ServerHarness, run_app
 from tests.server.tracing.collector import TraceCollector, run_collector
 
-SETTINGS = ServeSettings(batch=EngineConfig(budget=64 << 20))
+SETTINGS = ServeSettings(engine=EngineConfig(memory_budget=64 << 20))
 
 
 @dataclass
