@@ -20,6 +20,8 @@ SOURCES = sorted(
     if any(True for _ in re.finditer(r"expertctl [a-z{-]", path.read_text()))
 )
 VALUE = "VALUE"
+ANYWHERE = {"-q", "--quiet", "-v", "--verbose"}
+"""Options of every command and group."""
 QUOTED = re.compile(r"`expertctl ([^`]+)`")
 BEGINNING = re.compile(r"^expertctl ((?:[a-z]+ )*[a-z]+ .*--[a-z].*)$")
 """A hint that is a command and nothing else."""
@@ -44,7 +46,7 @@ def named(text: str) -> Iterator[str]:
 
 def fault(command: str) -> str | None:
     """Why these words are no command, or None."""
-    words = shlex.split(command)
+    words = [word for word in shlex.split(command) if word not in ANYWHERE]
     context, here = None, get_command(app)
     while words and hasattr(here, "get_command") and not words[0].startswith("-"):
         context = here.make_context(None, [], resilient_parsing=True)
