@@ -155,12 +155,12 @@ def error_response(
     body = _oci_error_body(error, status) if path.startswith("/v2") else _api_error_body(error)
     headers = {"Cache-Control": "no-store", **_error_headers(error)}
     response = Response(json.dumps(body), status, headers, media_type="application/json")
-    asked = _required_scope(path, str(scope.get("method", "")))
+    required = _required_scope(path, str(scope.get("method", "")))
     if status == 401:
-        for challenge in build_challenges(settings, asked):
+        for challenge in build_challenges(settings, required):
             response.headers.append("WWW-Authenticate", challenge)
-    elif asked and isinstance(error, ForbiddenError) and _used_session_token(scope):
-        _, bearer = build_challenges(settings, asked)
+    elif required and isinstance(error, ForbiddenError) and _used_session_token(scope):
+        _, bearer = build_challenges(settings, required)
         response.headers["WWW-Authenticate"] = f'{bearer},error="insufficient_scope"'
     return response
 

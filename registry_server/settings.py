@@ -195,8 +195,8 @@ def _format_lines(settings: ServerSettings) -> list[str]:
     if settings.trusted_proxies:
         lines += [f"trusted_proxies = [{', '.join(map(_quote, settings.trusted_proxies))}]"]
     names = [f.name for f in fields(RegistryLimits)]
-    usual = RegistryLimits()
-    changed = [n for n in names if getattr(settings.limits, n) != getattr(usual, n)]
+    defaults = RegistryLimits()
+    changed = [n for n in names if getattr(settings.limits, n) != getattr(defaults, n)]
     if changed:
         lines += ["", "[limits]", *(f"{n} = {getattr(settings.limits, n)}" for n in changed)]
     return lines
@@ -243,21 +243,21 @@ class _SettingsReader:
 
 
 def _read_table(data: Path, reader: _SettingsReader) -> ServerSettings:
-    usual = ServerSettings(data=data)
-    host = reader.read_value("host", str, usual.host)
+    defaults = ServerSettings(data=data)
+    host = reader.read_value("host", str, defaults.host)
     reader.check(_is_host(host), f"host {host[:80]!r} is not an address to listen on")
-    port = reader.read_value("port", int, usual.port)
+    port = reader.read_value("port", int, defaults.port)
     reader.check(0 <= port <= 65535, f"port {port} is not a port")
-    read = reader.read_value("read", str, usual.read)
+    read = reader.read_value("read", str, defaults.read)
     reader.check(read in READ_ACCESS_VALUES, f"read {read[:80]!r} is neither 'public' nor 'token'")
     certificate, private_key = (_read_path(data, reader, k) for k in ("certificate", "private_key"))
-    days = reader.read_value("index_interval_days", int, usual.index_interval_days)
+    days = reader.read_value("index_interval_days", int, defaults.index_interval_days)
     problem = f"index_interval_days {days} is not between 1 and {MAX_INTERVAL_DAYS}"
     reader.check(1 <= days <= MAX_INTERVAL_DAYS, problem)
     both = (certificate is None) == (private_key is None)
     reader.check(both, "certificate and private_key belong together")
     return replace(
-        usual,
+        defaults,
         host=host,
         port=port,
         url=_read_url(reader),
@@ -311,15 +311,15 @@ def _read_proxies(reader: _SettingsReader) -> tuple[str, ...]:
 
 def _read_limits(reader: _SettingsReader) -> RegistryLimits:
     table = reader.read_value("limits", dict, {})
-    usual = RegistryLimits()
-    known = {f.name: getattr(usual, f.name) for f in fields(RegistryLimits)}
+    defaults = RegistryLimits()
+    known = {f.name: getattr(defaults, f.name) for f in fields(RegistryLimits)}
     unknown = [f"unknown setting 'limits.{str(k)[:80]}'" for k in table if k not in known]
     inner = _SettingsReader(table, unknown)
     values: dict[str, Any] = {
         name: _read_number(inner, name, default) for name, default in known.items()
     }
     reader.problems.extend(inner.problems)
-    return replace(usual, **values)
+    return replace(defaults, **values)
 
 
 def _read_number(reader: _SettingsReader, name: str, default: float) -> float:

@@ -162,11 +162,11 @@ def _open_session(
         engine = open_engine(planner, pattern.route.config, progress=loading)
         from expertctl.engine.conversation import Conversation
 
-    begun = _ChatSession(
+    session = _ChatSession(
         Conversation(engine, pattern), planner, loading, as_json=as_json, stats=stats
     )
-    begun.on_close = engine.close
-    return begun
+    session.on_close = engine.close
+    return session
 
 
 class _ChatSession:
@@ -211,9 +211,9 @@ class _ChatSession:
         return OK if self._interactive else self._exit_code
 
     def _answer_lines(self, read_line: ReadLine) -> None:
-        while (said := self._read_next(read_line)) is not None and not _is_exit(said):
-            if said.text.strip():
-                self._handle_input(said)
+        while (line := self._read_next(read_line)) is not None and not _is_exit(line):
+            if line.text.strip():
+                self._handle_input(line)
 
     def _print_turns(self) -> None:
         if self._as_json:

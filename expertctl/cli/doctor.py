@@ -225,7 +225,7 @@ def _report_memory(settings: Settings, *, as_json: bool) -> None:
 def _check_health(settings: Settings, *, online: bool, as_json: bool) -> None:
     home = settings.home
     store = Store(home.store)
-    said = _query_registries(settings, store) if online else ()
+    registry_reports = _query_registries(settings, store) if online else ()
     with show_progress("hashing", count_blob_bytes(store), as_json=as_json) as report:
         diagnosis = examine_store(
             store,
@@ -234,7 +234,7 @@ def _check_health(settings: Settings, *, online: bool, as_json: bool) -> None:
             indexes=IndexStore(home.registries),
             catalogue=Catalogue(home.index),
             suspicions=SuspicionStore(home.suspicions),
-            online=said,
+            online=registry_reports,
             progress=report,
         )
     emit(_build_health_document(diagnosis), _format_diagnosis(diagnosis), as_json=as_json)

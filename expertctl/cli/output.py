@@ -112,11 +112,11 @@ def debug(text: str) -> None:
 
 def make_note_once() -> Callable[[str], None]:
     """Return a function like `note` that prints a text only once; any thread may call it."""
-    said: set[str] = set()
+    printed: set[str] = set()
 
     def say(text: str) -> None:
-        if text not in said:
-            said.add(text)
+        if text not in printed:
+            printed.add(text)
             note(text)
 
     return say
@@ -204,9 +204,9 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     lines = [list(header), *[list(row) for row in rows]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    beside = _count_fitting_columns(widths, terminal_width(sys.stdout))
-    parts = [(line[:beside], line[beside:]) for line in lines]
-    shown = [(_align(left, widths), _align(below, widths[beside:])) for left, below in parts]
+    fitting = _count_fitting_columns(widths, terminal_width(sys.stdout))
+    parts = [(line[:fitting], line[fitting:]) for line in lines]
+    shown = [(_align(left, widths), _align(below, widths[fitting:])) for left, below in parts]
     return "\n".join(f"{left}\n{_BELOW_INDENT}{below}" if below else left for left, below in shown)
 
 

@@ -109,11 +109,11 @@ def format_stats(tally: RunStatistics, canvas: TerminalCanvas) -> str:
 
 def _format_summary(runs: RunSummary) -> str:
     count = len(runs.jobs)
-    said = [f"{runs.good} good, {runs.bad} bad"] if runs.good + runs.bad else []
+    parts = [f"{runs.good} good, {runs.bad} bad"] if runs.good + runs.bad else []
     form = [f"format passed {runs.passed} of {runs.checked}"] if runs.checked else []
     errors = [format_count(runs.errors, "error")] if runs.errors else []
     since = datetime.fromtimestamp(runs.jobs[-1].at).astimezone().date().isoformat()
-    return ", ".join([f"{format_count(count, 'run')} since {since}", *errors, *said, *form])
+    return ", ".join([f"{format_count(count, 'run')} since {since}", *errors, *parts, *form])
 
 
 def _format_experts(tally: RunStatistics, canvas: TerminalCanvas) -> list[str]:
@@ -139,8 +139,12 @@ def _format_experts(tally: RunStatistics, canvas: TerminalCanvas) -> list[str]:
 
 
 def _format_run_figures(runs: RunSummary) -> list[str]:
-    said = f"+{runs.good} -{runs.bad}" if runs.good + runs.bad else "-"
-    return [said, _format_milliseconds(runs.first_token_ms), _format_milliseconds(runs.total_ms)]
+    verdicts = f"+{runs.good} -{runs.bad}" if runs.good + runs.bad else "-"
+    return [
+        verdicts,
+        _format_milliseconds(runs.first_token_ms),
+        _format_milliseconds(runs.total_ms),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,9 +378,9 @@ def feedback(
     """
     job, verdict = _parse_words(words)
     catalogue = Catalogue(load_settings().home.index)
-    said = _save_verdict(catalogue, job, verdict)
+    message = _save_verdict(catalogue, job, verdict)
     warn(catalogue.notes)
-    emit(_build_feedback_document(said), _format_feedback(said), as_json=as_json)
+    emit(_build_feedback_document(message), _format_feedback(message), as_json=as_json)
 
 
 def _parse_words(words: Sequence[str]) -> tuple[str, UserVerdict]:

@@ -109,11 +109,11 @@ class Retries:
         """
         if attempt >= self.attempts:
             return None
-        asked = _get_requested_pause(error, repeatable=repeatable)
-        if asked is None or asked > self.longest_asked:
+        requested = _get_requested_pause(error, repeatable=repeatable)
+        if requested is None or requested > self.longest_asked:
             return None
         pause = min(self.longest_pause, self.first_pause * 2.0 ** (attempt - 1))
-        return max(asked, pause * (0.5 + self.chance() / 2))
+        return max(requested, pause * (0.5 + self.chance() / 2))
 
 
 def _get_requested_pause(error: ExpertError, *, repeatable: bool) -> float | None:

@@ -91,8 +91,8 @@ class StreamPool:
                 number = self._create_stream(device, fallback=known)
             if computes:
                 self._computed.add(number)
-            lent = self._lent[number] = StreamHandle(self._known[number])
-            return lent
+            handle = self._lent[number] = StreamHandle(self._known[number])
+            return handle
 
     def _create_stream(self, device: torch.device, *, fallback: list[int]) -> int:
         """Take a new stream from torch, else one of ``fallback``; return its number."""
@@ -217,10 +217,10 @@ def translate_device_errors() -> Iterator[None]:
 
 def _translate_error(error: RuntimeError) -> ExpertError | None:
     """Return the error to raise instead; None where the device is not the cause."""
-    said = str(error).partition("\n")[0]
-    has_failed = said.startswith(_ERROR_PREFIXES)
+    reason = str(error).partition("\n")[0]
+    has_failed = reason.startswith(_ERROR_PREFIXES)
     if isinstance(error, torch.OutOfMemoryError) or (
-        has_failed and any(f in said for f in _OUT_OF_MEMORY)
+        has_failed and any(f in reason for f in _OUT_OF_MEMORY)
     ):
         return BudgetError(
             "the CUDA device has less memory left than the budget allows",
@@ -230,7 +230,7 @@ def _translate_error(error: RuntimeError) -> ExpertError | None:
     if not has_failed:
         return None
     return DeviceError(
-        f"the CUDA device failed: {said}",
+        f"the CUDA device failed: {reason}",
         hint="restart, since a process cannot continue after a device failure; check "
         f"`nvidia-smi`, {_CPU_HINT}",
     )
@@ -244,8 +244,8 @@ def _measure_workspace(device: torch.device) -> int:
     takes over what a thread leaves. So this thread has none on that stream yet, and adds none.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="workspace") as pool:
-        lent = acquire_stream(device, computes=True)
-        measured = pool.submit(measure_product_workspace, lent).result()
+        handle = acquire_stream(device, computes=True)
+        measured = pool.submit(measure_product_workspace, handle).result()
     return max(measured, _get_stated_workspace_bytes())
 
 
@@ -268,5 +268,5 @@ def measure_product_workspace(handle: StreamHandle) -> int:
 
 def _get_stated_workspace_bytes() -> int:
     """Return the size that torch states; 0 in versions that state none."""
-    said = getattr(torch.backends.cuda, "cublas_workspace_size", None)
-    return 0 if said is None else int(said())
+    read_size = getattr(torch.backends.cuda, "cublas_workspace_size", None)
+    return 0 if read_size is None else int(read_size())

@@ -210,8 +210,8 @@ def _answer_batched(
         job = GenerationJob(id=uuid.uuid4().hex, request=requests[number], remember=False)
         engine.submit(job, lambda event: events.put((number, event)))
 
-    begun = min(ahead, len(requests))
-    for number in range(begun):
+    submitted = min(ahead, len(requests))
+    for number in range(submitted):
         submit(number)
     left = len(requests)
     while left:
@@ -225,9 +225,9 @@ def _answer_batched(
             case _:
                 continue
         left -= 1
-        if begun < len(requests):
-            submit(begun)
-            begun += 1
+        if submitted < len(requests):
+            submit(submitted)
+            submitted += 1
 
 
 def _wait_for_event(

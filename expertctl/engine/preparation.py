@@ -213,8 +213,8 @@ def find_missing_headroom(
     base = prepared.base
     if not (prepared.planned.experts and isinstance(base, OpenBase) and base.config.experts):
         return 0
-    beside = count_bytes_without_base(planner, prepared, files)
-    return beside if base.weight_bytes + beside > limit else 0
+    other_bytes = count_bytes_without_base(planner, prepared, files)
+    return other_bytes if base.weight_bytes + other_bytes > limit else 0
 
 
 def count_bytes_without_base(
@@ -388,4 +388,6 @@ def _fit_prompt(
 def _count_virtual_tokens(planned: PlannedPrompt) -> int:
     """Count the rows of soft prompts; experts of weight 0 are not used."""
     pairs = zip(planned.experts, planned.result.plan.experts, strict=True)
-    return sum(e.manifest.virtual_tokens for e, told in pairs if told.weight != 0.0)
+    return sum(
+        e.manifest.virtual_tokens for e, planned_expert in pairs if planned_expert.weight != 0.0
+    )

@@ -120,8 +120,8 @@ def _warn_threads_differ(request: RunRequest, context: GenerationContext) -> tup
     saved = request.saved.threads if request.saved else None
     if saved in {None, context.threads} or context.prepared.numerics.backend in {"packed", "cuda"}:
         return ()
-    told = f"the plan was saved by a run with {saved} threads, this one has {context.threads}"
-    return (f"{told}: the last bits of the numbers may differ",)
+    difference = f"the plan was saved by a run with {saved} threads, this one has {context.threads}"
+    return (f"{difference}: the last bits of the numbers may differ",)
 
 
 def _warn_context(prepared: PreparedRequest, generated: GenerationOutput) -> tuple[str, ...]:
@@ -136,8 +136,8 @@ def _warn_context(prepared: PreparedRequest, generated: GenerationOutput) -> tup
 
 def _explain_base_only(planned: PlannedPrompt, request: RunRequest) -> tuple[str, ...]:
     """Explain why the base answers alone although that was not requested."""
-    asked = request.route.base_alone or request.saved is not None
-    return () if asked or planned.result.plan.experts else planned.result.notes
+    requested = request.route.base_alone or request.saved is not None
+    return () if requested or planned.result.plan.experts else planned.result.notes
 
 
 _EXPERT_ERRORS = (DigestError, IncompatibleError, InvalidPackageError)

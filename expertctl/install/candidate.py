@@ -298,12 +298,12 @@ def _missing_error(
     offer: Availability,
     search: ResolverState,
 ) -> ExpertError:
-    asked = [need for need in requirements if need.is_from_user]
+    by_user = [need for need in requirements if need.is_from_user]
     why = f": {offer.reason}" if offer.reason else ""
-    if asked:
+    if by_user:
         file = "give its .expert file to the same `expertctl install`"
         hint = f"{offer.hint}; or {file}" if offer.hint else f"check the name, or {file}"
-        return NotFoundError(f"{asked[0].wanted} is not there{why}", hint=hint)
+        return NotFoundError(f"{by_user[0].wanted} is not there{why}", hint=hint)
     hint = f"get {package} and give its file to the same `expertctl install`"
     clauses = _join_clauses([_describe_chain(need, search) for need in requirements])
     return MissingDependencyError(f"{clauses}, which is not installed{why}", hint=hint)

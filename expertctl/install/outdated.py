@@ -90,7 +90,7 @@ def find_outdated(
     ]
     found = []
     for candidate in current:
-        asked = [need for need in needs if need.package == candidate.package]
+        matching = [need for need in needs if need.package == candidate.package]
         offered = _list_offered(candidate, sources, by_hand=by_hand)
         others = [version_in_store(e) for e in experts if _is_unused_version(e, candidate)]
         notices = [
@@ -98,7 +98,7 @@ def find_outdated(
             *collect_other_notices(others, sources),
         ]
         if offered or notices:
-            found.append(_compare_versions(candidate, asked, offered, age, notices))
+            found.append(_compare_versions(candidate, matching, offered, age, notices))
     return found
 
 

@@ -196,8 +196,8 @@ def install_resolved(
     notices = check_resolution(chosen, experts, locked, sources, accepted=context.accept_changed)
     there = {expert.ref: expert for expert in experts}
     brought = {item.contents.content_digest for item in files}
-    asked = [item for item in chosen if item.candidate.content_digest not in brought]
-    wanted = [item for item in asked if not _is_installed(item, there, context, sources)]
+    remaining = [item for item in chosen if item.candidate.content_digest not in brought]
+    wanted = [item for item in remaining if not _is_installed(item, there, context, sources)]
     named = {direct.candidate: direct for direct in unindexed}
     to_fetch = [_make_fetch_item(item, sources, named.get(item.candidate)) for item in wanted]
     _check_online(to_fetch, sources)
@@ -211,7 +211,7 @@ def install_resolved(
     sources.accept_contents(chosen, context.accept_changed)
     kept = [
         InstalledPackage(there[item.candidate.ref], "already installed")
-        for item in asked
+        for item in remaining
         if item not in wanted and any(need.is_from_user for need in item.needs)
     ]
     return InstallReport(_add_warnings([*new, *kept], notices), tuple(chosen), notices=notices)
@@ -285,13 +285,13 @@ def _list_needed_indexes(
     """Return the indexes needed in any case: none where an installed version will do."""
     found = {direct.candidate.package for direct in unindexed}
     pins = {entry.package: entry.pin for entry in request.locked}
-    asked = []
+    indexes = []
     for need in request.needs:
         pin = pins.get(need.package)
         good = [c for c in here if (pin.is_met_by(c) if pin else need.names_one_version)]
         if need.package not in found and not any(c.satisfies(need.wanted) for c in good):
-            asked.append((Reference(need.package, registry=need.wanted.registry), need.by_hand))
-    return asked if len(asked) > 1 else []
+            indexes.append((Reference(need.package, registry=need.wanted.registry), need.by_hand))
+    return indexes if len(indexes) > 1 else []
 
 
 def _file_requirements(

@@ -216,11 +216,11 @@ def install_requirement_list(
 
 def _describe_moved(project: Project, sources: RegistrySources) -> list[str]:
     """Return notes about namespaces for which a project's file names another registry."""
-    usual = sources.default_host
+    default_host = sources.default_host
     return [
         f"{namespace}/* comes from {host}, says {PROJECT_FILE}"
         for namespace, host in project.registries
-        if host != usual
+        if host != default_host
     ]
 
 

@@ -151,8 +151,8 @@ class RegistrySources:
 
     def query_each(self, packages: Iterable[tuple[str, PackageName]]) -> list[ExpertError]:
         """Ask as `query_quietly` does; return all failures, which are in `unanswered` too."""
-        asked = [key for key in dict.fromkeys(packages) if self._needs_query(*key)]
-        if not asked:
+        unqueried = [key for key in dict.fromkeys(packages) if self._needs_query(*key)]
+        if not unqueried:
             return []
         failed: dict[tuple[str, PackageName], ExpertError] = {}
         with ThreadPoolExecutor(MAX_PARALLEL_QUERIES) as pool, self.http.interrupt_on_ctrl_c():
@@ -160,7 +160,7 @@ class RegistrySources:
                 (host, package): pool.submit(
                     self._fetch_document, self._before.find_registry(host), package, attempts=1
                 )
-                for host, package in asked
+                for host, package in unqueried
             }
             for key, job in jobs.items():
                 try:
@@ -283,15 +283,19 @@ class RegistrySources:
         Raises:
             TrustError: when a package assigns one.
         """
-        said = {
+        claims = {
             _package_origin(item)
             for item in chosen
             if any(need.is_from_user for need in item.needs)
         }
         for item in chosen:
             host, namespace = _package_origin(item)
-            usual = item.candidate.is_local or self.default_host in {host, None}
-            if usual or (host, namespace) in said or self._before.list_registries_for(namespace):
+            is_default = item.candidate.is_local or self.default_host in {host, None}
+            if (
+                is_default
+                or (host, namespace) in claims
+                or self._before.list_registries_for(namespace)
+            ):
                 continue
             need = next((need for need in item.needs if need.wanted.registry), item.needs[0])
             raise TrustError(
@@ -397,8 +401,8 @@ class RegistrySources:
 
     def _needs_query(self, host: str, package: PackageName) -> bool:
         key = host, package
-        asked = key in self._documents or key in self._unanswered
-        return self.knows_host(host) and not asked
+        queried = key in self._documents or key in self._unanswered
+        return self.knows_host(host) and not queried
 
     def _load_document(self, known: KnownRegistry, package: PackageName) -> IndexDocument:
         key = known.host, package

@@ -72,8 +72,8 @@ class RegistryAddress:
         The name of the registry in messages and in `Reference`.
         """
         name = f"[{self.hostname}]" if ":" in self.hostname else self.hostname
-        usual = self.port == _PORTS["https"] and not self.is_loopback
-        return name if usual else f"{name}:{self.port}"
+        is_default = self.port == _PORTS["https"] and not self.is_loopback
+        return name if is_default else f"{name}:{self.port}"
 
     @property
     def url(self) -> str:

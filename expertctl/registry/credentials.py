@@ -288,9 +288,9 @@ class LoginSessions:
         """
         offers = {challenge.scheme: challenge for challenge in parse_challenges(header)}
         with self._lock:
-            begun = self.initial_authorization(address, scope)
-            if begun != refused:
-                return begun
+            initial = self.initial_authorization(address, scope)
+            if initial != refused:
+                return initial
             credential = self._find(address)
             bearer = _find_bearer_realm(offers, credential, refused)
             session: _AuthSession | None

@@ -82,16 +82,16 @@ class RetrySchedule:
             UnreachableError: when that was the last, or the pause asked for is too long.
             RateLimitError: likewise.
         """
-        asked = error.retry_after or 0.0
-        if attempt >= self.attempts or asked > self.max_retry_after:
-            error.message = self._final_message(error.message, attempt, asked)
+        requested = error.retry_after or 0.0
+        if attempt >= self.attempts or requested > self.max_retry_after:
+            error.message = self._final_message(error.message, attempt, requested)
             error.args = (error.message,)
             raise error
         pause = min(self.max_pause, self.first_pause * 2.0 ** (attempt - 1))
         if attempt == 1 and self.tell is not None:
             self.tell(f"{error.message}; trying again")
         sleep = self.sleep or (stop.wait if stop is not None else time.sleep)
-        sleep(max(asked, pause * (0.5 + self.jitter() / 2)))
+        sleep(max(requested, pause * (0.5 + self.jitter() / 2)))
 
     def _final_message(self, message: str, attempt: int, asked: float) -> str:
         if asked > self.max_retry_after:
@@ -160,8 +160,8 @@ def _error_message(status: int, reason: RefusalReason, what: str) -> str:
     """Return the fact: a message of a registry of ours as it is, else the request and status."""
     if reason.message and reason.code in _OUR_CODES:
         return reason.message
-    said = f": {reason.message}" if reason.message else ""
-    return f"{what}: {_STATUS_MESSAGES.get(status, f'status {status}')}{said}"
+    detail = f": {reason.message}" if reason.message else ""
+    return f"{what}: {_STATUS_MESSAGES.get(status, f'status {status}')}{detail}"
 
 
 def _error_hint(status: int, reason: RefusalReason, host: str) -> str:

@@ -287,10 +287,10 @@ def _explain_base_alone(
         )
     best = able[0]
     closer = _describe_excluded_best(request, candidates, best)
-    told = f"best was {best.expert.ref} {best.score:.2f}{closer}"
+    best_score = f"best was {best.expert.ref} {best.score:.2f}{closer}"
     if best.score < THRESHOLD and not best.is_vetoed:
-        return f"the base answers alone: no expert scored {THRESHOLD:.2f} or more; {told}"
-    return f"the base answers alone: {told}, which is {best.reason}"
+        return f"the base answers alone: no expert scored {THRESHOLD:.2f} or more; {best_score}"
+    return f"the base answers alone: {best_score}, which is {best.reason}"
 
 
 def _explain_none_eligible(

@@ -76,8 +76,8 @@ def find_copied_texts(manifest: Manifest, others: KnownPackages) -> Iterator[Fla
     sources = Counter(name for text in examples if (name := _find_source(text, owners)))
     if sources and sources.total() >= max(_MIN_COPIED_TEXTS, _MIN_COPIED_SHARE * len(examples)):
         ((other, _),) = sources.most_common(1)
-        told = f"{sources.total()} of its {len(examples)} examples"
-        yield Flag("copied", f"{told} are those of {_format_sources(other, sources)}", other)
+        share = f"{sources.total()} of its {len(examples)} examples"
+        yield Flag("copied", f"{share} are those of {_format_sources(other, sources)}", other)
     if description.shingles and (source := owners.get(description.whole)):
         yield Flag("copied", f"its description is that of {source}", source)
 
@@ -151,8 +151,8 @@ def _check_keyword_stuffing(manifest: Manifest) -> Iterator[Flag]:
         yield Flag("stuffed", f"{len(empty)} of its keywords say nothing: {_format_words(empty)}")
     foreign = _find_unrelated_keywords(manifest)
     if len(foreign) >= _MIN_UNRELATED and len(foreign) > _UNRELATED_SHARE * len(keywords):
-        told = f"{len(foreign)} of its {len(keywords)} keywords"
-        yield Flag("stuffed", f"{told} are in none of its texts: {_format_words(foreign)}")
+        share = f"{len(foreign)} of its {len(keywords)} keywords"
+        yield Flag("stuffed", f"{share} are in none of its texts: {_format_words(foreign)}")
 
 
 def _find_unrelated_keywords(manifest: Manifest) -> list[str]:

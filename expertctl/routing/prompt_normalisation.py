@@ -261,11 +261,11 @@ def select_asking_sentences(parts: Sequence[str]) -> list[str]:
 def strip_repeats(text: str) -> str:
     """Remove words that are repeated often, except numbers."""
     words = [word.casefold() for word in _WORD.findall(text)]
-    usual = max(_MIN_REPEATS, len(words) // 12), max(2 * _MIN_REPEATS, len(words) // 4)
+    limits = max(_MIN_REPEATS, len(words) // 12), max(2 * _MIN_REPEATS, len(words) // 4)
     piled = {
         word
         for word, count in Counter(words).items()
-        if count >= usual[word in STOP_WORDS] and not word[0].isdigit()
+        if count >= limits[word in STOP_WORDS] and not word[0].isdigit()
     }
     return _WORD.sub(lambda m: "" if m[0].casefold() in piled else m[0], text) if piled else text
 

@@ -250,8 +250,8 @@ class PlanningSession:
 
     def _change_key(self) -> _Key:
         """Return that key without the vectors, which planning itself may add."""
-        beside = map(stat_fingerprint, self._watched_paths)
-        return *self._inventory_key(), self.planner.catalogue.read_revision(), *beside
+        watched = map(stat_fingerprint, self._watched_paths)
+        return *self._inventory_key(), self.planner.catalogue.read_revision(), *watched
 
     def _inventory_key(self) -> _Key:
         stamps = (

@@ -98,8 +98,8 @@ def _check_near_copy(closest: _ClosestTexts, name: NameLookup) -> Iterator[Flag]
     near = Counter(closest.owners[closest.similarities >= MIN_NEAR_COPY_COSINE].tolist())
     for other, count in near.most_common(1):
         if count >= max(MIN_COMPARED_EXAMPLES, _MIN_NEAR_COPY_SHARE * compared):
-            told = f"{count} of {compared} examples say in other words"
-            yield Flag("near-copy", f"{told} what those of {name(other)} say", name(other))
+            share = f"{count} of {compared} examples say in other words"
+            yield Flag("near-copy", f"{share} what those of {name(other)} say", name(other))
 
 
 def _check_catch_all(package: PackageRows, closest: _ClosestTexts) -> Iterator[Flag]:

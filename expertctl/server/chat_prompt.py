@@ -65,11 +65,11 @@ class ChatTemplateTraits:
         if source is None:
             return False
         names = tuple(self.tokenizer.config.special_tokens.items())
-        asked = {
+        relevant = {
             name: value for name, value in variables.items() if name not in _IRRELEVANT_VARIABLES
         }
         return _prompt_opens_reasoning(
-            source, names, _TemplateVariables(encode_canonical(asked), asked)
+            source, names, _TemplateVariables(encode_canonical(relevant), relevant)
         )
 
     def count_tokens(
@@ -175,8 +175,8 @@ def find_routing_text(messages: Sequence[ConversationMessage]) -> str:
     texts = [message for message in messages if message.content.strip()]
     if not texts:
         raise FieldError("messages: none of them has text", field="messages")
-    said = [message for message in texts if message.role == "user"]
-    return (said or texts)[-1].content
+    by_user = [message for message in texts if message.role == "user"]
+    return (by_user or texts)[-1].content
 
 
 def can_continue(last: ConversationMessage) -> bool:

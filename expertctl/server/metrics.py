@@ -364,12 +364,12 @@ def _expert_families(now: EngineSnapshot) -> Iterator[Family]:
     for tier, traffic in now.traffic.items():
         loaded.add_metric([tier], traffic.nbytes)
     yield loaded
-    asked = CounterMetricFamily(
+    requests = CounterMetricFamily(
         "expertctl_expert_requests", "Jobs that used an expert.", labels=["expert"]
     )
     for ref, jobs in now.totals.experts:
-        asked.add_metric([ref], jobs)
-    yield asked
+        requests.add_metric([ref], jobs)
+    yield requests
 
 
 def _vllm_families(base: str, now: EngineSnapshot) -> Iterator[Family]:

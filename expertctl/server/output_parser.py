@@ -222,10 +222,15 @@ class OutputParser:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings about what was removed: calls, a fence, text after the JSON."""
-        told = list[str]()
+        messages = list[str]()
         if self.dropped_calls:
-            told.append(f"tool calls left out, since only one was requested: {self.dropped_calls}")
-        return (*told, *(self._json_extractor.warnings if self._json_extractor is not None else ()))
+            messages.append(
+                f"tool calls left out, since only one was requested: {self.dropped_calls}"
+            )
+        return (
+            *messages,
+            *(self._json_extractor.warnings if self._json_extractor is not None else ()),
+        )
 
     def _parse_parts(self, parts: Iterable[ReasoningPart]) -> Iterator[OutputPart]:
         for part in parts:

@@ -187,8 +187,8 @@ def _remove_from_struct(
 
 
 def _is_ignored(name: str, value: JsonValue, struct: _StructFields) -> bool:
-    usual = _NEUTRAL_VALUES.get(name)
-    return name not in struct.names or (usual is not None and value not in usual)
+    neutral = _NEUTRAL_VALUES.get(name)
+    return name not in struct.names or (neutral is not None and value not in neutral)
 
 
 @lru_cache

@@ -159,8 +159,8 @@ def openai_error_body(context: ErrorContext) -> OpenAIError:
     if isinstance(error, ContextLengthError):
         return _openai_context_error(error)
     param = error.field if isinstance(error, FieldError) else None
-    usual = "invalid_request_error" if context.status < 500 else "server_error"
-    kind = _OPENAI_TYPES.get(context.status, usual)
+    default_type = "invalid_request_error" if context.status < 500 else "server_error"
+    kind = _OPENAI_TYPES.get(context.status, default_type)
     message = sanitise_error_text(error.message)
     return OpenAIError(OpenAIFacts(message, kind, param or None, _openai_code(context)))
 
@@ -181,8 +181,8 @@ def _openai_context_error(error: ContextLengthError) -> OpenAIError:
 
 def anthropic_error_body(context: ErrorContext) -> AnthropicError:
     """Return the error body of the Anthropic API."""
-    usual = "invalid_request_error" if context.status < 500 else "api_error"
-    kind = _ANTHROPIC_TYPES.get(context.status, usual)
+    default_type = "invalid_request_error" if context.status < 500 else "api_error"
+    kind = _ANTHROPIC_TYPES.get(context.status, default_type)
     return AnthropicError(
         AnthropicFacts(kind, _anthropic_message(context.error)), context.request_id
     )

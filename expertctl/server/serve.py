@@ -99,8 +99,8 @@ def serve(
         server = build_server(hosting, address)
         prepare()
         _check_aliases(settings, home)
-        told = _WorkerReport(address, report)
-        threading.Thread(target=told.listen, args=(news,), daemon=True).start()
+        worker_report = _WorkerReport(address, report)
+        threading.Thread(target=worker_report.listen, args=(news,), daemon=True).start()
         try:
             run_server(
                 server,
@@ -108,9 +108,9 @@ def serve(
                 partial(_load_app, replace(settings, port=address.port), home, tell),
             )
         except RegistryError:
-            told.raise_problem()
+            worker_report.raise_problem()
             raise
-        told.raise_problem()
+        worker_report.raise_problem()
 
 
 def _check_aliases(settings: ServeSettings, home: Settings) -> None:
@@ -131,9 +131,9 @@ class _WorkerReport:
     def listen(self, news: Connection) -> None:
         """Report that jobs are accepted, or keep the error and stop the server."""
         with suppress(EOFError, OSError):
-            said: object = news.recv()
-            if isinstance(said, ExpertError):
-                self.problem = said
+            message: object = news.recv()
+            if isinstance(message, ExpertError):
+                self.problem = message
                 os.kill(os.getpid(), signal.SIGTERM)
             else:
                 self.report(self.address)

@@ -86,14 +86,14 @@ async def stream_jobs(
             then cancelled.
     """
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[NumberedEvent]()
-    begun = list[GenerationJob]()
+    started = list[GenerationJob]()
     try:
         for number, job in enumerate(submitted):
             jobs.submit(job, _make_queue_sink(queue, loop, number))
-            begun.append(job)
+            started.append(job)
         yield _iter_events(queue, len(submitted))
     finally:
-        for job in begun:
+        for job in started:
             jobs.cancel(job.id)
 
 

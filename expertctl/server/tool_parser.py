@@ -255,8 +255,8 @@ class ToolCallParser:
         """Look for calls of these tools, after ``prefix``."""
         self._format, self._tools = form, frozenset(tools)
         self._marked_openings = tuple(form.iter_openings(sorted(self._tools), without_marker=False))
-        usual = form.iter_openings(sorted(self._tools), without_marker=True)
-        self._unmarked_openings = tuple(usual) if form.marker_optional else (_WHOLE_ANSWER,)
+        openings = form.iter_openings(sorted(self._tools), without_marker=True)
+        self._unmarked_openings = tuple(openings) if form.marker_optional else (_WHOLE_ANSWER,)
         self._held = PendingText()
         self._space = ""
         self._candidate: _CallCandidate | None = None
@@ -296,10 +296,10 @@ class ToolCallParser:
             return self._seek_unmarked_call(final=final)
         at = _find_marker(self._held.text, self._format.start_marker)
         parts = self._emit(at)
-        begun = _match_opening(self._held.text, self._marked_openings, bare=False)
-        if isinstance(begun, _CallCandidate):
-            self._candidate = begun
-        elif begun == "perhaps" and not final:
+        opening = _match_opening(self._held.text, self._marked_openings, bare=False)
+        if isinstance(opening, _CallCandidate):
+            self._candidate = opening
+        elif opening == "perhaps" and not final:
             return parts or None
         else:
             parts += self._emit(len(self._format.start_marker))
@@ -308,10 +308,10 @@ class ToolCallParser:
     def _seek_unmarked_call(self, *, final: bool) -> list[ToolCallPart] | None:
         """Look for a call at the current position; if there is none, the next needs its marker."""
         between = WHITE_SPACE + (self._format.separator if self._is_after_call else "")
-        begun = _match_opening(self._held.text, self._unmarked_openings, bare=True, skip=between)
-        if begun == "perhaps" and not final:
+        opening = _match_opening(self._held.text, self._unmarked_openings, bare=True, skip=between)
+        if opening == "perhaps" and not final:
             return None
-        self._candidate = begun if isinstance(begun, _CallCandidate) else None
+        self._candidate = opening if isinstance(opening, _CallCandidate) else None
         self._accepts_unmarked = False
         return []
 
@@ -369,17 +369,17 @@ def _match_opening(
 ) -> _CallCandidate | Literal["perhaps"] | None:
     """Return the candidate at the beginning of a text; "perhaps" if it may become one."""
     first = len(text) - len(text.lstrip(skip)) if skip else 0
-    perhaps = False
+    may_match = False
     for opening in openings if first <= MAX_SPACE else ():
         begin = first + len(opening.text)
         if not text.startswith(opening.text, first):
-            perhaps = perhaps or opening.text.startswith(text[first:])
+            may_match = may_match or opening.text.startswith(text[first:])
             continue
         start = begin + _count_spaces(text, begin)
         if start < len(text) and text[start] in opening.brackets and start - begin <= MAX_SPACE:
             return _CallCandidate(opening, JsonSpan(start), bare)
-        perhaps = perhaps or start == len(text) <= begin + MAX_SPACE
-    return "perhaps" if perhaps else None
+        may_match = may_match or start == len(text) <= begin + MAX_SPACE
+    return "perhaps" if may_match else None
 
 
 def _find_call_end(

@@ -432,8 +432,8 @@ def _response_attributes(results: tuple[RunResult, ...]) -> Attributes:
 def _select_stages(laps: tuple[StageSpan, ...]) -> list[StageSpan]:
     """Return the stages of at least `MIN_SPAN_MS`, and the longest of each step."""
     longest = {lap.step: lap for lap in sorted(laps, key=lambda lap: lap.ms)}
-    told = [lap for lap in laps if lap.ms >= MIN_SPAN_MS or lap is longest[lap.step]]
-    return told if len(told) <= MAX_STAGE_SPANS else list(longest.values())
+    selected = [lap for lap in laps if lap.ms >= MIN_SPAN_MS or lap is longest[lap.step]]
+    return selected if len(selected) <= MAX_STAGE_SPANS else list(longest.values())
 
 
 def _inference_stages(first: RunResult, started: float | None) -> Iterator[StageSpan]:

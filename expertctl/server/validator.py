@@ -39,7 +39,7 @@ class ValidatorCommand:
         if len(text) > MAX_CHARACTERS:
             return FormatCheck(None, f"the answer is not checked: over {MAX_CHARACTERS} characters")
         try:
-            code, said = self._run(text)
+            code, output = self._run(text)
         except subprocess.TimeoutExpired:
             return FormatCheck(
                 None, f"the validator {name} took longer than {self.timeout:g} seconds"
@@ -49,7 +49,7 @@ class ValidatorCommand:
         if code < 0:
             return FormatCheck(None, f"the validator {name} was killed by signal {-code}")
         if code > 0:
-            return FormatCheck(False, f"the validator {name} rejected the answer: {said or code}")
+            return FormatCheck(False, f"the validator {name} rejected the answer: {output or code}")
         return FormatCheck(True)
 
     def _run(self, text: str) -> tuple[int, str]:

@@ -415,9 +415,9 @@ def _parse_repository_scope(word: str) -> list[TokenScope]:
     name, _, actions = rest.rpartition(":")
     if kind != "repository" or "/" not in name:
         return []
-    asked = {known for action in actions.split(",") for known in _DOCKER_ACTIONS.get(action, ())}
+    rights = {known for action in actions.split(",") for known in _DOCKER_ACTIONS.get(action, ())}
     try:
-        return [TokenScope.parse(f"{action}:{name}") for action in sorted(asked)]
+        return [TokenScope.parse(f"{action}:{name}") for action in sorted(rights)]
     except UsageError:
         return []
 

@@ -308,8 +308,8 @@ class _ListingEndpoints:
 
     async def referrers(self, request: Request) -> Response:
         """Handle GET: list the referrers of a digest, optionally of one type; it need not exist."""
-        asked = request.query_params
-        artifact_type = asked.get("artifactType")
+        query = request.query_params
+        artifact_type = query.get("artifactType")
         page = await to_thread.run_sync(self._load_referrers, request, artifact_type)
         headers = {"Cache-Control": "no-cache"}
         if artifact_type is not None:

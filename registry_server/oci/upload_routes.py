@@ -224,17 +224,17 @@ class _UploadEndpoints:
     async def start(self, request: Request) -> Response:
         """Handle POST: mount a blob, receive a whole one, or start an upload."""
         name, identity = read_repository_name(request), current_identity(request)
-        asked = request.query_params
-        if "mount" in asked:
-            digest = parse_digest(asked["mount"])
-            source = asked.get("from")
+        query = request.query_params
+        if "mount" in query:
+            digest = parse_digest(query["mount"])
+            source = query.get("from")
             if await to_thread.run_sync(mount_blob, self._registry, identity, name, digest, source):
                 return created_response(name, digest)
-        if "digest" in asked and "mount" not in asked:
+        if "digest" in query and "mount" not in query:
             return await self._upload_monolithic(
-                request, identity, name, parse_digest(asked["digest"])
+                request, identity, name, parse_digest(query["digest"])
             )
-        algorithm = _check_algorithm(asked.get("digest-algorithm", "sha256"))
+        algorithm = _check_algorithm(query.get("digest-algorithm", "sha256"))
         upload = await to_thread.run_sync(self._uploads.start, identity, name, algorithm)
         await to_thread.run_sync(self._uploads.pause, upload)
         return _accepted_response(upload.state)

@@ -113,8 +113,8 @@ def _check_folder_is_free(settings: ServerSettings) -> None:
 
 
 def _is_registry_file(name: str, settings: ServerSettings) -> bool:
-    begun = (settings.database.name, f".{SETTINGS_NAME}.")
-    return name in REGISTRY_FILES or name.startswith(begun)
+    prefixes = (settings.database.name, f".{SETTINGS_NAME}.")
+    return name in REGISTRY_FILES or name.startswith(prefixes)
 
 
 @contextmanager

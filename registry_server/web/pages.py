@@ -357,11 +357,11 @@ def _show_login(_: Registry, request: Request) -> Response:
 
 
 def _show_package(registry: Registry, request: Request) -> Response:
-    identity, asked = get_identity(request), request.path_params
-    name = _parse_package_name(asked["namespace"], asked["name"])
+    identity, path_params = get_identity(request), request.path_params
+    name = _parse_package_name(path_params["namespace"], path_params["name"])
     with registry.database.read() as connection:
         package = describe_package(connection, identity, name)
-        version = asked.get("version") or package.latest or package.versions[0].version
+        version = path_params.get("version") or package.latest or package.versions[0].version
         release = describe_version(connection, identity, name, version)
     manifest = decode_json(release.manifest, Manifest)
     composition = manifest.composition

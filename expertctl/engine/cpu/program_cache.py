@@ -104,12 +104,12 @@ class StepTuner:
     def _detect_slowdown(self, seconds: float) -> None:
         self._recent.append(seconds)
         self._left -= 1
-        usual = self._usual or seconds
-        self._loud = self._loud + 1 if seconds > ALARM * usual else 0
+        typical = self._usual or seconds
+        self._loud = self._loud + 1 if seconds > ALARM * typical else 0
         if self._loud == MIN_SLOW_STEPS:
             self._reset_baseline()
         elif self._loud == 0:
-            self._usual = min(usual * _CREEP, max(seconds, usual / _CREEP))
+            self._usual = min(typical * _CREEP, max(seconds, typical / _CREEP))
         if self._left <= 0:
             self._start_trial()
 

@@ -97,8 +97,8 @@ def get_compiled_features() -> frozenset[str]:
 
     If ``NUMBA_CPU_FEATURES`` is set, only the features that it names, whatever the processor.
     """
-    told = numba.config.CPU_FEATURES
-    listed = get_host_cpu_features() if told is None else told
+    features = numba.config.CPU_FEATURES
+    listed = get_host_cpu_features() if features is None else features
     there: dict[str, bool] = {}
     for feature in filter(None, (each.strip() for each in listed.split(","))):
         there[feature.lstrip("+-")] = not feature.startswith("-")

@@ -322,10 +322,10 @@ class SequenceKVCache:
     def check_integrity(self) -> None:
         """Assert that each kept sequence has a row per token and a cache of its own."""
         with self._tiers.lock:
-            lent = [(text, text.cache) for text in self._active if text.cache is not None]
-            caches = [*(kept.cache for kept in self._cached), *(cache for _, cache in lent)]
+            allocated = [(text, text.cache) for text in self._active if text.cache is not None]
+            caches = [*(kept.cache for kept in self._cached), *(cache for _, cache in allocated)]
             assert len({id(cache) for cache in caches}) == len(caches)
-            assert all(text.own_bytes == cache.nbytes for text, cache in lent)
+            assert all(text.own_bytes == cache.nbytes for text, cache in allocated)
             assert len(self._cached) <= self._max_sequences
             assert self._cached_limit is None or self.cached_bytes <= self._cached_limit
             for kept in self._cached:

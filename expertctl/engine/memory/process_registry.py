@@ -131,13 +131,13 @@ class MemoryAdmission:
 
     def _wait(self, own_folder: Path, size: int, limit: int, tell: Notify) -> bool:
         """Wait until the run is admitted, and report the reason once; return whether it waited."""
-        told = False
+        notified = False
         while why := self._try_admit(own_folder, size, limit):
-            if not told:
+            if not notified:
                 tell(why)
-            told = True
+            notified = True
             self._pause()
-        return told
+        return notified
 
     def _try_admit(self, own_folder: Path, size: int, limit: int) -> str:
         """Admit a run if it is its turn and there is memory; else return the reason for waiting."""
@@ -296,21 +296,21 @@ class EngineRegistration:
         pid = os.getpid()
         held: dict[str, int] = {p: self.budget.reserved_bytes(p) for p in PURPOSES}
         limit, named = self.budget.limit, (self._base, self._experts)
-        said = msgspec.json.encode(
+        document = msgspec.json.encode(
             EngineRecord(pid, _read_process_start(pid), answering, limit, held, *named)
         )
         with suppress(OSError):
             new = self._own / f"{_RECORD_FILE}.new"
-            new.write_bytes(said)
+            new.write_bytes(document)
             new.replace(self._own / _RECORD_FILE)
 
 
 def list_engines(folder: Path) -> list[EngineRecord]:
     """Return the records of the live engines of a home; changes nothing."""
-    said = [
+    records = [
         _read_record(own / _RECORD_FILE) for own in list_claimed_folders(folder) if is_claimed(own)
     ]
-    return sorted((one for one in said if one is not None), key=lambda one: one.pid)
+    return sorted((one for one in records if one is not None), key=lambda one: one.pid)
 
 
 def _read_record(path: Path) -> EngineRecord | None:

@@ -168,14 +168,14 @@ class CudaGraphDecoder:
             row.cache.ensure_capacity(1)
         logits = torch.empty(shape) if out is None else out
         with self._lock, rewind_on_error([row.cache for row in rows]):
-            beside = []
+            rest = []
             for row, token, scores in zip(rows, tokens, logits, strict=True):
                 if self._has_expert_deltas(row.deltas):
                     scores.copy_(self._prompts.decode(token, row.cache, row.deltas).logits)
                 else:
-                    beside.append((row, token, scores))
-            if beside:
-                self._step(beside, arena)
+                    rest.append((row, token, scores))
+            if rest:
+                self._step(rest, arena)
         return logits
 
     @contextmanager

@@ -291,8 +291,8 @@ class GraphedStep:
         shared.routed_experts[mlp.layer_index, : len(x)].copy_(routed.selected)
         rows = mlp.experts.look_up(mlp.layer_index, routed.selected)
         made = mlp.experts.stack.apply(normed, rows)
-        beside = x if mlp.shared is None else x + self.apply_shared(normed, mlp.shared, shared)
-        return beside + merge_rows(made, mlp.experts.mask_weights(routed, rows))
+        residual = x if mlp.shared is None else x + self.apply_shared(normed, mlp.shared, shared)
+        return residual + merge_rows(made, mlp.experts.mask_weights(routed, rows))
 
     def _split_heads(self, x: Tensor, norm: Tensor | None) -> Tensor:
         """[rows, heads * dim] -> [rows, heads, dim], normed per head or over all heads."""
@@ -326,8 +326,8 @@ def estimate_input_bytes(config: ModelConfig, *, capacity: int, rows: int) -> in
     """Return the device bytes of a `StaticInputs`."""
     positions = capacity + SCRATCH_ROWS
     numbers = 2 * positions * config.head_dim + rows * config.vocab_size
-    asked = math.prod(_compute_routed_shape(config, rows))
-    return _INT_BYTES * (_INPUTS * rows + positions + asked) + _FLOAT_BYTES * numbers
+    routed = math.prod(_compute_routed_shape(config, rows))
+    return _INT_BYTES * (_INPUTS * rows + positions + routed) + _FLOAT_BYTES * numbers
 
 
 def estimate_step_bytes(

@@ -266,10 +266,10 @@ class PiecewiseStep:
         with self._step.time_place(f"layers.{layer}.mlp"):
             routed = room.read_selection(rows)
             found = experts.look_up_on_device(room.layer_index, routed.selected)
-            came = found.masked_fill(room.rows[:rows] != DUMMY_ROW, DUMMY_ROW)
-            made = room.made[:rows] + experts.stack.apply(room.normed[:rows], came)
+            arrived = found.masked_fill(room.rows[:rows] != DUMMY_ROW, DUMMY_ROW)
+            outputs = room.made[:rows] + experts.stack.apply(room.normed[:rows], arrived)
             weights = experts.mask_weights(routed, found)
-            room.after[:rows].copy_(room.scratch[:rows] + merge_rows(made, weights))
+            room.after[:rows].copy_(room.scratch[:rows] + merge_rows(outputs, weights))
 
     @torch.inference_mode()
     def _finish_step(self, bucket: StepBucket, begin: int) -> None:

@@ -390,14 +390,14 @@ def estimate_base_sizes(base: StoredBase) -> tuple[Mapping[Dtype, int], int | No
 
     try:
         config = read_model_config(base.path)
-        usual, _ = choose_backend(config, LoadConfig(choose_dtype(base, None)))
+        backend, _ = choose_backend(config, LoadConfig(choose_dtype(base, None)))
     except (ExpertError, OSError):
         return {}, None
     weights: dict[Dtype, int] = {}
     for dtype in get_args(Dtype):
         with suppress(IncompatibleError):
             weights[dtype] = choose_backend(config, LoadConfig(dtype))[0].weight_bytes
-    return weights, usual.kv_bytes(KV_PAGE_TOKENS) // KV_PAGE_TOKENS
+    return weights, backend.kv_bytes(KV_PAGE_TOKENS) // KV_PAGE_TOKENS
 
 
 def estimate_expert_size(store: Store, expert: StoredExpert) -> int | None:

@@ -59,9 +59,9 @@ def load_base_weights(
     """
     stored = read_base_tensors(directory, config)
     wanted = [name for name in config.tensor_shapes() if experts or not is_routed_expert(name)]
-    beside = [HEAD_TENSOR] if config.tied and HEAD_TENSOR in stored else []
+    extra = [HEAD_TENSOR] if config.tied and HEAD_TENSOR in stored else []
     with torch.inference_mode():
-        found = dict(_read({name: stored[name] for name in (*wanted, *beside)}))
+        found = dict(_read({name: stored[name] for name in (*wanted, *extra)}))
         if config.tied:
             _drop_duplicate_head(directory, found)
         for name in wanted:

@@ -174,9 +174,11 @@ class ExpertCache(RoutedExperts):
         if slots.capacity < slots.experts:
             slots.chances = self._transitions.predict(layer, selected)
             self._memory.worths[layer] = slots.worths()
-        asked = [(layer, expert) for expert in sorted(different - slots.resident_set)]
-        self._protected = frozenset(asked)
-        self._missing = self._select_required(layer, choices, tokens, asked) if asked else []
+        requested = [(layer, expert) for expert in sorted(different - slots.resident_set)]
+        self._protected = frozenset(requested)
+        self._missing = (
+            self._select_required(layer, choices, tokens, requested) if requested else []
+        )
         self._predicted = None
         if predicts_next and self._policy.prefetches and layer + 1 < len(self._layer_numbers):
             self._predicted = layer + 1, choices.likely[layer + 1, :tokens]
@@ -216,14 +218,14 @@ class ExpertCache(RoutedExperts):
 
     def end_pass(self, choices: RoutingChoices, tokens: int, *, phase: Phase) -> None:
         """Learn from the choices of all layers of a pass that ended; then slots may change."""
-        asked = self._pass_log.end_pass(choices, tokens)
+        requested = self._pass_log.end_pass(choices, tokens)
         self._collect_loaded()
         self._memory.unmap_all()
-        if asked is None:
+        if requested is None:
             return  # it failed
-        self._requests.append(asked)
+        self._requests.append(requested)
         if self._can_evict:
-            self._transitions.observe_pass(asked, tokens)
+            self._transitions.observe_pass(requested, tokens)
         begins = phase is Phase.PROMPT
         if begins:
             self._update_policy = UpdatePolicy()
@@ -396,11 +398,11 @@ class ExpertCache(RoutedExperts):
 
     @contextmanager
     def _measure_wait(self) -> Iterator[None]:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self._waited_seconds += time.perf_counter() - begun
+            self._waited_seconds += time.perf_counter() - start
 
     def _prefetch_next(self, layer: int, predicted: Numbers, protected: Iterable[Expert]) -> None:
         """Start to read the predicted choices of a layer, the likeliest first."""

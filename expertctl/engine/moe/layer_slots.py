@@ -206,14 +206,14 @@ class LayerSlots:
 
     def _record_chunk(self, selected: Ids) -> None:
         tokens, used = selected.shape
-        asked, at = selected.ravel(), np.arange(1, tokens + 1).repeat(used)
-        valid = (asked >= 0) & (asked < self.experts)
+        requested, at = selected.ravel(), np.arange(1, tokens + 1).repeat(used)
+        valid = (requested >= 0) & (requested < self.experts)
         if not valid.all():
-            asked, at = asked[valid], at[valid]
-        uses = np.bincount(asked, _decay(tokens - at), minlength=self.experts)  # as of the end
+            requested, at = requested[valid], at[valid]
+        uses = np.bincount(requested, _decay(tokens - at), minlength=self.experts)  # as of the end
         there = uses.nonzero()[0]
         before = self.last_used[there]
-        self.last_used[asked] = self.step + at  # of equal ids the last counts
+        self.last_used[requested] = self.step + at  # of equal ids the last counts
         self.step += tokens
         last = self.last_used[there]
         kept = self.counts[there] * _decay(last - before)
@@ -300,6 +300,6 @@ class TransitionModel:
     def _learn_transition(self, before: NDArray[np.int64], after: NDArray[np.int64]) -> None:
         rows, used = before.ravel(), before.shape[1]
         found = self._chances[rows] * _CHANCE_DTYPE.type(1 - LEARNING_RATE)
-        asked = (after % self._experts).repeat(used, axis=0)  # [layers * used, used]
-        found[np.arange(len(rows))[:, None], asked] += _CHANCE_DTYPE.type(LEARNING_RATE)
+        requested = (after % self._experts).repeat(used, axis=0)  # [layers * used, used]
+        found[np.arange(len(rows))[:, None], requested] += _CHANCE_DTYPE.type(LEARNING_RATE)
         self._chances[rows] = found

@@ -289,8 +289,8 @@ class PassLog:
     def _count(self, passes: Sequence[_PassRecord]) -> None:
         """Count passes that read the same number of tokens."""
         layers = len(passes) * self._layers
-        asked = [_pad_selected(ids, passes[0].tokens) for each in passes for ids in each.selected]
-        requests = count_requests_by_layer(np.array(asked), self._experts)
+        padded = [_pad_selected(ids, passes[0].tokens) for each in passes for ids in each.selected]
+        requests = count_requests_by_layer(np.array(padded), self._experts)
         hits = np.array([each.hits for each in passes]).reshape(layers, -1)
         shape = (len(passes), self._layers, self._experts)
         waited = np.array([each.waited_ns for each in passes])

@@ -105,9 +105,11 @@ def plan_updates(
         return SwapUpdate((), (0,) * len(slots), (0,) * len(slots))
     planned: list[_LayerUpdate] = []
     for number, layer in enumerate(slots):
-        asked = np.concatenate([selected[number] for selected in settled])
-        layer.record_tokens(asked)
-        planned.append(_plan_layer(number, layer, asked, in_flight[number], limit=swaps_per_layer))
+        requested = np.concatenate([selected[number] for selected in settled])
+        layer.record_tokens(requested)
+        planned.append(
+            _plan_layer(number, layer, requested, in_flight[number], limit=swaps_per_layer)
+        )
     evictable = sorted((plan for plan in planned if plan.swaps), key=lambda plan: -plan.gain)
     chosen = sorted(evictable[: max(layer_budget, 0)], key=lambda plan: plan.swaps[0].layer)
     return SwapUpdate(

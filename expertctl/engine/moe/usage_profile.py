@@ -155,8 +155,8 @@ class UsageProfile:
         most = self.prompts
         for counts in self.counts.values():
             tells = self.used and not self.prompts
-            asked = -(-sum(counts.values()) // self.used) if tells else 0
-            most = max(most, asked, max(counts.values(), default=0))
+            covered = -(-sum(counts.values()) // self.used) if tells else 0
+            most = max(most, covered, max(counts.values(), default=0))
         return most
 
     @property

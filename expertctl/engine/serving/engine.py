@@ -171,7 +171,7 @@ class ServingEngine:
         with board.lock:
             memory, texts = house.memory, batch.sequences
             prepared = [t for t in board.requests if t.stage in {"preparing", "loading", "ready"}]
-            beside = sum(size for purpose, size in memory.held.items() if purpose != "kv")
+            other_bytes = sum(size for purpose, size in memory.held.items() if purpose != "kv")
             return EngineSnapshot(
                 waiting=len(board.queue),
                 preparing=len(prepared),
@@ -182,7 +182,7 @@ class ServingEngine:
                 held=memory.held,
                 limit=memory.budget,
                 peak=memory.peak,
-                kv_limit=memory.budget - beside,
+                kv_limit=memory.budget - other_bytes,
                 kv_in_use=house.kv_in_use,
                 kv_kept_limit=house.cached_kv_limit,
                 kv_block=house.base.kv_bytes(KV_BLOCK_TOKENS),

@@ -230,10 +230,10 @@ class EngineLoop:
 
     def _reclaim_memory(self, ticket: RequestState | None) -> bool:
         """Take memory from ready jobs and, if idle, from buffers; False if neither has any."""
-        begun = {text.ticket for text in (*self._resources, *self._paused)}
+        started = {text.ticket for text in (*self._resources, *self._paused)}
         with self._scheduler.lock:
             others = [
-                one for one in self._scheduler.ready if one is not ticket and one not in begun
+                one for one in self._scheduler.ready if one is not ticket and one not in started
             ]
         for other in others:
             self._scheduler.requeue(other)

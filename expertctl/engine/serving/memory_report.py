@@ -75,8 +75,8 @@ def describe_memory(
     if process is None:
         return f"memory: {within}"
     bound = estimate_memory_bound(process, budget=budget)
-    beside = format_size(bound - budget)
-    return f"memory: at most {format_size(bound)}; {within}; {beside} outside it for the program"
+    overhead = format_size(bound - budget)
+    return f"memory: at most {format_size(bound)}; {within}; {overhead} outside it for the program"
 
 
 def describe_context_limit(base: OpenBase, *, limit: int, rows: int) -> str | None:
@@ -85,15 +85,15 @@ def describe_context_limit(base: OpenBase, *, limit: int, rows: int) -> str | No
     ``limit`` is the memory of the server in bytes, ``rows`` the size of a batch. A sequence with
     experts takes more than one without. A server reads two tokens before it starts, so those fit.
     """
-    usual = min(TYPICAL_SEQUENCE_TOKENS, base.context)
+    typical = min(TYPICAL_SEQUENCE_TOKENS, base.context)
 
     def is_too_long(tokens: int) -> bool:
-        beside = base.kv_bytes(tokens) + base.buffer_bytes(tokens, rows=rows)
-        return base.weight_bytes + beside > limit
+        needed = base.kv_bytes(tokens) + base.buffer_bytes(tokens, rows=rows)
+        return base.weight_bytes + needed > limit
 
-    if not is_too_long(usual):
+    if not is_too_long(typical):
         return None
-    longest = bisect_left(range(1, usual), True, key=is_too_long)
+    longest = bisect_left(range(1, typical), True, key=is_too_long)
     return (
         f"memory suffices for sequences of up to {longest} tokens, prompt and answer together; "
         "raise the memory budget for longer ones"

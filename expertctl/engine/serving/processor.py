@@ -72,11 +72,11 @@ class RequestProcessor:
 
         A future that is cancelled before it starts no longer holds the request.
         """
-        asked = [request]
+        requests = [request]
         future = self._planning.submit(
-            lambda: self._run_redacted(lambda: self._plan_request(asked[0]))
+            lambda: self._run_redacted(lambda: self._plan_request(requests[0]))
         )
-        future.add_done_callback(lambda _: asked.clear())
+        future.add_done_callback(lambda _: requests.clear())
         return future
 
     def get_inventory(self) -> Future[Inventory]:
@@ -225,9 +225,9 @@ class RequestProcessor:
 
         An error that ends several jobs, or every new one, is reported to the operator once.
         """
-        base, said = self._runner.base.stored, f"{error.message} {error.hint}"
-        is_of_base = str(base.path) in said
-        is_of_home = str(self._planner.home.root) in said
+        base, text = self._runner.base.stored, f"{error.message} {error.hint}"
+        is_of_base = str(base.path) in text
+        is_of_home = str(self._planner.home.root) in text
         if isinstance(error, UsageError) or not (is_of_base or is_of_home):
             return error
         if error.message != self._last_reported:

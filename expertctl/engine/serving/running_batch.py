@@ -176,7 +176,7 @@ class RunningBatch:
             return
         text = min(waiting, key=lambda text: text.served)
         text.served = self._pass
-        before, begun, stepped = text.unread_count, self._clock(), self.counts.step_seconds
+        before, start, stepped = text.unread_count, self._clock(), self.counts.step_seconds
         if len(waiting) == len(self._texts):
             self._run_guarded([text], partial(text.prefill_chunk, PREFILL_CHUNK))
         else:
@@ -189,7 +189,7 @@ class RunningBatch:
             prefill = partial(text.prefill_chunk, most, prefill=self._prefill_interleaved)
             self._run_guarded([text], prefill)
         stepped = self.counts.step_seconds - stepped
-        seconds = self._clock() - begun - stepped
+        seconds = self._clock() - start - stepped
         text.last_chunk = chunk = PrefillChunk(before - text.unread_count, seconds)
         self.counts.prompt_tokens += chunk.tokens
         self.counts.prompt_seconds += chunk.seconds
@@ -217,9 +217,9 @@ class RunningBatch:
         self.blocked = [text for text in written if text not in texts]
         if not texts:
             return
-        begun = self._clock()
+        start = self._clock()
         self._run_guarded(texts, partial(self._decode_together, texts))
-        seconds = self._clock() - begun
+        seconds = self._clock() - start
         self._step_seconds.append(seconds)
         for text in texts:
             text.record_step(seconds * 1e3)

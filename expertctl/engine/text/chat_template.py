@@ -145,19 +145,19 @@ class ChatTemplate:
             return _format_time(self._clock(), form)
 
         functions = {"raise_exception": _raise_exception, "strftime_now": strftime_now}
-        usual = {
+        defaults = {
             "tools": None,
             "documents": None,
             "messages": _message_fields(_SAMPLE_MESSAGES),
             "add_generation_prompt": add_generation_prompt,
             **special_tokens,
         }
-        values = {**usual, "messages": _message_fields(messages), **(variables or {})}
+        values = {**defaults, "messages": _message_fields(messages), **(variables or {})}
         try:
             return self._render_sandboxed(ChatSandbox(functions), values)
         except (InvalidPackageError, IncompatibleError) as error:
             is_costly = isinstance(error.__cause__, SecurityError)
-            if is_costly or not self._accepts(ChatSandbox(functions), usual):
+            if is_costly or not self._accepts(ChatSandbox(functions), defaults):
                 raise
             raise self._make_usage_error(error) from error
 
@@ -173,11 +173,12 @@ class ChatTemplate:
         """Describe the problem of a conversation, in the words of the template."""
         cause = error.__cause__
         is_said = isinstance(cause, _RefusalError)
-        said = _clean_template_text(
+        reason = _clean_template_text(
             str(cause) if is_said else f"it fails: {type(cause).__name__}: {cause}"
         )
         return UsageError(
-            f"the chat template does not accept this conversation: {said[:_MAX_REASON_CHARACTERS]}",
+            "the chat template does not accept this conversation: "
+            f"{reason[:_MAX_REASON_CHARACTERS]}",
             hint="change the roles, order or contents of the messages or tools accordingly",
         )
 

@@ -179,8 +179,8 @@ def read_messages(
     Raises:
         FieldError: for unsupported blocks, unanswered calls, and too much text.
     """
-    said = join_text(system or "")
-    first = [ConversationMessage("system", said)] if said else []
+    system_text = join_text(system or "")
+    first = [ConversationMessage("system", system_text)] if system_text else []
     messages = tuple(_join_adjacent([*first, *_ConversationReader().read(turns)]))
     if messages[-1].role == "assistant" and not messages[-1].content.strip():
         raise FieldError(
@@ -309,9 +309,9 @@ class OfferedTool(Struct, frozen=True, forbid_unknown_fields=True):
 
     def to_json(self) -> JsonObject:
         """Return the tool in the form that templates read."""
-        said = {} if self.description is None else {"description": self.description}
+        described = {} if self.description is None else {"description": self.description}
         parameters = cast("JsonObject", self.input_schema)
-        function: JsonObject = {"name": self.name, **said, "parameters": parameters}
+        function: JsonObject = {"name": self.name, **described, "parameters": parameters}
         return {"type": "function", "function": function}
 
 

@@ -257,9 +257,9 @@ def build_template_input(
     if request.output_config is not None and request.output_config.effort is not None:
         variables["reasoning_effort"] = request.output_config.effort
     if tools:
-        told = [tool.to_json() for tool in tools]
-        check_tools_length(told)
-        variables["tools"] = list[JsonValue](told)
+        tool_documents = [tool.to_json() for tool in tools]
+        check_tools_length(tool_documents)
+        variables["tools"] = list[JsonValue](tool_documents)
     messages = normalise_call_ids(
         read_messages(request.system, request.messages), template.call_format
     )
@@ -298,19 +298,21 @@ def build_message_call(
     """
     check_thinking_budget(request)
     choice = parse_model(request.model, base_name=base_name, aliases=settings.aliases)
-    asked = build_template_input(request, template, json_instruction=settings.json_instruction)
+    template_input = build_template_input(
+        request, template, json_instruction=settings.json_instruction
+    )
     parser_config = build_parser_config(
         template,
-        asked.variables,
-        asked.messages[-1],
-        end=asked.chat_end,
-        tools=(tool.name for tool in asked.tools),
+        template_input.variables,
+        template_input.messages[-1],
+        end=template_input.chat_end,
+        tools=(tool.name for tool in template_input.tools),
         single_call=is_single_call(request.tool_choice),
         expects_json=bool(request.output_config and request.output_config.format),
     )
     job = GenerationJob(
         id=uuid.uuid4().hex,
-        request=_build_run_request(request, asked, choice, caller),
+        request=_build_run_request(request, template_input, choice, caller),
         owner=caller.id,
         priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
         deadline=compute_deadline(request.timeout_ms, default=settings.timeout),
@@ -329,7 +331,7 @@ def build_message_call(
         stop_sequences=tuple(request.stop_sequences or ()),
         warnings=(
             *format_ignored_warning(ignored),
-            *asked.warnings,
+            *template_input.warnings,
             *([BUDGET_WARNING] if isinstance(request.thinking, ThinkingEnabled) else []),
         ),
         ignored_fields=tuple(ignored),

@@ -170,8 +170,8 @@ async def stream_message(jobs: JobSubmitter, call: MessageCall) -> AsyncIterator
         async for event in events:
             if isinstance(event, JobFinished):
                 stream.reasoning_tokens = await call.count_reasoning_tokens(event.results)
-            for told in stream.translate(event):
-                yield format_named_event(event_name(told), msgspec.json.encode(told))
+            for translated in stream.translate(event):
+                yield format_named_event(event_name(translated), msgspec.json.encode(translated))
 
 
 class MessageStream:
@@ -266,9 +266,9 @@ class AnthropicEndpoints:
         headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
             return EventStream(request, stream_message(service.jobs, call), headers=headers)
-        came = await while_connected(request, run_job(service.jobs, call.job))
-        thought = await call.count_reasoning_tokens(came.results)
-        return Reply(build_message(call, came.results[0], reasoning_tokens=thought), headers)
+        outcome = await while_connected(request, run_job(service.jobs, call.job))
+        thought = await call.count_reasoning_tokens(outcome.results)
+        return Reply(build_message(call, outcome.results[0], reasoning_tokens=thought), headers)
 
     async def count_tokens(
         self, request: Request, body: ParsedBody[CountRequest]
@@ -281,15 +281,15 @@ class AnthropicEndpoints:
             aliases=service.settings.aliases,
         )
         text = self._template_traits()
-        asked = build_template_input(
+        template_input = build_template_input(
             body.value, text, json_instruction=service.settings.json_instruction
         )
         counting = partial(
             text.count_tokens,
-            asked.messages,
-            asked.variables,
-            end=asked.chat_end,
-            samples=asked.samples,
+            template_input.messages,
+            template_input.variables,
+            end=template_input.chat_end,
+            samples=template_input.samples,
             context=service.engine.context,
         )
         counted = to_thread.run_sync(counting, limiter=self._counting)

@@ -403,16 +403,16 @@ async def stream_infer(jobs: JobSubmitter, call: InferCall, scope: Scope) -> Asy
     Raises:
         ExpertError: when it is refused, or fails before its first event.
     """
-    begun, json = False, JsonExtractor() if call.expects_json else None
+    started, json = False, JsonExtractor() if call.expects_json else None
     try:
         async with stream_job(jobs, call.job) as events:
             async for event in events:
                 for one in (event,) if json is None else filter_event(event, json):
                     if line := _encode_event(call, one):
                         yield line
-                        begun = True
+                        started = True
     except ExpertError as error:
-        if not begun:
+        if not started:
             raise
         yield _encode_named("failed", error_body(error, scope))
 

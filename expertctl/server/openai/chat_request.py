@@ -186,7 +186,7 @@ def build_chat_call(
         expects_json=form is not None and form.is_json,
     )
     prompt = find_routing_text(turns)
-    asked = RunRequest(
+    run_request = RunRequest(
         message=UserMessage(prompt=prompt),
         route=build_route_request(request, prompt, choice, max_tokens=_read_max_tokens(request)),
         experts=choice.force,
@@ -197,7 +197,7 @@ def build_chat_call(
         cache_key=_make_cache_key(request, caller),
     )
     return ChatCall(
-        job=_build_job(request, asked, parser_config, owner=caller.id, settings=settings),
+        job=_build_job(request, run_request, parser_config, owner=caller.id, settings=settings),
         parser_config=parser_config,
         template=template,
         model=request.model,
@@ -326,15 +326,15 @@ def _build_variables(request: ChatRequest, tools: tuple[Tool, ...]) -> JsonObjec
         field = f"chat_template_kwargs.{name}"
         raise FieldError(f"{field}: it is set by the request or the base", field=field)
     _check_variables(given)
-    said: JsonObject = {}
+    variables: JsonObject = {}
     if request.reasoning_effort is not None:
-        said["reasoning_effort"] = request.reasoning_effort
-        said |= {"enable_thinking": False} if request.reasoning_effort == "none" else {}
+        variables["reasoning_effort"] = request.reasoning_effort
+        variables |= {"enable_thinking": False} if request.reasoning_effort == "none" else {}
     if tools:
-        told = [tool.to_json() for tool in tools]
-        check_tools_length(told)
-        said["tools"] = list[JsonValue](told)
-    return {**said, **given}
+        tool_documents = [tool.to_json() for tool in tools]
+        check_tools_length(tool_documents)
+        variables["tools"] = list[JsonValue](tool_documents)
+    return {**variables, **given}
 
 
 def _check_variables(variables: JsonObject) -> None:

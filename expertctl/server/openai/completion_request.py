@@ -248,11 +248,12 @@ def build_completion_call(
     choice = parse_model(request.model, base_name=base_name, aliases=settings.aliases)
     deadline = compute_deadline(request.timeout_ms, default=settings.timeout)
     prompts = read_prompts(request, tokenizer, parse_special=settings.completions_special_tokens)
-    asked = [_build_run_request(request, one, choice, caller=caller) for one in prompts]
+    run_requests = [_build_run_request(request, one, choice, caller=caller) for one in prompts]
     rules = build_stop_rules(request, max_tokens=_find_max_tokens(request, choice))
     return CompletionCall(
         jobs=tuple(
-            _build_job(request, one, rules, owner=caller.id, deadline=deadline) for one in asked
+            _build_job(request, one, rules, owner=caller.id, deadline=deadline)
+            for one in run_requests
         ),
         prompts=tuple(prompts),
         tokenizer=tokenizer,

@@ -236,8 +236,8 @@ class Function(Struct, frozen=True, forbid_unknown_fields=True):
     def to_json(self) -> JsonObject:
         """Return the definition in the form that templates read."""
         given: JsonObject = {"description": self.description, "parameters": self.parameters}
-        said = {name: value for name, value in given.items() if value is not None}
-        return {"name": self.name, **said}
+        stated = {name: value for name, value in given.items() if value is not None}
+        return {"name": self.name, **stated}
 
 
 class Tool(Struct, frozen=True, forbid_unknown_fields=True):

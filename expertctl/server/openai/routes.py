@@ -272,11 +272,13 @@ class CompletionStream:
     def _echo_chunks(self, number: int, scores: PromptLogprobs | None) -> Iterator[Completion]:
         if not (head := self._call.echoed_text(number)):
             return
-        told = None if scores is None else build_prompt_logprobs(scores, head, self._call.tokenizer)
+        logprobs = (
+            None if scores is None else build_prompt_logprobs(scores, head, self._call.tokenizer)
+        )
         for index in range(self._call.jobs[number].answers):
             place = self._call.choice_index(number, index)
             self._offsets[place] = TokenOffsets(self._call.tokenizer, start=len(head))
-            yield self._delta_chunk(place, head, scores=told)
+            yield self._delta_chunk(place, head, scores=logprobs)
 
     def _piece_chunks(self, number: int, piece: OutputDelta) -> Iterator[Completion]:
         if number not in self._pending_pieces:
@@ -329,11 +331,11 @@ class CompletionStream:
 
     def _add_usage_and_extension(self, ends: list[Completion]) -> list[Completion]:
         """Add the usage and the ``expertctl`` object to the last chunk."""
-        came = [self._results[number] for number in range(len(self._call.jobs))]
+        results = [self._results[number] for number in range(len(self._call.jobs))]
         if self._call.with_usage:
-            ends = [*ends, self._chunk([], usage=build_usage(came))]
+            ends = [*ends, self._chunk([], usage=build_usage(results))]
         *others, last = ends
-        return [*others, replace(last, expertctl=build_call_extension(self._call, came))]
+        return [*others, replace(last, expertctl=build_call_extension(self._call, results))]
 
     def _delta_chunk(
         self,
@@ -392,9 +394,9 @@ class OpenAIEndpoints:
         headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
             return EventStream(request, stream_chat(jobs, call), headers=headers)
-        [came] = await while_connected(request, run_jobs(jobs, [call.job]))
-        thought = await call.count_reasoning_tokens(came.results)
-        return Reply(build_chat_completion(call, came, reasoning_tokens=thought), headers)
+        [outcome] = await while_connected(request, run_jobs(jobs, [call.job]))
+        thought = await call.count_reasoning_tokens(outcome.results)
+        return Reply(build_chat_completion(call, outcome, reasoning_tokens=thought), headers)
 
     async def create_completion(
         self, request: Request, body: ParsedBody[CompletionRequest]
@@ -415,8 +417,8 @@ class OpenAIEndpoints:
         headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
             return EventStream(request, stream_completion(jobs, call), headers=headers)
-        came = await while_connected(request, run_jobs(jobs, call.jobs))
-        answer = partial(build_completion, call, came)
+        outcomes = await while_connected(request, run_jobs(jobs, call.jobs))
+        answer = partial(build_completion, call, outcomes)
         document = await run_in_turn(answer) if body.value.scores_prompt else answer()
         return Reply(document, headers)
 
