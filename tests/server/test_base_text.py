@@ -58,6 +58,6 @@ def test_a_template_that_fails_opens_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", ["Hi", "Hi there, how are you?"])
 def test_tokens_are_those_of_the_rendered_conversation(tmp_path: Path, words: str) -> None:
     text = base_text(tmp_path, "{{ messages[0].content }}")
-    assert text.count_tokens([ConversationMessage("user", words)], {}) == len(
+    assert text.count_tokens([ConversationMessage("user", words)], {}, context=4096) == len(
         text.tokenizer.encode(words)
     )

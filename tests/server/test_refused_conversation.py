@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from tests.server import harness as stocks
 from tests.server.harness import BASE, CHAT_TEMPLATE, ServerHarness, make_served_packages, run_app
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -20,9 +19,7 @@ STRICT = (
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerHarness]:
     """A server whose base insists on an order of roles."""
     folder = tmp_path_factory.mktemp("strict")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stocks, "CHAT_TEMPLATE", STRICT)
-        stock = make_served_packages(folder / "stock")
+    stock = make_served_packages(folder / "stock", chat_template=STRICT)
     with run_app(stock.make_home(folder / "home")) as one:
         yield one
 
