@@ -18,7 +18,12 @@ import typer
 from filelock import FileLock, Timeout
 
 from expertctl.cli.help import CommandGroup
-from expertctl.cli.output import JsonFlag, emit, format_table, note, print_message
+from expertctl.cli.output import (
+    JsonFlag,
+    emit,
+    format_table,
+    print_message,
+)
 from expertctl.engine_config import ADAPTER_DTYPES, DEVICES, DTYPES, MOE_COLDS, MOE_WARMUPS
 from expertctl.errors import InvalidPackageError, StoreError, UsageError
 from expertctl.files import make_folders, write_atomic
@@ -242,7 +247,7 @@ def get(key: SettingKey, as_json: JsonFlag = False) -> None:
     check_key(key)
     found = next(setting for setting in _load_all_settings() if setting.key == key)
     if found.value is None:
-        note(f"{key} is not set; the default is {found.describe_default()}")
+        print_message(f"{key} is not set; the default is {found.describe_default()}")
     emit(_build_document(found), found.value or "", as_json=as_json)
 
 

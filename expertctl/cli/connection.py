@@ -15,7 +15,14 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.help import CommandGroup
-from expertctl.cli.output import JsonFlag, emit, format_table, make_note_once, note
+from expertctl.cli.output import (
+    JsonFlag,
+    emit,
+    format_table,
+    make_note_once,
+    note,
+    print_message,
+)
 from expertctl.errors import ExpertError, NotFoundError, UsageError
 from expertctl.install.sources import RegistrySources
 from expertctl.messages import to_single_line
@@ -321,7 +328,7 @@ def new(
     document = {**_build_token_document(made), "registry": connection.host, "token": made.token}
     emit(document, made.token, as_json=as_json)
     limits = f"may: {', '.join(made.scopes) or 'everything you may'}"
-    note(f"{made.id}  {limits}; expires: {made.expires or 'never'}; not shown again")
+    print_message(f"{made.id}  {limits}; expires: {made.expires or 'never'}; not shown again")
 
 
 @token_app.command("list")

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.models import Default
 
-from expertctl.cli.verbosity import add_options
+from expertctl.cli.verbosity import add_options, check_text_options
 
 MAX_WIDTH = 100
 """Help is as wide as the terminal, up to this many columns."""
@@ -108,6 +108,12 @@ def write_description(command: Any, formatter: Any) -> None:
 
 class HelpCommand(TyperCommand):
     """A command whose help this module formats; it has the options of `expertctl.cli.verbosity`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words of a command."""
+        if not ctx.resilient_parsing:
+            check_text_options(self.get_params(ctx), args)
+        return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return options and arguments."""

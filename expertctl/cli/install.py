@@ -10,7 +10,15 @@ import typer
 
 from expertctl.cli.connection import add_package_suggestions
 from expertctl.cli.installed import build_expert_document
-from expertctl.cli.output import JsonFlag, emit, make_note_once, note, show_progress, warn
+from expertctl.cli.output import (
+    JsonFlag,
+    emit,
+    make_note_once,
+    note,
+    print_message,
+    show_progress,
+    warn,
+)
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.install.candidate import ReleaseAge, Requirement
 from expertctl.install.doctor import reindex as make_again
@@ -450,7 +458,7 @@ def build_notice_document(notice: Notice) -> dict[str, object]:
 def print_notes(done: InstallReport, target: InstallContext) -> None:
     """Print the notes of an install and of the catalogue."""
     for text in (*done.notes, *(target.catalogue.notes if target.catalogue else ())):
-        note(text)
+        print_message(text)
 
 
 def build_installed_documents(
@@ -463,7 +471,7 @@ def build_installed_documents(
 
 def _print_catalogue_notes(catalogue: Catalogue) -> None:
     for text in catalogue.notes:
-        note(text)
+        print_message(text)
 
 
 def _build_installed_document(

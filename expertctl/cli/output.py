@@ -105,19 +105,20 @@ def print_message(text: str) -> None:
 
 
 def debug(text: str) -> None:
-    """Print a line on stderr with ``--verbose``."""
+    """Print a line on stderr with ``--verbose``; a stderr that takes no text is no error."""
     if VERBOSITY.is_verbose and not sys.stderr.closed:
-        print_message(text)
+        with suppress(OSError):
+            print_message(text)
 
 
 def make_note_once() -> Callable[[str], None]:
-    """Return a function like `note` that prints a text only once; any thread may call it."""
+    """Return a function like `print_message` that prints a text once; any thread may call it."""
     printed: set[str] = set()
 
     def say(text: str) -> None:
         if text not in printed:
             printed.add(text)
-            note(text)
+            print_message(text)
 
     return say
 

@@ -11,7 +11,14 @@ import typer
 from expertctl.cli.engine import find_base_or_folder
 from expertctl.cli.evaluation import MetricOption, measure_build
 from expertctl.cli.help import expand_flags
-from expertctl.cli.output import JsonFlag, emit, note, print_message, show_progress, warn
+from expertctl.cli.output import (
+    JsonFlag,
+    emit,
+    note,
+    print_message,
+    show_progress,
+    warn,
+)
 from expertctl.cli.package_view import (
     PackageTarget,
     build_built_document,
@@ -285,7 +292,7 @@ def build(
     _print_build_notes(built)
     doubts_of_router = _find_routing_warnings(settings, plan)
     for line in doubts_of_router:
-        note(line)
+        print_message(line)
     if sign:
         _warn_missing_grant(settings, sign, built.manifest.package)
     document = {**build_built_document(built), "warnings": [*built.warnings, *doubts_of_router]}
@@ -377,10 +384,12 @@ def _find_base_facts(directory: Path, base: str | None, *, as_json: bool) -> Bas
     found = bases.find_by_label(label)
     if found is None:
         if names := ", ".join(known.name for known in bases.list_bases()):
-            note(f"the adapter names the base {label[:200]!r}; known here, for --base: {names}")
+            print_message(
+                f"the adapter names the base {label[:200]!r}; known here, for --base: {names}"
+            )
         return None
     if found.name != label:
-        note(f"the adapter's base {label!r} was matched to {found.name}")
+        print_message(f"the adapter's base {label!r} was matched to {found.name}")
     return _build_base_facts(found)
 
 

@@ -14,7 +14,13 @@ import typer
 
 from expertctl.cli.connection import RegistryOption, connect
 from expertctl.cli.help import CommandGroup
-from expertctl.cli.output import JsonFlag, emit, format_table, note, warn
+from expertctl.cli.output import (
+    JsonFlag,
+    emit,
+    format_table,
+    print_message,
+    warn,
+)
 from expertctl.errors import UsageError
 from expertctl.messages import to_single_line
 from expertctl.registry import accounts
@@ -57,7 +63,9 @@ def add_user(
         made = accounts.create_user(connection.api, name, admin=admin)
     document = {"registry": connection.host, **_build_user_document(made.user), "token": made.token}
     emit(document, made.token, as_json=as_json)
-    note(f"this is {name}'s token, for `expertctl login {connection.host}`; not shown again")
+    print_message(
+        f"this is {name}'s token, for `expertctl login {connection.host}`; not shown again"
+    )
 
 
 @user_app.command("list")
@@ -353,7 +361,7 @@ def init(
     if new_admin_token:
         secret = new_registry.create_admin_token(data.absolute())
         emit({"user": "admin", "token": secret}, secret, as_json=as_json)
-        note("this is a new admin token, not shown again; the older ones still work")
+        print_message("this is a new admin token, not shown again; the older ones still work")
         return
     settings = ServerSettings(
         data=data.absolute(),
@@ -369,7 +377,7 @@ def init(
     document = {"data": str(settings.data), "url": address, "fingerprint": fingerprint}
     document |= {"user": "admin", "token": made.token, "trust": trust}
     emit(document, made.token, as_json=as_json)
-    note(
+    print_message(
         f"this is the admin token, not shown again; `expertctl login {address}` takes it\n"
         f"fingerprint {fingerprint}\n"
         f"users must trust it before they install from here:\n  {trust}\n"
@@ -410,7 +418,7 @@ def serve(
         document = {"url": address.url, "host": address.host, "port": address.port}
         emit(document, "", as_json=as_json)
         sys.stdout.flush()
-        note(f"listening on {address.url}")
+        print_message(f"listening on {address.url}")
 
     serve_registry(settings, workers=workers, insecure=insecure_http, report=report)
 

@@ -7,7 +7,14 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.connection import Connection, RegistryOption, connect, has_registry
-from expertctl.cli.output import JsonFlag, emit, format_table, note, print_message, truncate
+from expertctl.cli.output import (
+    JsonFlag,
+    emit,
+    format_table,
+    note,
+    print_message,
+    truncate,
+)
 from expertctl.cli.package_view import build_manifest_rows
 from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError, NotFoundError, RegistryError, TrustError, UsageError
@@ -283,7 +290,9 @@ def search(
         note(f"nothing on {connection.host} matches {text!r}{_format_login_hint(connection)}")
     emit(document, _format_hits(hits), as_json=as_json)
     if found.next is not None:
-        note(f"there are more than {limit}; use `--limit {MAX_LIMIT}` or a more specific text")
+        print_message(
+            f"there are more than {limit}; use `--limit {MAX_LIMIT}` or a more specific text"
+        )
 
 
 def info(
@@ -317,7 +326,7 @@ def _fetch_offer_if_any(
 ) -> PackageOffer | None:
     """Return the offer for an installed package; if there is none, note why and return None."""
     if not has_registry(settings, wanted, registry):
-        note("showing only installed versions: no registry is set")
+        print_message("showing only installed versions: no registry is set")
         return None
     try:
         return _fetch_offer(settings, wanted, registry)

@@ -16,7 +16,13 @@ import typer
 
 from expertctl.cli.engine import build_missing_engine_error, open_planner, resolve_base
 from expertctl.cli.help import CommandGroup, expand_flags
-from expertctl.cli.output import JsonFlag, emit, format_table, note, warn
+from expertctl.cli.output import (
+    JsonFlag,
+    emit,
+    format_table,
+    print_message,
+    warn,
+)
 from expertctl.cli.run_options import (
     ADVANCED,
     PLACEMENT,
@@ -269,7 +275,7 @@ def serve(
         document = {"url": address.url, "host": address.host, "port": address.port}
         emit(document, "", as_json=as_json)
         sys.stdout.flush()
-        note(f"ready on {address.url}")
+        print_message(f"ready on {address.url}")
 
     serve_generation(wanted, settings, insecure=insecure_http, prepare=prepare, report=report)
 
@@ -310,7 +316,9 @@ def new_key(
         manages=manages,
     )
     emit({**_build_key_document(made.key), "secret": made.secret}, made.secret, as_json=as_json)
-    note("this key is not shown again; send it as `Authorization: Bearer`, or as `x-api-key`")
+    print_message(
+        "this key is not shown again; send it as `Authorization: Bearer`, or as `x-api-key`"
+    )
 
 
 @key_app.command("list")

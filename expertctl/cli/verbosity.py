@@ -26,17 +26,20 @@ if TYPE_CHECKING:
     from logging import Handler, LogRecord
 
 _LOGGER = "expertctl"
-_USER_INFO = re.compile(r"(?<=://)[^/\s@]+@")
+_USER_INFO = re.compile(r"(?<=://)[^/\s]*@")
+_ADDRESS_SECRETS = re.compile(r"\S*@|(?<=\?)\S+")
+"""In the value of a setting: all before the last ``@``, which may be a password, and queries."""
+_TEXT_ARGUMENTS = {"PROMPT", "TEXT"}
 
 
-def _set_quiet(wanted: bool) -> None:
-    if wanted:
+def _set_quiet(context: typer.Context, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
         VERBOSITY.is_quiet = True
         _refuse_both()
 
 
-def _set_verbose(wanted: bool) -> None:
-    if wanted and not VERBOSITY.is_verbose:
+def _set_verbose(context: typer.Context, wanted: bool) -> None:
+    if wanted and not (context.resilient_parsing or VERBOSITY.is_verbose):
         VERBOSITY.is_verbose = True
         _refuse_both()
         _add_handler()
@@ -87,6 +90,38 @@ def add_options(parameters: Sequence[Any]) -> list[Any]:
     """Return the parameters of a command with those of the two options that it does not have."""
     taken = {name for parameter in parameters for name in parameter.opts}
     return [*parameters, *(each for each in build_options() if taken.isdisjoint(each.opts))]
+
+
+def check_text_options(parameters: Sequence[Any], words: Sequence[str]) -> None:
+    """Check that neither option stands between the words of a prompt, which may mean it.
+
+    Raises:
+        UsageError: when one does.
+    """
+    if not any(each.nargs == -1 and each.metavar in _TEXT_ARGUMENTS for each in parameters):
+        return
+    ours = {name for each in build_options() if each in parameters for name in each.opts}
+    with_value = {
+        name
+        for each in parameters
+        if each.param_type_name == "option" and not each.is_flag
+        for name in each.opts
+    }
+    has_text, last, rest = False, "", iter(words)
+    for word in rest:
+        if word == "--":
+            return
+        if word in ours:
+            last = word if has_text else ""
+        elif word in with_value:
+            next(rest, None)
+        elif word == "-" or not word.startswith("-"):
+            if last:
+                raise UsageError(
+                    f"{last} stands between words of the text",
+                    hint=f"put the text in quotes, or {last} before it",
+                )
+            has_text = True
 
 
 @contextmanager
@@ -141,7 +176,12 @@ def _print_settings() -> None:
             if not value:
                 value, source = stored.get(key), home.config.name
             if value is not None:
-                debug(_remove_secrets(f"setting: {key} = {value} ({source})"))
+                shown = _ADDRESS_SECRETS.sub(_mask_address, hide_secrets(value))
+                debug(f"setting: {key} = {shown} ({source})")
+
+
+def _mask_address(found: re.Match[str]) -> str:
+    return "***@" if found[0].endswith("@") else "***"
 
 
 def _remove_secrets(text: str) -> str:

@@ -120,13 +120,13 @@ def test_serve_in_this_process_too(
     """The address is told once it answers; then somebody ends it."""
     expertctl("registry", "init", tmp_path / "registry")
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    note = command.note
+    print_message = command.print_message
 
     def then_end(text: str) -> None:
-        note(text)
+        print_message(text)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(command, "note", then_end)
+    monkeypatch.setattr(command, "print_message", then_end)
     try:
         said = expertctl("registry", "serve", tmp_path / "registry", "--port", "0", "--json")
     finally:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from expertctl.cli import app
-from expertctl.cli.output import VERBOSITY, note, show_counter, warn
+from expertctl.cli.output import VERBOSITY, make_note_once, note, show_counter, warn
 from expertctl.cli.verbosity import _remove_secrets
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.registry.live_registry import (
@@ -168,3 +168,63 @@ def test_secrets_are_removed(text: str, shown: str) -> None:
     hidden = _remove_secrets(text)
     assert shown in hidden
     assert not any(secret in hidden for secret in ("secret@", "abcdef", "0123456789"))
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("https://user:pa/ss@host", "***@host"),
+        ("https://user:p@ss@host", "***@host"),
+        ("user:secret@host", "***@host"),
+        ("https://host/x?X-Amz-Signature=secret&token=secret", "https://host/x?***"),
+        ("https://host:8443/x", "https://host:8443/x"),
+    ],
+)
+def test_verbose_prints_no_password_or_query_of_a_setting(
+    value: str, shown: str, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERT_REGISTRY", value)
+    lines = expertctl("-v", "keys", "list").err.splitlines()
+    assert f"setting: registry = {shown} (EXPERT_REGISTRY)" in lines
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("run", "-q"), ("run", "--verbose"), ("route", "-q"), ("chat", "-v"), ("search", "-q")],
+)
+def test_between_words_of_a_text_they_are_refused(
+    command: str, option: str, expertctl: CommandRunner
+) -> None:
+    said = expertctl(command, "how", "does", "grep", option, "work", exit_code=2)
+    assert "error: " in said.err
+
+
+def test_completion_prints_no_details(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_EXPERTCTL_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "expertctl -v keys li")
+    monkeypatch.setenv("COMP_CWORD", "3")
+    with pytest.raises(SystemExit):
+        app.run([])
+    said = capsys.readouterr()
+    assert (said.out.split(), said.err) == (["list"], "")
+
+
+def test_what_is_shown_only_once_is_shown_to_the_quiet_too(
+    expertctl: CommandRunner, tmp_path: Path
+) -> None:
+    said = expertctl("-q", "registry", "init", tmp_path / "r", "--url", "https://r.example.org")
+    assert "fingerprint sha256:" in said.err
+    key = expertctl("-q", "serve", "key", "new", "me")
+    assert "not shown again" in key.err
+
+
+def test_trust_that_changes_is_told_to_the_quiet_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VERBOSITY, "is_quiet", True)
+    tell = make_note_once()
+    for _ in range(2):
+        tell("sha256:ab was revoked for acme/* of r.example: stolen")
+    assert capsys.readouterr().err.count("was revoked") == 1

@@ -45,7 +45,7 @@ from expertctl.engine.memory.host import (
 )
 from expertctl.errors import StoreError
 from expertctl.files import make_folders, remove_tree
-from expertctl.messages import Notify
+from expertctl.messages import WARNING_PREFIX, Notify
 from expertctl.settings import Home, format_limit, format_size
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
@@ -115,7 +115,7 @@ class MemoryAdmission:
             try:
                 folder = self._create_lease(size, stack, waits=True)
             except (OSError, StoreError) as error:
-                tell(f"cannot wait for other runs: {error}")
+                tell(f"{WARNING_PREFIX}cannot wait for other runs: {error}")
                 yield MemoryLease(None)
                 return
             yield MemoryLease(folder, queued=self._wait(folder, size, limit, tell))

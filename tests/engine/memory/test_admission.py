@@ -238,7 +238,7 @@ def test_where_nobody_may_write_a_run_goes_on(tmp_path: Path, told: list[str]) -
     assert told == []
     with admission.wait_in_queue(10, limit=100, tell=told.append) as seat:
         assert not seat.queued
-    assert told[0].startswith("cannot wait for other runs: ")
+    assert told[0].startswith("warning: cannot wait for other runs: ")
 
 
 def test_a_seat_whose_folder_was_removed_is_no_error(folder: Path) -> None:
