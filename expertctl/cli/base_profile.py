@@ -320,9 +320,9 @@ def plan(
     check_cpu_only(settings, "base plan")
     base, routed = _find_routed_base(name)
     open_base_store().check(base)
-    warmup = WarmupFlags(moe_profile=moe_profile, moe_pin=moe_pin)
-    engine = EngineFlags("cpu", memory, NumericsFlags(dtype)).resolve(settings, warmup=warmup)
-    keeper = ExpertUsageStore(open_base_store(), engine.moe)
+    warmup = WarmupFlags(moe_profile=moe_profile, moe_pin=moe_pin).resolve(settings, learn=None)
+    engine = EngineFlags("cpu", memory, NumericsFlags(dtype)).resolve(settings)
+    keeper = ExpertUsageStore(open_base_store(), warmup)
     config, width = read_model_config(base.path), choose_dtype(base, engine.dtype)
     copies = open_quantised_cache(open_base_store(), base)
     found = plan_base(

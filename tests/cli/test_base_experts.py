@@ -237,6 +237,13 @@ def test_the_pool_of_a_plan_is_that_of_a_run_that_has_kept_a_copy(
     assert f"{path} is damaged" in "".join(told.err.split("\n")).replace("  ", " ")
 
 
+def test_a_plan_does_not_check_settings_that_it_does_not_use(
+    learnt: Any, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERT_MOE_COLD", "unknown")
+    assert expertctl("base", "plan", "moe", "--memory", BUDGET).out
+
+
 def test_up_to_three_lanes_are_planned(learnt: Any, expertctl: CommandRunner) -> None:
     lanes = ("--lane", "gpu=10MB", "--lane", "ram=20MB", "--lane", "other=5MB")
     plan = expertctl(
