@@ -2,7 +2,8 @@
 
 A dataclass named ``…Flags`` is a group of options: `expertctl.cli.help.expand_flags` turns a
 parameter of that type into the options of its fields. `EngineFlags.resolve` combines the options
-with the settings and the defaults, checks the result, and builds the `EngineConfig` of a command.
+with the settings and the defaults, and builds the `EngineConfig` of a command. Values that exclude
+each other are refused later, by `check_engine_config`.
 """
 
 from collections.abc import Sequence
