@@ -3,7 +3,7 @@
 import ctypes
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from threading import Event
 
 import numpy as np
@@ -213,7 +213,9 @@ def test_who_came_and_had_to_go_again_gets_no_slot(config: ModelConfig) -> None:
         found = [e for e in range(EXPERTS) if bool(cache.hits(layer)[e]) is there]
         return found[-count:] if layer == 0 else found[:count]
 
-    with closing(new_cache(reader, slots=3, policy=EXACT_POLICY)) as cache:
+    with ExitStack() as stack:
+        cache = stack.enter_context(closing(new_cache(reader, slots=3, policy=EXACT_POLICY)))
+        stack.callback(reader.goes_on.set)  # whatever fails: closing waits for the read
         cache.schedule_fill([[], [], [5]])
         assert reader.has_begun.wait(120)
         firsts = [[0, 1]] * LAYERS
@@ -224,7 +226,10 @@ def test_who_came_and_had_to_go_again_gets_no_slot(config: ModelConfig) -> None:
         here, held = some(0, there=True, count=2), some(1, there=True, count=2)
         gone = some(1, there=False, count=3)
         guessed = [[0, 1], [gone[0], held[0]], [0, 1]]
-        ask([[here, held, [0, 1]]], guessed)  # a wrong guess, behind the slow one
+        for _ in range(100):  # a wrong guess, behind the slow one, once a block is free for it
+            ask([[here, held, [0, 1]]], guessed)
+            if len(cache._loader) == 2:
+                break
         assert len(cache._loader) == 2
         threading.Timer(0.1, reader.goes_on.set).start()
         ask([[here, gone[:2], [0, 1]], [here, [gone[0], gone[2]], [0, 1]]], guessed)
