@@ -166,7 +166,10 @@ def run_browser(profile: Path) -> Iterator[BrowserTab]:
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
-        with connect(_wait_for_address(profile), max_size=None, proxy=None) as connection:
+        # No pings: while a server compiles kernels, a busy machine answers none for a while.
+        with connect(
+            _wait_for_address(profile), max_size=None, proxy=None, ping_interval=None
+        ) as connection:
             tab = BrowserTab(connection)
             tab.attach()
             yield tab
