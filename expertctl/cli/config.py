@@ -18,12 +18,7 @@ import typer
 from filelock import FileLock, Timeout
 
 from expertctl.cli.help import CommandGroup
-from expertctl.cli.output import (
-    JsonFlag,
-    emit,
-    format_table,
-    print_message,
-)
+from expertctl.cli.output import JsonFlag, emit, format_table, print_message
 from expertctl.engine_config import ADAPTER_DTYPES, DEVICES, DTYPES, MOE_COLDS, MOE_WARMUPS
 from expertctl.errors import InvalidPackageError, StoreError, UsageError
 from expertctl.files import make_folders, write_atomic

@@ -15,14 +15,7 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.help import CommandGroup
-from expertctl.cli.output import (
-    JsonFlag,
-    emit,
-    format_table,
-    make_note_once,
-    note,
-    print_message,
-)
+from expertctl.cli.output import JsonFlag, emit, format_table, make_note_once, note, print_message
 from expertctl.errors import ExpertError, NotFoundError, UsageError
 from expertctl.install.sources import RegistrySources
 from expertctl.messages import to_single_line

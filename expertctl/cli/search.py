@@ -7,14 +7,7 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.connection import Connection, RegistryOption, connect, has_registry
-from expertctl.cli.output import (
-    JsonFlag,
-    emit,
-    format_table,
-    note,
-    print_message,
-    truncate,
-)
+from expertctl.cli.output import JsonFlag, emit, format_table, note, print_message, truncate
 from expertctl.cli.package_view import build_manifest_rows
 from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError, NotFoundError, RegistryError, TrustError, UsageError

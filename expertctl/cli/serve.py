@@ -16,13 +16,7 @@ import typer
 
 from expertctl.cli.engine import build_missing_engine_error, open_planner, resolve_base
 from expertctl.cli.help import CommandGroup, expand_flags
-from expertctl.cli.output import (
-    JsonFlag,
-    emit,
-    format_table,
-    print_message,
-    warn,
-)
+from expertctl.cli.output import JsonFlag, emit, format_table, print_message, warn
 from expertctl.cli.run_options import (
     ADVANCED,
     PLACEMENT,

@@ -86,7 +86,7 @@ class LocalEngine:
         ``progress`` counts bytes of experts and bases, none while a run is queued; an exception
         that it raises ends the run. ``tell`` gets messages for the user during a run. Bases of
         fewer bytes than ``torch_below`` run in torch. ``moe`` configures the warm-up of routed
-        experts.
+        experts. The budget and the warm-up in the ``config`` of a request are not read.
 
         Raises:
             NotFoundError: when there is no such device.
