@@ -24,9 +24,8 @@ from expertctl.engine.cpu.program_cache import estimate_buffer_bytes
 from expertctl.engine.devices import count_usable_cores
 from expertctl.engine.kernels.jit import cpu_model_name
 from expertctl.engine.kernels.microbenchmarks import MemoryReadBenchmark, PeakArithmetic
-from expertctl.engine.kernels.packed_format import PackedDeltas, Scheme
+from expertctl.engine.kernels.packed_format import LANES, PackedDeltas, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
-from expertctl.engine.kernels.simd import LANES
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache, estimate_pages_bytes
 from expertctl.engine.memory.host import allocate

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from expertctl.digest import Digest, Progress, ignore_progress
+from expertctl.engine.arrays import AnyArray, widen
 from expertctl.engine.cpu.packed_base import (
     PackedBase,
     allocate_base,
@@ -27,8 +28,8 @@ from expertctl.engine.cpu.tensor_packing import (
     packing_thread_count,
     slice_tensor,
 )
-from expertctl.engine.kernels.packed_format import AnyArray, Scheme
-from expertctl.engine.kernels.packed_matrix import PackedMatrix, widen_to_float32
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_matrix import PackedMatrix
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.model.weights import list_rounding_warnings, make_tied_head_error
 from expertctl.engine.moe.expert_files import ExpertStream, compute_copy_shape
@@ -180,7 +181,7 @@ def _check_tied_head(directory: Path, stored: Mapping[str, StoredTensor]) -> Non
     """Check that a tied head stored in the files equals the embedding."""
     tensors = (stored[EMBEDDING_TENSOR], stored[HEAD_TENSOR])
     for pair in zip(*map(iter_row_portions, tensors), strict=True):
-        ours, other = map(widen_to_float32, pair)
+        ours, other = map(widen, pair)
         if not np.array_equal(ours, other):
             raise make_tied_head_error(directory)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.cpu.linear_operations import FusedLinearLayers, LinearProgramBuilder
 from expertctl.engine.cpu.packed_base import (
     ATTENTION_OUTPUT,
@@ -38,7 +39,6 @@ from expertctl.engine.kernels.packed_format import (
     SHARED_GATE,
     SHARED_INPUTS,
     SHARED_OUTPUT,
-    AnyArray,
     Scheme,
     find_fused_projections,
 )

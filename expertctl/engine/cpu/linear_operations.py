@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.cpu.workspace import ItemCounts, Workspace, round_up_rows
 from expertctl.engine.kernels.jit import ProgramBuilder
 from expertctl.engine.kernels.layer_operations import affine_arguments, affine_kernel
@@ -32,7 +33,7 @@ from expertctl.engine.kernels.moe_lora import (
     output_scale_arguments,
     output_scale_kernel,
 )
-from expertctl.engine.kernels.packed_format import AnyArray, Scheme
+from expertctl.engine.kernels.packed_format import LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
 from expertctl.engine.kernels.quantisation import (
     PreparedActivations,
@@ -40,7 +41,6 @@ from expertctl.engine.kernels.quantisation import (
     activation_kernel,
     wrap_float_activations,
 )
-from expertctl.engine.kernels.simd import LANES
 
 _EXPERTS = "experts"
 """The part name of operations that only adapters need."""

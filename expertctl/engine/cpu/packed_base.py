@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from expertctl.engine.arrays import AnyArray, widen
 from expertctl.engine.kernels.packed_format import (
     ATTENTION_INPUTS,
+    LANES,
     MLP_INPUTS,
     SHARED_INPUTS,
     SHARED_OUTPUT,
-    AnyArray,
     Scheme,
 )
 from expertctl.engine.kernels.packed_matrix import (
@@ -33,9 +34,7 @@ from expertctl.engine.kernels.packed_matrix import (
     allocate_matrix,
     pack_rows,
     unpack_matrix,
-    widen_to_float32,
 )
-from expertctl.engine.kernels.simd import LANES
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.model.weights import BaseWeights
 from expertctl.errors import IncompatibleError
@@ -289,7 +288,7 @@ def write_tensor(target: TensorPlace, numbers: AnyArray) -> None:
     if isinstance(target, PackedMatrix):
         pack_rows(target, numbers)
     else:
-        target[...] = widen_to_float32(numbers)
+        target[...] = widen(numbers)
 
 
 def _check_sizes(config: ModelConfig) -> None:

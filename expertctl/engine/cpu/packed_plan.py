@@ -22,6 +22,7 @@ from expertctl.engine.adapters.plan_tensors import (
     factor_scratch_bytes,
     group_alike_layers,
 )
+from expertctl.engine.arrays import VECTOR_BYTES, AnyArray, aligned_zeros
 from expertctl.engine.cpu.packed_base import BlockAllocator
 from expertctl.engine.devices import use_torch_threads
 from expertctl.engine.kernels.lora import (
@@ -34,10 +35,9 @@ from expertctl.engine.kernels.lora import (
     lora_column_step,
     shrink_blocks,
 )
-from expertctl.engine.kernels.memory import aligned_zeros
 from expertctl.engine.kernels.packed_format import (
+    LANES,
     AdapterItemCounts,
-    AnyArray,
     FusedProjection,
     PackedDeltas,
     PlanPacking,
@@ -52,7 +52,6 @@ from expertctl.engine.kernels.packed_matrix import (
     pack_rows,
     rows_per_portion,
 )
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.model.functional import LinearDelta
 from expertctl.errors import IncompatibleError

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import numpy as np
 
 from expertctl.digest import Progress
+from expertctl.engine.arrays import STORED_DTYPES, VECTOR_BYTES, AnyArray
 from expertctl.engine.cpu.packed_base import TensorPlace, write_tensor
 from expertctl.engine.devices import count_usable_cores
 from expertctl.engine.kernels.exponent_packing import (
@@ -25,9 +26,8 @@ from expertctl.engine.kernels.exponent_packing import (
 )
 from expertctl.engine.kernels.memory import array_address, encode_operands
 from expertctl.engine.kernels.moe_gemm import compact_chunk_sizes
-from expertctl.engine.kernels.packed_format import AnyArray, Scheme
+from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape, PackedMatrix, rows_per_portion
-from expertctl.engine.kernels.simd import VECTOR_BYTES
 from expertctl.engine.model.weights import make_unreadable_error
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.store.quantised_file import ALIGNED
@@ -77,11 +77,6 @@ def is_compact(block: AnyArray, shape: ExpertShape) -> bool:
     return bool(found[0])
 
 
-_DTYPES: dict[str, "np.dtype[Any]"] = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(np.uint16),
-}
 _SLICE_NUMBERS = 1 << 22
 """Numbers that a thread packs before it reports progress and takes the next slice."""
 _MAX_THREADS = 4
@@ -169,7 +164,7 @@ def iter_row_portions(
     Raises:
         InvalidPackageError: if the file cannot be read to its end.
     """
-    shape, dtype = tensor.info.shape, _DTYPES[tensor.info.dtype]
+    shape, dtype = tensor.info.shape, STORED_DTYPES[tensor.info.dtype]
     columns = shape[1] if len(shape) > 1 else 1
     rows, height = shape[0] if rows is None else rows, rows_per_portion(columns)
     buffer = np.empty(min(rows, height) * columns, dtype)

@@ -11,13 +11,13 @@ from itertools import groupby
 
 import numpy as np
 
+from expertctl.engine.arrays import AnyArray, aligned_zeros
 from expertctl.engine.kernels.layer_operations import AttentionShape
 from expertctl.engine.kernels.lora import AdapterBatchTable, batch_table_bytes
-from expertctl.engine.kernels.memory import aligned_zeros
 from expertctl.engine.kernels.moe_routing import allocate_permutation
 from expertctl.engine.kernels.packed_format import (
     FLOAT_SCHEMES,
-    AnyArray,
+    LANES,
     FusedProjection,
     PackedDeltas,
     Scheme,
@@ -28,7 +28,6 @@ from expertctl.engine.kernels.quantisation import (
     allocate_activations,
     wrap_float_activations,
 )
-from expertctl.engine.kernels.simd import LANES
 from expertctl.engine.moe.routed_experts import RoutingChoices
 from expertctl.package.model_config import ModelConfig
 

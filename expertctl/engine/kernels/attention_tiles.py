@@ -12,15 +12,10 @@ from typing import Any
 from numba import types
 from numba.extending import intrinsic
 
+from expertctl.engine.arrays import VECTOR_BYTES
 from expertctl.engine.kernels.jit import get_host_cpu
-from expertctl.engine.kernels.simd import (
-    LANES,
-    VECTOR_BYTES,
-    SimdBuilder,
-    Value,
-    emit_tiles,
-    require_literal,
-)
+from expertctl.engine.kernels.packed_format import LANES
+from expertctl.engine.kernels.simd import SimdBuilder, Value, emit_tiles, require_literal
 
 PAGES_PER_CHUNK = 4
 """Pages per chunk; all keys of a chunk share one softmax correction."""

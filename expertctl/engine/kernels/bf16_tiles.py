@@ -9,7 +9,9 @@ still runs from the first column to the last.
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder, Value, emit_tiles
+from expertctl.engine.arrays import VECTOR_BYTES
+from expertctl.engine.kernels.packed_format import LANES
+from expertctl.engine.kernels.simd import SimdBuilder, Value, emit_tiles
 
 
 @dataclass(frozen=True, slots=True)

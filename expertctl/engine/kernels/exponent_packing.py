@@ -25,6 +25,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, register_jitable
 
+from expertctl.engine.arrays import VECTOR_BYTES
 from expertctl.engine.kernels.gemm import PANEL_BLOCKS
 from expertctl.engine.kernels.jit import Kernel, compile_kernel
 from expertctl.engine.kernels.memory import (
@@ -37,7 +38,7 @@ from expertctl.engine.kernels.memory import (
     uint16_view,
     uint32_view,
 )
-from expertctl.engine.kernels.simd import INT, VECTOR_BYTES, Value
+from expertctl.engine.kernels.simd import INT, Value
 
 GROUP, VECTORS = 512, 64
 """Numbers per group, and vectors per block of a chunk."""

@@ -21,11 +21,11 @@ from typing import Any
 from numba import types
 from numba.extending import intrinsic, register_jitable
 
+from expertctl.engine.arrays import VECTOR_BYTES
 from expertctl.engine.kernels.bf16_tiles import HIGH_HALF, Bf16TileEmitter, TileOperands
 from expertctl.engine.kernels.jit import CpuFeatures, get_host_cpu
 from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, Scheme, VectorLayout
 from expertctl.engine.kernels.simd import (
-    VECTOR_BYTES,
     SimdBuilder,
     Value,
     emit_even_tiles,

@@ -46,7 +46,7 @@ from numba.core.ccallback import CFunc
 from numba.core.codegen import get_host_cpu_features
 from numba.core.sigutils import normalize_signature
 
-from expertctl.engine.kernels.packed_format import AnyArray
+from expertctl.engine.arrays import AnyArray
 from expertctl.files import make_folders
 from expertctl.messages import Notify, ignore_notification
 from expertctl.settings import Home

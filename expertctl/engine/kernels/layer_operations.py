@@ -19,6 +19,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic, register_jitable
 
+from expertctl.engine.arrays import VECTOR_BYTES, AnyArray
 from expertctl.engine.kernels.jit import Kernel, KernelFunction, compile_kernel
 from expertctl.engine.kernels.llvm_math import exponential
 from expertctl.engine.kernels.memory import (
@@ -31,8 +32,8 @@ from expertctl.engine.kernels.memory import (
     row_address,
     uint16_view,
 )
-from expertctl.engine.kernels.packed_format import AnyArray, Scheme
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder, require_literal
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, LANES, Scheme
+from expertctl.engine.kernels.simd import SimdBuilder, require_literal
 
 
 @cache
@@ -213,10 +214,6 @@ def _write_rope_table(first: int, last: int, arguments: int) -> None:
             cosine, sine = np.float32(math.cos(angle)), np.float32(math.sin(angle))
             row[k] = row[half + k] = cosine * factor
             row[2 * half + k] = row[3 * half + k] = sine * factor
-
-
-KV_PAGE_TOKENS = 16
-"""Tokens per KV page."""
 
 
 @dataclass(frozen=True, slots=True)

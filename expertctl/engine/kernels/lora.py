@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from numba.extending import register_jitable
 
+from expertctl.engine.arrays import AnyArray, aligned_zeros
 from expertctl.engine.kernels.gemm import PANEL_BLOCKS, gemm_blocks_function
 from expertctl.engine.kernels.jit import Kernel, KernelFunction, compile_kernel
 from expertctl.engine.kernels.memory import (
-    aligned_zeros,
     array_address,
     atomic_fetch_add,
     atomic_load,
@@ -36,7 +36,7 @@ from expertctl.engine.kernels.memory import (
     row_address,
     yield_thread,
 )
-from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, AnyArray, Scheme
+from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
 from expertctl.engine.kernels.quantisation import (
     PreparedActivations,
@@ -44,7 +44,6 @@ from expertctl.engine.kernels.quantisation import (
     quantise_row,
     round_row,
 )
-from expertctl.engine.kernels.simd import LANES
 
 BLOCKS_PER_ITEM = PANEL_BLOCKS
 

@@ -17,10 +17,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
+from expertctl.engine.arrays import VECTOR_BYTES, AnyArray
 from expertctl.engine.kernels.jit import get_host_cpu
 from expertctl.engine.kernels.llvm_math import emit_float_to_half, emit_half_to_float
-from expertctl.engine.kernels.packed_format import AnyArray
-from expertctl.engine.kernels.simd import INT, VECTOR_BYTES, require_literal
+from expertctl.engine.kernels.simd import INT, require_literal
 
 
 def encode_operands(*words: int) -> AnyArray:
@@ -41,14 +41,6 @@ def row_address(rows: AnyArray) -> tuple[int, int]:
     lie_together = rows.strides[1] == rows.itemsize or rows.shape[1] == 1 or rows.size == 0
     assert lie_together, "the columns of a row are not adjacent"
     return array_address(rows), rows.strides[0]
-
-
-def aligned_zeros(shape: int | tuple[int, ...], dtype: Any) -> "np.ndarray[Any, Any]":
-    """Return zeros whose first byte is at a multiple of 64."""
-    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    raw = np.zeros(count + VECTOR_BYTES, np.uint8)
-    start = -raw.ctypes.data % VECTOR_BYTES
-    return raw[start : start + count].view(dtype).reshape(shape)
 
 
 @intrinsic(prefer_literal=True)

@@ -16,6 +16,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
+from expertctl.engine.arrays import VECTOR_BYTES, AnyArray, aligned_zeros
 from expertctl.engine.kernels.jit import (
     Kernel,
     KernelFunction,
@@ -24,10 +25,10 @@ from expertctl.engine.kernels.jit import (
     compile_kernel,
     get_host_cpu,
 )
-from expertctl.engine.kernels.memory import aligned_zeros, int64_view, load_int64s
-from expertctl.engine.kernels.packed_format import AnyArray, Scheme
+from expertctl.engine.kernels.memory import int64_view, load_int64s
+from expertctl.engine.kernels.packed_format import LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder, Value, require_literal
+from expertctl.engine.kernels.simd import SimdBuilder, Value, require_literal
 from expertctl.engine.kernels.thread_pool import ThreadPool
 
 LOOP_COUNT = 4096

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numba.extending import register_jitable
 
+from expertctl.engine.arrays import VECTOR_BYTES, AnyArray
 from expertctl.engine.kernels.exponent_packing import CHUNK_FLOATS, VECTORS, unpack_chunk
 from expertctl.engine.kernels.gemm import gemm_blocks_function, gemm_panel_function
 from expertctl.engine.kernels.jit import Kernel, KernelFunction, compile_kernel
@@ -32,10 +33,9 @@ from expertctl.engine.kernels.memory import (
     uint32_view,
 )
 from expertctl.engine.kernels.moe_routing import MoePermutation
-from expertctl.engine.kernels.packed_format import AnyArray, Scheme
+from expertctl.engine.kernels.packed_format import LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertMatrix, ExpertShape
 from expertctl.engine.kernels.quantisation import PreparedActivations
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
 
 
 @cache

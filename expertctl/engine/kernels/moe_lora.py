@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numba.extending import register_jitable
 
+from expertctl.engine.arrays import VECTOR_BYTES, AnyArray
 from expertctl.engine.kernels.gemm import gemm_panel_function
 from expertctl.engine.kernels.jit import Kernel, KernelFunction, compile_kernel
 from expertctl.engine.kernels.lora import (
@@ -36,9 +37,8 @@ from expertctl.engine.kernels.memory import (
     row_address,
 )
 from expertctl.engine.kernels.moe_routing import MoePermutation
-from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, AnyArray, Scheme
+from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, LANES, Scheme
 from expertctl.engine.kernels.quantisation import quantise_row, round_row
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
 
 
 @cache

@@ -17,10 +17,10 @@ from typing import Any, Literal
 import numpy as np
 from numba.extending import register_jitable
 
+from expertctl.engine.arrays import AnyArray, aligned_zeros
 from expertctl.engine.kernels.jit import Kernel, KernelFunction, compile_kernel
 from expertctl.engine.kernels.llvm_math import exponential
 from expertctl.engine.kernels.memory import (
-    aligned_zeros,
     allocate_stack_floats,
     array_address,
     encode_operands,
@@ -30,7 +30,6 @@ from expertctl.engine.kernels.memory import (
     row_address,
     uint32_view,
 )
-from expertctl.engine.kernels.packed_format import AnyArray
 from expertctl.engine.kernels.quantisation import PreparedActivations
 
 Scoring = Literal["softmax", "sigmoid"]

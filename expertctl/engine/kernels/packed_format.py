@@ -11,12 +11,16 @@ copies nothing and a batch may hold rows of several plans.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
+from expertctl.engine.arrays import AnyArray
 
 GROUP_SIZE = 128
 """Columns that share a scale, in grouped schemes."""
+LANES = 16
+"""Rows that are interleaved; the float32 numbers of a vector."""
+KV_PAGE_TOKENS = 16
+"""Tokens per KV page."""
 
 
 class Scheme(Enum):
@@ -73,7 +77,6 @@ FLOAT_SCHEMES = frozenset({Scheme.FLOAT32, Scheme.FLOAT16})
 """Schemes whose GEMMs take float32 activations unchanged."""
 
 
-AnyArray = np.ndarray[Any, Any]
 AdapterDtype = Literal["published", "fp16", "int8"]
 
 

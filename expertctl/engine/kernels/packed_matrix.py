@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from expertctl.engine.arrays import VECTOR_BYTES, AnyArray, aligned_zeros, widen
 from expertctl.engine.kernels.jit import Kernel, compile_kernel
 from expertctl.engine.kernels.memory import (
-    aligned_zeros,
     array_address,
     encode_operands,
     float32_view,
@@ -31,14 +31,13 @@ from expertctl.engine.kernels.memory import (
     uint16_view,
     uint32_view,
 )
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, AnyArray, Scheme
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, Scheme
 from expertctl.engine.kernels.quantisation import (
     activation_arguments,
     activation_kernel,
     allocate_activations,
     int4_kernel,
 )
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
 
 ArrayShape = int | tuple[int, ...]
 AllocateArray = Callable[[ArrayShape, Any], AnyArray]
@@ -104,7 +103,7 @@ def pack_rows(matrix: PackedMatrix, numbers: AnyArray) -> None:
     for first, some in _iter_portions(numbers):
         part = matrix.row_slice(first, len(some))
         if matrix.scheme.layout.is_grouped:
-            _pack_quantised_rows(widen_to_float32(some), part)
+            _pack_quantised_rows(widen(some), part)
         else:
             _pack_float_rows(_convert_floats(some, matrix.scheme), part)
 
@@ -130,18 +129,11 @@ def _convert_floats(numbers: AnyArray, scheme: Scheme) -> AnyArray:
     """Convert rows to the dtype of a float scheme; float16 overflows at 65504."""
     if scheme is Scheme.BFLOAT16:
         is_stored = numbers.dtype == np.uint16
-        return numbers if is_stored else float32_to_bfloat16(widen_to_float32(numbers))
+        return numbers if is_stored else float32_to_bfloat16(widen(numbers))
     if numbers.dtype == _STORED[scheme]:
         return numbers
     with np.errstate(over="ignore", invalid="ignore"):
-        return widen_to_float32(numbers).astype(_STORED[scheme], copy=False)
-
-
-def widen_to_float32(numbers: AnyArray) -> AnyArray:
-    """Convert float32, float16 or bfloat16 (uint16) to float32."""
-    if numbers.dtype == np.uint16:
-        return bfloat16_to_float32(numbers)
-    return numbers.astype(np.float32, copy=False)
+        return widen(numbers).astype(_STORED[scheme], copy=False)
 
 
 def _pack_float_rows(stored: AnyArray, part: PackedMatrix) -> None:
@@ -245,7 +237,7 @@ def _unpack_rows(matrix: PackedMatrix) -> AnyArray:
         apart = np.concatenate((apart & 15, apart >> 4), axis=3)
     flat = apart.transpose(0, 2, 1, 3).reshape(high * LANES, -1)[: matrix.rows, : matrix.columns]
     if not layout.is_grouped:
-        return widen_to_float32(flat)
+        return widen(flat)
     scales = matrix.scales.transpose(0, 2, 1).reshape(high * LANES, -1)[: matrix.rows]
     each = np.repeat(scales, GROUP_SIZE, axis=1)[:, : matrix.columns]
     return (flat.astype(np.float32) - layout.zero_point) * each
@@ -258,13 +250,6 @@ def float32_to_bfloat16(numbers: AnyArray) -> AnyArray:
     arguments = activation_arguments(rows=rows, columns=rows.shape[1], prepared=rounded)
     activation_kernel(Scheme.BFLOAT16)(0, len(rows), arguments.ctypes.data)
     return rounded.data[:, : rows.shape[1]]
-
-
-def bfloat16_to_float32(numbers: AnyArray) -> AnyArray:
-    """Widen bfloat16, given as uint16, to float32."""
-    wide = numbers.astype(np.uint32)
-    wide <<= 16
-    return wide.view(np.float32)
 
 
 @dataclass(frozen=True, slots=True)

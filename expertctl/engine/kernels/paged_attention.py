@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numba.extending import register_jitable
 
+from expertctl.engine.arrays import VECTOR_BYTES, AnyArray
 from expertctl.engine.kernels.attention_tiles import (
     CHUNK_BYTES,
     CHUNK_TOKENS,
@@ -26,7 +27,7 @@ from expertctl.engine.kernels.attention_tiles import (
     vector_sum,
 )
 from expertctl.engine.kernels.jit import Kernel, KernelFunction, compile_kernel
-from expertctl.engine.kernels.layer_operations import KV_PAGE_TOKENS, AttentionShape
+from expertctl.engine.kernels.layer_operations import AttentionShape
 from expertctl.engine.kernels.memory import (
     allocate_stack_floats,
     array_address,
@@ -36,8 +37,7 @@ from expertctl.engine.kernels.memory import (
     load_int64s,
     row_address,
 )
-from expertctl.engine.kernels.packed_format import AnyArray, Scheme
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, LANES, Scheme
 
 TOKENS_PER_ITEM, HEADS_PER_ITEM = 36, 4
 """Tokens of a prompt, and query heads of one KV head, that read a page together."""

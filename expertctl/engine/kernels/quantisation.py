@@ -22,9 +22,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from expertctl.engine.arrays import VECTOR_BYTES, AnyArray, aligned_zeros
 from expertctl.engine.kernels.jit import Kernel, compile_kernel
 from expertctl.engine.kernels.memory import (
-    aligned_zeros,
     allocate_stack_floats,
     array_address,
     encode_operands,
@@ -35,8 +35,8 @@ from expertctl.engine.kernels.memory import (
     row_address,
     uint16_view,
 )
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, AnyArray, Scheme
-from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder, Value
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, Scheme
+from expertctl.engine.kernels.simd import SimdBuilder, Value
 
 INT8_MAX = 127
 

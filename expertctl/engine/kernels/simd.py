@@ -17,15 +17,14 @@ from numba import types
 from numba.core import cgutils
 from numba.core.errors import RequireLiteralValue
 
+from expertctl.engine.arrays import VECTOR_BYTES
 from expertctl.engine.kernels.jit import get_host_cpu
 from expertctl.engine.kernels.llvm_math import (
     emit_exponential,
     emit_float_to_half,
     emit_half_to_float,
 )
-
-LANES = 16
-VECTOR_BYTES = 64
+from expertctl.engine.kernels.packed_format import LANES
 
 INT = ir.IntType(64)
 _I8, _I16, _I32, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()

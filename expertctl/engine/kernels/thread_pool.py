@@ -33,9 +33,9 @@ import numba
 import numpy as np
 from numba import types
 
+from expertctl.engine.arrays import AnyArray, aligned_zeros
 from expertctl.engine.kernels.jit import Program, load_or_compile
 from expertctl.engine.kernels.memory import (
-    aligned_zeros,
     atomic_compare_exchange,
     atomic_fetch_add,
     atomic_load,
@@ -45,7 +45,6 @@ from expertctl.engine.kernels.memory import (
     pause_cpu,
     yield_thread,
 )
-from expertctl.engine.kernels.packed_format import AnyArray
 
 MAILBOX_BYTES = 256
 CLOSED = -1

@@ -28,10 +28,8 @@ from functools import partial
 
 import numpy as np
 
-from expertctl.engine.kernels.layer_operations import KV_PAGE_TOKENS
-from expertctl.engine.kernels.memory import aligned_zeros
-from expertctl.engine.kernels.packed_format import Scheme
-from expertctl.engine.kernels.simd import LANES
+from expertctl.engine.arrays import aligned_zeros
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, LANES, Scheme
 from expertctl.engine.kv.radix_cache import (
     VIRTUAL,
     KVBlock,

@@ -386,7 +386,7 @@ def estimate_base_sizes(base: StoredBase) -> tuple[Mapping[Dtype, int], int | No
     The KV bytes are those of a run without ``--dtype``. Both are missing for a base that only
     ``--engine transformers`` runs, or whose files are gone.
     """
-    from expertctl.engine.kernels.layer_operations import KV_PAGE_TOKENS  # imports numba
+    from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS
 
     try:
         config = read_model_config(base.path)

@@ -15,10 +15,11 @@ model's float32 logits, without temperature and penalties.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
+from expertctl.engine.arrays import AnyArray
 from expertctl.errors import ContextLengthError, IncompatibleError, UsageError
 from expertctl.routing.request import MAX_PROMPT_CHARACTERS, check_prompt
 from expertctl.schema.strict_json import JsonValue
@@ -135,7 +136,6 @@ LOGIT_ROWS = 8
 """Maximum rows of logits that a decoder holds for this at a time, in separate memory."""
 _FLOAT_BYTES, _NUMBER_BYTES = 4, 8
 
-AnyArray = np.ndarray[Any, Any]
 RecordLogits = Callable[[int, AnyArray], None]
 """Takes the first position, counting soft prompts, and logits, float32 [rows, vocab]."""
 

@@ -5,14 +5,13 @@ from typing import Any
 
 import numpy as np
 
+from expertctl.engine.arrays import aligned_zeros
 from expertctl.engine.kernels.layer_operations import (
-    KV_PAGE_TOKENS,
     AttentionShape,
     rope_kv_write_arguments,
     rope_kv_write_kernel,
 )
-from expertctl.engine.kernels.memory import aligned_zeros
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
 from expertctl.engine.kernels.paged_attention import (
     attention_arguments,
     decode_attention_kernel,

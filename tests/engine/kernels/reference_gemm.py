@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from expertctl.engine.arrays import aligned_zeros, widen
 from expertctl.engine.kernels.lora import (
     RECORD_WORDS,
     AdapterBatchTable,
@@ -18,14 +19,8 @@ from expertctl.engine.kernels.lora import (
     gemm_kernel,
     lora_column_step,
 )
-from expertctl.engine.kernels.memory import aligned_zeros
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, Scheme
-from expertctl.engine.kernels.packed_matrix import (
-    PackedMatrix,
-    bfloat16_to_float32,
-    pack_matrix,
-    unpack_matrix,
-)
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, Scheme
+from expertctl.engine.kernels.packed_matrix import PackedMatrix, pack_matrix, unpack_matrix
 from expertctl.engine.kernels.quantisation import (
     PreparedActivations,
     activation_arguments,
@@ -33,7 +28,6 @@ from expertctl.engine.kernels.quantisation import (
     allocate_activations,
     wrap_float_activations,
 )
-from expertctl.engine.kernels.simd import LANES
 
 Array = np.ndarray[Any, Any]
 
@@ -85,7 +79,7 @@ def dequantise_rows(ready: PreparedActivations, rows: Array) -> Array:
     """What prepared tokens stand for, [tokens, columns]."""
     columns = rows.shape[1]
     if ready.data.dtype == np.uint16:
-        return bfloat16_to_float32(ready.data[:, :columns]).astype(np.float64)
+        return widen(ready.data[:, :columns]).astype(np.float64)
     if ready.data.dtype == np.int8:
         each = np.repeat(ready.scales.astype(np.float64), GROUP_SIZE, axis=1)[:, :columns]
         return ready.data[:, :columns] * each

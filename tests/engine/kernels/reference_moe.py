@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from expertctl.engine.arrays import aligned_zeros
 from expertctl.engine.kernels.jit import Program, ProgramBuilder
 from expertctl.engine.kernels.layer_operations import swiglu_arguments, swiglu_kernel
 from expertctl.engine.kernels.lora import gemm_arguments, gemm_items, gemm_kernel
-from expertctl.engine.kernels.memory import aligned_zeros
 from expertctl.engine.kernels.moe_gemm import (
     moe_gemm_arguments,
     moe_gemm_items,
@@ -34,7 +34,7 @@ from expertctl.engine.kernels.moe_routing import (
     topk_routing_arguments,
     topk_routing_kernel,
 )
-from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, Scheme
+from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import (
     ExpertMatrix,
     ExpertShape,
@@ -50,7 +50,6 @@ from expertctl.engine.kernels.quantisation import (
     allocate_activations,
     wrap_float_activations,
 )
-from expertctl.engine.kernels.simd import LANES
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from tests.engine.kernels.reference_gemm import make_random_numbers
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from expertctl.engine.kernels.memory import aligned_zeros
+from expertctl.engine.arrays import aligned_zeros
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import (
     ExpertShape,

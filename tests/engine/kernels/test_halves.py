@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from expertctl.engine.kernels.jit import get_host_cpu
 from expertctl.engine.kernels.llvm_math import emit_float_to_half, emit_half_to_float
-from expertctl.engine.kernels.simd import LANES
+from expertctl.engine.kernels.packed_format import LANES
 
 Numbers = np.ndarray[Any, Any]
 INT, SHORTS = ir.IntType(64), ir.VectorType(ir.IntType(16), LANES)

@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from expertctl.engine.kernels.layer_operations import (
-    KV_PAGE_TOKENS,
     AttentionShape,
     rope_kv_write_arguments,
     rope_kv_write_kernel,
 )
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
 from expertctl.engine.model.functional import apply_rope, compute_rope_table
 from expertctl.package.attention_config import RopeConfig
 from tests.engine.kernels.reference_attention import EPS, PagedText, make_random_rows

@@ -25,10 +25,9 @@ from expertctl.engine.kernels.lora import (
     lora_shrink_kernel,
     shrink_blocks,
 )
-from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, Scheme
+from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix, pack_matrix, unpack_matrix
 from expertctl.engine.kernels.quantisation import PreparedActivations, wrap_float_activations
-from expertctl.engine.kernels.simd import LANES
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from tests.engine.kernels.reference_gemm import (
     FIRST_COLUMN,

@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba.core.errors import NumbaError
 
+from expertctl.engine.arrays import aligned_zeros
 from expertctl.engine.kernels.gemm import gemm_panel
 from expertctl.engine.kernels.lora import gemm_arguments, gemm_items, gemm_kernel
-from expertctl.engine.kernels.memory import aligned_zeros
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, Scheme
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import pack_matrix
-from expertctl.engine.kernels.simd import LANES
 from tests.engine.kernels.reference_gemm import (
     FLOATS,
     INTEGERS,

@@ -8,16 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, Scheme
+from expertctl.engine.arrays import widen
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import (
     PackedMatrix,
-    bfloat16_to_float32,
     float32_to_bfloat16,
     pack_matrix,
     unpack_matrix,
 )
 from expertctl.engine.kernels.quantisation import INT4_SCALE_CANDIDATES
-from expertctl.engine.kernels.simd import LANES
 from tests.engine.kernels.reference_gemm import INTEGERS, Array, make_random_numbers
 
 TORCH = {
@@ -140,7 +139,7 @@ def test_every_width_of_float_is_taken(scheme: Scheme) -> None:
     brains = float32_to_bfloat16(make_random_numbers(3, 45, 131))
     for given_, wide in (
         (halves, halves.astype(np.float32)),
-        (brains, bfloat16_to_float32(brains)),
+        (brains, widen(brains)),
     ):
         got, expected = pack_matrix(given_, scheme), pack_matrix(wide, scheme)
         np.testing.assert_array_equal(got.data, expected.data)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.layer_operations import KV_PAGE_TOKENS, AttentionShape
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.layer_operations import AttentionShape
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
 from expertctl.engine.kernels.paged_attention import (
     HEADS_PER_ITEM,
     TOKENS_PER_ITEM,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from expertctl.engine.arrays import aligned_zeros
 from expertctl.engine.kernels.jit import ProgramBuilder
-from expertctl.engine.kernels.memory import aligned_zeros
 from expertctl.engine.kernels.moe_gemm import (
     moe_gemm_arguments,
     moe_gemm_items,
@@ -20,9 +20,8 @@ from expertctl.engine.kernels.moe_routing import (
     NO_POSITION,
     MoePermutation,
 )
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertMatrix, PackedMatrix
-from expertctl.engine.kernels.simd import LANES
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from tests.engine.kernels.reference_gemm import (
     make_random_numbers,

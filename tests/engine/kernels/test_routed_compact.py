@@ -13,17 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from expertctl.engine.arrays import aligned_zeros
 from expertctl.engine.cpu.tensor_packing import compact_expert, is_compact
-from expertctl.engine.kernels.memory import aligned_zeros
 from expertctl.engine.kernels.moe_gemm import (
     CompactMatrix,
     moe_gemm_compact_arguments,
     moe_gemm_compact_kernel,
     moe_gemm_items,
 )
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape
-from expertctl.engine.kernels.simd import LANES
 from tests.engine.kernels.reference_gemm import make_random_numbers, quantise_rows
 from tests.engine.kernels.reference_moe import (
     FOREIGN_VALUE,

@@ -22,9 +22,8 @@ from expertctl.engine.kernels.moe_lora import (
     moe_lora_kernel,
 )
 from expertctl.engine.kernels.moe_routing import NO_POSITION, MoePermutation
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, Scheme
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import pack_matrix
-from expertctl.engine.kernels.simd import LANES
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from tests.engine.kernels.reference_gemm import (
     GuardedBuffer,

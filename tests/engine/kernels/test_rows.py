@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.memory import aligned_zeros
+from expertctl.engine.arrays import aligned_zeros
 from expertctl.engine.kernels.packed_format import GROUP_SIZE, Scheme
 from expertctl.engine.kernels.quantisation import (
     activation_arguments,

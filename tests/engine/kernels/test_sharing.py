@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
+from expertctl.engine.arrays import AnyArray, aligned_zeros
 from expertctl.engine.kernels import thread_pool as module
 from expertctl.engine.kernels.jit import Program
-from expertctl.engine.kernels.memory import aligned_zeros
-from expertctl.engine.kernels.packed_format import AnyArray
 from expertctl.engine.kernels.thread_pool import (
     OPERATION_BYTES,
     SHARED_WORDS,

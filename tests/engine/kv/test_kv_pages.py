@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertctl.engine.kernels.layer_operations import KV_PAGE_TOKENS
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
 from expertctl.engine.kv.block_pool import PagedKVCache, estimate_pages_bytes
 from expertctl.errors import BudgetError
 from expertctl.package.attention_config import RopeConfig

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from expertctl.digest import Digest
-from expertctl.engine.kernels.layer_operations import KV_PAGE_TOKENS
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
 from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache, estimate_pages_bytes
 from expertctl.engine.kv.sequence_cache import KVAllocation, KVRequest
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.kernels.layer_operations import KV_PAGE_TOKENS
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS
 from expertctl.engine.model.backends import TorchModel
 from expertctl.engine.serving.model_runner import INITIAL_ANSWER_TOKENS
 from expertctl.engine.serving.request import JobStarted, OutputDelta, RequestState

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from expertctl.engine.kernels.layer_operations import KV_PAGE_TOKENS
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS
 from expertctl.engine.model.load_plan import TORCH_MAX_BYTES
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.model_runner import INITIAL_ANSWER_TOKENS

@@ -1,0 +1,144 @@
+"""The steps of adapters on a linear layer, as published, and the form that a plan gives them.
+
+- A plan changes a linear layer to ``y = d * (W (u * x)) + B (A x) + e * b``; every ordered chain of
+  adapters has this form (decision 10). ``W`` and ``b`` belong to the base and are read-only; None
+  stands for a neutral part.
+- LoRA: ``f <- f + w * s * B A x``. The order of LoRAs does not change the result.
+- DoRA: ``f <- f + w * (c * (g + s * B A x) - g)`` with g = f without bias and ``c = m / rownorm(W +
+  s * B A)``. The norm is that of the base's own W in the dtype in use, whatever precedes DoRA in
+  the chain, so c belongs to one expert on one base.
+- IA³: on the output ``f <- l_w * f``, bias included as in PEFT, on the input ``f(x) <- f(l_w *
+  x)``, with ``l_w = 1 + w * (l - 1)``.
+
+Tensors are stored numbers, see `engine.arrays`; `torch.functional` has the same formulas in torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from expertctl.engine.arrays import AnyArray, FloatArray, widen
+from expertctl.errors import IncompatibleError
+
+ArrayT = TypeVar("ArrayT")
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LinearDelta(Generic[ArrayT]):
+    """The change that a plan makes to one linear layer with ``[out, in]`` weights.
+
+    ``a`` and ``b`` are given together; they are the adapters' blocks, concatenated by rank. Either
+    may be row-major or column-major.
+    """
+
+    a: ArrayT | None = None  # [rank, in]
+    b: ArrayT | None = None  # [out, rank]
+    input_scale: ArrayT | None = None  # u, [in]
+    output_scale: ArrayT | None = None  # d, [out]
+    bias_scale: ArrayT | None = None  # e, [out]
+
+    @property
+    def tensors(self) -> tuple[ArrayT, ...]:
+        """The parts that are not None."""
+        parts = (self.a, self.b, self.input_scale, self.output_scale, self.bias_scale)
+        return tuple(part for part in parts if part is not None)
+
+
+Deltas = Mapping[str, LinearDelta[FloatArray]]
+"""Changes of a plan by module name: ``model.layers.0.self_attn.q_proj``, …, ``lm_head``."""
+
+EMPTY_DELTAS: Deltas = {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraTensors:
+    """The LoRA of one module: ``a`` [rank, in], ``b`` [out, rank], as published."""
+
+    a: FloatArray
+    b: FloatArray
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """Rank of the LoRA."""
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DoraTensors:
+    """The DoRA of one module: ``a`` [rank, in], ``b`` [out, rank] and ``magnitude`` [out]."""
+
+    a: FloatArray
+    b: FloatArray
+    magnitude: FloatArray
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """Rank of the LoRA part."""
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ia3Tensors:
+    """The IA³ of one module: ``vector`` [in] or [out], as published."""
+
+    vector: FloatArray
+    on_input: bool
+
+
+AdapterStep = LoraTensors | DoraTensors | Ia3Tensors
+"""The change of one adapter to one linear layer."""
+
+SCRATCH = 2 << 20
+"""Bytes of merged rows that are in memory at one time."""
+_FLOAT_BYTES = 4
+
+
+def weighted_ia3_vector(ia3: Ia3Tensors, weight: float) -> AnyArray:
+    """Return ``l_w``, the factors of the layer's input or output, float32."""
+    vector = widen(ia3.vector)
+    return vector if weight == 1.0 else 1 + np.float32(weight) * (vector - 1)
+
+
+def compute_dora_scales(weight: FloatArray, dora: DoraTensors, *, what: str) -> AnyArray:
+    """Return ``c``, float32 [out], merging a few rows at a time (`dora_scale_scratch_bytes`).
+
+    Raises:
+        IncompatibleError: when a merged row is all zeros, or contains a value that is not finite.
+    """
+    step, a = _rows_per_step(dora), widen(dora.a)
+    merged = np.empty((step, a.shape[1]), np.float32)
+    norms = np.empty(len(weight), np.float32)
+    for begin in range(0, len(weight), step):
+        rows = weight[begin : begin + step]
+        part = merged[: len(rows)]
+        np.matmul(widen(dora.b[begin : begin + step]), a, out=part)
+        part *= np.float32(dora.scale)
+        part += widen(rows)
+        np.sqrt(np.einsum("ri,ri->r", part, part), out=norms[begin : begin + step])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _check_scales(np.divide(widen(dora.magnitude), norms, out=norms), what)
+
+
+def dora_scale_scratch_bytes(dora: DoraTensors) -> int:
+    """Return the maximum bytes that `compute_dora_scales` needs besides its result."""
+    rows, rank, inputs = _rows_per_step(dora), dora.rank, dora.a.shape[1]
+    return _FLOAT_BYTES * (3 * rows * inputs + rank * (2 * inputs + 2 * rows))
+
+
+def _rows_per_step(dora: DoraTensors) -> int:
+    return max(1, min(SCRATCH // (_FLOAT_BYTES * dora.a.shape[1]), len(dora.b)))
+
+
+def _check_scales(found: AnyArray, what: str) -> AnyArray:
+    bad = np.flatnonzero(~np.isfinite(found))
+    if len(bad):
+        raise IncompatibleError(
+            f"{what}: row {bad[0]} of the base's matrix with the expert's change cannot be scaled: "
+            "its norm is zero or not a number",
+            hint="the expert was made for another base, or one of the two is damaged",
+        )
+    return found
