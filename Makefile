@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# One process more than two cores have: tests also wait, for a server or for a disk.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 PROMPT ?= Sort these numbers: 41, 17, 23, 15
 
 .PHONY: run test test-all lint coverage bench clean

@@ -23,6 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background lets them ignore it, and so all that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+gc.disable()  # until all tests are collected: nothing of what is imported is garbage
 _THEIRS = {"COLUMNS", "LINES", "SOURCE_DATE_EPOCH"}
 _SLOW = (HealthCheck.too_slow,)
 settings.register_profile("search", deadline=None, suppress_health_check=_SLOW)
@@ -36,6 +37,7 @@ def pytest_collection_finish() -> None:
     """What was imported stays: nobody looks for garbage there, nor do processes forked of this."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
