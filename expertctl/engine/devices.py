@@ -1,4 +1,4 @@
-"""Threads of the processor, and the CUDA device: availability, memory, errors and streams.
+"""Threads of torch, and the CUDA device: availability, memory, errors and streams.
 
 Torch has 32 streams per device and hands them out in turn, so it soon returns one that another
 owner is using. Two owners must not share a stream: a copy on a stream that is being captured would
@@ -18,20 +18,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from expertctl.engine.memory.host import count_usable_cores
-from expertctl.engine_config import DeviceName
 from expertctl.errors import BudgetError, DeviceError, ExpertError, NotFoundError
 from expertctl.settings import format_size
-
-SMALL_MODEL = 64 << 20
-"""Below so many bytes of weights a step ends before other threads have woken up."""
-
-
-def choose_thread_count(weight_bytes: int) -> int:
-    """Return the thread count for a model; torch has applied ``OMP_NUM_THREADS`` already."""
-    if weight_bytes < SMALL_MODEL:
-        return 1
-    return min(torch.get_num_threads(), count_usable_cores())
 
 
 @contextmanager
@@ -147,10 +135,8 @@ def require_cuda() -> None:
     raise NotFoundError("torch sees no CUDA device", hint=f"check `nvidia-smi`, {_CPU_HINT}")
 
 
-def get_device_name(device: DeviceName) -> str | None:
-    """Return the product name of a device; None for the processor."""
-    if device == "cpu":
-        return None
+def get_device_name() -> str:
+    """Return the product name of the device."""
     return torch.cuda.get_device_name(CUDA) if CUDA.type == "cuda" else str(CUDA)
 
 

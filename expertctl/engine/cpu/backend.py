@@ -15,6 +15,7 @@ from torch import Tensor
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
 from expertctl.engine.arrays import AnyArray
+from expertctl.engine.backend import BackendName, LoadConfig, LoadContext
 from expertctl.engine.cpu.base_loader import (
     load_packed_base,
     packing_scratch_bytes,
@@ -37,7 +38,6 @@ from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache, estimate_pag
 from expertctl.engine.kv.sequence_cache import KVCacheBase
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.host import allocate
-from expertctl.engine.model.backends import BackendName, LoadConfig, LoadContext
 from expertctl.engine.moe.cache_plan import (
     TYPICAL_SEQUENCE_TOKENS,
     CachePlan,
@@ -204,6 +204,12 @@ class PackedBackend:
     def kv_layout(self) -> str:
         """Equal for backends that can share a KV store: pages of the same scheme."""
         return f"pages of {self.kv_scheme.value}"
+
+    def use_threads(self, count: int) -> AbstractContextManager[None]:
+        """Leave the processor to the kernels, which have their own threads."""
+        from expertctl.engine.devices import use_torch_threads  # plans are compiled in torch
+
+        return use_torch_threads(1)
 
     def create_kv_store(self, tiers: AdapterCache, *, kept_limit: int | None = None) -> BlockPool:
         """Return the owner of KV pages."""

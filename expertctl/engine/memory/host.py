@@ -12,6 +12,7 @@ truncated part nothing is in it.
 import ctypes
 import mmap
 import os
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -54,6 +55,34 @@ def count_usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+SMALL_MODEL = 64 << 20
+"""Below so many bytes of weights a step ends before other threads have woken up."""
+_CPUS = Path("/sys/devices/system/cpu")
+_THREAD_COUNTS = re.compile(r"\s*\+?(0*[1-9]\d*)\s*(,\s*\+?0*[1-9]\d*\s*)*", re.ASCII)
+"""Value of ``OMP_NUM_THREADS``: a number for each level of nested threads, the outermost first."""
+
+
+def choose_thread_count(weight_bytes: int) -> int:
+    """Return the thread count for a model: a thread per core, or ``OMP_NUM_THREADS``, if fewer."""
+    if weight_bytes < SMALL_MODEL:
+        return 1
+    cores = _count_physical_cores()
+    wanted = _THREAD_COUNTS.fullmatch(os.environ.get("OMP_NUM_THREADS", ""))
+    return cores if wanted is None else min(int(wanted[1]), cores)
+
+
+def _count_physical_cores() -> int:
+    """Return the number of cores that this process may use; two threads of one count once."""
+    if not hasattr(os, "sched_getaffinity"):
+        return count_usable_cores()
+    return len({_read_siblings(number) for number in os.sched_getaffinity(0)})
+
+
+def _read_siblings(cpu: int) -> str:
+    """Return the processors that share a core with one, itself included."""
+    return _read_text(_CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu)
 
 
 def get_machine_bytes() -> int:
