@@ -172,7 +172,7 @@ def _compare_with_bandwidth(
         round(rate / 1e9, 1), "GB/s", "higher", round(ours / rate, 3),
         (round(low / rate, 3), round(high / rate, 3)),
     )  # fmt: skip
-    return replace(judge(row, ">= 0.7"), note=f"{tokens:.0f} tok/s; {get_device_name('cuda')}")
+    return replace(judge(row, ">= 0.7"), note=f"{tokens:.0f} tok/s; {get_device_name()}")
 
 
 if __name__ == "__main__":

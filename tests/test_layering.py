@@ -105,6 +105,20 @@ def test_only_the_engine_imports_torch() -> None:
     assert offenders(MODULES, heavy) == {}
 
 
+def test_the_loop_of_the_engine_imports_torch_only_through_a_backend() -> None:
+    """Requests, memory and text; backends, adapters and keys and values are below."""
+    engine = ROOT / "expertctl" / "engine"
+    others = {"devices.py", *(path.name for path in engine.glob("compat_*.py"))}
+    paths = [path for path in engine.glob("*.py") if path.name not in others]
+    paths += [p for part in ("serving", "memory", "text") for p in (engine / part).glob("*.py")]
+    paths.append(engine / "model" / "load_plan.py")
+
+    def at_once(path: Path) -> set[str]:
+        return libraries(named(tree(path).body)) & {"torch"}
+
+    assert offenders(paths, at_once) == {}
+
+
 def test_only_the_compat_engine_imports_what_replaces_our_own() -> None:
     def heavy(path: Path) -> set[str]:
         compat = module_name(path).startswith("expertctl.engine.compat_")

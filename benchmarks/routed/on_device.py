@@ -151,7 +151,7 @@ class DeviceDecoders:
         weights = load_base_weights(
             setting.directory, config, dtype=_DTYPE, device=device, experts=False
         )
-        self.about = f"bf16, {get_device_name('cuda') if device.type == 'cuda' else device}"
+        self.about = f"bf16, {get_device_name() if device.type == 'cuda' else device}"
         self.weight_bytes = weights.nbytes
         held = {
             DevicePlacement.ALL: _load_all(setting.directory, config, device),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.backend import LoadConfig
 from expertctl.engine.bench import BenchSettings, BenchSubject, bench_buffer_bytes, bench_kv_bytes
 from expertctl.engine.cpu.backend import PackedBackend, PackedModel
 from expertctl.engine.cpu.base_loader import create_random_base
@@ -15,7 +16,6 @@ from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.memory.adapter_cache import Tier
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.memory.host import find_default_budget, find_unused_bytes
-from expertctl.engine.model.backends import LoadConfig
 from expertctl.engine.request import NamedExpert, RunRequest
 from expertctl.engine.resources import LoadedModel
 from expertctl.engine.result_builder import GenerationContext

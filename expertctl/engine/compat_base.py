@@ -8,7 +8,7 @@ code of the installed libraries runs.
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from expertctl.engine.devices import use_torch_threads
 from expertctl.engine.model.backends import parse_torch_dtype
 from expertctl.engine.sampling import estimate_sample_bytes
 from expertctl.engine.text.tokenizer import Tokenizer
@@ -73,6 +74,10 @@ class CompatBase:
     def context(self) -> int:
         """Context length in tokens, answer included."""
         return _find_context_length(self.config) or DEFAULT_MAX_POSITIONS
+
+    def use_threads(self, count: int) -> AbstractContextManager[None]:
+        """Set torch's thread count inside a ``with`` block."""
+        return use_torch_threads(count)
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Threads of the processor, and the CUDA device: availability, memory, errors and streams.
+"""Threads of torch, and the CUDA device: availability, memory, errors and streams.
 
 Torch has 32 streams per device and hands them out in turn, so it soon returns one that another
 owner is using. Two owners must not share a stream: a copy on a stream that is being captured would
@@ -9,7 +9,6 @@ workspace for each stream that ever computed products, so streams for computing 
 copying are kept apart.
 """
 
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,26 +18,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from expertctl.engine_config import DeviceName
 from expertctl.errors import BudgetError, DeviceError, ExpertError, NotFoundError
 from expertctl.settings import format_size
-
-SMALL_MODEL = 64 << 20
-"""Below so many bytes of weights a step ends before other threads have woken up."""
-
-
-def choose_thread_count(weight_bytes: int) -> int:
-    """Return the thread count for a model; torch has applied ``OMP_NUM_THREADS`` already."""
-    if weight_bytes < SMALL_MODEL:
-        return 1
-    return min(torch.get_num_threads(), count_usable_cores())
-
-
-def count_usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @contextmanager
@@ -154,10 +135,8 @@ def require_cuda() -> None:
     raise NotFoundError("torch sees no CUDA device", hint=f"check `nvidia-smi`, {_CPU_HINT}")
 
 
-def get_device_name(device: DeviceName) -> str | None:
-    """Return the product name of a device; None for the processor."""
-    if device == "cpu":
-        return None
+def get_device_name() -> str:
+    """Return the product name of the device."""
     return torch.cuda.get_device_name(CUDA) if CUDA.type == "cuda" else str(CUDA)
 
 

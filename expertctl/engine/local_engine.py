@@ -12,15 +12,11 @@ from typing import Self
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.experts import open_local_expert
-from expertctl.engine.devices import (
-    choose_thread_count,
-    translate_device_errors,
-    use_torch_threads,
-)
+from expertctl.engine.backend import translate_errors
 from expertctl.engine.generation import CancelCheck, never_cancelled
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
-from expertctl.engine.memory.budget import MemoryBudget
-from expertctl.engine.memory.host import find_budget_limit, find_default_budget
+from expertctl.engine.memory.budget import MemoryBudget, find_budget_limit
+from expertctl.engine.memory.host import choose_thread_count, find_default_budget
 from expertctl.engine.memory.process_registry import (
     EngineRegistration,
     MemoryAdmission,
@@ -160,7 +156,7 @@ class LocalEngine:
             stack.enter_context(self._claim_turn())
             stack.enter_context(self._registration.mark_answering())
             stack.enter_context(self._report_notes_on_error())
-            stack.enter_context(translate_device_errors())
+            stack.enter_context(translate_errors(self._device))
             self.tiers.begin_request()
             loads, moved = self.tiers.traffic[Tier.RAM].loads, self._resources.bytes_moved
             files = self._open_files(request, stack)
@@ -174,8 +170,7 @@ class LocalEngine:
                 clock.end_stage("queue")
             files = self._load_files(request, prepared.planned, files, stack)
             count = choose_thread_count(prepared.base.weight_bytes)
-            packed = prepared.numerics.backend == "packed"
-            stack.enter_context(use_torch_threads(1 if packed else count))  # kernels have their own
+            stack.enter_context(prepared.base.use_threads(count))
             borrowed = self._resources.load_for(
                 prepared, files, cache_key=request.cache_key, threads=count
             )

@@ -20,8 +20,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.backend import LoadConfig
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.model.backends import LoadConfig
 from expertctl.engine.model.load_plan import TORCH_MAX_BYTES, choose_backend
 from expertctl.engine.preparation import list_expert_files
 from expertctl.engine.request import RunRequest

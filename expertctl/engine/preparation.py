@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from expertctl.engine.adapters.compile import CompileSpec
 from expertctl.engine.adapters.experts import ExpertSource, LocalExpert
-from expertctl.engine.compat_base import CompatBase, open_compat_base
-from expertctl.engine.compat_engine import plan_single_expert
+from expertctl.engine.backend import LoadConfig
 from expertctl.engine.context_window import FittedPrompt, fit_to_context, insert_samples
 from expertctl.engine.memory.budget import MemoryBudget, Purpose
-from expertctl.engine.model.backends import LoadConfig
 from expertctl.engine.model.load_plan import (
     TORCH_MAX_BYTES,
     MemoryEstimate,
@@ -46,6 +45,9 @@ from expertctl.routing.session import PlanningSession, plan_follow_up
 from expertctl.store.base_record import StoredBase
 from expertctl.store.transaction import make_stored_expert
 
+if TYPE_CHECKING:
+    from expertctl.engine.compat_base import CompatBase
+
 Files = Mapping[Path, LocalExpert]
 """The experts that a request names by their files, or outlines of them."""
 
@@ -55,7 +57,7 @@ class PreparedRequest:
     """A request ready to be loaded: its plan, its base, and its prompt as tokens."""
 
     planned: PlannedPrompt
-    base: OpenBase | CompatBase
+    base: "OpenBase | CompatBase"
     template: TemplateChoice
     prompt: FittedPrompt
     load_config: LoadConfig
@@ -114,6 +116,8 @@ def plan_request(session: PlanningSession, request: RunRequest, files: Files) ->
             f"--engine transformers does not support --on-budget {request.on_budget}",
             hint="leave out --on-budget",
         )
+    from expertctl.engine.compat_engine import plan_single_expert
+
     chosen = bool(force) or request.saved is not None
     return plan_single_expert(
         lambda one: _plan(session, request, one, offered), routed, chosen=chosen
@@ -139,7 +143,7 @@ def _plan(
 
 
 def prepare_with_fewer_experts(
-    base: OpenBase | CompatBase,
+    base: "OpenBase | CompatBase",
     planner: Planner,
     request: RunRequest,
     planned: PlannedPrompt,
@@ -269,7 +273,7 @@ def open_planned_base(
     headroom: int = 0,
     rows: int = 1,
     usage_store: ExpertUsageStore | None = None,
-) -> OpenBase | CompatBase:
+) -> "OpenBase | CompatBase":
     """Check the files of the base, every byte of them if the request says so, and open it.
 
     Routed experts stay on the disk if they do not fit into ``memory_limit`` bytes together with a
@@ -282,6 +286,8 @@ def open_planned_base(
     bases, rehash = planner.bases, request.verify_base
     load_config = _build_load_config(request, planned.base)
     if request.route.config.engine == "transformers":
+        from expertctl.engine.compat_base import open_compat_base
+
         return open_compat_base(bases, planned.base, dtype=load_config.dtype, rehash=rehash)
     load_config = replace(load_config, memory_limit=memory_limit, headroom=headroom, rows=rows)
     if usage_store is not None:
@@ -294,7 +300,7 @@ def open_planned_base(
 
 
 def prepare_for_base(
-    base: OpenBase | CompatBase,
+    base: "OpenBase | CompatBase",
     planner: Planner,
     request: RunRequest,
     planned: PlannedPrompt,
@@ -313,7 +319,7 @@ def prepare_for_base(
     return PreparedRequest(planned, base, template, prompt, load_config)
 
 
-def _warn_moe_miss(base: OpenBase | CompatBase, load_config: LoadConfig) -> tuple[str, ...]:
+def _warn_moe_miss(base: "OpenBase | CompatBase", load_config: LoadConfig) -> tuple[str, ...]:
     """Warn where ``--moe-miss`` has no effect; with transformers it is an error instead."""
     if (
         load_config.engine.moe_miss == "exact"
@@ -352,7 +358,7 @@ def _make_reader(planner: Planner, files: Files) -> Callable[[InstalledExpert, s
 
 def _fit_prompt(
     request: RunRequest,
-    base: OpenBase | CompatBase,
+    base: "OpenBase | CompatBase",
     planned: PlannedPrompt,
     template: TemplateChoice,
 ) -> FittedPrompt:

@@ -7,6 +7,7 @@ remaining memory while the base is read, and its plan comes last.
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from expertctl.digest import Digest, Progress
 from expertctl.engine.adapters.compile import CompiledPlan
@@ -18,8 +19,7 @@ from expertctl.engine.adapters.experts import (
     make_stored_source,
 )
 from expertctl.engine.adapters.load import LoadedAdapter
-from expertctl.engine.compat_base import CompatBase
-from expertctl.engine.compat_engine import CompatLoadedModel, open_compat_session
+from expertctl.engine.backend import Backend, KVCacheStore, LoadContext, RunnableModel
 from expertctl.engine.context_window import FittedPrompt
 from expertctl.engine.generation import (
     CancelCheck,
@@ -31,7 +31,6 @@ from expertctl.engine.generation import (
 from expertctl.engine.kv.sequence_cache import KVAllocation, KVCacheBase, KVRequest
 from expertctl.engine.memory.adapter_cache import AdapterCache, AdapterPrefetcher, Tier
 from expertctl.engine.memory.budget import MemoryBudget
-from expertctl.engine.model.backends import Backend, KVCacheStore, LoadContext, RunnableModel
 from expertctl.engine.model.load_plan import BaseSlot, OpenBase
 from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.engine.moe.usage_store import ExpertUsageStore
@@ -43,6 +42,10 @@ from expertctl.routing.plan import Plan
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.store.disk import DerivedData
 from expertctl.store.quantised_cache import QuantisedCache, open_quantised_cache
+
+if TYPE_CHECKING:
+    from expertctl.engine.compat_base import CompatBase
+    from expertctl.engine.compat_engine import CompatLoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +134,18 @@ class ResourceManager:
     @contextmanager
     def load_for(
         self, prepared: PreparedRequest, files: Files, *, cache_key: str | None, threads: int
-    ) -> Iterator[LoadedModel | CompatLoadedModel]:
+    ) -> "Iterator[LoadedModel | CompatLoadedModel]":
         """Borrow all that a generation needs, loading what is missing.
 
         Raises:
             ExpertError: for any problem with the experts, the base or the budget.
         """
         with ExitStack() as stack:
-            if isinstance(prepared.base, CompatBase):
-                yield self._load_compat(prepared.base, prepared, files, stack)
-            else:
+            if isinstance(prepared.base, OpenBase):
                 base = prepared.base
                 yield self._load_native(base, prepared, files, cache_key, threads, stack)
+            else:
+                yield self._load_compat(prepared.base, prepared, files, stack)
 
     def forget(self, cache_key: str) -> None:
         """Drop what was kept for the next request with this key."""
@@ -311,9 +314,11 @@ class ResourceManager:
             self._prefetch.wait_until_idle()
 
     def _load_compat(
-        self, base: CompatBase, prepared: PreparedRequest, files: Files, stack: ExitStack
-    ) -> CompatLoadedModel:
+        self, base: "CompatBase", prepared: PreparedRequest, files: Files, stack: ExitStack
+    ) -> "CompatLoadedModel":
         """Free the base of our own engine, then load this one and its expert, if any."""
+        from expertctl.engine.compat_engine import CompatLoadedModel, open_compat_session
+
         self._base_slot.unload()
         tokens = prepared.prompt.capacity
         with self._open_chain(prepared.planned, files) as chain:

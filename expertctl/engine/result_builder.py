@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from expertctl.engine.compat_engine import CompatLoadedModel
 from expertctl.engine.generation import GenerationOutput
 from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.engine.preparation import PreparedRequest
@@ -40,6 +40,9 @@ from expertctl.store.run_record import (
     UsedExpert,
     ValidationResult,
 )
+
+if TYPE_CHECKING:
+    from expertctl.engine.compat_engine import CompatLoadedModel
 
 POST_STAGE = "post"
 """The stage after the generation."""
@@ -90,7 +93,7 @@ class GenerationContext:
     """All that one answer is generated with, while its resources are borrowed."""
 
     prepared: PreparedRequest
-    loaded: LoadedModel | CompatLoadedModel
+    loaded: "LoadedModel | CompatLoadedModel"
     loads: int
     """Number of experts that were read for it."""
     bytes_moved: BytesRead

@@ -6,6 +6,7 @@ the digest ``arch`` covers them, so files that describe the same decoder in diff
 equal. Names of tensors and modules are the same for every architecture and file layout.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 EMBEDDING_TENSOR = "model.embed_tokens.weight"
 HEAD_TENSOR = "lm_head.weight"
 ROUTER_MODULE = "mlp.gate"
+_FLOAT_BYTES = 4
 """The router of a layer; module names within a layer omit the layer's prefix."""
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED_EXPERT_MODULE = "mlp.shared_expert"
@@ -77,6 +79,13 @@ class ModelConfig:
     def count_kv_bytes(self, tokens: int, *, itemsize: int) -> int:
         """Return the size of the keys and values of ``tokens`` tokens, in bytes."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize * tokens
+
+    def count_weight_bytes(self, *, itemsize: int) -> int:
+        """Return the size of all weights in bytes; norms and biases have four bytes a number."""
+        return sum(
+            math.prod(shape) * (itemsize if len(shape) == 2 else _FLOAT_BYTES)
+            for shape in self.tensor_shapes().values()
+        )
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Return ``(out, in)`` of every linear layer, by module name, including ``lm_head``.

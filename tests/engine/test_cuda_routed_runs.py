@@ -9,9 +9,9 @@ import torch
 
 from expertctl.cli.process import get_exit_code
 from expertctl.engine import devices
+from expertctl.engine.backend import LoadConfig, LoadContext
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.memory.adapter_cache import Tier
-from expertctl.engine.model.backends import LoadConfig, LoadContext
 from expertctl.engine.model.cuda_backend import CudaBackend
 from expertctl.engine.model.load_plan import choose_backend
 from expertctl.engine.moe.cache_plan import estimate_cache_metadata_bytes

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
+from expertctl.engine.arrays import AnyArray
+from expertctl.engine.backend import BackendName, LoadConfig, LoadContext
 from expertctl.engine.cpu.base_loader import (
     load_packed_base,
     packing_scratch_bytes,
@@ -27,6 +29,7 @@ from expertctl.engine.cpu.packed_base import (
     parse_routed_expert,
 )
 from expertctl.engine.cpu.program_cache import ADAPTER_SCHEMES, ThreadTuner, estimate_buffer_bytes
+from expertctl.engine.decoding import LayerTimer, PrefillResult
 from expertctl.engine.generation import DecoderSession, DecodeSession
 from expertctl.engine.kernels.jit import use_kernel_cache
 from expertctl.engine.kernels.packed_format import PlanPacking, Scheme
@@ -35,8 +38,6 @@ from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache, estimate_pag
 from expertctl.engine.kv.sequence_cache import KVCacheBase
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.host import allocate
-from expertctl.engine.model.backends import BackendName, LoadConfig, LoadContext
-from expertctl.engine.model.decoder import LayerTimer, PrefillResult
 from expertctl.engine.moe.cache_plan import (
     TYPICAL_SEQUENCE_TOKENS,
     CachePlan,
@@ -204,6 +205,12 @@ class PackedBackend:
         """Equal for backends that can share a KV store: pages of the same scheme."""
         return f"pages of {self.kv_scheme.value}"
 
+    def use_threads(self, count: int) -> AbstractContextManager[None]:
+        """Leave the processor to the kernels, which have their own threads."""
+        from expertctl.engine.devices import use_torch_threads  # plans are compiled in torch
+
+        return use_torch_threads(1)
+
     def create_kv_store(self, tiers: AdapterCache, *, kept_limit: int | None = None) -> BlockPool:
         """Return the owner of KV pages."""
         return BlockPool(tiers, numbers=self.kv_scheme, cached_limit=kept_limit)
@@ -350,7 +357,7 @@ class PackedModel:
             between_layers=between_layers,
         )
 
-    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> Tensor:
+    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> AnyArray:
         """Process one more token of each sequence, in one pass over the weights."""
         return self.decoder.step([_make_decode_row(reading, token) for reading, token in texts])
 

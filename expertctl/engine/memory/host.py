@@ -1,4 +1,4 @@
-"""Host memory: sizes and limits of the machine, anonymous blocks for weights, and mapped files.
+"""The host: its memory and cores, anonymous blocks for weights, and mapped files.
 
 Weights are in anonymous memory, allocated and written once, never backed by a file. Huge pages,
 where the system grants them on request, make the first write to a large block several times as
@@ -12,14 +12,13 @@ truncated part nothing is in it.
 import ctypes
 import mmap
 import os
+import re
 import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from expertctl.engine_config import DeviceName
 
 HUGE_PAGE_BYTES = 2 << 20
 MACHINE_SHARE = 0.8
@@ -51,18 +50,39 @@ def find_default_budget() -> int:
     return int(find_available_bytes() * MACHINE_SHARE)
 
 
-def find_budget_limit(requested: int | None, device: DeviceName) -> int:
-    """Return the budget of an engine in the memory that it computes in.
+def count_usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
-    Raises:
-        NotFoundError: when there is no such device.
-        BudgetError: when other programs use nearly all memory of a device.
-    """
-    if device == "cpu":
-        return find_default_budget() if requested is None else requested
-    from expertctl.engine.devices import find_device_budget
 
-    return find_device_budget(requested)
+SMALL_MODEL = 64 << 20
+"""Below so many bytes of weights a step ends before other threads have woken up."""
+_CPUS = Path("/sys/devices/system/cpu")
+_THREAD_COUNTS = re.compile(r"\s*\+?(0*[1-9]\d*)\s*(,\s*\+?0*[1-9]\d*\s*)*", re.ASCII)
+"""Value of ``OMP_NUM_THREADS``: a number for each level of nested threads, the outermost first."""
+
+
+def choose_thread_count(weight_bytes: int) -> int:
+    """Return the thread count for a model: a thread per core, or ``OMP_NUM_THREADS``, if fewer."""
+    if weight_bytes < SMALL_MODEL:
+        return 1
+    cores = _count_physical_cores()
+    wanted = _THREAD_COUNTS.fullmatch(os.environ.get("OMP_NUM_THREADS", ""))
+    return cores if wanted is None else min(int(wanted[1]), cores)
+
+
+def _count_physical_cores() -> int:
+    """Return the number of cores that this process may use; two threads of one count once."""
+    if not hasattr(os, "sched_getaffinity"):
+        return count_usable_cores()
+    return len({_read_siblings(number) for number in os.sched_getaffinity(0)})
+
+
+def _read_siblings(cpu: int) -> str:
+    """Return the processors that share a core with one, itself included."""
+    return _read_text(_CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu)
 
 
 def get_machine_bytes() -> int:

@@ -5,6 +5,7 @@ experts are in a stack, all of them or as many as fit. Nothing else here depends
 tests run the same classes on a processor.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine import devices
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
+from expertctl.engine.backend import BackendName, LoadConfig, LoadContext
 from expertctl.engine.devices import translate_device_errors
 from expertctl.engine.generation import DecoderSession, DecodeSession
 from expertctl.engine.kv.sequence_cache import (
@@ -21,14 +23,7 @@ from expertctl.engine.kv.sequence_cache import (
     SequenceKVCache,
 )
 from expertctl.engine.memory.adapter_cache import AdapterCache
-from expertctl.engine.model.backends import (
-    BackendName,
-    LoadConfig,
-    LoadContext,
-    TorchBackend,
-    TorchModel,
-    parse_torch_dtype,
-)
+from expertctl.engine.model.backends import TorchBackend, TorchModel, parse_torch_dtype
 from expertctl.engine.model.cuda_graph_decoder import (
     CudaGraphDecoder,
     estimate_buffer_bytes,
@@ -219,6 +214,10 @@ class CudaBackend:
     def kv_layout(self) -> str:
         """Equal for backends that can share one KV store."""
         return f"cuda, {self.dtype}"
+
+    def use_threads(self, count: int) -> AbstractContextManager[None]:
+        """Set torch's thread count inside a ``with`` block."""
+        return self._torch_backend.use_threads(count)
 
     def create_kv_store(
         self, tiers: AdapterCache, *, kept_limit: int | None = None

@@ -12,7 +12,7 @@ prompt is known before the weights are read, so a request that cannot fit is ref
 
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -38,14 +38,8 @@ from expertctl.engine.adapters.load import (
     estimate_adapter_bytes,
     load_adapter,
 )
+from expertctl.engine.backend import Backend, LoadConfig, LoadContext, RunnableModel
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
-from expertctl.engine.model.backends import (
-    Backend,
-    LoadConfig,
-    LoadContext,
-    RunnableModel,
-    TorchBackend,
-)
 from expertctl.engine.moe.cache_plan import fits_in_memory
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine_config import Dtype
@@ -188,6 +182,8 @@ def _allocate_zeros(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size + READ_SLACK_BYTES))
 
 
+_ITEMSIZES: Mapping[Dtype, int] = {"float32": 4, "bf16": 2}
+"""Bytes of a number of a matrix, in the dtypes that need no kernels."""
 TORCH_MAX_BYTES = SMALL_BASE
 """Bases of fewer bytes run in torch, if they have no routed experts and torch supports them."""
 
@@ -224,6 +220,10 @@ class OpenBase:
         """Bytes needed to read the weights and then to run a pass over so many tokens."""
         passing = self.backend.buffer_bytes(tokens, width=width, rows=rows)
         return max(passing, self.backend.loading_bytes)
+
+    def use_threads(self, count: int) -> AbstractContextManager[None]:
+        """Make what computes use at most ``count`` threads inside a ``with`` block."""
+        return self.backend.use_threads(count)
 
     def has_same_weights(self, other: "OpenBase") -> bool:
         """Return whether another base has the same weights in the same data types."""
@@ -278,17 +278,25 @@ def choose_backend(
     if load_config.needs_kernels:
         packed = _choose_packed_backend(config, load_config)
         return packed.with_warmup(load_config.choose_warmup), ()
-    plain = TorchBackend(config, load_config.dtype)
-    is_small = plain.weight_bytes < torch_below
+    weight_bytes = config.count_weight_bytes(itemsize=_ITEMSIZES[load_config.dtype])
+    is_small = weight_bytes < torch_below
     if is_small and config.experts is None:
-        return plain, ()
+        return _create_torch_backend(config, load_config), ()
     try:
         packed = _choose_packed_backend(config, load_config)
     except IncompatibleError as error:
-        if is_small and fits_in_memory(plain.weight_bytes, load_config.memory_limit):
+        plain = _create_torch_backend(config, load_config)
+        if is_small and fits_in_memory(weight_bytes, load_config.memory_limit):
             return plain, ()
         return plain, (f"torch runs the base, which is slower: {error.message}",)
     return packed.with_warmup(load_config.choose_warmup), ()
+
+
+def _create_torch_backend(config: ModelConfig, load_config: LoadConfig) -> Backend:
+    """Return the torch backend; only now torch is imported."""
+    from expertctl.engine.model.backends import TorchBackend
+
+    return TorchBackend(config, load_config.dtype)
 
 
 def _choose_cuda_backend(config: ModelConfig, load_config: LoadConfig) -> Backend:

@@ -8,9 +8,9 @@ up to three.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from expertctl.engine.backend import LoadConfig
 from expertctl.engine.cpu.backend import SCHEMES, PackedBackend
 from expertctl.engine.cpu.packed_base import make_expert_shape
-from expertctl.engine.model.backends import LoadConfig
 from expertctl.engine.moe.cache_plan import CachePlan, fits_in_memory, plan_cache
 from expertctl.engine.moe.placement import (
     DEFAULT_CURVE,

@@ -15,18 +15,16 @@ import numpy as np
 
 from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.engine.adapters.compile import BASE_ONLY
+from expertctl.engine.backend import Backend, LoadConfig, RunnableModel, translate_errors
 from expertctl.engine.bench_result import TimingSeries
 from expertctl.engine.cpu.backend import PackedBackend
 from expertctl.engine.cpu.packed_base import make_expert_shape
-from expertctl.engine.devices import choose_thread_count, get_device_name, translate_device_errors
 from expertctl.engine.generation import DecodeSession
 from expertctl.engine.kernels.jit import cpu_model_name
 from expertctl.engine.kv.sequence_cache import KVRequest
 from expertctl.engine.memory.adapter_cache import Tier
-from expertctl.engine.memory.budget import MemoryBudget
-from expertctl.engine.memory.host import find_budget_limit, find_default_budget
-from expertctl.engine.model.backends import LoadConfig, RunnableModel
-from expertctl.engine.model.cuda_backend import CudaBackend
+from expertctl.engine.memory.budget import MemoryBudget, find_budget_limit
+from expertctl.engine.memory.host import choose_thread_count, find_default_budget
 from expertctl.engine.model.load_plan import OpenBase, open_base
 from expertctl.engine.moe.bench_result import (
     CounterSample,
@@ -40,7 +38,14 @@ from expertctl.engine.moe.counters import CounterSnapshot, LayerCounts, RoutedEx
 from expertctl.engine.moe.profile_codecs import read_profile
 from expertctl.engine.moe.warmup import WarmupPlan
 from expertctl.engine.resources import ResourceManager
-from expertctl.engine_config import COLD_START, EngineConfig, MoeMiss, TopPins, WarmupConfig
+from expertctl.engine_config import (
+    COLD_START,
+    DeviceName,
+    EngineConfig,
+    MoeMiss,
+    TopPins,
+    WarmupConfig,
+)
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from expertctl.messages import Notify, ignore_notification
 from expertctl.package.architectures import ExpertsConfig
@@ -68,14 +73,13 @@ def make_warmup_plan(config: WarmupConfig, routed: ExpertsConfig) -> WarmupPlan:
 
 def configure_backend(
     base: OpenBase, case: ResidencyCase, start: WarmupPlan, engine: EngineConfig
-) -> PackedBackend | CudaBackend:
+) -> Backend:
     """Return a backend that holds the case's share of the experts of each layer, at least one.
 
     Raises:
         UsageError: when more are pinned than a layer has slots.
     """
     backend, config = base.backend, base.config
-    assert isinstance(backend, PackedBackend | CudaBackend)
     assert config.experts is not None
     if case.is_whole:
         return backend
@@ -89,11 +93,18 @@ def configure_backend(
         cold=engine.moe_cold,
     )
     _require_slots(start, plan, case)
-    if isinstance(backend, CudaBackend):
-        return replace(backend, cache=plan).with_warmup(lambda _: start)
+    if not isinstance(backend, PackedBackend):
+        return _configure_cuda_backend(backend, plan, start)
     blocks = plan.blocks * make_expert_shape(config, backend.scheme).nbytes
     packed = replace(backend, cache=plan, weight_bytes=backend.min_weight_bytes + blocks)
     return packed.with_warmup(lambda _: start)
+
+
+def _configure_cuda_backend(backend: Backend, plan: CachePlan, start: WarmupPlan) -> Backend:
+    from expertctl.engine.model.cuda_backend import CudaBackend
+
+    assert isinstance(backend, CudaBackend)
+    return replace(backend, cache=plan).with_warmup(lambda _: start)
 
 
 def _require_slots(start: WarmupPlan, plan: CachePlan, case: ResidencyCase) -> None:
@@ -180,12 +191,12 @@ def measure_routed(
     texts = _load_texts(opened, config)
     threads = config.threads or choose_thread_count(opened.weight_bytes)
     bench = _RoutedBench(planner, opened, config, start, texts, threads, limit, progress, tell)
-    with translate_device_errors():
+    with translate_errors(engine.device):
         rows, left_out = bench.measure_all()
     return RoutedBenchResult(
         what=f"base {opened.stored.name}",
         cpu=cpu_model_name(),
-        device=get_device_name(engine.device),
+        device=_find_device_name(engine.device),
         dtype=opened.backend.dtype,
         threads=threads,
         texts=_describe_texts(config),
@@ -201,13 +212,22 @@ def measure_routed(
     )
 
 
+def _find_device_name(device: DeviceName) -> str | None:
+    """Return the product name of a device; None for the processor."""
+    if device == "cpu":
+        return None
+    from expertctl.engine.devices import get_device_name
+
+    return get_device_name()
+
+
 def _open_base(planner: Planner, name: str, config: RoutedBenchConfig) -> OpenBase:
     stored, engine = planner.bases.find(name), config.engine
     load_config = LoadConfig(choose_dtype(stored, engine.dtype), engine)
     opened = open_base(planner.bases, stored, load_config, rehash=False, torch_below=0)
     if opened.config.experts is None:
         raise IncompatibleError(f"{name} has no routed experts", hint=_OTHER_BASE)
-    if not isinstance(opened.backend, PackedBackend | CudaBackend):
+    if opened.backend.name not in {"packed", "cuda"}:
         why = "; ".join(opened.warnings)
         raise IncompatibleError(
             f"bench measures kernels, which cannot run this base: {why}", hint=_OTHER_BASE

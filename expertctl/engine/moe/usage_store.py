@@ -59,7 +59,7 @@ from expertctl.store.bases import BaseStore
 from expertctl.store.quantised_cache import UsageProfileFile
 
 if TYPE_CHECKING:
-    from expertctl.engine.model.backends import RunnableModel
+    from expertctl.engine.backend import RunnableModel
 
 USAGE_VERSION = 1
 _LINE_COUNT = 3

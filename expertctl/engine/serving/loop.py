@@ -12,7 +12,6 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 
 from expertctl.engine.adapters.compile import BASE_ONLY
-from expertctl.engine.devices import use_torch_threads
 from expertctl.engine.generation import OutputWriter
 from expertctl.engine.moe.usage_store import SAVE_INTERVAL
 from expertctl.engine.resources import LoadedModel
@@ -89,9 +88,8 @@ class EngineLoop:
 
     def _run(self) -> None:
         """Run passes until all is done; an unexpected error ends all jobs, so that none waits."""
-        packed = self._runner.base.backend.name == "packed"
         try:
-            with use_torch_threads(1 if packed else self._runner.threads):  # kernels have their own
+            with self._runner.base.use_threads(self._runner.threads):
                 while self.wait_for_work():
                     self.run_pass()
         except Exception as error:

@@ -12,17 +12,20 @@ from functools import partial
 
 from expertctl.engine.adapters.compile import BASE_ONLY
 from expertctl.engine.adapters.experts import open_local_expert
-from expertctl.engine.devices import choose_thread_count, translate_device_errors
+from expertctl.engine.backend import RunnableModel, translate_errors
 from expertctl.engine.kv.sequence_cache import KVAllocation, KVCacheBase, KVRequest
 from expertctl.engine.memory.adapter_cache import Tier
-from expertctl.engine.memory.budget import MemoryBudget, choose_kv_cache_limit
-from expertctl.engine.memory.host import find_budget_limit, find_default_budget, find_resident_bytes
+from expertctl.engine.memory.budget import MemoryBudget, choose_kv_cache_limit, find_budget_limit
+from expertctl.engine.memory.host import (
+    choose_thread_count,
+    find_default_budget,
+    find_resident_bytes,
+)
 from expertctl.engine.memory.process_registry import (
     EngineRegistration,
     MemoryAdmission,
     MemoryLease,
 )
-from expertctl.engine.model.backends import RunnableModel
 from expertctl.engine.model.load_plan import OpenBase
 from expertctl.engine.moe.usage_profile import UsageProfile
 from expertctl.engine.moe.usage_store import load_learnt_profile
@@ -250,7 +253,6 @@ class ModelRunner:
         check_budget(list_needs(self._planner, prepared, files, rows=rows), limit)
         return prepared
 
-    @translate_device_errors()
     def load_plan(self, prepared: PreparedRequest, *, again: bool = False) -> LoadedPlan:
         """Load the experts of a plan and pin its compiled form; called by the loader thread.
 
@@ -265,7 +267,7 @@ class ModelRunner:
         if not again:
             tiers.begin_request()
         loads, moved = tiers.traffic[Tier.RAM].loads, self.resources.bytes_moved
-        with ExitStack() as pins:
+        with translate_errors(self.config.device), ExitStack() as pins:
             planned = prepared.planned
             plan = pins.enter_context(
                 self.resources.load_plan(self.base, self.model, planned, self._files)

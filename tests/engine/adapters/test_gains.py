@@ -19,12 +19,12 @@ from expertctl.engine.adapters.experts import (
     estimate_dora_scratch,
     has_dora,
 )
+from expertctl.engine.backend import LoadConfig
 from expertctl.engine.cpu.backend import SCHEMES, PackedBackend
 from expertctl.engine.cpu.packed_base import pack_base
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.memory.budget import MemoryBudget
-from expertctl.engine.model.backends import LoadConfig
 from expertctl.engine.model.decoder import Decoder
 from expertctl.engine.model.functional import DoraTensors, reference_dora_scales
 from expertctl.engine.model.weights import load_base_weights

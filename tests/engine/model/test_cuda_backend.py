@@ -9,9 +9,9 @@ import torch
 
 from expertctl.engine import devices
 from expertctl.engine.adapters.compile import BASE_ONLY
+from expertctl.engine.backend import LoadConfig, LoadContext
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.memory.adapter_cache import Tier
-from expertctl.engine.model.backends import LoadConfig, LoadContext
 from expertctl.engine.model.cuda_backend import CudaBackend
 from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder
 from expertctl.engine.model.cuda_graph_step import StaticKVCache

@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from expertctl.engine.backend import LoadConfig, LoadContext, RunnableModel
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.budget import MemoryBudget
-from expertctl.engine.model.backends import LoadConfig, LoadContext, RunnableModel, TorchBackend
+from expertctl.engine.model.backends import TorchBackend
 from expertctl.engine.model.load_plan import (
     TORCH_MAX_BYTES,
     BaseSlot,

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from expertctl.engine.adapters.experts import estimate_dora_scratch
+from expertctl.engine.backend import LoadConfig, LoadContext
 from expertctl.engine.cpu.backend import PackedBackend
 from expertctl.engine.cpu.packed_base import make_expert_shape
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.model.backends import LoadConfig, LoadContext
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine_config import Dtype

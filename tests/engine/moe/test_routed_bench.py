@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from expertctl.engine import devices
-from expertctl.engine.model.backends import LoadConfig
+from expertctl.engine.backend import LoadConfig
 from expertctl.engine.model.load_plan import open_base
 from expertctl.engine.moe.bench import RoutedBenchConfig, configure_backend, measure_routed
 from expertctl.engine.moe.bench_result import ResidencyCase, RoutedBenchResult

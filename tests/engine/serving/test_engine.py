@@ -18,6 +18,7 @@ from expertctl.engine.model.load_plan import TORCH_MAX_BYTES
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
+from expertctl.engine.serving import model_runner
 from expertctl.engine.serving import request as request_module
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.request import (
@@ -565,6 +566,7 @@ def test_a_device_that_fails_while_all_is_warmed_up_fails_the_start(
     engine = ServingEngine(planner(house), settings)
     error = RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel")
     monkeypatch.setattr(engine._runner.resources, "load_plan", Mock(side_effect=error))
+    monkeypatch.setattr(model_runner, "translate_errors", lambda _: translate_device_errors())
     with pytest.raises(DeviceError, match="the CUDA device failed"):
         engine.start()
     assert engine._loop is not None
