@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
-from expertctl.engine.kv.sequence_cache import KVCacheBase, rewind_on_error
+from expertctl.engine.kv.kv_cache import KVCacheBase, rewind_on_error
 from expertctl.engine.model.decoder import DecodeResult, PrefillResult
 from expertctl.engine.sampling import REPETITION_WINDOW, Mask, UniformGenerator, sample_token
 from expertctl.engine.text.prompt import RecordLogits

@@ -20,7 +20,7 @@ from expertctl.engine.cpu.packed_base import pack_base
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache
-from expertctl.engine.kv.sequence_cache import KVRequest
+from expertctl.engine.kv.kv_cache import KVRequest
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.model.weights import load_base_weights

@@ -32,7 +32,7 @@ from expertctl.engine.kernels.jit import use_kernel_cache
 from expertctl.engine.kernels.packed_format import PlanPacking, Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache, estimate_pages_bytes
-from expertctl.engine.kv.sequence_cache import KVCacheBase
+from expertctl.engine.kv.kv_cache import KVCacheBase
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.model.backends import BackendName, LoadConfig, LoadContext

@@ -30,6 +30,7 @@ import numpy as np
 
 from expertctl.engine.arrays import aligned_zeros
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, LANES, Scheme
+from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest, PrefixKey
 from expertctl.engine.kv.radix_cache import (
     VIRTUAL,
     KVBlock,
@@ -38,7 +39,6 @@ from expertctl.engine.kv.radix_cache import (
     RadixCache,
     Tokens,
 )
-from expertctl.engine.kv.sequence_cache import KVAllocation, KVCacheBase, KVRequest, PrefixKey
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.errors import BudgetError
 from expertctl.package.model_config import ModelConfig

@@ -17,13 +17,8 @@ from torch import Tensor
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
 from expertctl.engine.generation import DecoderSession, DecodeSession, step_sequentially
-from expertctl.engine.kv.sequence_cache import (
-    KVAllocation,
-    KVCache,
-    KVCacheBase,
-    KVRequest,
-    SequenceKVCache,
-)
+from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest
+from expertctl.engine.kv.sequence_cache import KVCache, SequenceKVCache
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.model.decoder import Decoder, LayerTimer, PrefillResult, estimate_pass_bytes
 from expertctl.engine.model.weights import BaseWeights, load_base_weights

@@ -14,12 +14,8 @@ from expertctl.engine import devices
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
 from expertctl.engine.devices import translate_device_errors
 from expertctl.engine.generation import DecoderSession, DecodeSession
-from expertctl.engine.kv.sequence_cache import (
-    KVCacheBase,
-    KVCacheFactory,
-    KVRequest,
-    SequenceKVCache,
-)
+from expertctl.engine.kv.kv_cache import KVCacheBase, KVRequest
+from expertctl.engine.kv.sequence_cache import KVCacheFactory, SequenceKVCache
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.model.backends import (
     BackendName,

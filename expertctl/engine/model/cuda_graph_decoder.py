@@ -21,7 +21,7 @@ from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.devices import translate_device_errors
-from expertctl.engine.kv.sequence_cache import rewind_on_error
+from expertctl.engine.kv.kv_cache import rewind_on_error
 from expertctl.engine.model.cuda_graph_step import (
     GraphedStep,
     StaticInputs,

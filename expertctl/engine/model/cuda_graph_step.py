@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from expertctl.engine.kv.sequence_cache import KVCache, KVCacheBase
+from expertctl.engine.kv.kv_cache import KVCacheBase
+from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.engine.model.decoder import (
     DecoderLayer,
     LayerTimer,

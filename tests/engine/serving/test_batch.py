@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from expertctl.engine.generation import DecodeSession, OutputWriter
-from expertctl.engine.kv.sequence_cache import KVCacheBase
+from expertctl.engine.kv.kv_cache import KVCacheBase
 from expertctl.engine.model.decoder import PREFILL_CHUNK, DecodeResult, PrefillResult
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.request import (
