@@ -12,6 +12,7 @@ import torch
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine import devices
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
+from expertctl.engine.base_files import is_routed_expert
 from expertctl.engine.devices import translate_device_errors
 from expertctl.engine.generation import DecoderSession, DecodeSession
 from expertctl.engine.kv.kv_cache import KVCacheBase, KVRequest
@@ -40,7 +41,7 @@ from expertctl.engine.model.cuda_graphs import (
     estimate_graph_memory,
     estimate_permanent_bytes,
 )
-from expertctl.engine.model.weights import is_routed_expert, load_base_weights
+from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.moe.cache_plan import (
     CachePlan,
     estimate_cache_metadata_bytes,
