@@ -108,13 +108,13 @@ class _OurExpertEngine:
         return self._decode(plans, threads)
 
     def _decode(self, plans: Sequence[Any], threads: int) -> Seconds:
-        import torch
+        import numpy as np
 
         decoder, vocabulary = self._decoders[threads], self._config.vocab_size
         texts = [(self._pages(self._config, CONTEXT + TOKENS), plan) for plan in plans]
         for cache, plan in texts:
             decoder.prefill(make_prompt_ids(CONTEXT, vocabulary), cache, plan)
-        scores = torch.empty(len(plans), vocabulary)
+        scores = np.empty((len(plans), vocabulary), np.float32)
 
         def decode() -> None:
             for token in make_prompt_ids(TOKENS, vocabulary):
@@ -141,7 +141,7 @@ def check_experts(crew: Any, *, spread: float = SPREAD) -> None:
     config = make_small_config()
     base = create_random_base(config, Scheme.BFLOAT16, seed=SEED)
     decoder, ids = PackedDecoder(base, crew), make_prompt_ids(CONTEXT, config.vocab_size)
-    alone = np.asarray(decoder.prefill(ids, PagedKVCache(config, CONTEXT)).logits)
+    alone = decoder.prefill(ids, PagedKVCache(config, CONTEXT)).logits
     modules = {
         name: shape
         for name, shape in list_module_shapes().items()
@@ -153,7 +153,7 @@ def check_experts(crew: Any, *, spread: float = SPREAD) -> None:
         assert plan.modules == modules.keys(), "experts are not on all projections"
         form = CompileSpec(modules, HIDDEN, torch.float32, torch.device("cpu"))
         theirs = TorchReference(base).read(ids, fold_plan(chain, form).compile().deltas)
-        ours = np.asarray(decoder.prefill(ids, PagedKVCache(config, CONTEXT), plan).logits)
+        ours = decoder.prefill(ids, PagedKVCache(config, CONTEXT), plan).logits
         assert_same(ours, theirs, TOLERANCE[Scheme.BFLOAT16])
         changed = float(np.abs(ours - alone).max() / alone.std())
         assert changed > 2 * TOLERANCE[Scheme.BFLOAT16], "experts change nothing"

@@ -53,7 +53,7 @@ def check_tokens(base: PackedBase, scores: "TorchReference", crew: ThreadPool) -
     ids = make_prompt_ids(PROMPT, base.config.vocab_size)
     ours, theirs = decoder.prefill(ids, cache).logits, scores.read(ids)
     for _ in range(TOKENS):
-        assert_same(ours.numpy(), theirs, TOLERANCE[base.scheme])
+        assert_same(ours, theirs, TOLERANCE[base.scheme])
         token = int(ours.argmax())
         ours, theirs = decoder.decode(token, cache).logits, scores.read([token])
 
@@ -80,7 +80,7 @@ class TorchReference:
 
     def read(self, ids: list[int], deltas: Deltas = EMPTY_DELTAS) -> Numbers:
         """Return the scores behind some more tokens."""
-        return np.asarray(self._decoder.prefill(ids, self._cache, deltas).logits)
+        return self._decoder.prefill(ids, self._cache, deltas).logits
 
 
 def assert_same(ours: Numbers, theirs: Numbers, tolerance: float) -> None:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from examples.moe.text import LENGTH, Document, held_out_documents
 from examples.starter.experts import EXPERTS
@@ -237,5 +236,7 @@ def _make_part(losses: Sequence[float], activity: ExpertActivity) -> PartResult:
     )
 
 
-def _compute_loss(logits: Tensor, token: int) -> float:
-    return -float(logits.double().log_softmax(-1)[token])
+def _compute_loss(logits: Numbers, token: int) -> float:
+    scores = logits.astype(np.float64)
+    best = scores.max()
+    return float(best + np.log(np.exp(scores - best).sum()) - scores[token])

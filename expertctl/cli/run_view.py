@@ -16,7 +16,7 @@ from expertctl.settings import format_limit, format_size
 
 if TYPE_CHECKING:
     from expertctl.engine.conversation import Conversation, Turn
-    from expertctl.engine.model.decoder import LayerTimer
+    from expertctl.engine.decoding import LayerTimer
     from expertctl.engine.moe.counters import RoutedExpertStats
     from expertctl.engine.result import GenerationTrace, RunResult
     from expertctl.routing.candidate import RoutingCandidate

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.bench_result import CACHE_BYTES, BenchResult, ModelCosts, TimingSeries
 from expertctl.engine.cpu.base_loader import decode_bytes_per_token, list_matrices
 from expertctl.engine.cpu.decoder import PackedDecoder
 from expertctl.engine.cpu.packed_base import PackedBase, make_expert_shape
 from expertctl.engine.cpu.program_cache import estimate_buffer_bytes
+from expertctl.engine.decoding import PREFILL_CHUNK
 from expertctl.engine.devices import count_usable_cores
 from expertctl.engine.kernels.jit import cpu_model_name
 from expertctl.engine.kernels.microbenchmarks import MemoryReadBenchmark, PeakArithmetic
@@ -30,7 +30,6 @@ from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.kv.page_layout import InterleavedPages, PageLayout, estimate_pages_bytes
 from expertctl.engine.memory.host import allocate
-from expertctl.engine.model.decoder import PREFILL_CHUNK
 from expertctl.package.model_config import ModelConfig
 
 _READ_RUNS, _COMPUTE_RUNS = 3, 5
@@ -49,7 +48,7 @@ class BenchSubject:
     kv_scheme: Scheme = Scheme.FLOAT32
     """Number format of keys and values."""
     plan: PackedDeltas | None = None
-    soft_prompt: Tensor | None = None
+    soft_prompt: AnyArray | None = None
     """Rows that precede every prompt, float32 [virtual tokens, hidden]."""
     warnings: tuple[str, ...] = ()
 
@@ -223,7 +222,7 @@ class _BenchSession:
     decode_cache: PagedKVCache
     """Holds the context that precedes the decoded tokens; it is read once."""
     prefill_cache: PagedKVCache
-    scores: torch.Tensor
+    scores: AnyArray
 
     def run(self, task: _Task) -> tuple[float, ...]:
         """Run a task; return the seconds taken by each of its equal parts."""
@@ -281,7 +280,7 @@ def _open_session(subject: BenchSubject, settings: BenchSettings) -> Iterator[_B
             prefill_cache=PagedKVCache(
                 base.config, virtual + max(settings.prompts, default=0), layout=layout
             ),
-            scores=torch.empty(base.config.vocab_size),
+            scores=np.empty(base.config.vocab_size, np.float32),
         )
         session.read_context()
         yield session

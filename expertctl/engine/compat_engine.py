@@ -25,8 +25,10 @@ from torch import Tensor
 from expertctl.engine.adapters.experts import ExpertSource
 from expertctl.engine.adapters.fuse import AdapterStep
 from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.compat_base import CompatBase, load_model
 from expertctl.engine.context_window import FittedPrompt
+from expertctl.engine.decoding import DecodeResult, PrefillResult
 from expertctl.engine.generation import (
     CancelCheck,
     DecodeSession,
@@ -36,7 +38,6 @@ from expertctl.engine.generation import (
     measure_elapsed_ms,
 )
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
-from expertctl.engine.model.decoder import DecodeResult, PrefillResult
 from expertctl.engine.model.functional import (
     DoraTensors,
     Ia3Tensors,
@@ -286,7 +287,7 @@ class TransformersSession:
         logits = self._run_model(1, input_ids=self._check_tokens([token]))
         return DecodeResult(logits, position, measure_elapsed_ms(started))
 
-    def _run_model(self, tokens: int, **inputs: Tensor) -> Tensor:
+    def _run_model(self, tokens: int, **inputs: Tensor) -> AnyArray:
         """Run the model over tokens after those already read; return logits [vocab], float32."""
         self._length += tokens
         try:
@@ -310,7 +311,7 @@ class TransformersSession:
                 hint="use a base that generates with past_key_values",
             )
         last: Tensor = output.logits[0, -1]
-        return last.float()
+        return last.float().numpy()
 
     def _check_tokens(self, ids: Sequence[int]) -> Tensor:
         known = int(self._model.get_input_embeddings().weight.shape[0])

@@ -14,13 +14,18 @@ from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.arrays import AnyArray
+from expertctl.engine.decoding import DecodeResult, PrefillResult
 from expertctl.engine.kv.kv_cache import KVCacheBase, rewind_on_error
-from expertctl.engine.model.decoder import DecodeResult, PrefillResult
-from expertctl.engine.sampling import REPETITION_WINDOW, Mask, UniformGenerator, sample_token
+from expertctl.engine.sampling import (
+    REPETITION_WINDOW,
+    Mask,
+    Scores,
+    UniformGenerator,
+    sample_token,
+)
 from expertctl.engine.text.prompt import RecordLogits
 from expertctl.engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from expertctl.errors import UsageError
@@ -141,7 +146,7 @@ class TextDecoder(Protocol[CacheIn, DeltasIn]):
         cache: CacheIn,
         deltas: DeltasIn,
         *,
-        soft_prompt: Tensor | None = None,
+        soft_prompt: AnyArray | None = None,
         progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> PrefillResult:
@@ -158,7 +163,7 @@ class DecoderSession(Generic[Cache, PlanDeltas]):
     decoder: TextDecoder[Cache, PlanDeltas]
     cache: Cache
     deltas: PlanDeltas
-    soft_prompt: Tensor | None = None
+    soft_prompt: AnyArray | None = None
     progress: Progress = ignore_progress
     scores: RecordLogits | None = None
     """Gets the logits of every prompt position that is read."""
@@ -180,14 +185,14 @@ class DecoderSession(Generic[Cache, PlanDeltas]):
         return self.decoder.decode(token, self.cache, self.deltas)
 
 
-def step_sequentially(sequences: Sequence[tuple[DecodeSession, int]]) -> Tensor:
+def step_sequentially(sequences: Sequence[tuple[DecodeSession, int]]) -> AnyArray:
     """Read one more token of each sequence in turn; return logits [sequences, vocab].
 
     If one fails, no sequence has read a token.
     """
     caches = [reading.cache for reading, _ in sequences if isinstance(reading, DecoderSession)]
     with rewind_on_error(caches):
-        return torch.stack([reading.decode(token).logits for reading, token in sequences])
+        return np.stack([reading.decode(token).logits for reading, token in sequences])
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +313,7 @@ class OutputWriter:
         self._text = IncrementalDetokenizer(tokenizer)
         self._stops = StopScanner(params.stop)
 
-    def take_logits(self, logits: Tensor) -> str:
+    def take_logits(self, logits: Scores) -> str:
         """Sample the next token; return the text that became final."""
         allowed = self._mask_end_tokens(logits) if self._is_too_short else None
         recent = self.tokens[-REPETITION_WINDOW:]
@@ -338,7 +343,7 @@ class OutputWriter:
     def _is_too_short(self) -> bool:
         return len(self.tokens) < self._min_tokens and bool(self._end_ids)
 
-    def _mask_end_tokens(self, logits: Tensor) -> Mask:
+    def _mask_end_tokens(self, logits: Scores) -> Mask:
         """Return a mask of the tokens that do not end the text."""
         allowed = np.ones(logits.shape[-1], dtype=np.bool_)
         allowed[[token for token in self._end_ids if token < len(allowed)]] = False

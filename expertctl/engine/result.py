@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Literal, Self
 
+from expertctl.engine.decoding import DecodeResult, LayerTimer, PrefillResult
 from expertctl.engine.generation import DecodeSession, GenerationOutput
 from expertctl.engine.memory.budget import PURPOSES, MemoryBudget, Purpose
 from expertctl.engine.model.backends import BackendName
-from expertctl.engine.model.decoder import DecodeResult, LayerTimer, PrefillResult
 from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.routing.planner import DroppedExpert, PlannedPrompt
 from expertctl.schema.strict_json import JsonObject, JsonValue

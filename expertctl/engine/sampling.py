@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from expertctl.errors import IncompatibleError, UsageError
 from expertctl.routing.plan import SamplingParams
@@ -51,7 +50,7 @@ class UniformGenerator:
 
 
 def sample_token(
-    logits: Tensor | Scores,
+    logits: Scores,
     counts: TokenCounts,
     params: SamplingParams,
     generator: UniformGenerator,
@@ -203,9 +202,7 @@ def _normalise(weights: Scores) -> Scores:
     return weights / np.float32(total)
 
 
-def _check_scores(logits: Tensor | Scores) -> Scores:
-    values: Any = logits.detach().float().cpu().numpy() if isinstance(logits, Tensor) else logits
-    scores: Scores = np.asarray(values, dtype=np.float32)
+def _check_scores(scores: Scores) -> Scores:
     best = scores.max()  # NaN wins every maximum
     if np.isnan(best) or best == np.inf:
         raise IncompatibleError(

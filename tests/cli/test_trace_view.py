@@ -1,7 +1,7 @@
 """A traced run as a person sees it: a row for each layer, in milliseconds of one pass."""
 
 from expertctl.cli.run_view import format_trace
-from expertctl.engine.model.decoder import LayerTimer
+from expertctl.engine.decoding import LayerTimer
 from expertctl.engine.result import AllocationCounts, GenerationTrace
 
 

@@ -1,14 +1,16 @@
 """One torch thread, the same numbers for each test, tiny models of transformers as oracle."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.engine.model.decoder import Decoder
@@ -136,10 +138,16 @@ def run_decoder(
     rows = [decoder.prefill(ids[:prefill], cache, **options).logits]
     rows += [decoder.decode(token, cache).logits for token in ids[prefill:]]
     cache.check_integrity()
-    return torch.stack(rows)
+    return stack_logits(rows)
 
 
-def assert_same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def stack_logits(rows: Iterable[AnyArray | torch.Tensor], *, dim: int = 0) -> torch.Tensor:
+    """Return logits of our decoders as a tensor, to compare with those of torch."""
+    return torch.from_numpy(np.stack([np.asarray(row) for row in rows], axis=dim))
+
+
+def assert_same_logits(ours: AnyArray | torch.Tensor, theirs: AnyArray | torch.Tensor) -> None:
+    ours, theirs = torch.as_tensor(ours), torch.as_tensor(theirs)
     assert ours.shape == theirs.shape
     assert float(theirs.abs().max()) > 0.5, "the numbers are too small for an absolute tolerance"
     assert float((ours - theirs).abs().max()) <= TOLERANCE

@@ -14,6 +14,7 @@ from expertctl.engine.kernels.jit import get_host_cpu
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
+from tests.engine.conftest import stack_logits
 from tests.engine.random_experts import make_packed_plan, make_random_expert, make_torch_plan
 
 CHAINS: tuple[tuple[str, ...], ...] = (
@@ -45,8 +46,8 @@ def measure_error(scheme: Scheme, crew: ThreadPool) -> float:
             decoder.prefill(IDS[:-1], cache, plan)
         rows.append(DecodeRow(IDS[-1], pages, plan))
         alone.append(decoder.decode(IDS[-1], own, plan).logits)
-    together = decoder.step(rows)
-    assert torch.equal(together, torch.stack(alone)), "bits depend on who else is there"
+    together = torch.from_numpy(decoder.step(rows))
+    assert torch.equal(together, stack_logits(alone)), "bits depend on who else is there"
     assert not torch.allclose(together[0], together[1], atol=0.1), "experts change nothing"
     for chain, found in zip(chains, together, strict=True):
         wanted = torch.from_numpy(

@@ -94,7 +94,7 @@ def test_a_decode_step_allocates_no_row_of_the_model(
     decoder = PackedDecoder(
         pack_base(config, load_base_weights(model.directory, config), scheme), crew
     )
-    scores = torch.empty(config.vocab_size)
+    scores = np.empty(config.vocab_size, np.float32)
     decoder.prefill([1, 2, 3], cache)
     decoder.decode(4, cache, out=scores)
 

@@ -50,7 +50,7 @@ def fresh(model: CompatModel, folder: Path, *, dtype: str = "float32") -> Any:
 
 
 def scores(loaded: Any, prompt: torch.Tensor | None = None) -> torch.Tensor:
-    return TransformersSession(loaded, soft_prompt=prompt).prefill(IDS).logits
+    return torch.from_numpy(TransformersSession(loaded, soft_prompt=prompt).prefill(IDS).logits)
 
 
 def theirs(model: Any) -> torch.Tensor:

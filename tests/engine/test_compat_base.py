@@ -54,7 +54,7 @@ def opened(directory: Path, *, dtype: str = "float32", rehash: bool = False) -> 
 
 
 def scores(loaded: Any) -> torch.Tensor:
-    return TransformersSession(loaded).prefill(IDS).logits
+    return torch.from_numpy(TransformersSession(loaded).prefill(IDS).logits)
 
 
 def expected(model: CompatModel) -> torch.Tensor:

@@ -31,6 +31,7 @@ from tests.engine.conftest import (
     ReferenceModel,
     assert_same_logits,
     build_reference_model,
+    stack_logits,
 )
 from tests.engine.package_fixtures import load_adapters
 from tests.engine.random_experts import make_plan_form, make_random_expert, make_torch_plan
@@ -164,7 +165,7 @@ def by_torch(decoder: Decoder, *experts: tuple[Path, float]) -> torch.Tensor:
     cache = KVCache(decoder.config, len(IDS) + 20)
     first = decoder.prefill(IDS[:7], cache, plan.deltas, soft_prompt=plan.soft_prompt, chunk=5)
     rows = [first.logits, *(decoder.decode(i, cache, plan.deltas).logits for i in IDS[7:])]
-    return torch.stack(rows)
+    return stack_logits(rows)
 
 
 def by_kernels(
@@ -176,7 +177,7 @@ def by_kernels(
     cache = PagedKVCache(config, len(IDS) + 20)
     first = decoder.prefill(IDS[:7], cache, plan.packed, soft_prompt=plan.soft_prompt)
     rows = [first.logits, *(decoder.decode(i, cache, plan.packed).logits for i in IDS[7:])]
-    return torch.stack(rows)
+    return stack_logits(rows)
 
 
 def by_steps(decoder: CudaGraphDecoder, *experts: tuple[Path, float]) -> torch.Tensor:
@@ -199,7 +200,7 @@ def by_steps(decoder: CudaGraphDecoder, *experts: tuple[Path, float]) -> torch.T
         batch = [GraphStepRow(5, neighbour, neighbours), GraphStepRow(token, cache, plan.deltas)]
         rows.append(decoder.step(batch)[1])
     decoder.free_buffers()
-    return torch.stack(rows)
+    return stack_logits(rows)
 
 
 def weighted(
@@ -412,9 +413,9 @@ def test_texts_of_one_batch_equal_the_adapter_names_of_peft(
     texts = [
         (PagedKVCache(config, 20), plan) for plan in (plans[1], None, plans[0], plans[2], plans[1])
     ]
-    rows = [torch.stack([decoder.prefill(IDS[:7], *text).logits for text in texts])]
+    rows = [stack_logits([decoder.prefill(IDS[:7], *text).logits for text in texts])]
     rows += [decoder.step([DecodeRow(token, *text) for text in texts]) for token in IDS[7:]]
-    for ours, theirs in zip(torch.stack(rows, dim=1), expected, strict=True):
+    for ours, theirs in zip(stack_logits(rows, dim=1), expected, strict=True):
         assert_same_logits(ours, theirs)
 
 
@@ -471,7 +472,7 @@ def test_the_base_is_not_changed_by_a_plan(oracle: MakeReferenceModel, tmp_path:
     ).compile()
 
     def logits(deltas: Any) -> torch.Tensor:
-        return decoder.prefill(IDS, KVCache(decoder.config, 20), deltas).logits
+        return torch.from_numpy(decoder.prefill(IDS, KVCache(decoder.config, 20), deltas).logits)
 
     before = logits({})
     assert not torch.equal(logits(plan.deltas), before)

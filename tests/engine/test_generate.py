@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -283,7 +284,7 @@ def test_no_text_is_ahead_of_another_after_a_step_that_failed(model: TinyModel) 
         step_sequentially([(text, 5) for text in texts])
     assert [cache.length for cache in caches] == [len(ids)] * 3
     found = step_sequentially([(texts[0], 5), (texts[2], 5)])
-    assert torch.equal(found[0], found[1])
+    assert np.array_equal(found[0], found[1])
 
 
 def logits_of(step: int) -> torch.Tensor:
@@ -300,7 +301,7 @@ def test_an_answer_of_many_tokens_is_penalised_for_its_last_64_as_transformers_w
     processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
     expected: list[int] = []
     for step in range(200):
-        writer.take_logits(logits_of(step))
+        writer.take_logits(logits_of(step).numpy())
         window = torch.tensor([expected[-64:]], dtype=torch.long)
         scores = processor(window, logits_of(step)[None]) if expected else logits_of(step)[None]
         expected.append(int(scores.argmax()))
@@ -318,14 +319,14 @@ def test_an_answer_that_is_cut_inside_a_character_ends_before_it(
     most = len(written) if end == "length" else 300
     writer = OutputWriter(model.tokenizer, GREEDY, seed=0, max_tokens=most)
     for token in written:
-        scores = torch.zeros(300)
+        scores = np.zeros(300, np.float32)
         scores[token] = 9.0
         writer.take_logits(scores)
     if end in {"cancelled", "timeout"}:
         writer.stop(end)  # type: ignore[arg-type]  # one of the two
     elif end == "stop":
         writer._end_ids = frozenset({299})
-        scores = torch.zeros(300)
+        scores = np.zeros(300, np.float32)
         scores[299] = 9.0
         writer.take_logits(scores)
     assert writer.finish_reason == end

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,7 +25,12 @@ from expertctl.engine.model.functional import (
 from expertctl.engine.model.weights import load_base_weights
 from expertctl.package.model_config import ModelConfig, read_model_config
 from tests.cli.command_runner import CommandRunner, expertctl
-from tests.engine.conftest import MakeReferenceModel, ReferenceModel, build_reference_model
+from tests.engine.conftest import (
+    MakeReferenceModel,
+    ReferenceModel,
+    build_reference_model,
+    stack_logits,
+)
 from tests.engine.random_experts import make_random_expert, make_torch_plan
 
 __all__ = ["expertctl"]
@@ -79,7 +85,7 @@ def texts(decoder: CudaGraphDecoder, count: int) -> Tensor:
     for turn in range(TOKENS):
         step = [GraphStepRow((n + turn) % 61, row, plans[n % 4]) for n, row in enumerate(rows)]
         found.append(decoder.step(step))
-    return torch.stack(found)
+    return stack_logits(found)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16])
@@ -122,7 +128,7 @@ def test_a_step_allocates_nothing_on_the_device(model: ReferenceModel) -> None:
     decoder = decoder_of(model)
     arena = arena_of(decoder, 5)
     plans = [plan_on(decoder.config, CUDA, kind, 7) for kind in ("lora", "dora", "ia3")]
-    rows, out = [arena.get_row(number) for number in range(5)], torch.empty(5, 61)
+    rows, out = [arena.get_row(number) for number in range(5)], np.empty((5, 61), np.float32)
 
     def step(turn: int) -> None:
         batch = [GraphStepRow(turn, row, plans[(n + turn) % 3]) for n, row in enumerate(rows)]
@@ -191,9 +197,9 @@ def test_a_whole_text_equals_transformers(window: int | None, oracle: MakeRefere
     model = oracle("mistral", sliding_window=window, **SIZES)
     decoder, ids = decoder_of(model, shortest=4), [(7 * n * n + 3 * n) % 61 for n in range(50)]
     row = arena_of(decoder, 1).get_row(0)
-    scores = [decoder.prefill(ids[:20], row, chunk=7).logits.cpu()]
+    scores = [decoder.prefill(ids[:20], row, chunk=7).logits]
     scores += [decoder.decode(token, row).logits for token in ids[20:]]
-    assert float((torch.stack(scores) - model.compute_logits(ids)[19:]).abs().max()) <= LIMIT
+    assert float((stack_logits(scores) - model.compute_logits(ids)[19:]).abs().max()) <= LIMIT
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])

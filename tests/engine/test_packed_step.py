@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.cpu.decoder import DecodeRow, PackedDecoder
 from expertctl.engine.cpu.decoder_program import build_decoder_program, estimate_program_bytes
 from expertctl.engine.cpu.packed_base import pack_base
@@ -22,7 +24,7 @@ from expertctl.engine.result import count_allocations
 from expertctl.engine.text.prompt import PromptLogprobs
 from expertctl.errors import BudgetError, IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_model_config
-from tests.engine.conftest import KERNEL_SIZES, ReferenceModel, build_reference_model
+from tests.engine.conftest import KERNEL_SIZES, ReferenceModel, build_reference_model, stack_logits
 from tests.engine.memory_measurement import count_fewest_allocations
 from tests.engine.random_experts import make_packed_plan, make_random_expert
 
@@ -89,7 +91,7 @@ def alone(decoder: PackedDecoder, number: int, plan: PackedDeltas | None) -> Ten
     rows = [decoder.prefill(prompt_of(number), cache, plan).logits]
     rows += [decoder.decode(token_of(number, t), cache, plan).logits for t in range(TOKENS)]
     cache.check_integrity()
-    return torch.stack(rows)
+    return stack_logits(rows)
 
 
 def together(decoder: PackedDecoder, plans: Sequence[PackedDeltas | None]) -> Tensor:
@@ -99,14 +101,14 @@ def together(decoder: PackedDecoder, plans: Sequence[PackedDeltas | None]) -> Te
         decoder.prefill(prompt_of(number), cache, plan).logits
         for number, (cache, plan) in enumerate(zip(caches, plans, strict=True))
     ]
-    rows = [torch.stack(first)]
+    rows = [stack_logits(first)]
     for turn in range(TOKENS):
         step = [
             DecodeRow(token_of(number, turn), cache, plan)
             for number, (cache, plan) in enumerate(zip(caches, plans, strict=True))
         ]
         rows.append(decoder.step(step))
-    return torch.stack(rows, dim=1)
+    return stack_logits(rows, dim=1)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,7 @@ def test_a_step_allocates_nothing_whoever_is_in_it(
     decoder = decoder_of(model, crew, scheme)
     plans = plans_of(decoder.config, scheme)
     caches = [PagedKVCache(decoder.config, 1000) for _ in plans]
-    out = torch.empty(len(plans), decoder.config.vocab_size)
+    out = np.empty((len(plans), decoder.config.vocab_size), np.float32)
 
     def turns(count: int) -> None:
         for turn in range(count):
@@ -247,7 +249,7 @@ def test_scores_of_another_shape_are_refused_before_anything_is_read(
     caches = [PagedKVCache(decoder.config, 9) for _ in range(2)]
     rows = [DecodeRow(3, cache) for cache in caches]
     with pytest.raises(AssertionError, match="scores are"):
-        decoder.step(rows, out=torch.empty(1, decoder.config.vocab_size))
+        decoder.step(rows, out=np.empty((1, decoder.config.vocab_size), np.float32))
     assert [cache.length for cache in caches] == [0, 0]
 
 
@@ -266,14 +268,14 @@ def test_nothing_is_read_where_one_of_the_texts_has_no_room(
 
 def test_scores_are_written_where_it_was_asked(model: ReferenceModel, crew: ThreadPool) -> None:
     decoder = decoder_of(model, crew)
-    out = torch.empty(decoder.config.vocab_size)
+    out = np.empty(decoder.config.vocab_size, np.float32)
     cache, other = PagedKVCache(decoder.config, 9), PagedKVCache(decoder.config, 9)
     fresh = decoder.decode(5, other).logits
     given = decoder.decode(5, cache, out=out).logits
-    assert given.data_ptr() == out.data_ptr()
-    assert torch.equal(given, fresh)
+    assert np.shares_memory(given, out)
+    assert np.array_equal(given, fresh)
     decoder.decode(6, other)
-    assert torch.equal(given, fresh)
+    assert np.array_equal(given, fresh)
 
 
 def test_threads_that_call_at_once_get_what_they_get_alone(
@@ -340,7 +342,7 @@ def test_texts_that_step_between_two_layers_of_a_prompt_change_no_bit_of_it_nor_
     caches = [PagedKVCache(decoder.config, 80) for _ in plans]
     for number, cache in enumerate(caches):
         decoder.prefill(prompt_of(number), cache, plans[number])
-    turns = list[Tensor]()
+    turns = list[AnyArray]()
 
     def step() -> None:
         turn = len(turns)
@@ -350,7 +352,7 @@ def test_texts_that_step_between_two_layers_of_a_prompt_change_no_bit_of_it_nor_
     cut = PagedKVCache(decoder.config, 40)
     for part in (prompt[:3], prompt[3:4], prompt[4:]):  # any chunks have the bits of one
         found = decoder.prefill(part, cut, plan, between_layers=step).logits
-    assert torch.equal(found, expected)
+    assert np.array_equal(found, expected)
     chunks = 1 + 1 + 4
     assert len(turns) == chunks * (decoder.config.layers - 1)
     again = [PagedKVCache(decoder.config, 80) for _ in plans]
@@ -360,7 +362,7 @@ def test_texts_that_step_between_two_layers_of_a_prompt_change_no_bit_of_it_nor_
             decoder.decode(token_of(number, turn), cache, plans[number]).logits
             for turn in range(len(turns))
         ]
-        assert torch.equal(torch.stack([rows[number] for rows in turns]), torch.stack(alone))
+        assert torch.equal(stack_logits([rows[number] for rows in turns]), stack_logits(alone))
     widest = max(each.width for each in (*plans, plan) if each is not None)
     assert decoder.nbytes <= estimate_buffer_bytes(
         decoder.config, base, tokens=30, chunk=8, rows=2, width=widest, adapters=ADAPTER_SCHEMES
@@ -388,7 +390,7 @@ def test_texts_that_step_while_a_prompt_is_scored_change_no_score(
         prompt, PagedKVCache(decoder.config, 40), scores=found.record, between_layers=step
     )
     assert times > 4 * (decoder.config.layers - 1)  # of four chunks: others step there, too
-    assert torch.equal(result.logits, expected)
+    assert np.array_equal(result.logits, expected)
     for place in range(1, len(prompt)):
         assert found.logprob(place) == wanted.logprob(place)
         assert found.top_logprobs(place) == wanted.top_logprobs(place)
@@ -409,4 +411,4 @@ def test_a_prompt_that_is_stopped_between_two_layers_leaves_nothing(
     assert cache.length == 3
     other = PagedKVCache(decoder.config, 40)
     expected = decoder.prefill([1, 2, 3, 4, 5, 6], other).logits
-    assert torch.equal(decoder.prefill([4, 5, 6], cache).logits, expected)
+    assert np.array_equal(decoder.prefill([4, 5, 6], cache).logits, expected)

@@ -18,6 +18,7 @@ from torch import Tensor
 from expertctl.engine.adapters.fuse import AdapterStep, ChainStep, FoldedChain, fold_chain
 from expertctl.engine.adapters.load import LoadedAdapter
 from expertctl.engine.adapters.plan_tensors import DeltaCompiler
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.devices import count_usable_cores
 from expertctl.engine.kernels.packed_format import PackedDeltas, PlanPacking
 from expertctl.engine.model.functional import DoraTensors, Ia3Tensors, LinearDelta
@@ -122,7 +123,7 @@ class CompiledPlan:
     """
 
     deltas: Mapping[str, LinearDelta]
-    soft_prompt: Tensor | None
+    soft_prompt: AnyArray | None
     nbytes: int
     packed: PackedDeltas | None = None
 
@@ -177,7 +178,7 @@ class FoldedPlan:
         """
         size = self.nbytes
         prompts = [prompt.to(torch.float32) for prompt in self.soft_prompts]
-        joined = torch.cat(prompts) if prompts else None
+        joined = torch.cat(prompts).numpy() if prompts else None
         deltas = self.deltas.compile(_choose_workers(size))
         if isinstance(deltas, PackedDeltas):
             return CompiledPlan({}, joined, size, deltas)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.cpu.base_loader import (
     load_packed_base,
     packing_scratch_bytes,
@@ -27,6 +28,7 @@ from expertctl.engine.cpu.packed_base import (
     parse_routed_expert,
 )
 from expertctl.engine.cpu.program_cache import ADAPTER_SCHEMES, ThreadTuner, estimate_buffer_bytes
+from expertctl.engine.decoding import LayerTimer, PrefillResult
 from expertctl.engine.generation import DecoderSession, DecodeSession
 from expertctl.engine.kernels.jit import use_kernel_cache
 from expertctl.engine.kernels.packed_format import PlanPacking, Scheme
@@ -37,7 +39,6 @@ from expertctl.engine.kv.page_layout import InterleavedPages, estimate_pages_byt
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.model.backends import BackendName, LoadConfig, LoadContext
-from expertctl.engine.model.decoder import LayerTimer, PrefillResult
 from expertctl.engine.moe.cache_plan import (
     TYPICAL_SEQUENCE_TOKENS,
     CachePlan,
@@ -356,7 +357,7 @@ class PackedModel:
             between_layers=between_layers,
         )
 
-    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> Tensor:
+    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> AnyArray:
         """Process one more token of each sequence, in one pass over the weights."""
         return self.decoder.step([_make_decode_row(reading, token) for reading, token in texts])
 

@@ -14,8 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.arrays import AnyArray
@@ -28,11 +26,7 @@ from expertctl.engine.cpu.decoder_program import (
 from expertctl.engine.cpu.packed_base import PackedBase
 from expertctl.engine.cpu.program_cache import ProgramCache, ThreadTuner
 from expertctl.engine.cpu.workspace import Workspace, group_rows_by_plan
-from expertctl.engine.kernels.jit import Program
-from expertctl.engine.kernels.packed_format import PackedDeltas
-from expertctl.engine.kernels.thread_pool import ThreadPool
-from expertctl.engine.kv.block_pool import PagedKVCache
-from expertctl.engine.model.decoder import (
+from expertctl.engine.decoding import (
     PREFILL_CHUNK,
     DecodeResult,
     LayerTimer,
@@ -41,6 +35,10 @@ from expertctl.engine.model.decoder import (
     check_soft_prompt,
     check_tokens,
 )
+from expertctl.engine.kernels.jit import Program
+from expertctl.engine.kernels.packed_format import PackedDeltas
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.routed_experts import RoutedExperts, make_resident_experts
 from expertctl.engine.text.prompt import RecordLogits
@@ -73,7 +71,6 @@ class PackedDecoder:
         experts of routed layers; without it the base must have all of them.
         """
         self.config = base.config
-        self.device = torch.device("cpu")
         self.modules = frozenset(base.config.linear_shapes())
         self._base, self._pool, self._chunk, self._tuner = base, pool, chunk, tuner
         self._experts = experts or make_resident_experts(base)
@@ -86,11 +83,11 @@ class PackedDecoder:
 
     def prefill(
         self,
-        ids: Sequence[int] | Tensor,
+        ids: Sequence[int],
         cache: PagedKVCache,
         deltas: PackedDeltas | None = None,
         *,
-        soft_prompt: Tensor | None = None,
+        soft_prompt: AnyArray | None = None,
         progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
         between_layers: Callable[[], None] | None = None,
@@ -112,7 +109,7 @@ class PackedDecoder:
         before, tokens = self._check_prompt(ids, cache, deltas, soft_prompt)
         read = len(before) + len(tokens)
         cache.ensure_capacity(read)
-        logits = torch.empty(self.config.vocab_size)
+        logits = np.empty(self.config.vocab_size, np.float32)
         try:
             for start in range(0, read, self._chunk):
                 end = min(start + self._chunk, read)
@@ -132,7 +129,7 @@ class PackedDecoder:
         cache: PagedKVCache,
         deltas: PackedDeltas | None = None,
         *,
-        out: Tensor | None = None,
+        out: AnyArray | None = None,
     ) -> DecodeResult:
         """Process one more token; logits are written to ``out``, float32 [vocab], if given.
 
@@ -145,7 +142,7 @@ class PackedDecoder:
         logits = self.step([DecodeRow(token, cache, deltas)], out=rows)[0]
         return DecodeResult(logits, position, _ms_since(started))
 
-    def step(self, rows: Sequence[DecodeRow], *, out: Tensor | None = None) -> Tensor:
+    def step(self, rows: Sequence[DecodeRow], *, out: AnyArray | None = None) -> AnyArray:
         """Process one more token of each sequence; return logits, float32 [rows, vocab].
 
         They are written to ``out`` if given. The result of a row is the same, bit by bit, as if it
@@ -157,15 +154,15 @@ class PackedDecoder:
         """
         for plan in {id(row.deltas): row.deltas for row in rows}.values():
             self._check_plan(plan)
-        tokens = check_tokens([row.token for row in rows], self.config.vocab_size).numpy()
+        tokens = check_tokens([row.token for row in rows], self.config.vocab_size)
         assert len({id(row.cache) for row in rows}) == len(rows), "each sequence has its own cache"
         shape = (len(rows), self.config.vocab_size)
-        assert out is None or tuple(out.shape) == shape, f"scores are {shape}"
+        assert out is None or out.shape == shape, f"scores are {shape}"
         for row in rows:
             row.cache.ensure_capacity(1)
-        logits = torch.empty(shape) if out is None else out
+        logits = np.empty(shape, np.float32) if out is None else out
         with self._lock:
-            self._step(rows, tokens, logits.numpy())
+            self._step(rows, tokens, logits)
         return logits
 
     @contextmanager
@@ -221,18 +218,18 @@ class PackedDecoder:
 
     def _check_prompt(
         self,
-        ids: Sequence[int] | Tensor,
+        ids: Sequence[int],
         cache: PagedKVCache,
         deltas: PackedDeltas | None,
-        soft_prompt: Tensor | None,
+        soft_prompt: AnyArray | None,
     ) -> tuple[AnyArray, AnyArray]:
         """Return the soft prompt rows, [virtual tokens, hidden], and the tokens."""
         self._check_plan(deltas)
-        tokens = check_tokens(ids, self.config.vocab_size).numpy()
+        tokens = check_tokens(ids, self.config.vocab_size)
         if soft_prompt is None:
             return np.empty((0, self.config.hidden_size), np.float32), tokens
         check_soft_prompt(soft_prompt, self.config.hidden_size, length=cache.length)
-        return soft_prompt.float().numpy(), tokens
+        return soft_prompt, tokens
 
     def _check_plan(self, deltas: PackedDeltas | None) -> None:
         if deltas is not None:
@@ -243,7 +240,7 @@ class PackedDecoder:
         part: "_PromptChunk",
         cache: PagedKVCache,
         deltas: PackedDeltas | None,
-        logits: Tensor | None,
+        logits: AnyArray | None,
         scores: RecordLogits | None,
         between_layers: Callable[[], None] | None,
     ) -> None:
@@ -284,7 +281,7 @@ class PackedDecoder:
         elif logits is not None:
             self._run(program.score, workers)
         if logits is not None:
-            logits.numpy()[...] = room.logits[last, : self.config.vocab_size]
+            logits[...] = room.logits[last, : self.config.vocab_size]
 
     def _score_all(
         self,

@@ -31,10 +31,10 @@ from expertctl.engine.cpu.workspace import (
     estimate_factor_bytes,
     estimate_plan_bytes,
 )
+from expertctl.engine.decoding import PREFILL_CHUNK
 from expertctl.engine.kernels.packed_format import PackedDeltas, Scheme
 from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.kv.page_layout import InterleavedPages
-from expertctl.engine.model.decoder import PREFILL_CHUNK
 from expertctl.engine.moe.routed_experts import RoutedExperts
 from expertctl.package.model_config import ModelConfig
 

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
+from expertctl.engine.arrays import AnyArray
+from expertctl.engine.decoding import LayerTimer, PrefillResult
 from expertctl.engine.generation import DecoderSession, DecodeSession, step_sequentially
 from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest
 from expertctl.engine.kv.sequence_cache import KVCache, SequenceKVCache
 from expertctl.engine.memory.adapter_cache import AdapterCache
-from expertctl.engine.model.decoder import Decoder, LayerTimer, PrefillResult, estimate_pass_bytes
+from expertctl.engine.model.decoder import Decoder, estimate_pass_bytes
 from expertctl.engine.model.weights import BaseWeights, load_base_weights
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import Counters, RoutedExpertStats, make_resident_stats
@@ -121,7 +123,7 @@ class RunnableModel(Protocol):
         The callback may call `step` with other sequences; neither result changes by a bit.
         """
 
-    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> Tensor:
+    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> AnyArray:
         """Read one more token of each sequence; return logits, float32 [sequences, vocab].
 
         The logits of a sequence are the same as when it runs alone.
@@ -418,7 +420,7 @@ class TorchModel:
         """Read a part of a prompt at once."""
         return reading.prefill(ids)
 
-    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> Tensor:
+    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> AnyArray:
         """Read one more token of each sequence, one after the other."""
         return step_sequentially(texts)
 

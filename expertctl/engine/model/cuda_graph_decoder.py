@@ -16,11 +16,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.base_files import is_routed_expert
+from expertctl.engine.decoding import (
+    PREFILL_CHUNK,
+    DecodeResult,
+    LayerTimer,
+    PrefillResult,
+    check_modules,
+    check_tokens,
+)
 from expertctl.engine.devices import translate_device_errors
 from expertctl.engine.kv.kv_cache import rewind_on_error
 from expertctl.engine.model.cuda_graph_step import (
@@ -32,16 +42,7 @@ from expertctl.engine.model.cuda_graph_step import (
     estimate_step_bytes,
 )
 from expertctl.engine.model.cuda_graphs import CUDAGraphPool, PiecewiseStep, StepBucket
-from expertctl.engine.model.decoder import (
-    PREFILL_CHUNK,
-    Decoder,
-    DecodeResult,
-    LayerTimer,
-    PrefillResult,
-    check_modules,
-    check_tokens,
-    estimate_pass_bytes,
-)
+from expertctl.engine.model.decoder import Decoder, estimate_pass_bytes
 from expertctl.engine.model.functional import EMPTY_DELTAS, Deltas
 from expertctl.engine.model.lora_slots import (
     NO_SLOT,
@@ -117,23 +118,22 @@ class CudaGraphDecoder:
     @translate_device_errors()
     def prefill(
         self,
-        ids: Sequence[int] | Tensor,
+        ids: Sequence[int],
         cache: StaticKVRow,
         deltas: Deltas = EMPTY_DELTAS,
         *,
-        soft_prompt: Tensor | None = None,
+        soft_prompt: AnyArray | None = None,
         chunk: int = PREFILL_CHUNK,
         progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> PrefillResult:
         """Read a prompt, as `Decoder.prefill` does and with its errors."""
-        before = None if soft_prompt is None else soft_prompt.to(self.device)
         with self._lock:
             return self._prompts.prefill(
                 ids,
                 cache,
                 deltas,
-                soft_prompt=before,
+                soft_prompt=soft_prompt,
                 chunk=chunk,
                 progress=progress,
                 scores=scores,
@@ -146,7 +146,7 @@ class CudaGraphDecoder:
         return DecodeResult(logits, position, (time.perf_counter() - started) * 1e3)
 
     @translate_device_errors()
-    def step(self, rows: Sequence[GraphStepRow], *, out: Tensor | None = None) -> Tensor:
+    def step(self, rows: Sequence[GraphStepRow], *, out: AnyArray | None = None) -> AnyArray:
         """Read one more token of each sequence; return logits, float32 [rows, vocab].
 
         The logits are in host memory, in ``out`` where it is given. All sequences are rows of one
@@ -164,15 +164,15 @@ class CudaGraphDecoder:
         assert all(row.cache.arena is arena for row in rows), "texts of a batch share an arena"
         assert len({row.cache.number for row in rows}) == len(rows), "each text has its own row"
         shape = (len(rows), self.config.vocab_size)
-        assert out is None or tuple(out.shape) == shape, f"scores are {shape}"
+        assert out is None or out.shape == shape, f"scores are {shape}"
         for row in rows:
             row.cache.ensure_capacity(1)
-        logits = torch.empty(shape) if out is None else out
+        logits = np.empty(shape, np.float32) if out is None else out
         with self._lock, rewind_on_error([row.cache for row in rows]):
             rest = []
             for row, token, scores in zip(rows, tokens, logits, strict=True):
                 if self._has_expert_deltas(row.deltas):
-                    scores.copy_(self._prompts.decode(token, row.cache, row.deltas).logits)
+                    scores[...] = self._prompts.decode(token, row.cache, row.deltas).logits
                 else:
                     rest.append((row, token, scores))
             if rest:
@@ -249,7 +249,7 @@ class CudaGraphDecoder:
 
     @torch.inference_mode()
     def _step(
-        self, texts: Sequence[tuple[GraphStepRow, int, Tensor]], arena: StaticKVCache
+        self, texts: Sequence[tuple[GraphStepRow, int, AnyArray]], arena: StaticKVCache
     ) -> None:
         """Read one token of each sequence in one step, and write the logits."""
         rows = [row for row, _, _ in texts]
@@ -264,9 +264,9 @@ class CudaGraphDecoder:
         room.copy_to_device()
         plans = self._plans if any(slots) else None
         self._run_step(StepBucket(room, count, length, plans), [row.cache.number for row in rows])
-        scores = room.wait_for_scores(count)
+        scores = room.wait_for_scores(count).numpy()
         for row, _, out in texts:
-            out.copy_(scores[row.cache.number])
+            out[...] = scores[row.cache.number]
         for row in rows:
             row.cache.advance(1)
 

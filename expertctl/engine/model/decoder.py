@@ -2,13 +2,11 @@
 
 Prefill and decode are separate calls with separate results. A decoder has no generation state: that
 is in the `KVCache` of each call, so several generations may alternate. Activations are float32,
-[tokens, features]; base weights are read-only. The input checks and `LayerTimer` also serve the
-other decoders.
+[tokens, features]; base weights are read-only.
 """
 
 import time
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +16,17 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.base_files import is_routed_expert
+from expertctl.engine.decoding import (
+    PREFILL_CHUNK,
+    DecodeResult,
+    LayerTimer,
+    PrefillResult,
+    check_modules,
+    check_soft_prompt,
+    check_tokens,
+)
 from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.engine.model.functional import (
     EMPTY_DELTAS,
@@ -38,106 +46,10 @@ from expertctl.engine.model.weights import BaseWeights
 from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.routed_mlp import RoutedMlp, build_routed_mlp, estimate_routed_floats
 from expertctl.engine.text.prompt import LOGIT_ROWS, RecordLogits
-from expertctl.errors import IncompatibleError, UsageError
 from expertctl.package.model_config import EMBEDDING_TENSOR, ModelConfig
-from expertctl.schema.strict_json import JsonObject, JsonValue
 
 if TYPE_CHECKING:
     from expertctl.engine.moe.stacked_mlp import StackedLayers, StackedMlp
-
-
-class LayerTimer:
-    """Adds up the time of passes over one base, in seconds by place and by kind of operation.
-
-    Places are ``embedding``, ``layers.3.attention``, ``layers.3.mlp`` and ``head``; with the suffix
-    ``.experts``, what a plan adds there. A kind is the name of a kernel; a decoder that knows only
-    places reports none.
-    """
-
-    def __init__(self) -> None:
-        """Start with no time."""
-        self.places: dict[str, float] = defaultdict(float)
-        self.kinds: dict[str, float] = defaultdict(float)
-
-    def add(self, place: str, seconds: float, *, kind: str | None = None) -> None:
-        """Add the time of one operation, or of a whole place."""
-        self.places[place] += seconds
-        if kind is not None:
-            self.kinds[kind] += seconds
-
-    def add_all(
-        self, places: Iterable[str], kinds: Iterable[str], seconds: Iterable[float]
-    ) -> None:
-        """Add the times of the operations of a program."""
-        for place, kind, spent in zip(places, kinds, seconds, strict=True):
-            self.add(place, float(spent), kind=kind)
-
-    @property
-    def seconds(self) -> float:
-        """Total time."""
-        return sum(self.places.values())
-
-    def to_json(self, *, passes: int) -> JsonObject:
-        """Return milliseconds per pass, by place and by kind, in insertion order."""
-        return {"places": _round_ms(self.places, passes), "kinds": _round_ms(self.kinds, passes)}
-
-
-def _round_ms(seconds: Mapping[str, float], passes: int) -> JsonValue:
-    return {name: round(spent / passes * 1e3, 4) for name, spent in seconds.items()}
-
-
-def check_tokens(
-    ids: Sequence[int] | Tensor, vocabulary: int, *, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Return tokens as int64.
-
-    Raises:
-        UsageError: when there are none.
-        IncompatibleError: for a token that the base does not have.
-    """
-    tokens = torch.as_tensor(ids, dtype=torch.long, device=device)
-    if len(tokens) == 0:
-        raise UsageError("the prompt has no tokens", hint="give a prompt that is not empty")
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocabulary:
-        raise IncompatibleError(
-            f"token {low if low < 0 else high} is outside the vocabulary of the base, {vocabulary}",
-            hint="the tokenizer belongs to another base",
-        )
-    return tokens
-
-
-def check_modules(changed: Collection[str], modules: frozenset[str]) -> None:
-    """Check that a plan changes only layers that the base has.
-
-    Raises:
-        IncompatibleError: when it does not.
-    """
-    strange = [name for name in changed if name not in modules]
-    if strange:
-        raise IncompatibleError(
-            f"the base has no linear layer {_format_names(strange)}",
-            hint="the expert was made for another base",
-        )
-
-
-def check_soft_prompt(soft_prompt: Tensor, hidden_size: int, *, length: int) -> None:
-    """Check that virtual tokens [tokens, hidden] fit the base and come first.
-
-    Raises:
-        IncompatibleError: when their width differs from that of the base.
-    """
-    assert length == 0, "a soft prompt stands before the first token"
-    if soft_prompt.shape[1] != hidden_size:
-        raise IncompatibleError(
-            f"a soft prompt has width {soft_prompt.shape[1]}, the base {hidden_size}",
-            hint="the expert was made for another base",
-        )
-
-
-def _format_names(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,26 +118,7 @@ def _build_mlp(config: ModelConfig, weights: BaseWeights, number: int) -> FeedFo
     return build_routed_mlp(weights.tensors, config.experts, layer=layer)
 
 
-PREFILL_CHUNK = 512
 _FLOAT_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefillResult:
-    """Result of a prompt: the logits of the first new token, float32 [vocab]."""
-
-    logits: Tensor
-    tokens: int
-    ms: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodeResult:
-    """Result of one token at ``position``: the logits of the next one, float32 [vocab]."""
-
-    logits: Tensor
-    position: int
-    ms: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -268,11 +161,11 @@ class Decoder:
     @torch.inference_mode()
     def prefill(
         self,
-        ids: Sequence[int] | Tensor,
+        ids: Sequence[int],
         cache: KVCache,
         deltas: Deltas = EMPTY_DELTAS,
         *,
-        soft_prompt: Tensor | None = None,
+        soft_prompt: AnyArray | None = None,
         chunk: int = PREFILL_CHUNK,
         progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
@@ -289,7 +182,7 @@ class Decoder:
         """
         begin, started = cache.length, time.perf_counter()
         tokens = self._check_tokens(ids, deltas)
-        before = self._check_soft_prompt(soft_prompt, cache)
+        before = self._load_soft_prompt(soft_prompt, cache)
         read = len(before) + len(tokens)
         cache.ensure_capacity(read)
         hidden = before
@@ -343,17 +236,17 @@ class Decoder:
             return self._experts.read_matrix(module)
         return self._weights.tensors[f"{module}.weight"]
 
-    def _check_tokens(self, ids: Sequence[int] | Tensor, deltas: Deltas) -> Tensor:
+    def _check_tokens(self, ids: Sequence[int], deltas: Deltas) -> Tensor:
         check_modules(deltas, self.modules)
-        return check_tokens(ids, self.config.vocab_size, device=self.device)
+        return torch.from_numpy(check_tokens(ids, self.config.vocab_size)).to(self.device)
 
-    def _check_soft_prompt(self, soft_prompt: Tensor | None, cache: KVCache) -> Tensor:
+    def _load_soft_prompt(self, soft_prompt: AnyArray | None, cache: KVCache) -> Tensor:
         """Return the rows before the first token, [virtual tokens, hidden], often none."""
         width = self.config.hidden_size
         if soft_prompt is None:
             return torch.empty(0, width, device=self.device)
         check_soft_prompt(soft_prompt, width, length=cache.length)
-        return soft_prompt
+        return torch.tensor(soft_prompt, device=self.device)
 
     def _embed(self, before: Tensor, tokens: Tensor, start: int, end: int) -> Tensor:
         """Return some rows of [soft prompt, embedded tokens]: [end - start, hidden], float32."""
@@ -416,10 +309,11 @@ class Decoder:
     def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
 
-    def _compute_logits(self, hidden: Tensor, deltas: Deltas) -> Tensor:
-        """Compute the logits after the last token: [tokens, hidden] -> [vocab]."""
+    def _compute_logits(self, hidden: Tensor, deltas: Deltas) -> AnyArray:
+        """Compute the logits after the last token, in host memory: [tokens, hidden] -> [vocab]."""
         with self._time_place("head"):
-            return self._head(self._normalise(hidden[-1:], self._norm), deltas)[0]
+            logits = self._head(self._normalise(hidden[-1:], self._norm), deltas)[0]
+        return _to_array(logits)
 
     def _record_scores(
         self, hidden: Tensor, deltas: Deltas, first: int, scores: RecordLogits
@@ -427,7 +321,7 @@ class Decoder:
         """Pass on the logits of all rows [tokens, hidden] in parts; ``first`` is their position."""
         for begin in range(0, len(hidden), LOGIT_ROWS):
             rows = self._normalise(hidden[begin : begin + LOGIT_ROWS], self._norm)
-            scores(first + begin, self._head(rows, deltas).float().cpu().numpy())
+            scores(first + begin, _to_array(self._head(rows, deltas)))
 
     def _time_place(self, place: str) -> AbstractContextManager[None]:
         return nullcontext() if self._times is None else self._measure(self._times, place)
@@ -452,6 +346,11 @@ class Decoder:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return (time.perf_counter() - started) * 1e3
+
+
+def _to_array(logits: Tensor) -> AnyArray:
+    """Return logits as float32 in host memory."""
+    return logits.float().cpu().numpy()
 
 
 def estimate_pass_bytes(config: ModelConfig, capacity: int, *, chunk: int = PREFILL_CHUNK) -> int:

@@ -15,12 +15,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
 from time import monotonic as now
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from torch import Tensor
 
 from expertctl.engine.adapters.compile import CompiledPlan
+from expertctl.engine.decoding import PREFILL_CHUNK, PrefillResult
 from expertctl.engine.generation import (
     DEFAULT_STOP_RULES,
     DecodeSession,
@@ -30,11 +30,11 @@ from expertctl.engine.generation import (
     measure_elapsed_ms,
 )
 from expertctl.engine.kv.kv_cache import KVCacheBase
-from expertctl.engine.model.decoder import PREFILL_CHUNK, PrefillResult
 from expertctl.engine.preparation import PreparedRequest
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import BytesRead, RunResult
 from expertctl.engine.result_builder import GenerationContext, StageTimer
+from expertctl.engine.sampling import Scores
 from expertctl.engine.text.answer_format import FormatCheck
 from expertctl.engine.text.prompt import PromptLogprobs
 from expertctl.engine.text.tokenizer import Tokenizer
@@ -412,7 +412,7 @@ class RunningSequence:
         """Count a decode step of this sequence."""
         self._decode_ms, self._steps = self._decode_ms + ms, self._steps + 1
 
-    def take_logits(self, logits: Tensor) -> None:
+    def take_logits(self, logits: Scores) -> None:
         """Sample the next token from logits [vocab], and report the text that became final.
 
         Raises:
@@ -457,10 +457,10 @@ class RunningSequence:
 
 
 def _build_sampled_token(
-    token: int, logits: Tensor, top_count: int, tokenizer: Tokenizer
+    token: int, logits: Scores, top_count: int, tokenizer: Tokenizer
 ) -> SampledToken:
     """Return a token with its probability from the model, before temperature and penalties."""
-    scores: np.ndarray[Any, Any] = logits.float().numpy().astype(np.float64)
+    scores = logits.astype(np.float64)
     best = scores.max()
     scores -= best + np.log(np.exp(scores - best).sum())
     top = np.argpartition(scores, -top_count)[-top_count:].tolist() if top_count else []

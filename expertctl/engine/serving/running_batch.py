@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from expertctl.engine.decoding import PREFILL_CHUNK, PrefillResult
 from expertctl.engine.generation import DecodeSession
 from expertctl.engine.memory.adapter_cache import TierTraffic
 from expertctl.engine.memory.budget import Purpose
 from expertctl.engine.model.backends import RunnableModel
-from expertctl.engine.model.decoder import PREFILL_CHUNK, PrefillResult
 from expertctl.engine.moe.counters import CounterSnapshot, RoutedExpertStats
 from expertctl.engine.serving.request import (
     MIN_CHUNK,

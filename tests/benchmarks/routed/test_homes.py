@@ -29,6 +29,7 @@ from expertctl.engine.moe.routed_experts import RoutingChoices
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import read_model_config
 from tests.benchmarks.routed.conftest import SHAPE
+from tests.engine.conftest import stack_logits
 
 
 @pytest.fixture
@@ -131,4 +132,4 @@ def test_the_pool_is_a_part_of_what_is_resident() -> None:
 
 def _scores(decoder: PackedDecoder) -> torch.Tensor:
     cache = PagedKVCache(decoder.config, 40)
-    return torch.stack([decoder.decode(token, cache).logits for token in range(30)])
+    return stack_logits([decoder.decode(token, cache).logits for token in range(30)])

@@ -5,18 +5,21 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from expertctl.engine.adapters.compile import WeightedAdapter
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.cpu.decoder import PackedDecoder
 from expertctl.engine.cpu.packed_base import pack_base
+from expertctl.engine.decoding import LayerTimer
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import pack_matrix, unpack_matrix
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.kv.sequence_cache import KVCache
-from expertctl.engine.model.decoder import Decoder, LayerTimer
+from expertctl.engine.model.decoder import Decoder
 from expertctl.engine.model.weights import load_base_weights
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from expertctl.package.model_config import ModelConfig, read_model_config
@@ -27,6 +30,7 @@ from tests.engine.conftest import (
     ReferenceModel,
     assert_same_logits,
     run_decoder,
+    stack_logits,
 )
 from tests.engine.random_experts import make_packed_plan, make_random_expert, make_torch_plan
 from tests.engine.reference_models import KERNEL_SHAPES
@@ -34,12 +38,13 @@ from tests.engine.reference_models import KERNEL_SHAPES
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28, 50, 1, 9, 33, 12, 4, 57, 21]
 
 
-def assert_exact(ours: torch.Tensor, oracle: ReferenceModel, ids: list[int]) -> None:
+def assert_exact(ours: AnyArray | torch.Tensor, oracle: ReferenceModel, ids: list[int]) -> None:
     """Compare scores of the last rows with transformers in float64.
 
     The bound is 1e-5 or three times what transformers itself loses in float32. On these weights it
     loses up to 1.1e-5, and we .7 to 2.4 times as much as it: which, depends on the draw alone.
     """
+    ours = torch.as_tensor(ours)
     with torch.inference_mode():
         model = deepcopy(oracle.model).double()
         model.set_experts_implementation("eager")  # the grouped product knows no float64
@@ -63,10 +68,10 @@ def scores(decoder: Any, ids: list[int], *, prefill: int, **options: Any) -> tor
     """Scores from the last prompt token on, [1 + decoded, vocab]."""
     cache = PagedKVCache(decoder.config, 40)
     deltas = options.pop("deltas", None)
-    rows = [decoder.prefill(ids[:prefill], cache, deltas, **options).logits.clone()]
-    rows += [decoder.decode(token, cache, deltas).logits.clone() for token in ids[prefill:]]
+    rows = [decoder.prefill(ids[:prefill], cache, deltas, **options).logits]
+    rows += [decoder.decode(token, cache, deltas).logits for token in ids[prefill:]]
     cache.check_integrity()
-    return torch.stack(rows)
+    return stack_logits(rows)
 
 
 @pytest.mark.parametrize(("arch", "config"), KERNEL_SHAPES)
@@ -119,7 +124,7 @@ def test_a_plan_changes_what_it_changes_in_the_torch_decoder(
     theirs += [decoder.decode(token, cache, deltas).logits for token in IDS[9:]]
     plan = make_packed_plan(decoder.config, experts)
     ours = scores(packed(reference, crew), IDS, prefill=9, deltas=plan)
-    lost = float((ours - torch.stack(theirs)).abs().max())
+    lost = float((ours - stack_logits(theirs)).abs().max())
     assert lost <= 2 * TOLERANCE, "either may be 1e-5 away from what is exact"
 
 
@@ -148,7 +153,7 @@ def test_a_soft_prompt_stands_before_the_first_token(
     qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
     torch_decoder = qwen3.load_decoder()
-    soft = torch.randn(7, 48, generator=torch.Generator().manual_seed(2)) * 0.3
+    soft = torch.randn(7, 48, generator=torch.Generator().manual_seed(2)).numpy() * 0.3
     cache = KVCache(torch_decoder.config, 40)
     theirs = torch_decoder.prefill(IDS[:9], cache, soft_prompt=soft).logits
     for chunk in (4, 16):
@@ -212,7 +217,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_read(
     with pytest.raises(IncompatibleError, match=r"layers\.3"):
         decoder.decode(3, cache, plan)
     with pytest.raises(IncompatibleError):
-        decoder.prefill(IDS[:3], cache, soft_prompt=torch.zeros(2, 47))
+        decoder.prefill(IDS[:3], cache, soft_prompt=np.zeros((2, 47), np.float32))
     assert cache.length == 0
     decoder.prefill(IDS[:8], cache)
     with pytest.raises(BudgetError):
@@ -273,7 +278,7 @@ def test_what_loras_add_is_told_apart_from_the_base_while_it_is_timed(
     for place, token in enumerate(IDS[9:]):
         with decoder.time_layers(times) if place % 2 else nullcontext():
             rows.append(decoder.decode(token, cache, plan).logits)
-    assert torch.equal(torch.stack(rows), unseen)
+    assert torch.equal(stack_logits(rows), unseen)
     own = [f"layers.{n}.{part}" for n in range(3) for part in ("attention", "mlp")]
     assert all(times.places[f"{place}.experts"] > 0 for place in own)
     assert {"reduce float32", "expand float32", "multiply float32"} < set(times.kinds)

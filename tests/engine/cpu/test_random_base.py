@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from expertctl.engine.cpu.base_loader import (
     WEIGHT_STD,
@@ -62,13 +61,13 @@ def test_it_runs_and_its_scores_are_numbers(scheme: Scheme) -> None:
     base, crew = create_random_base(replace(small_config(), tied=False), scheme), ThreadPool(1)
     try:
         decoder, cache = PackedDecoder(base, crew), PagedKVCache(base.config, 16)
-        read = decoder.prefill([5, 7, 11], cache).logits.clone()
+        read = decoder.prefill([5, 7, 11], cache).logits
         next_one = decoder.decode(13, cache).logits
     finally:
         crew.close()
-    assert torch.isfinite(read).all()
-    assert torch.isfinite(next_one).all()
-    assert float((read - next_one).abs().max()) > 0.01
+    assert np.isfinite(read).all()
+    assert np.isfinite(next_one).all()
+    assert np.abs(read - next_one).max() > 0.01
 
 
 @pytest.mark.parametrize("scheme", [Scheme.BFLOAT16, Scheme.INT4], ids=lambda one: one.value)

@@ -27,7 +27,12 @@ from expertctl.engine.memory.adapter_cache import AdapterCache, CacheRequest, Ti
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.model.decoder import Decoder
 from expertctl.errors import BudgetError
-from tests.engine.conftest import MakeReferenceModel, ReferenceModel, assert_same_logits
+from tests.engine.conftest import (
+    MakeReferenceModel,
+    ReferenceModel,
+    assert_same_logits,
+    stack_logits,
+)
 from tests.engine.kv.test_kv_cache import config
 from tests.engine.kv.test_kv_pool import common, marks
 
@@ -67,7 +72,7 @@ class SequenceCacheHarness:
             rows = [read.logits, *(self.decoder.decode(t, loan.cache).logits for t in answer)]
             loan.complete((*ids, *answer))
         self.check()
-        return loan.reused, torch.stack(rows)
+        return loan.reused, stack_logits(rows)
 
     def turn_with_others(self, ids: Sequence[int]) -> None:
         """Read a prompt while another text runs."""

@@ -5,14 +5,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
+from expertctl.engine.decoding import LayerTimer
 from expertctl.engine.kv.sequence_cache import KVCache
-from expertctl.engine.model.decoder import Decoder, LayerTimer, estimate_pass_bytes
+from expertctl.engine.model.decoder import Decoder, estimate_pass_bytes
 from expertctl.engine.model.functional import LinearDelta
 from expertctl.engine.model.weights import load_base_weights
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
@@ -24,6 +26,7 @@ from tests.engine.conftest import (
     assert_same_logits,
     build_reference_model,
     run_decoder,
+    stack_logits,
 )
 from tests.engine.reference_models import LLAMA3, TORCH_SHAPES, get_weight
 from tests.engine.reference_models import ROUTED_CLASSES as ROUTED_CLASSES
@@ -92,7 +95,7 @@ def test_two_sessions_may_take_turns(shared_oracle: ReferenceModel) -> None:
             if step < len(texts[session]):
                 rows[session].append(decoder.decode(texts[session][step], caches[session]).logits)
     for text, got in zip(texts, rows, strict=True):
-        assert_same_logits(torch.stack(got), shared_oracle.compute_logits(text)[4:])
+        assert_same_logits(stack_logits(got), shared_oracle.compute_logits(text)[4:])
 
 
 def test_a_cache_serves_again_after_a_reset(shared_oracle: ReferenceModel) -> None:
@@ -102,7 +105,7 @@ def test_a_cache_serves_again_after_a_reset(shared_oracle: ReferenceModel) -> No
         cache.reset()
         first = decoder.prefill(text[:5], cache).logits
         rest = [decoder.decode(token, cache).logits for token in text[5:]]
-        assert_same_logits(torch.stack([first, *rest]), shared_oracle.compute_logits(text)[4:])
+        assert_same_logits(stack_logits([first, *rest]), shared_oracle.compute_logits(text)[4:])
 
 
 def test_a_cache_taken_from_a_pool_holds_nothing_of_its_last_user(
@@ -125,7 +128,7 @@ def test_rows_beyond_the_length_are_never_read(shared_oracle: ReferenceModel) ->
     cache._values.fill_(torch.nan)
     rows = [decoder.prefill(IDS[:5], cache, chunk=2).logits]
     rows += [decoder.decode(token, cache).logits for token in IDS[5:8]]
-    assert_same_logits(torch.stack(rows), shared_oracle.compute_logits(IDS[:8])[4:])
+    assert_same_logits(stack_logits(rows), shared_oracle.compute_logits(IDS[:8])[4:])
     cache.check_integrity()
 
 
@@ -133,13 +136,13 @@ def test_results_say_what_was_done(shared_oracle: ReferenceModel) -> None:
     decoder = shared_oracle.load_decoder()
     cache = KVCache(decoder.config, 30)
     seen: list[int] = []
-    prefill = decoder.prefill(torch.tensor(IDS[:7]), cache, chunk=3, progress=seen.append)
+    prefill = decoder.prefill(IDS[:7], cache, chunk=3, progress=seen.append)
     decode = decoder.decode(1, cache)
     assert (prefill.tokens, decode.position, cache.length) == (7, 7, 8)
     assert seen == [3, 3, 1]
     assert prefill.ms > 0
     assert decode.ms > 0
-    assert prefill.logits.dtype == decode.logits.dtype == torch.float32
+    assert prefill.logits.dtype == decode.logits.dtype == np.float32
 
 
 def test_the_time_of_each_part_is_told_where_it_is_asked_for(shared_oracle: ReferenceModel) -> None:
@@ -278,7 +281,7 @@ def test_deltas_reach_every_linear_layer(
     rows = [decoder.prefill(IDS[:5], cache, deltas).logits]
     rows += [decoder.decode(token, cache, deltas).logits for token in IDS[5:8]]
     merged(model, deltas)
-    assert_same_logits(torch.stack(rows), model.compute_logits(IDS[:8])[4:])
+    assert_same_logits(stack_logits(rows), model.compute_logits(IDS[:8])[4:])
     assert_same_logits(run_decoder(decoder, IDS, prefill=9), plain[8:])
 
 
@@ -412,7 +415,7 @@ def test_a_cuda_device_gives_the_same_scores(shared_oracle: ReferenceModel) -> N
     cache = KVCache(config, 30, device="cuda")
     rows = [decoder.prefill(IDS[:9], cache, chunk=4).logits]
     rows += [decoder.decode(token, cache).logits for token in IDS[9:]]
-    difference = torch.stack(rows).cpu() - shared_oracle.compute_logits(IDS)[8:]
+    difference = stack_logits(rows) - shared_oracle.compute_logits(IDS)[8:]
     assert float(difference.abs().max()) <= 1e-4
 
 

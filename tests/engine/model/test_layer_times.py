@@ -1,6 +1,6 @@
 """Times by place and kind are sums, told for one pass."""
 
-from expertctl.engine.model.decoder import LayerTimer
+from expertctl.engine.decoding import LayerTimer
 
 
 def test_the_times_of_programs_add_up_by_place_and_by_kind() -> None:

@@ -19,7 +19,7 @@ from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.engine.model import cuda_graph_decoder
 from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder, GraphStepRow
 from expertctl.engine.model.cuda_graphs import CUDAGraphPool
-from tests.engine.conftest import MakeReferenceModel, assert_same_logits
+from tests.engine.conftest import MakeReferenceModel, assert_same_logits, stack_logits
 from tests.engine.model.test_cuda_graph_decoder import (
     alone,
     arena_of,
@@ -166,7 +166,7 @@ def test_steps_of_a_kind_that_is_left_behind_are_not_kept(
     assert decoder.graphs.captured > 2
     cache, plain = KVCache(decoder.config, 60), model.load_decoder()
     theirs = [plain.decode(token % 50, cache).logits for token in range(40)]
-    assert_same_logits(torch.stack(found), torch.stack(theirs))
+    assert_same_logits(stack_logits(found), stack_logits(theirs))
 
 
 def test_after_a_capture_that_failed_the_next_one_begins_with_another_pool(device: Device) -> None:

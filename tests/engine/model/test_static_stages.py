@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from expertctl.engine.base_files import is_routed_expert
+from expertctl.engine.decoding import LayerTimer
 from expertctl.engine.model import cuda_graph_decoder
 from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder, GraphStepRow
 from expertctl.engine.model.cuda_graphs import PiecewiseStep, estimate_permanent_bytes
-from expertctl.engine.model.decoder import LayerTimer
 from expertctl.engine.model.functional import Deltas
 from expertctl.errors import InvalidPackageError
 from tests.engine.conftest import (
@@ -18,6 +18,7 @@ from tests.engine.conftest import (
     assert_same_logits,
     build_reference_model,
     run_decoder,
+    stack_logits,
 )
 from tests.engine.model.test_static_graphs import Device, device
 from tests.engine.moe.stacked_models import compute_scores, load_stacked_decoder, make_kv_cache
@@ -88,7 +89,7 @@ def batch(decoder: CudaGraphDecoder, plans: list[Deltas]) -> torch.Tensor:
     for turn in range(6):
         texts = enumerate(zip(rows, plans, strict=True))
         found.append(decoder.step([GraphStepRow((7 * n + turn) % 61, r, p) for n, (r, p) in texts]))
-    return torch.stack(found)
+    return stack_logits(found)
 
 
 def compute_batch_reference(model: ReferenceModel, number: int, plan: Deltas) -> torch.Tensor:

@@ -16,7 +16,7 @@ from expertctl.engine.moe.expert_stack import StackShape
 from expertctl.engine.moe.stacked_experts import StackedExperts, open_stacked_experts
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import ModelConfig, read_model_config
-from tests.engine.conftest import ReferenceModel
+from tests.engine.conftest import ReferenceModel, stack_logits
 
 CPU = torch.device("cpu")
 
@@ -75,7 +75,7 @@ def compute_scores(
 ) -> Tensor:
     """Scores from the last prompt token on, [1 + decoded, vocab]."""
     row, plan = make_kv_cache(decoder).get_row(0), deltas or {}
-    found = [decoder.prefill(ids[:prefill], row, plan, **options).logits.cpu()]
+    found = [decoder.prefill(ids[:prefill], row, plan, **options).logits]
     found += [decoder.decode(token, row, plan).logits for token in ids[prefill:]]
     row.check_integrity()
-    return torch.stack(found)
+    return stack_logits(found)

@@ -22,7 +22,12 @@ from expertctl.errors import IncompatibleError
 from expertctl.package.adapter_files import read_adapter
 from expertctl.package.compatibility import check_tensors
 from expertctl.package.model_config import read_model_config
-from tests.engine.conftest import MakeReferenceModel, ReferenceModel, assert_same_logits
+from tests.engine.conftest import (
+    MakeReferenceModel,
+    ReferenceModel,
+    assert_same_logits,
+    stack_logits,
+)
 from tests.engine.cpu.test_decoder import assert_exact
 from tests.engine.package_fixtures import load_adapters
 from tests.engine.random_experts import make_plan_form
@@ -59,7 +64,7 @@ def scores(decoder: Decoder, *directories: Path) -> torch.Tensor:
     cache = KVCache(decoder.config, len(IDS) + 3)
     rows = [decoder.prefill(IDS[:7], cache, deltas, chunk=5).logits]
     rows += [decoder.decode(token, cache, deltas).logits for token in IDS[7:]]
-    return torch.stack(rows)
+    return stack_logits(rows)
 
 
 def assert_equals_merged(model: ReferenceModel, decoder: Decoder, directory: Path) -> None:

@@ -18,7 +18,12 @@ from expertctl.engine.model.functional import LoraTensors
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.schema.strict_json import load_object
-from tests.engine.conftest import MakeReferenceModel, ReferenceModel, assert_same_logits
+from tests.engine.conftest import (
+    MakeReferenceModel,
+    ReferenceModel,
+    assert_same_logits,
+    stack_logits,
+)
 from tests.engine.cpu.test_decoder import assert_exact
 from tests.engine.cpu.test_decoder import scores as scores_of
 from tests.engine.moe.test_packed_experts import fitting, whole
@@ -81,7 +86,7 @@ def by_torch(model: ReferenceModel, adapter: LoadedAdapter) -> Tensor:
     cache = KVCache(decoder.config, 20)
     rows = [decoder.prefill(IDS[:7], cache, deltas).logits]
     rows += [decoder.decode(token, cache, deltas).logits for token in IDS[7:]]
-    return torch.stack(rows)
+    return stack_logits(rows)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -30,6 +30,7 @@ from tests.engine.conftest import (
     ReferenceModel,
     assert_same_logits,
     build_reference_model,
+    stack_logits,
 )
 from tests.engine.moe.fakes import install_fake_device, record_row_accesses
 from tests.engine.moe.stacked_models import compute_scores, load_stacked_decoder, make_kv_cache
@@ -79,7 +80,7 @@ def test_slots_that_change_all_the_time_change_no_bit(olmoe: ReferenceModel) -> 
             experts.check_integrity()
             if experts.cache is not None:
                 assert experts.cache.activity().swaps > 5
-        return [int(each.argmax()) for each in found], torch.stack(found)
+        return [int(each.argmax()) for each in found], stack_logits(found)
 
     tokens, whole = answer(None)
     again, swapped = answer(2)

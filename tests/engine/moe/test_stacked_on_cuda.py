@@ -217,7 +217,7 @@ def test_where_all_are_there_as_many_are_counted_as_where_some_are_missing(
 
 def test_a_step_allocates_nothing_on_the_device(model: ReferenceModel) -> None:
     with load_stacked_decoder(model, slots=1, device=CUDA) as (decoder, _):
-        row, out = make_kv_cache(decoder, capacity=100).get_row(0), torch.empty(1, 61)
+        row, out = make_kv_cache(decoder, capacity=100).get_row(0), np.empty((1, 61), np.float32)
 
         def step(turn: int) -> None:
             decoder.step([GraphStepRow(turn % 61, row)], out=out)

@@ -6,12 +6,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
+from expertctl.engine.arrays import AnyArray
+from expertctl.engine.decoding import PREFILL_CHUNK, DecodeResult, PrefillResult
 from expertctl.engine.generation import DecodeSession, OutputWriter
 from expertctl.engine.kv.kv_cache import KVCacheBase
-from expertctl.engine.model.decoder import PREFILL_CHUNK, DecodeResult, PrefillResult
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.request import (
     FIRST_CHUNK,
@@ -58,8 +59,8 @@ class Alphabet:
     broken: bool = False
     ids: list[int] = field(default_factory=list)
 
-    def scores(self) -> torch.Tensor:
-        logits = torch.zeros(300)
+    def scores(self) -> AnyArray:
+        logits = np.zeros(300, np.float32)
         logits[A + (self.ids[-1] + 1 - A) % 26] = float("nan") if self.broken else 1.0
         return logits
 
@@ -101,13 +102,13 @@ class ScriptedModel:
             self.clock.now += seconds / self.prefill_parts
         return reading.read(ids)
 
-    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> torch.Tensor:
+    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> AnyArray:
         self.steps.append([reading.name for reading, _ in texts])  # type: ignore[attr-defined]
         self.clock.now += self.step_seconds
         self.stepped_at.append(self.clock.now)
         if self.error is not None:
             raise self.error
-        return torch.stack([reading.decode(token).logits for reading, token in texts])
+        return np.stack([reading.decode(token).logits for reading, token in texts])
 
 
 @dataclass
