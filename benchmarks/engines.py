@@ -68,6 +68,7 @@ class _OurDenseEngine:
         from expertctl.engine.kernels.microbenchmarks import MemoryReadBenchmark
         from expertctl.engine.kernels.thread_pool import ThreadPool
         from expertctl.engine.kv.block_pool import PagedKVCache
+        from expertctl.engine.kv.page_layout import InterleavedPages
 
         self._crews = {count: ThreadPool(count) for count in threads}
         for crew in self._crews.values():
@@ -76,7 +77,7 @@ class _OurDenseEngine:
         self._decoders = {n: PackedDecoder(base, crew) for n, crew in self._crews.items()}
         exact = scheme is Scheme.FLOAT32  # pages are those of `run`
         numbers = Scheme.FLOAT32 if exact else Scheme.FLOAT16
-        self._cache = PagedKVCache(base.config, CONTEXT, numbers=numbers)
+        self._cache = PagedKVCache(base.config, CONTEXT, layout=InterleavedPages(numbers))
         self._reading = MemoryReadBenchmark(list_matrices(base))
         self._vocabulary = base.config.vocab_size
         self.weight_bytes = decode_bytes_per_token(base)

@@ -26,6 +26,7 @@ from expertctl.engine.cpu.packed_base import PackedBase, make_expert_shape
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
+from expertctl.engine.kv.page_layout import InterleavedPages
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import CopiedExperts, ExpertReader
 from expertctl.engine.moe.expert_memory import ExpertMemory, HostBlockStorage
@@ -189,7 +190,7 @@ class RoutedDecoder:
         self.decoder = PackedDecoder(base, crew, experts=experts)
         exact = base.scheme is Scheme.FLOAT32
         numbers = Scheme.FLOAT32 if exact else Scheme.FLOAT16  # those of `run`
-        self._cache = PagedKVCache(base.config, CONTEXT, numbers=numbers)
+        self._cache = PagedKVCache(base.config, CONTEXT, layout=InterleavedPages(numbers))
         self._base, self._next, self._tokens = base, 0, tokens
 
     @property

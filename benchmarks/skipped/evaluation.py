@@ -221,7 +221,7 @@ class _EvaluatedDecoder:
         return losses, right
 
     def _make_kv_cache(self) -> PagedKVCache:
-        return PagedKVCache(self._decoder.config, LENGTH, numbers=Scheme.FLOAT32)
+        return PagedKVCache(self._decoder.config, LENGTH)
 
     def _activity(self) -> ExpertActivity:
         return NO_ACTIVITY if self._experts is None else self._experts.activity()

@@ -45,4 +45,5 @@ def aligned_zeros(shape: int | tuple[int, ...], dtype: Any) -> AnyArray:
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(count + VECTOR_BYTES, np.uint8)
     start = -raw.ctypes.data % VECTOR_BYTES
-    return raw[start : start + count].view(dtype).reshape(shape)
+    found: AnyArray = raw[start : start + count].view(dtype).reshape(shape)
+    return found

@@ -16,7 +16,7 @@ from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.decoding import LayerTimer, PrefillResult
 from expertctl.engine.generation import DecodeSession
-from expertctl.engine.kv.sequence_cache import KVAllocation, KVCacheBase, KVRequest
+from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import Counters, RoutedExpertStats

@@ -26,7 +26,8 @@ from expertctl.engine.kernels.microbenchmarks import MemoryReadBenchmark, PeakAr
 from expertctl.engine.kernels.packed_format import LANES, PackedDeltas, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
 from expertctl.engine.kernels.thread_pool import ThreadPool
-from expertctl.engine.kv.block_pool import PagedKVCache, estimate_pages_bytes
+from expertctl.engine.kv.block_pool import PagedKVCache
+from expertctl.engine.kv.page_layout import InterleavedPages, PageLayout, estimate_pages_bytes
 from expertctl.engine.memory.host import allocate, count_usable_cores
 from expertctl.package.model_config import ModelConfig
 
@@ -85,11 +86,11 @@ def list_thread_counts() -> tuple[int, ...]:
 
 
 def bench_kv_bytes(
-    config: ModelConfig, settings: BenchSettings, *, numbers: Scheme, virtual: int = 0
+    config: ModelConfig, settings: BenchSettings, *, layout: PageLayout, virtual: int = 0
 ) -> int:
     """Return the bytes of the keys and values of both sequences of a bench."""
     texts = (settings.context + settings.tokens, max(settings.prompts, default=0))
-    return sum(estimate_pages_bytes(config, virtual + text, numbers) for text in texts)
+    return sum(estimate_pages_bytes(config, virtual + text, layout) for text in texts)
 
 
 def bench_buffer_bytes(
@@ -259,7 +260,8 @@ class _BenchSession:
 
 @contextmanager
 def _open_session(subject: BenchSubject, settings: BenchSettings) -> Iterator[_BenchSession]:
-    base, virtual, numbers = subject.base, subject.virtual_tokens, subject.kv_scheme
+    base, virtual = subject.base, subject.virtual_tokens
+    layout = InterleavedPages(subject.kv_scheme)
     with ExitStack() as stack:
         pools = {count: ThreadPool(count) for count in settings.threads}
         for pool in pools.values():
@@ -272,10 +274,10 @@ def _open_session(subject: BenchSubject, settings: BenchSettings) -> Iterator[_B
             arithmetic={n: PeakArithmetic(base.scheme, workers=n) for n in settings.threads},
             reading=MemoryReadBenchmark(_matrices_to_read(base)),
             decode_cache=PagedKVCache(
-                base.config, virtual + settings.context + settings.tokens, numbers=numbers
+                base.config, virtual + settings.context + settings.tokens, layout=layout
             ),
             prefill_cache=PagedKVCache(
-                base.config, virtual + max(settings.prompts, default=0), numbers=numbers
+                base.config, virtual + max(settings.prompts, default=0), layout=layout
             ),
             scores=np.empty(base.config.vocab_size, np.float32),
         )

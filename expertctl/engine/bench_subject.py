@@ -132,9 +132,10 @@ def open_random_subject(
         MemoryBudget(find_default_budget() if budget is None else budget),
     )
     config = backend.config
-    numbers, passing = backend.kv_scheme, bench_buffer_bytes(config, backend.scheme, settings)
+    passing = bench_buffer_bytes(config, backend.scheme, settings)
     _check_context_length(config, settings)
-    kv, what = bench_kv_bytes(config, settings, numbers=numbers), f"a base like {shape} in {dtype}"
+    kv = bench_kv_bytes(config, settings, layout=backend.page_layout)
+    what = f"a base like {shape} in {dtype}"
     with (
         limit.reserve_during("base", backend.weight_bytes, what=what),
         limit.reserve_during("kv", kv, what="keys and values"),
@@ -144,7 +145,7 @@ def open_random_subject(
         use_kernel_cache(home, notify=notify)
         base = create_random_base(config, backend.scheme, progress=progress)
         what = f"random weights in the shape of {shape}"
-        yield BenchSubject(description=what, base=base, kv_scheme=numbers)
+        yield BenchSubject(description=what, base=base, kv_scheme=backend.kv_scheme)
 
 
 def _check_unused(size: int, *, what: str) -> None:
@@ -191,7 +192,7 @@ def open_installed_subject(
         subject, backend = _extract_subject(context)
         model, virtual, plan = backend.config, subject.virtual_tokens, subject.plan
         _check_context_length(model, settings, virtual=virtual)
-        kv = bench_kv_bytes(model, settings, numbers=backend.kv_scheme, virtual=virtual)
+        kv = bench_kv_bytes(model, settings, layout=backend.page_layout, virtual=virtual)
         passing = bench_buffer_bytes(model, backend.scheme, settings, plan=plan)
         with (
             engine.tiers.reserve_during(Tier.DEVICE, "kv", kv, what="keys and values"),

@@ -18,7 +18,7 @@ import numpy as np
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.decoding import DecodeResult, PrefillResult
-from expertctl.engine.kv.sequence_cache import KVCacheBase, rewind_on_error
+from expertctl.engine.kv.kv_cache import KVCacheBase, rewind_on_error
 from expertctl.engine.sampling import (
     REPETITION_WINDOW,
     Mask,

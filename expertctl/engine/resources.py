@@ -28,7 +28,7 @@ from expertctl.engine.generation import (
     generate_text,
     stop_when_cancelled,
 )
-from expertctl.engine.kv.sequence_cache import KVAllocation, KVCacheBase, KVRequest
+from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest
 from expertctl.engine.memory.adapter_cache import AdapterCache, AdapterPrefetcher, Tier
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.model.load_plan import BaseSlot, OpenBase

@@ -18,6 +18,7 @@ from expertctl.engine.bench_result import CACHE_BYTES
 from expertctl.engine.cpu.base_loader import create_random_base, decode_bytes_per_token
 from expertctl.engine.cpu.program_cache import estimate_buffer_bytes
 from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kv.page_layout import InterleavedPages
 from expertctl.engine.memory.host import count_usable_cores
 from expertctl.package.model_config import read_model_config
 from tests.benchmarks.test_gguf import small_config
@@ -89,7 +90,7 @@ def test_what_it_takes_is_known_before() -> None:
     tokens = (16, 16)  # pages of sixteen: 5 + 3 tokens, and 9
     for numbers, size in ((Scheme.FLOAT32, 4), (Scheme.FLOAT16, 2)):
         expected = sum(config.count_kv_bytes(n, itemsize=size) for n in tokens)
-        assert bench_kv_bytes(config, WANTED, numbers=numbers) == expected
+        assert bench_kv_bytes(config, WANTED, layout=InterleavedPages(numbers)) == expected
     two = bench_buffer_bytes(config, Scheme.INT8, WANTED)
     one = bench_buffer_bytes(config, Scheme.INT8, BenchSettings(threads=(2,)))
     assert two - one == estimate_buffer_bytes(config, Scheme.INT8, tokens=1)

@@ -11,6 +11,7 @@ from expertctl.engine.cpu.packed_base import pack_base
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
+from expertctl.engine.kv.page_layout import InterleavedPages
 from expertctl.engine.model.weights import load_base_weights
 from expertctl.package.model_config import read_model_config
 from tests.factories import write_base
@@ -35,7 +36,7 @@ def test_bits_depend_neither_on_stretches_nor_on_who_wrote_a_token_nor_on_worker
         crew = ThreadPool(workers)
         decoder, cache = (
             PackedDecoder(base, crew, chunk=chunk),
-            PagedKVCache(config, 80, numbers=numbers),
+            PagedKVCache(config, 80, layout=InterleavedPages(numbers)),
         )
         scores = decoder.prefill(IDS[:prompt], cache).logits
         for token in IDS[prompt:]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from expertctl.engine import local_engine, resources
-from expertctl.engine.kv import block_pool, radix_cache, sequence_cache
+from expertctl.engine.kv import block_pool, kv_cache, radix_cache, sequence_cache
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.memory import adapter_cache, budget
 from expertctl.engine.model import load_plan
@@ -26,7 +26,7 @@ __all__ = ["fast", "home", "house", "shop"]
 
 BOOKS: list[ModuleType] = [
     *(budget, budget, adapter_cache, adapter_cache, load_plan, resources),
-    *(sequence_cache, block_pool, block_pool, radix_cache, local_engine),
+    *(kv_cache, sequence_cache, block_pool, block_pool, radix_cache, local_engine),
 ]
 FILES = {module.__file__ for module in BOOKS}
 SECONDS = 60

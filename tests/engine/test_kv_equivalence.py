@@ -22,7 +22,8 @@ from expertctl.engine.cpu.packed_base import pack_base
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache
-from expertctl.engine.kv.sequence_cache import KVRequest
+from expertctl.engine.kv.kv_cache import KVRequest
+from expertctl.engine.kv.page_layout import InterleavedPages
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.model.weights import load_base_weights
@@ -65,7 +66,7 @@ class PooledDecoder:
         self.decoder = PackedDecoder(base, crew, chunk=chunk)
         self.budget = MemoryBudget(1 << 24)
         self.tiers = AdapterCache(ram=self.budget, device=self.budget)
-        self.pool = BlockPool(self.tiers, numbers=numbers)
+        self.pool = BlockPool(self.tiers, layout=InterleavedPages(numbers))
 
     def wanted(self, ids: Sequence[int], **options: Any) -> KVRequest:
         values: dict[str, Any] = {"cache_key": "chat", "virtual_tokens": 0, "room": 21, **options}

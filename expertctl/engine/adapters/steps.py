@@ -63,7 +63,7 @@ class LoraTensors:
     @property
     def rank(self) -> int:
         """Rank of the LoRA."""
-        return self.a.shape[0]
+        return len(self.a)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,7 @@ class DoraTensors:
     @property
     def rank(self) -> int:
         """Rank of the LoRA part."""
-        return self.a.shape[0]
+        return len(self.a)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,12 +125,12 @@ def compute_dora_scales(weight: FloatArray, dora: DoraTensors, *, what: str) -> 
 
 def dora_scale_scratch_bytes(dora: DoraTensors) -> int:
     """Return the maximum bytes that `compute_dora_scales` needs besides its result."""
-    rows, rank, inputs = _rows_per_step(dora), dora.rank, dora.a.shape[1]
+    rows, rank, inputs = _rows_per_step(dora), dora.rank, int(dora.a.shape[1])
     return _FLOAT_BYTES * (3 * rows * inputs + rank * (2 * inputs + 2 * rows))
 
 
 def _rows_per_step(dora: DoraTensors) -> int:
-    return max(1, min(SCRATCH // (_FLOAT_BYTES * dora.a.shape[1]), len(dora.b)))
+    return max(1, min(SCRATCH // (_FLOAT_BYTES * int(dora.a.shape[1])), len(dora.b)))
 
 
 def _check_scales(found: AnyArray, what: str) -> AnyArray:

@@ -34,8 +34,9 @@ from expertctl.engine.generation import DecoderSession, DecodeSession
 from expertctl.engine.kernels.jit import use_kernel_cache
 from expertctl.engine.kernels.packed_format import PlanPacking, Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
-from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache, estimate_pages_bytes
-from expertctl.engine.kv.sequence_cache import KVCacheBase
+from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache
+from expertctl.engine.kv.kv_cache import KVCacheBase
+from expertctl.engine.kv.page_layout import InterleavedPages, estimate_pages_bytes
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.moe.cache_plan import (
@@ -85,6 +86,11 @@ class PackedBackend:
     def kv_scheme(self) -> Scheme:
         """Scheme of keys and values: float16 unless the weights are float32."""
         return Scheme.FLOAT32 if self.scheme is Scheme.FLOAT32 else Scheme.FLOAT16
+
+    @property
+    def page_layout(self) -> InterleavedPages:
+        """Layout of its KV pages."""
+        return InterleavedPages(self.kv_scheme)
 
     @classmethod
     def choose(cls, config: ModelConfig, load_config: LoadConfig) -> "PackedBackend":
@@ -176,7 +182,7 @@ class PackedBackend:
 
     def kv_bytes(self, tokens: int) -> int:
         """Return the bytes of the keys and values of this many tokens, in whole pages."""
-        return estimate_pages_bytes(self.config, tokens, self.kv_scheme)
+        return estimate_pages_bytes(self.config, tokens, self.page_layout)
 
     def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
         """Return the bytes that a pass needs on top of weights and KV cache.
@@ -203,7 +209,7 @@ class PackedBackend:
     @property
     def kv_layout(self) -> str:
         """Equal for backends that can share a KV store: pages of the same scheme."""
-        return f"pages of {self.kv_scheme.value}"
+        return self.page_layout.name
 
     def use_threads(self, count: int) -> AbstractContextManager[None]:
         """Leave the processor to the kernels, which have their own threads."""
@@ -213,7 +219,7 @@ class PackedBackend:
 
     def create_kv_store(self, tiers: AdapterCache, *, kept_limit: int | None = None) -> BlockPool:
         """Return the owner of KV pages."""
-        return BlockPool(tiers, numbers=self.kv_scheme, cached_limit=kept_limit)
+        return BlockPool(tiers, layout=self.page_layout, cached_limit=kept_limit)
 
     def load(self, context: LoadContext, *, progress: Progress = ignore_progress) -> "PackedModel":
         """Read and pack the weights, or read their quantised copy.

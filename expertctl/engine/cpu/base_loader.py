@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from expertctl.digest import Digest, Progress, ignore_progress
-from expertctl.engine.arrays import AnyArray, widen
+from expertctl.engine.arrays import AnyArray
+from expertctl.engine.base_files import check_tied_head, list_rounding_warnings
 from expertctl.engine.cpu.packed_base import (
     PackedBase,
     allocate_base,
@@ -22,7 +23,6 @@ from expertctl.engine.cpu.packed_base import (
     packed_base_bytes,
 )
 from expertctl.engine.cpu.tensor_packing import (
-    iter_row_portions,
     pack_slices,
     packing_thread_bytes,
     packing_thread_count,
@@ -31,12 +31,11 @@ from expertctl.engine.cpu.tensor_packing import (
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
 from expertctl.engine.memory.host import allocate
-from expertctl.engine.model.weights import list_rounding_warnings, make_tied_head_error
 from expertctl.engine.moe.expert_files import ExpertStream, compute_copy_shape
 from expertctl.engine_config import MoeColdOption
 from expertctl.package.base_model import compute_weights_digest
 from expertctl.package.base_tensors import StoredTensor, read_base_tensors
-from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
+from expertctl.package.model_config import HEAD_TENSOR, ModelConfig
 from expertctl.store.quantised_cache import QuantisedCache
 from expertctl.store.quantised_file import QuantisedPiece, iterate_pieces
 
@@ -141,7 +140,7 @@ def load_packed_base(
     memory = allocate(packed_base_bytes(config, scheme, experts=experts))
     base = allocate_base(config, scheme, memory, experts=experts)
     if config.tied and HEAD_TENSOR in stored:
-        _check_tied_head(directory, stored)
+        check_tied_head(directory, stored)
     warnings = _rounding_warnings([stored[name] for name in config.tensor_shapes()], scheme)
     is_kept = scheme.layout.is_grouped if experts else uses_quantised_copy(scheme, cold=cold)
     kept = copies if is_kept else None
@@ -175,15 +174,6 @@ class _OnceProgress:
 def _rounding_warnings(stored: Sequence[StoredTensor], scheme: Scheme) -> tuple[str, ...]:
     """Warn about rounding that was not requested by name; int8 and int4 are always requested."""
     return () if scheme.layout.is_grouped else list_rounding_warnings(stored, scheme.value)
-
-
-def _check_tied_head(directory: Path, stored: Mapping[str, StoredTensor]) -> None:
-    """Check that a tied head stored in the files equals the embedding."""
-    tensors = (stored[EMBEDDING_TENSOR], stored[HEAD_TENSOR])
-    for pair in zip(*map(iter_row_portions, tensors), strict=True):
-        ours, other = map(widen, pair)
-        if not np.array_equal(ours, other):
-            raise make_tied_head_error(directory)
 
 
 def _read_files(

@@ -19,6 +19,7 @@ from expertctl.engine.cpu.packed_base import (
     PackedMlp,
     PackedRouting,
 )
+from expertctl.engine.cpu.rope import compute_inverse_frequencies
 from expertctl.engine.cpu.workspace import ItemCounts, ProgramVariant, RowRange, Workspace
 from expertctl.engine.kernels.jit import Program, ProgramBuilder
 from expertctl.engine.kernels.layer_operations import (
@@ -52,7 +53,6 @@ from expertctl.engine.kernels.paged_attention import (
     decode_attention_kernel,
     prefill_attention_kernel,
 )
-from expertctl.engine.model.functional import compute_inverse_frequencies
 from expertctl.engine.moe.routed_experts import RoutedExperts
 from expertctl.engine.moe.routed_operations import RoutedOperations
 from expertctl.package.model_config import ModelConfig
@@ -241,7 +241,7 @@ class _ProgramBuilder:
 
     def _add_rope(self) -> None:
         rope, room = self._base.config.rope, self._room
-        frequencies = np.ascontiguousarray(compute_inverse_frequencies(rope).numpy())
+        frequencies = compute_inverse_frequencies(rope)
         factor = np.array([rope.attention], np.float32)
         arguments = rope_table_arguments(
             positions=room.positions, frequencies=frequencies, factor=factor, out=room.rotations

@@ -44,13 +44,13 @@ from expertctl.engine.kernels.packed_format import (
     find_fused_projections,
     is_routed_module,
     list_routed_modules,
+    rows_per_portion,
 )
 from expertctl.engine.kernels.packed_matrix import (
     BlockAllocator,
     PackedMatrix,
     allocate_matrix,
     pack_rows,
-    rows_per_portion,
 )
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.model.functional import LinearDelta

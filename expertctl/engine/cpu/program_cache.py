@@ -34,6 +34,7 @@ from expertctl.engine.cpu.workspace import (
 from expertctl.engine.decoding import PREFILL_CHUNK
 from expertctl.engine.kernels.packed_format import PackedDeltas, Scheme
 from expertctl.engine.kv.block_pool import PagedKVCache
+from expertctl.engine.kv.page_layout import InterleavedPages
 from expertctl.engine.moe.routed_experts import RoutedExperts
 from expertctl.package.model_config import ModelConfig
 
@@ -228,8 +229,7 @@ class ProgramCache:
 
         ``together``: consecutive tokens of one sequence; ``fused`` as in `ProgramVariant`.
         """
-        numbers = caches[0].numbers
-        assert all(cache.numbers is numbers for cache in caches), "all KV pages have one scheme"
+        numbers = _get_page_scheme(caches)
         there = [plan for plan in plans if plan is not None]
         wanted = choose_variant(single_sequence=together, numbers=numbers, plans=there, fused=fused)
         program = self._programs.pop(wanted, None)
@@ -309,3 +309,11 @@ def _round_up_size(*, tokens: int, rows: int, chunk: int) -> tuple[int, int]:
     scored = 1 << (rows - 1).bit_length()
     wanted = 1 << (tokens - 1).bit_length()
     return max(wanted if tokens > chunk else min(wanted, chunk), scored), scored
+
+
+def _get_page_scheme(caches: Sequence[PagedKVCache]) -> Scheme:
+    """Return the scheme of the pages of all caches."""
+    layout = caches[0].layout
+    assert isinstance(layout, InterleavedPages), "kernels read no other pages"
+    assert all(cache.layout == layout for cache in caches), "all KV pages have one scheme"
+    return layout.numbers

@@ -1,7 +1,6 @@
 """Packing stored tensors into matrices in threads, and lossless compaction of bfloat16 experts.
 
-Files are read, not mapped, because mapped pages would count as memory of this process. Bytes that a
-copy is made of are hashed in the same memory from which they are packed.
+Bytes that a copy is made of are hashed in the same memory from which they are packed.
 """
 
 import hashlib
@@ -10,12 +9,12 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
-from typing import BinaryIO, cast
 
 import numpy as np
 
 from expertctl.digest import Progress
-from expertctl.engine.arrays import STORED_DTYPES, VECTOR_BYTES, AnyArray
+from expertctl.engine.arrays import VECTOR_BYTES, AnyArray
+from expertctl.engine.base_files import iter_row_portions
 from expertctl.engine.cpu.packed_base import TensorPlace, write_tensor
 from expertctl.engine.kernels.exponent_packing import (
     align_to_vector_bytes,
@@ -25,10 +24,9 @@ from expertctl.engine.kernels.exponent_packing import (
 )
 from expertctl.engine.kernels.memory import array_address, encode_operands
 from expertctl.engine.kernels.moe_gemm import compact_chunk_sizes
-from expertctl.engine.kernels.packed_format import Scheme
-from expertctl.engine.kernels.packed_matrix import ExpertShape, PackedMatrix, rows_per_portion
+from expertctl.engine.kernels.packed_format import Scheme, rows_per_portion
+from expertctl.engine.kernels.packed_matrix import ExpertShape, PackedMatrix
 from expertctl.engine.memory.host import count_usable_cores
-from expertctl.engine.model.weights import make_unreadable_error
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.store.quantised_file import ALIGNED
 
@@ -156,43 +154,6 @@ def slice_tensor(
         yield TensorRows(tensor, first, rows, place.row_slice(first, rows), hasher)
 
 
-def iter_row_portions(
-    tensor: StoredTensor, first: int = 0, rows: int | None = None
-) -> Iterator[AnyArray]:
-    """Yield rows of a stored tensor in portions, in a buffer that is reused.
-
-    Raises:
-        InvalidPackageError: if the file cannot be read to its end.
-    """
-    shape, dtype = tensor.info.shape, STORED_DTYPES[tensor.info.dtype]
-    columns = shape[1] if len(shape) > 1 else 1
-    rows, height = shape[0] if rows is None else rows, rows_per_portion(columns)
-    buffer = np.empty(min(rows, height) * columns, dtype)
-    try:
-        with tensor.open() as stream:
-            stream.seek(tensor.offset + first * columns * dtype.itemsize)
-            for begin in range(0, rows, height):
-                part = buffer[: min(height, rows - begin) * columns]
-                _read_into(part, stream)
-                yield part.reshape(-1, *shape[1:])
-    except OSError as error:
-        raise make_unreadable_error(tensor.path, error) from error
-
-
-def read_tensor(tensor: StoredTensor, numbers: AnyArray) -> None:
-    """Read the raw bytes of a stored tensor into an array of the same size.
-
-    Raises:
-        InvalidPackageError: if the file cannot be read to its end.
-    """
-    try:
-        with tensor.open() as stream:
-            stream.seek(tensor.offset)
-            _read_into(numbers, stream)
-    except OSError as error:
-        raise make_unreadable_error(tensor.path, error) from error
-
-
 def _pack_slice(stretch: TensorRows) -> None:
     place, done = stretch.place, 0
     for numbers in iter_row_portions(stretch.tensor, stretch.first, stretch.rows):
@@ -204,17 +165,3 @@ def _pack_slice(stretch: TensorRows) -> None:
         else:
             write_tensor(place[done : done + count], numbers)
         done += count
-
-
-def _read_into(numbers: AnyArray, stream: BinaryIO) -> None:
-    """Fill an array.
-
-    Raises:
-        OSError: if the file ends early.
-    """
-    left = numbers.data.cast("B")
-    while left:
-        count = cast(int, stream.readinto(left))  # type: ignore[attr-defined]  # of raw files
-        if not count:
-            raise OSError("it is cut short")
-        left = left[count:]

@@ -21,6 +21,8 @@ LANES = 16
 """Rows that are interleaved; the float32 numbers of a vector."""
 KV_PAGE_TOKENS = 16
 """Tokens per KV page."""
+_PORTION_NUMBERS = 1 << 17
+"""Numbers packed at once, so that intermediate data fits the cache of a core."""
 
 
 class Scheme(Enum):
@@ -75,6 +77,11 @@ _LAYOUTS = {  # columns, vector_bytes, row_bytes, zero_point, tile_tokens
 
 FLOAT_SCHEMES = frozenset({Scheme.FLOAT32, Scheme.FLOAT16})
 """Schemes whose GEMMs take float32 activations unchanged."""
+
+
+def rows_per_portion(columns: int) -> int:
+    """Return how many rows are read and packed at once, in whole blocks."""
+    return max(1, _PORTION_NUMBERS // max(1, columns) // LANES) * LANES
 
 
 AdapterDtype = Literal["published", "fp16", "int8"]

@@ -31,7 +31,7 @@ from expertctl.engine.kernels.memory import (
     uint16_view,
     uint32_view,
 )
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, Scheme
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, Scheme, rows_per_portion
 from expertctl.engine.kernels.quantisation import (
     activation_arguments,
     activation_kernel,
@@ -43,8 +43,6 @@ ArrayShape = int | tuple[int, ...]
 AllocateArray = Callable[[ArrayShape, Any], AnyArray]
 """Allocates vector-aligned memory of a shape and dtype, as `aligned_zeros` does."""
 _STORED = {Scheme.FLOAT32: np.float32, Scheme.FLOAT16: np.float16, Scheme.BFLOAT16: np.uint16}
-_AT_ONCE = 1 << 17
-"""Numbers packed at once, so that intermediate data fits the cache of a core."""
 _SIGN_BITS = 0x80808080
 """Flipping the sign bit of a signed byte adds 128 and makes it unsigned."""
 
@@ -106,11 +104,6 @@ def pack_rows(matrix: PackedMatrix, numbers: AnyArray) -> None:
             _pack_quantised_rows(widen(some), part)
         else:
             _pack_float_rows(_convert_floats(some, matrix.scheme), part)
-
-
-def rows_per_portion(columns: int) -> int:
-    """Return how many rows are packed at once, in whole blocks."""
-    return max(1, _AT_ONCE // max(1, columns) // LANES) * LANES
 
 
 def _iter_portions(

@@ -1,8 +1,8 @@
-"""Paged KV caches for the kernels, and `BlockPool`, the owner of all pages.
+"""Paged KV caches, and `BlockPool`, the owner of all pages.
 
-A page holds sixteen tokens in one block of memory, ``[layers][keys, values][kv_heads][head_dim *
-16]``, float32 or float16; a sequence has a list of the addresses of its pages. Rows at and beyond
-``length`` are never read. A sequence may start with fewer pages than its capacity and gets more as
+A page holds sixteen tokens in one block of memory, in the layout of the backend (`page_layout`); a
+sequence has a list of its pages and of their addresses. Rows at and beyond ``length`` are never
+read. A sequence may start with fewer pages than its capacity and gets more as
 it grows. Sequences with a common prefix may share their first complete pages; shared pages are
 never written again, so a sequence cannot rewind into them.
 
@@ -28,8 +28,14 @@ from functools import partial
 
 import numpy as np
 
-from expertctl.engine.arrays import aligned_zeros
-from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, LANES, Scheme
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS
+from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest, PrefixKey
+from expertctl.engine.kv.page_layout import (
+    FLOAT32_PAGES,
+    PageLayout,
+    count_pages,
+    estimate_pages_bytes,
+)
 from expertctl.engine.kv.radix_cache import (
     VIRTUAL,
     KVBlock,
@@ -38,24 +44,12 @@ from expertctl.engine.kv.radix_cache import (
     RadixCache,
     Tokens,
 )
-from expertctl.engine.kv.sequence_cache import KVAllocation, KVCacheBase, KVRequest, PrefixKey
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.errors import BudgetError
 from expertctl.package.model_config import ModelConfig
 
 PageCallback = Callable[[int], None]
 """Called with the bytes of pages before they are allocated; raises BudgetError."""
-
-
-def count_pages(tokens: int) -> int:
-    """Return the number of pages of so many tokens."""
-    return -(-tokens // KV_PAGE_TOKENS)
-
-
-def estimate_pages_bytes(config: ModelConfig, tokens: int, numbers: Scheme) -> int:
-    """Return the bytes of the pages of so many tokens."""
-    itemsize = numbers.layout.vector_bytes // LANES
-    return count_pages(tokens) * config.count_kv_bytes(KV_PAGE_TOKENS, itemsize=itemsize)
 
 
 def _ignore_growth(_: int) -> None:
@@ -70,23 +64,26 @@ class PagedKVCache(KVCacheBase):
         config: ModelConfig,
         capacity: int,
         *,
-        numbers: Scheme = Scheme.FLOAT32,
+        layout: PageLayout = FLOAT32_PAGES,
         shared: Sequence[Numbers] = (),
         initial_tokens: int | None = None,
         on_growth: PageCallback = _ignore_growth,
     ) -> None:
         """Allocate pages for ``initial_tokens``, by default all; the ``shared`` ones are full."""
         super().__init__(capacity)
-        self.numbers = numbers
+        self.config, self.layout = config, layout
         self.length = self._shared_tokens = len(shared) * KV_PAGE_TOKENS
-        self._shape = (config.layers, 2, config.kv_heads, config.head_dim * KV_PAGE_TOKENS)
-        self._page_bytes = estimate_pages_bytes(config, KV_PAGE_TOKENS, numbers)
         self._more = on_growth
         self._pages = list(shared)
         self._table = np.zeros(count_pages(capacity), np.int64)
         self._table[: len(shared)] = [page.ctypes.data for page in shared]
         tokens = capacity if initial_tokens is None else initial_tokens
         self._add_pages(count_pages(tokens) - len(shared))
+
+    @property
+    def pages(self) -> Sequence[Numbers]:
+        """Its pages, the shared ones first; valid until `ensure_capacity` or sharing."""
+        return self._pages
 
     @property
     def table(self) -> int:
@@ -107,7 +104,7 @@ class PagedKVCache(KVCacheBase):
         super().ensure_capacity(tokens)
         missing = count_pages(self.length + tokens) - len(self._pages)
         if missing > 0:
-            self._more(missing * self._page_bytes)
+            self._more(missing * self.layout.page_bytes(self.config))
             self._add_pages(missing)
 
     def use_shared_pages(self, pages: Sequence[Numbers]) -> None:
@@ -152,23 +149,14 @@ class PagedKVCache(KVCacheBase):
         there = self._table[: len(self._pages)]
         assert [page.ctypes.data for page in self._pages] == there.tolist()
         for number, page in enumerate(self._pages[: count_pages(self.length)]):
-            self._check_page(page, min(self.length - number * KV_PAGE_TOKENS, KV_PAGE_TOKENS))
+            filled = min(self.length - number * KV_PAGE_TOKENS, KV_PAGE_TOKENS)
+            self.layout.check_page(self.config, page, filled)
 
     def _add_pages(self, count: int) -> None:
         for place in range(len(self._pages), len(self._pages) + count):
-            page = aligned_zeros(self._page_bytes, np.uint8)
+            page = self.layout.allocate_page(self.config)
             self._table[place] = page.ctypes.data
             self._pages.append(page)
-
-    def _check_page(self, page: Numbers, filled: int) -> None:
-        kind = np.float16 if self.numbers is Scheme.FLOAT16 else np.float32
-        numbers = page.view(kind).reshape(self._shape)
-        keys = numbers[:, 0].reshape(*self._shape[:1], self._shape[2], -1, KV_PAGE_TOKENS)
-        values = numbers[:, 1].reshape(
-            *self._shape[:1], self._shape[2], -1, KV_PAGE_TOKENS, KV_PAGE_TOKENS
-        )
-        assert np.isfinite(keys[..., :filled]).all()
-        assert np.isfinite(values[..., :filled, :]).all()
 
 
 @dataclass(slots=True, eq=False)
@@ -191,14 +179,14 @@ class BlockPool:
         self,
         tiers: AdapterCache,
         *,
-        numbers: Scheme = Scheme.FLOAT32,
+        layout: PageLayout = FLOAT32_PAGES,
         cached_limit: int | None = None,
     ) -> None:
-        """Start empty; pages are in the device tier and hold ``numbers``.
+        """Start empty; pages are in the device tier and have one ``layout``.
 
         ``cached_limit`` limits the bytes of pages that no running sequence uses; None: no limit.
         """
-        self._tiers, self._numbers, self._kept_limit = tiers, numbers, cached_limit
+        self._tiers, self._layout, self._kept_limit = tiers, layout, cached_limit
         self._tree = RadixCache()
         self._sequences: list[_SequenceBlocks] = []
         tiers.register_reclaimable(
@@ -275,7 +263,7 @@ class BlockPool:
         pages = PagedKVCache(
             request.config,
             request.capacity,
-            numbers=self._numbers,
+            layout=self._layout,
             shared=shared,
             initial_tokens=request.initial_tokens,
             on_growth=partial(self._reserve_growth, sequence, request.description),
@@ -352,7 +340,7 @@ class BlockPool:
         """Reserve the bytes of the pages that a sequence does not share."""
         tokens = request.capacity if request.initial_tokens is None else request.initial_tokens
         tokens -= len(prefix_match.blocks) * KV_PAGE_TOKENS
-        size = estimate_pages_bytes(request.config, tokens, self._numbers)
+        size = estimate_pages_bytes(request.config, tokens, self._layout)
         self._tiers.reserve(Tier.DEVICE, "kv", size, what=request.description)
         sequence.nbytes = size
 

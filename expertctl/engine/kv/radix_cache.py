@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS
-from expertctl.engine.kv.sequence_cache import PrefixKey, count_common_prefix
+from expertctl.engine.kv.kv_cache import PrefixKey, count_common_prefix
 
 Numbers = np.ndarray[Any, Any]
 Tokens = tuple[int, ...]

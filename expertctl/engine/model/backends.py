@@ -15,11 +15,8 @@ from expertctl.engine.backend import BackendName, LoadContext
 from expertctl.engine.decoding import LayerTimer, PrefillResult
 from expertctl.engine.devices import use_torch_threads
 from expertctl.engine.generation import DecoderSession, DecodeSession, step_sequentially
-from expertctl.engine.kv.sequence_cache import (
-    KVCache,
-    KVCacheBase,
-    SequenceKVCache,
-)
+from expertctl.engine.kv.kv_cache import KVCacheBase
+from expertctl.engine.kv.sequence_cache import KVCache, SequenceKVCache
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.model.decoder import Decoder, estimate_pass_bytes
 from expertctl.engine.model.weights import BaseWeights, load_base_weights

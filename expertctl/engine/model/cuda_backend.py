@@ -14,14 +14,11 @@ from expertctl.digest import Progress, ignore_progress
 from expertctl.engine import devices
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
 from expertctl.engine.backend import BackendName, LoadConfig, LoadContext
+from expertctl.engine.base_files import is_routed_expert
 from expertctl.engine.devices import translate_device_errors
 from expertctl.engine.generation import DecoderSession, DecodeSession
-from expertctl.engine.kv.sequence_cache import (
-    KVCacheBase,
-    KVCacheFactory,
-    KVRequest,
-    SequenceKVCache,
-)
+from expertctl.engine.kv.kv_cache import KVCacheBase, KVRequest
+from expertctl.engine.kv.sequence_cache import KVCacheFactory, SequenceKVCache
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.model.backends import TorchBackend, TorchModel, parse_torch_dtype
 from expertctl.engine.model.cuda_graph_decoder import (
@@ -39,7 +36,7 @@ from expertctl.engine.model.cuda_graphs import (
     estimate_graph_memory,
     estimate_permanent_bytes,
 )
-from expertctl.engine.model.weights import is_routed_expert, load_base_weights
+from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.moe.cache_plan import (
     CachePlan,
     estimate_cache_metadata_bytes,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.arrays import AnyArray
+from expertctl.engine.base_files import is_routed_expert
 from expertctl.engine.decoding import (
     PREFILL_CHUNK,
     DecodeResult,
@@ -31,7 +32,7 @@ from expertctl.engine.decoding import (
     check_tokens,
 )
 from expertctl.engine.devices import translate_device_errors
-from expertctl.engine.kv.sequence_cache import rewind_on_error
+from expertctl.engine.kv.kv_cache import rewind_on_error
 from expertctl.engine.model.cuda_graph_step import (
     GraphedStep,
     StaticInputs,
@@ -51,7 +52,7 @@ from expertctl.engine.model.lora_slots import (
     merge_shapes,
     round_up_rank,
 )
-from expertctl.engine.model.weights import BaseWeights, is_routed_expert
+from expertctl.engine.model.weights import BaseWeights
 from expertctl.engine.moe.expert_stack import StackShape
 from expertctl.engine.moe.stacked_experts import StackedExperts
 from expertctl.engine.moe.stacked_mlp import (

@@ -23,7 +23,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from expertctl.engine.decoding import LayerTimer
-from expertctl.engine.kv.sequence_cache import KVCache, KVCacheBase
+from expertctl.engine.kv.kv_cache import KVCacheBase
+from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.engine.model.decoder import DecoderLayer, build_layers, build_output_layer
 from expertctl.engine.model.functional import FeedForward, Linear, apply_rope, compute_rope_table
 from expertctl.engine.model.lora_slots import LoRASlots, apply_stacked_lora

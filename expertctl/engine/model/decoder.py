@@ -17,6 +17,7 @@ from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.arrays import AnyArray
+from expertctl.engine.base_files import is_routed_expert
 from expertctl.engine.decoding import (
     PREFILL_CHUNK,
     DecodeResult,
@@ -41,7 +42,7 @@ from expertctl.engine.model.functional import (
     round_up_positions,
     scaled_dot_product_attention,
 )
-from expertctl.engine.model.weights import BaseWeights, is_routed_expert
+from expertctl.engine.model.weights import BaseWeights
 from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.routed_mlp import RoutedMlp, build_routed_mlp, estimate_routed_floats
 from expertctl.engine.text.prompt import LOGIT_ROWS, RecordLogits

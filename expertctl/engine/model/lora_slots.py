@@ -17,8 +17,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from expertctl.engine.base_files import is_routed_expert
 from expertctl.engine.model.functional import Deltas, Linear, LinearDelta, apply_linear
-from expertctl.engine.model.weights import is_routed_expert
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig
 

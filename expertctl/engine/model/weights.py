@@ -4,7 +4,7 @@ Files may be memory-mapped and are never written, and nothing changes a tensor a
 get the dtype of the run; norms and biases are always float32.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
-from expertctl.errors import IncompatibleError, InvalidPackageError
+from expertctl.engine.base_files import (
+    is_routed_expert,
+    list_rounding_warnings,
+    make_tied_head_error,
+    make_unreadable_error,
+)
 from expertctl.package.base_tensors import StoredTensor, read_base_tensors
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
-
-_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,32 +74,6 @@ def load_base_weights(
     name = str(dtype).removeprefix("torch.")
     warnings = list_rounding_warnings([stored[n] for n in config.tensor_shapes()], name)
     return BaseWeights(tensors, dtype, torch.device(device), warnings)
-
-
-def is_routed_expert(name: str) -> bool:
-    """Return whether a tensor or a module belongs to a routed expert."""
-    return ".mlp.experts." in name
-
-
-def list_rounding_warnings(stored: Iterable[StoredTensor], target: str) -> tuple[str, ...]:
-    """Warn about matrices that are rounded to a float type; float32 represents all of them."""
-    types = {_FLOATS[tensor.info.dtype] for tensor in stored if len(tensor.info.shape) == 2}
-    rounded = types - {target} if target != "float32" else set()
-    return tuple(f"base weights stored as {n} are rounded to {target}" for n in sorted(rounded))
-
-
-def make_tied_head_error(directory: Path) -> IncompatibleError:
-    """Return the error for a tied head that is also stored, with other values."""
-    return IncompatibleError(
-        f"{directory}: config.json ties the head to the embedding, but {HEAD_TENSOR} "
-        "differs from it",
-        hint="set tie_word_embeddings to false if the head is meant to be its own matrix",
-    )
-
-
-def make_unreadable_error(path: Path, error: Exception) -> InvalidPackageError:
-    """Return the error for a file that cannot be read completely."""
-    return InvalidPackageError(str(path), [f"not a readable safetensors file: {error}"])
 
 
 def _read(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,7 @@ from expertctl.engine.cpu.backend import PackedBackend
 from expertctl.engine.cpu.packed_base import make_expert_shape
 from expertctl.engine.generation import DecodeSession
 from expertctl.engine.kernels.jit import cpu_model_name
-from expertctl.engine.kv.sequence_cache import KVRequest
+from expertctl.engine.kv.kv_cache import KVRequest
 from expertctl.engine.memory.adapter_cache import Tier
 from expertctl.engine.memory.budget import MemoryBudget, find_budget_limit
 from expertctl.engine.memory.host import choose_thread_count, find_default_budget

@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from expertctl.engine.cpu.tensor_packing import iter_row_portions, read_tensor
+from expertctl.engine.base_files import iter_row_portions, read_tensor
 from expertctl.engine.devices import acquire_stream, translate_device_errors
 from expertctl.engine.model.functional import FeedForward, Linear
 from expertctl.engine.moe.expert_files import IsWanted

@@ -10,12 +10,12 @@ numbers, that of the shared expert last.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
+from expertctl.engine.cpu.plain_routed_mlp import SMALLEST_SUM, RoutingRule, build_routing_rule
 from expertctl.engine.model.functional import (
     Deltas,
     FeedForward,
@@ -30,22 +30,6 @@ from expertctl.package.model_config import (
     SHARED_EXPERT_MODULE,
     SHARED_GATE_MODULE,
 )
-
-Scoring = Literal["softmax", "sigmoid"]
-
-SMALLEST_SUM = 2.0**-14
-"""Smallest divisor of the weights: the smallest normal float16 number, 6.1035e-5."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingRule:
-    """How the logits of a router become experts and weights."""
-
-    used: int
-    scoring: Scoring = "softmax"
-    normalised: bool = False
-    """Whether the weights of a token are divided by their sum."""
-    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,13 +136,6 @@ def build_shared_expert(
         return None
     gate = make_linear(tensors, f"{layer}.{SHARED_GATE_MODULE}") if config.shared_gate else None
     return SharedExpert(make_feed_forward(tensors, f"{layer}.{SHARED_EXPERT_MODULE}"), gate)
-
-
-def build_routing_rule(config: ExpertsConfig) -> RoutingRule:
-    """Return the routing rule of a base."""
-    return RoutingRule(
-        used=config.used, scoring=config.scoring, normalised=config.normalised, scale=config.scale
-    )
 
 
 def estimate_routed_floats(config: ExpertsConfig, *, hidden: int) -> int:

@@ -13,7 +13,7 @@ from functools import partial
 from expertctl.engine.adapters.compile import BASE_ONLY
 from expertctl.engine.adapters.experts import open_local_expert
 from expertctl.engine.backend import RunnableModel, translate_errors
-from expertctl.engine.kv.sequence_cache import KVAllocation, KVCacheBase, KVRequest
+from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest
 from expertctl.engine.memory.adapter_cache import Tier
 from expertctl.engine.memory.budget import MemoryBudget, choose_kv_cache_limit, find_budget_limit
 from expertctl.engine.memory.host import (

@@ -29,7 +29,7 @@ from expertctl.engine.generation import (
     StopRules,
     measure_elapsed_ms,
 )
-from expertctl.engine.kv.sequence_cache import KVCacheBase
+from expertctl.engine.kv.kv_cache import KVCacheBase
 from expertctl.engine.preparation import PreparedRequest
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import BytesRead, RunResult

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from expertctl.engine.cpu.plain_routed_mlp import RoutingRule
 from expertctl.engine.kernels.moe_routing import (
     MIN_WEIGHT_SUM,
     NO_EXPERT,
@@ -22,7 +23,6 @@ from expertctl.engine.kernels.moe_routing import (
 )
 from expertctl.engine.moe import routed_mlp as plain_path
 from expertctl.engine.moe.routed_experts import redistribute_weights
-from expertctl.engine.moe.routed_mlp import RoutingRule
 from tests.engine.kernels.reference_gemm import make_random_numbers
 from tests.engine.kernels.reference_moe import FOREIGN_VALUE, make_random_choices
 

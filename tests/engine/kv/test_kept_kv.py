@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from expertctl.digest import Digest
+from expertctl.engine.kv.kv_cache import KVAllocation, KVRequest
 from expertctl.engine.kv.sequence_cache import (
     FLOAT32_CACHE,
-    KVAllocation,
     KVCache,
     KVCacheFactory,
-    KVRequest,
     SequenceKVCache,
 )
 from expertctl.engine.memory.adapter_cache import AdapterCache, CacheRequest, Tier

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
-from expertctl.engine.kv.block_pool import PagedKVCache, estimate_pages_bytes
+from expertctl.engine.kv.block_pool import PagedKVCache
+from expertctl.engine.kv.page_layout import (
+    FLOAT32_PAGES,
+    ROW_PAGES,
+    InterleavedPages,
+    PageLayout,
+    estimate_pages_bytes,
+)
 from expertctl.errors import BudgetError
 from expertctl.package.attention_config import RopeConfig
 from expertctl.package.model_config import ModelConfig
@@ -32,36 +39,43 @@ CONFIG = ModelConfig(
     tied=True,
 )
 PAGE_BYTES = 2 * 3 * 2 * 32 * 16 * 4  # keys and values, layers, KV heads, dim, tokens, float32
-KINDS = {Scheme.FLOAT32: np.float32, Scheme.FLOAT16: np.float16}
-BOTH = pytest.mark.parametrize("numbers", list(KINDS))
+LAYOUTS = [FLOAT32_PAGES, InterleavedPages(Scheme.FLOAT16), ROW_PAGES]
+EVERY_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 
 
-def rows_of(cache: PagedKVCache, place: int) -> "np.ndarray[Any, Any]":
-    """One page as [layers, keys or values, KV heads, numbers]."""
-    return cache._pages[place].view(KINDS[cache.numbers]).reshape(3, 2, 2, -1)
+def rows_of(cache: PagedKVCache, place: int) -> "tuple[np.ndarray[Any, Any], ...]":
+    """The keys [layers, KV heads, dims, tokens] and values [layers, KV heads, 2, tokens, 16]."""
+    page = cache.pages[place]
+    if isinstance(cache.layout, InterleavedPages):
+        half = cache.layout.numbers is Scheme.FLOAT16
+        numbers = page.view(np.float16 if half else np.float32).reshape(3, 2, 2, -1)
+        keys = numbers[:, 0].reshape(3, 2, 32, KV_PAGE_TOKENS)
+        return keys, numbers[:, 1].reshape(3, 2, 2, KV_PAGE_TOKENS, KV_PAGE_TOKENS)
+    values = page[:, 1].reshape(3, 2, KV_PAGE_TOKENS, 2, 16).swapaxes(2, 3)
+    return page[:, 0].swapaxes(2, 3), values
 
 
 def filled(
-    capacity: int, length: int, *, number: float = 1.0, numbers: Scheme = Scheme.FLOAT32
+    capacity: int, length: int, *, number: float = 1.0, layout: PageLayout = FLOAT32_PAGES
 ) -> PagedKVCache:
     """Pages of which every row up to ``length`` is a number, and every other is not one."""
-    cache = PagedKVCache(CONFIG, capacity, numbers=numbers)
+    cache = PagedKVCache(CONFIG, capacity, layout=layout)
     for place in range(len(cache._pages)):
-        rows = rows_of(cache, place)
-        rows[...] = np.nan
+        keys, values = rows_of(cache, place)
+        keys[...] = values[...] = np.nan
         there = max(min(length - place * KV_PAGE_TOKENS, KV_PAGE_TOKENS), 0)
-        rows[:, 0].reshape(3, 2, 32, KV_PAGE_TOKENS)[..., :there] = number
-        rows[:, 1].reshape(3, 2, 2, KV_PAGE_TOKENS, KV_PAGE_TOKENS)[..., :there, :] = number
+        keys[..., :there] = number
+        values[..., :there, :] = number
     cache.advance(length)
     return cache
 
 
 @pytest.mark.parametrize(("capacity", "pages"), [(1, 1), (16, 1), (17, 2), (40, 3)])
-@BOTH
-def test_memory_is_that_of_whole_pages(capacity: int, pages: int, numbers: Scheme) -> None:
-    cache = PagedKVCache(CONFIG, capacity, numbers=numbers)
-    size = pages * PAGE_BYTES // (2 if numbers is Scheme.FLOAT16 else 1)
-    assert cache.nbytes == estimate_pages_bytes(CONFIG, capacity, numbers) == size
+@EVERY_LAYOUT
+def test_memory_is_that_of_whole_pages(capacity: int, pages: int, layout: PageLayout) -> None:
+    cache = PagedKVCache(CONFIG, capacity, layout=layout)
+    size = pages * PAGE_BYTES // (2 if layout == InterleavedPages(Scheme.FLOAT16) else 1)
+    assert cache.nbytes == estimate_pages_bytes(CONFIG, capacity, layout) == size
     assert all(page.ctypes.data % 64 == 0 for page in cache._pages)
     cache.check_integrity()
 
@@ -83,25 +97,25 @@ def test_rewinding_keeps_the_beginning() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
-@BOTH
-def test_integrity_is_lost_with_one_number_of_a_filled_row(length: int, numbers: Scheme) -> None:
-    cache = filled(40, length, numbers=numbers)
+@EVERY_LAYOUT
+def test_integrity_is_lost_with_one_number_of_a_filled_row(length: int, layout: PageLayout) -> None:
+    cache = filled(40, length, layout=layout)
     cache.check_integrity()
-    page = rows_of(cache, (length - 1) // KV_PAGE_TOKENS)
+    keys, values = rows_of(cache, (length - 1) // KV_PAGE_TOKENS)
     slot = (length - 1) % KV_PAGE_TOKENS
-    page[2, 0].reshape(2, 32, KV_PAGE_TOKENS)[1, 31, slot] = np.inf
+    keys[2, 1, 31, slot] = np.inf
     with pytest.raises(AssertionError):
         cache.check_integrity()
-    page[2, 0].reshape(2, 32, KV_PAGE_TOKENS)[1, 31, slot] = 0
-    page[0, 1].reshape(2, 2, KV_PAGE_TOKENS, KV_PAGE_TOKENS)[0, 1, slot, 5] = np.nan
+    keys[2, 1, 31, slot] = 0
+    values[0, 0, 1, slot, 5] = np.nan
     with pytest.raises(AssertionError):
         cache.check_integrity()
 
 
-@BOTH
-def test_pages_that_are_shared_come_first_and_cost_nothing(numbers: Scheme) -> None:
-    first = filled(40, 33, number=3.0, numbers=numbers)
-    second = PagedKVCache(CONFIG, 50, numbers=numbers, shared=first._pages[:2])
+@EVERY_LAYOUT
+def test_pages_that_are_shared_come_first_and_cost_nothing(layout: PageLayout) -> None:
+    first = filled(40, 33, number=3.0, layout=layout)
+    second = PagedKVCache(CONFIG, 50, layout=layout, shared=first._pages[:2])
     assert (second.length, second.capacity) == (32, 50)
     assert second.nbytes == 2 * first.nbytes // 3
     second.check_integrity()
@@ -132,14 +146,17 @@ def test_a_text_may_begin_to_share_what_it_has_written_and_reads_it_elsewhere() 
         second.use_shared_pages(filled(60, 50).list_full_pages())
 
 
-def test_rows_of_a_page_are_copied_behind_those_that_are_shared() -> None:
-    first = filled(40, 33, number=3.0)
-    second = PagedKVCache(CONFIG, 50, shared=first._pages[:1])
+@EVERY_LAYOUT
+def test_rows_of_a_page_are_copied_behind_those_that_are_shared(layout: PageLayout) -> None:
+    first = filled(40, 33, number=3.0, layout=layout)
+    second = PagedKVCache(CONFIG, 50, layout=layout, shared=first._pages[:1])
     second.copy_rows(first._pages[1], 9)
     assert second.length == 25
     second.check_integrity()
     first._pages[1][...] = 0
-    assert (rows_of(second, 1) == 3).all()
+    keys, values = rows_of(second, 1)
+    assert (keys == 3).all()
+    assert (values == 3).all()
     with pytest.raises(BudgetError):
         PagedKVCache(CONFIG, 20, shared=first._pages[:1]).copy_rows(first._pages[1], 5)
 

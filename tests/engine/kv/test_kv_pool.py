@@ -19,8 +19,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from expertctl.digest import Digest
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
-from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache, estimate_pages_bytes
-from expertctl.engine.kv.sequence_cache import KVAllocation, KVRequest
+from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache
+from expertctl.engine.kv.kv_cache import KVAllocation, KVRequest
+from expertctl.engine.kv.page_layout import (
+    FLOAT32_PAGES,
+    ROW_PAGES,
+    InterleavedPages,
+    PageLayout,
+    estimate_pages_bytes,
+)
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.errors import BudgetError
@@ -28,7 +35,7 @@ from tests.engine.kv.test_kv_cache import config
 
 CONFIG = config(layers=2, kv_heads=2, head_dim=16)
 PLAN, OTHER_PLAN = Digest.compute(b"plan"), Digest.compute(b"other plan")
-BYTES = estimate_pages_bytes(CONFIG, KV_PAGE_TOKENS, Scheme.FLOAT32)
+BYTES = estimate_pages_bytes(CONFIG, KV_PAGE_TOKENS, FLOAT32_PAGES)
 """Bytes of a page."""
 TEXT = tuple(range(100, 140))
 """Two pages and a half."""
@@ -47,9 +54,9 @@ def write(cache: PagedKVCache, numbers: Sequence[int]) -> None:
     """Write the rows of the next tokens."""
     for number in numbers:
         cache.ensure_capacity(1)
-        page, slot = _page(cache, cache.length // KV_PAGE_TOKENS), cache.length % KV_PAGE_TOKENS
-        page[:, 0].reshape(2, 2, 16, KV_PAGE_TOKENS)[..., slot] = number
-        page[:, 1].reshape(2, 2, KV_PAGE_TOKENS, 16)[..., slot, :] = -number
+        keys, values = _rows(cache, cache.length)
+        keys[...] = number
+        values[...] = -number
         cache.advance(1)
 
 
@@ -57,9 +64,7 @@ def read(cache: PagedKVCache) -> list[int]:
     """Return the numbers of all rows; each row has one."""
     found = []
     for place in range(cache.length):
-        page, slot = _page(cache, place // KV_PAGE_TOKENS), place % KV_PAGE_TOKENS
-        keys = page[:, 0].reshape(2, 2, 16, KV_PAGE_TOKENS)[..., slot]
-        values = page[:, 1].reshape(2, 2, KV_PAGE_TOKENS, 16)[..., slot, :]
+        keys, values = _rows(cache, place)
         number = int(keys.flat[0])
         assert (keys == number).all()
         assert (values == -number).all()
@@ -67,21 +72,27 @@ def read(cache: PagedKVCache) -> list[int]:
     return found
 
 
-def _page(cache: PagedKVCache, place: int) -> "np.ndarray[Any, Any]":
-    kind = np.float16 if cache.numbers is Scheme.FLOAT16 else np.float32
-    return cache._pages[place].view(kind).reshape(2, 2, 2, -1)
+def _rows(cache: PagedKVCache, place: int) -> "tuple[np.ndarray[Any, Any], ...]":
+    """The key and the value of a token in all layers and heads, [2, 2, 16], as views."""
+    page, slot = cache.pages[place // KV_PAGE_TOKENS], place % KV_PAGE_TOKENS
+    if not isinstance(cache.layout, InterleavedPages):
+        return page[:, 0, :, slot], page[:, 1, :, slot]
+    half = cache.layout.numbers is Scheme.FLOAT16
+    numbers = page.view(np.float16 if half else np.float32).reshape(2, 2, 2, -1)
+    keys = numbers[:, 0].reshape(2, 2, 16, KV_PAGE_TOKENS)[..., slot]
+    return keys, numbers[:, 1].reshape(2, 2, KV_PAGE_TOKENS, 16)[..., slot, :]
 
 
 class BlockPoolHarness:
     """A pool with a budget of so many pages."""
 
     def __init__(
-        self, *, pages: int = 1000, numbers: Scheme = Scheme.FLOAT32, kept: int | None = None
+        self, *, pages: int = 1000, layout: PageLayout = FLOAT32_PAGES, kept: int | None = None
     ) -> None:
         self.budget = MemoryBudget(pages * BYTES)
         self.tiers = AdapterCache(ram=self.budget, device=self.budget)
         limit = None if kept is None else kept * BYTES
-        self.pool = BlockPool(self.tiers, numbers=numbers, cached_limit=limit)
+        self.pool = BlockPool(self.tiers, layout=layout, cached_limit=limit)
 
     def wanted(self, ids: Sequence[int], *, room: int = 4, **options: Any) -> KVRequest:
         values = {"cache_key": "chat", "identity": PLAN, "virtual_tokens": 0, **options}
@@ -116,9 +127,9 @@ class BlockPoolHarness:
         assert read(loan.cache) == self.all_marks(wanted)[: loan.cache.length]
 
 
-@pytest.fixture
-def desk() -> BlockPoolHarness:
-    return BlockPoolHarness()
+@pytest.fixture(params=[FLOAT32_PAGES, ROW_PAGES], ids=lambda layout: layout.name)
+def desk(request: pytest.FixtureRequest) -> BlockPoolHarness:
+    return BlockPoolHarness(layout=request.param)
 
 
 def test_a_text_finds_the_rows_of_one_that_began_as_it_does(desk: BlockPoolHarness) -> None:
@@ -454,7 +465,7 @@ def test_pages_that_were_returned_cannot_be_written(desk: BlockPoolHarness) -> N
 
 
 def test_float16_pages_take_half_and_are_found_as_well() -> None:
-    desk = BlockPoolHarness(numbers=Scheme.FLOAT16)
+    desk = BlockPoolHarness(layout=InterleavedPages(Scheme.FLOAT16))
     desk.turn(TEXT)
     assert desk.budget.used == 3 * BYTES // 2
     assert desk.turn((*TEXT, 1)) == 40
@@ -462,7 +473,7 @@ def test_float16_pages_take_half_and_are_found_as_well() -> None:
 
 def test_no_byte_is_there_that_is_not_in_the_ledger() -> None:
     big = config(layers=4, kv_heads=2, head_dim=256)
-    size, slack = estimate_pages_bytes(big, KV_PAGE_TOKENS, Scheme.FLOAT32), 60_000
+    size, slack = estimate_pages_bytes(big, KV_PAGE_TOKENS, FLOAT32_PAGES), 60_000
     budget = MemoryBudget(40 * size)
     tiers = AdapterCache(ram=budget, device=budget)
     pool = BlockPool(tiers)

@@ -2,19 +2,77 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from expertctl.engine.cpu import plain_functional
+from expertctl.engine.cpu.plain_functional import attend, split_queries
 from expertctl.engine.model.functional import (
     grouped_query_attention,
     make_attention_mask,
     reference_attention,
     scaled_dot_product_attention,
 )
+
+
+def attend_in_numpy(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """Compute attention of heads [heads, tokens, dims] as the plain decoder does."""
+    heads, tokens, dims = queries.shape
+    scaled = (queries.transpose(0, 1) * dims**-0.5).contiguous().numpy()
+    out = np.empty((tokens, heads, dims), np.float32)
+    start = keys.shape[1] - tokens
+    for block in split_queries(start, tokens, window, heads=heads):
+        seen = slice(block.first, block.last)
+        rows = slice(block.begin, block.end)
+        attend(scaled[rows], keys[:, seen].numpy(), values[:, seen].numpy(), block, out=out[rows])
+    return torch.from_numpy(out.reshape(tokens, -1))
+
+
+@settings(
+    deadline=None,
+    max_examples=120,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    start=st.integers(0, 9),
+    tokens=st.integers(1, 9),
+    window=st.none() | st.integers(1, 18),
+    kv_heads=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    scores=st.sampled_from([1, 60, 120, 1 << 20]),
+)
+def test_attention_in_numpy_equals_the_plain_formula_in_blocks_of_any_height(
+    start: int,
+    tokens: int,
+    window: int | None,
+    kv_heads: int,
+    groups: int,
+    scores: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plain_functional, "MAX_SCORES", scores)
+    generator = torch.Generator().manual_seed(start * 100 + tokens)
+    queries = torch.randn(kv_heads * groups, tokens, 4, generator=generator)
+    keys, values = torch.randn(2, kv_heads, start + tokens, 4, generator=generator)
+    wanted = reference_attention(queries, keys, values, window=window)
+    found = attend_in_numpy(queries, keys, values, window)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_only_the_last_rows_may_attend() -> None:
+    queries, (keys, values) = torch.randn(4, 7, 4), torch.randn(2, 2, 7, 4)
+    wanted = reference_attention(queries, keys, values, window=3)
+    last = (queries[:, 6:].transpose(0, 1) / 2).contiguous().numpy()
+    (block,) = split_queries(0, 7, 3, heads=4, begin=6)
+    assert (block.begin, block.end, block.first, block.last) == (6, 7, 4, 7)
+    out = np.empty((1, 4, 4), np.float32)
+    attend(last, keys[:, 4:].numpy(), values[:, 4:].numpy(), block, out)
+    torch.testing.assert_close(torch.from_numpy(out).flatten(1), wanted[6:], atol=1e-6, rtol=1e-5)
 
 
 @settings(deadline=None, max_examples=80)

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from expertctl.engine.cpu import rope
 from expertctl.engine.model.functional import (
     apply_rope,
     compute_inverse_frequencies,
@@ -51,9 +53,9 @@ CASES: list[dict[str, Any]] = [
 
 def ours(parameters: dict[str, Any], *, dims: int = 64, positions: int = 131072) -> RopeConfig:
     fields = ConfigFields({"rope_parameters": parameters})
-    rope = parse_rope_config(fields, dims=dims, max_positions=positions)
+    found = parse_rope_config(fields, dims=dims, max_positions=positions)
     fields.raise_problems("config.json")
-    return rope
+    return found
 
 
 def theirs(parameters: dict[str, Any], *, dims: int = 64) -> LlamaRotaryEmbedding:
@@ -74,6 +76,32 @@ def test_frequencies_equal_those_of_transformers(parameters: dict[str, Any]) -> 
     torch.testing.assert_close(
         compute_inverse_frequencies(rope), reference.inv_freq, rtol=1e-6, atol=1e-9
     )
+
+
+@pytest.mark.parametrize("dims", [64, 80, 96, 128])
+@pytest.mark.parametrize("parameters", CASES, ids=str)
+def test_frequencies_in_numpy_equal_those_of_transformers(
+    parameters: dict[str, Any], dims: int
+) -> None:
+    found = rope.compute_inverse_frequencies(ours(parameters, dims=dims))
+    assert found.dtype == np.float32
+    wanted = theirs(parameters, dims=dims).inv_freq.numpy()
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("parameters", CASES, ids=str)
+def test_vectors_rotated_in_numpy_equal_those_of_transformers(parameters: dict[str, Any]) -> None:
+    positions = torch.arange(50)[None]
+    queries, keys = torch.randn(1, 3, 50, 64), torch.randn(1, 2, 50, 64)
+    wanted = apply_rotary_pos_emb(queries, keys, *theirs(parameters)(queries, positions))
+    table = rope.compute_rotation_table(ours(parameters), 60)
+    both = torch.cat((queries, keys), dim=1)[0].transpose(0, 1).numpy()  # [tokens, heads, dims]
+    before = both.copy()
+    for begin, end in ((0, 50), (7, 8), (20, 50)):
+        found = rope.rotate(both[begin:end], table.slice(begin, end))
+        expected = torch.cat(wanted, dim=1)[0].transpose(0, 1)[begin:end].numpy()
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+    assert np.array_equal(both, before)
 
 
 @pytest.mark.parametrize("parameters", CASES, ids=str)

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from expertctl.engine.base_files import is_routed_expert
 from expertctl.engine.decoding import LayerTimer
 from expertctl.engine.model import cuda_graph_decoder
 from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder, GraphStepRow
 from expertctl.engine.model.cuda_graphs import PiecewiseStep, estimate_permanent_bytes
 from expertctl.engine.model.functional import Deltas
-from expertctl.engine.model.weights import is_routed_expert
 from expertctl.errors import InvalidPackageError
 from tests.engine.conftest import (
     ReferenceModel,

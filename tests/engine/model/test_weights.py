@@ -1,6 +1,10 @@
-"""Reading a base: every tensor that its configuration names, no other, none changed."""
+"""Reading a base: every tensor that its configuration names, no other, none changed.
+
+Torch and numpy read it by the same rules.
+"""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from expertctl.engine.cpu.plain_weights import load_plain_weights, plain_weight_bytes
 from expertctl.engine.model.weights import BaseWeights, load_base_weights
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.package.model_config import parse_model_config, read_model_config
@@ -16,8 +21,27 @@ from tests.factories import write_base
 EMBEDDING = "model.embed_tokens.weight"
 
 
+Load = Callable[..., BaseWeights]
+
+
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> BaseWeights:
     return load_base_weights(directory, read_model_config(directory), dtype=dtype)
+
+
+def load_in_numpy(directory: Path, dtype: torch.dtype = torch.float32) -> BaseWeights:
+    """Read a base in plain arrays; return copies of them as tensors."""
+    config, name = read_model_config(directory), "bf16" if dtype == torch.bfloat16 else "float32"
+    weights = load_plain_weights(directory, config, dtype=name)
+    assert weights.nbytes == plain_weight_bytes(config, name)
+    assert weights.get_output_matrix().base is not None
+    tensors = {n: torch.from_numpy(array.copy()) for n, array in weights.tensors.items()}
+    found = {
+        n: t if t.dtype == torch.float32 else t.view(torch.bfloat16) for n, t in tensors.items()
+    }
+    return BaseWeights(found, dtype, torch.device("cpu"), weights.warnings)
+
+
+BOTH = pytest.mark.parametrize("load", [load, load_in_numpy], ids=["torch", "numpy"])
 
 
 def rewrite(directory: Path, **changes: torch.Tensor | None) -> None:
@@ -28,9 +52,12 @@ def rewrite(directory: Path, **changes: torch.Tensor | None) -> None:
     save_file({n: t for n, t in tensors.items() if t is not None}, path)
 
 
+@BOTH
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("tie", [True, False])
-def test_every_tensor_is_read_as_it_is_stored(tmp_path: Path, shards: int, tie: bool) -> None:
+def test_every_tensor_is_read_as_it_is_stored(
+    tmp_path: Path, shards: int, tie: bool, load: Load
+) -> None:
     base = write_base(tmp_path / "base", shards=shards, tie=tie)
     stored: dict[str, torch.Tensor] = {}
     for file in base.glob("*.safetensors"):
@@ -51,7 +78,8 @@ def test_a_tied_head_is_the_embedding_and_counts_once(tmp_path: Path) -> None:
     assert load(base).nbytes == before
 
 
-def test_a_tied_head_that_is_another_matrix_is_refused(tmp_path: Path) -> None:
+@BOTH
+def test_a_tied_head_that_is_another_matrix_is_refused(tmp_path: Path, load: Load) -> None:
     base = write_base(tmp_path / "base", tie=True)
     other = load(base).tensors[EMBEDDING].clone()
     other[3, 3] += 1
@@ -65,8 +93,9 @@ def test_an_untied_head_is_its_own_matrix(tmp_path: Path) -> None:
     assert not torch.equal(weights.get_output_matrix(), weights.tensors[EMBEDDING])
 
 
+@BOTH
 @pytest.mark.parametrize("stored", ["float16", "bfloat16"])
-def test_narrow_weights_are_widened_exactly(tmp_path: Path, stored: str) -> None:
+def test_narrow_weights_are_widened_exactly(tmp_path: Path, stored: str, load: Load) -> None:
     base = write_base(tmp_path / "base", dtype=stored)
     weights = load(base)
     raw = load_file(base / "model.safetensors")
@@ -75,6 +104,7 @@ def test_narrow_weights_are_widened_exactly(tmp_path: Path, stored: str) -> None
     assert weights.warnings == ()
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("stored", "warnings"),
     [
@@ -84,7 +114,7 @@ def test_narrow_weights_are_widened_exactly(tmp_path: Path, stored: str) -> None
     ],
 )
 def test_rounding_is_reported_and_spares_norms_and_biases(
-    tmp_path: Path, stored: str, warnings: tuple[str, ...]
+    tmp_path: Path, stored: str, warnings: tuple[str, ...], load: Load
 ) -> None:
     weights = load(write_base(tmp_path / "base", arch="qwen2", dtype=stored), torch.bfloat16)
     assert weights.warnings == warnings
@@ -100,7 +130,8 @@ def test_progress_counts_every_byte(tmp_path: Path) -> None:
     assert sum(seen) == weights.nbytes
 
 
-def test_missing_unexpected_and_misshapen_tensors_are_all_named(tmp_path: Path) -> None:
+@BOTH
+def test_missing_unexpected_and_misshapen_tensors_are_all_named(tmp_path: Path, load: Load) -> None:
     base = write_base(tmp_path / "base")
     rewrite(
         base,
@@ -135,21 +166,24 @@ def test_a_bias_that_the_configuration_denies_is_unexpected(tmp_path: Path) -> N
         load(base)
 
 
-def test_frequencies_of_old_files_are_passed_over(tmp_path: Path) -> None:
+@BOTH
+def test_frequencies_of_old_files_are_passed_over(tmp_path: Path, load: Load) -> None:
     base = write_base(tmp_path / "base", arch="llama")
     name = "model__layers__0__self_attn__rotary_emb__inv_freq"
     rewrite(base, **{name: torch.zeros(4)})
     assert load(base).tensors.keys() == read_model_config(base).tensor_shapes().keys()
 
 
-def test_a_dtype_that_is_no_float_is_refused_by_name(tmp_path: Path) -> None:
+@BOTH
+def test_a_dtype_that_is_no_float_is_refused_by_name(tmp_path: Path, load: Load) -> None:
     base = write_base(tmp_path / "base")
     rewrite(base, model__norm__weight=torch.ones(32, dtype=torch.int8))
     with pytest.raises(IncompatibleError, match=r"model\.norm\.weight is I8"):
         load(base)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+@BOTH
+def test_a_missing_file_is_named(tmp_path: Path, load: Load) -> None:
     base = write_base(tmp_path / "base", shards=2)
     next(base.glob("*-00002-*")).unlink()
     with pytest.raises(NotFoundError, match=r"00002-of-00002\.safetensors is missing"):
@@ -158,6 +192,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_base_weights(tmp_path, read_model_config(base))
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("keep", "problem"),
     [
@@ -167,7 +202,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (5000, "the file holds"),
     ],
 )
-def test_a_damaged_file_is_refused(tmp_path: Path, keep: int, problem: str) -> None:
+def test_a_damaged_file_is_refused(tmp_path: Path, keep: int, problem: str, load: Load) -> None:
     base = write_base(tmp_path / "base")
     path = base / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])

@@ -22,7 +22,8 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from expertctl.engine.moe.routed_mlp import RouterOutput, RoutingRule, route
+from expertctl.engine.cpu.plain_routed_mlp import RoutingRule
+from expertctl.engine.moe.routed_mlp import RouterOutput, route
 
 VECTORS = json.loads(
     (Path(__file__).parents[2] / "vectors" / "moe_worklist.json").read_text(encoding="utf-8")

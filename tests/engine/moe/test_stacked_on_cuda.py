@@ -9,6 +9,7 @@ import torch
 
 from expertctl.engine import devices
 from expertctl.engine.adapters.compile import CompileSpec, fold_plan
+from expertctl.engine.base_files import is_routed_expert
 from expertctl.engine.devices import get_workspace_bytes
 from expertctl.engine.model.cuda_graph_decoder import (
     CudaGraphDecoder,
@@ -17,7 +18,6 @@ from expertctl.engine.model.cuda_graph_decoder import (
 )
 from expertctl.engine.model.cuda_graphs import estimate_graph_memory
 from expertctl.engine.model.functional import Deltas
-from expertctl.engine.model.weights import is_routed_expert
 from expertctl.engine.moe.expert_stack import (
     DUMMY_ROW,
     STAGING_BUFFERS,

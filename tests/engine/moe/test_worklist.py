@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.routed_mlp import RouterOutput, RoutingRule, route
+from expertctl.engine.cpu.plain_routed_mlp import RoutingRule
+from expertctl.engine.moe.routed_mlp import RouterOutput, route
 from expertctl.engine.moe.stacked_mlp import split_by_residency
 
 VECTORS = json.loads(

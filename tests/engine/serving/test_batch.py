@@ -12,7 +12,7 @@ import pytest
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.decoding import PREFILL_CHUNK, DecodeResult, PrefillResult
 from expertctl.engine.generation import DecodeSession, OutputWriter
-from expertctl.engine.kv.sequence_cache import KVCacheBase
+from expertctl.engine.kv.kv_cache import KVCacheBase
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.request import (
     FIRST_CHUNK,

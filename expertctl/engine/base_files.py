@@ -1,0 +1,110 @@
+"""Reading the tensors of a base from its files into arrays, and what may be wrong with them.
+
+Files are read, not mapped, because mapped pages would count as memory of this process. This module
+imports neither numba nor torch.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import numpy as np
+
+from expertctl.engine.arrays import STORED_DTYPES, AnyArray, widen
+from expertctl.engine.kernels.packed_format import rows_per_portion
+from expertctl.errors import IncompatibleError, InvalidPackageError
+from expertctl.package.base_tensors import StoredTensor
+from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR
+
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def iter_row_portions(
+    tensor: StoredTensor, first: int = 0, rows: int | None = None
+) -> Iterator[AnyArray]:
+    """Yield rows of a stored tensor in portions, in a buffer that is reused.
+
+    Raises:
+        InvalidPackageError: if the file cannot be read to its end.
+    """
+    shape, dtype = tensor.info.shape, STORED_DTYPES[tensor.info.dtype]
+    columns = shape[1] if len(shape) > 1 else 1
+    rows, height = shape[0] if rows is None else rows, rows_per_portion(columns)
+    buffer = np.empty(min(rows, height) * columns, dtype)
+    try:
+        with tensor.open() as stream:
+            stream.seek(tensor.offset + first * columns * dtype.itemsize)
+            for begin in range(0, rows, height):
+                part = buffer[: min(height, rows - begin) * columns]
+                _read_into(part, stream)
+                yield part.reshape(-1, *shape[1:])
+    except OSError as error:
+        raise make_unreadable_error(tensor.path, error) from error
+
+
+def read_tensor(tensor: StoredTensor, numbers: AnyArray) -> None:
+    """Read the raw bytes of a stored tensor into an array of the same size.
+
+    Raises:
+        InvalidPackageError: if the file cannot be read to its end.
+    """
+    try:
+        with tensor.open() as stream:
+            stream.seek(tensor.offset)
+            _read_into(numbers, stream)
+    except OSError as error:
+        raise make_unreadable_error(tensor.path, error) from error
+
+
+def check_tied_head(directory: Path, stored: Mapping[str, StoredTensor]) -> None:
+    """Check that a tied head stored in the files equals the embedding.
+
+    Raises:
+        InvalidPackageError: if a file cannot be read to its end.
+        IncompatibleError: if it differs.
+    """
+    tensors = (stored[EMBEDDING_TENSOR], stored[HEAD_TENSOR])
+    for pair in zip(*map(iter_row_portions, tensors), strict=True):
+        ours, other = map(widen, pair)
+        if not np.array_equal(ours, other):
+            raise make_tied_head_error(directory)
+
+
+def is_routed_expert(name: str) -> bool:
+    """Return whether a tensor or a module belongs to a routed expert."""
+    return ".mlp.experts." in name
+
+
+def list_rounding_warnings(stored: Iterable[StoredTensor], target: str) -> tuple[str, ...]:
+    """Warn about matrices that are rounded to a float type; float32 represents all of them."""
+    types = {_FLOATS[tensor.info.dtype] for tensor in stored if len(tensor.info.shape) == 2}
+    rounded = types - {target} if target != "float32" else set()
+    return tuple(f"base weights stored as {n} are rounded to {target}" for n in sorted(rounded))
+
+
+def make_tied_head_error(directory: Path) -> IncompatibleError:
+    """Return the error for a tied head that is also stored, with other values."""
+    return IncompatibleError(
+        f"{directory}: config.json ties the head to the embedding, but {HEAD_TENSOR} "
+        "differs from it",
+        hint="set tie_word_embeddings to false if the head is meant to be its own matrix",
+    )
+
+
+def make_unreadable_error(path: Path, error: Exception) -> InvalidPackageError:
+    """Return the error for a file that cannot be read completely."""
+    return InvalidPackageError(str(path), [f"not a readable safetensors file: {error}"])
+
+
+def _read_into(numbers: AnyArray, stream: BinaryIO) -> None:
+    """Fill an array.
+
+    Raises:
+        OSError: if the file ends early.
+    """
+    left = numbers.data.cast("B")
+    while left:
+        count = cast(int, stream.readinto(left))  # type: ignore[attr-defined]  # of raw files
+        if not count:
+            raise OSError("it is cut short")
+        left = left[count:]

@@ -1,0 +1,414 @@
+"""The plain decoder: bases of any size in numpy, dense or with routed experts, with a plan.
+
+It is the decoder of small bases, which compiled kernels would only delay, of sizes that kernels do
+not support, and of machines without numba. Prefill and decode are separate calls with separate
+results. A decoder has no generation state: that is in the `PagedKVCache` of each call, so several
+generations may alternate; one call runs at a time. Activations are float32, [tokens, features];
+base weights are read-only.
+
+The pages of a layer are gathered in one buffer, which all layers share, before the layer attends.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+
+from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.adapters.steps import EMPTY_DELTAS, Deltas
+from expertctl.engine.arrays import AnyArray, FloatArray, widen
+from expertctl.engine.cpu.plain_functional import (
+    QueryBlock,
+    StackedLinear,
+    attend,
+    attention_scratch_bytes,
+    linear_scratch_bytes,
+    normalise,
+    query_blocks_bytes,
+    split_queries,
+    stack_linear,
+)
+from expertctl.engine.cpu.plain_routed_mlp import (
+    ExpertMixture,
+    GatedMlp,
+    build_expert_mixture,
+    expert_mixture_bytes,
+    gated_mlp_bytes,
+    stack_gated_mlp,
+)
+from expertctl.engine.cpu.plain_weights import PlainWeights
+from expertctl.engine.cpu.rope import (
+    RotationTable,
+    compute_rotation_table,
+    rotate,
+    rotation_table_bytes,
+)
+from expertctl.engine.decoding import (
+    PREFILL_CHUNK,
+    DecodeResult,
+    LayerTimer,
+    PrefillResult,
+    check_modules,
+    check_soft_prompt,
+    check_tokens,
+)
+from expertctl.engine.kernels.packed_format import ATTENTION_INPUTS, KV_PAGE_TOKENS
+from expertctl.engine.kv.block_pool import PagedKVCache
+from expertctl.engine.kv.page_layout import ROW_PAGES, count_pages
+from expertctl.engine.text.prompt import LOGIT_ROWS, RecordLogits
+from expertctl.package.model_config import EMBEDDING_TENSOR, ModelConfig
+
+_FLOAT_BYTES = 4
+_VIEW_BYTES, _TOKEN_BYTES, _OBJECT_BYTES = 256, 16, 64 << 10
+"""Bytes of a view of a page, of a token in lists and arrays, and of all other objects."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainLayer:
+    """One layer; without a ``window`` it attends to all earlier tokens.
+
+    Norms of queries and keys are as long as one head, or as all of them.
+    """
+
+    input_norm: AnyArray
+    inputs: StackedLinear  # queries, keys and values
+    output: StackedLinear
+    query_norm: AnyArray | None
+    key_norm: AnyArray | None
+    mlp_norm: AnyArray
+    mlp: GatedMlp | ExpertMixture
+    window: int | None
+
+
+def build_plain_layers(config: ModelConfig, weights: PlainWeights) -> list[PlainLayer]:
+    """Return all layers in order."""
+    return [_build_layer(config, weights, number) for number in range(config.layers)]
+
+
+def _build_layer(config: ModelConfig, weights: PlainWeights, number: int) -> PlainLayer:
+    tensors, prefix = weights.tensors, f"model.layers.{number}"
+    mlp: GatedMlp | ExpertMixture
+    if config.experts is None or not config.is_routed(number):
+        mlp = stack_gated_mlp(weights, f"{prefix}.mlp")
+    else:
+        mlp = build_expert_mixture(weights, config.experts, layer=prefix)
+    return PlainLayer(
+        input_norm=tensors[f"{prefix}.input_layernorm.weight"],
+        inputs=stack_linear(weights, [f"{prefix}.{name}" for name in ATTENTION_INPUTS]),
+        output=stack_linear(weights, [f"{prefix}.self_attn.o_proj"]),
+        query_norm=tensors.get(f"{prefix}.self_attn.q_norm.weight"),
+        key_norm=tensors.get(f"{prefix}.self_attn.k_norm.weight"),
+        mlp_norm=tensors[f"{prefix}.post_attention_layernorm.weight"],
+        mlp=mlp,
+        window=config.windows[number],
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Queries:
+    """The rows of a pass that attend: from ``begin`` on, in blocks per window."""
+
+    begin: int
+    blocks: dict[int | None, list[QueryBlock]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PlainPass:
+    """What all layers share in one pass over ``tokens`` tokens from position ``start`` on."""
+
+    start: int
+    tokens: int
+    pages: Sequence[AnyArray]
+    table: RotationTable
+    deltas: Deltas
+
+
+class PlainDecoder:
+    """A base model that can be run; its weights are shared by all generations."""
+
+    def __init__(self, config: ModelConfig, weights: PlainWeights) -> None:
+        """Group the weights by layer."""
+        self.config = config
+        self.modules = frozenset(config.linear_shapes())
+        self._weights = weights
+        self._embedding = weights.tensors[EMBEDDING_TENSOR]
+        self._norm = weights.tensors["model.norm.weight"]
+        head = weights.get_output_matrix()
+        self._head = StackedLinear(("lm_head",), head, None, (len(head),))
+        self._layers = build_plain_layers(config, weights)
+        self._scale = np.float32(config.head_dim**-0.5)
+        self._rotations: RotationTable | None = None
+        self._gathered: AnyArray | None = None
+        self._times: LayerTimer | None = None
+
+    @contextmanager
+    def time_layers(self, times: LayerTimer) -> Iterator[None]:
+        """Add the time of each part to ``times`` inside the ``with`` block."""
+        self._times = times
+        try:
+            yield
+        finally:
+            self._times = None
+
+    def prefill(
+        self,
+        ids: Sequence[int],
+        cache: PagedKVCache,
+        deltas: Deltas = EMPTY_DELTAS,
+        *,
+        soft_prompt: AnyArray | None = None,
+        chunk: int = PREFILL_CHUNK,
+        progress: Progress = ignore_progress,
+        scores: RecordLogits | None = None,
+    ) -> PrefillResult:
+        """Read a prompt, ``chunk`` tokens at a time; ``progress`` counts them and may raise.
+
+        The rows of ``soft_prompt``, float32 [virtual tokens, hidden], precede the first token of a
+        cache and count like tokens. ``scores`` gets the logits of every position.
+
+        Raises:
+            UsageError: for a prompt without tokens.
+            BudgetError: when the cache is too small; nothing was read then.
+            IncompatibleError: for a token, a delta or a soft prompt that does not fit this base.
+        """
+        begin, started = cache.length, time.perf_counter()
+        tokens = self._check_tokens(ids, deltas)
+        before = self._check_soft_prompt(soft_prompt, cache)
+        read = len(before) + len(tokens)
+        cache.ensure_capacity(read)
+        hidden = before
+        try:
+            for start in range(0, read, chunk):
+                part = self._embed(before, tokens, start, min(start + chunk, read))
+                first = cache.length
+                hidden = self._forward(part, cache, deltas, whole=scores is not None)
+                if scores is not None:
+                    self._record_scores(hidden, deltas, first, scores)
+                progress(len(part))
+        except BaseException:
+            cache.rewind(begin)
+            raise
+        return PrefillResult(self._compute_logits(hidden, deltas), read, _measure_ms(started))
+
+    def decode(
+        self, token: int, cache: PagedKVCache, deltas: Deltas = EMPTY_DELTAS
+    ) -> DecodeResult:
+        """Read one more token.
+
+        Raises:
+            BudgetError: when the cache is full.
+            IncompatibleError: for a token or a delta that this base does not have.
+        """
+        position, started = cache.length, time.perf_counter()
+        tokens = self._check_tokens([token], deltas)
+        cache.ensure_capacity(1)
+        hidden = self._forward(widen(self._embedding[tokens]), cache, deltas)
+        logits = self._compute_logits(hidden, deltas)
+        return DecodeResult(logits, position, _measure_ms(started))
+
+    def free_buffers(self) -> None:
+        """Free what all steps of one generation share; it counts as buffers of its passes."""
+        self._rotations = self._gathered = None
+
+    @property
+    def holds_only_weights(self) -> bool:
+        """Whether it holds nothing but its weights."""
+        return self._rotations is None and self._gathered is None
+
+    def matrix(self, module: str) -> FloatArray:
+        """Return the weights [out, in] of a linear layer, by its module name, as a view."""
+        if module == "lm_head":
+            return self._head.weight
+        return self._weights.tensors[f"{module}.weight"]
+
+    def _check_tokens(self, ids: Sequence[int], deltas: Deltas) -> AnyArray:
+        if deltas:
+            check_modules(deltas, self.modules)
+        return check_tokens(ids, self.config.vocab_size)
+
+    def _check_soft_prompt(self, soft_prompt: AnyArray | None, cache: PagedKVCache) -> AnyArray:
+        """Return the rows before the first token, [virtual tokens, hidden], often none."""
+        width = self.config.hidden_size
+        if soft_prompt is None:
+            return np.empty((0, width), np.float32)
+        check_soft_prompt(soft_prompt, width, length=cache.length)
+        return widen(soft_prompt)
+
+    def _embed(self, before: AnyArray, tokens: AnyArray, start: int, end: int) -> AnyArray:
+        """Return some rows of [soft prompt, embedded tokens]: [end - start, hidden], float32.
+
+        The caller may change them.
+        """
+        virtual = len(before)
+        part = widen(self._embedding[tokens[max(start - virtual, 0) : max(end - virtual, 0)]])
+        return part if start >= virtual else np.concatenate((before[start:end], part))
+
+    def _forward(
+        self, x: AnyArray, cache: PagedKVCache, deltas: Deltas, *, whole: bool = False
+    ) -> AnyArray:
+        """Run all layers over one part of a sequence: [tokens, hidden] -> [tokens, hidden].
+
+        Only the last row is returned unless ``whole`` is set: the last layer writes the keys and
+        values of all tokens, but its output for the other rows is not needed.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):  # `silu`; weights that are no numbers
+            return self._run_layers(x, cache, deltas, whole=whole)
+
+    def _run_layers(
+        self, x: AnyArray, cache: PagedKVCache, deltas: Deltas, *, whole: bool
+    ) -> AnyArray:
+        step = self._start_pass(len(x), cache, deltas)
+        queries = self._plan_queries(step, begin=0)
+        for number, layer in enumerate(self._layers):
+            if number == len(self._layers) - 1 and not whole and step.tokens > 1:
+                queries = self._plan_queries(step, begin=step.tokens - 1)
+            with self._time_place(f"layers.{number}.attention"):
+                made = self._attend(x, layer, number, step, queries)
+                x = np.add(x[queries.begin :], made, out=made)
+            with self._time_place(f"layers.{number}.mlp"):
+                x += layer.mlp(normalise(x, layer.mlp_norm, self.config.norm_eps), deltas)
+        cache.advance(step.tokens)
+        return x
+
+    def _start_pass(self, tokens: int, cache: PagedKVCache, deltas: Deltas) -> _PlainPass:
+        assert cache.layout == ROW_PAGES, "its pages are rows"
+        start, end = cache.length, cache.length + tokens
+        if self._rotations is None or self._rotations.positions < end:
+            self._rotations = None
+            positions = min(1 << (end - 1).bit_length(), cache.capacity)
+            self._rotations = compute_rotation_table(self.config.rope, positions)
+        return _PlainPass(start, tokens, cache.pages, self._rotations.slice(start, end), deltas)
+
+    def _plan_queries(self, step: _PlainPass, *, begin: int) -> _Queries:
+        heads, windows = self.config.heads, set(self.config.windows)
+        return _Queries(
+            begin,
+            {
+                window: split_queries(step.start, step.tokens, window, heads=heads, begin=begin)
+                for window in windows
+            },
+        )
+
+    def _attend(
+        self, x: AnyArray, layer: PlainLayer, number: int, step: _PlainPass, queries: _Queries
+    ) -> AnyArray:
+        """Write keys and values of all rows; return the attention output of the ``queries``."""
+        config, tokens = self.config, len(x)
+        made = layer.inputs(normalise(x, layer.input_norm, config.norm_eps), step.deltas)
+        wide, turned = layer.inputs.ends[1], (tokens, -1, config.head_dim)
+        self._normalise_heads(made, layer)
+        heads = rotate(made[:, :wide].reshape(turned), step.table)  # queries and keys
+        fresh = heads[:, config.heads :], made[:, wide:].reshape(turned)
+        blocks = queries.blocks[layer.window]
+        keys, values = self._exchange_rows(number, step, fresh, blocks[0].first)
+        asking = heads[queries.begin :, : config.heads]
+        asking *= self._scale
+        out = np.empty((tokens - queries.begin, config.heads, config.head_dim), np.float32)
+        earlier = step.start + tokens - keys.shape[1]
+        for block in blocks:
+            rows = slice(block.begin - queries.begin, block.end - queries.begin)
+            seen = slice(block.first - earlier, block.last - earlier)
+            attend(asking[rows], keys[:, seen], values[:, seen], block, out[rows])
+        return layer.output(out.reshape(len(out), -1), step.deltas)
+
+    def _normalise_heads(self, made: AnyArray, layer: PlainLayer) -> None:
+        """Normalise queries and keys in place, per head or over all heads."""
+        begin = 0
+        for norm, end in zip((layer.query_norm, layer.key_norm), layer.inputs.ends, strict=False):
+            if norm is not None:
+                part = made[:, begin:end].reshape(len(made), -1, len(norm))
+                normalise(part, norm, self.config.norm_eps, out=part)
+            begin = end
+
+    def _exchange_rows(
+        self, number: int, step: _PlainPass, fresh: tuple[AnyArray, AnyArray], first: int
+    ) -> tuple[AnyArray, AnyArray]:
+        """Write the rows of a pass, keys and values [tokens, kv_heads, head_dim], to the pages.
+
+        Returns all keys and values [kv_heads, length, head_dim] of the layer from the page of
+        position ``first`` on.
+        """
+        start, end = step.start, step.start + step.tokens
+        for place in range(start // KV_PAGE_TOKENS, count_pages(end)):
+            begin, page = place * KV_PAGE_TOKENS, step.pages[place][number]
+            rows = slice(max(start - begin, 0), min(end - begin, KV_PAGE_TOKENS))
+            some = slice(begin + rows.start - start, begin + rows.stop - start)
+            for kind, numbers in enumerate(fresh):
+                page[kind, :, rows] = numbers[some].swapaxes(0, 1)
+        before = first // KV_PAGE_TOKENS
+        pages = [page[number] for page in step.pages[before : count_pages(end)]]
+        keys, values = pages[0] if len(pages) == 1 else self._gather(pages, step)
+        length = end - before * KV_PAGE_TOKENS
+        return keys[:, :length], values[:, :length]
+
+    def _gather(self, pages: Sequence[AnyArray], step: _PlainPass) -> AnyArray:
+        """Return the pages of a layer as one array [2, kv_heads, tokens, head_dim]."""
+        kinds, heads, tokens, dims = pages[0].shape
+        size = kinds * heads * tokens * dims
+        if self._gathered is None or len(self._gathered) < size * len(pages):
+            self._gathered = None
+            self._gathered = np.empty(size * len(step.pages), np.float32)
+        room = self._gathered[: size * len(pages)].reshape(kinds, heads, -1, dims)
+        return np.concatenate(pages, axis=2, out=room)
+
+    def _compute_logits(self, hidden: AnyArray, deltas: Deltas) -> AnyArray:
+        """Compute the logits after the last token: [tokens, hidden] -> [vocab]."""
+        with self._time_place("head"):
+            last = normalise(hidden[-1:], self._norm, self.config.norm_eps)
+            logits: AnyArray = self._head(last, deltas)[0]
+            return logits
+
+    def _record_scores(
+        self, hidden: AnyArray, deltas: Deltas, first: int, scores: RecordLogits
+    ) -> None:
+        """Pass on the logits of all rows [tokens, hidden] in parts; ``first`` is their position."""
+        for begin in range(0, len(hidden), LOGIT_ROWS):
+            rows = normalise(hidden[begin : begin + LOGIT_ROWS], self._norm, self.config.norm_eps)
+            scores(first + begin, self._head(rows, deltas))
+
+    def _time_place(self, place: str) -> AbstractContextManager[None]:
+        return _UNTIMED if self._times is None else self._measure(self._times, place)
+
+    @contextmanager
+    def _measure(self, times: LayerTimer, place: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        times.add(place, time.perf_counter() - started)
+
+
+_UNTIMED = nullcontext()
+
+
+def _measure_ms(started: float) -> float:
+    return (time.perf_counter() - started) * 1e3
+
+
+def estimate_plain_pass_bytes(
+    config: ModelConfig, capacity: int, *, width: int = 0, chunk: int = PREFILL_CHUNK
+) -> int:
+    """Estimate the maximum bytes of a pass besides weights, pages and the logits of others.
+
+    ``capacity`` is that of its sequence, ``width`` that of the widest plan.
+    """
+    rows, hidden, dims = min(chunk, capacity), config.hidden_size, config.head_dim
+    heads = (config.heads + 2 * config.kv_heads) * dims
+    attending = attention_scratch_bytes(config.heads, dims, rows, capacity)
+    attending += linear_scratch_bytes(max(hidden, heads), max(hidden, heads), rows, width=width)
+    attending += _FLOAT_BYTES * rows * (hidden + 4 * heads)
+    layer = max(attending, _estimate_mlp_bytes(config, rows, width))
+    head = linear_scratch_bytes(hidden, config.vocab_size, 1, width=width)
+    head += _FLOAT_BYTES * config.vocab_size
+    kinds = len({w for w in config.windows if w} | {None})
+    shared = rotation_table_bytes(dims, capacity) + kinds * query_blocks_bytes(config.heads, rows)
+    shared += _FLOAT_BYTES * 2 * config.kv_heads * dims * KV_PAGE_TOKENS * count_pages(capacity)
+    shared += _VIEW_BYTES * count_pages(capacity) + _TOKEN_BYTES * capacity + _OBJECT_BYTES
+    return shared + _FLOAT_BYTES * 5 * rows * hidden + max(layer, head)
+
+
+def _estimate_mlp_bytes(config: ModelConfig, rows: int, width: int) -> int:
+    dense = gated_mlp_bytes(config.hidden_size, config.intermediate_size, rows, width=width)
+    if config.experts is None:
+        return dense
+    return max(dense, expert_mixture_bytes(config.experts, config.hidden_size, rows, width=width))

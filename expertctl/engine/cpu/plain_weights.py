@@ -1,0 +1,159 @@
+"""The tensors of a base in plain arrays: exactly those that its configuration names.
+
+All tensors are in one block of memory, which is written once: norms and biases first, float32, then
+matrices, float32 or the bits of bfloat16. Tensors follow each other in the order of the
+configuration, so layers with the same input (queries, keys and values; gate and up) are one matrix
+as well (`PlainWeights.stack`). The output matrix of a tied base is the embedding.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.arrays import AnyArray, FloatArray, round_to_bfloat16, widen
+from expertctl.engine.base_files import (
+    check_tied_head,
+    iter_row_portions,
+    list_rounding_warnings,
+)
+from expertctl.engine.kernels.packed_format import rows_per_portion
+from expertctl.engine.memory.host import allocate
+from expertctl.errors import UsageError
+from expertctl.package.base_tensors import StoredTensor, read_base_tensors
+from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
+
+_MATRIX_DTYPES: dict[str, "np.dtype[Any]"] = {
+    "float32": np.dtype(np.float32),
+    "bf16": np.dtype(np.uint16),
+}
+_LONG_NAMES = {"float32": "float32", "bf16": "bfloat16"}
+_FLOAT = np.dtype(np.float32)
+_NUMBER_BYTES = 24
+"""Bytes per number of a portion: as it is stored, widened, and rounded in several steps."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainWeights:
+    """All tensors of a base by name, as read-only views of one block."""
+
+    tensors: Mapping[str, FloatArray]
+    nbytes: int
+    """Bytes of all tensors."""
+    read_bytes: int
+    """Bytes of files read."""
+    warnings: tuple[str, ...]
+    _block: AnyArray
+    _offsets: Mapping[str, int]
+
+    def get_output_matrix(self) -> FloatArray:
+        """Return the output matrix, which may be tied to the embedding."""
+        return self.tensors.get(HEAD_TENSOR, self.tensors[EMBEDDING_TENSOR])
+
+    def stack(self, names: Sequence[str]) -> FloatArray:
+        """Return tensors that follow each other as one, [sum of rows, ...]."""
+        parts = [self.tensors[name] for name in names]
+        begin, size = self._offsets[names[0]], sum(part.nbytes for part in parts)
+        ends = [self._offsets[n] + part.nbytes for n, part in zip(names, parts, strict=True)]
+        assert ends[:-1] == [self._offsets[name] for name in names[1:]], "they are neighbours"
+        whole = self._block[begin : begin + size].view(parts[0].dtype)
+        return whole.reshape(-1, *parts[0].shape[1:])
+
+
+def check_plain_dtype(dtype: str) -> None:
+    """Check that plain arrays can hold matrices in a dtype.
+
+    Raises:
+        UsageError: if not.
+    """
+    if dtype not in _MATRIX_DTYPES:
+        raise UsageError(
+            f"numpy does not hold a base in {dtype[:40]!r}, only in {' or '.join(_MATRIX_DTYPES)}",
+            hint="--dtype float32 is always possible",
+        )
+
+
+def plain_weight_bytes(config: ModelConfig, dtype: str) -> int:
+    """Return the bytes of all tensors of a base with matrices in a dtype."""
+    shapes = config.tensor_shapes().values()
+    return sum(prod(shape) * _get_dtype(shape, dtype).itemsize for shape in shapes)
+
+
+def loading_scratch_bytes(config: ModelConfig) -> int:
+    """Return the maximum bytes that `load_plain_weights` needs on top of the weights."""
+    columns = max(shape[-1] for shape in config.tensor_shapes().values())
+    return rows_per_portion(columns) * columns * _NUMBER_BYTES
+
+
+def load_plain_weights(
+    directory: Path,
+    config: ModelConfig,
+    *,
+    dtype: str = "float32",
+    progress: Progress = ignore_progress,
+) -> PlainWeights:
+    """Read a base with matrices in a dtype; ``progress`` counts the bytes of tensors.
+
+    Raises:
+        NotFoundError: when a file is missing.
+        InvalidPackageError: when tensors are missing, unexpected or of another shape.
+        IncompatibleError: for a dtype that is not a float, or a tied head that differs from the
+            embedding.
+    """
+    stored = read_base_tensors(directory, config)
+    if config.tied and HEAD_TENSOR in stored:
+        check_tied_head(directory, stored)
+    block = np.frombuffer(allocate(plain_weight_bytes(config, dtype)), np.uint8)
+    offsets, tensors = _place_tensors(config, dtype, block)
+    for name, place in tensors.items():
+        _read_tensor(stored[name], place)
+        place.flags.writeable = False
+        progress(place.nbytes)
+    block.flags.writeable = False
+    used = [stored[name] for name in tensors]
+    return PlainWeights(
+        tensors,
+        nbytes=len(block),
+        read_bytes=sum(tensor.size for tensor in used),
+        warnings=list_rounding_warnings(used, _LONG_NAMES[dtype]),
+        _block=block,
+        _offsets=offsets,
+    )
+
+
+def _get_dtype(shape: tuple[int, ...], dtype: str) -> "np.dtype[Any]":
+    return _MATRIX_DTYPES[dtype] if len(shape) > 1 else _FLOAT
+
+
+def _place_tensors(
+    config: ModelConfig, dtype: str, block: AnyArray
+) -> tuple[dict[str, int], dict[str, FloatArray]]:
+    """Return the offset of each tensor in a block, and its place; vectors come first."""
+    offsets: dict[str, int] = {}
+    tensors: dict[str, FloatArray] = {}
+    begin = 0
+    for name, shape in sorted(config.tensor_shapes().items(), key=lambda item: len(item[1])):
+        kind = _get_dtype(shape, dtype)
+        end = begin + prod(shape) * kind.itemsize
+        offsets[name], tensors[name] = begin, block[begin:end].view(kind).reshape(shape)
+        begin = end
+    return offsets, tensors
+
+
+def _read_tensor(tensor: StoredTensor, place: FloatArray) -> None:
+    first = 0
+    for numbers in iter_row_portions(tensor):
+        rows = place[first : first + len(numbers)]
+        first += len(numbers)
+        if rows.dtype == numbers.dtype:
+            rows[...] = numbers
+        elif rows.dtype == np.uint16:
+            rows[...] = round_to_bfloat16(widen(numbers))
+        elif numbers.dtype == np.uint16:
+            np.left_shift(numbers, 16, out=rows.view(np.uint32), dtype=np.uint32)
+        else:
+            rows[...] = numbers
