@@ -308,7 +308,7 @@ def plan(
     """
     with guard_engine_import(as_json=as_json):
         from expertctl.engine.cpu.backend import SCHEMES
-        from expertctl.engine.memory.host import find_budget_limit
+        from expertctl.engine.memory.budget import find_budget_limit
         from expertctl.engine.moe.base_plan import plan_base
         from expertctl.engine.moe.expert_files import find_compact_bytes
         from expertctl.engine.moe.usage_store import ExpertUsageStore

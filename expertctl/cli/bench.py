@@ -228,7 +228,7 @@ def _build_request(
 ) -> "BenchSettings":
     with guard_engine_import(as_json=as_json):
         from expertctl.engine.bench import BenchSettings, list_thread_counts
-        from expertctl.engine.devices import count_usable_cores
+        from expertctl.engine.memory.host import count_usable_cores
     cores = count_usable_cores()
     if threads and max(threads) > cores:
         raise UsageError(

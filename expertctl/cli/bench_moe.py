@@ -258,7 +258,7 @@ def _import_bench_request(*, as_json: bool) -> "type[RoutedBenchConfig]":
 
 
 def _check_threads(threads: int | None) -> int | None:
-    from expertctl.engine.devices import count_usable_cores
+    from expertctl.engine.memory.host import count_usable_cores
 
     cores = count_usable_cores()
     if threads is not None and threads > cores:

@@ -21,14 +21,13 @@ from expertctl.engine.cpu.base_loader import decode_bytes_per_token, list_matric
 from expertctl.engine.cpu.decoder import PackedDecoder
 from expertctl.engine.cpu.packed_base import PackedBase, make_expert_shape
 from expertctl.engine.cpu.program_cache import estimate_buffer_bytes
-from expertctl.engine.devices import count_usable_cores
 from expertctl.engine.kernels.jit import cpu_model_name
 from expertctl.engine.kernels.microbenchmarks import MemoryReadBenchmark, PeakArithmetic
 from expertctl.engine.kernels.packed_format import LANES, PackedDeltas, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache, estimate_pages_bytes
-from expertctl.engine.memory.host import allocate
+from expertctl.engine.memory.host import allocate, count_usable_cores
 from expertctl.engine.model.decoder import PREFILL_CHUNK
 from expertctl.package.model_config import ModelConfig
 

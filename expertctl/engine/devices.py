@@ -9,7 +9,6 @@ workspace for each stream that ever computed products, so streams for computing 
 copying are kept apart.
 """
 
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from expertctl.engine.memory.host import count_usable_cores
 from expertctl.engine_config import DeviceName
 from expertctl.errors import BudgetError, DeviceError, ExpertError, NotFoundError
 from expertctl.settings import format_size
@@ -32,13 +32,6 @@ def choose_thread_count(weight_bytes: int) -> int:
     if weight_bytes < SMALL_MODEL:
         return 1
     return min(torch.get_num_threads(), count_usable_cores())
-
-
-def count_usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from expertctl.engine.devices import (
 )
 from expertctl.engine.generation import CancelCheck, never_cancelled
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
-from expertctl.engine.memory.budget import MemoryBudget
-from expertctl.engine.memory.host import find_budget_limit, find_default_budget
+from expertctl.engine.memory.budget import MemoryBudget, find_budget_limit
+from expertctl.engine.memory.host import find_default_budget
 from expertctl.engine.memory.process_registry import (
     EngineRegistration,
     MemoryAdmission,

@@ -7,7 +7,7 @@ import pytest
 
 from expertctl.cli.plot import _format_number
 from expertctl.engine import bench_subject
-from expertctl.engine.devices import count_usable_cores
+from expertctl.engine.memory.host import count_usable_cores
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.factories import write_base, write_lora
 

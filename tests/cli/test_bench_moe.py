@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from expertctl.engine import devices
-from expertctl.engine.devices import count_usable_cores
+from expertctl.engine.memory.host import count_usable_cores
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.engine.moe.test_routed_bench import write_routed
 from tests.factories import write_base

@@ -17,8 +17,8 @@ from expertctl.engine.bench import (
 from expertctl.engine.bench_result import CACHE_BYTES
 from expertctl.engine.cpu.base_loader import create_random_base, decode_bytes_per_token
 from expertctl.engine.cpu.program_cache import estimate_buffer_bytes
-from expertctl.engine.devices import count_usable_cores
 from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.memory.host import count_usable_cores
 from expertctl.package.model_config import read_model_config
 from tests.benchmarks.test_gguf import small_config
 from tests.engine.conftest import build_reference_model

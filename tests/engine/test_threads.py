@@ -5,9 +5,9 @@ import torch
 from expertctl.engine.devices import (
     SMALL_MODEL,
     choose_thread_count,
-    count_usable_cores,
     use_torch_threads,
 )
+from expertctl.engine.memory.host import count_usable_cores
 
 
 def test_a_small_model_gets_one_thread() -> None:

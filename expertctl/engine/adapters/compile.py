@@ -18,8 +18,8 @@ from torch import Tensor
 from expertctl.engine.adapters.fuse import AdapterStep, ChainStep, FoldedChain, fold_chain
 from expertctl.engine.adapters.load import LoadedAdapter
 from expertctl.engine.adapters.plan_tensors import DeltaCompiler
-from expertctl.engine.devices import count_usable_cores
 from expertctl.engine.kernels.packed_format import PackedDeltas, PlanPacking
+from expertctl.engine.memory.host import count_usable_cores
 from expertctl.engine.model.functional import DoraTensors, Ia3Tensors, LinearDelta
 from expertctl.errors import IncompatibleError
 from expertctl.package.adapter import truncate_problems

@@ -28,6 +28,7 @@ from expertctl.engine.kernels.packed_format import (
 from expertctl.engine.kernels.packed_matrix import (
     AllocateArray,
     ArrayShape,
+    BlockAllocator,
     ExpertShape,
     PackedMatrix,
     align_to_vector,
@@ -325,20 +326,6 @@ def _allocate_parts(
     size = make_expert_shape(config, scheme).nbytes
     numbers = [(n, e) for n in config.experts.layers for e in range(config.experts.count)]
     return replace(base, experts={number: take(size, np.uint8) for number in numbers})
-
-
-class BlockAllocator:
-    """Allocates from one block of memory, each piece at a multiple of 64 bytes."""
-
-    def __init__(self, memory: memoryview) -> None:
-        """Start at the beginning of the block."""
-        self._memory, self._taken = memory, 0
-
-    def allocate(self, shape: ArrayShape, dtype: Any) -> AnyArray:
-        """Return the next array."""
-        begin, size = self._taken, int(np.prod(shape)) * np.dtype(dtype).itemsize
-        self._taken += align_to_vector(size)
-        return np.frombuffer(self._memory[begin : begin + size], dtype).reshape(shape)
 
 
 class _SizeCounter:

@@ -23,7 +23,6 @@ from expertctl.engine.adapters.plan_tensors import (
     group_alike_layers,
 )
 from expertctl.engine.arrays import VECTOR_BYTES, AnyArray, aligned_zeros
-from expertctl.engine.cpu.packed_base import BlockAllocator
 from expertctl.engine.devices import use_torch_threads
 from expertctl.engine.kernels.lora import (
     A_BLOCKS_WORD,
@@ -47,6 +46,7 @@ from expertctl.engine.kernels.packed_format import (
     list_routed_modules,
 )
 from expertctl.engine.kernels.packed_matrix import (
+    BlockAllocator,
     PackedMatrix,
     allocate_matrix,
     pack_rows,

@@ -17,7 +17,6 @@ import numpy as np
 from expertctl.digest import Progress
 from expertctl.engine.arrays import STORED_DTYPES, VECTOR_BYTES, AnyArray
 from expertctl.engine.cpu.packed_base import TensorPlace, write_tensor
-from expertctl.engine.devices import count_usable_cores
 from expertctl.engine.kernels.exponent_packing import (
     align_to_vector_bytes,
     exponent_check_kernel,
@@ -28,6 +27,7 @@ from expertctl.engine.kernels.memory import array_address, encode_operands
 from expertctl.engine.kernels.moe_gemm import compact_chunk_sizes
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape, PackedMatrix, rows_per_portion
+from expertctl.engine.memory.host import count_usable_cores
 from expertctl.engine.model.weights import make_unreadable_error
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.store.quantised_file import ALIGNED

@@ -335,6 +335,20 @@ class ExpertShape:
         return self.down_matrix.view(memory)
 
 
+class BlockAllocator:
+    """Allocates from one block of memory, each piece at a multiple of 64 bytes."""
+
+    def __init__(self, memory: memoryview) -> None:
+        """Start at the beginning of the block."""
+        self._memory, self._taken = memory, 0
+
+    def allocate(self, shape: ArrayShape, dtype: Any) -> AnyArray:
+        """Return the next array."""
+        begin, size = self._taken, int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self._taken += align_to_vector(size)
+        return np.frombuffer(self._memory[begin : begin + size], dtype).reshape(shape)
+
+
 def align_to_vector(count: int) -> int:
     """Round a number of bytes up to whole vectors."""
     return -(-count // VECTOR_BYTES) * VECTOR_BYTES

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar, get_args
 
+from expertctl.engine.memory.host import find_default_budget
+from expertctl.engine_config import DeviceName
 from expertctl.errors import BudgetError
 from expertctl.settings import format_limit, format_size
 
@@ -37,6 +39,20 @@ CACHED_KV_DIVISOR = 4
 def choose_kv_cache_limit(requested: int | None, budget: int) -> int:
     """Return the maximum bytes of KV kept between requests."""
     return budget // CACHED_KV_DIVISOR if requested is None else min(requested, budget)
+
+
+def find_budget_limit(requested: int | None, device: DeviceName) -> int:
+    """Return the budget of an engine in the memory that it computes in.
+
+    Raises:
+        NotFoundError: when there is no such device.
+        BudgetError: when other programs use nearly all memory of a device.
+    """
+    if device == "cpu":
+        return find_default_budget() if requested is None else requested
+    from expertctl.engine.devices import find_device_budget
+
+    return find_device_budget(requested)
 
 
 class MemoryBudget:

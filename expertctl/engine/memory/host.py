@@ -1,4 +1,4 @@
-"""Host memory: sizes and limits of the machine, anonymous blocks for weights, and mapped files.
+"""The host: its memory and cores, anonymous blocks for weights, and mapped files.
 
 Weights are in anonymous memory, allocated and written once, never backed by a file. Huge pages,
 where the system grants them on request, make the first write to a large block several times as
@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from expertctl.engine_config import DeviceName
 
 HUGE_PAGE_BYTES = 2 << 20
 MACHINE_SHARE = 0.8
@@ -51,18 +49,11 @@ def find_default_budget() -> int:
     return int(find_available_bytes() * MACHINE_SHARE)
 
 
-def find_budget_limit(requested: int | None, device: DeviceName) -> int:
-    """Return the budget of an engine in the memory that it computes in.
-
-    Raises:
-        NotFoundError: when there is no such device.
-        BudgetError: when other programs use nearly all memory of a device.
-    """
-    if device == "cpu":
-        return find_default_budget() if requested is None else requested
-    from expertctl.engine.devices import find_device_budget
-
-    return find_device_budget(requested)
+def count_usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def get_machine_bytes() -> int:

@@ -23,8 +23,8 @@ from expertctl.engine.generation import DecodeSession
 from expertctl.engine.kernels.jit import cpu_model_name
 from expertctl.engine.kv.sequence_cache import KVRequest
 from expertctl.engine.memory.adapter_cache import Tier
-from expertctl.engine.memory.budget import MemoryBudget
-from expertctl.engine.memory.host import find_budget_limit, find_default_budget
+from expertctl.engine.memory.budget import MemoryBudget, find_budget_limit
+from expertctl.engine.memory.host import find_default_budget
 from expertctl.engine.model.backends import LoadConfig, RunnableModel
 from expertctl.engine.model.cuda_backend import CudaBackend
 from expertctl.engine.model.load_plan import OpenBase, open_base

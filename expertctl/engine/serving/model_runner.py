@@ -15,8 +15,8 @@ from expertctl.engine.adapters.experts import open_local_expert
 from expertctl.engine.devices import choose_thread_count, translate_device_errors
 from expertctl.engine.kv.sequence_cache import KVAllocation, KVCacheBase, KVRequest
 from expertctl.engine.memory.adapter_cache import Tier
-from expertctl.engine.memory.budget import MemoryBudget, choose_kv_cache_limit
-from expertctl.engine.memory.host import find_budget_limit, find_default_budget, find_resident_bytes
+from expertctl.engine.memory.budget import MemoryBudget, choose_kv_cache_limit, find_budget_limit
+from expertctl.engine.memory.host import find_default_budget, find_resident_bytes
 from expertctl.engine.memory.process_registry import (
     EngineRegistration,
     MemoryAdmission,
