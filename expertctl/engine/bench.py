@@ -13,9 +13,9 @@ from itertools import count, takewhile
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.bench_result import CACHE_BYTES, BenchResult, ModelCosts, TimingSeries
 from expertctl.engine.cpu.base_loader import decode_bytes_per_token, list_matrices
 from expertctl.engine.cpu.decoder import PackedDecoder
@@ -47,7 +47,7 @@ class BenchSubject:
     kv_scheme: Scheme = Scheme.FLOAT32
     """Number format of keys and values."""
     plan: PackedDeltas | None = None
-    soft_prompt: Tensor | None = None
+    soft_prompt: AnyArray | None = None
     """Rows that precede every prompt, float32 [virtual tokens, hidden]."""
     warnings: tuple[str, ...] = ()
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.kv.sequence_cache import KVCacheBase, rewind_on_error
 from expertctl.engine.model.decoder import DecodeResult, PrefillResult
 from expertctl.engine.sampling import REPETITION_WINDOW, Mask, UniformGenerator, sample_token
@@ -141,7 +142,7 @@ class TextDecoder(Protocol[CacheIn, DeltasIn]):
         cache: CacheIn,
         deltas: DeltasIn,
         *,
-        soft_prompt: Tensor | None = None,
+        soft_prompt: AnyArray | None = None,
         progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> PrefillResult:
@@ -158,7 +159,7 @@ class DecoderSession(Generic[Cache, PlanDeltas]):
     decoder: TextDecoder[Cache, PlanDeltas]
     cache: Cache
     deltas: PlanDeltas
-    soft_prompt: Tensor | None = None
+    soft_prompt: AnyArray | None = None
     progress: Progress = ignore_progress
     scores: RecordLogits | None = None
     """Gets the logits of every prompt position that is read."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from expertctl.digest import Digest
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.cpu.decoder import PackedDecoder
 from expertctl.engine.cpu.packed_base import pack_base
 from expertctl.engine.kernels.packed_format import Scheme
@@ -80,7 +81,7 @@ class PooledDecoder:
         self,
         ids: Sequence[int],
         answer: Sequence[int] = (),
-        soft: torch.Tensor | None = None,
+        soft: AnyArray | None = None,
         **options: Any,
     ) -> tuple[int, torch.Tensor]:
         """Read a prompt and an answer; return what was reused, and the scores from the prompt's
@@ -250,7 +251,7 @@ def test_a_soft_prompt_is_reused_with_what_follows_it(
     qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
     desk = PooledDecoder(qwen3, crew)
-    soft = torch.randn(21, 48, generator=torch.Generator().manual_seed(2)) * 0.3
+    soft = (torch.randn(21, 48, generator=torch.Generator().manual_seed(2)) * 0.3).numpy()
     desk.turn(IDS[:30], soft=soft)
     reused, rows = desk.turn(IDS[:40], [1, 2], soft=soft)
     assert reused == 30

@@ -1,5 +1,6 @@
 """Rows before the first token: positions from 0, counted in the cache, once per text."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -33,7 +34,9 @@ def test_a_soft_prompt_equals_its_embeddings_however_it_is_cut(
     decoder = shared_oracle.load_decoder()
     cache = KVCache(decoder.config, 40)
     seen: list[int] = []
-    first = decoder.prefill(IDS[:7], cache, soft_prompt=rows, chunk=chunk, progress=seen.append)
+    first = decoder.prefill(
+        IDS[:7], cache, soft_prompt=rows.numpy(), chunk=chunk, progress=seen.append
+    )
     assert cache.length == first.tokens == sum(seen) == VIRTUAL + 7
     assert max(seen) <= chunk
     logits = [first.logits, *(decoder.decode(token, cache).logits for token in IDS[7:])]
@@ -43,7 +46,7 @@ def test_a_soft_prompt_equals_its_embeddings_however_it_is_cut(
 def test_the_next_turn_reads_behind_it(shared_oracle: ReferenceModel, rows: Tensor) -> None:
     decoder = shared_oracle.load_decoder()
     cache = KVCache(decoder.config, 40)
-    decoder.prefill(IDS[:4], cache, soft_prompt=rows)
+    decoder.prefill(IDS[:4], cache, soft_prompt=rows.numpy())
     last = decoder.prefill(IDS[4:], cache)
     assert_same_logits(last.logits[None], expected(shared_oracle, rows)[-1:])
     cache.rewind(VIRTUAL + 4)
@@ -56,18 +59,18 @@ def test_a_second_one_is_a_bug_of_ours(shared_oracle: ReferenceModel, rows: Tens
     cache = KVCache(decoder.config, 40)
     decoder.prefill(IDS, cache)
     with pytest.raises(AssertionError, match="before the first token"):
-        decoder.prefill(IDS, cache, soft_prompt=rows)
+        decoder.prefill(IDS, cache, soft_prompt=rows.numpy())
 
 
 def test_its_rows_need_room_like_tokens(shared_oracle: ReferenceModel, rows: Tensor) -> None:
     decoder = shared_oracle.load_decoder()
     cache = KVCache(decoder.config, len(IDS) + VIRTUAL - 1)
     with pytest.raises(BudgetError, match=f"{len(IDS) + VIRTUAL} more tokens do not fit"):
-        decoder.prefill(IDS, cache, soft_prompt=rows)
+        decoder.prefill(IDS, cache, soft_prompt=rows.numpy())
     assert cache.length == 0
 
 
 def test_one_of_another_width_is_refused(shared_oracle: ReferenceModel) -> None:
     decoder = shared_oracle.load_decoder()
     with pytest.raises(IncompatibleError, match="has width 33, the base 32"):
-        decoder.prefill(IDS, KVCache(decoder.config, 40), soft_prompt=torch.zeros(2, 33))
+        decoder.prefill(IDS, KVCache(decoder.config, 40), soft_prompt=np.zeros((2, 33), np.float32))

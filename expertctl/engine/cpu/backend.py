@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
+from expertctl.engine.arrays import FloatArray
 from expertctl.engine.cpu.base_loader import (
     load_packed_base,
     packing_scratch_bytes,
@@ -170,8 +170,8 @@ class PackedBackend:
         """What adapter plans are compiled for."""
         config, packing = self.config, PlanPacking(self.scheme, self.adapter_dtype)
         read = 0 if self.cache is None else make_expert_shape(config, self.scheme).nbytes
-        shapes, width, cpu = config.linear_shapes(), config.hidden_size, torch.device("cpu")
-        return CompileSpec(shapes, width, torch.float32, cpu, packing, routed_bytes=read)
+        shapes, width = config.linear_shapes(), config.hidden_size
+        return CompileSpec(shapes, width, packing, routed_bytes=read)
 
     def kv_bytes(self, tokens: int) -> int:
         """Return the bytes of the keys and values of this many tokens, in whole pages."""
@@ -375,7 +375,7 @@ class PackedModel:
         """Add the duration of each part of all passes within the context to ``times``."""
         return self.decoder.time_layers(times)
 
-    def matrix(self, module: str) -> Tensor:
+    def matrix(self, module: str) -> FloatArray:
         """Return the effective weights of a linear layer, as a new float32 [out, in].
 
         A routed expert that may be absent is read from its file, even if it is in memory now.

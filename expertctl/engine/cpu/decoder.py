@@ -90,7 +90,7 @@ class PackedDecoder:
         cache: PagedKVCache,
         deltas: PackedDeltas | None = None,
         *,
-        soft_prompt: Tensor | None = None,
+        soft_prompt: AnyArray | None = None,
         progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
         between_layers: Callable[[], None] | None = None,
@@ -224,7 +224,7 @@ class PackedDecoder:
         ids: Sequence[int] | Tensor,
         cache: PagedKVCache,
         deltas: PackedDeltas | None,
-        soft_prompt: Tensor | None,
+        soft_prompt: AnyArray | None,
     ) -> tuple[AnyArray, AnyArray]:
         """Return the soft prompt rows, [virtual tokens, hidden], and the tokens."""
         self._check_plan(deltas)
@@ -232,7 +232,7 @@ class PackedDecoder:
         if soft_prompt is None:
             return np.empty((0, self.config.hidden_size), np.float32), tokens
         check_soft_prompt(soft_prompt, self.config.hidden_size, length=cache.length)
-        return soft_prompt.float().numpy(), tokens
+        return soft_prompt, tokens
 
     def _check_plan(self, deltas: PackedDeltas | None) -> None:
         if deltas is not None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
-from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
+from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec, TorchPlacement
+from expertctl.engine.arrays import FloatArray
 from expertctl.engine.generation import DecoderSession, DecodeSession, step_sequentially
 from expertctl.engine.kv.sequence_cache import (
     KVAllocation,
@@ -32,6 +33,7 @@ from expertctl.engine.moe.counters import Counters, RoutedExpertStats, make_resi
 from expertctl.engine.moe.warmup import PlanWarmup, plan_cold_start
 from expertctl.engine.sampling import estimate_sample_bytes
 from expertctl.engine.text.prompt import RecordLogits
+from expertctl.engine.torch.plan import to_array
 from expertctl.engine_config import DEFAULT_CONFIG, QUANTISED_DTYPES, Dtype, EngineConfig
 from expertctl.errors import UsageError
 from expertctl.messages import Notify, ignore_notification
@@ -132,7 +134,7 @@ class RunnableModel(Protocol):
         The logits of a sequence are the same as when it runs alone.
         """
 
-    def matrix(self, module: str) -> Tensor:
+    def matrix(self, module: str) -> FloatArray:
         """Return the weights [out, in] of a linear layer, by its module name."""
 
     @property
@@ -315,8 +317,8 @@ class TorchBackend:
     @property
     def compile_spec(self) -> CompileSpec:
         """Target for which plans are compiled."""
-        config = self.config
-        return CompileSpec(config.linear_shapes(), config.hidden_size, torch.float32, self.device)
+        config, placement = self.config, TorchPlacement(self.device.type)
+        return CompileSpec(config.linear_shapes(), config.hidden_size, placement)
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of so many tokens."""
@@ -410,7 +412,8 @@ class TorchModel:
         """Start or continue a sequence."""
         assert isinstance(self.decoder, Decoder)
         assert isinstance(cache, KVCache)
-        return DecoderSession(self.decoder, cache, plan.deltas, plan.soft_prompt, progress, scores)
+        deltas, before = plan.torch_deltas, plan.soft_prompt
+        return DecoderSession(self.decoder, cache, deltas, before, progress, scores)
 
     @property
     def prefill_parts(self) -> int:
@@ -431,9 +434,9 @@ class TorchModel:
         """Add the time of each part to ``times`` inside a ``with`` block."""
         return self.decoder.time_layers(times)
 
-    def matrix(self, module: str) -> Tensor:
+    def matrix(self, module: str) -> FloatArray:
         """Return the weights [out, in] of a linear layer, in host memory, to compile plans."""
-        return self.decoder.matrix(module).cpu()
+        return to_array(self.decoder.matrix(module))
 
     def free_buffers(self) -> None:
         """Free all buffers of a generation."""

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.adapters.steps import EMPTY_DELTAS
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.devices import translate_device_errors
 from expertctl.engine.kv.sequence_cache import rewind_on_error
 from expertctl.engine.model.cuda_graph_step import (
@@ -41,7 +43,7 @@ from expertctl.engine.model.decoder import (
     check_tokens,
     estimate_pass_bytes,
 )
-from expertctl.engine.model.functional import EMPTY_DELTAS, Deltas
+from expertctl.engine.model.functional import TorchDeltas
 from expertctl.engine.model.lora_slots import (
     NO_SLOT,
     LoRASlots,
@@ -74,7 +76,7 @@ class GraphStepRow:
 
     token: int
     cache: StaticKVRow
-    deltas: Deltas = field(default_factory=dict)
+    deltas: TorchDeltas = field(default_factory=dict)
 
 
 class CudaGraphDecoder:
@@ -118,27 +120,28 @@ class CudaGraphDecoder:
         self,
         ids: Sequence[int] | Tensor,
         cache: StaticKVRow,
-        deltas: Deltas = EMPTY_DELTAS,
+        deltas: TorchDeltas = EMPTY_DELTAS,
         *,
-        soft_prompt: Tensor | None = None,
+        soft_prompt: AnyArray | None = None,
         chunk: int = PREFILL_CHUNK,
         progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> PrefillResult:
         """Read a prompt, as `Decoder.prefill` does and with its errors."""
-        before = None if soft_prompt is None else soft_prompt.to(self.device)
         with self._lock:
             return self._prompts.prefill(
                 ids,
                 cache,
                 deltas,
-                soft_prompt=before,
+                soft_prompt=soft_prompt,
                 chunk=chunk,
                 progress=progress,
                 scores=scores,
             )
 
-    def decode(self, token: int, cache: StaticKVRow, deltas: Deltas = EMPTY_DELTAS) -> DecodeResult:
+    def decode(
+        self, token: int, cache: StaticKVRow, deltas: TorchDeltas = EMPTY_DELTAS
+    ) -> DecodeResult:
         """Read one more token; raises as `step` does."""
         position, started = cache.length, time.perf_counter()
         logits = self.step([GraphStepRow(token, cache, deltas)])[0]
@@ -189,7 +192,7 @@ class CudaGraphDecoder:
             self._one_more.times = None
 
     @translate_device_errors()
-    def prepare(self, cache: StaticKVRow, deltas: Deltas = EMPTY_DELTAS) -> None:
+    def prepare(self, cache: StaticKVRow, deltas: TorchDeltas = EMPTY_DELTAS) -> None:
         """Prepare the steps of one sequence.
 
         Raises:
@@ -243,7 +246,7 @@ class CudaGraphDecoder:
         held = (self._room, self._plans)
         return sum(each.nbytes for each in held if each is not None)
 
-    def _has_expert_deltas(self, deltas: Deltas) -> bool:
+    def _has_expert_deltas(self, deltas: TorchDeltas) -> bool:
         return not self._of_experts.isdisjoint(deltas)
 
     @torch.inference_mode()
@@ -291,7 +294,7 @@ class CudaGraphDecoder:
         return room
 
     @torch.inference_mode()
-    def _assign_slots(self, plans: Sequence[Deltas]) -> list[int]:
+    def _assign_slots(self, plans: Sequence[TorchDeltas]) -> list[int]:
         """Return the slot of each plan, enlarging the slots where plans do not fit."""
         different = {id(plan): plan for plan in plans if plan}
         held = self._plans

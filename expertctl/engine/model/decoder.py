@@ -18,13 +18,14 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.adapters.steps import EMPTY_DELTAS
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.engine.model.functional import (
-    EMPTY_DELTAS,
     AttentionMask,
-    Deltas,
     FeedForward,
     Linear,
+    TorchDeltas,
     apply_rope,
     compute_rope_table,
     make_attention_mask,
@@ -120,7 +121,7 @@ def check_modules(changed: Collection[str], modules: frozenset[str]) -> None:
         )
 
 
-def check_soft_prompt(soft_prompt: Tensor, hidden_size: int, *, length: int) -> None:
+def check_soft_prompt(soft_prompt: AnyArray, hidden_size: int, *, length: int) -> None:
     """Check that virtual tokens [tokens, hidden] fit the base and come first.
 
     Raises:
@@ -269,9 +270,9 @@ class Decoder:
         self,
         ids: Sequence[int] | Tensor,
         cache: KVCache,
-        deltas: Deltas = EMPTY_DELTAS,
+        deltas: TorchDeltas = EMPTY_DELTAS,
         *,
-        soft_prompt: Tensor | None = None,
+        soft_prompt: AnyArray | None = None,
         chunk: int = PREFILL_CHUNK,
         progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
@@ -308,7 +309,9 @@ class Decoder:
         )
 
     @torch.inference_mode()
-    def decode(self, token: int, cache: KVCache, deltas: Deltas = EMPTY_DELTAS) -> DecodeResult:
+    def decode(
+        self, token: int, cache: KVCache, deltas: TorchDeltas = EMPTY_DELTAS
+    ) -> DecodeResult:
         """Read one more token.
 
         Raises:
@@ -342,17 +345,17 @@ class Decoder:
             return self._experts.read_matrix(module)
         return self._weights.tensors[f"{module}.weight"]
 
-    def _check_tokens(self, ids: Sequence[int] | Tensor, deltas: Deltas) -> Tensor:
+    def _check_tokens(self, ids: Sequence[int] | Tensor, deltas: TorchDeltas) -> Tensor:
         check_modules(deltas, self.modules)
         return check_tokens(ids, self.config.vocab_size, device=self.device)
 
-    def _check_soft_prompt(self, soft_prompt: Tensor | None, cache: KVCache) -> Tensor:
+    def _check_soft_prompt(self, soft_prompt: AnyArray | None, cache: KVCache) -> Tensor:
         """Return the rows before the first token, [virtual tokens, hidden], often none."""
         width = self.config.hidden_size
         if soft_prompt is None:
             return torch.empty(0, width, device=self.device)
         check_soft_prompt(soft_prompt, width, length=cache.length)
-        return soft_prompt
+        return torch.from_numpy(soft_prompt).to(self.device)
 
     def _embed(self, before: Tensor, tokens: Tensor, start: int, end: int) -> Tensor:
         """Return some rows of [soft prompt, embedded tokens]: [end - start, hidden], float32."""
@@ -361,7 +364,7 @@ class Decoder:
         return part if start >= virtual else torch.cat((before[start:end], part))
 
     def _forward(
-        self, x: Tensor, cache: KVCache, deltas: Deltas, phase: Phase, *, whole: bool = False
+        self, x: Tensor, cache: KVCache, deltas: TorchDeltas, phase: Phase, *, whole: bool = False
     ) -> Tensor:
         """Run all layers over one part of a sequence: [tokens, hidden] -> [tokens, hidden].
 
@@ -391,7 +394,7 @@ class Decoder:
         step: _PassTensors,
         query_rows: _PassTensors,
         cache: KVCache,
-        deltas: Deltas,
+        deltas: TorchDeltas,
     ) -> Tensor:
         """Write keys and values of all rows; return the attention output of the ``query_rows``."""
         x = self._normalise(x, layer.input_norm)
@@ -415,13 +418,13 @@ class Decoder:
     def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
 
-    def _compute_logits(self, hidden: Tensor, deltas: Deltas) -> Tensor:
+    def _compute_logits(self, hidden: Tensor, deltas: TorchDeltas) -> Tensor:
         """Compute the logits after the last token: [tokens, hidden] -> [vocab]."""
         with self._time_place("head"):
             return self._head(self._normalise(hidden[-1:], self._norm), deltas)[0]
 
     def _record_scores(
-        self, hidden: Tensor, deltas: Deltas, first: int, scores: RecordLogits
+        self, hidden: Tensor, deltas: TorchDeltas, first: int, scores: RecordLogits
     ) -> None:
         """Pass on the logits of all rows [tokens, hidden] in parts; ``first`` is their position."""
         for begin in range(0, len(hidden), LOGIT_ROWS):

@@ -5,6 +5,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -113,7 +114,7 @@ def test_a_plan_changes_what_it_changes_in_the_torch_decoder(
     reference = oracle(arch, **KERNEL_SIZES, **bias)
     decoder = reference.load_decoder()
     experts = chain(decoder.config, kinds)
-    deltas = make_torch_plan(decoder.config, experts).deltas
+    deltas = make_torch_plan(decoder.config, experts).torch_deltas
     cache = KVCache(decoder.config, 40)
     theirs = [decoder.prefill(IDS[:9], cache, deltas).logits]
     theirs += [decoder.decode(token, cache, deltas).logits for token in IDS[9:]]
@@ -148,7 +149,7 @@ def test_a_soft_prompt_stands_before_the_first_token(
     qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
     torch_decoder = qwen3.load_decoder()
-    soft = torch.randn(7, 48, generator=torch.Generator().manual_seed(2)) * 0.3
+    soft = (torch.randn(7, 48, generator=torch.Generator().manual_seed(2)) * 0.3).numpy()
     cache = KVCache(torch_decoder.config, 40)
     theirs = torch_decoder.prefill(IDS[:9], cache, soft_prompt=soft).logits
     for chunk in (4, 16):
@@ -212,7 +213,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_read(
     with pytest.raises(IncompatibleError, match=r"layers\.3"):
         decoder.decode(3, cache, plan)
     with pytest.raises(IncompatibleError):
-        decoder.prefill(IDS[:3], cache, soft_prompt=torch.zeros(2, 47))
+        decoder.prefill(IDS[:3], cache, soft_prompt=np.zeros((2, 47), np.float32))
     assert cache.length == 0
     decoder.prefill(IDS[:8], cache)
     with pytest.raises(BudgetError):
