@@ -29,14 +29,21 @@ from benchmarks.harness import (
     time_action,
 )
 from benchmarks.inputs import HIDDEN, RANK, list_module_shapes, make_base_config
-from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec, WeightedAdapter, fold_plan
-from expertctl.engine.adapters.fuse import AdapterStep
+from expertctl.engine.adapters.compile import (
+    CompiledPlan,
+    CompileSpec,
+    TorchPlacement,
+    WeightedAdapter,
+    fold_plan,
+)
 from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.adapters.steps import AdapterStep, DoraTensors, Ia3Tensors, LoraTensors
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.functional import DoraTensors, Ia3Tensors, LoraTensors
 from expertctl.engine.model.weights import BaseWeights
+from expertctl.engine.torch.plan import to_array
 
 TARGETS = {1: "<= 1.05", 2: "<= 1.08", 5: "<= 1.15", 10: "<= 1.25"}
 """Experts, and how many times as long a token may take as with the base alone."""
@@ -46,7 +53,7 @@ PROMPT, TOKENS = 16, 4
 """Tokens that are read before, and steps of decoding that are measured at a time."""
 WEIGHT = 0.8
 CPU = torch.device("cpu")
-PLAN_FORM = CompileSpec(list_module_shapes(), HIDDEN, torch.float32, CPU)
+PLAN_FORM = CompileSpec(list_module_shapes(), HIDDEN, TorchPlacement("cpu"))
 MakeStep = Callable[[str], AdapterStep]
 
 
@@ -134,11 +141,11 @@ def _measure_decode(
 
 def _make_decode_run(decoder: Decoder, plan: CompiledPlan) -> Run:
     cache = KVCache(decoder.config, PROMPT + TOKENS)
-    decoder.prefill(range(PROMPT), cache, plan.deltas)
+    decoder.prefill(range(PROMPT), cache, plan.torch_deltas)
 
     def decode() -> None:
         for token in range(TOKENS):
-            decoder.decode(token, cache, plan.deltas)
+            decoder.decode(token, cache, plan.torch_deltas)
 
     def run() -> float:
         cache.rewind(PROMPT)
@@ -160,28 +167,29 @@ def _make_expert(make: MakeStep) -> WeightedAdapter:
     return WeightedAdapter(adapter, WEIGHT, dict(_make_dora_scales(adapter)))
 
 
-def _make_dora_scales(adapter: LoadedAdapter) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+def _make_dora_scales(adapter: LoadedAdapter) -> Iterator[tuple[str, tuple[AnyArray, ...]]]:
     for module, [step] in adapter.modules.items():
         if isinstance(step, DoraTensors):
-            yield module, (1 + _random_tensor(len(step.b)),)
+            yield module, (to_array(1 + _random_tensor(len(step.b))),)
 
 
 def _make_lora(module: str) -> LoraTensors:
     out, into = PLAN_FORM.shapes[module]
-    return LoraTensors(
-        _random_tensor(RANK, into).bfloat16(), _random_tensor(out, RANK).bfloat16(), 2.0
-    )
+    a, b = _random_tensor(RANK, into), _random_tensor(out, RANK)
+    return LoraTensors(to_array(a.bfloat16()), to_array(b.bfloat16()), 2.0)
 
 
 def _make_dora(module: str) -> DoraTensors:
     lora = _make_lora(module)
-    return DoraTensors(lora.a, lora.b, 1 + _random_tensor(len(lora.b)).bfloat16(), lora.scale)
+    magnitude = 1 + _random_tensor(len(lora.b)).bfloat16()
+    return DoraTensors(lora.a, lora.b, to_array(magnitude), lora.scale)
 
 
 def _make_ia3(module: str) -> Ia3Tensors:
     out, into = PLAN_FORM.shapes[module]
     on_input = module.endswith("down_proj")
-    return Ia3Tensors((1 + _random_tensor(into if on_input else out)).bfloat16(), on_input)
+    vector = 1 + _random_tensor(into if on_input else out)
+    return Ia3Tensors(to_array(vector.bfloat16()), on_input)
 
 
 def _random_tensor(*shape: int) -> Tensor:

@@ -14,14 +14,22 @@ from functools import partial
 import torch
 
 from benchmarks.harness import Row, compare_rates, judge, main, make_absent_row, take_turns
-from expertctl.engine.adapters.compile import CompileSpec, WeightedAdapter, fold_plan
+from expertctl.engine.adapters.compile import (
+    CompileSpec,
+    TorchPlacement,
+    WeightedAdapter,
+    fold_plan,
+)
 from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.adapters.steps import LoraTensors
+from expertctl.engine.arrays import FloatArray
 from expertctl.engine.bench_subject import load_shape_config
 from expertctl.engine.devices import get_device_name, is_cuda_available
 from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder, GraphStepRow
 from expertctl.engine.model.cuda_graph_step import StaticKVCache
-from expertctl.engine.model.functional import Deltas, LoraTensors
+from expertctl.engine.model.functional import TorchDeltas
 from expertctl.engine.model.weights import BaseWeights
+from expertctl.engine.torch.plan import to_array
 from expertctl.package.model_config import ModelConfig
 
 SHAPES = ("qwen3-0.6b", "qwen3-4b")
@@ -95,18 +103,18 @@ def make_random_weights(config: ModelConfig, device: torch.device) -> BaseWeight
     return BaseWeights(tensors, _DTYPE, device)
 
 
-def _make_plan(config: ModelConfig, device: torch.device, seeds: Sequence[int]) -> Deltas:
-    form = CompileSpec(config.linear_shapes(), config.hidden_size, torch.float32, device)
+def _make_plan(config: ModelConfig, device: torch.device, seeds: Sequence[int]) -> TorchDeltas:
+    form = CompileSpec(config.linear_shapes(), config.hidden_size, TorchPlacement(device.type))
     experts = [_make_expert(config, device, seed) for seed in seeds]
-    return fold_plan(experts, form).compile().deltas
+    return fold_plan(experts, form).compile().torch_deltas
 
 
 def _make_expert(config: ModelConfig, device: torch.device, seed: int) -> WeightedAdapter:
     generator = torch.Generator(device).manual_seed(seed)
 
-    def draw(*shape: int) -> torch.Tensor:
+    def draw(*shape: int) -> FloatArray:
         numbers = torch.randn(shape, generator=generator, device=device)
-        return (numbers * 0.01).to(_DTYPE).cpu()
+        return to_array((numbers * 0.01).to(_DTYPE))
 
     modules = {
         module: (LoraTensors(draw(RANK, into), draw(out, RANK), 2.0),)
@@ -115,7 +123,7 @@ def _make_expert(config: ModelConfig, device: torch.device, seed: int) -> Weight
     return WeightedAdapter(LoadedAdapter(f"bench/lora-{seed}@1.0.0", modules, (), 1, 0))
 
 
-def _decode(decoder: CudaGraphDecoder, plans: Sequence[Deltas]) -> float:
+def _decode(decoder: CudaGraphDecoder, plans: Sequence[TorchDeltas]) -> float:
     """Return the seconds of `STEPS` steps; graphs are captured and plans stacked before."""
     decoder.free_buffers()  # or slots would stay as large as those of the largest plan so far
     arena = _make_kv_cache(decoder, len(plans))

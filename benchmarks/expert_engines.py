@@ -129,10 +129,9 @@ class _OurExpertEngine:
 def check_experts(crew: Any, *, spread: float = SPREAD) -> None:
     """Assert on two layers that experts do what the torch formulas say, and do something."""
     import numpy as np
-    import torch
 
     from benchmarks.oracle import SEED, TOLERANCE, TorchReference, assert_same, make_small_config
-    from expertctl.engine.adapters.compile import CompileSpec, fold_plan
+    from expertctl.engine.adapters.compile import CompileSpec, TorchPlacement, fold_plan
     from expertctl.engine.cpu.base_loader import create_random_base
     from expertctl.engine.cpu.decoder import PackedDecoder
     from expertctl.engine.kernels.packed_format import Scheme
@@ -151,8 +150,8 @@ def check_experts(crew: Any, *, spread: float = SPREAD) -> None:
     for chain in (loras[:1], loras):
         plan = _make_plan(chain, modules)
         assert plan.modules == modules.keys(), "experts are not on all projections"
-        form = CompileSpec(modules, HIDDEN, torch.float32, torch.device("cpu"))
-        theirs = TorchReference(base).read(ids, fold_plan(chain, form).compile().deltas)
+        form = CompileSpec(modules, HIDDEN, TorchPlacement("cpu"))
+        theirs = TorchReference(base).read(ids, fold_plan(chain, form).compile().torch_deltas)
         ours = decoder.prefill(ids, PagedKVCache(config, CONTEXT), plan).logits
         assert_same(ours, theirs, TOLERANCE[Scheme.BFLOAT16])
         changed = float(np.abs(ours - alone).max() / alone.std())
@@ -167,10 +166,11 @@ def _make_loras(
 
     from expertctl.engine.adapters.compile import WeightedAdapter
     from expertctl.engine.adapters.load import LoadedAdapter
-    from expertctl.engine.model.functional import LoraTensors
+    from expertctl.engine.adapters.steps import LoraTensors
+    from expertctl.engine.torch.plan import to_array
 
-    def drawn(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape) * spread).bfloat16()
+    def drawn(*shape: int) -> Any:
+        return to_array((torch.randn(shape) * spread).bfloat16())
 
     torch.manual_seed(0)
     return [
@@ -191,15 +191,10 @@ def _make_loras(
 
 
 def _make_plan(chain: Sequence[Any], modules: Mapping[str, tuple[int, int]] | None = None) -> Any:
-    import torch
-
     from expertctl.engine.adapters.compile import CompileSpec, fold_plan
     from expertctl.engine.kernels.packed_format import PlanPacking, Scheme
 
-    packing = PlanPacking(Scheme.BFLOAT16)
-    form = CompileSpec(
-        modules or list_module_shapes(), HIDDEN, torch.float32, torch.device("cpu"), packing
-    )
+    form = CompileSpec(modules or list_module_shapes(), HIDDEN, PlanPacking(Scheme.BFLOAT16))
     return fold_plan(chain, form).compile().packed
 
 

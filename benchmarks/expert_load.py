@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.harness import Row, Run, compare, main, make_absent_row, time_action
@@ -112,8 +113,8 @@ def _make_absent_rows() -> list[Row]:
 
 def _make_target() -> CompileTarget:
     """The base's form; no expert here has DoRA, so nothing of the base is asked for."""
-    form = CompileSpec(list_module_shapes(), HIDDEN, torch.float32, torch.device("cpu"))
-    gains = DoraScaleSource(Digest.compute(b"base"), lambda _: torch.empty(0), DerivedData(Path()))
+    form = CompileSpec(list_module_shapes(), HIDDEN)
+    gains = DoraScaleSource(Digest.compute(b"base"), lambda _: np.empty(0), DerivedData(Path()))
     return CompileTarget(form, gains)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.engine_process import make_prompt_ids
 from benchmarks.inputs import make_base_config
+from expertctl.engine.adapters.steps import EMPTY_DELTAS
 from expertctl.engine.cpu.base_loader import create_random_base
 from expertctl.engine.cpu.decoder import PackedDecoder
 from expertctl.engine.cpu.packed_base import PackedBase
@@ -21,7 +22,7 @@ from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.functional import EMPTY_DELTAS, Deltas
+from expertctl.engine.model.functional import TorchDeltas
 from expertctl.engine.model.weights import BaseWeights
 from expertctl.package.model_config import ModelConfig
 
@@ -78,7 +79,7 @@ class TorchReference:
         self._decoder = Decoder(base.config, weights)
         self._cache = KVCache(base.config, PROMPT + TOKENS)
 
-    def read(self, ids: list[int], deltas: Deltas = EMPTY_DELTAS) -> Numbers:
+    def read(self, ids: list[int], deltas: TorchDeltas = EMPTY_DELTAS) -> Numbers:
         """Return the scores behind some more tokens."""
         return self._decoder.prefill(ids, self._cache, deltas).logits
 

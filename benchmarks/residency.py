@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from safetensors.numpy import save_file
 
 from benchmarks.cache_policies import (
@@ -89,11 +88,9 @@ class ExpertFiles:
     def write(cls, folder: Path) -> "ExpertFiles":
         """Write all experts."""
         config = read_model_config(STARTER)
-        form = CompileSpec(
-            config.linear_shapes(), config.hidden_size, torch.float32, torch.device("cpu")
-        )
+        form = CompileSpec(config.linear_shapes(), config.hidden_size)
         gains = DoraScaleSource(
-            Digest.compute(b"no DoRA"), lambda _: torch.empty(0), DerivedData(folder)
+            Digest.compute(b"no DoRA"), lambda _: np.empty(0), DerivedData(folder)
         )
         sources = tuple(_write_lora(folder / str(n), config, n) for n in range(EXPERTS))
         return cls(sources, CompileTarget(form, gains))

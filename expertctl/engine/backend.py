@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
-from expertctl.engine.arrays import AnyArray
+from expertctl.engine.arrays import AnyArray, FloatArray
 from expertctl.engine.decoding import LayerTimer, PrefillResult
 from expertctl.engine.generation import DecodeSession
 from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest
@@ -35,7 +35,6 @@ from expertctl.settings import Home
 from expertctl.store.quantised_cache import QuantisedCache
 
 if TYPE_CHECKING:
-    from torch import Tensor
 
     from expertctl.engine.moe.expert_cache import ExpertCache
 
@@ -128,7 +127,7 @@ class RunnableModel(Protocol):
         The logits of a sequence are the same as when it runs alone.
         """
 
-    def matrix(self, module: str) -> "Tensor":
+    def matrix(self, module: str) -> FloatArray:
         """Return the weights [out, in] of a linear layer, by its module name."""
 
     @property

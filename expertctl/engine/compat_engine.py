@@ -23,9 +23,15 @@ import torch
 from torch import Tensor
 
 from expertctl.engine.adapters.experts import ExpertSource
-from expertctl.engine.adapters.fuse import AdapterStep
 from expertctl.engine.adapters.load import LoadedAdapter
-from expertctl.engine.arrays import AnyArray
+from expertctl.engine.adapters.steps import (
+    AdapterStep,
+    DoraTensors,
+    Ia3Tensors,
+    LoraTensors,
+    weighted_ia3_vector,
+)
+from expertctl.engine.arrays import AnyArray, FloatArray, widen
 from expertctl.engine.compat_base import CompatBase, load_model
 from expertctl.engine.context_window import FittedPrompt
 from expertctl.engine.decoding import DecodeResult, PrefillResult
@@ -38,12 +44,6 @@ from expertctl.engine.generation import (
     measure_elapsed_ms,
 )
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
-from expertctl.engine.model.functional import (
-    DoraTensors,
-    Ia3Tensors,
-    LoraTensors,
-    weighted_ia3_vector,
-)
 from expertctl.engine.result import GenerationTrace, TracedSession
 from expertctl.errors import IncompatibleError, UsageError
 from expertctl.package.adapter import PEFT_PREFIX, truncate_problems
@@ -87,13 +87,13 @@ def attach_adapter(model: Any, adapter: LoadedAdapter, *, weight: float) -> Tens
 
 def float32_adapter_bytes(adapter: LoadedAdapter) -> int:
     """Return the bytes of an expert in the model, where all its numbers are float32."""
-    numbers = sum(prompt.numel() for prompt in adapter.soft_prompts)
+    numbers = sum(prompt.size for prompt in adapter.soft_prompts)
     for steps in adapter.modules.values():
-        numbers += sum(tensor.numel() for step in steps for tensor in _step_tensors(step))
+        numbers += sum(tensor.size for step in steps for tensor in _step_tensors(step))
     return numbers * torch.float32.itemsize
 
 
-def _step_tensors(step: AdapterStep) -> tuple[Tensor, ...]:
+def _step_tensors(step: AdapterStep) -> tuple[FloatArray, ...]:
     match step:
         case LoraTensors():
             return (step.a, step.b)
@@ -118,7 +118,7 @@ def _require_single_steps(adapter: LoadedAdapter) -> dict[str, AdapterStep]:
 def _make_peft_module(ref: str, module: str, step: AdapterStep, weight: float) -> _PeftModule:
     match step:
         case LoraTensors(a=a, b=b, scale=scale):
-            halves = {"lora_A.weight": a.float(), "lora_B.weight": b.float()}
+            halves = {"lora_A.weight": _to_float32(a), "lora_B.weight": _to_float32(b)}
             return _PeftModule(module, halves, step.rank, scale * weight)
         case DoraTensors(a=a, b=b, magnitude=magnitude, scale=scale):
             if weight != 1.0:
@@ -126,13 +126,17 @@ def _make_peft_module(ref: str, module: str, step: AdapterStep, weight: float) -
                     f"{ref} is a DoRA, which PEFT supports only with weight 1",
                     hint="name it without a weight",
                 )
-            tensors = {"lora_A.weight": a.float(), "lora_B.weight": b.float()}
-            tensors["lora_magnitude_vector"] = magnitude.float()
+            tensors = {"lora_A.weight": _to_float32(a), "lora_B.weight": _to_float32(b)}
+            tensors["lora_magnitude_vector"] = _to_float32(magnitude)
             return _PeftModule(module, tensors, step.rank, scale)
         case Ia3Tensors(on_input=on_input):
             vector = weighted_ia3_vector(step, weight)
             shaped = vector.reshape(1, -1) if on_input else vector.reshape(-1, 1)
-            return _PeftModule(module, {"ia3_l": shaped})
+            return _PeftModule(module, {"ia3_l": torch.from_numpy(shaped)})
+
+
+def _to_float32(numbers: FloatArray) -> Tensor:
+    return torch.from_numpy(widen(numbers))
 
 
 def _load_soft_prompt(model: Any, adapter: LoadedAdapter, weight: float) -> Tensor | None:
@@ -150,7 +154,7 @@ def _load_soft_prompt(model: Any, adapter: LoadedAdapter, weight: float) -> Tens
             f"{adapter.ref} does not fit the base: its soft prompt has width {wrong[0]}, the base "
             f"{width}"
         )
-    return torch.cat([prompt.float() for prompt in adapter.soft_prompts])
+    return torch.cat([_to_float32(prompt) for prompt in adapter.soft_prompts])
 
 
 def _inject_modules(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from expertctl.digest import Digest
 from expertctl.engine.adapters.compile import CompileSpec
@@ -18,12 +18,14 @@ from expertctl.engine.adapters.experts import (
     borrow_compiled_plan,
     make_stored_source,
 )
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.model.decoder import Decoder
 from expertctl.engine.model.load_plan import read_stored_outline
 from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.result import AllocationCounts, count_allocations
+from expertctl.engine.torch.plan import to_array
 from expertctl.package.base_model import read_base
 from expertctl.package.model_config import read_model_config
 from expertctl.store.disk import DerivedData
@@ -52,6 +54,13 @@ def count_fewest_allocations(
             call()
         measured.append(found)
     return min(measured, key=lambda found: found.python_bytes)
+
+
+def find_owner(array: AnyArray) -> AnyArray:
+    """The array that the memory of a view belongs to."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
 
 
 PLAN_DIGEST = Digest.compute(b"plan")
@@ -95,9 +104,11 @@ class ExpertKindsHome:
         self.config = config = read_model_config(self.base)
         decoder = Decoder(config, load_base_weights(self.base, config))
         shapes = read_linear_shapes(self.base)
-        self.form = CompileSpec(shapes, config.hidden_size, torch.float32, torch.device("cpu"))
+        self.form = CompileSpec(shapes, config.hidden_size)
         gains = DoraScaleSource(
-            Digest.compute(b"base"), decoder.matrix, DerivedData(folder / "derived")
+            Digest.compute(b"base"),
+            lambda module: to_array(decoder.matrix(module)),
+            DerivedData(folder / "derived"),
         )
         self.target = CompileTarget(self.form, gains)
 

@@ -51,7 +51,7 @@ def measure_error(scheme: Scheme, crew: ThreadPool) -> float:
     assert not torch.allclose(together[0], together[1], atol=0.1), "experts change nothing"
     for chain, found in zip(chains, together, strict=True):
         wanted = torch.from_numpy(
-            TorchReference(base).read(IDS, make_torch_plan(config, chain).deltas)
+            TorchReference(base).read(IDS, make_torch_plan(config, chain).torch_deltas)
         )
         far = max(far, float((found - wanted).abs().max() / wanted.std()))
     return far

@@ -10,30 +10,42 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec, WeightedAdapter, fold_plan
-from expertctl.engine.adapters.fuse import AdapterStep, ChainStep, apply_chain
+from expertctl.engine.adapters.compile import (
+    CompiledPlan,
+    CompileSpec,
+    TorchPlacement,
+    WeightedAdapter,
+    fold_plan,
+)
+from expertctl.engine.adapters.fuse import ChainStep
 from expertctl.engine.adapters.load import LoadedAdapter
-from expertctl.engine.kernels.packed_format import AdapterDtype, PackedDeltas, PlanPacking, Scheme
-from expertctl.engine.model.functional import (
+from expertctl.engine.adapters.steps import (
+    AdapterStep,
     DoraTensors,
     Ia3Tensors,
     LoraTensors,
     compute_dora_scales,
 )
+from expertctl.engine.arrays import AnyArray
+from expertctl.engine.kernels.packed_format import AdapterDtype, PackedDeltas, PlanPacking, Scheme
+from expertctl.engine.torch.plan import to_array
+from expertctl.engine.torch.reference import apply_chain
 from expertctl.package.model_config import ModelConfig
 
-CPU = torch.device("cpu")
 KINDS = ("lora", "dora", "ia3")
+ON_HOST = TorchPlacement("cpu")
 
 
-def make_plan_form(config: ModelConfig, packing: PlanPacking | None = None) -> CompileSpec:
+def make_plan_form(
+    config: ModelConfig, target: PlanPacking | TorchPlacement | None = None
+) -> CompileSpec:
     """What plans on a base are compiled for."""
-    return CompileSpec(config.linear_shapes(), config.hidden_size, torch.float32, CPU, packing)
+    return CompileSpec(config.linear_shapes(), config.hidden_size, target)
 
 
 def make_torch_plan(config: ModelConfig, experts: Sequence[WeightedAdapter]) -> CompiledPlan:
     """A plan as the torch decoder takes it."""
-    return fold_plan(experts, make_plan_form(config)).compile()
+    return fold_plan(experts, make_plan_form(config, ON_HOST)).compile()
 
 
 def make_packed_plan(
@@ -51,6 +63,21 @@ def make_packed_plan(
     return packed
 
 
+def make_lora(a: Tensor, b: Tensor, scale: float) -> LoraTensors:
+    """A LoRA with the numbers of tensors."""
+    return LoraTensors(to_array(a), to_array(b), scale)
+
+
+def make_dora(a: Tensor, b: Tensor, magnitude: Tensor, scale: float) -> DoraTensors:
+    """A DoRA with the numbers of tensors."""
+    return DoraTensors(to_array(a), to_array(b), to_array(magnitude), scale)
+
+
+def make_ia3(vector: Tensor, *, on_input: bool) -> Ia3Tensors:
+    """An IA³ with the numbers of a tensor."""
+    return Ia3Tensors(to_array(vector), on_input)
+
+
 def make_random_expert(
     config: ModelConfig,
     kind: str = "lora",
@@ -62,13 +89,13 @@ def make_random_expert(
     """An expert on three of four layers of a base, each of another rank and scale."""
     draw = _RandomTensors(seed, dtype)
     modules: dict[str, tuple[AdapterStep, ...]] = {}
-    gains: dict[str, tuple[Tensor, ...]] = {}
+    gains: dict[str, tuple[AnyArray, ...]] = {}
     for place, (module, (out, into)) in enumerate(config.linear_shapes().items()):
         if (place + seed) % 4 == 3:
             continue
         modules[module] = (draw.step(kind, out, into, rank=1 + 7 * (place + seed) % 23),)
         if kind == "dora":
-            gains[module] = (1 + 0.1 * draw(out).float(),)
+            gains[module] = (to_array(1 + 0.1 * draw(out).float()),)
     ref = f"acme/{kind}-{seed}@1.0.0"
     return WeightedAdapter(LoadedAdapter(ref, modules, (), 1, 0), weight, gains)
 
@@ -84,12 +111,12 @@ class _RandomTensors:
         a, b = self(rank, into) * 0.03, self(out, rank) * 0.06
         match kind:
             case "lora":
-                return LoraTensors(a, b, 1.5)
+                return make_lora(a, b, 1.5)
             case "dora":
-                return DoraTensors(a, b, 1 + self(out).abs(), 0.75)
+                return make_dora(a, b, 1 + self(out).abs(), 0.75)
             case _:
                 on_input = rank % 2 == 0
-                return Ia3Tensors(1 + 0.1 * self(into if on_input else out), on_input)
+                return make_ia3(1 + 0.1 * self(into if on_input else out), on_input=on_input)
 
 
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -107,7 +134,7 @@ class LinearLayer:
     @property
     def plan_form(self) -> CompileSpec:
         out, inputs = self.weight.shape
-        return CompileSpec({MODULE: (out, inputs)}, 4, torch.float32, torch.device("cpu"))
+        return CompileSpec({MODULE: (out, inputs)}, 4)
 
     def compute_exact(self, links: Sequence[ChainStep]) -> Tensor:
         """The plain formula, expert by expert, in float64."""
@@ -118,7 +145,7 @@ class LinearLayer:
         """One expert that takes this step, with its gains on this layer."""
         step = link.step
         found = (
-            (compute_dora_scales(self.weight, step, what=MODULE),)
+            (compute_dora_scales(to_array(self.weight), step, what=MODULE),)
             if isinstance(step, DoraTensors)
             else ()
         )
@@ -147,12 +174,13 @@ def draw_chain_case(draw: st.DrawFn) -> tuple[LinearLayer, list[ChainStep]]:
         step: AdapterStep
         match draw(st.sampled_from(["lora", "dora", "ia3"])):
             case "lora":
-                step = LoraTensors(a, b, scale)
+                step = make_lora(a, b, scale)
             case "dora":
                 magnitude = (rand(out).abs() + 0.1).to(kind)
-                step = DoraTensors(a, _avoid_cancelled_rows(weights, a, b), magnitude, scale)
+                step = make_dora(a, _avoid_cancelled_rows(weights, a, b), magnitude, scale)
             case _:
-                step = Ia3Tensors((1 + rand(inputs if on_input else out) / 2).to(kind), on_input)
+                vector = (1 + rand(inputs if on_input else out) / 2).to(kind)
+                step = make_ia3(vector, on_input=on_input)
         any_weight = st.floats(-1.5, 1.5, allow_subnormal=False)
         weight = draw(st.one_of(st.sampled_from([0.0, 1.0, 1.0, -1.0, 0.5]), any_weight))
         links.append(ChainStep(step, weight))

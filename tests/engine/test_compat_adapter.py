@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,6 @@ from expertctl.engine.compat_engine import (
     attach_adapter,
     float32_adapter_bytes,
 )
-from expertctl.engine.model.functional import LoraTensors
 from expertctl.errors import DigestError, IncompatibleError, InvalidPackageError
 from expertctl.package.adapter_config import parse_adapter_config
 from expertctl.package.adapter_spec import build_adapter_spec
@@ -25,6 +25,7 @@ from expertctl.package.tensor_file import read_table
 from expertctl.store.bases import BaseStore
 from tests.engine.compat_models import KINDS, MORE_CONFIGS, CompatModel, copy_adapter, write_model
 from tests.engine.package_fixtures import CONFIG, WEIGHTS, list_package_files, load_adapters
+from tests.engine.random_experts import make_lora
 
 FOREIGN = ("gpt2", "gpt_neox", "opt", "gemma", "bloom")
 IDS = list(b"Hello, you there")
@@ -158,7 +159,7 @@ def test_a_soft_prompt_beside_a_lora_is_run(gpt2: CompatModel, tmp_path: Path) -
     lora = gpt2.load_adapted("lora").base_model.model
     with torch.inference_mode():
         words = lora.get_input_embeddings()(torch.tensor([IDS]))
-        joined = torch.cat([both.soft_prompts[0][None], words], dim=1)
+        joined = torch.cat([torch.from_numpy(both.soft_prompts[0])[None], words], dim=1)
         expected = lora(inputs_embeds=joined).logits[0, -1]
     assert float((scores(loaded, prompt) - expected).abs().max()) <= TOLERANCE
 
@@ -206,7 +207,7 @@ def test_an_expert_that_changes_nothing_is_an_error(gpt2: CompatModel, tmp_path:
 
 def test_a_soft_prompt_of_another_width_is_an_error(gpt2: CompatModel, tmp_path: Path) -> None:
     adapter = load_adapters(gpt2.get_adapter("prompt_tuning"))
-    wide = replace(adapter, soft_prompts=(torch.zeros(5, 33),))
+    wide = replace(adapter, soft_prompts=(np.zeros((5, 33), np.float32),))
     with pytest.raises(IncompatibleError, match="has width 33, the base 32"):
         attach_adapter(fresh(gpt2, tmp_path), wide, weight=1.0)
 
@@ -215,7 +216,7 @@ def test_a_module_name_is_never_a_pattern(gpt2: CompatModel, tmp_path: Path) -> 
     """A rank of its own makes a name a key of PEFT's patterns, which it runs as expressions."""
     a, b = torch.ones(3, 32), torch.ones(96, 3)
     adapter = load_adapters(gpt2.get_adapter("lora"))
-    evil = {"transformer.h.0.attn.c_attn|(.*)": (LoraTensors(a, b, 1.0),)}
+    evil = {"transformer.h.0.attn.c_attn|(.*)": (make_lora(a, b, 1.0),)}
     with pytest.raises(IncompatibleError, match="no such layer"):
         attach_adapter(fresh(gpt2, tmp_path), replace(adapter, modules=evil), weight=1.0)
 

@@ -12,6 +12,9 @@ import torch
 
 from expertctl.engine.adapters.compile import WeightedAdapter, fold_plan
 from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.adapters.steps import DoraTensors
+from expertctl.engine.adapters.steps import compute_dora_scales as dora_gains
+from expertctl.engine.arrays import FloatArray
 from expertctl.engine.cpu.decoder import DecodeRow, PackedDecoder
 from expertctl.engine.cpu.packed_base import PackedBase, pack_base
 from expertctl.engine.kernels.packed_format import PlanPacking, Scheme
@@ -21,9 +24,8 @@ from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder, GraphStepRow
 from expertctl.engine.model.cuda_graph_step import StaticKVCache
 from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.functional import DoraTensors
-from expertctl.engine.model.functional import compute_dora_scales as dora_gains
 from expertctl.engine.model.weights import load_base_weights
+from expertctl.engine.torch.plan import to_array
 from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import (
     CLASSES,
@@ -160,11 +162,15 @@ def assert_all_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def by_torch(decoder: Decoder, *experts: tuple[Path, float]) -> torch.Tensor:
-    chain = [weighted(decoder.matrix, load_adapters(path), weight) for path, weight in experts]
-    plan = fold_plan(chain, make_plan_form(decoder.config)).compile()
+    chain = [
+        weighted(lambda module: to_array(decoder.matrix(module)), load_adapters(path), weight)
+        for path, weight in experts
+    ]
+    plan = make_torch_plan(decoder.config, chain)
     cache = KVCache(decoder.config, len(IDS) + 20)
-    first = decoder.prefill(IDS[:7], cache, plan.deltas, soft_prompt=plan.soft_prompt, chunk=5)
-    rows = [first.logits, *(decoder.decode(i, cache, plan.deltas).logits for i in IDS[7:])]
+    deltas, soft = plan.torch_deltas, plan.soft_prompt
+    first = decoder.prefill(IDS[:7], cache, deltas, soft_prompt=soft, chunk=5)
+    rows = [first.logits, *(decoder.decode(i, cache, deltas).logits for i in IDS[7:])]
     return stack_logits(rows)
 
 
@@ -183,28 +189,29 @@ def by_kernels(
 def by_steps(decoder: CudaGraphDecoder, *experts: tuple[Path, float]) -> torch.Tensor:
     """Decode the text in the last of three rows, the first being another one with another plan."""
     config = decoder.config
-    chain = [weighted(decoder.matrix, load_adapters(path), weight) for path, weight in experts]
-    plan, other = (
-        fold_plan(chain, make_plan_form(config)).compile(),
-        [make_random_expert(config, "ia3")],
-    )
+    chain = [
+        weighted(lambda module: to_array(decoder.matrix(module)), load_adapters(path), weight)
+        for path, weight in experts
+    ]
+    plan, other = make_torch_plan(config, chain), [make_random_expert(config, "ia3")]
     arena = StaticKVCache(
         config, rows=3, capacity=len(IDS) + 20, dtype=torch.float32, device=decoder.device
     )
     neighbour, cache = arena.get_row(0), arena.get_row(2)
-    neighbours = make_torch_plan(config, [*other, make_random_expert(config, seed=1)]).deltas
+    neighbours = make_torch_plan(config, [*other, make_random_expert(config, seed=1)]).torch_deltas
     decoder.prefill(IDS[3:9], neighbour, neighbours)
-    first = decoder.prefill(IDS[:7], cache, plan.deltas, soft_prompt=plan.soft_prompt, chunk=5)
+    deltas, soft = plan.torch_deltas, plan.soft_prompt
+    first = decoder.prefill(IDS[:7], cache, deltas, soft_prompt=soft, chunk=5)
     rows = [first.logits]
     for token in IDS[7:]:
-        batch = [GraphStepRow(5, neighbour, neighbours), GraphStepRow(token, cache, plan.deltas)]
+        batch = [GraphStepRow(5, neighbour, neighbours), GraphStepRow(token, cache, deltas)]
         rows.append(decoder.step(batch)[1])
     decoder.free_buffers()
     return stack_logits(rows)
 
 
 def weighted(
-    matrix: Callable[[str], torch.Tensor], adapter: LoadedAdapter, weight: float
+    matrix: Callable[[str], FloatArray], adapter: LoadedAdapter, weight: float
 ) -> WeightedAdapter:
     gains = {
         module: tuple(
@@ -467,13 +474,11 @@ def test_the_base_is_not_changed_by_a_plan(oracle: MakeReferenceModel, tmp_path:
     model = oracle("qwen3", tie_word_embeddings=True, **SIZES)
     lora = write_lora(tmp_path / "lora", model.directory)
     decoder = model.load_decoder()
-    plan = fold_plan(
-        [WeightedAdapter(load_adapters(lora))], make_plan_form(decoder.config)
-    ).compile()
+    plan = make_torch_plan(decoder.config, [WeightedAdapter(load_adapters(lora))])
 
     def logits(deltas: Any) -> torch.Tensor:
         return torch.from_numpy(decoder.prefill(IDS, KVCache(decoder.config, 20), deltas).logits)
 
     before = logits({})
-    assert not torch.equal(logits(plan.deltas), before)
+    assert not torch.equal(logits(plan.torch_deltas), before)
     assert torch.equal(logits({}), before)

@@ -253,7 +253,7 @@ def test_a_soft_prompt_is_reused_with_what_follows_it(
     qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
     desk = PooledDecoder(qwen3, crew)
-    soft = torch.randn(21, 48, generator=torch.Generator().manual_seed(2)).numpy() * 0.3
+    soft = (torch.randn(21, 48, generator=torch.Generator().manual_seed(2)) * 0.3).numpy()
     desk.turn(IDS[:30], soft=soft)
     reused, rows = desk.turn(IDS[:40], [1, 2], soft=soft)
     assert reused == 30

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertctl.engine.adapters.compile import CompileSpec, fold_plan
+from expertctl.engine.adapters.compile import TorchPlacement, fold_plan
 from expertctl.engine.devices import get_workspace_bytes
 from expertctl.engine.model.cuda_graph_decoder import (
     MAX_GRAPH_KEYS,
@@ -17,7 +17,7 @@ from expertctl.engine.model.cuda_graph_decoder import (
 )
 from expertctl.engine.model.cuda_graph_step import StaticKVCache
 from expertctl.engine.model.functional import (
-    Deltas,
+    TorchDeltas,
     make_attention_mask,
     reference_attention,
     scaled_dot_product_attention,
@@ -31,7 +31,7 @@ from tests.engine.conftest import (
     build_reference_model,
     stack_logits,
 )
-from tests.engine.random_experts import make_random_expert, make_torch_plan
+from tests.engine.random_experts import make_plan_form, make_random_expert, make_torch_plan
 
 __all__ = ["expertctl"]
 
@@ -67,15 +67,15 @@ def arena_of(decoder: CudaGraphDecoder, rows: int, *, capacity: int = 100) -> St
     )
 
 
-def plan_on(config: ModelConfig, device: torch.device, kind: str, seed: int) -> Deltas:
-    form = CompileSpec(config.linear_shapes(), config.hidden_size, torch.float32, device)
-    return fold_plan([make_random_expert(config, kind, seed=seed)], form).compile().deltas
+def plan_on(config: ModelConfig, device: torch.device, kind: str, seed: int) -> TorchDeltas:
+    form = make_plan_form(config, TorchPlacement(device.type))
+    return fold_plan([make_random_expert(config, kind, seed=seed)], form).compile().torch_deltas
 
 
 def texts(decoder: CudaGraphDecoder, count: int) -> Tensor:
     """Scores of several texts with plans of their own, [tokens, texts, vocab]."""
     arena = arena_of(decoder, count)
-    plans: list[Deltas] = [{}]
+    plans: list[TorchDeltas] = [{}]
     for seed, kind in enumerate(("lora", "dora", "ia3")):
         plans.append(plan_on(decoder.config, decoder.device, kind, seed))
     rows = [arena.get_row(number) for number in range(count)]
@@ -184,10 +184,10 @@ def test_attention_is_the_textbook_formula(
 def test_a_plan_is_the_same_on_the_device(kind: str, model: ReferenceModel) -> None:
     config = read_model_config(model.directory)
     chain = [make_random_expert(config, kind), make_random_expert(config, seed=1)]
-    form = CompileSpec(config.linear_shapes(), config.hidden_size, torch.float32, CUDA)
+    form = make_plan_form(config, TorchPlacement("cuda"))
     there, here = fold_plan(chain, form).compile(), make_torch_plan(config, chain)
-    for module, delta in here.deltas.items():
-        for one, other in zip(delta.tensors, there.deltas[module].tensors, strict=True):
+    for module, delta in here.torch_deltas.items():
+        for one, other in zip(delta.tensors, there.torch_deltas[module].tensors, strict=True):
             assert other.is_cuda
             assert torch.equal(one, other.cpu())
 

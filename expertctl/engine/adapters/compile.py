@@ -2,8 +2,8 @@
 
 For each linear layer, ``y = d * (W (u * x)) + B (A x) + e * b``. A and B are the stacked blocks of
 the experts: rank concatenation is exact where adding A to A and B to B is not. Every factor is
-multiplied into its own block once per plan, in float32: into tensors for torch, or packed for CPU
-kernels. Soft prompts are concatenated in plan order.
+multiplied into its own block once per plan, in float32: into arrays, which may be packed for CPU
+kernels or become torch tensors. Soft prompts are concatenated in plan order.
 
 An adapter must fit the base completely; one that changes nothing is an error.
 """
@@ -12,22 +12,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from expertctl.engine.adapters.fuse import AdapterStep, ChainStep, FoldedChain, fold_chain
+from expertctl.engine.adapters.fuse import ChainStep, FoldedChain, fold_chain
 from expertctl.engine.adapters.load import LoadedAdapter
 from expertctl.engine.adapters.plan_tensors import DeltaCompiler
-from expertctl.engine.arrays import AnyArray
+from expertctl.engine.adapters.steps import (
+    EMPTY_DELTAS,
+    AdapterStep,
+    Deltas,
+    DoraTensors,
+    Ia3Tensors,
+)
+from expertctl.engine.arrays import AnyArray, FloatArray, widen
 from expertctl.engine.kernels.packed_format import PackedDeltas, PlanPacking
 from expertctl.engine.memory.host import count_usable_cores
-from expertctl.engine.model.functional import DoraTensors, Ia3Tensors, LinearDelta
 from expertctl.errors import IncompatibleError
 from expertctl.package.adapter import truncate_problems
 from expertctl.package.base_tensors import explain_absent_module, find_base_name
 
 if TYPE_CHECKING:
     from expertctl.engine.cpu.packed_plan import PackedPlanCompiler
+    from expertctl.engine.model.functional import TorchDeltas
+    from expertctl.engine.torch.plan import TorchPlanCompiler
 
 
 LayerShapes = Mapping[str, tuple[int, int]]
@@ -84,24 +91,29 @@ def _describe_misfit(module: str, step: AdapterStep, expected: tuple[int, int]) 
     return f"{module}: made for {made[0]} x {made[1]}, the base has {expected[0]} x {expected[1]}"
 
 
-DoraScales = Mapping[str, tuple[Tensor, ...]]
+DoraScales = Mapping[str, tuple[AnyArray, ...]]
 """The DoRA magnitude scales of one expert on one base: per module, a ``c`` [out] for each step."""
 
 
 @dataclass(frozen=True, slots=True)
-class CompileSpec:
-    """What a plan is compiled for: the base's layers, hidden size, dtype and device.
+class TorchPlacement:
+    """The torch device of a plan: ``cpu`` or ``cuda``."""
 
-    With ``packing`` the plan is packed for CPU kernels instead of being made into tensors.
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompileSpec:
+    """What a plan is compiled for: the base's layers, its hidden size, and who uses the plan.
+
     ``routed_bytes`` is the size of a routed expert that must be read completely to see one of its
     matrices, because it may not be in memory.
     """
 
     shapes: Mapping[str, tuple[int, int]]
     width: int
-    dtype: torch.dtype
-    device: torch.device
-    packing: PlanPacking | None = None
+    target: PlanPacking | TorchPlacement | None = None
+    """CPU kernels, torch on a device, or None: numpy."""
     routed_bytes: int = 0
 
 
@@ -119,24 +131,27 @@ class CompiledPlan:
     """What a plan changes in each linear layer and prepends to the first token.
 
     ``soft_prompt`` is float32 [virtual tokens, hidden]; ``nbytes`` is the total allocation. A plan
-    for CPU kernels is ``packed`` and has no ``deltas``.
+    for CPU kernels is ``packed``, one for torch has ``torch_deltas``; they have no ``deltas``.
     """
 
-    deltas: Mapping[str, LinearDelta]
+    deltas: Deltas
     soft_prompt: AnyArray | None
     nbytes: int
     packed: PackedDeltas | None = None
+    torch_deltas: "TorchDeltas" = field(default_factory=dict)
 
     @property
     def width(self) -> int:
         """Number of columns between A and B, which determines buffer sizes."""
         if self.packed is not None:
             return self.packed.width
-        ranks = (1 if delta.a is None else len(delta.a) for delta in self.deltas.values())
-        return max(ranks, default=0)
+        widths = [delta.width for delta in self.deltas.values()]
+        widths += [delta.width for delta in self.torch_deltas.values()]
+        return max(widths, default=0)
 
 
-BASE_ONLY = CompiledPlan({}, None, 0)
+BASE_ONLY = CompiledPlan(EMPTY_DELTAS, None, 0)
+_FLOAT_BYTES = 4
 
 _MIN_PARALLEL_BYTES = 128 << 20
 """Below this size, threads that write small blocks lose more time than they gain."""
@@ -146,29 +161,29 @@ _MIN_PARALLEL_BYTES = 128 << 20
 class FoldedPlan:
     """A folded chain that fits the base; its cost is known before it is compiled."""
 
-    deltas: "DeltaCompiler | PackedPlanCompiler"
-    soft_prompts: tuple[Tensor, ...]
+    compiler: "DeltaCompiler | PackedPlanCompiler | TorchPlanCompiler"
+    soft_prompts: tuple[FloatArray, ...]
 
     @property
     def nbytes(self) -> int:
         """The bytes that `compile` will allocate."""
-        virtual = sum(prompt.numel() for prompt in self.soft_prompts)
-        return self.deltas.nbytes + virtual * torch.float32.itemsize
+        virtual = sum(prompt.size for prompt in self.soft_prompts)
+        return self.compiler.nbytes + _FLOAT_BYTES * virtual
 
     @property
     def width(self) -> int:
         """Number of columns between A and B, which determines buffer sizes."""
-        return self.deltas.width
+        return self.compiler.width
 
     @property
     def scratch_bytes(self) -> int:
         """The maximum additional bytes that `compile` needs."""
-        return self.deltas.scratch_bytes(_choose_workers(self.nbytes))
+        return self.compiler.scratch_bytes(_choose_workers(self.nbytes))
 
     @property
     def shares_adapter_memory(self) -> bool:
         """Whether the compiled plan will refer to memory of its experts."""
-        return self.deltas.shares_adapter_memory
+        return self.compiler.shares_adapter_memory
 
     def compile(self) -> CompiledPlan:
         """Multiply every block by its factors and store it in its place.
@@ -176,13 +191,15 @@ class FoldedPlan:
         Raises:
             IncompatibleError: for values beyond the range of the storage dtype.
         """
-        size = self.nbytes
-        prompts = [prompt.to(torch.float32) for prompt in self.soft_prompts]
-        joined = torch.cat(prompts).numpy() if prompts else None
-        deltas = self.deltas.compile(_choose_workers(size))
-        if isinstance(deltas, PackedDeltas):
-            return CompiledPlan({}, joined, size, deltas)
-        return CompiledPlan(deltas, joined, size)
+        size, workers = self.nbytes, _choose_workers(self.nbytes)
+        prompts = [widen(prompt) for prompt in self.soft_prompts]
+        joined = np.concatenate(prompts) if prompts else None
+        if isinstance(self.compiler, DeltaCompiler):
+            return CompiledPlan(self.compiler.compile(workers), joined, size)
+        made = self.compiler.compile(workers)
+        if isinstance(made, PackedDeltas):
+            return CompiledPlan(EMPTY_DELTAS, joined, size, packed=made)
+        return CompiledPlan(EMPTY_DELTAS, joined, size, torch_deltas=made)
 
 
 def fold_plan(experts: Sequence[WeightedAdapter], spec: CompileSpec) -> FoldedPlan:
@@ -198,18 +215,24 @@ def fold_plan(experts: Sequence[WeightedAdapter], spec: CompileSpec) -> FoldedPl
     for expert in there:
         _check_soft_prompts(expert)
     prompts = [prompt for expert in there for prompt in expert.adapter.soft_prompts]
-    return FoldedPlan(_choose_deltas(_fold_layers(there), spec), tuple(prompts))
+    return FoldedPlan(_choose_compiler(_fold_layers(there), spec), tuple(prompts))
 
 
-def _choose_deltas(
+def _choose_compiler(
     layers: Mapping[str, FoldedChain], spec: CompileSpec
-) -> "DeltaCompiler | PackedPlanCompiler":
-    if spec.packing is None:
-        return DeltaCompiler(layers, spec.dtype, spec.device)
-    # Imports numba, which takes 0.4 s.
-    from expertctl.engine.cpu.packed_plan import PackedPlanCompiler
+) -> "DeltaCompiler | PackedPlanCompiler | TorchPlanCompiler":
+    """Return the compiler of a plan; neither numba nor torch is imported before it is needed."""
+    match spec.target:
+        case None:
+            return DeltaCompiler(layers)
+        case PlanPacking() as packing:
+            from expertctl.engine.cpu.packed_plan import PackedPlanCompiler
 
-    return PackedPlanCompiler(layers, spec.shapes, spec.packing)
+            return PackedPlanCompiler(layers, spec.shapes, packing)
+        case TorchPlacement(device):
+            from expertctl.engine.torch.plan import TorchPlanCompiler
+
+            return TorchPlanCompiler(layers, device)
 
 
 def _choose_workers(size: int) -> int:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from expertctl.digest import Digest, FileDigest, Progress, ignore_progress
 from expertctl.engine.adapters.compile import (
@@ -23,6 +22,7 @@ from expertctl.engine.adapters.compile import (
     CompiledPlan,
     CompileSpec,
     DoraScales,
+    TorchPlacement,
     WeightedAdapter,
     check_adapter_fits,
     fold_plan,
@@ -35,15 +35,16 @@ from expertctl.engine.adapters.load import (
     estimate_adapter_bytes,
     load_adapter,
 )
-from expertctl.engine.kernels.packed_format import is_routed_module
-from expertctl.engine.memory.adapter_cache import AdapterCache, CacheKey, CacheRequest, Tier
-from expertctl.engine.memory.budget import BUDGET_HINTS
-from expertctl.engine.memory.host import allocate
-from expertctl.engine.model.functional import (
+from expertctl.engine.adapters.steps import (
     DoraTensors,
     compute_dora_scales,
     dora_scale_scratch_bytes,
 )
+from expertctl.engine.arrays import AnyArray, FloatArray, split_rows
+from expertctl.engine.kernels.packed_format import PlanPacking, is_routed_module
+from expertctl.engine.memory.adapter_cache import AdapterCache, CacheKey, CacheRequest, Tier
+from expertctl.engine.memory.budget import BUDGET_HINTS
+from expertctl.engine.memory.host import allocate
 from expertctl.errors import BudgetError
 from expertctl.package.read import PackageContents, read_package
 from expertctl.package.verify import VerifiedPackage, accept_unsigned, verify_contents
@@ -70,7 +71,7 @@ class DoraScaleSource:
     """Computes and caches DoRA scales for one base in memory, identified by content and dtype."""
 
     base: Digest
-    matrix: Callable[[str], Tensor]
+    matrix: Callable[[str], FloatArray]
     """Returns the weights [out, in] of a linear layer by its module name."""
     derived: DerivedData
 
@@ -89,14 +90,14 @@ class DoraScaleSource:
         sizes = _scale_sizes(adapter)
         kept = self.derived.read(package, key, size=_FLOAT_BYTES * sum(sizes))
         if kept is not None:
-            values = torch.frombuffer(bytearray(kept), dtype=torch.float32)
-            return _group_by_module(adapter, values.split_with_sizes(sizes))
-        values = torch.empty(sum(sizes))
-        parts = values.split_with_sizes(sizes)
+            values = np.frombuffer(bytearray(kept), np.float32)
+            return _group_by_module(adapter, split_rows(values, sizes))
+        values = np.empty(sum(sizes), np.float32)
+        parts = split_rows(values, sizes)
         for (module, dora), part in zip(_iter_dora_modules(adapter), parts, strict=True):
             what = f"{adapter.ref}: {module}"
-            part.copy_(compute_dora_scales(self.matrix(module), dora, what=what))
-        self.derived.write(package, key, values.numpy().tobytes())
+            part[...] = compute_dora_scales(self.matrix(module), dora, what=what)
+        self.derived.write(package, key, values.tobytes())
         return _group_by_module(adapter, parts)
 
 
@@ -113,7 +114,7 @@ def dora_scale_bytes(adapter: LoadedAdapter) -> int:
 def placeholder_dora_scales(adapter: LoadedAdapter) -> DoraScales:
     """Return uninitialised scales of the right shapes, for memory estimates."""
     sizes = _scale_sizes(adapter)
-    return _group_by_module(adapter, torch.empty(sum(sizes)).split_with_sizes(sizes))
+    return _group_by_module(adapter, split_rows(np.empty(sum(sizes), np.float32), sizes))
 
 
 def estimate_dora_scratch(adapter: LoadedAdapter, form: CompileSpec | None = None) -> int:
@@ -123,23 +124,21 @@ def estimate_dora_scratch(adapter: LoadedAdapter, form: CompileSpec | None = Non
 
 
 def _layer_scratch_bytes(module: str, dora: DoraTensors, form: CompileSpec | None) -> int:
-    """Return the bytes for one layer; packed weights are unpacked first."""
+    """Return the bytes for one layer; packed weights are unpacked, those on a device copied."""
     merging = dora_scale_scratch_bytes(dora)
-    if form is None or form.packing is None or module not in form.shapes:
-        return merging + _device_copy_bytes(module, form)
+    if form is None or module not in form.shapes:
+        return merging
     out, inputs = form.shapes[module]
-    at_once = max(_UNPACKED_AT_ONCE, _PACKED_BLOCK_ROWS * inputs)
-    at_once = min(at_once, (out + _PACKED_BLOCK_ROWS) * inputs)
-    read = form.routed_bytes if is_routed_module(module) else 0
-    return read + _FLOAT_BYTES * out * inputs + max(merging, _UNPACKING * at_once)
-
-
-def _device_copy_bytes(module: str, form: CompileSpec | None) -> int:
-    """Return the bytes for copying a layer from a device."""
-    if form is None or form.device.type == "cpu" or module not in form.shapes:
-        return 0
-    out, inputs = form.shapes[module]
-    return _FLOAT_BYTES * out * inputs
+    match form.target:
+        case None | TorchPlacement("cpu"):
+            return merging
+        case TorchPlacement():
+            return merging + _FLOAT_BYTES * out * inputs
+        case PlanPacking():
+            at_once = max(_UNPACKED_AT_ONCE, _PACKED_BLOCK_ROWS * inputs)
+            at_once = min(at_once, (out + _PACKED_BLOCK_ROWS) * inputs)
+            read = form.routed_bytes if is_routed_module(module) else 0
+            return read + _FLOAT_BYTES * out * inputs + max(merging, _UNPACKING * at_once)
 
 
 def _iter_dora_modules(adapter: LoadedAdapter) -> Iterator[_Place]:
@@ -151,8 +150,8 @@ def _scale_sizes(adapter: LoadedAdapter) -> list[int]:
     return [len(dora.b) for _, dora in _iter_dora_modules(adapter)]
 
 
-def _group_by_module(adapter: LoadedAdapter, parts: tuple[Tensor, ...]) -> DoraScales:
-    found: dict[str, tuple[Tensor, ...]] = {}
+def _group_by_module(adapter: LoadedAdapter, parts: Sequence[AnyArray]) -> DoraScales:
+    found: dict[str, tuple[AnyArray, ...]] = {}
     for (module, _), part in zip(_iter_dora_modules(adapter), parts, strict=True):
         found[module] = (*found.get(module, ()), part)
     return found

@@ -1,30 +1,17 @@
-"""Chains of adapter steps on one linear layer: the reference formula, and folding (decision 10).
-
-`apply_chain` applies the definition step by step; faster paths are tested against it.
+"""Folding chains of adapter steps on one linear layer (decision 10).
 
 `fold_chain` determines which factor multiplies which block. A step multiplies everything before it:
 IA³ on the output and DoRA multiply every earlier block and ``W x``, IA³ on the input multiplies
 their input. So a block is multiplied by the factors *after* it; along the chain these are suffixes
-of one list, and folding only counts them.
+of one list, and folding only counts them. `apply_chain` in `torch.reference` applies a chain step
+by step; what is folded and compiled is tested against it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.nn.functional as F  # noqa: N812  # the name that torch's own documentation uses
-from torch import Tensor
-
-from expertctl.engine.model.functional import (
-    DoraTensors,
-    Ia3Tensors,
-    LoraTensors,
-    compute_lora_delta,
-    reference_dora_scales,
-    weighted_ia3_vector,
-)
-
-AdapterStep = LoraTensors | DoraTensors | Ia3Tensors
-"""The change of one adapter to one linear layer."""
+from expertctl.engine.adapters.steps import AdapterStep, DoraTensors, Ia3Tensors, LoraTensors
+from expertctl.engine.arrays import AnyArray, FloatArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,34 +23,7 @@ class ChainStep:
 
     step: AdapterStep
     weight: float = 1.0
-    dora_scale: Tensor | None = None
-
-
-def apply_chain(
-    x: Tensor, weight: Tensor, bias: Tensor | None, steps: Sequence[ChainStep]
-) -> Tensor:
-    """Return the output of a linear layer after the last step, in the dtype of ``x``."""
-    if not steps:
-        y: Tensor = F.linear(x, weight, bias)
-        return y
-    before, last = steps[:-1], steps[-1]
-    share = last.weight
-    if share == 0.0:  # leaving an expert out is exact, 0 * inf is not
-        return apply_chain(x, weight, bias, before)
-    match last.step:
-        case LoraTensors() as lora:
-            return apply_chain(x, weight, bias, before) + share * compute_lora_delta(x, lora)
-        case Ia3Tensors(on_input=True) as ia3:
-            scaled = x * weighted_ia3_vector(ia3, share, dtype=x.dtype)
-            return apply_chain(scaled, weight, bias, before)
-        case Ia3Tensors() as ia3:
-            vector = weighted_ia3_vector(ia3, share, dtype=x.dtype)
-            return vector * apply_chain(x, weight, bias, before)
-        case DoraTensors() as dora:
-            f = apply_chain(x, weight, bias, before)
-            g = f if bias is None else apply_chain(x, weight, None, before)
-            c = reference_dora_scales(weight, dora).to(x.dtype)
-            return f + share * (c * (g + compute_lora_delta(x, dora.as_lora)) - g)
+    dora_scale: AnyArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +33,7 @@ class LowRankBlock:
     step: LoraTensors | DoraTensors
     factor: float
     """Weight times scale: the number that multiplies B."""
-    dora_scale: Tensor | None
+    dora_scale: AnyArray | None
     """DoRA's factor for its own B, [out]."""
     inputs_after: int
     outputs_after: int
@@ -137,7 +97,7 @@ def fold_chain(steps: Sequence[ChainStep]) -> FoldedChain:
     return FoldedChain(tuple(reversed(blocks)), tuple(inputs), tuple(outputs))
 
 
-def get_factor_vector(link: ChainStep) -> Tensor:
+def get_factor_vector(link: ChainStep) -> FloatArray:
     """Return l of IA³ or c of DoRA; with weight w the factor is ``1 + w * (vector - 1)``."""
     vector = link.step.vector if isinstance(link.step, Ia3Tensors) else link.dora_scale
     assert vector is not None, "DoRA scales are computed before the plan"

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from expertctl.digest import Digest, FileDigest, Progress, ignore_progress
-from expertctl.engine.adapters.fuse import AdapterStep
+from expertctl.engine.adapters.steps import AdapterStep, DoraTensors, Ia3Tensors, LoraTensors
+from expertctl.engine.arrays import STORED_DTYPES, FloatArray
 from expertctl.engine.memory.host import allocate
-from expertctl.engine.model.functional import DoraTensors, Ia3Tensors, LoraTensors
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError, StoreError
 from expertctl.package.adapter import AdapterSpec, Dora, Ia3, Lora, Part, SoftPrompt
 from expertctl.package.adapter_config import parse_adapter_config
@@ -36,7 +35,6 @@ from expertctl.schema.manifest import AdapterEntry, Manifest
 READ_CHUNK_BYTES = 4 << 20
 READ_SLACK_BYTES = 8
 """Spare bytes of a buffer, so that tensors can be moved to an aligned address."""
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class PackageFiles(Protocol):
@@ -55,7 +53,7 @@ class LoadedAdapter:
 
     ref: str
     modules: Mapping[str, tuple[AdapterStep, ...]]
-    soft_prompts: tuple[Tensor, ...]
+    soft_prompts: tuple[FloatArray, ...]
     tensors: int
     nbytes: int
     past_end_modules: frozenset[str] = frozenset()
@@ -221,20 +219,20 @@ def _tensor_names(part: Part) -> tuple[str, ...]:
             return (part.embeddings,)
 
 
-def _make_step(part: Lora | Dora | Ia3, tensors: Mapping[str, Tensor]) -> AdapterStep:
+def _make_step(part: Lora | Dora | Ia3, tensors: Mapping[str, FloatArray]) -> AdapterStep:
     match part:
         case Lora(stacked=None):
             return LoraTensors(tensors[part.a], tensors[part.b], part.scale)
         case Lora():
             return _slice_stacked(part, tensors[part.a], tensors[part.b])
         case Dora():
-            magnitude = tensors[part.magnitude].flatten()
+            magnitude = tensors[part.magnitude].reshape(-1)
             return DoraTensors(tensors[part.a], tensors[part.b], magnitude, part.scale)
         case Ia3():
-            return Ia3Tensors(tensors[part.vector].flatten(), part.on_input)
+            return Ia3Tensors(tensors[part.vector].reshape(-1), part.on_input)
 
 
-def _slice_stacked(part: Lora, stacked_a: Tensor, stacked_b: Tensor) -> LoraTensors:
+def _slice_stacked(part: Lora, stacked_a: FloatArray, stacked_b: FloatArray) -> LoraTensors:
     """Return A and B of one expert as views: rows of the stacked A, every n-th column of B."""
     place = part.stacked
     assert place is not None
@@ -251,17 +249,15 @@ def _read_tensor_table(buffer: memoryview, size: int, what: str) -> TensorTable:
     return parse_header(start, file_size=size, what=what)
 
 
-def _view_tensors(buffer: memoryview, size: int, table: TensorTable) -> dict[str, Tensor]:
+def _view_tensors(buffer: memoryview, size: int, table: TensorTable) -> dict[str, FloatArray]:
     """Return every tensor as a view; all have one dtype, as `build_adapter_spec` checked."""
     shift = -table.data_offset % READ_SLACK_BYTES
     if shift:  # an odd header length: move everything to multiples of 8
         buffer[shift : shift + size] = buffer[:size]
-    dtype = _DTYPES[next(iter(table.tensors.values())).dtype]
-    whole = torch.frombuffer(buffer, dtype=torch.uint8)
-    begin = shift + table.data_offset
-    data = whole[begin : begin + (size - table.data_offset)].view(dtype)
-    width = dtype.itemsize
+    dtype = STORED_DTYPES[next(iter(table.tensors.values())).dtype]
+    begin, width = shift + table.data_offset, dtype.itemsize
+    data = np.frombuffer(buffer[begin : begin + size - table.data_offset], dtype)
     return {
-        name: data[t.begin // width : t.end // width].view(t.shape)
+        name: data[t.begin // width : t.end // width].reshape(t.shape)
         for name, t in table.tensors.items()
     }

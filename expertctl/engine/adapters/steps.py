@@ -10,19 +10,19 @@
 - IA³: on the output ``f <- l_w * f``, bias included as in PEFT, on the input ``f(x) <- f(l_w *
   x)``, with ``l_w = 1 + w * (l - 1)``.
 
-Tensors are stored numbers, see `engine.arrays`; `torch.functional` has the same formulas in torch.
+Tensors are stored numbers, see `engine.arrays`; `torch.reference` has the same formulas in torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Never, TypeVar
 
 import numpy as np
 
 from expertctl.engine.arrays import AnyArray, FloatArray, widen
 from expertctl.errors import IncompatibleError
 
-ArrayT = TypeVar("ArrayT")
+ArrayT = TypeVar("ArrayT", bound=Sized)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -45,11 +45,17 @@ class LinearDelta(Generic[ArrayT]):
         parts = (self.a, self.b, self.input_scale, self.output_scale, self.bias_scale)
         return tuple(part for part in parts if part is not None)
 
+    @property
+    def width(self) -> int:
+        """Number of columns between A and B; 1 if there are only scales."""
+        return 1 if self.a is None else len(self.a)
+
 
 Deltas = Mapping[str, LinearDelta[FloatArray]]
 """Changes of a plan by module name: ``model.layers.0.self_attn.q_proj``, …, ``lm_head``."""
 
-EMPTY_DELTAS: Deltas = {}
+EMPTY_DELTAS: Mapping[str, Never] = {}
+"""The deltas of no plan, in every form."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +86,11 @@ class DoraTensors:
         """Rank of the LoRA part."""
         return len(self.a)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs of the layer that it is for."""
+        return len(self.b), int(self.a.shape[1])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ia3Tensors:
@@ -92,15 +103,16 @@ class Ia3Tensors:
 AdapterStep = LoraTensors | DoraTensors | Ia3Tensors
 """The change of one adapter to one linear layer."""
 
-SCRATCH = 2 << 20
-"""Bytes of merged rows that are in memory at one time."""
-_FLOAT_BYTES = 4
-
 
 def weighted_ia3_vector(ia3: Ia3Tensors, weight: float) -> AnyArray:
     """Return ``l_w``, the factors of the layer's input or output, float32."""
     vector = widen(ia3.vector)
     return vector if weight == 1.0 else 1 + np.float32(weight) * (vector - 1)
+
+
+SCRATCH = 2 << 20
+"""Bytes of merged rows, and of the widened rows of a narrow base, that are in memory at a time."""
+_FLOAT_BYTES = 4
 
 
 def compute_dora_scales(weight: FloatArray, dora: DoraTensors, *, what: str) -> AnyArray:
@@ -109,28 +121,30 @@ def compute_dora_scales(weight: FloatArray, dora: DoraTensors, *, what: str) -> 
     Raises:
         IncompatibleError: when a merged row is all zeros, or contains a value that is not finite.
     """
-    step, a = _rows_per_step(dora), widen(dora.a)
+    step, a, scale = _rows_per_step(dora), widen(dora.a), np.float32(dora.scale)
     merged = np.empty((step, a.shape[1]), np.float32)
     norms = np.empty(len(weight), np.float32)
-    for begin in range(0, len(weight), step):
-        rows = weight[begin : begin + step]
-        part = merged[: len(rows)]
-        np.matmul(widen(dora.b[begin : begin + step]), a, out=part)
-        part *= np.float32(dora.scale)
-        part += widen(rows)
-        np.sqrt(np.einsum("ri,ri->r", part, part), out=norms[begin : begin + step])
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):  # what is not finite is found at the end
+        for begin in range(0, len(weight), step):
+            rows = weight[begin : begin + step]
+            part = np.matmul(widen(dora.b[begin : begin + step]), a, out=merged[: len(rows)])
+            part *= scale
+            part += widen(rows)
+            np.square(part, out=part)
+            np.sum(part, axis=1, out=norms[begin : begin + step])
+        np.sqrt(norms, out=norms)
         return _check_scales(np.divide(widen(dora.magnitude), norms, out=norms), what)
 
 
 def dora_scale_scratch_bytes(dora: DoraTensors) -> int:
     """Return the maximum bytes that `compute_dora_scales` needs besides its result."""
-    rows, rank, inputs = _rows_per_step(dora), dora.rank, int(dora.a.shape[1])
-    return _FLOAT_BYTES * (3 * rows * inputs + rank * (2 * inputs + 2 * rows))
+    rows, rank, (out, inputs) = _rows_per_step(dora), dora.rank, dora.shape
+    return _FLOAT_BYTES * (2 * rows * inputs + rank * (inputs + rows) + out)
 
 
 def _rows_per_step(dora: DoraTensors) -> int:
-    return max(1, min(SCRATCH // (_FLOAT_BYTES * int(dora.a.shape[1])), len(dora.b)))
+    out, inputs = dora.shape
+    return max(1, min(SCRATCH // (2 * _FLOAT_BYTES * inputs), out))
 
 
 def _check_scales(found: AnyArray, what: str) -> AnyArray:

@@ -5,16 +5,14 @@ notified when kernels must be compiled.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
-from expertctl.engine.arrays import AnyArray
+from expertctl.engine.arrays import AnyArray, FloatArray
 from expertctl.engine.backend import BackendName, LoadConfig, LoadContext
 from expertctl.engine.cpu.base_loader import (
     load_packed_base,
@@ -177,8 +175,8 @@ class PackedBackend:
         """What adapter plans are compiled for."""
         config, packing = self.config, PlanPacking(self.scheme, self.adapter_dtype)
         read = 0 if self.cache is None else make_expert_shape(config, self.scheme).nbytes
-        shapes, width, cpu = config.linear_shapes(), config.hidden_size, torch.device("cpu")
-        return CompileSpec(shapes, width, torch.float32, cpu, packing, routed_bytes=read)
+        shapes, width = config.linear_shapes(), config.hidden_size
+        return CompileSpec(shapes, width, packing, routed_bytes=read)
 
     def kv_bytes(self, tokens: int) -> int:
         """Return the bytes of the keys and values of this many tokens, in whole pages."""
@@ -212,10 +210,8 @@ class PackedBackend:
         return self.page_layout.name
 
     def use_threads(self, count: int) -> AbstractContextManager[None]:
-        """Leave the processor to the kernels, which have their own threads."""
-        from expertctl.engine.devices import use_torch_threads  # plans are compiled in torch
-
-        return use_torch_threads(1)
+        """Do nothing: kernels have a thread pool of their own."""
+        return nullcontext()
 
     def create_kv_store(self, tiers: AdapterCache, *, kept_limit: int | None = None) -> BlockPool:
         """Return the owner of KV pages."""
@@ -388,7 +384,7 @@ class PackedModel:
         """Add the duration of each part of all passes within the context to ``times``."""
         return self.decoder.time_layers(times)
 
-    def matrix(self, module: str) -> Tensor:
+    def matrix(self, module: str) -> FloatArray:
         """Return the effective weights of a linear layer, as a new float32 [out, in].
 
         A routed expert that may be absent is read from its file, even if it is in memory now.

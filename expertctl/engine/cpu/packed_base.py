@@ -197,10 +197,10 @@ class PackedBase:
             found |= self._expert_tensor_places(number, expert)
         return found
 
-    def unpack_weights(self, module: str) -> Tensor:
+    def unpack_weights(self, module: str) -> AnyArray:
         """Return the effective weights of a linear layer, as a new float32 [out, in]."""
         if module == HEAD_TENSOR.removesuffix(".weight"):
-            return torch.from_numpy(unpack_matrix(self.head))
+            return unpack_matrix(self.head)
         routed = parse_routed_expert(module)
         if routed is None:
             places = self._layer_tensor_places(int(module.removeprefix(_LAYERS).partition(".")[0]))
@@ -208,7 +208,7 @@ class PackedBase:
             places = self._expert_tensor_places(*routed)
         place = places[f"{module}.weight"]
         assert isinstance(place, PackedMatrix)
-        return torch.from_numpy(unpack_matrix(place))
+        return unpack_matrix(place)
 
     def _layer_tensor_places(self, number: int) -> dict[str, TensorPlace]:
         found = self.layers[number].tensor_places(_module_rows(self.config)[number])

@@ -11,19 +11,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from expertctl.engine.adapters.fuse import FoldedChain
 from expertctl.engine.adapters.plan_tensors import (
-    TensorArena,
+    FloatArena,
+    FloatDelta,
     compile_layer_group,
     count_elements,
-    factor_scratch_bytes,
     group_alike_layers,
+    group_scratch_bytes,
 )
-from expertctl.engine.arrays import VECTOR_BYTES, AnyArray, aligned_zeros
-from expertctl.engine.devices import use_torch_threads
+from expertctl.engine.arrays import STORED_DTYPES, VECTOR_BYTES, AnyArray, aligned_zeros
 from expertctl.engine.kernels.lora import (
     A_BLOCKS_WORD,
     B_VECTORS_WORD,
@@ -53,18 +51,17 @@ from expertctl.engine.kernels.packed_matrix import (
     pack_rows,
 )
 from expertctl.engine.memory.host import allocate
-from expertctl.engine.model.functional import LinearDelta
 from expertctl.errors import IncompatibleError
 
-_CPU, _FLOAT_BYTES = torch.device("cpu"), 4
+_FLOAT_BYTES = 4
 _PACKING_BYTES = 16
 """Bytes per number packed at once: original, padded, rounded, and as steps."""
 _PART_BYTES = 2 << 10
 """Bytes of the Python objects per layer; routed experts have thousands."""
 _LARGEST_HALF = 65504.0
 _PUBLISHED = {
-    frozenset({torch.bfloat16}): Scheme.BFLOAT16,
-    frozenset({torch.float16}): Scheme.FLOAT16,
+    frozenset({STORED_DTYPES["BF16"]}): Scheme.BFLOAT16,
+    frozenset({STORED_DTYPES["F16"]}): Scheme.FLOAT16,
 }
 
 
@@ -128,7 +125,7 @@ class PackedPlanCompiler:
         def pack_group(names: Sequence[str]) -> None:
             self._pack_group([(self.layers[name], parts[name], name) for name in names])
 
-        with use_torch_threads(1), ExitStack() as stack:
+        with ExitStack() as stack:
             each = stack.enter_context(ThreadPoolExecutor(workers)).map if workers > 1 else map
             list(each(pack_group, group_alike_layers(self.layers)))
         return self._make_deltas(parts, memory)
@@ -165,15 +162,15 @@ class PackedPlanCompiler:
 
     def _group_scratch_bytes(self, group: Sequence[str]) -> int:
         folded = [self.layers[name] for name in group]
-        numbers = sum(count_elements(each, torch.float32, _CPU) for each in folded)
+        numbers = sum(map(count_elements, folded))
         widest = max(max(max(self.shapes[name]), folded[0].rank) for name in group)
         packing = _PACKING_BYTES * rows_per_portion(widest) * widest
-        return _FLOAT_BYTES * numbers + factor_scratch_bytes(folded) + packing
+        return _FLOAT_BYTES * numbers + group_scratch_bytes(folded) + packing
 
     def _pack_group(self, layers: Sequence[tuple[FoldedChain, ModuleAdapter, str]]) -> None:
         folded = [each for each, _, _ in layers]
-        numbers = sum(count_elements(each, torch.float32, _CPU) for each in folded)
-        deltas = compile_layer_group(folded, TensorArena(torch.empty(numbers)))
+        numbers = sum(map(count_elements, folded))
+        deltas = compile_layer_group(folded, FloatArena(np.empty(numbers, np.float32)))
         for delta, (_, part, name) in zip(deltas, layers, strict=True):
             _write_module(part, delta, what=name)
 
@@ -268,24 +265,24 @@ def _choose_scheme(packing: PlanPacking, layers: Iterable[FoldedChain]) -> Schem
             return _PUBLISHED.get(published, Scheme.FLOAT32)
 
 
-def _write_module(part: ModuleAdapter, delta: LinearDelta, *, what: str) -> None:
+def _write_module(part: ModuleAdapter, delta: FloatDelta, *, what: str) -> None:
     for matrix, block in ((part.a, delta.a), (part.b, delta.b)):
         if matrix is not None and block is not None:
             _check_range(matrix.scheme, block, what=what)
-            pack_rows(matrix, block.float().numpy())
+            pack_rows(matrix, block)
     for vector, scale in (
         (part.input_scale, delta.input_scale),
         (part.output_scale, delta.output_scale),
         (part.bias_scale, delta.bias_scale),
     ):
         if vector is not None and scale is not None:
-            vector[...] = scale.float().numpy()
+            vector[...] = scale
 
 
-def _check_range(scheme: Scheme, block: Tensor, *, what: str) -> None:
+def _check_range(scheme: Scheme, block: AnyArray, *, what: str) -> None:
     if scheme is not Scheme.FLOAT16:
         return
-    largest = float(block.abs().max())
+    largest = float(max(block.max(), -block.min()))
     if _LARGEST_HALF < largest < float("inf"):
         raise IncompatibleError(
             f"{what}: the plan's values reach {largest:.3g}, float16 ends at {_LARGEST_HALF:.0f}",

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
-from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
-from expertctl.engine.arrays import AnyArray
+from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec, TorchPlacement
+from expertctl.engine.arrays import AnyArray, FloatArray
 from expertctl.engine.backend import BackendName, LoadContext
 from expertctl.engine.decoding import LayerTimer, PrefillResult
 from expertctl.engine.devices import use_torch_threads
@@ -23,6 +22,7 @@ from expertctl.engine.model.weights import BaseWeights, load_base_weights
 from expertctl.engine.moe.counters import Counters, RoutedExpertStats, make_resident_stats
 from expertctl.engine.sampling import estimate_sample_bytes
 from expertctl.engine.text.prompt import RecordLogits
+from expertctl.engine.torch.plan import to_array
 from expertctl.errors import UsageError
 from expertctl.package.model_config import ModelConfig
 
@@ -75,8 +75,8 @@ class TorchBackend:
     @property
     def compile_spec(self) -> CompileSpec:
         """Target for which plans are compiled."""
-        config = self.config
-        return CompileSpec(config.linear_shapes(), config.hidden_size, torch.float32, self.device)
+        config, placement = self.config, TorchPlacement(self.device.type)
+        return CompileSpec(config.linear_shapes(), config.hidden_size, placement)
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of so many tokens."""
@@ -174,7 +174,8 @@ class TorchModel:
         """Start or continue a sequence."""
         assert isinstance(self.decoder, Decoder)
         assert isinstance(cache, KVCache)
-        return DecoderSession(self.decoder, cache, plan.deltas, plan.soft_prompt, progress, scores)
+        deltas, before = plan.torch_deltas, plan.soft_prompt
+        return DecoderSession(self.decoder, cache, deltas, before, progress, scores)
 
     @property
     def prefill_parts(self) -> int:
@@ -195,9 +196,9 @@ class TorchModel:
         """Add the time of each part to ``times`` inside a ``with`` block."""
         return self.decoder.time_layers(times)
 
-    def matrix(self, module: str) -> Tensor:
+    def matrix(self, module: str) -> FloatArray:
         """Return the weights [out, in] of a linear layer, in host memory, to compile plans."""
-        return self.decoder.matrix(module).cpu()
+        return to_array(self.decoder.matrix(module))
 
     def free_buffers(self) -> None:
         """Free all buffers of a generation."""

@@ -332,7 +332,7 @@ class CudaModel(TorchModel):
     ) -> None:
         """Allocate the memory of steps and put the plan into its slot; graphs come later."""
         assert isinstance(cache, StaticKVRow)
-        self.decoder.prepare(cache, plan.deltas)
+        self.decoder.prepare(cache, plan.torch_deltas)
 
     def start_session(
         self,
@@ -344,7 +344,8 @@ class CudaModel(TorchModel):
     ) -> DecodeSession:
         """Start or continue a sequence."""
         assert isinstance(cache, StaticKVRow)
-        return DecoderSession(self.decoder, cache, plan.deltas, plan.soft_prompt, progress, scores)
+        deltas, before = plan.torch_deltas, plan.soft_prompt
+        return DecoderSession(self.decoder, cache, deltas, before, progress, scores)
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between two passes."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.adapters.steps import EMPTY_DELTAS
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.base_files import is_routed_expert
 from expertctl.engine.decoding import (
@@ -43,7 +44,7 @@ from expertctl.engine.model.cuda_graph_step import (
 )
 from expertctl.engine.model.cuda_graphs import CUDAGraphPool, PiecewiseStep, StepBucket
 from expertctl.engine.model.decoder import Decoder, estimate_pass_bytes
-from expertctl.engine.model.functional import EMPTY_DELTAS, Deltas
+from expertctl.engine.model.functional import TorchDeltas
 from expertctl.engine.model.lora_slots import (
     NO_SLOT,
     LoRASlots,
@@ -76,7 +77,7 @@ class GraphStepRow:
 
     token: int
     cache: StaticKVRow
-    deltas: Deltas = field(default_factory=dict)
+    deltas: TorchDeltas = field(default_factory=dict)
 
 
 class CudaGraphDecoder:
@@ -120,7 +121,7 @@ class CudaGraphDecoder:
         self,
         ids: Sequence[int],
         cache: StaticKVRow,
-        deltas: Deltas = EMPTY_DELTAS,
+        deltas: TorchDeltas = EMPTY_DELTAS,
         *,
         soft_prompt: AnyArray | None = None,
         chunk: int = PREFILL_CHUNK,
@@ -139,7 +140,9 @@ class CudaGraphDecoder:
                 scores=scores,
             )
 
-    def decode(self, token: int, cache: StaticKVRow, deltas: Deltas = EMPTY_DELTAS) -> DecodeResult:
+    def decode(
+        self, token: int, cache: StaticKVRow, deltas: TorchDeltas = EMPTY_DELTAS
+    ) -> DecodeResult:
         """Read one more token; raises as `step` does."""
         position, started = cache.length, time.perf_counter()
         logits = self.step([GraphStepRow(token, cache, deltas)])[0]
@@ -190,7 +193,7 @@ class CudaGraphDecoder:
             self._one_more.times = None
 
     @translate_device_errors()
-    def prepare(self, cache: StaticKVRow, deltas: Deltas = EMPTY_DELTAS) -> None:
+    def prepare(self, cache: StaticKVRow, deltas: TorchDeltas = EMPTY_DELTAS) -> None:
         """Prepare the steps of one sequence.
 
         Raises:
@@ -244,7 +247,7 @@ class CudaGraphDecoder:
         held = (self._room, self._plans)
         return sum(each.nbytes for each in held if each is not None)
 
-    def _has_expert_deltas(self, deltas: Deltas) -> bool:
+    def _has_expert_deltas(self, deltas: TorchDeltas) -> bool:
         return not self._of_experts.isdisjoint(deltas)
 
     @torch.inference_mode()
@@ -292,7 +295,7 @@ class CudaGraphDecoder:
         return room
 
     @torch.inference_mode()
-    def _assign_slots(self, plans: Sequence[Deltas]) -> list[int]:
+    def _assign_slots(self, plans: Sequence[TorchDeltas]) -> list[int]:
         """Return the slot of each plan, enlarging the slots where plans do not fit."""
         different = {id(plan): plan for plan in plans if plan}
         held = self._plans

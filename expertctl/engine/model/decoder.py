@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.adapters.steps import EMPTY_DELTAS
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.base_files import is_routed_expert
 from expertctl.engine.decoding import (
@@ -29,11 +30,10 @@ from expertctl.engine.decoding import (
 )
 from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.engine.model.functional import (
-    EMPTY_DELTAS,
     AttentionMask,
-    Deltas,
     FeedForward,
     Linear,
+    TorchDeltas,
     apply_rope,
     compute_rope_table,
     make_attention_mask,
@@ -163,7 +163,7 @@ class Decoder:
         self,
         ids: Sequence[int],
         cache: KVCache,
-        deltas: Deltas = EMPTY_DELTAS,
+        deltas: TorchDeltas = EMPTY_DELTAS,
         *,
         soft_prompt: AnyArray | None = None,
         chunk: int = PREFILL_CHUNK,
@@ -202,7 +202,9 @@ class Decoder:
         )
 
     @torch.inference_mode()
-    def decode(self, token: int, cache: KVCache, deltas: Deltas = EMPTY_DELTAS) -> DecodeResult:
+    def decode(
+        self, token: int, cache: KVCache, deltas: TorchDeltas = EMPTY_DELTAS
+    ) -> DecodeResult:
         """Read one more token.
 
         Raises:
@@ -236,7 +238,7 @@ class Decoder:
             return self._experts.read_matrix(module)
         return self._weights.tensors[f"{module}.weight"]
 
-    def _check_tokens(self, ids: Sequence[int], deltas: Deltas) -> Tensor:
+    def _check_tokens(self, ids: Sequence[int], deltas: TorchDeltas) -> Tensor:
         check_modules(deltas, self.modules)
         return torch.from_numpy(check_tokens(ids, self.config.vocab_size)).to(self.device)
 
@@ -255,7 +257,7 @@ class Decoder:
         return part if start >= virtual else torch.cat((before[start:end], part))
 
     def _forward(
-        self, x: Tensor, cache: KVCache, deltas: Deltas, phase: Phase, *, whole: bool = False
+        self, x: Tensor, cache: KVCache, deltas: TorchDeltas, phase: Phase, *, whole: bool = False
     ) -> Tensor:
         """Run all layers over one part of a sequence: [tokens, hidden] -> [tokens, hidden].
 
@@ -285,7 +287,7 @@ class Decoder:
         step: _PassTensors,
         query_rows: _PassTensors,
         cache: KVCache,
-        deltas: Deltas,
+        deltas: TorchDeltas,
     ) -> Tensor:
         """Write keys and values of all rows; return the attention output of the ``query_rows``."""
         x = self._normalise(x, layer.input_norm)
@@ -309,14 +311,14 @@ class Decoder:
     def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
 
-    def _compute_logits(self, hidden: Tensor, deltas: Deltas) -> AnyArray:
+    def _compute_logits(self, hidden: Tensor, deltas: TorchDeltas) -> AnyArray:
         """Compute the logits after the last token, in host memory: [tokens, hidden] -> [vocab]."""
         with self._time_place("head"):
             logits = self._head(self._normalise(hidden[-1:], self._norm), deltas)[0]
         return _to_array(logits)
 
     def _record_scores(
-        self, hidden: Tensor, deltas: Deltas, first: int, scores: RecordLogits
+        self, hidden: Tensor, deltas: TorchDeltas, first: int, scores: RecordLogits
     ) -> None:
         """Pass on the logits of all rows [tokens, hidden] in parts; ``first`` is their position."""
         for begin in range(0, len(hidden), LOGIT_ROWS):

@@ -1,17 +1,9 @@
-"""The operations of the torch decoder, and the plain formulas of LoRA, DoRA and IA³.
+"""The operations of the torch decoder.
 
-- A plan changes a linear layer to ``y = d * (W (u * x)) + B (A x) + e * b``; every ordered chain of
-  adapters has this form (decision 10). ``W`` and ``b`` belong to the base and are read-only; None
-  stands for a neutral part. Activations keep their dtype: they are cast only for a product with a
-  weight of another one, and adapters are cast to theirs.
+- A plan changes a linear layer as `adapters.steps` says. Activations keep their dtype: they are
+  cast only for a product with a weight of another one, and adapters are cast to theirs.
 - Attention is causal; a window of W lets a token see W tokens, itself included. The mask of a step
   is computed once per window size, not once per layer (`make_attention_mask`).
-- LoRA: ``f <- f + w * s * B A x``. The order of LoRAs does not change the result.
-- DoRA: ``f <- f + w * (c * (g + s * B A x) - g)`` with g = f without bias and ``c = m / rownorm(W +
-  s * B A)``. The norm is that of the base's own W in the dtype in use, whatever precedes DoRA in
-  the chain, so c belongs to one expert on one base.
-- IA³: on the output ``f <- l_w * f``, bias included as in PEFT, on the input ``f(x) <- f(l_w *
-  x)``, with ``l_w = 1 + w * (l - 1)``.
 """
 
 import math
@@ -22,40 +14,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from expertctl.errors import IncompatibleError
+from expertctl.engine.adapters.steps import LinearDelta
 from expertctl.package.attention_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class LinearDelta:
-    """The change that a plan makes to one linear layer with ``[out, in]`` weights.
-
-    ``a`` and ``b`` are given together; they are the adapters' blocks, concatenated by rank. Either
-    may be row-major or column-major.
-    """
-
-    a: Tensor | None = None  # [rank, in]
-    b: Tensor | None = None  # [out, rank]
-    input_scale: Tensor | None = None  # u, [in]
-    output_scale: Tensor | None = None  # d, [out]
-    bias_scale: Tensor | None = None  # e, [out]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The parts that are not None."""
-        parts = (self.a, self.b, self.input_scale, self.output_scale, self.bias_scale)
-        return tuple(part for part in parts if part is not None)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.nbytes for part in self.tensors)
-
-
-Deltas = Mapping[str, LinearDelta]
+TorchDelta = LinearDelta[Tensor]
+TorchDeltas = Mapping[str, TorchDelta]
 """Changes of a plan by module name: ``model.layers.0.self_attn.q_proj``, …, ``lm_head``."""
-
-EMPTY_DELTAS: Deltas = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +30,7 @@ class Linear:
     weight: Tensor
     bias: Tensor | None
 
-    def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
+    def __call__(self, x: Tensor, deltas: TorchDeltas) -> Tensor:
         """Apply the layer with the changes of a plan: [tokens, in] -> [tokens, out]."""
         return apply_linear(x, self.weight, self.bias, deltas.get(self.module))
 
@@ -77,7 +41,7 @@ def make_linear(tensors: Mapping[str, Tensor], module: str) -> Linear:
 
 
 def apply_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, delta: LinearDelta | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, delta: TorchDelta | None
 ) -> Tensor:
     """Apply a linear layer with the change of a plan: [tokens, in] -> [tokens, out]."""
     if delta is None:
@@ -89,7 +53,7 @@ def apply_linear(
     return torch.addmm(y, inner, delta.b.to(x.dtype).T)
 
 
-def _apply_scaled(x: Tensor, weight: Tensor, bias: Tensor | None, delta: LinearDelta) -> Tensor:
+def _apply_scaled(x: Tensor, weight: Tensor, bias: Tensor | None, delta: TorchDelta) -> Tensor:
     scaled = x if delta.input_scale is None else x * delta.input_scale
     if bias is not None and delta.bias_scale is not None:
         bias = bias * delta.bias_scale
@@ -114,7 +78,7 @@ class FeedForward:
     up: Linear
     down: Linear
 
-    def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
+    def __call__(self, x: Tensor, deltas: TorchDeltas) -> Tensor:
         """Apply it with the changes of a plan: [tokens, hidden] -> [tokens, hidden]."""
         gated = F.silu(self.gate(x, deltas)) * self.up(x, deltas)  # [tokens, intermediate]
         return self.down(gated, deltas)
@@ -281,114 +245,3 @@ def _scale_yarn(plain: Tensor, scaling: YarnScaling, config: RopeConfig) -> Tens
     steps = torch.arange(config.dims // 2, dtype=torch.float32, device=plain.device)
     ramp = ((steps - low) / (high - low)).clamp(0, 1)
     return plain / scaling.factor * ramp + plain * (1 - ramp)
-
-
-@dataclass(frozen=True, slots=True)
-class LoraTensors:
-    """The LoRA of one module: ``a`` [rank, in], ``b`` [out, rank], as published."""
-
-    a: Tensor
-    b: Tensor
-    scale: float
-
-    @property
-    def rank(self) -> int:
-        """Rank of the LoRA."""
-        return self.a.shape[0]
-
-
-def compute_lora_delta(x: Tensor, lora: LoraTensors) -> Tensor:
-    """Return what a LoRA adds to the output of a linear layer, in the dtype of ``x``."""
-    a, b = lora.a.to(x.dtype), lora.b.to(x.dtype)
-    return (x @ a.T) @ b.T * lora.scale  # [tokens, in] @ [in, rank] @ [rank, out]
-
-
-def merge_lora_weight(weight: Tensor, lora: LoraTensors) -> Tensor:
-    """Return ``W + s * B A`` in float32 or wider: the merged weight of the same layer."""
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    return weight.to(dtype) + lora.scale * (lora.b.to(dtype) @ lora.a.to(dtype))
-
-
-SCRATCH = 2 << 20
-"""Bytes of merged rows that are in memory at one time."""
-_FLOAT_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class DoraTensors:
-    """The DoRA of one module: ``a`` [rank, in], ``b`` [out, rank] and ``magnitude`` [out]."""
-
-    a: Tensor
-    b: Tensor
-    magnitude: Tensor
-    scale: float
-
-    @property
-    def rank(self) -> int:
-        """Rank of the LoRA part."""
-        return self.a.shape[0]
-
-    @property
-    def as_lora(self) -> LoraTensors:
-        """Its LoRA part."""
-        return LoraTensors(self.a, self.b, self.scale)
-
-
-def reference_dora_scales(weight: Tensor, dora: DoraTensors) -> Tensor:
-    """Return ``c`` by its formula, [out], from a whole merged matrix; the test oracle."""
-    norms: Tensor = torch.linalg.vector_norm(merge_lora_weight(weight, dora.as_lora), dim=1)
-    return dora.magnitude.to(norms.dtype) / norms
-
-
-def compute_dora_scales(weight: Tensor, dora: DoraTensors, *, what: str) -> Tensor:
-    """Return ``c``, float32 [out], merging a few rows at a time (`dora_scale_scratch_bytes`).
-
-    Raises:
-        IncompatibleError: when a merged row is all zeros, or contains a value that is not finite.
-    """
-    step = _rows_per_step(dora)
-    a = dora.a.to(torch.float32)
-    merged = torch.empty(step, a.shape[1])
-    norms = torch.empty(len(weight))
-    for begin in range(0, len(weight), step):
-        part = merged[: min(step, len(weight) - begin)].copy_(weight[begin : begin + step])
-        part.addmm_(dora.b[begin : begin + step].to(torch.float32), a, alpha=dora.scale)
-        torch.linalg.vector_norm(part, dim=1, out=norms[begin : begin + step])
-    return _check_scales(torch.div(dora.magnitude, norms, out=norms), what)
-
-
-def dora_scale_scratch_bytes(dora: DoraTensors) -> int:
-    """Return the maximum bytes that `compute_dora_scales` needs besides its result."""
-    rows, rank, inputs = _rows_per_step(dora), dora.rank, dora.a.shape[1]
-    return _FLOAT_BYTES * (rows * inputs + rank * (inputs + rows))
-
-
-def _rows_per_step(dora: DoraTensors) -> int:
-    return max(1, min(SCRATCH // (_FLOAT_BYTES * dora.a.shape[1]), len(dora.b)))
-
-
-def _check_scales(found: Tensor, what: str) -> Tensor:
-    bad = torch.nonzero(~torch.isfinite(found)).flatten().tolist()
-    if bad:
-        raise IncompatibleError(
-            f"{what}: row {bad[0]} of the base's matrix with the expert's change cannot be scaled: "
-            "its norm is zero or not a number",
-            hint="the expert was made for another base, or one of the two is damaged",
-        )
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Ia3Tensors:
-    """The IA³ of one module: ``vector`` [in] or [out], as published."""
-
-    vector: Tensor
-    on_input: bool
-
-
-def weighted_ia3_vector(
-    ia3: Ia3Tensors, weight: float, *, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return ``l_w``, the factors of the layer's input or output."""
-    vector = ia3.vector.to(dtype)
-    return vector if weight == 1.0 else 1 + weight * (vector - 1)

@@ -17,8 +17,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from expertctl.engine.adapters.steps import LinearDelta
 from expertctl.engine.base_files import is_routed_expert
-from expertctl.engine.model.functional import Deltas, Linear, LinearDelta, apply_linear
+from expertctl.engine.model.functional import Linear, TorchDelta, TorchDeltas, apply_linear
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig
 
@@ -38,7 +39,7 @@ class LoRASpec:
     bias: bool = False
 
     @classmethod
-    def from_delta(cls, delta: LinearDelta) -> "LoRASpec":
+    def from_delta(cls, delta: TorchDelta) -> "LoRASpec":
         """Return the requirements of one layer of a plan."""
         return cls(
             0 if delta.a is None else round_up_rank(len(delta.a)),
@@ -101,7 +102,7 @@ class StackedLoRA:
         parts = (self.a, self.b, self.inputs, self.outputs, self.bias)
         return tuple(part for part in parts if part is not None)
 
-    def write_slot(self, slot: int, delta: LinearDelta | None) -> None:
+    def write_slot(self, slot: int, delta: TorchDelta | None) -> None:
         """Write the change of a plan, or a neutral one, into a slot (1 or higher)."""
         begin, end = (slot - 1) * self.rank, slot * self.rank
         factors = delta or LinearDelta()
@@ -138,7 +139,7 @@ class LoRASlots:
             rank: torch.arange(1, slots + 1, device=device).repeat_interleave(rank)
             for rank in {need.rank for need in shape.values() if need.rank}
         }
-        self._plans: dict[int, Deltas] = {}  # by slot, the most recently used last
+        self._plans: dict[int, TorchDeltas] = {}  # by slot, the most recently used last
 
     @property
     def nbytes(self) -> int:
@@ -146,12 +147,12 @@ class LoRASlots:
         stacks = sum(part.nbytes for stack in self.stacks.values() for part in stack.tensors)
         return stacks + sum(columns.nbytes for columns in self.columns.values())
 
-    def contains(self, plans: Iterable[Deltas]) -> bool:
+    def contains(self, plans: Iterable[TorchDeltas]) -> bool:
         """Return whether all these plans are in slots."""
         there = {id(plan) for plan in self._plans.values()}
         return there >= {id(plan) for plan in plans}
 
-    def assign_slots(self, plans: Sequence[Deltas]) -> list[int]:
+    def assign_slots(self, plans: Sequence[TorchDeltas]) -> list[int]:
         """Return the slots of plans, `NO_SLOT` for an empty one.
 
         Raises:
@@ -170,7 +171,7 @@ class LoRASlots:
         """Mask the columns of other plans for each row: bool [rows, slots * rank] by rank."""
         return {rank: columns != slots[:, None] for rank, columns in self.columns.items()}
 
-    def _write_plan(self, plan: Deltas) -> int:
+    def _write_plan(self, plan: TorchDeltas) -> int:
         """Write a plan into a free slot, or into the least recently used one."""
         _check_finite(plan)
         free = (slot for slot in range(1, self.slots + 1) if slot not in self._plans)
@@ -202,7 +203,7 @@ def apply_stacked_lora(
     return torch.addmm(y, inner.masked_fill(foreign[stacked.rank], 0.0), stacked.b)
 
 
-def find_shape(plans: Iterable[Deltas]) -> LoRAShape:
+def find_shape(plans: Iterable[TorchDeltas]) -> LoRAShape:
     """Return the requirements of slots that can hold any of these plans."""
     needs = (
         {get_module_kind(module): LoRASpec.from_delta(delta)}
@@ -256,7 +257,7 @@ def _scaled_product(x: Tensor, layer: Linear, stack: StackedLoRA, slots: Tensor)
     return y + layer.bias * stack.bias.index_select(0, slots)
 
 
-def _check_finite(plan: Deltas) -> None:
+def _check_finite(plan: TorchDeltas) -> None:
     finite = [torch.isfinite(part).all() for delta in plan.values() for part in delta.tensors]
     if not bool(torch.stack(finite).all()):
         raise IncompatibleError(

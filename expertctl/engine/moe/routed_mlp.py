@@ -17,9 +17,9 @@ from torch import Tensor
 
 from expertctl.engine.cpu.plain_routed_mlp import SMALLEST_SUM, RoutingRule, build_routing_rule
 from expertctl.engine.model.functional import (
-    Deltas,
     FeedForward,
     Linear,
+    TorchDeltas,
     make_feed_forward,
     make_linear,
 )
@@ -79,7 +79,7 @@ class SharedExpert:
     mlp: FeedForward
     gate: Linear | None
 
-    def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
+    def __call__(self, x: Tensor, deltas: TorchDeltas) -> Tensor:
         """Apply it, with the deltas of a plan: [tokens, hidden] -> [tokens, hidden]."""
         out = self.mlp(x, deltas)
         if self.gate is None:
@@ -95,7 +95,7 @@ class RoutedMlp:
     experts: tuple[FeedForward, ...]
     shared: SharedExpert | None
 
-    def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
+    def __call__(self, x: Tensor, deltas: TorchDeltas) -> Tensor:
         """Apply it, with the deltas of a plan: [tokens, hidden] -> [tokens, hidden]."""
         routed = self.route(x)
         out = torch.zeros_like(x)

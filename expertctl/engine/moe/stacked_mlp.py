@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertctl.engine.model.functional import Deltas
+from expertctl.engine.model.functional import TorchDeltas
 from expertctl.engine.moe.expert_stack import (
     DUMMY_ROW,
     StackShape,
@@ -147,7 +147,7 @@ class StackedMlp:
     shared: SharedExpert | None
     predictor: NextLayerPredictor | None
 
-    def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
+    def __call__(self, x: Tensor, deltas: TorchDeltas) -> Tensor:
         """Apply it expert after expert, with the deltas of a plan: [tokens, hidden].
 
         Raises:
@@ -180,7 +180,7 @@ class StackedMlp:
         return found
 
     def _run_experts(
-        self, x: Tensor, selected: HostArray, sources: HostArray, out: Tensor, deltas: Deltas
+        self, x: Tensor, selected: HostArray, sources: HostArray, out: Tensor, deltas: TorchDeltas
     ) -> None:
         """Write the outputs of the experts of some sources; those without a row write nothing."""
         experts = selected.ravel()[sources]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,28 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec, WeightedAdapter, fold_plan
-from expertctl.engine.adapters.fuse import AdapterStep, ChainStep
+from expertctl.engine.adapters.fuse import ChainStep
 from expertctl.engine.adapters.load import LoadedAdapter
-from expertctl.engine.model.functional import DoraTensors, Ia3Tensors, LoraTensors, apply_linear
+from expertctl.engine.adapters.steps import AdapterStep, DoraTensors, Ia3Tensors, LoraTensors
+from expertctl.engine.model.functional import apply_linear
+from expertctl.engine.torch.plan import to_array
 from expertctl.errors import IncompatibleError
+from tests.engine.memory_measurement import find_owner
 from tests.engine.package_fixtures import load_adapters, read_linear_shapes
-from tests.engine.random_experts import MODULE, LinearLayer, draw_chain_case, make_chain_step
+from tests.engine.random_experts import (
+    MODULE,
+    ON_HOST,
+    LinearLayer,
+    draw_chain_case,
+    make_chain_step,
+    make_dora,
+    make_ia3,
+    make_lora,
+)
 from tests.factories import write_base, write_lora
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "runtime.json").read_text())
 CASES: dict[str, Any] = VECTORS["plan_closed_form"]
-CPU = torch.device("cpu")
 
 
 def t(values: Any) -> Tensor:
@@ -30,20 +42,24 @@ def t(values: Any) -> Tensor:
 
 
 def a_form(shape: tuple[int, int], width: int = 4) -> CompileSpec:
-    return CompileSpec({MODULE: shape}, width, torch.float32, CPU)
+    return CompileSpec({MODULE: shape}, width)
 
 
 def compiled(chain: Sequence[WeightedAdapter], shape: tuple[int, int]) -> CompiledPlan:
     return fold_plan(chain, a_form(shape)).compile()
 
 
+def compile_for_torch(chain: Sequence[WeightedAdapter], form: CompileSpec) -> CompiledPlan:
+    return fold_plan(chain, replace(form, target=ON_HOST)).compile()
+
+
 def applied(layer: LinearLayer, links: Sequence[ChainStep]) -> Tensor:
-    plan = fold_plan([layer.make_weighted(link) for link in links], layer.plan_form).compile()
-    return apply_linear(layer.x, layer.weight, layer.bias, plan.deltas.get(MODULE))
+    plan = compile_for_torch([layer.make_weighted(link) for link in links], layer.plan_form)
+    return apply_linear(layer.x, layer.weight, layer.bias, plan.torch_deltas.get(MODULE))
 
 
 def lora_of(case: dict[str, Any], key: str = "lora") -> LoraTensors:
-    return LoraTensors(t(case[key]["A"]), t(case[key]["B"]), case[key]["scale"])
+    return make_lora(t(case[key]["A"]), t(case[key]["B"]), case[key]["scale"])
 
 
 def layer_of(case: dict[str, Any]) -> LinearLayer:
@@ -51,11 +67,11 @@ def layer_of(case: dict[str, Any]) -> LinearLayer:
 
 
 def a_lora(rank: int = 2) -> LoraTensors:
-    return LoraTensors(torch.randn(rank, 3), torch.randn(4, rank), 1.0)
+    return make_lora(torch.randn(rank, 3), torch.randn(4, rank), 1.0)
 
 
 def a_dora() -> DoraTensors:
-    return DoraTensors(torch.randn(2, 3), torch.randn(4, 2), torch.rand(4), 1.0)
+    return make_dora(torch.randn(2, 3), torch.randn(4, 2), torch.rand(4), 1.0)
 
 
 @given(draw_chain_case())
@@ -78,16 +94,16 @@ def test_a_plan_costs_exactly_what_was_announced(case: tuple[LinearLayer, list[C
     composition = fold_plan(chain, layer.plan_form)
     announced, plan = composition.nbytes, composition.compile()
     published = {
-        tensor.untyped_storage().data_ptr()
+        id(find_owner(part))
         for link in links
         if not isinstance(link.step, Ia3Tensors)
-        for tensor in (link.step.a, link.step.b)
+        for part in (link.step.a, link.step.b)
     }
-    tensors = [tensor for delta in plan.deltas.values() for tensor in delta.tensors]
-    storages = {s.data_ptr(): s for s in (tensor.untyped_storage() for tensor in tensors)}
-    made = [s for address, s in storages.items() if address not in published]
-    assert sum(storage.nbytes() for storage in made) == plan.nbytes == announced
-    assert composition.shares_adapter_memory == (len(made) < len(storages))
+    parts = [part for delta in plan.deltas.values() for part in delta.tensors]
+    owners = {id(owner): owner for owner in map(find_owner, parts)}
+    made = [owner for key, owner in owners.items() if key not in published]
+    assert sum(owner.nbytes for owner in made) == plan.nbytes == announced
+    assert composition.shares_adapter_memory == (len(made) < len(owners))
 
 
 @given(draw_chain_case())
@@ -102,7 +118,7 @@ def test_weight_zero_equals_leaving_out_bit_by_bit(
 
 def test_the_order_of_lora_and_ia3_matters_as_published() -> None:
     case = CASES["order_matters_case"]
-    lora, ia3 = ChainStep(lora_of(case)), ChainStep(Ia3Tensors(t(case["ia3"]), on_input=False))
+    lora, ia3 = ChainStep(lora_of(case)), ChainStep(make_ia3(t(case["ia3"]), on_input=False))
     layer = layer_of(case)
     assert applied(layer, [lora, ia3]).tolist() == [case["lora_then_ia3"]] == [[8, 6]]
     assert applied(layer, [ia3, lora]).tolist() == [case["ia3_then_lora"]] == [[5, 6]]
@@ -112,14 +128,14 @@ def test_the_order_of_lora_and_ia3_matters_as_published() -> None:
 
 def test_ia3_at_half_weight_is_the_published_case() -> None:
     case = CASES["ia3_half_case"]
-    links = [ChainStep(Ia3Tensors(t(case["ia3"]), on_input=False), case["w"])]
+    links = [ChainStep(make_ia3(t(case["ia3"]), on_input=False), case["w"])]
     assert applied(layer_of(case), links).tolist() == [case["y"]]
     assert layer_of(case).compute_exact(links).tolist() == [case["y"]]
 
 
 def test_an_input_factor_reaches_only_what_stands_before_it_as_published() -> None:
     case = CASES["lora_ia3in_lora_case"]
-    ia3 = Ia3Tensors(t(case["ia3_input"]), on_input=True)
+    ia3 = make_ia3(t(case["ia3_input"]), on_input=True)
     links = [ChainStep(lora_of(case, "lora1")), ChainStep(ia3), ChainStep(lora_of(case, "lora2"))]
     assert applied(layer_of(case), links).tolist() == [case["y"]]
     assert layer_of(case).compute_exact(links).tolist() == [case["y"]]
@@ -134,43 +150,43 @@ def test_one_lora_with_nothing_to_fold_is_used_in_place() -> None:
 
 
 def test_a_factor_is_folded_into_b_and_a_stays_in_place() -> None:
-    tensors = LoraTensors(torch.randn(2, 3), torch.randn(4, 2), 0.5)
-    before = tensors.b.clone()
+    tensors = make_lora(torch.randn(2, 3), torch.randn(4, 2), 0.5)
+    before = tensors.b.copy()
     plan = compiled([WeightedAdapter(make_chain_step(tensors), 3.0)], (4, 3))
     delta = plan.deltas[MODULE]
     assert delta.a is tensors.a
     assert delta.b is not None
-    assert torch.equal(delta.b, before * 1.5)
-    assert torch.equal(tensors.b, before)
+    np.testing.assert_array_equal(delta.b, before * 1.5)
+    np.testing.assert_array_equal(tensors.b, before)
     assert plan.nbytes == 4 * 2 * 4
 
 
 def test_an_input_factor_is_folded_into_a_and_b_stays_in_place() -> None:
-    tensors, ia3 = a_lora(), Ia3Tensors(torch.randn(3), on_input=True)
+    tensors, ia3 = a_lora(), make_ia3(torch.randn(3), on_input=True)
     plan = compiled(
         [WeightedAdapter(make_chain_step(tensors)), WeightedAdapter(make_chain_step(ia3))], (4, 3)
     )
     delta = plan.deltas[MODULE]
     assert delta.b is tensors.b
     assert delta.a is not None
-    assert torch.equal(delta.a, tensors.a * ia3.vector)
+    np.testing.assert_array_equal(delta.a, tensors.a * ia3.vector)
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 def test_a_narrow_factor_is_folded_in_float32(narrow: torch.dtype) -> None:
-    tensors = LoraTensors(torch.randn(2, 3).to(narrow), torch.randn(4, 2).to(narrow), 1 / 3)
-    ia3 = Ia3Tensors(torch.randn(4).to(narrow), on_input=False)
-    for steps, scale in (([tensors], torch.ones(4)), ([tensors, ia3], ia3.vector.float())):
+    a, b, vector = (torch.randn(shape).to(narrow) for shape in ((2, 3), (4, 2), (4,)))
+    tensors, ia3 = make_lora(a, b, 1 / 3), make_ia3(vector, on_input=False)
+    for steps, scale in (([tensors], torch.ones(4)), ([tensors, ia3], vector.float())):
         delta = compiled([WeightedAdapter(make_chain_step(*steps))], (4, 3)).deltas[MODULE]
         assert delta.a is not None
         assert delta.b is not None
-        assert torch.equal(delta.a, tensors.a.float())
-        assert torch.equal(delta.b, tensors.b.float() * (scale * (1 / 3))[:, None])
+        assert torch.equal(torch.from_numpy(delta.a), a.float())
+        assert torch.equal(torch.from_numpy(delta.b), b.float() * (scale * (1 / 3))[:, None])
 
 
 def test_ranks_are_concatenated_in_plan_order() -> None:
-    one = LoraTensors(torch.ones(1, 3), torch.ones(2, 1), 1.0)
-    two = LoraTensors(torch.full((2, 3), 2.0), torch.full((2, 2), 2.0), 0.5)
+    one = make_lora(torch.ones(1, 3), torch.ones(2, 1), 1.0)
+    two = make_lora(torch.full((2, 3), 2.0), torch.full((2, 2), 2.0), 0.5)
     delta = compiled(
         [WeightedAdapter(make_chain_step(two)), WeightedAdapter(make_chain_step(one), 3.0)], (2, 3)
     ).deltas[MODULE]
@@ -182,13 +198,14 @@ def test_ranks_are_concatenated_in_plan_order() -> None:
 
 def test_the_adapters_of_one_package_are_steps_in_their_order() -> None:
     case = CASES["order_matters_case"]
-    lora, ia3 = lora_of(case), Ia3Tensors(t(case["ia3"]), on_input=False)
+    lora, ia3 = lora_of(case), make_ia3(t(case["ia3"]), on_input=False)
     both: dict[str, tuple[AdapterStep, ...]] = {
         "lora_then_ia3": (lora, ia3),
         "ia3_then_lora": (ia3, lora),
     }
     for name, steps in both.items():
-        delta = compiled([WeightedAdapter(make_chain_step(*steps))], (2, 2)).deltas[MODULE]
+        plan = compile_for_torch([WeightedAdapter(make_chain_step(*steps))], a_form((2, 2)))
+        delta = plan.torch_deltas[MODULE]
         assert apply_linear(t([case["x"]]), t(case["W"]), None, delta).tolist() == [case[name]]
 
 
@@ -197,7 +214,7 @@ def test_several_dora_steps_of_one_package_have_each_its_own_gains() -> None:
     one, two = a_dora(), a_dora()
     found = [layer.make_weighted(ChainStep(step)).dora_scales[MODULE][0] for step in (one, two)]
     chain = [WeightedAdapter(make_chain_step(one, two), 0.7, {MODULE: tuple(found)})]
-    delta = fold_plan(chain, layer.plan_form).compile().deltas[MODULE]
+    delta = compile_for_torch(chain, layer.plan_form).torch_deltas[MODULE]
     exact = layer.compute_exact([ChainStep(one, 0.7), ChainStep(two, 0.7)])
     got = apply_linear(layer.x, layer.weight, layer.bias, delta)
     torch.testing.assert_close(got.double(), exact, atol=1e-5, rtol=1e-5)
@@ -206,10 +223,10 @@ def test_several_dora_steps_of_one_package_have_each_its_own_gains() -> None:
 @pytest.mark.parametrize(
     "step",
     [
-        LoraTensors(torch.full((2, 3), float("nan")), torch.randn(4, 2), 1.0),
-        DoraTensors(torch.full((2, 3), float("inf")), torch.randn(4, 2), torch.ones(4), 1.0),
-        Ia3Tensors(torch.full((3,), float("nan")), on_input=True),
-        Ia3Tensors(torch.full((4,), float("inf")), on_input=False),
+        make_lora(torch.full((2, 3), float("nan")), torch.randn(4, 2), 1.0),
+        make_dora(torch.full((2, 3), float("inf")), torch.randn(4, 2), torch.ones(4), 1.0),
+        make_ia3(torch.full((3,), float("nan")), on_input=True),
+        make_ia3(torch.full((4,), float("inf")), on_input=False),
     ],
     ids=["lora", "dora", "ia3 on the input", "ia3 on the output"],
 )
@@ -220,7 +237,7 @@ def test_a_layer_that_nothing_changes_needs_no_delta(step: AdapterStep) -> None:
 
 def test_a_large_plan_is_the_same_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [(f"model.layers.{n}.mlp.up_proj", a_lora(n % 5 + 1)) for n in range(50)]
-    ia3 = Ia3Tensors(torch.randn(4), on_input=False)
+    ia3 = make_ia3(torch.randn(4), on_input=False)
     chain = [
         WeightedAdapter(
             LoadedAdapter("acme/x@1", {m: (step,) for m, step in layers}, (), 100, 0), 0.5
@@ -229,7 +246,7 @@ def test_a_large_plan_is_the_same_by_several_threads(monkeypatch: pytest.MonkeyP
             LoadedAdapter("acme/y@1", {m: (ia3, a_lora()) for m, _ in layers}, (), 150, 0)
         ),
     ]
-    form = CompileSpec({m: (4, 3) for m, _ in layers}, 4, torch.float32, CPU)
+    form = CompileSpec({m: (4, 3) for m, _ in layers}, 4)
     alone = fold_plan(chain, form).compile()
     monkeypatch.setattr("expertctl.engine.adapters.compile._MIN_PARALLEL_BYTES", 1)
     monkeypatch.setattr("expertctl.engine.adapters.compile.count_usable_cores", lambda: 3)
@@ -237,11 +254,11 @@ def test_a_large_plan_is_the_same_by_several_threads(monkeypatch: pytest.MonkeyP
     assert list(together.deltas) == list(alone.deltas) == [m for m, _ in layers]
     for module, delta in alone.deltas.items():
         other = together.deltas[module].tensors
-        assert all(torch.equal(*pair) for pair in zip(delta.tensors, other, strict=True))
+        assert all(np.array_equal(*pair) for pair in zip(delta.tensors, other, strict=True))
 
 
 def prompt_of(tensor: Tensor, ref: str = "acme/style@1.0.0") -> LoadedAdapter:
-    return LoadedAdapter(ref, {}, (tensor,), 1, 0)
+    return LoadedAdapter(ref, {}, (to_array(tensor),), 1, 0)
 
 
 def test_soft_prompts_stand_in_plan_order_in_float32() -> None:
@@ -251,8 +268,8 @@ def test_soft_prompts_stand_in_plan_order_in_float32() -> None:
     plan = composition.compile()
     assert plan.soft_prompt is not None
     assert plan.soft_prompt.dtype == np.float32
-    assert np.array_equal(plan.soft_prompt, torch.cat((one.float(), two)))
-    assert plan.nbytes == composition.nbytes == plan.soft_prompt.nbytes
+    assert torch.equal(torch.from_numpy(plan.soft_prompt), torch.cat((one.float(), two)))
+    assert plan.nbytes == composition.nbytes == find_owner(plan.soft_prompt).nbytes
     assert plan.deltas == {}
 
 
@@ -268,7 +285,7 @@ def test_a_soft_prompt_has_no_weight(weight: float) -> None:
 def test_an_expert_that_fits_a_real_base_changes_every_module_it_has(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
     lora = load_adapters(write_lora(tmp_path / "lora", base))
-    form = CompileSpec(read_linear_shapes(base), 32, torch.float32, CPU)
+    form = CompileSpec(read_linear_shapes(base), 32)
     plan = fold_plan([WeightedAdapter(lora)], form).compile()
     assert set(plan.deltas) == set(lora.modules)
     assert len(plan.deltas) == 14

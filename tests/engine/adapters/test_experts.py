@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from expertctl.digest import Digest, FileDigest
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
@@ -21,17 +21,20 @@ from expertctl.engine.adapters.experts import (
     open_local_expert,
 )
 from expertctl.engine.adapters.load import StoredFiles, load_adapter
+from expertctl.engine.adapters.steps import LoraTensors
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.functional import LoraTensors
 from expertctl.engine.model.weights import load_base_weights
+from expertctl.engine.torch.plan import to_array
 from expertctl.errors import BudgetError, DigestError, IncompatibleError, RevokedError, TrustError
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.model_config import read_model_config
 from expertctl.store.disk import DerivedData
 from expertctl.trust.keys import PrivateKey
 from expertctl.trust.trust_store import TrustStore
+from tests.engine.memory_measurement import find_owner
 from tests.engine.package_fixtures import (
     list_package_files,
     make_adapter_manifest,
@@ -57,10 +60,13 @@ def facts(base: Path) -> BaseFacts:
 @pytest.fixture
 def target(base: Path, tmp_path: Path) -> CompileTarget:
     decoder = decoder_of(base)
-    form = CompileSpec(read_linear_shapes(base), 32, torch.float32, torch.device("cpu"))
-    return CompileTarget(
-        form, DoraScaleSource(BASE, decoder.matrix, DerivedData(tmp_path / "derived"))
+    form = CompileSpec(read_linear_shapes(base), 32)
+    scales = DoraScaleSource(
+        BASE,
+        lambda module: to_array(decoder.matrix(module)),
+        DerivedData(tmp_path / "derived"),
     )
+    return CompileTarget(form, scales)
 
 
 def decoder_of(base: Path) -> Decoder:
@@ -154,15 +160,14 @@ def test_an_expert_used_in_place_stays_as_long_as_its_plan(
 def test_experts_that_were_concatenated_may_go_and_their_memory_is_free(
     tiers: AdapterCache, target: CompileTarget, source: Source, budget: MemoryBudget
 ) -> None:
-    buffers: list[weakref.ref[torch.UntypedStorage]] = []
+    buffers: list[weakref.ref[AnyArray]] = []
 
     def watched(expert: ExpertSource) -> ExpertSource:
         def load():  # type: ignore[no-untyped-def]  # as ExpertSource.load
             adapter = expert.load()
             [lora] = next(iter(adapter.modules.values()))
             assert isinstance(lora, LoraTensors)
-            storage = lora.a.untyped_storage()
-            buffers.append(weakref.ref(storage))
+            buffers.append(weakref.ref(find_owner(lora.a)))
             return adapter
 
         return ExpertSource(expert.manifest, expert.content_digest, expert.nbytes, load)
@@ -243,7 +248,7 @@ def test_an_unsigned_file_is_used_from_memory_as_it_was_hashed(
                 assert isinstance(lora, LoraTensors)
                 a = plan.deltas[module].a
                 assert a is not None
-                assert torch.equal(a, lora.a)
+                np.testing.assert_array_equal(a, lora.a)
     assert budget.used == 0
     assert not tiers.contains(local.source.cache_request.key)
     assert not tiers.contains((Tier.DEVICE, PLAN))

@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from expertctl.engine.adapters.compile import check_adapter_fits
-from expertctl.engine.adapters.fuse import AdapterStep
 from expertctl.engine.adapters.load import LoadedAdapter
-from expertctl.engine.model.functional import DoraTensors, Ia3Tensors, LoraTensors
+from expertctl.engine.adapters.steps import AdapterStep
 from expertctl.errors import IncompatibleError
 from tests.engine.package_fixtures import load_adapters, read_linear_shapes
-from tests.engine.random_experts import MODULE, make_chain_step
+from tests.engine.random_experts import MODULE, make_chain_step, make_dora, make_ia3, make_lora
 from tests.factories import write_base, write_dora, write_ia3, write_lora, write_soft_prompt
 
 WRITERS: dict[str, Callable[..., Path]] = {"lora": write_lora, "dora": write_dora, "ia3": write_ia3}
@@ -41,14 +41,14 @@ def test_a_tensor_without_a_module_is_an_error_never_the_base_in_disguise(
 @pytest.mark.parametrize(
     ("step", "problem"),
     [
-        (LoraTensors(torch.ones(1, 3), torch.ones(5, 1), 1.0), "made for 5 x 3, the base has 4 x"),
-        (LoraTensors(torch.ones(1, 2), torch.ones(4, 1), 1.0), "made for 4 x 2, the base has 4 x"),
+        (make_lora(torch.ones(1, 3), torch.ones(5, 1), 1.0), "made for 5 x 3, the base has 4 x"),
+        (make_lora(torch.ones(1, 2), torch.ones(4, 1), 1.0), "made for 4 x 2, the base has 4 x"),
         (
-            DoraTensors(torch.ones(1, 3), torch.ones(5, 1), torch.ones(5), 1.0),
+            make_dora(torch.ones(1, 3), torch.ones(5, 1), torch.ones(5), 1.0),
             "made for 5 x 3, the base has 4 x 3",
         ),
-        (Ia3Tensors(torch.ones(4), on_input=True), "made for 4 inputs, the base has 3"),
-        (Ia3Tensors(torch.ones(3), on_input=False), "made for 3 outputs, the base has 4"),
+        (make_ia3(torch.ones(4), on_input=True), "made for 4 inputs, the base has 3"),
+        (make_ia3(torch.ones(3), on_input=False), "made for 3 outputs, the base has 4"),
     ],
 )
 def test_a_tensor_of_another_shape_is_an_error_that_gives_both(
@@ -59,7 +59,7 @@ def test_a_tensor_of_another_shape_is_an_error_that_gives_both(
 
 
 def test_a_soft_prompt_of_another_width_is_an_error_that_gives_both() -> None:
-    prompt = LoadedAdapter("acme/x@1.0.0", {}, (torch.ones(3, 8),), 1, 0)
+    prompt = LoadedAdapter("acme/x@1.0.0", {}, (np.ones((3, 8), np.float32),), 1, 0)
     check_adapter_fits(prompt, {}, width=8)
     with pytest.raises(IncompatibleError, match="8 wide, tokens of the base are 4"):
         check_adapter_fits(prompt, {}, width=4)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,8 @@ from expertctl.engine.adapters.experts import (
     estimate_dora_scratch,
     has_dora,
 )
+from expertctl.engine.adapters.steps import DoraTensors
+from expertctl.engine.arrays import FloatArray
 from expertctl.engine.backend import LoadConfig
 from expertctl.engine.cpu.backend import SCHEMES, PackedBackend
 from expertctl.engine.cpu.packed_base import pack_base
@@ -26,8 +29,9 @@ from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.functional import DoraTensors, reference_dora_scales
 from expertctl.engine.model.weights import load_base_weights
+from expertctl.engine.torch.plan import to_array, to_tensor
+from expertctl.engine.torch.reference import reference_dora_scales
 from expertctl.engine_config import Dtype
 from expertctl.errors import BudgetError, IncompatibleError
 from expertctl.package.model_config import read_model_config
@@ -49,15 +53,12 @@ class Counting:
     def __init__(self, base: Path, dtype: torch.dtype = torch.float32) -> None:
         config = read_model_config(base)
         self.decoder = Decoder(config, load_base_weights(base, config, dtype=dtype))
-        self.form = CompileSpec(config.linear_shapes(), config.hidden_size, torch.float32, CPU)
+        self.form = CompileSpec(config.linear_shapes(), config.hidden_size)
         self.asked = 0
 
-    def matrix(self, module: str) -> torch.Tensor:
+    def matrix(self, module: str) -> FloatArray:
         self.asked += 1
-        return self.decoder.matrix(module)
-
-
-CPU = torch.device("cpu")
+        return to_array(self.decoder.matrix(module))
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def use(tiers: AdapterCache, target: CompileTarget, *chain: tuple[ExpertSource, 
 
 def equal(one: DoraScales, two: DoraScales) -> bool:
     return one.keys() == two.keys() and all(
-        len(one[m]) == len(two[m]) and all(map(torch.equal, one[m], two[m])) for m in one
+        len(one[m]) == len(two[m]) and all(map(np.array_equal, one[m], two[m])) for m in one
     )
 
 
@@ -121,7 +122,7 @@ def test_gains_are_those_of_the_weights_that_are_used(
         assert isinstance(step, DoraTensors)
         used = counting.decoder.matrix(module)
         assert used.dtype == dtype
-        torch.testing.assert_close(gain, reference_dora_scales(used, step))
+        torch.testing.assert_close(to_tensor(gain), reference_dora_scales(used, step))
 
 
 def test_gains_are_resident_and_paid_for_after_first_use(

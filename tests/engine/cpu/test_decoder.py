@@ -118,7 +118,7 @@ def test_a_plan_changes_what_it_changes_in_the_torch_decoder(
     reference = oracle(arch, **KERNEL_SIZES, **bias)
     decoder = reference.load_decoder()
     experts = chain(decoder.config, kinds)
-    deltas = make_torch_plan(decoder.config, experts).deltas
+    deltas = make_torch_plan(decoder.config, experts).torch_deltas
     cache = KVCache(decoder.config, 40)
     theirs = [decoder.prefill(IDS[:9], cache, deltas).logits]
     theirs += [decoder.decode(token, cache, deltas).logits for token in IDS[9:]]
@@ -153,7 +153,7 @@ def test_a_soft_prompt_stands_before_the_first_token(
     qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
     torch_decoder = qwen3.load_decoder()
-    soft = torch.randn(7, 48, generator=torch.Generator().manual_seed(2)).numpy() * 0.3
+    soft = (torch.randn(7, 48, generator=torch.Generator().manual_seed(2)) * 0.3).numpy()
     cache = KVCache(torch_decoder.config, 40)
     theirs = torch_decoder.prefill(IDS[:9], cache, soft_prompt=soft).logits
     for chunk in (4, 16):

@@ -89,7 +89,7 @@ def test_a_tensor_of_many_stretches_is_packed_like_a_whole(tmp_path: Path) -> No
     base = made(tmp_path / "base", hidden=512, vocab=20_003, layers=1, dtype="bfloat16")
     weights = load_base_weights(base, read_model_config(base))
     found = load(base, Scheme.FLOAT32).unpack_weights("lm_head")
-    assert torch.equal(found, weights.tensors[EMBEDDING_TENSOR])
+    assert torch.equal(torch.from_numpy(found), weights.tensors[EMBEDDING_TENSOR])
 
 
 @pytest.mark.parametrize(

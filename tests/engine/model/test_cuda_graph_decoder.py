@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertctl.engine.adapters.steps import LinearDelta
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.decoding import LayerTimer
 from expertctl.engine.kv.sequence_cache import KVCache
@@ -24,7 +25,7 @@ from expertctl.engine.model.cuda_graph_decoder import (
 )
 from expertctl.engine.model.cuda_graph_step import StaticKVCache
 from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.functional import Deltas, LinearDelta
+from expertctl.engine.model.functional import TorchDelta, TorchDeltas
 from expertctl.engine.model.weights import load_base_weights
 from expertctl.errors import BudgetError, IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_model_config
@@ -41,7 +42,7 @@ TOKENS = 9
 """Steps of each text: with the longest prompt they cross two length buckets."""
 SHORTEST = 4
 CAPACITY = 40
-NOTHING: Deltas = {}
+NOTHING: TorchDeltas = {}
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"attention_bias": True, "mlp_bias": True}),
     ("mistral", {"sliding_window": 4}),
@@ -77,13 +78,13 @@ def arena_of(decoder: CudaGraphDecoder, rows: int, *, capacity: int = CAPACITY) 
     )
 
 
-def plans_of(config: ModelConfig) -> list[Deltas]:
+def plans_of(config: ModelConfig) -> list[TorchDeltas]:
     """Base alone, and plans of every kind, of many ranks."""
     chains = [["lora"], ["ia3"], ["lora", "lora"], ["dora"], ["lora", "ia3", "dora"], ["ia3"] * 2]
     plans = [NOTHING]
     for number, chain in enumerate(chains):
         experts = [make_random_expert(config, k, seed=10 * number + n) for n, k in enumerate(chain)]
-        plans.append(make_torch_plan(config, experts).deltas)
+        plans.append(make_torch_plan(config, experts).torch_deltas)
     return plans
 
 
@@ -95,7 +96,7 @@ def token_of(number: int, turn: int) -> int:
     return (5 * number + turn) % 61
 
 
-def alone(plain: Decoder, number: int, plan: Deltas) -> Tensor:
+def alone(plain: Decoder, number: int, plan: TorchDeltas) -> Tensor:
     """What the decoder that allocates as it goes gives one text, [1 + tokens, vocab]."""
     cache = KVCache(plain.config, CAPACITY)
     rows = [plain.prefill(prompt_of(number), cache, plan).logits]
@@ -103,7 +104,7 @@ def alone(plain: Decoder, number: int, plan: Deltas) -> Tensor:
     return stack_logits(rows)
 
 
-def together(decoder: CudaGraphDecoder, plans: Sequence[Deltas]) -> Tensor:
+def together(decoder: CudaGraphDecoder, plans: Sequence[TorchDeltas]) -> Tensor:
     """The same of all texts in one batch, [texts, 1 + tokens, vocab]."""
     arena = arena_of(decoder, len(plans))
     caches = [arena.get_row(number) for number in range(len(plans))]
@@ -189,7 +190,7 @@ def test_a_text_may_go_on_to_the_last_place_of_its_row(model: ReferenceModel) ->
 
 def test_soft_prompts_and_chunks_stand_before_steps(model: ReferenceModel) -> None:
     decoder, plain = decoder_of(model), model.load_decoder()
-    soft = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)).numpy() * 0.2
+    soft = (torch.randn(5, 32, generator=torch.Generator().manual_seed(1)) * 0.2).numpy()
     arena, cache = arena_of(decoder, 1), KVCache(plain.config, CAPACITY)
     wanted = [plain.prefill(prompt_of(9), cache, soft_prompt=soft).logits]
     wanted += [plain.decode(token, cache).logits for token in range(8)]
@@ -243,7 +244,7 @@ def test_plans_take_turns_in_few_slots(model: ReferenceModel) -> None:
             assert_same_logits(scores[None], wanted[number][1:2])
 
 
-def damaged(plan: Deltas) -> dict[str, LinearDelta]:
+def damaged(plan: TorchDeltas) -> dict[str, TorchDelta]:
     module, delta = next((m, d) for m, d in plan.items() if d.b is not None)
     assert delta.b is not None
     return {**plan, module: LinearDelta(a=delta.a, b=delta.b * float("nan"))}
@@ -352,7 +353,7 @@ def count_static_bytes(config: ModelConfig, rows: int) -> int:
     return 8 * (3 * count + CAPACITY + 1) + 4 * numbers
 
 
-def widest(plan: Mapping[str, LinearDelta]) -> int:
+def widest(plan: Mapping[str, TorchDelta]) -> int:
     return max(1 if delta.a is None else len(delta.a) for delta in plan.values())
 
 
@@ -395,7 +396,7 @@ def test_a_base_in_bfloat16_equals_the_other_decoder(tmp_path: Path) -> None:
     config = read_model_config(model.directory)
     weights = load_base_weights(model.directory, config, dtype=torch.bfloat16)
     decoder, plain = CudaGraphDecoder(config, weights, min_capacity=4), Decoder(config, weights)
-    plan = make_torch_plan(config, [make_random_expert(config)]).deltas
+    plan = make_torch_plan(config, [make_random_expert(config)]).torch_deltas
     for numbers, limit in ((torch.float32, 0.01), (torch.bfloat16, 0.05)):
         arena = StaticKVCache(
             config, rows=1, capacity=CAPACITY, dtype=numbers, device=decoder.device

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
+from expertctl.engine.adapters.steps import LinearDelta
 from expertctl.engine.decoding import LayerTimer
 from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.engine.model.decoder import Decoder, estimate_pass_bytes
-from expertctl.engine.model.functional import LinearDelta
+from expertctl.engine.model.functional import TorchDelta
 from expertctl.engine.model.weights import load_base_weights
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from expertctl.package.model_config import read_model_config
@@ -222,7 +223,7 @@ def test_a_delta_for_no_module_is_refused(shared_oracle: ReferenceModel) -> None
             decoder.decode(1, cache, {module: LinearDelta()})
 
 
-def merged(oracle: ReferenceModel, deltas: dict[str, LinearDelta]) -> None:
+def merged(oracle: ReferenceModel, deltas: dict[str, TorchDelta]) -> None:
     """Write deltas of low rank, input and output scale into the oracle's own weights."""
     biases = dict(oracle.model.named_parameters())
     with torch.no_grad():

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from expertctl.engine.model.functional import LinearDelta, apply_linear
+from expertctl.engine.adapters.steps import LinearDelta
+from expertctl.engine.model.functional import TorchDelta, apply_linear
 
 VECTORS = json.loads(
     Path(__file__).parents[2].joinpath("vectors", "runtime.json").read_text(encoding="utf-8")
@@ -22,7 +23,7 @@ def t(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-def plain(x: Tensor, weight: Tensor, bias: Tensor | None, delta: LinearDelta) -> Tensor:
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None, delta: TorchDelta) -> Tensor:
     """``y = d * (W (u * x)) + B (A x) + e * b``, one token and one part at a time, in float64."""
     rows = []
     for token in x.double():
@@ -129,9 +130,3 @@ def test_a_base_of_a_narrow_dtype_answers_in_the_dtype_of_the_activations() -> N
     wanted = apply_linear(x.bfloat16().float(), weight.float(), bias, delta)
     assert got.dtype == torch.float32
     assert float((got - wanted).norm() / wanted.norm()) < 0.01
-
-
-def test_bytes_count_every_part_once() -> None:
-    delta = LinearDelta(a=torch.zeros(2, 6), b=torch.zeros(4, 2).half(), bias_scale=torch.zeros(4))
-    assert delta.nbytes == 2 * 6 * 4 + 4 * 2 * 2 + 4 * 4
-    assert LinearDelta().nbytes == 0

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertctl.engine.model.functional import Deltas, Linear, LinearDelta, apply_linear
+from expertctl.engine.adapters.steps import LinearDelta
+from expertctl.engine.model.functional import Linear, TorchDelta, TorchDeltas, apply_linear
 from expertctl.engine.model.lora_slots import (
     NO_SLOT,
     LoRASlots,
@@ -30,12 +31,12 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def lora(rank: int, out: int = 8, width: int = 8, seed: int = 0) -> LinearDelta:
+def lora(rank: int, out: int = 8, width: int = 8, seed: int = 0) -> TorchDelta:
     return LinearDelta(a=draw(rank, width, seed=seed), b=draw(out, rank, seed=seed + 1))
 
 
 def slots_of(
-    plans: Sequence[Deltas], *, slots: int, config: ModelConfig | None = None
+    plans: Sequence[TorchDeltas], *, slots: int, config: ModelConfig | None = None
 ) -> LoRASlots:
     return LoRASlots(config or tiny(), find_shape(plans), slots=slots, device=CPU)
 
@@ -60,7 +61,7 @@ DELTAS = {
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_each_row_gets_the_formula_of_its_own_plan(with_bias: bool) -> None:
-    plans: list[Deltas] = [{}, *({UP: delta} for delta in DELTAS.values())]
+    plans: list[TorchDeltas] = [{}, *({UP: delta} for delta in DELTAS.values())]
     weight, bias = draw(8, 8, seed=20), draw(8, seed=21) if with_bias else None
     rows = [plans[n] for n in (3, 0, 1, 1, 6, 5, 2, 0, 4)]
     room = slots_of(plans, slots=8)
@@ -86,7 +87,7 @@ def test_a_layer_that_no_plan_changes_has_no_stack() -> None:
 
 
 def test_the_plan_used_longest_ago_gives_up_its_slot_and_leaves_nothing_there() -> None:
-    plans: list[Deltas] = [{UP: lora(rank, seed=rank)} for rank in (7, 2, 5)]
+    plans: list[TorchDeltas] = [{UP: lora(rank, seed=rank)} for rank in (7, 2, 5)]
     room = slots_of(plans, slots=2)
     assert room.assign_slots([plans[0], plans[1], {}]) == [1, 2, NO_SLOT]
     assert room.contains(plans[:2])
@@ -106,7 +107,7 @@ def test_the_plan_used_longest_ago_gives_up_its_slot_and_leaves_nothing_there() 
 def test_a_plan_that_was_not_written_to_its_end_takes_no_slot_of_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plans: list[Deltas] = [{UP: lora(3, seed=seed)} for seed in range(5)]
+    plans: list[TorchDeltas] = [{UP: lora(3, seed=seed)} for seed in range(5)]
     room = slots_of(plans, slots=4)
     room.assign_slots(plans[:4])
 
@@ -127,7 +128,7 @@ def test_a_plan_that_was_not_written_to_its_end_takes_no_slot_of_another(
 
 
 def test_factors_of_a_slot_are_neutral_again_after_another_plan() -> None:
-    plans: list[Deltas] = [{UP: DELTAS["all"]}, {UP: DELTAS["low rank"]}]
+    plans: list[TorchDeltas] = [{UP: DELTAS["all"]}, {UP: DELTAS["low rank"]}]
     room = slots_of(plans, slots=1)
     for plan in plans:
         room.assign_slots([plan])
@@ -139,8 +140,8 @@ def test_factors_of_a_slot_are_neutral_again_after_another_plan() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_plan_that_is_refused_leaves_the_slots_as_they_were(bad: float) -> None:
-    good: Deltas = {UP: lora(3)}
-    other: Deltas = {UP: lora(2, seed=9)}
+    good: TorchDeltas = {UP: lora(3)}
+    other: TorchDeltas = {UP: lora(2, seed=9)}
     room = slots_of([good, other], slots=2)
     room.assign_slots([good, other])
     before = [part.clone() for part in room.stacks[UP].tensors]

@@ -11,7 +11,7 @@ from expertctl.engine.decoding import LayerTimer
 from expertctl.engine.model import cuda_graph_decoder
 from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder, GraphStepRow
 from expertctl.engine.model.cuda_graphs import PiecewiseStep, estimate_permanent_bytes
-from expertctl.engine.model.functional import Deltas
+from expertctl.engine.model.functional import TorchDeltas
 from expertctl.errors import InvalidPackageError
 from tests.engine.conftest import (
     ReferenceModel,
@@ -39,17 +39,19 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> ReferenceModel:
     )
 
 
-def plan_of(model: ReferenceModel, kind: str, *, routed: bool, seed: int = 3) -> Deltas:
+def plan_of(model: ReferenceModel, kind: str, *, routed: bool, seed: int = 3) -> TorchDeltas:
     """What an expert changes, with routed experts or without."""
     config = model.load_decoder().config
-    plan = make_torch_plan(config, [make_random_expert(config, kind, seed=seed)]).deltas
+    plan = make_torch_plan(config, [make_random_expert(config, kind, seed=seed)]).torch_deltas
     found = {n: delta for n, delta in plan.items() if routed or not is_routed_expert(n)}
     assert any(is_routed_expert(name) for name in found) == routed
     assert any("shared_expert" in name for name in found)
     return found
 
 
-def alone(model: ReferenceModel, ids: list[int], plan: Deltas, *, prefill: int) -> torch.Tensor:
+def alone(
+    model: ReferenceModel, ids: list[int], plan: TorchDeltas, *, prefill: int
+) -> torch.Tensor:
     """What torch gives with all experts as tensors of their own."""
     decoder = model.load_decoder()
 
@@ -79,7 +81,7 @@ def test_a_plan_changes_attention_what_is_shared_and_routed_experts(
     assert_same_logits(found, alone(qwen2, IDS, plan, prefill=5))
 
 
-def batch(decoder: CudaGraphDecoder, plans: list[Deltas]) -> torch.Tensor:
+def batch(decoder: CudaGraphDecoder, plans: list[TorchDeltas]) -> torch.Tensor:
     """Scores of texts side by side, [tokens, texts, vocab]."""
     arena = make_kv_cache(decoder, len(plans))
     rows = [arena.get_row(number) for number in range(len(plans))]
@@ -92,7 +94,7 @@ def batch(decoder: CudaGraphDecoder, plans: list[Deltas]) -> torch.Tensor:
     return stack_logits(found)
 
 
-def compute_batch_reference(model: ReferenceModel, number: int, plan: Deltas) -> torch.Tensor:
+def compute_batch_reference(model: ReferenceModel, number: int, plan: TorchDeltas) -> torch.Tensor:
     """What torch gives for a text of such a batch."""
     ids = [*IDS[: 2 + number], *((7 * number + turn) % 61 for turn in range(6))]
     return alone(model, ids, plan, prefill=2 + number)[1:]
@@ -105,7 +107,7 @@ def staged_of(decoder: CudaGraphDecoder) -> PiecewiseStep:
 
 def test_texts_side_by_side_are_as_if_they_were_alone(qwen2: ReferenceModel) -> None:
     """One has no plan, two have one without routed experts, one changes them."""
-    plans: list[Deltas] = [
+    plans: list[TorchDeltas] = [
         {},
         plan_of(qwen2, "lora", routed=False),
         plan_of(qwen2, "lora", routed=True),
@@ -124,7 +126,7 @@ def test_no_text_is_ahead_of_another_after_a_step_that_failed(
     qwen2: ReferenceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one whose plan changes routed experts is read first, and alone."""
-    plans: list[Deltas] = [{}, plan_of(qwen2, "lora", routed=True)]
+    plans: list[TorchDeltas] = [{}, plan_of(qwen2, "lora", routed=True)]
     with load_stacked_decoder(qwen2, slots=1) as (decoder, experts):
         row = make_kv_cache(decoder, 2).get_row
         rows = [GraphStepRow(7, row(number), plan) for number, plan in enumerate(plans)]
@@ -181,7 +183,12 @@ def test_graphs_of_experts_serve_all_layers_and_texts_until_the_base_goes(
 ) -> None:
     """Texts in arenas of their own, short and long, with a plan and without, alone and beside."""
     plan = plan_of(qwen2, "lora", routed=False)
-    texts: list[tuple[list[int], Deltas]] = [(IDS, {}), (IDS[::-1], plan), (IDS * 2, {}), (IDS, {})]
+    texts: list[tuple[list[int], TorchDeltas]] = [
+        (IDS, {}),
+        (IDS[::-1], plan),
+        (IDS * 2, {}),
+        (IDS, {}),
+    ]
     wanted = [alone(qwen2, ids, deltas, prefill=5) for ids, deltas in texts]
     with load_stacked_decoder(qwen2, slots=1) as (decoder, experts):
         staged, captured = staged_of(decoder), []

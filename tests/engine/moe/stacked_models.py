@@ -9,7 +9,7 @@ from torch import Tensor
 
 from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder
 from expertctl.engine.model.cuda_graph_step import StaticKVCache
-from expertctl.engine.model.functional import Deltas
+from expertctl.engine.model.functional import TorchDeltas
 from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.expert_stack import StackShape
@@ -70,7 +70,7 @@ def compute_scores(
     ids: Sequence[int],
     *,
     prefill: int,
-    deltas: Deltas | None = None,
+    deltas: TorchDeltas | None = None,
     **options: Any,
 ) -> Tensor:
     """Scores from the last prompt token on, [1 + decoded, vocab]."""

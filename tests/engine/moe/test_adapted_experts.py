@@ -11,13 +11,13 @@ import torch
 from expertctl.engine.adapters.compile import (
     WeightedAdapter,
     check_adapter_fits,
-    fold_plan,
     rename_modules,
 )
 from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.adapters.steps import DoraTensors, compute_dora_scales
 from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.functional import DoraTensors, compute_dora_scales
+from expertctl.engine.torch.plan import to_array
 from expertctl.errors import IncompatibleError
 from expertctl.package.adapter_files import read_adapter
 from expertctl.package.compatibility import check_tensors
@@ -30,7 +30,7 @@ from tests.engine.conftest import (
 )
 from tests.engine.cpu.test_decoder import assert_exact
 from tests.engine.package_fixtures import load_adapters
-from tests.engine.random_experts import make_plan_form
+from tests.engine.random_experts import make_torch_plan
 from tests.engine.reference_models import ALL_MODULES, ATTENTION, ROUTED_CLASSES, merge_adapter
 from tests.factories import write_dora, write_ia3, write_lora
 
@@ -48,7 +48,7 @@ def weighted(decoder: Decoder, adapter: LoadedAdapter) -> WeightedAdapter:
     """An adapter with what its DoRA needs on this base."""
     found = {
         module: tuple(
-            compute_dora_scales(decoder.matrix(module), step, what=module)
+            compute_dora_scales(to_array(decoder.matrix(module)), step, what=module)
             for step in steps
             if isinstance(step, DoraTensors)
         )
@@ -60,7 +60,7 @@ def weighted(decoder: Decoder, adapter: LoadedAdapter) -> WeightedAdapter:
 def scores(decoder: Decoder, *directories: Path) -> torch.Tensor:
     """Scores from the last prompt token on, of the base with a chain of adapters."""
     chain = [weighted(decoder, fitted(decoder, directory)) for directory in directories]
-    deltas = fold_plan(chain, make_plan_form(decoder.config)).compile().deltas
+    deltas = make_torch_plan(decoder.config, chain).torch_deltas
     cache = KVCache(decoder.config, len(IDS) + 3)
     rows = [decoder.prefill(IDS[:7], cache, deltas, chunk=5).logits]
     rows += [decoder.decode(token, cache, deltas).logits for token in IDS[7:]]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from expertctl.engine.model.functional import EMPTY_DELTAS
+from expertctl.engine.adapters.steps import EMPTY_DELTAS
 from expertctl.engine.moe.expert_stack import (
     DUMMY_ROW,
     STAGING_BUFFERS,

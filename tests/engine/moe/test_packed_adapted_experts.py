@@ -12,6 +12,7 @@ from torch import Tensor
 
 from expertctl.engine.adapters.compile import WeightedAdapter, fold_plan
 from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.adapters.steps import Ia3Tensors
 from expertctl.engine.cpu.decoder import DecodeRow, PackedDecoder
 from expertctl.engine.cpu.decoder_program import build_decoder_program, estimate_program_bytes
 from expertctl.engine.cpu.program_cache import estimate_buffer_bytes
@@ -30,7 +31,6 @@ from expertctl.engine.kernels.packed_format import (
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.kv.sequence_cache import KVCache
-from expertctl.engine.model.functional import Ia3Tensors, LoraTensors
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_model_config
 from tests.engine.conftest import (
@@ -45,6 +45,8 @@ from tests.engine.memory_measurement import count_fewest_allocations
 from tests.engine.moe.test_adapted_experts import WRITERS, fitted, weighted
 from tests.engine.moe.test_packed_experts import SIZES, cached, fitting, whole
 from tests.engine.random_experts import (
+    make_ia3,
+    make_lora,
     make_packed_plan,
     make_plan_form,
     make_random_expert,
@@ -105,7 +107,7 @@ def chain_of(
 def by_torch(model: ReferenceModel, experts: Sequence[WeightedAdapter]) -> Tensor:
     """Scores from the ninth token on."""
     config = read_model_config(model.directory)
-    decoder, deltas = model.load_decoder(), make_torch_plan(config, experts).deltas
+    decoder, deltas = model.load_decoder(), make_torch_plan(config, experts).torch_deltas
     cache = KVCache(config, 40)
     rows = [decoder.prefill(IDS[:9], cache, deltas).logits]
     rows += [decoder.decode(token, cache, deltas).logits for token in IDS[9:]]
@@ -328,8 +330,8 @@ def test_factors_of_what_gate_and_up_share_are_refused_by_name(
 ) -> None:
     config = read_model_config(olmoe.directory)
     module = f"model.layers.1.mlp.experts.4.{part}"
-    lora = LoraTensors(torch.ones(1, 64), torch.ones(32, 1), 1.0)
-    steps = (lora, Ia3Tensors(torch.ones(64), on_input=True))
+    lora = make_lora(torch.ones(1, 64), torch.ones(32, 1), 1.0)
+    steps = (lora, make_ia3(torch.ones(64), on_input=True))
     adapter = LoadedAdapter("acme/x@1.0.0", {module: steps}, (), 1, 0)
     with pytest.raises(IncompatibleError, match=f"{module}.*scales its input") as caught:
         make_packed_plan(config, [WeightedAdapter(adapter)])

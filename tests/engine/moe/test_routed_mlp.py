@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from expertctl.engine.adapters.steps import EMPTY_DELTAS
 from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.functional import EMPTY_DELTAS
 from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.moe.routed_mlp import RoutedMlp, build_routed_mlp
 from expertctl.package.model_config import read_model_config

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from expertctl.engine.adapters.compile import WeightedAdapter, check_adapter_fits, rename_modules
 from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.adapters.steps import LoraTensors
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.sequence_cache import KVCache
-from expertctl.engine.model.functional import LoraTensors
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.schema.strict_json import load_object
@@ -82,7 +82,7 @@ def named(config: ModelConfig, directory: Path) -> LoadedAdapter:
 
 def by_torch(model: ReferenceModel, adapter: LoadedAdapter) -> Tensor:
     decoder = model.load_decoder()
-    deltas = make_torch_plan(decoder.config, [WeightedAdapter(adapter)]).deltas
+    deltas = make_torch_plan(decoder.config, [WeightedAdapter(adapter)]).torch_deltas
     cache = KVCache(decoder.config, 20)
     rows = [decoder.prefill(IDS[:7], cache, deltas).logits]
     rows += [decoder.decode(token, cache, deltas).logits for token in IDS[7:]]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertctl.engine.adapters.steps import EMPTY_DELTAS
 from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder
-from expertctl.engine.model.functional import EMPTY_DELTAS, FeedForward
+from expertctl.engine.model.functional import FeedForward
 from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.expert_stack import DUMMY_ROW

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from expertctl.engine import devices
-from expertctl.engine.adapters.compile import CompileSpec, fold_plan
+from expertctl.engine.adapters.compile import TorchPlacement, fold_plan
 from expertctl.engine.base_files import is_routed_expert
 from expertctl.engine.devices import get_workspace_bytes
 from expertctl.engine.model.cuda_graph_decoder import (
@@ -17,7 +17,7 @@ from expertctl.engine.model.cuda_graph_decoder import (
     estimate_buffer_bytes,
 )
 from expertctl.engine.model.cuda_graphs import estimate_graph_memory
-from expertctl.engine.model.functional import Deltas
+from expertctl.engine.model.functional import TorchDeltas
 from expertctl.engine.moe.expert_stack import (
     DUMMY_ROW,
     STAGING_BUFFERS,
@@ -30,7 +30,7 @@ from expertctl.package.model_config import read_model_config
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.engine.conftest import MakeReferenceModel, ReferenceModel, build_reference_model
 from tests.engine.moe.stacked_models import compute_scores, load_stacked_decoder, make_kv_cache
-from tests.engine.random_experts import make_random_expert
+from tests.engine.random_experts import make_plan_form, make_random_expert
 from tests.engine.reference_models import ROUTED_SHAPES
 from tests.factories import write_base
 
@@ -230,10 +230,11 @@ def test_a_step_allocates_nothing_on_the_device(model: ReferenceModel) -> None:
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-def plan_on(decoder: CudaGraphDecoder, kind: str, *, routed: bool) -> Deltas:
-    config = decoder.config
-    form = CompileSpec(config.linear_shapes(), config.hidden_size, torch.float32, decoder.device)
-    plan = fold_plan([make_random_expert(config, kind, seed=3)], form).compile().deltas
+def plan_on(decoder: CudaGraphDecoder, kind: str, *, routed: bool) -> TorchDeltas:
+    form = make_plan_form(decoder.config, TorchPlacement(decoder.device.type))
+    plan = (
+        fold_plan([make_random_expert(decoder.config, kind, seed=3)], form).compile().torch_deltas
+    )
     return {name: delta for name, delta in plan.items() if routed or not is_routed_expert(name)}
 
 

@@ -132,7 +132,7 @@ def test_adapters_change_the_scores_of_a_prompt(
     """The expected values are single steps of the torch decoder with the same adapters."""
     decoder = qwen3.load_decoder()
     experts = [make_random_expert(decoder.config, kind, seed=n) for n, kind in enumerate(kinds)]
-    deltas = make_torch_plan(decoder.config, experts).deltas
+    deltas = make_torch_plan(decoder.config, experts).torch_deltas
     cache = KVCache(decoder.config, 40)
     rows = [decoder.prefill(IDS[:1], cache, deltas).logits]
     rows += [decoder.decode(token, cache, deltas).logits for token in IDS[1:]]
@@ -149,7 +149,7 @@ def test_adapters_change_the_scores_of_a_prompt(
 def test_a_soft_prompt_stands_before_the_tokens_that_are_scored(
     chunk: int, qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
-    soft = torch.randn(7, 48, generator=torch.Generator().manual_seed(2)).numpy() * 0.3
+    soft = (torch.randn(7, 48, generator=torch.Generator().manual_seed(2)) * 0.3).numpy()
     decoder = qwen3.load_decoder()
     cache = KVCache(decoder.config, 40)
     rows = [decoder.prefill(IDS[:1], cache, soft_prompt=soft).logits]
