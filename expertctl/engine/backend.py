@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from expertctl.engine.moe.expert_cache import ExpertCache
 
-BackendName = Literal["torch", "packed", "cuda"]
+BackendName = Literal["numpy", "torch", "packed", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
