@@ -14,7 +14,7 @@ from expertctl.engine.adapters.compile import WeightedAdapter, fold_plan
 from expertctl.engine.adapters.load import LoadedAdapter
 from expertctl.engine.adapters.steps import DoraTensors
 from expertctl.engine.adapters.steps import compute_dora_scales as dora_gains
-from expertctl.engine.arrays import FloatArray
+from expertctl.engine.arrays import FloatArray, widen
 from expertctl.engine.cpu.decoder import DecodeRow, PackedDecoder
 from expertctl.engine.cpu.packed_base import PackedBase, pack_base
 from expertctl.engine.kernels.packed_format import PlanPacking, Scheme
@@ -319,7 +319,7 @@ def test_a_soft_prompt_of_any_dtype_equals_its_embeddings(
 
 def embedded(model: Any, *prompts: Path) -> torch.Tensor:
     """What transformers answers to the embeddings themselves."""
-    rows = [load_adapters(path).soft_prompts[0].float() for path in prompts]
+    rows = [torch.from_numpy(widen(load_adapters(path).soft_prompts[0])) for path in prompts]
     with torch.inference_mode():
         tokens = model.get_input_embeddings()(torch.tensor(IDS))
         together = torch.cat((*rows, tokens))[None]
