@@ -81,7 +81,7 @@ def _install_starter(planner: "Planner", unfinished: Path, *, as_json: bool) -> 
 def open_engine(
     planner: "Planner", config: "EngineConfig", *, progress: "Progress"
 ) -> "LocalEngine":
-    """Open the engine with nothing loaded; imports torch."""
+    """Open the engine with nothing loaded."""
     try:
         from expertctl.engine.local_engine import LocalEngine
     except ModuleNotFoundError as error:
@@ -92,14 +92,11 @@ def open_engine(
 
 @contextmanager
 def guard_engine_import(*, as_json: bool) -> Iterator[None]:
-    """Show a progress bar around imports of the engine: torch takes a while.
+    """Show a progress bar around imports of the engine.
 
     Raises:
         NotFoundError: when a library that the engine needs is not installed.
     """
-    from expertctl.engine.torch_preload import preload_torch
-
-    preload_torch()
     with show_progress("loading", None, as_json=as_json):
         try:
             yield

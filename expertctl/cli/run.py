@@ -1,6 +1,6 @@
 """``expertctl route`` and ``run``: plan a prompt, and answer it.
 
-Only `run` imports torch, inside the function; `route` reads what is installed and loads nothing.
+Only `run` imports the engine, in its function; `route` reads what is installed and loads nothing.
 """
 
 import signal
@@ -152,9 +152,6 @@ def _generate(
 
     From then on a signal ends generation early, and the text so far is kept.
     """
-    from expertctl.engine.torch_preload import preload_torch
-
-    preload_torch()
     planner, ending = open_planner(settings, as_json=as_json), CancellationFlag()
     with show_progress("loading", None, as_json=as_json) as report:
         engine = open_engine(planner, request.route.config, progress=report)

@@ -35,7 +35,6 @@ from expertctl.settings import Home
 from expertctl.store.quantised_cache import QuantisedCache
 
 if TYPE_CHECKING:
-
     from expertctl.engine.moe.expert_cache import ExpertCache
 
 BackendName = Literal["numpy", "torch", "packed", "cuda"]

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from expertctl.engine.cpu.decoder import PackedDecoder
-from expertctl.engine.cpu.packed_base import pack_base
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
@@ -17,6 +16,7 @@ from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import MakeReferenceModel
 from tests.engine.kernels.sample_programs import make_array_program, make_count_kernel
 from tests.engine.memory_measurement import count_fewest_allocations
+from tests.engine.packing import pack_base
 
 MEBIBYTE = 1 << 20
 SMALL = 12 << 10

@@ -16,7 +16,7 @@ from expertctl.engine.adapters.steps import DoraTensors
 from expertctl.engine.adapters.steps import compute_dora_scales as dora_gains
 from expertctl.engine.arrays import FloatArray, widen
 from expertctl.engine.cpu.decoder import DecodeRow, PackedDecoder
-from expertctl.engine.cpu.packed_base import PackedBase, pack_base
+from expertctl.engine.cpu.packed_base import PackedBase
 from expertctl.engine.kernels.packed_format import PlanPacking, Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
@@ -36,6 +36,7 @@ from tests.engine.conftest import (
     stack_logits,
 )
 from tests.engine.package_fixtures import load_adapters
+from tests.engine.packing import pack_base
 from tests.engine.random_experts import make_plan_form, make_random_expert, make_torch_plan
 from tests.factories import (
     write_dora,

@@ -18,7 +18,6 @@ import torch
 from expertctl.digest import Digest
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.cpu.decoder import PackedDecoder
-from expertctl.engine.cpu.packed_base import pack_base
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache
@@ -30,6 +29,7 @@ from expertctl.engine.model.weights import load_base_weights
 from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import KERNEL_SIZES, MakeReferenceModel, ReferenceModel, stack_logits
 from tests.engine.cpu.test_decoder import assert_exact
+from tests.engine.packing import pack_base
 
 VECTORS = Path(__file__).parent.parent / "vectors" / "runtime.json"
 KV = json.loads(VECTORS.read_text(encoding="utf-8"))["kv_equivalence"]

@@ -13,7 +13,6 @@ from torch import Tensor
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.cpu.decoder import DecodeRow, PackedDecoder
 from expertctl.engine.cpu.decoder_program import build_decoder_program, estimate_program_bytes
-from expertctl.engine.cpu.packed_base import pack_base
 from expertctl.engine.cpu.program_cache import ADAPTER_SCHEMES, MAX_PROGRAMS, estimate_buffer_bytes
 from expertctl.engine.cpu.workspace import RowRange, Workspace, choose_variant
 from expertctl.engine.kernels.packed_format import AdapterDtype, PackedDeltas, Scheme
@@ -26,6 +25,7 @@ from expertctl.errors import BudgetError, IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_model_config
 from tests.engine.conftest import KERNEL_SIZES, ReferenceModel, build_reference_model, stack_logits
 from tests.engine.memory_measurement import count_fewest_allocations
+from tests.engine.packing import pack_base
 from tests.engine.random_experts import make_packed_plan, make_random_expert
 
 TOKENS = 6

@@ -13,8 +13,6 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from expertctl.engine.arrays import AnyArray, widen
 from expertctl.engine.kernels.packed_format import (
@@ -37,7 +35,6 @@ from expertctl.engine.kernels.packed_matrix import (
     unpack_matrix,
 )
 from expertctl.engine.memory.host import allocate
-from expertctl.engine.model.weights import BaseWeights
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
 
@@ -272,18 +269,6 @@ def expert_tensor_places(at: str, shape: ExpertShape, block: AnyArray) -> dict[s
     }
 
 
-def pack_base(config: ModelConfig, weights: BaseWeights, scheme: Scheme) -> PackedBase:
-    """Pack a base that is in memory; see `base_loader` for one that is not.
-
-    Raises:
-        IncompatibleError: for head or MLP sizes that do not fill blocks.
-    """
-    base = allocate_base(config, scheme)
-    for name, place in base.tensor_places().items():
-        write_tensor(place, _tensor_to_numpy(weights.tensors[name]))
-    return base
-
-
 def write_tensor(target: TensorPlace, numbers: AnyArray) -> None:
     """Write the numbers of a tensor to its place."""
     if isinstance(target, PackedMatrix):
@@ -418,8 +403,3 @@ def _module_rows(config: ModelConfig) -> list[dict[str, int]]:
             number, _, module = name.removeprefix(_LAYERS).partition(".")
             found[int(number)][module] = shape[0]
     return found
-
-
-def _tensor_to_numpy(tensor: Tensor) -> AnyArray:
-    """Return a tensor as an array that can be packed; bfloat16 becomes uint16."""
-    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()

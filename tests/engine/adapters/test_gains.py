@@ -24,7 +24,6 @@ from expertctl.engine.adapters.steps import DoraTensors
 from expertctl.engine.arrays import FloatArray
 from expertctl.engine.backend import LoadConfig
 from expertctl.engine.cpu.backend import SCHEMES, PackedBackend
-from expertctl.engine.cpu.packed_base import pack_base
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.memory.budget import MemoryBudget
@@ -37,6 +36,7 @@ from expertctl.errors import BudgetError, IncompatibleError
 from expertctl.package.model_config import read_model_config
 from expertctl.store.disk import DerivedData
 from tests.engine.package_fixtures import load_adapters, make_expert_source
+from tests.engine.packing import pack_base
 from tests.factories import write_base, write_dora, write_ia3, write_lora, write_soft_prompt
 
 PLAN, BASE, PACKAGE = (Digest.compute(text) for text in (b"plan", b"base", b"package"))

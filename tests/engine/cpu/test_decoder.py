@@ -12,7 +12,6 @@ import torch
 from expertctl.engine.adapters.compile import WeightedAdapter
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.cpu.decoder import PackedDecoder
-from expertctl.engine.cpu.packed_base import pack_base
 from expertctl.engine.decoding import LayerTimer
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import pack_matrix, unpack_matrix
@@ -32,6 +31,7 @@ from tests.engine.conftest import (
     run_decoder,
     stack_logits,
 )
+from tests.engine.packing import pack_base
 from tests.engine.random_experts import make_packed_plan, make_random_expert, make_torch_plan
 from tests.engine.reference_models import KERNEL_SHAPES
 

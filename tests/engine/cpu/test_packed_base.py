@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from expertctl.engine.cpu.packed_base import PackedBase, allocate_base, pack_base, packed_base_bytes
+from expertctl.engine.cpu.packed_base import PackedBase, allocate_base, packed_base_bytes
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix, pack_matrix, unpack_matrix
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.model.weights import BaseWeights, load_base_weights
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, read_model_config
+from tests.engine.packing import pack_base
 from tests.factories import write_base
 
 

@@ -14,7 +14,6 @@ from expertctl.engine.cpu.base_loader import load_packed_base
 from expertctl.engine.cpu.packed_base import (
     PackedBase,
     allocate_base,
-    pack_base,
     packed_base_bytes,
     write_tensor,
 )
@@ -36,6 +35,7 @@ from expertctl.routing.plan import NUMERIC_VERSION
 from expertctl.store.bases import BaseStore
 from expertctl.store.quantised_cache import VERSION, QuantisedCache
 from expertctl.store.quantised_file import QuantisedLayout, iterate_pieces, write_quantised
+from tests.engine.packing import pack_base
 from tests.factories import VOCAB, write_base
 
 INTEGERS = (Scheme.INT8, Scheme.INT4)

@@ -15,7 +15,7 @@ import torch
 from expertctl.engine.cpu.base_loader import load_packed_base
 from expertctl.engine.cpu.decoder import DecodeRow, PackedDecoder
 from expertctl.engine.cpu.decoder_program import build_decoder_program, estimate_program_bytes
-from expertctl.engine.cpu.packed_base import make_expert_shape, pack_base
+from expertctl.engine.cpu.packed_base import make_expert_shape
 from expertctl.engine.cpu.workspace import Workspace, choose_variant
 from expertctl.engine.decoding import PREFILL_CHUNK
 from expertctl.engine.kernels.packed_format import Scheme
@@ -35,6 +35,7 @@ from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import MakeReferenceModel, ReferenceModel, run_decoder, stack_logits
 from tests.engine.cpu.test_decoder import assert_exact, scores
 from tests.engine.memory_measurement import count_fewest_allocations
+from tests.engine.packing import pack_base
 from tests.engine.reference_models import ROUTED_SHAPES
 
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28, 50, 1, 9, 33, 12, 4, 57, 21]
