@@ -105,18 +105,34 @@ def test_only_the_engine_imports_torch() -> None:
     assert offenders(MODULES, heavy) == {}
 
 
-def test_the_loop_of_the_engine_imports_torch_only_through_a_backend() -> None:
-    """Requests, memory and text; backends, adapters and keys and values are below."""
+def test_modules_of_a_run_on_a_processor_import_no_torch() -> None:
     engine = ROOT / "expertctl" / "engine"
-    others = {"devices.py", *(path.name for path in engine.glob("compat_*.py"))}
-    paths = [path for path in engine.glob("*.py") if path.name not in others]
-    paths += [p for part in ("serving", "memory", "text") for p in (engine / part).glob("*.py")]
-    paths.append(engine / "model" / "load_plan.py")
+    cuda = {
+        *engine.joinpath("torch").glob("*.py"),
+        *engine.joinpath("model").glob("*.py"),
+        *(engine / "moe" / f"{name}.py" for name in ("expert_stack", "routed_mlp")),
+        *engine.joinpath("moe").glob("stacked_*.py"),
+        engine / "kv" / "sequence_cache.py",
+        engine / "devices.py",
+    } - {engine / "model" / "load_plan.py"}
+    compat = set(engine.glob("compat_*.py"))
 
     def at_once(path: Path) -> set[str]:
         return libraries(named(tree(path).body)) & {"torch"}
 
+    paths = sorted(set(engine.rglob("*.py")) - cuda - compat)
+    assert len(paths) > 90
     assert offenders(paths, at_once) == {}
+
+
+def test_a_process_without_torch_has_the_whole_engine_of_a_processor() -> None:
+    """What the modules import of each other reaches no torch either."""
+    modules = ("local_engine", "serving.engine", "offline", "evaluation", "bench", "bench_subject")
+    modules += ("moe.bench", "cpu.backend", "cpu.plain_backend", "cpu.packed_plan")
+    lines = "; ".join(f"import expertctl.engine.{name}" for name in modules)
+    program = f"import sys; sys.modules['torch'] = None; {lines}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_only_the_compat_engine_imports_what_replaces_our_own() -> None:

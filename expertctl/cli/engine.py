@@ -108,10 +108,16 @@ def build_missing_engine_error(error: ModuleNotFoundError) -> ExpertError:
     """Return the error for a library of the engine that could not be imported."""
     from expertctl.engine.memory.process_registry import ENGINE_MODULES
 
-    if error.name not in ENGINE_MODULES:
+    name = (error.name or "").partition(".")[0]
+    if name == "torch":
+        return NotFoundError(
+            "a CUDA device needs torch, which is not installed",
+            hint="pip install 'expertctl[cuda]', or compute on the processor with --device cpu",
+        )
+    if name not in ENGINE_MODULES:
         raise error
     return NotFoundError(
-        f"running a model needs {error.name}, which is not installed",
+        f"running a model needs {name}, which is not installed",
         hint="pip install 'expertctl[engine]'",
     )
 

@@ -408,6 +408,8 @@ def _resolve_device(device: str | None, settings: Settings) -> DeviceName:
     try:
         from expertctl.engine.devices import is_cuda_available, require_cuda
     except ModuleNotFoundError as error:
+        if wanted == "auto" and error.name == "torch":
+            return "cpu"
         from expertctl.cli.engine import build_missing_engine_error
 
         raise build_missing_engine_error(error) from error

@@ -608,19 +608,39 @@ def test_route_runs_without_torch(workshop: RunWorkspace) -> None:
     assert result.stderr.splitlines()[-1] == "0 False"
 
 
-def test_without_torch_the_way_out_is_named(workshop: RunWorkspace) -> None:
+def run_without(module: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run a prompt in a process that cannot import a module."""
     program = (
         "import sys\n"
-        "sys.modules['torch'] = None\n"
+        f"sys.modules[{module!r}] = None\n"
         "from expertctl.cli.app import run\n"
-        f"sys.exit(run(['run', {PROMPT!r}]))\n"
+        f"sys.exit(run(['run', {PROMPT!r}, *{arguments!r}]))\n"
     )
-    result = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
+
+
+def test_without_torch_the_processor_answers(workshop: RunWorkspace) -> None:
+    result = run_without("torch", "--device", "auto")
+    assert result.returncode == 0, result.stderr
+    assert "15, 17, 23, 41" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "said", "extra"),
+    [
+        ("jinja2", (), "running a model needs jinja2", "engine"),
+        ("torch", ("--device", "cuda"), "a CUDA device needs torch", "cuda"),
+    ],
+)
+def test_without_a_library_the_way_out_is_named(
+    module: str, arguments: tuple[str, ...], said: str, extra: str, workshop: RunWorkspace
+) -> None:
+    result = run_without(module, *arguments)
     assert (result.returncode, result.stdout) == (3, "")
-    assert result.stderr.startswith("error: running a model needs torch")
-    assert "hint: pip install 'expertctl[engine]'" in result.stderr
+    assert result.stderr.startswith(f"error: {said}")
+    assert f"hint: pip install 'expertctl[{extra}]'" in result.stderr
 
 
 @pytest.mark.parametrize("option", ["--plan", "--expert"])

@@ -454,7 +454,8 @@ def _measure_folder(path: Path) -> int:
         return 0
 
 
-ENGINE_MODULES = ("torch", "jinja2", "numba", "llvmlite")
+ENGINE_MODULES = ("jinja2", "numba", "llvmlite")
+"""Libraries of the extra ``engine``; torch belongs to the extra ``cuda``."""
 
 
 def has_engine() -> bool:

@@ -25,7 +25,6 @@ from expertctl.engine.kv.kv_cache import KVRequest
 from expertctl.engine.memory.adapter_cache import Tier
 from expertctl.engine.memory.budget import MemoryBudget, find_budget_limit
 from expertctl.engine.memory.host import choose_thread_count, find_default_budget
-from expertctl.engine.model.cuda_backend import CudaBackend
 from expertctl.engine.model.load_plan import OpenBase, open_base
 from expertctl.engine.moe.bench_result import (
     CounterSample,
@@ -102,6 +101,7 @@ def configure_backend(
 
 
 def _configure_cuda_backend(backend: Backend, plan: CachePlan, start: WarmupPlan) -> Backend:
+    from expertctl.engine.model.cuda_backend import CudaBackend  # imports torch
 
     assert isinstance(backend, CudaBackend)
     return replace(backend, cache=plan).with_warmup(lambda _: start)
