@@ -36,7 +36,7 @@ def test_a_soft_prompt_equals_its_embeddings_however_it_is_cut(
     cache = KVCache(decoder.config, 40)
     seen: list[int] = []
     first = decoder.prefill(
-        IDS[:7], cache, soft_prompt=rows.numpy(), chunk=chunk, progress=seen.append
+        IDS[:7], cache, soft_prompt=rows, chunk=chunk, progress=seen.append
     )
     assert cache.length == first.tokens == sum(seen) == VIRTUAL + 7
     assert max(seen) <= chunk
@@ -47,7 +47,7 @@ def test_a_soft_prompt_equals_its_embeddings_however_it_is_cut(
 def test_the_next_turn_reads_behind_it(shared_oracle: ReferenceModel, rows: AnyArray) -> None:
     decoder = shared_oracle.load_decoder()
     cache = KVCache(decoder.config, 40)
-    decoder.prefill(IDS[:4], cache, soft_prompt=rows.numpy())
+    decoder.prefill(IDS[:4], cache, soft_prompt=rows)
     last = decoder.prefill(IDS[4:], cache)
     assert_same_logits(last.logits[None], expected(shared_oracle, rows)[-1:])
     cache.rewind(VIRTUAL + 4)
@@ -60,14 +60,14 @@ def test_a_second_one_is_a_bug_of_ours(shared_oracle: ReferenceModel, rows: AnyA
     cache = KVCache(decoder.config, 40)
     decoder.prefill(IDS, cache)
     with pytest.raises(AssertionError, match="before the first token"):
-        decoder.prefill(IDS, cache, soft_prompt=rows.numpy())
+        decoder.prefill(IDS, cache, soft_prompt=rows)
 
 
 def test_its_rows_need_room_like_tokens(shared_oracle: ReferenceModel, rows: AnyArray) -> None:
     decoder = shared_oracle.load_decoder()
     cache = KVCache(decoder.config, len(IDS) + VIRTUAL - 1)
     with pytest.raises(BudgetError, match=f"{len(IDS) + VIRTUAL} more tokens do not fit"):
-        decoder.prefill(IDS, cache, soft_prompt=rows.numpy())
+        decoder.prefill(IDS, cache, soft_prompt=rows)
     assert cache.length == 0
 
 
