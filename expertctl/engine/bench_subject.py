@@ -179,7 +179,7 @@ def open_installed_subject(
         ExpertError: for any problem with the experts, the base or the budget.
     """
     config = replace(config, moe=COLD_START)
-    engine = LocalEngine.from_config(planner, config, progress=progress, tell=notify, torch_below=0)
+    engine = LocalEngine.from_config(planner, config, progress=progress, tell=notify, numpy_below=0)
     request = RunRequest(
         message=UserMessage(prompt=_PROMPT),
         route=RouteRequest(prompt=_PROMPT, base_alone=not experts, config=config),

@@ -23,7 +23,7 @@ from expertctl.engine.memory.process_registry import (
     MemoryLease,
     sleep_before_retry,
 )
-from expertctl.engine.model.load_plan import TORCH_MAX_BYTES, read_local_outline
+from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES, read_local_outline
 from expertctl.engine.moe.usage_store import SAVE_INTERVAL
 from expertctl.engine.preparation import (
     Files,
@@ -73,7 +73,7 @@ class LocalEngine:
         budget: int | None = None,
         progress: Progress = ignore_progress,
         tell: Notify = ignore_notification,
-        torch_below: int = TORCH_MAX_BYTES,
+        numpy_below: int = NUMPY_MAX_BYTES,
         device: DeviceName = "cpu",
         moe: WarmupConfig = DEFAULT_WARMUP,
     ) -> None:
@@ -81,7 +81,7 @@ class LocalEngine:
 
         ``progress`` counts bytes of experts and bases, none while a run is queued; an exception
         that it raises ends the run. ``tell`` gets messages for the user during a run. Bases of
-        fewer bytes than ``torch_below`` run in torch. ``moe`` configures the warm-up of routed
+        fewer bytes than ``numpy_below`` run in numpy. ``moe`` configures the warm-up of routed
         experts. The budget and the warm-up in the ``config`` of a request are not read.
 
         Raises:
@@ -89,7 +89,7 @@ class LocalEngine:
         """
         self._device = device
         self.budget = MemoryBudget(find_budget_limit(budget, device))
-        self._torch_below, self._warmup = torch_below, moe
+        self._numpy_below, self._warmup = numpy_below, moe
         self._turn = threading.Lock()
         self._current_answer: object | None = None
         """The answer in progress, if any."""
@@ -110,7 +110,7 @@ class LocalEngine:
         *,
         progress: Progress = ignore_progress,
         tell: Notify = ignore_notification,
-        torch_below: int = TORCH_MAX_BYTES,
+        numpy_below: int = NUMPY_MAX_BYTES,
     ) -> Self:
         """Start with nothing loaded, for requests with this configuration; raises as above."""
         return cls(
@@ -118,7 +118,7 @@ class LocalEngine:
             budget=config.memory_budget,
             progress=progress,
             tell=tell,
-            torch_below=torch_below,
+            numpy_below=numpy_below,
             device=config.device,
             moe=config.moe,
         )
@@ -329,7 +329,7 @@ class LocalEngine:
             self._planner,
             request,
             planned,
-            torch_below=self._torch_below,
+            numpy_below=self._numpy_below,
             memory_limit=self.budget.limit,
             headroom=headroom,
             usage_store=self._resources.usage_store,

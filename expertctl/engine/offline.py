@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.backend import LoadConfig
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.model.load_plan import TORCH_MAX_BYTES, choose_backend
+from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES, choose_backend
 from expertctl.engine.preparation import list_expert_files
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
@@ -138,14 +138,14 @@ class AnswerError(Exception):
 
 
 def can_batch(
-    base: StoredBase, request: RunRequest, *, prompts: int, torch_below: int = TORCH_MAX_BYTES
+    base: StoredBase, request: RunRequest, *, prompts: int, numpy_below: int = NUMPY_MAX_BYTES
 ) -> bool:
     """Return whether so many requests like this one benefit from a batch, with the same results."""
     config = request.route.config
     if prompts < MIN_BATCH_PROMPTS or config.moe_miss != "exact":
         return False
     model, dtype = read_model_config(base.path), choose_dtype(base, config.dtype)
-    backend, _ = choose_backend(model, LoadConfig(dtype, config), torch_below=torch_below)
+    backend, _ = choose_backend(model, LoadConfig(dtype, config), numpy_below=numpy_below)
     return model.experts is None and backend.name == "packed"
 
 
@@ -174,7 +174,7 @@ def open_batch_answering(
     batch_size: int,
     notify: Notify,
     progress: Progress = ignore_progress,
-    torch_below: int = TORCH_MAX_BYTES,
+    numpy_below: int = NUMPY_MAX_BYTES,
 ) -> Iterator[AnswerRequests]:
     """Yield a function that answers several requests like this one at once, on a resident base.
 
@@ -192,7 +192,7 @@ def open_batch_answering(
         files=tuple(list_expert_files(request)),
     )
     config = replace(request.route.config, base=base.name, batching=batching)
-    engine = ServingEngine(planner, config, tell=notify, torch_below=torch_below)
+    engine = ServingEngine(planner, config, tell=notify, numpy_below=numpy_below)
     try:
         engine.start()
         yield partial(_answer_batched, engine, ahead=2 * batch_size, progress=progress)

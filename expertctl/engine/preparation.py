@@ -17,7 +17,7 @@ from expertctl.engine.backend import LoadConfig
 from expertctl.engine.context_window import FittedPrompt, fit_to_context, insert_samples
 from expertctl.engine.memory.budget import MemoryBudget, Purpose
 from expertctl.engine.model.load_plan import (
-    TORCH_MAX_BYTES,
+    NUMPY_MAX_BYTES,
     MemoryEstimate,
     OpenBase,
     estimate_plan_memory,
@@ -268,7 +268,7 @@ def open_planned_base(
     request: RunRequest,
     planned: PlannedPrompt,
     *,
-    torch_below: int = TORCH_MAX_BYTES,
+    numpy_below: int = NUMPY_MAX_BYTES,
     memory_limit: int | None = None,
     headroom: int = 0,
     rows: int = 1,
@@ -293,7 +293,7 @@ def open_planned_base(
     if usage_store is not None:
         choose = partial(usage_store.plan_warmup, planned.base)
         load_config = replace(load_config, choose_warmup=choose)
-    base = open_base(bases, planned.base, load_config, rehash=rehash, torch_below=torch_below)
+    base = open_base(bases, planned.base, load_config, rehash=rehash, numpy_below=numpy_below)
     if usage_store is not None and base.config.experts is None:
         usage_store.note_dense_base(planned.base)
     return base

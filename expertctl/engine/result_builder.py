@@ -119,7 +119,7 @@ class GenerationContext:
 
 
 def _warn_threads_differ(request: RunRequest, context: GenerationContext) -> tuple[str, ...]:
-    """Warn where torch's results depend on the thread count; those of kernels do not."""
+    """Warn where results of numpy may depend on the thread count; those of kernels do not."""
     saved = request.saved.threads if request.saved else None
     if saved in {None, context.threads} or context.prepared.numerics.backend in {"packed", "cuda"}:
         return ()

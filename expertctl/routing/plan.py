@@ -22,7 +22,7 @@ from expertctl.files import open_regular_file
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, load_object
 from expertctl.schema.validation import convert_document, find_problems
 
-NUMERIC_VERSION = 4
+NUMERIC_VERSION = 5
 """Incremented whenever the engine's numbers change, so that no earlier result is reused."""
 
 

@@ -39,7 +39,7 @@ def test_the_setting_counts_and_the_option_wins(
     expertctl("run", PROMPT, exit_code=3)
     for device in ("cpu", "auto"):
         document = expertctl("run", PROMPT, "--greedy", "--device", device, "--json").document
-        assert document["numerics"]["backend"] == "torch"
+        assert document["numerics"]["backend"] == "numpy"
         assert document["text"].strip() == "15, 17, 23, 41"
 
 

@@ -34,7 +34,7 @@ def tampered(path: Path) -> Iterator[None]:
 
 
 def tokens(home: Planner, dtype: Dtype, *, verify_base: bool = False) -> tuple[int, ...]:
-    engine = LocalEngine(home, budget=BUDGET, torch_below=0)
+    engine = LocalEngine(home, budget=BUDGET, numpy_below=0)
     try:
         asked = ask("base alone", route={"dtype": dtype}, verify_base=verify_base)
         return tuple(run(engine, asked).generated.tokens)
@@ -72,7 +72,7 @@ def test_what_could_not_be_kept_is_told_also_where_the_run_fails(
     path = copies.path("int8")
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     told: list[str] = []
-    engine = LocalEngine(home, budget=BUDGET, torch_below=0, tell=told.append)
+    engine = LocalEngine(home, budget=BUDGET, numpy_below=0, tell=told.append)
     (weights,) = base.path.glob("*.safetensors")
     with tampered(weights), pytest.raises(BaseMismatchError):
         run(engine, ask("base alone", route={"dtype": "int8"}))

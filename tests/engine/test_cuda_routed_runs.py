@@ -128,7 +128,7 @@ def test_it_answers_as_on_a_processor(base: Path, house: HomeFixture) -> None:
     house.bases.add(base)
     there, engine = answer(house, FREE)
     engine.close()
-    here = LocalEngine(planner(house), budget=FREE, torch_below=FREE)
+    here = LocalEngine(planner(house), budget=FREE, numpy_below=FREE)
     assert run(here, asked(device="cpu")).generated.tokens == there.generated.tokens
     here.close()
 
@@ -142,7 +142,7 @@ def test_an_expert_changes_attention_and_routed_experts_that_come_and_go(
     house.install(
         EnginePackages(tmp_path / "market", base, read_base(base)).package(adapters=[adapter])
     )
-    oracle = LocalEngine(planner(house), budget=FREE, torch_below=FREE)
+    oracle = LocalEngine(planner(house), budget=FREE, numpy_below=FREE)
     theirs = run(oracle, asked(SQL, device="cpu"))
     alone = run(oracle, asked(device="cpu"))
     oracle.close()

@@ -273,7 +273,7 @@ def test_in_little_memory_the_answers_are_the_same(
         ({"dtype": "int8"}, FileExpert(Path("x.expert")), BATCH_SIZE, True),
         ({}, ONE, BATCH_SIZE, False),
     ],
-    ids=["kernels", "enough", "few", "lossy", "a file", "torch"],
+    ids=["kernels", "enough", "few", "lossy", "a file", "numpy"],
 )
 def test_a_batch_is_used_only_where_it_gives_the_same_and_is_worth_it(
     route: dict[str, Any], expert: Any, prompts: int, batched: bool, planner: Planner

@@ -97,8 +97,8 @@ def some_runs(engine: LocalEngine) -> None:
 class InterruptedEngines:
     """Engines of one kind, and what they answer."""
 
-    def __init__(self, home: Planner, *, torch_below: int) -> None:
-        self._home, self._torch_below = home, torch_below
+    def __init__(self, home: Planner, *, numpy_below: int) -> None:
+        self._home, self._numpy_below = home, numpy_below
         engine = self.engine()
         some_runs(engine)
         self.right = self.answer(engine)
@@ -108,7 +108,7 @@ class InterruptedEngines:
         self.lines = lines
 
     def engine(self) -> LocalEngine:
-        return LocalEngine(self._home, budget=BUDGET, torch_below=self._torch_below)
+        return LocalEngine(self._home, budget=BUDGET, numpy_below=self._numpy_below)
 
     def answer(self, engine: LocalEngine) -> RunResult:
         """Ask from a thread of its own: a lock that the main thread was left with is seen."""
@@ -141,11 +141,11 @@ class InterruptedEngines:
 
 
 @pytest.mark.parametrize("step", [17, pytest.param(1, marks=pytest.mark.all)])
-@pytest.mark.parametrize("torch_below", [0, 1 << 40])
+@pytest.mark.parametrize("numpy_below", [0, 1 << 40])
 def test_after_an_interrupt_at_any_line_the_next_run_is_as_ever(
-    torch_below: int, step: int, home: Planner
+    numpy_below: int, step: int, home: Planner
 ) -> None:
-    bench = InterruptedEngines(home, torch_below=torch_below)
+    bench = InterruptedEngines(home, numpy_below=numpy_below)
     places = sorted({(line, time) for line, most in bench.lines.items() for time in (1, most)})
     assert len(places) > 300
     interrupted = 0

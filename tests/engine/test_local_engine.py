@@ -82,8 +82,8 @@ def test_a_run_accounts_for_every_byte_and_gives_back_what_it_borrowed(
     house.install(market.package())
     result = run(engine, request(SQL))
     held = result.memory.held
-    tokens = result.prompt_tokens + 6
-    assert held["kv"] == 2 * 2 * 2 * 8 * 4 * tokens
+    pages = -(-(result.prompt_tokens + 6) // 16)
+    assert held["kv"] == 2 * 2 * 2 * 8 * 4 * 16 * pages
     assert min(held.values()) > 0
     assert sum(held.values()) <= result.memory.peak <= result.memory.budget == 8 << 20
     assert engine.budget.used == held["base"] + held["experts"]

@@ -13,7 +13,7 @@ from expertctl.cli.run_view import format_turn
 from expertctl.engine.conversation import Conversation
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.memory import host
-from expertctl.engine.model.load_plan import TORCH_MAX_BYTES
+from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.request import NamedExpert, RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine_config import AdapterDtype, Dtype
@@ -85,7 +85,7 @@ def home(house: HomeFixture, shop: PackedPackages) -> Planner:
 
 @pytest.fixture
 def packed(home: Planner) -> Iterator[LocalEngine]:
-    engine = LocalEngine(home, budget=BUDGET, torch_below=0)
+    engine = LocalEngine(home, budget=BUDGET, numpy_below=0)
     yield engine
     engine.close()
 
@@ -117,7 +117,7 @@ def test_in_float32_the_tokens_are_those_of_torch(
 ) -> None:
     ours, theirs = run(packed, ask(name)), run(torch_engine, ask(name))
     assert numerics(ours) == ("packed", "float32", "published", False)
-    assert numerics(theirs) == ("torch", "float32", "published", False)
+    assert numerics(theirs) == ("numpy", "float32", "published", False)
     assert ours.generated.tokens == theirs.generated.tokens
     assert len(set(ours.generated.tokens)) > 2, "the answer says too little"
 
@@ -155,11 +155,11 @@ def test_experts_are_held_in_fewer_bytes_when_asked(
 
 @pytest.mark.parametrize("name", PLANS)
 def test_what_a_plan_takes_is_foretold_to_the_byte(name: str, home: Planner) -> None:
-    whole = run(LocalEngine(home, budget=BUDGET, torch_below=0), ask(name)).memory
-    exact = LocalEngine(home, budget=whole.peak, torch_below=0)
+    whole = run(LocalEngine(home, budget=BUDGET, numpy_below=0), ask(name)).memory
+    exact = LocalEngine(home, budget=whole.peak, numpy_below=0)
     assert run(exact, ask(name, on_budget="queue")).memory.peak == whole.peak
     for way in ("refuse", "queue"):
-        less = LocalEngine(home, budget=whole.peak - 1, torch_below=0)
+        less = LocalEngine(home, budget=whole.peak - 1, numpy_below=0)
         with pytest.raises(BudgetError):
             run(less, ask(name, on_budget=way))
         less.check_integrity()
@@ -172,7 +172,7 @@ def test_turns_of_a_chat_reuse_keys_and_values_and_answer_as_without(
     for number, prompt in enumerate(("Sort 3, 1, 2", "And now?", "Once more")):
         turn = say(kept, prompt)
         fresh = Conversation(
-            LocalEngine(home, budget=BUDGET, torch_below=0), pattern(experts=plan("several"))
+            LocalEngine(home, budget=BUDGET, numpy_below=0), pattern(experts=plan("several"))
         )
         fresh.turns = kept.turns[:number]
         oracle = say(fresh, prompt).result
@@ -235,7 +235,7 @@ def test_deterministic_answers_are_the_same_with_any_number_of_threads(
 def test_deterministic_plans_are_other_plans_and_replay_only_as_such(home: Planner) -> None:
     engine = LocalEngine(home, budget=BUDGET)
     plain, fixed = (run(engine, ask(route={"deterministic": d})) for d in (False, True))
-    assert numerics(plain)[0], numerics(fixed)[0] == ("torch", "packed")
+    assert numerics(plain)[0], numerics(fixed)[0] == ("numpy", "packed")
     plan = fixed.planned.result.plan
     assert plan.identity != plain.planned.result.plan.identity
     saved = SavedPlan(plan, threads=99)
@@ -276,11 +276,11 @@ def test_an_engine_in_the_middle_of_an_answer_refuses_another(packed: LocalEngin
     assert run(packed, ask()).generated.tokens
 
 
-@pytest.mark.parametrize("torch_below", [0, TORCH_MAX_BYTES])
+@pytest.mark.parametrize("numpy_below", [0, NUMPY_MAX_BYTES])
 def test_an_engine_in_the_middle_of_an_answer_is_not_closed(
-    home: Planner, torch_below: int
+    home: Planner, numpy_below: int
 ) -> None:
-    engine = LocalEngine(home, budget=BUDGET, torch_below=torch_below)
+    engine = LocalEngine(home, budget=BUDGET, numpy_below=numpy_below)
     whole = run(engine, ask()).generated.text
     stream = engine.run(ask())
     begun = next(stream)
@@ -292,11 +292,11 @@ def test_an_engine_in_the_middle_of_an_answer_is_not_closed(
     assert run(engine, ask()).generated.text == whole
 
 
-@pytest.mark.parametrize("torch_below", [0, TORCH_MAX_BYTES])
+@pytest.mark.parametrize("numpy_below", [0, NUMPY_MAX_BYTES])
 def test_a_text_whose_key_is_forgotten_while_it_runs_leaves_nothing(
-    home: Planner, torch_below: int
+    home: Planner, numpy_below: int
 ) -> None:
-    engine = LocalEngine(home, budget=BUDGET, torch_below=torch_below)
+    engine = LocalEngine(home, budget=BUDGET, numpy_below=numpy_below)
     stream = engine.run(ask("lora", cache_key="chat"))
     next(stream)
     engine.forget("chat")

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from expertctl.engine.arrays import AnyArray
+from expertctl.engine.cpu.plain_decoder import PlainDecoder
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.model.decoder import Decoder
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.errors import DigestError, IncompatibleError, NotFoundError, RevokedError
@@ -66,15 +65,15 @@ def engine(house: HomeFixture) -> LocalEngine:
 def scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[AnyArray]]:
     """All scores that a decoder gives, in order."""
     seen: list[AnyArray] = []
-    plain = Decoder._compute_logits
+    plain = PlainDecoder._compute_logits
 
-    def watched(self: Decoder, hidden: torch.Tensor, deltas: Any) -> AnyArray:
+    def watched(self: PlainDecoder, hidden: AnyArray, deltas: Any) -> AnyArray:
         logits = plain(self, hidden, deltas)
         seen.append(logits.copy())
         return logits
 
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "_compute_logits", watched)
+        patch.setattr(PlainDecoder, "_compute_logits", watched)
         yield seen
 
 

@@ -300,7 +300,7 @@ def make_finished(
         memory=MemoryUsage(1000, 500, {}),
         experts_loaded=0,
         kv_reused_tokens=0,
-        numerics=Numerics("torch", "float32", "published", False),
+        numerics=Numerics("numpy", "float32", "published", False),
         threads=1,
         warnings=(),
     )

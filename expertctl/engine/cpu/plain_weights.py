@@ -79,8 +79,7 @@ def check_plain_dtype(dtype: str) -> None:
 
 def plain_weight_bytes(config: ModelConfig, dtype: str) -> int:
     """Return the bytes of all tensors of a base with matrices in a dtype."""
-    shapes = config.tensor_shapes().values()
-    return sum(prod(shape) * _get_dtype(shape, dtype).itemsize for shape in shapes)
+    return config.count_weight_bytes(itemsize=_MATRIX_DTYPES[dtype].itemsize)
 
 
 def loading_scratch_bytes(config: ModelConfig) -> int:

@@ -39,11 +39,12 @@ from expertctl.engine.adapters.load import (
     load_adapter,
 )
 from expertctl.engine.backend import Backend, LoadConfig, LoadContext, RunnableModel
+from expertctl.engine.cpu.plain_backend import PlainBackend
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.moe.cache_plan import fits_in_memory
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine_config import Dtype
-from expertctl.errors import ExpertError, IncompatibleError
+from expertctl.errors import ExpertError, IncompatibleError, NotFoundError
 from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.package.read import read_package
 from expertctl.package.tensor_file import ADAPTER_LIMITS, LENGTH_BYTES
@@ -182,10 +183,8 @@ def _allocate_zeros(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size + READ_SLACK_BYTES))
 
 
-_ITEMSIZES: Mapping[Dtype, int] = {"float32": 4, "bf16": 2}
-"""Bytes of a number of a matrix, in the dtypes that need no kernels."""
-TORCH_MAX_BYTES = SMALL_BASE
-"""Bases of fewer bytes run in torch, if they have no routed experts and torch supports them."""
+NUMPY_MAX_BYTES = SMALL_BASE
+"""Bases of fewer bytes run in numpy, if they have no routed experts and need no kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +241,7 @@ def open_base(
     config: LoadConfig,
     *,
     rehash: bool,
-    torch_below: int = TORCH_MAX_BYTES,
+    numpy_below: int = NUMPY_MAX_BYTES,
 ) -> OpenBase:
     """Check the files of a base, by every byte with ``rehash``, and read the small ones.
 
@@ -255,48 +254,41 @@ def open_base(
     else:
         bases.check(stored)
     backend, warnings = choose_backend(
-        read_model_config(stored.path), config, torch_below=torch_below
+        read_model_config(stored.path), config, numpy_below=numpy_below
     )
     return OpenBase(stored, Tokenizer.open(stored.path), backend, warnings)
 
 
 def choose_backend(
-    config: ModelConfig, load_config: LoadConfig, *, torch_below: int = TORCH_MAX_BYTES
+    config: ModelConfig, load_config: LoadConfig, *, numpy_below: int = NUMPY_MAX_BYTES
 ) -> tuple[Backend, tuple[str, ...]]:
     """Return the backend of a base, and warnings for the user.
 
-    A CUDA device has one backend. On a processor torch runs small bases. Kernels run large ones,
+    A CUDA device has one backend. On a processor numpy runs small bases. Kernels run large ones,
     bases with routed experts, which must give the same bits with any amount of memory, and options
-    that torch does not support. Where kernels do not support the sizes of a base, torch runs it,
-    with a warning if it is large or if part of it would have to stay on the disk.
+    that numpy does not support. Where there are no kernels, or none for the sizes of a base, numpy
+    runs it, with a warning if it is large or if part of it would have to stay on the disk.
 
     Raises:
-        IncompatibleError: when neither kernels nor torch support the base with these options.
+        IncompatibleError: when neither kernels nor numpy support the base with these options.
+        NotFoundError: when options need kernels, and numba is not installed.
     """
     if load_config.engine.device == "cuda":
         return _choose_cuda_backend(config, load_config), ()
     if load_config.needs_kernels:
         packed = _choose_packed_backend(config, load_config)
         return packed.with_warmup(load_config.choose_warmup), ()
-    weight_bytes = config.count_weight_bytes(itemsize=_ITEMSIZES[load_config.dtype])
-    is_small = weight_bytes < torch_below
+    plain = PlainBackend(config, load_config.dtype)
+    is_small = plain.weight_bytes < numpy_below
     if is_small and config.experts is None:
-        return _create_torch_backend(config, load_config), ()
+        return plain, ()
     try:
         packed = _choose_packed_backend(config, load_config)
-    except IncompatibleError as error:
-        plain = _create_torch_backend(config, load_config)
-        if is_small and fits_in_memory(weight_bytes, load_config.memory_limit):
+    except (IncompatibleError, NotFoundError) as error:
+        if is_small and fits_in_memory(plain.weight_bytes, load_config.memory_limit):
             return plain, ()
-        return plain, (f"torch runs the base, which is slower: {error.message}",)
+        return plain, (f"numpy runs the base, which is slower: {error.message}",)
     return packed.with_warmup(load_config.choose_warmup), ()
-
-
-def _create_torch_backend(config: ModelConfig, load_config: LoadConfig) -> Backend:
-    """Return the torch backend; only now torch is imported."""
-    from expertctl.engine.model.backends import TorchBackend
-
-    return TorchBackend(config, load_config.dtype)
 
 
 def _choose_cuda_backend(config: ModelConfig, load_config: LoadConfig) -> Backend:
@@ -310,9 +302,18 @@ def _choose_cuda_backend(config: ModelConfig, load_config: LoadConfig) -> Backen
 
 
 def _choose_packed_backend(config: ModelConfig, load_config: LoadConfig) -> "PackedBackend":
-    """Return the packed backend; only now numba is imported, which takes a third of a second."""
-    from expertctl.engine.cpu.backend import PackedBackend
+    """Return the packed backend; only now numba is imported, which takes a third of a second.
 
+    Raises:
+        IncompatibleError: for sizes that the kernels do not support.
+        NotFoundError: when numba cannot be imported.
+    """
+    try:
+        from expertctl.engine.cpu.backend import PackedBackend
+    except ImportError as error:
+        raise NotFoundError(
+            f"kernels cannot be compiled: {error}", hint="pip install 'expertctl[engine]'"
+        ) from error
     return PackedBackend.choose(config, load_config)
 
 
@@ -403,7 +404,7 @@ def estimate_base_sizes(base: StoredBase) -> tuple[Mapping[Dtype, int], int | No
         return {}, None
     weights: dict[Dtype, int] = {}
     for dtype in get_args(Dtype):
-        with suppress(IncompatibleError):
+        with suppress(IncompatibleError, NotFoundError):
             weights[dtype] = choose_backend(config, LoadConfig(dtype))[0].weight_bytes
     return weights, backend.kv_bytes(KV_PAGE_TOKENS) // KV_PAGE_TOKENS
 

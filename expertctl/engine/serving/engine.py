@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
-from expertctl.engine.model.load_plan import TORCH_MAX_BYTES
+from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.moe.counters import CounterMode, Counters, CounterSnapshot
 from expertctl.engine.moe.profile_codecs import parse_profile
 from expertctl.engine.moe.usage_store import Observation, make_observation
@@ -59,18 +59,18 @@ class ServingEngine:
         config: EngineConfig,
         *,
         tell: Notify = ignore_notification,
-        torch_below: int = TORCH_MAX_BYTES,
+        numpy_below: int = NUMPY_MAX_BYTES,
         on_failure: FailureCallback = lambda: None,
     ) -> None:
         """Start without a base in memory; ``tell`` gets messages for the operator.
 
         ``on_failure`` is called if the engine ends by itself, after a bug or a device failure.
-        Bases of fewer bytes than ``torch_below`` run in torch, row after row.
+        Bases of fewer bytes than ``numpy_below`` run in numpy, row after row.
         """
         if config.device == "cuda":  # CUDA steps are captured for one sequence
             config = replace(config, batching=replace(config.batching, rows=1))
         self.config, batching = config, config.batching
-        self._runner = ModelRunner(planner, config, tell=tell, torch_below=torch_below)
+        self._runner = ModelRunner(planner, config, tell=tell, numpy_below=numpy_below)
         self._scheduler = Scheduler(queue=batching.queue, rows=batching.rows)
         self._processor = RequestProcessor(planner, self._runner, self._scheduler, tell=tell)
         self._tell, self._on_failure = tell, on_failure
@@ -208,7 +208,7 @@ class ServingEngine:
         counters = self._collect_counters()
         if counters is None:
             raise IncompatibleError(
-                f"no counts for {self.base_name}: it has no routed experts, or torch runs it",
+                f"no counts for {self.base_name}: it has no routed experts, or numpy runs it",
                 hint="serve a base with routed experts whose heads and widths are multiples of 16",
             )
         return self._build_observation(counters.configure(mode=mode, reset=reset))

@@ -171,7 +171,7 @@ class EngineLoop:
 
         Answers of one job wait until its first one has read the prompt, where its KV is shared.
         """
-        shares = self._runner.base.backend.name == "packed"
+        shares = self._runner.base.backend.name != "cuda"
         reading = (
             {text.ticket for text in self._resources if text.is_prefilling} if shares else set()
         )

@@ -84,7 +84,7 @@ class ModelRunner:
     """The owner of a server's memory; docstrings name the threads that use its parts."""
 
     def __init__(
-        self, planner: Planner, config: EngineConfig, *, tell: Notify, torch_below: int
+        self, planner: Planner, config: EngineConfig, *, tell: Notify, numpy_below: int
     ) -> None:
         """Start without a base in memory."""
         self.config, self.rows = config, config.batching.rows
@@ -102,7 +102,7 @@ class ModelRunner:
             cached_kv_limit=self.cached_kv_limit,
             check=self._check_stopped,
         )
-        self._planner, self._torch_below, self._tell = planner, torch_below, tell
+        self._planner, self._numpy_below, self._tell = planner, numpy_below, tell
         self._registration = EngineRegistration(planner.home.engines, self.budget)
         self._admission_control = MemoryAdmission(planner.store.paths.running)
         self._stack = ExitStack()
@@ -191,7 +191,7 @@ class ModelRunner:
             self._planner,
             request,
             planned,
-            torch_below=self._torch_below,
+            numpy_below=self._numpy_below,
             memory_limit=self.budget.limit,
             rows=self.rows,
             headroom=headroom,

@@ -1,5 +1,6 @@
 """The base in memory: exactly as large as was reserved, there once, gone when another comes."""
 
+import sys
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -9,11 +10,11 @@ from safetensors.torch import load_file
 
 from expertctl.engine.arrays import widen
 from expertctl.engine.backend import LoadConfig, LoadContext, RunnableModel
+from expertctl.engine.cpu.plain_backend import PlainBackend
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.budget import MemoryBudget
-from expertctl.engine.model.backends import TorchBackend
 from expertctl.engine.model.load_plan import (
-    TORCH_MAX_BYTES,
+    NUMPY_MAX_BYTES,
     BaseSlot,
     OpenBase,
     choose_backend,
@@ -25,6 +26,7 @@ from expertctl.errors import (
     BudgetError,
     IncompatibleError,
     InvalidPackageError,
+    NotFoundError,
 )
 from expertctl.package.model_config import read_model_config
 from expertctl.settings import Home
@@ -43,10 +45,10 @@ def added(
     directory: Path,
     *,
     dtype: Dtype = "float32",
-    torch_below: int = TORCH_MAX_BYTES,
+    numpy_below: int = NUMPY_MAX_BYTES,
 ) -> OpenBase:
     stored = bases.add(directory)
-    return open_base(bases, stored, LoadConfig(dtype), rehash=False, torch_below=torch_below)
+    return open_base(bases, stored, LoadConfig(dtype), rehash=False, numpy_below=numpy_below)
 
 
 def loaded(place: BaseSlot, base: OpenBase) -> RunnableModel:
@@ -70,10 +72,10 @@ def test_a_base_takes_what_was_announced(
     arch: str, dtype: Dtype, tie: bool, tmp_path: Path, bases: BaseStore
 ) -> None:
     directory = write_base(tmp_path / "b", arch=arch, tie=tie, **SIZES)
-    for torch_below in (0, 1 << 30):
-        base = added(bases, directory, dtype=dtype, torch_below=torch_below)
-        packed = torch_below == 0 or dtype in {"int8", "int4"}
-        assert base.backend.name == ("packed" if packed else "torch")
+    for numpy_below in (0, 1 << 30):
+        base = added(bases, directory, dtype=dtype, numpy_below=numpy_below)
+        packed = numpy_below == 0 or dtype in {"int8", "int4"}
+        assert base.backend.name == ("packed" if packed else "numpy")
         budget, place = slot(base.weight_bytes)
         place.reserve(base)
         model = loaded(place, base)
@@ -85,11 +87,11 @@ def test_a_base_takes_what_was_announced(
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 @pytest.mark.parametrize("arch", sorted(tensor_shapes.CLASSES))
-def test_a_base_of_routed_experts_takes_what_was_announced_in_torch(
+def test_a_base_of_routed_experts_takes_what_was_announced_in_numpy(
     arch: str, dtype: Dtype, tmp_path: Path, bases: BaseStore
 ) -> None:
     base = added(bases, write_base(tmp_path / "b", arch=arch), dtype=dtype)
-    assert (base.backend.name, base.warnings) == ("torch", ())
+    assert (base.backend.name, base.warnings) == ("numpy", ())
     budget, place = slot(base.weight_bytes)
     place.reserve(base)
     assert loaded(place, base).nbytes == base.weight_bytes == budget.reserved_bytes("base")
@@ -120,7 +122,7 @@ def test_what_of_routed_experts_fits_is_held_by_a_cuda_device(tmp_path: Path) ->
     ],
     ids=["int8", "int4", "fp16 adapters", "deterministic"],
 )
-def test_kernels_run_what_torch_cannot_however_small_the_base(
+def test_kernels_run_what_numpy_cannot_however_small_the_base(
     wish: LoadConfig, tmp_path: Path
 ) -> None:
     fits = read_model_config(write_base(tmp_path / "fits", head_dim=16))
@@ -132,15 +134,34 @@ def test_kernels_run_what_torch_cannot_however_small_the_base(
     assert error.value.hint
 
 
-def test_torch_runs_a_large_base_whose_sizes_are_none_for_kernels_and_says_so(
+def test_numpy_runs_a_large_base_whose_sizes_are_none_for_kernels_and_says_so(
     tmp_path: Path,
 ) -> None:
     odd = read_model_config(write_base(tmp_path / "b", head_dim=8))
-    size = TorchBackend(odd, "bf16").weight_bytes
-    backend, warnings = choose_backend(odd, LoadConfig("bf16"), torch_below=size)
-    assert backend == TorchBackend(odd, "bf16")
+    size = PlainBackend(odd, "bf16").weight_bytes
+    backend, warnings = choose_backend(odd, LoadConfig("bf16"), numpy_below=size)
+    assert backend == PlainBackend(odd, "bf16")
+    assert "numpy runs the base, which is slower" in "".join(warnings)
     assert "head_dim is 8" in "".join(warnings)
-    assert choose_backend(odd, LoadConfig("bf16"), torch_below=size + 1) == (backend, ())
+    assert choose_backend(odd, LoadConfig("bf16"), numpy_below=size + 1) == (backend, ())
+
+
+def test_numpy_runs_a_large_base_where_numba_is_missing_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "expertctl.engine.cpu.backend", None)
+    dense, routed = (
+        read_model_config(write_base(tmp_path / arch, arch=arch, **SIZES))
+        for arch in ("qwen3", "qwen3_moe")
+    )
+    for config in (dense, routed):
+        backend, warnings = choose_backend(config, LoadConfig(), numpy_below=0)
+        assert backend == PlainBackend(config, "float32")
+        assert "slower: kernels cannot be compiled" in "".join(warnings)
+        assert choose_backend(config, LoadConfig()) == (backend, ())
+    with pytest.raises(NotFoundError, match="kernels cannot be compiled") as error:
+        choose_backend(dense, LoadConfig("int8"))
+    assert error.value.hint == "pip install 'expertctl[engine]'"
 
 
 def test_one_base_is_loaded_once(tmp_path: Path, bases: BaseStore) -> None:
@@ -155,21 +176,21 @@ def test_one_base_is_loaded_once(tmp_path: Path, bases: BaseStore) -> None:
     assert loaded(place, base) is not model
 
 
-@pytest.mark.parametrize("torch_below", [0, 1 << 30])
+@pytest.mark.parametrize("numpy_below", [0, 1 << 30])
 def test_a_matrix_is_what_is_computed_with(
-    torch_below: int, tmp_path: Path, bases: BaseStore
+    numpy_below: int, tmp_path: Path, bases: BaseStore
 ) -> None:
     directory = write_base(tmp_path / "b", **SIZES)
     written = load_file(directory / "model.safetensors")
     for dtype, lost in (("float32", 0.0), ("bf16", 2.0**-8)):
-        base = added(bases, directory, dtype=cast(Dtype, dtype), torch_below=torch_below)
+        base = added(bases, directory, dtype=cast(Dtype, dtype), numpy_below=numpy_below)
         _, place = slot(1 << 20)
         place.reserve(base)
         model = loaded(place, base)
         for module in base.config.linear_shapes():
             name = "model.embed_tokens" if module == "lm_head" else module
             numbers = written[f"{name}.weight"]
-            found = torch.from_numpy(widen(model.matrix(module)))
+            found = torch.from_numpy(widen(model.matrix(module)).copy())
             assert torch.allclose(found, numbers, rtol=lost, atol=0)
 
 
@@ -219,12 +240,12 @@ def test_changed_files_are_refused(tmp_path: Path, bases: BaseStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("torch_below", "dtype", "tokens", "itemsize"),
-    [(1 << 30, "bf16", 35, 4), (0, "float32", 48, 4), (0, "bf16", 48, 2), (0, "int4", 48, 2)],
+    ("numpy_below", "dtype", "tokens", "itemsize"),
+    [(1 << 30, "bf16", 48, 4), (0, "float32", 48, 4), (0, "bf16", 48, 2), (0, "int4", 48, 2)],
 )
-def test_keys_and_values_are_counted_as_they_are_kept_in_kernels_by_whole_pages(
-    torch_below: int, dtype: Dtype, tokens: int, itemsize: int, tmp_path: Path, bases: BaseStore
+def test_keys_and_values_are_counted_as_they_are_kept_by_whole_pages(
+    numpy_below: int, dtype: Dtype, tokens: int, itemsize: int, tmp_path: Path, bases: BaseStore
 ) -> None:
     directory = write_base(tmp_path / "b", **SIZES)
-    base = added(bases, directory, dtype=dtype, torch_below=torch_below)
+    base = added(bases, directory, dtype=dtype, numpy_below=numpy_below)
     assert base.kv_bytes(35) == 2 * 2 * 2 * 16 * itemsize * tokens

@@ -60,7 +60,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answer(
     house: HomeFixture, budget: int, *experts: ForcedExpert, **route: object
 ) -> tuple[RunResult, LocalEngine]:
-    engine = LocalEngine(planner(house), budget=budget, torch_below=0)
+    engine = LocalEngine(planner(house), budget=budget, numpy_below=0)
     return run(engine, asked(*experts, **route)), engine
 
 
@@ -115,7 +115,7 @@ def test_an_expert_changes_routed_experts_that_come_and_go(
     house.install(
         EnginePackages(tmp_path / "market", base, read_base(base)).package(adapters=[adapter])
     )
-    oracle = LocalEngine(planner(house), budget=LARGE, torch_below=LARGE)
+    oracle = LocalEngine(planner(house), budget=LARGE, numpy_below=LARGE)
     theirs, alone = run(oracle, asked(SQL, base_alone=False)), run(oracle, asked())
     size = oracle.budget.reserved_bytes("base")
     oracle.close()
@@ -206,7 +206,7 @@ def test_a_text_that_was_read_with_larger_gaps_is_no_start_under_a_smaller_cap(
     whole, engine = answer(house, LARGE)
     budget = engine.budget.reserved_bytes("base") * 8 // 10
     engine.close()
-    engine = LocalEngine(planner(house), budget=budget, torch_below=0)
+    engine = LocalEngine(planner(house), budget=budget, numpy_below=0)
 
     def ask(cap: float) -> RunResult:
         return run(engine, replace(asked(moe_miss="skip", moe_skip_cap=cap), cache_key="chat"))

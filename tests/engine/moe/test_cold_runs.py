@@ -47,7 +47,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answer(house: HomeFixture, budget: int, **route: object) -> tuple[RunResult, int]:
     """Run in an engine of its own; return what its base took, too."""
-    engine = LocalEngine(planner(house), budget=budget, torch_below=0)
+    engine = LocalEngine(planner(house), budget=budget, numpy_below=0)
     asked = request(route={"base_alone": True, **route})
     wishes = replace(asked.route.sampling, max_tokens=24)
     result = run(engine, replace(asked, route=replace(asked.route, sampling=wishes)))
@@ -163,7 +163,7 @@ def test_what_is_found_damaged_in_a_later_run_of_an_engine_is_told_there(
     base: Path, house: HomeFixture
 ) -> None:
     copies, size = copies_at(house, base), answer(house, LARGE, dtype="int8")[1]
-    engine = LocalEngine(planner(house), budget=little(size), torch_below=0)
+    engine = LocalEngine(planner(house), budget=little(size), numpy_below=0)
     first = run(engine, request(route={"base_alone": True, "dtype": "int8"}))
     path = copies.path("int8")
     content = bytearray(path.read_bytes())

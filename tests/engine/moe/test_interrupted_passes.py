@@ -44,7 +44,7 @@ def make(base: Path, house: HomeFixture) -> Callable[[], LocalEngine]:
     house.bases.add(base)
     size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     wishes = WarmupConfig(learns=False)
-    return lambda: LocalEngine(planner(house), budget=size * 8 // 10, torch_below=0, moe=wishes)
+    return lambda: LocalEngine(planner(house), budget=size * 8 // 10, numpy_below=0, moe=wishes)
 
 
 @pytest.mark.parametrize("step", [23, pytest.param(3, marks=pytest.mark.all)])

@@ -60,7 +60,7 @@ def answer(base: Path, house: HomeFixture) -> Answer:
     size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
 
     def once(wishes: WarmupConfig = FULL, **route: object) -> RunResult:
-        engine = LocalEngine(planner(house), budget=size * 8 // 10, torch_below=0, moe=wishes)
+        engine = LocalEngine(planner(house), budget=size * 8 // 10, numpy_below=0, moe=wishes)
         result = run(engine, asked(**route))
         engine.check_integrity()
         assert engine.budget.peak <= engine.budget.limit
@@ -212,7 +212,7 @@ def test_a_base_that_is_whole_in_memory_is_learnt_from_for_when_it_is_not(
     """The same text asks for the same experts, wherever they are; so the next run hits more."""
     house.bases.add(base)
     cold = answer(NOT_LEARNT)
-    engine = LocalEngine(planner(house), budget=LARGE, torch_below=0)
+    engine = LocalEngine(planner(house), budget=LARGE, numpy_below=0)
     whole = run(engine, asked())
     engine.close()
     assert whole.moe is not None
@@ -250,7 +250,7 @@ def test_a_base_that_is_left_gives_back_its_memory_though_it_was_learnt_from(
         most.append(len(live))
 
     monkeypatch.setattr(ExpertMemory, "__init__", counted)
-    engine = LocalEngine(planner(house), budget=size * 8 // 10, torch_below=0, moe=FULL)
+    engine = LocalEngine(planner(house), budget=size * 8 // 10, numpy_below=0, moe=FULL)
     for skips in (False, True, False):
         run(engine, asked(**({"moe_miss": "skip", "moe_skip_cap": 0.2} if skips else {})))
     run(engine, asked(dtype="int4"))

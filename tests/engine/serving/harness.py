@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from expertctl.engine.memory.adapter_cache import Tier
-from expertctl.engine.model.load_plan import TORCH_MAX_BYTES
+from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.serving.loop import EngineLoop
@@ -98,11 +98,11 @@ class SubmittedRequest:
 class EngineHarness:
     """The owner of all parts."""
 
-    def __init__(self, home: Home, settings: EngineConfig, *, torch_below: int) -> None:
+    def __init__(self, home: Home, settings: EngineConfig, *, numpy_below: int) -> None:
         self.messages = list[str]()
         self.planner = Planner.open(Settings(home, encoder="lexical"))
         tell = self.messages.append
-        self.runner = ModelRunner(self.planner, settings, tell=tell, torch_below=torch_below)
+        self.runner = ModelRunner(self.planner, settings, tell=tell, numpy_below=numpy_below)
         self.scheduler = Scheduler(queue=settings.batching.queue, rows=settings.batching.rows)
         self.processor = RequestProcessor(self.planner, self.runner, self.scheduler, tell=tell)
         self.processor.open_model()
@@ -192,10 +192,10 @@ class EngineHarness:
 
 @contextmanager
 def open_engine_harness(
-    home: Home, settings: EngineConfig = SETTINGS, *, torch_below: int = TORCH_MAX_BYTES
+    home: Home, settings: EngineConfig = SETTINGS, *, numpy_below: int = NUMPY_MAX_BYTES
 ) -> Iterator[EngineHarness]:
     """Open a workshop; at its end nothing may be left."""
-    shop = EngineHarness(home, settings, torch_below=torch_below)
+    shop = EngineHarness(home, settings, numpy_below=numpy_below)
     yield shop
     shop.close()
 

@@ -31,7 +31,7 @@ def engine(base: Path, house: HomeFixture) -> Iterator[ServingEngine]:
         moe=WarmupConfig(warmup="none", learns=False),
         batching=BatchingConfig(rows=2),
     )
-    engine = ServingEngine(planner(house), settings, torch_below=0)
+    engine = ServingEngine(planner(house), settings, numpy_below=0)
     engine.start()
     yield engine
     engine.close()

@@ -14,7 +14,7 @@ import pytest
 
 from expertctl.engine.devices import translate_device_errors
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.model.load_plan import TORCH_MAX_BYTES
+from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
@@ -71,14 +71,14 @@ def settings() -> EngineConfig:
     return EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=4, queue=32))
 
 
-@pytest.fixture(params=[TORCH_MAX_BYTES, 0], ids=["torch", "kernels"])
-def torch_below(request: pytest.FixtureRequest) -> int:
+@pytest.fixture(params=[NUMPY_MAX_BYTES, 0], ids=["numpy", "kernels"])
+def numpy_below(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
 @pytest.fixture
-def engine(house: HomeFixture, settings: EngineConfig, torch_below: int) -> Iterator[ServingEngine]:
-    engine = ServingEngine(planner(house), settings, torch_below=torch_below)
+def engine(house: HomeFixture, settings: EngineConfig, numpy_below: int) -> Iterator[ServingEngine]:
+    engine = ServingEngine(planner(house), settings, numpy_below=numpy_below)
     engine.start()
     try:
         yield engine
@@ -133,9 +133,9 @@ class EventReader:
         return "".join(event.text for event in self.events if isinstance(event, OutputDelta))
 
 
-def alone(house: HomeFixture, wanted: RunRequest, torch_below: int) -> RunResult:
+def alone(house: HomeFixture, wanted: RunRequest, numpy_below: int) -> RunResult:
     """What `run` answers."""
-    engine = LocalEngine(planner(house), budget=32 << 20, torch_below=torch_below)
+    engine = LocalEngine(planner(house), budget=32 << 20, numpy_below=numpy_below)
     stream = engine.run(wanted)
     result = yield_of(stream)
     assert isinstance(result, RunResult)
@@ -151,14 +151,14 @@ def yield_of(stream: Generator[str, None, RunResult]) -> RunResult:
 
 
 def test_jobs_with_different_plans_get_what_each_gets_alone(
-    engine: ServingEngine, house: HomeFixture, torch_below: int
+    engine: ServingEngine, house: HomeFixture, numpy_below: int
 ) -> None:
     wanted = [request(f"Sort: {n}, 1", name) for n, name in enumerate(NAMES)]
     wanted += [request("Sort: 9, 1"), request("Say it", "sql", "go")]
     readers = [EventReader(engine, job(one)) for one in wanted]
     for one, reader in zip(wanted, readers, strict=True):
         [result] = reader.end().results
-        expected = alone(house, one, torch_below)
+        expected = alone(house, one, numpy_below)
         assert result.generated.tokens == expected.generated.tokens
         assert result.generated.text == expected.generated.text == reader.text
         assert result.planned.result.plan.identity == expected.planned.result.plan.identity
@@ -168,14 +168,14 @@ def test_jobs_with_different_plans_get_what_each_gets_alone(
 
 
 def test_several_answers_to_one_prompt_have_seeds_of_their_own_and_the_first_is_that_of_a_run(
-    engine: ServingEngine, house: HomeFixture, torch_below: int
+    engine: ServingEngine, house: HomeFixture, numpy_below: int
 ) -> None:
     wanted = request("Sort: 3, 1", "sql", temperature=1.5, max_tokens=16)
     reader = EventReader(engine, job(wanted, answers=3))
     results = reader.end().results
     assert [len(result.generated.tokens) for result in results] == [16, 16, 16]
     assert len({result.generated.tokens for result in results}) == 3
-    assert results[0].generated.tokens == alone(house, wanted, torch_below).generated.tokens
+    assert results[0].generated.tokens == alone(house, wanted, numpy_below).generated.tokens
     for number, result in enumerate(results):
         pieces = [e for e in reader.events if isinstance(e, OutputDelta) and e.number == number]
         assert "".join(piece.text for piece in pieces) == result.generated.text
@@ -549,7 +549,7 @@ def test_a_start_that_is_called_off_while_the_base_is_read_leaves_nothing(
         if text.startswith("loading "):
             starting._runner.stop()
 
-    starting = ServingEngine(planner(house), settings, tell=call_off, torch_below=0)
+    starting = ServingEngine(planner(house), settings, tell=call_off, numpy_below=0)
     with pytest.raises(CancelledError):
         starting.start()
     starting.close()

@@ -33,7 +33,7 @@ def test_what_was_answered_is_learnt_unless_nobody_wants_that(
         batching=BatchingConfig(rows=2, warm=("Sort these numbers: 41, 17, 23",)),
     )
     told: list[str] = []
-    engine = ServingEngine(planner(house), settings, tell=told.append, torch_below=0)
+    engine = ServingEngine(planner(house), settings, tell=told.append, numpy_below=0)
     engine.start()
     engine.close()
     habits = load_learnt_usage(UsageProfileFile(house.bases, stored))
@@ -50,7 +50,7 @@ def test_what_was_wished_in_vain_is_told_to_who_runs_the_server_and_to_no_caller
     stored = house.bases.add(base)
     wishes = WarmupConfig(pins=TopPins(2), learns=False)
     settings = EngineConfig(memory_budget=stored.size * 8 // 10, moe=wishes)
-    with open_engine_harness(house.home, settings, torch_below=0) as shop:
+    with open_engine_harness(house.home, settings, numpy_below=0) as shop:
         (result,) = shop.answer(make_request(max_tokens=2)).results
         assert not any("pins no expert" in warning for warning in result.warnings)
         assert sum("warning: --moe-pin pins no expert" in line for line in shop.messages) == 1
@@ -68,7 +68,7 @@ def test_a_base_that_is_whole_in_memory_tells_who_is_asked_for_and_is_learnt_fro
     settings = EngineConfig(
         memory_budget=LARGE, batching=BatchingConfig(warm=("Sort these numbers: 41, 17, 23",))
     )
-    engine = ServingEngine(planner(house), settings, torch_below=0)
+    engine = ServingEngine(planner(house), settings, numpy_below=0)
     engine.start()
     counters = engine._runner.model.counters
     assert counters is not None

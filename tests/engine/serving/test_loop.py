@@ -188,7 +188,7 @@ def test_a_job_that_is_called_off_between_two_answers_ends_with_those_that_began
 
 def test_answers_of_one_job_read_its_prompt_once(house: HomeFixture) -> None:
     wanted = make_request("one two three four five " * 20, "sql")
-    with open_engine_harness(house.home, torch_below=0) as shop:
+    with open_engine_harness(house.home, numpy_below=0) as shop:
         job = shop.answer(wanted, answers=4)
         first, *others = (result.generated.prefill_tokens for result in job.results)
         assert first == job.results[0].prompt_tokens > 2 * KV_PAGE_TOKENS
@@ -203,7 +203,7 @@ def test_answers_of_one_job_read_its_prompt_once(house: HomeFixture) -> None:
 def test_a_job_that_reads_for_its_other_answers_keeps_no_row_from_others(
     house: HomeFixture,
 ) -> None:
-    with open_engine_harness(house.home, torch_below=0) as shop:
+    with open_engine_harness(house.home, numpy_below=0) as shop:
         long = shop.submit_until_ready(
             make_request("one two three four five " * 16, "sql"), answers=2
         )
@@ -245,7 +245,7 @@ def test_texts_that_grow_take_memory_from_those_that_began_last(house: HomeFixtu
     asked = [
         make_request(f"Sort: {n}", name, max_tokens=400) for n, name in enumerate(("sql", "go"))
     ]
-    with open_engine_harness(house.home, torch_below=0) as shop:
+    with open_engine_harness(house.home, numpy_below=0) as shop:
         alone = [shop.answer(one).results[0].generated.tokens for one in asked]
         assert all(len(tokens) > 2 * INITIAL_ANSWER_TOKENS for tokens in alone), "they grow"
         first, second = (shop.submit_until_ready(one) for one in asked)
@@ -267,7 +267,7 @@ def test_a_text_that_pauses_ends_when_it_is_called_off(house: HomeFixture) -> No
     asked = [
         make_request(f"Sort: {n}", name, max_tokens=400) for n, name in enumerate(("sql", "go"))
     ]
-    with open_engine_harness(house.home, torch_below=0) as shop:
+    with open_engine_harness(house.home, numpy_below=0) as shop:
         first, second = (shop.submit_until_ready(one) for one in asked)
         shop.loop.run_pass()
         with reserve_all_but(shop, leaving=pages(shop, 24)):
@@ -285,7 +285,7 @@ def test_nobody_begins_while_a_text_pauses(house: HomeFixture) -> None:
     asked = [
         make_request(f"Sort: {n}", name, max_tokens=400) for n, name in enumerate(("sql", "go"))
     ]
-    with open_engine_harness(house.home, torch_below=0) as shop:
+    with open_engine_harness(house.home, numpy_below=0) as shop:
         first, second = (shop.submit_until_ready(one) for one in asked)
         shop.loop.run_pass()
         with reserve_all_but(shop, leaving=pages(shop, 24)):

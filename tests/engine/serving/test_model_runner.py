@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from expertctl.engine.cpu.backend import PackedModel
 from expertctl.engine.memory.adapter_cache import Tier
-from expertctl.engine.model.load_plan import TORCH_MAX_BYTES
+from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES
 from expertctl.errors import BaseMismatchError, BudgetError, UsageError
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.serving.harness import (
@@ -28,15 +28,15 @@ __all__ = ["fast", "house", "known", "market"]
 ROWS = 4
 
 
-@pytest.fixture(params=[TORCH_MAX_BYTES, 0], ids=["torch", "kernels"])
-def torch_below(request: pytest.FixtureRequest) -> int:
+@pytest.fixture(params=[NUMPY_MAX_BYTES, 0], ids=["numpy", "kernels"])
+def numpy_below(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
 @pytest.fixture
-def shop(house: HomeFixture, torch_below: int) -> Iterator[EngineHarness]:
+def shop(house: HomeFixture, numpy_below: int) -> Iterator[EngineHarness]:
     settings = adapt_batching(SETTINGS, rows=ROWS)
-    with open_engine_harness(house.home, settings, torch_below=torch_below) as shop:
+    with open_engine_harness(house.home, settings, numpy_below=numpy_below) as shop:
         yield shop
 
 
@@ -77,7 +77,7 @@ def test_the_memory_of_a_batch_is_within_what_is_held(house: HomeFixture) -> Non
 
 def test_what_kernels_hold_is_within_what_is_held(house: HomeFixture) -> None:
     settings = adapt_batching(SETTINGS, rows=ROWS)
-    with open_engine_harness(house.home, settings, torch_below=0) as shop:
+    with open_engine_harness(house.home, settings, numpy_below=0) as shop:
         names = ("sql", "go", "sql", "go")
         jobs = [
             shop.submit_until_ready(make_request(f"Sort: {n}", name))
@@ -112,17 +112,17 @@ def test_keys_and_values_that_do_not_fit_leave_the_buffers_as_they_were(
 
 @pytest.mark.parametrize("experts", [(), ("sql",), ("sql", "go")], ids=len)
 def test_what_is_let_in_runs_alone_and_what_is_not_lacks_a_byte(
-    house: HomeFixture, torch_below: int, experts: tuple[str, ...]
+    house: HomeFixture, numpy_below: int, experts: tuple[str, ...]
 ) -> None:
     wanted = make_request("Sort: 1", *experts, max_tokens=40)
-    with open_engine_harness(house.home, torch_below=torch_below) as shop:
+    with open_engine_harness(house.home, numpy_below=numpy_below) as shop:
         limit = shop.find_least_budget(wanted)
     enough = replace(SETTINGS, memory_budget=limit)
-    with open_engine_harness(house.home, enough, torch_below=torch_below) as shop:
+    with open_engine_harness(house.home, enough, numpy_below=numpy_below) as shop:
         assert shop.answer(wanted).results[0].generated.tokens
         assert shop.runner.budget.peak <= limit
     with open_engine_harness(
-        house.home, replace(enough, memory_budget=limit - 1), torch_below=torch_below
+        house.home, replace(enough, memory_budget=limit - 1), numpy_below=numpy_below
     ) as shop:
         refused = shop.answer(wanted)
         assert isinstance(refused.error, BudgetError)

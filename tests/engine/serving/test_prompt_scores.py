@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS
-from expertctl.engine.model.load_plan import TORCH_MAX_BYTES
+from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.model_runner import INITIAL_ANSWER_TOKENS
 from expertctl.engine.serving.request import OutputDelta
@@ -36,7 +36,7 @@ __all__ = ["fast", "house", "known", "market"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 TOLERANCE = 1e-4
 LONG = [1 + (7 * n * n + 3 * n) % 250 for n in range(300)]
-BACKENDS = pytest.mark.parametrize("torch_below", [TORCH_MAX_BYTES, 0], ids=["torch", "kernels"])
+BACKENDS = pytest.mark.parametrize("numpy_below", [NUMPY_MAX_BYTES, 0], ids=["numpy", "kernels"])
 
 
 def scoring(
@@ -80,13 +80,13 @@ def assert_scores(caller: SubmittedRequest, model: Any, ids: Sequence[int]) -> N
 
 @BACKENDS
 def test_prompts_are_scored_beside_each_other_each_with_its_expert(
-    house: HomeFixture, market: EnginePackages, torch_below: int
+    house: HomeFixture, market: EnginePackages, numpy_below: int
 ) -> None:
     adapted = {None: load(market)}
     for seed, name in enumerate(("sql", "go")):
         folder = market.package(f"acme/{name}", seed=seed).with_suffix(".files")
         adapted[name] = peft.PeftModel.from_pretrained(load(market), str(folder)).eval()
-    with open_engine_harness(house.home, SETTINGS, torch_below=torch_below) as shop:
+    with open_engine_harness(house.home, SETTINGS, numpy_below=numpy_below) as shop:
         callers = {
             name: shop.submit_until_ready(
                 scoring(LONG[n:], *filter(None, [name])), prompt_logprobs=1
@@ -103,10 +103,10 @@ def test_prompts_are_scored_beside_each_other_each_with_its_expert(
 
 @BACKENDS
 def test_a_prompt_is_scored_whole_although_an_earlier_text_began_so(
-    house: HomeFixture, market: EnginePackages, torch_below: int
+    house: HomeFixture, market: EnginePackages, numpy_below: int
 ) -> None:
     model = load(market)
-    with open_engine_harness(house.home, torch_below=torch_below) as shop:
+    with open_engine_harness(house.home, numpy_below=numpy_below) as shop:
         shop.answer(scoring(LONG, written=3, cache_key="a"))
         again = shop.answer(scoring(LONG, written=3, cache_key="a"))
         assert again.results[0].kv_reused_tokens > 0
@@ -120,9 +120,9 @@ def test_a_prompt_is_scored_whole_although_an_earlier_text_began_so(
 
 @BACKENDS
 def test_only_the_first_of_several_answers_tells_the_scores(
-    house: HomeFixture, market: EnginePackages, torch_below: int
+    house: HomeFixture, market: EnginePackages, numpy_below: int
 ) -> None:
-    with open_engine_harness(house.home, torch_below=torch_below) as shop:
+    with open_engine_harness(house.home, numpy_below=numpy_below) as shop:
         caller = shop.answer(scoring(LONG, written=3), prompt_logprobs=1, answers=2)
         assert_scores(caller, load(market), LONG)
         first, second = caller.results
@@ -132,7 +132,7 @@ def test_only_the_first_of_several_answers_tells_the_scores(
 def test_a_prompt_whose_reading_pauses_loses_no_score(
     house: HomeFixture, market: EnginePackages
 ) -> None:
-    with open_engine_harness(house.home, torch_below=0) as shop:
+    with open_engine_harness(house.home, numpy_below=0) as shop:
         shop.loop.batch._clock = lambda: 0.0  # chunks and steps take turns one to one
         first = shop.submit_until_ready(make_request("Sort: 1", "sql", max_tokens=300))
         shop.step_until(lambda: is_before_the_end_of_a_page(shop))
@@ -152,7 +152,7 @@ def test_a_prompt_whose_reading_pauses_loses_no_score(
 def test_a_prompt_is_scored_beside_a_text_that_is_written(
     house: HomeFixture, market: EnginePackages
 ) -> None:
-    with open_engine_harness(house.home, torch_below=0) as shop:
+    with open_engine_harness(house.home, numpy_below=0) as shop:
         first = shop.submit_until_ready(make_request("Sort: 1", "sql", max_tokens=300))
         shop.step_until(lambda: bool(shop.loop.batch.sequences))
         second = shop.submit_until_ready(scoring(LONG), prompt_logprobs=1)
@@ -173,7 +173,7 @@ def is_before_the_end_of_a_page(shop: EngineHarness) -> bool:
 
 
 def test_memory_for_scores_is_held_while_a_prompt_is_scored(house: HomeFixture) -> None:
-    with open_engine_harness(house.home, torch_below=0) as shop:
+    with open_engine_harness(house.home, numpy_below=0) as shop:
         shop.answer(scoring(LONG))
         before = shop.runner.budget.reserved_bytes("buffers")
         caller = shop.submit_until_ready(scoring(LONG, written=40), prompt_logprobs=5)
@@ -188,7 +188,7 @@ def test_scores_for_which_there_is_no_memory_fail_their_job_alone(house: HomeFix
     settings = EngineConfig(
         memory_budget=SETTINGS.memory_budget, batching=BatchingConfig(rows=2, queue=4)
     )
-    with open_engine_harness(house.home, settings, torch_below=0) as shop:
+    with open_engine_harness(house.home, settings, numpy_below=0) as shop:
         shop.answer(scoring(LONG))
         caller = shop.submit_until_ready(scoring(LONG), prompt_logprobs=5)
         with reserve_all_but(shop, leaving=30_000):

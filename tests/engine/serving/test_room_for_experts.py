@@ -53,7 +53,7 @@ class RoutedExpertsSetup:
         )
 
     def answers(self, settings: EngineConfig, *names: str) -> "HeadroomAnswers":
-        with open_engine_harness(self.house.home, settings, torch_below=0) as shop:
+        with open_engine_harness(self.house.home, settings, numpy_below=0) as shop:
             tokens = [answer(shop, name) for name in names]
             (alone,) = shop.answer(make_request()).results
             assert alone.moe is not None
@@ -146,7 +146,7 @@ def test_room_is_for_an_answer_as_long_as_the_expert_says(shelf: RoutedExpertsSe
     shelf.install("code", 4, routing={"task": "code_generation"})
     wanted = make_request(PROMPT, "code")
     wanted = replace(wanted, route=replace(wanted.route, sampling=NO_OVERRIDES))
-    with open_engine_harness(shelf.house.home, shelf.settings(20), torch_below=0) as shop:
+    with open_engine_harness(shelf.house.home, shelf.settings(20), numpy_below=0) as shop:
         asked = shop.submit(wanted)
         shop.step_until(lambda: asked.is_over or asked.ticket.stage == "running")
         assert not asked.is_over, asked.events
@@ -249,6 +249,6 @@ def test_a_search_for_room_that_takes_long_ends_and_says_how_far_it_came(
 
 def inventory(shelf: RoutedExpertsSetup) -> list[Any]:
     with open_engine_harness(
-        shelf.house.home, EngineConfig(memory_budget=LARGE), torch_below=0
+        shelf.house.home, EngineConfig(memory_budget=LARGE), numpy_below=0
     ) as shop:
         return list(shop.processor.get_inventory().result().experts)

@@ -39,7 +39,7 @@ def test_what_becomes_of_experts_after_an_answer_is_not_told_of_it(
     settings = EngineConfig(memory_budget=stored.size * 8 // 10, batching=BatchingConfig(rows=1))
     found = []
     for texts in (1, 2):
-        with open_engine_harness(house.home, settings, torch_below=0) as shop:
+        with open_engine_harness(house.home, settings, numpy_below=0) as shop:
             at_first = requests(shop)
             results = shop.answer(make_request(max_tokens=9), answers=texts).results
             found.append([result.moe.activity for result in results if result.moe is not None])
@@ -75,7 +75,7 @@ def test_where_a_base_lies_is_told_to_who_runs_the_server_and_to_no_caller(
     settings = EngineConfig(
         base="moved", memory_budget=stored.size // 2, batching=BatchingConfig(rows=1)
     )
-    with open_engine_harness(house.home, settings, torch_below=0) as shop:
+    with open_engine_harness(house.home, settings, numpy_below=0) as shop:
         os.utime(weights, ns=(0, 0))
         before = len(shop.messages)
         for _ in range(2):
