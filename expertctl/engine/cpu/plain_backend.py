@@ -74,7 +74,7 @@ class PlainBackend:
     @property
     def loading_bytes(self) -> int:
         """Maximum additional bytes while the weights are read."""
-        return loading_scratch_bytes(self.config)
+        return loading_scratch_bytes(self.config, self.dtype)
 
     @property
     def host_bytes(self) -> int:
@@ -97,7 +97,7 @@ class PlainBackend:
         """
         vocabulary = self.config.vocab_size
         scores = 2 * (rows - 1) * vocabulary * _FLOAT_BYTES
-        passing = estimate_plain_pass_bytes(self.config, tokens, width=width)
+        passing = estimate_plain_pass_bytes(self.config, tokens, dtype=self.dtype, width=width)
         return passing + scores + estimate_sample_bytes(vocabulary)
 
     @property

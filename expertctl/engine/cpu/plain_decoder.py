@@ -24,11 +24,12 @@ from expertctl.engine.cpu.plain_functional import (
     StackedLinear,
     attend,
     attention_scratch_bytes,
-    linear_scratch_bytes,
     normalise,
+    plan_scratch_bytes,
     query_blocks_bytes,
     split_queries,
     stack_linear,
+    widening_bytes,
 )
 from expertctl.engine.cpu.plain_routed_mlp import (
     ExpertMixture,
@@ -61,6 +62,8 @@ from expertctl.engine.text.prompt import LOGIT_ROWS, RecordLogits
 from expertctl.package.model_config import EMBEDDING_TENSOR, ModelConfig
 
 _FLOAT_BYTES = 4
+_MAX_STACKED = 3
+"""Layers with the same input, at most: queries, keys and values."""
 _VIEW_BYTES, _TOKEN_BYTES, _OBJECT_BYTES = 256, 16, 64 << 10
 """Bytes of a view of a page, of a token in lists and arrays, and of all other objects."""
 
@@ -386,22 +389,31 @@ def _measure_ms(started: float) -> float:
 
 
 def estimate_plain_pass_bytes(
-    config: ModelConfig, capacity: int, *, width: int = 0, chunk: int = PREFILL_CHUNK
+    config: ModelConfig,
+    capacity: int,
+    *,
+    dtype: str = "float32",
+    width: int = 0,
+    chunk: int = PREFILL_CHUNK,
 ) -> int:
     """Estimate the maximum bytes of a pass besides weights, pages and the logits of others.
 
-    ``capacity`` is that of its sequence, ``width`` that of the widest plan.
+    ``capacity`` is that of its sequence, ``width`` that of the widest plan, ``dtype`` that of
+    matrices.
     """
     rows, hidden, dims = min(chunk, capacity), config.hidden_size, config.head_dim
     heads = (config.heads + 2 * config.kv_heads) * dims
     attending = attention_scratch_bytes(config.heads, dims, rows, capacity)
-    attending += linear_scratch_bytes(max(hidden, heads), max(hidden, heads), rows, width=width)
+    attending += plan_scratch_bytes(max(hidden, heads), max(hidden, heads), rows, width=width)
     attending += _FLOAT_BYTES * rows * (hidden + 4 * heads)
     layer = max(attending, _estimate_mlp_bytes(config, rows, width))
-    head = linear_scratch_bytes(hidden, config.vocab_size, 1, width=width)
+    head = plan_scratch_bytes(hidden, config.vocab_size, 1, width=width)
     head += _FLOAT_BYTES * config.vocab_size
-    kinds = len({w for w in config.windows if w} | {None})
-    shared = rotation_table_bytes(dims, capacity) + kinds * query_blocks_bytes(config.heads, rows)
+    shared = rotation_table_bytes(dims, capacity)
+    shared += sum(query_blocks_bytes(config.heads, rows, w) for w in set(config.windows))
+    if dtype != "float32":
+        shapes = (shape for shape in config.tensor_shapes().values() if len(shape) == 2)
+        shared += max(widening_bytes(inner, _MAX_STACKED * outer) for outer, inner in shapes)
     shared += _FLOAT_BYTES * 2 * config.kv_heads * dims * KV_PAGE_TOKENS * count_pages(capacity)
     shared += _VIEW_BYTES * count_pages(capacity) + _TOKEN_BYTES * capacity + _OBJECT_BYTES
     return shared + _FLOAT_BYTES * 5 * rows * hidden + max(layer, head)

@@ -21,7 +21,7 @@ WIDENED_NUMBERS = 1 << 16
 """Numbers of a bfloat16 matrix that are widened at once: they and their product stay in a cache."""
 MAX_SCORES = 1 << 18
 """Attention scores of all heads that are in memory at once, unless one token has more."""
-_FLOAT_BYTES = 4
+_FLOAT_BYTES, _BLOCK_BYTES = 4, 512
 _NO_CHANGE: LinearDelta[FloatArray] = LinearDelta()
 
 
@@ -81,14 +81,17 @@ def multiply(x: AnyArray, weight: FloatArray, out: AnyArray) -> None:
         np.matmul(x, part.T, out=out[:, begin : begin + height])
 
 
-def linear_scratch_bytes(inputs: int, outputs: int, tokens: int, *, width: int) -> int:
-    """Return the maximum bytes that a linear layer needs besides its output.
+def widening_bytes(columns: int, rows: int) -> int:
+    """Return the maximum bytes of the widened rows of a bfloat16 matrix."""
+    return _FLOAT_BYTES * min(max(WIDENED_NUMBERS, columns), columns * rows)
 
-    That is some widened rows, and for a plan scaled inputs, ``A x`` and ``B (A x)``; without a plan
-    ``width`` is 0.
+
+def plan_scratch_bytes(inputs: int, outputs: int, tokens: int, *, width: int) -> int:
+    """Return the maximum bytes that a linear layer needs for a plan of a width; 0: no plan.
+
+    They are those of scaled inputs, ``A x`` and ``B (A x)``.
     """
-    widened, changed = max(WIDENED_NUMBERS, inputs), inputs + width + outputs if width else 0
-    return _FLOAT_BYTES * (widened + tokens * changed)
+    return _FLOAT_BYTES * tokens * (inputs + width + outputs) if width else 0
 
 
 def _add_change(
@@ -180,10 +183,11 @@ def _make_mask(rows: int, columns: int, diagonal: int, *, below: bool = False) -
     return np.where(hidden, np.float32(-np.inf), np.float32(0))
 
 
-def query_blocks_bytes(heads: int, tokens: int) -> int:
+def query_blocks_bytes(heads: int, tokens: int, window: int | None) -> int:
     """Return the maximum bytes of the masks of all blocks of a pass, while they are made."""
     rows = min(tokens, max(1, MAX_SCORES // (heads * tokens)))
-    return 2 * _FLOAT_BYTES * rows * tokens + 4 * _FLOAT_BYTES * rows * rows + 256 * tokens
+    kept = _FLOAT_BYTES * rows * tokens * (1 if window is None else 2)
+    return kept + 4 * _FLOAT_BYTES * rows * rows + _BLOCK_BYTES * -(-tokens // rows)
 
 
 def attend(

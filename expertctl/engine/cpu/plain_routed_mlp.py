@@ -15,8 +15,8 @@ from expertctl.engine.adapters.steps import Deltas
 from expertctl.engine.arrays import AnyArray, FloatArray
 from expertctl.engine.cpu.plain_functional import (
     StackedLinear,
-    linear_scratch_bytes,
     multiply,
+    plan_scratch_bytes,
     sigmoid,
     silu_gate,
     stack_linear,
@@ -104,7 +104,7 @@ def stack_gated_mlp(weights: PlainWeights, module: str) -> GatedMlp:
 
 def gated_mlp_bytes(hidden: int, inner: int, tokens: int, *, width: int) -> int:
     """Return the maximum bytes that a gated MLP needs, its result included."""
-    most = linear_scratch_bytes(max(hidden, inner), max(hidden, 2 * inner), tokens, width=width)
+    most = plan_scratch_bytes(max(hidden, inner), max(hidden, inner), tokens, width=width)
     return most + _FLOAT_BYTES * tokens * (hidden + 3 * inner)
 
 

@@ -33,8 +33,10 @@ _MATRIX_DTYPES: dict[str, "np.dtype[Any]"] = {
 }
 _LONG_NAMES = {"float32": "float32", "bf16": "bfloat16"}
 _FLOAT = np.dtype(np.float32)
-_NUMBER_BYTES = 24
-"""Bytes per number of a portion: as it is stored, widened, and rounded in several steps."""
+_NUMBER_BYTES = {"float32": 4, "bf16": 28}
+"""Bytes per number of a portion: as it is stored; for bf16 also widened, and as it is rounded."""
+_OBJECT_BYTES, _TENSOR_BYTES = 16 << 10, 2 << 10
+"""Bytes of objects, and of those of a tensor in a header."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,10 +84,11 @@ def plain_weight_bytes(config: ModelConfig, dtype: str) -> int:
     return config.count_weight_bytes(itemsize=_MATRIX_DTYPES[dtype].itemsize)
 
 
-def loading_scratch_bytes(config: ModelConfig) -> int:
+def loading_scratch_bytes(config: ModelConfig, dtype: str) -> int:
     """Return the maximum bytes that `load_plain_weights` needs on top of the weights."""
-    columns = max(shape[-1] for shape in config.tensor_shapes().values())
-    return rows_per_portion(columns) * columns * _NUMBER_BYTES
+    shapes = config.tensor_shapes().values()
+    portion = max(min(rows_per_portion(shape[-1]) * shape[-1], prod(shape)) for shape in shapes)
+    return portion * _NUMBER_BYTES[dtype] + len(shapes) * _TENSOR_BYTES + _OBJECT_BYTES
 
 
 def load_plain_weights(

@@ -400,7 +400,9 @@ def test_a_pass_needs_no_more_memory_than_it_says(
     model = oracle(arch, max_position_embeddings=512, num_hidden_layers=2, **window)
     decoder = load_decoder(model.directory, dtype)
     for deltas, width in ((EMPTY_DELTAS, 0), (draw_deltas(decoder.config), 3)):
-        promised = estimate_plain_pass_bytes(decoder.config, capacity, width=width, chunk=chunk)
+        promised = estimate_plain_pass_bytes(
+            decoder.config, capacity, dtype=dtype, width=width, chunk=chunk
+        )
         needed = measure_peak(decoder, capacity=capacity, chunk=chunk, deltas=deltas)
         decoder.free_buffers()
         assert needed <= promised

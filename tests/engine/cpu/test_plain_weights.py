@@ -120,7 +120,7 @@ def test_loading_needs_no_more_memory_than_it_says(stored: str, dtype: str, tmp_
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak <= loading_scratch_bytes(read_model_config(base))
+    assert peak <= loading_scratch_bytes(read_model_config(base), dtype)
 
 
 def test_a_file_that_ends_while_it_is_read_is_refused(

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from expertctl.engine.cpu.plain_backend import PlainModel
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS
-from expertctl.engine.model.backends import TorchModel
 from expertctl.engine.serving.model_runner import INITIAL_ANSWER_TOKENS
 from expertctl.engine.serving.request import JobStarted, OutputDelta, RequestState
 from expertctl.errors import BudgetError, CancelledError
@@ -104,7 +104,7 @@ def test_a_text_that_a_bug_keeps_from_beginning_ends_its_own_job(
         raise ZeroDivisionError
 
     with monkeypatch.context() as broken:
-        broken.setattr(TorchModel, "prepare", fail)
+        broken.setattr(PlainModel, "prepare", fail)
         shop.loop.run_pass()
     assert bad.error.message == "the server failed to answer this"
     assert "a text could not begin" in shop.messages[-1]
@@ -298,9 +298,10 @@ def test_nobody_begins_while_a_text_pauses(house: HomeFixture) -> None:
 
 
 def _bytes_to_begin(shop: EngineHarness, ticket: RequestState) -> int:
-    """What a text takes when it begins: its keys and values, and wider buffers."""
+    """What a text takes when it begins: its first keys and values, and wider buffers."""
     base, rows = shop.runner.base, shop.runner.rows
     assert ticket.prepared is not None
-    capacity = ticket.prepared.prompt.capacity
-    wider = base.buffer_bytes(capacity, rows=rows) - shop.runner.budget.reserved_bytes("buffers")
-    return base.kv_bytes(capacity) + wider
+    prompt, held = ticket.prepared.prompt, shop.runner.budget.reserved_bytes("buffers")
+    wider = max(base.buffer_bytes(prompt.capacity, rows=rows) - held, 0)
+    first = min(prompt.capacity, prompt.virtual + len(prompt.ids) + INITIAL_ANSWER_TOKENS)
+    return base.kv_bytes(first) + wider
