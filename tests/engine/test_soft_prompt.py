@@ -35,9 +35,7 @@ def test_a_soft_prompt_equals_its_embeddings_however_it_is_cut(
     decoder = shared_oracle.load_decoder()
     cache = KVCache(decoder.config, 40)
     seen: list[int] = []
-    first = decoder.prefill(
-        IDS[:7], cache, soft_prompt=rows, chunk=chunk, progress=seen.append
-    )
+    first = decoder.prefill(IDS[:7], cache, soft_prompt=rows, chunk=chunk, progress=seen.append)
     assert cache.length == first.tokens == sum(seen) == VIRTUAL + 7
     assert max(seen) <= chunk
     logits = [first.logits, *(decoder.decode(token, cache).logits for token in IDS[7:])]
