@@ -46,7 +46,12 @@ from expertctl.routing.planner import Planner
 from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.settings import Home, Settings
 from tests.engine.package_fixtures import EnginePackages
-from tests.engine.serving.harness import adapt_batching, market
+from tests.engine.serving.harness import (
+    adapt_batching,
+    make_request,
+    market,
+    open_engine_harness,
+)
 from tests.server.harness import write_routed_base
 from tests.store.fixtures import HomeFixture, fast, house
 
@@ -465,20 +470,21 @@ def test_prompts_that_warm_up_bring_their_experts_before_the_first_job(
 def test_a_deadline_within_several_answers_gives_those_that_began(
     house: HomeFixture, settings: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    budget = peak_of(house, settings, ENDLESS)
-    engine = ServingEngine(planner(house), replace(settings, memory_budget=budget))
-    engine.start()
-    try:
-        wanted = job(ENDLESS, answers=2, deadline=time.monotonic() + 1000)
-        reader = EventReader(engine, wanted)
-        while not isinstance(reader.next(), OutputDelta):
-            pass
-        later = time.monotonic() + 1000
-        monkeypatch.setattr(request_module, "now", lambda: later)
-        results = reader.end().results
-        assert [result.generated.finish_reason for result in results] == ["timeout"]
-    finally:
-        engine.close()
+    """Another job has the row that the second answer waits for."""
+    endless = make_request("Sort: 1", max_tokens=100_000)
+    with open_engine_harness(Home(house.root), adapt_batching(settings, rows=2)) as shop:
+        other = shop.submit_until_ready(endless)
+        shop.loop.run_pass()
+        deadline = time.monotonic() + 1000
+        asked = shop.submit_until_ready(endless, answers=2, deadline=deadline)
+        shop.step_until(lambda: asked.has_started)
+        monkeypatch.setattr(request_module, "now", lambda: deadline)
+        shop.finish(asked)
+        assert [one.generated.finish_reason for one in asked.results] == ["timeout"]
+        assert not other.is_over
+        shop.scheduler.cancel(other.ticket.job.id)
+        shop.finish(other)
+        shop.check_idle()
 
 
 def test_a_bug_in_a_pass_ends_its_jobs_and_the_next_is_answered(
