@@ -1,6 +1,6 @@
 """``expertctl bench``: measure how fast this machine reads prompts and writes tokens.
 
-The result is compared with the roofline of the machine. Torch and numba are imported inside the
+The result is compared with the roofline of the machine. Numba is imported inside the
 functions, after everything else was checked.
 """
 

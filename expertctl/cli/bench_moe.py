@@ -1,6 +1,6 @@
 """``expertctl bench moe``: measure a base with only some of its routed experts in memory.
 
-Torch and numba are imported inside the functions, after everything else was checked.
+The engine is imported inside the functions, after everything else was checked.
 """
 
 from collections.abc import Sequence

@@ -108,7 +108,7 @@ def build_missing_engine_error(error: ModuleNotFoundError) -> ExpertError:
     """Return the error for a library of the engine that could not be imported."""
     from expertctl.engine.memory.process_registry import ENGINE_MODULES
 
-    name = (error.name or "").partition(".")[0]
+    name = (error.name or "").partition(".")[0].replace("llvmlite", "numba")
     if name == "torch":
         return NotFoundError(
             "a CUDA device needs torch, which is not installed",

@@ -1,6 +1,6 @@
 """``expertctl eval``, ``eval --routing`` and ``build --eval``: measure experts, or the router.
 
-Torch is imported inside the functions, after all checks that can be made without it.
+The engine is imported inside the functions, after all checks that can be made without it.
 """
 
 import sys

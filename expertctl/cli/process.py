@@ -5,8 +5,8 @@ The most specific class of an error decides its exit code. Ctrl-C and SIGTERM ra
 `expertctl.cli.app` then prints a message. While text is generated, a `CancellationFlag` ends
 generation instead, and the text so far is kept.
 
-Garbage is collected rarely while a command imports modules, and not at exit: importing torch
-creates hundreds of thousands of objects that stay, and each collection traverses all of them. A
+Garbage is collected rarely while a command imports modules, and not at exit: importing
+libraries creates many objects that stay, and each collection traverses all of them. A
 process that calls `expertctl.cli.app.run` itself keeps its own settings.
 """
 

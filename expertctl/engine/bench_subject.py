@@ -205,7 +205,7 @@ def _extract_subject(context: GenerationContext) -> tuple[BenchSubject, PackedBa
     """Return the measurable part of a generation context, and its backend.
 
     Raises:
-        IncompatibleError: when torch would run it.
+        IncompatibleError: when numpy would run it.
     """
     ready, planned = context.loaded, context.prepared.planned
     assert isinstance(ready, LoadedModel), "no other engine is asked for"

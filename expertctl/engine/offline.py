@@ -6,7 +6,7 @@ those of a run, then those of the serving engine.
 
 Prompts of an evaluation are answered one at a time, or several at once in the serving engine. Both
 give the same answers: a sequence in a batch has the same bits as alone (docs/adr/0019). The batch
-is used for bases that kernels run and that have no routed experts; torch would compute its rows one
+is used for bases that kernels run and that have no routed experts; numpy would compute its rows one
 after the other.
 """
 

@@ -36,7 +36,7 @@ from expertctl.engine.text.chat_template import (
     encode_raw_prompt,
 )
 from expertctl.engine.text.prompt import ConversationMessage
-from expertctl.errors import BudgetError, InvalidPackageError, UsageError
+from expertctl.errors import BudgetError, InvalidPackageError, NotFoundError, UsageError
 from expertctl.routing.candidate import InstalledExpert
 from expertctl.routing.numerics import choose_dtype
 from expertctl.routing.planner import DroppedExpert, PlannedPrompt, Planner, drop_lowest_scoring
@@ -101,6 +101,7 @@ def plan_request(session: PlanningSession, request: RunRequest, files: Files) ->
     """Plan a request.
 
     Raises:
+        NotFoundError: when a library of the engine is not installed.
         ExpertError: for any problem with the request or the experts.
     """
     force = tuple(_force_expert(expert, files) for expert in request.experts)
@@ -116,8 +117,13 @@ def plan_request(session: PlanningSession, request: RunRequest, files: Files) ->
             f"--engine transformers does not support --on-budget {request.on_budget}",
             hint="leave out --on-budget",
         )
-    from expertctl.engine.compat_engine import plan_single_expert
-
+    try:
+        from expertctl.engine.compat_engine import plan_single_expert
+    except ModuleNotFoundError as error:
+        raise NotFoundError(
+            f"--engine transformers needs {error.name}, which is not installed",
+            hint="pip install 'expertctl[compat]'",
+        ) from error
     chosen = bool(force) or request.saved is not None
     return plan_single_expert(
         lambda one: _plan(session, request, one, offered), routed, chosen=chosen

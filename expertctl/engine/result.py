@@ -6,6 +6,7 @@ slows Python down. The text is the same.
 """
 
 import ctypes
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -54,27 +55,35 @@ def count_allocations() -> Iterator[AllocationCounts]:
     """Count the allocations of all threads of the process inside a ``with`` block.
 
     Three sources are measured: Python and numpy (through tracemalloc), arrays created by compiled
-    code (numba, which this imports, counts them), and the heap of the C library, which torch uses.
-    Measuring slows Python down, so it is for tests and diagnostics.
+    code (numba counts them, if it is loaded), and the heap of the C library. Measuring slows Python
+    down, so it is for tests and diagnostics.
     """
-    from numba.core.runtime import _nrt_python, rtsys
-
+    count_arrays = _start_counting_arrays()
     found = AllocationCounts()
     already = tracemalloc.is_tracing()
     if not already:
         tracemalloc.start(1)
-    _nrt_python.memsys_enable_stats()
-    native, arrays = get_heap_bytes(), rtsys.get_allocation_stats().alloc
+    native, arrays = get_heap_bytes(), count_arrays()
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     try:
         yield found
     finally:
         found.python_bytes = tracemalloc.get_traced_memory()[1] - before
-        found.compiled_arrays = rtsys.get_allocation_stats().alloc - arrays
+        found.compiled_arrays = count_arrays() - arrays
         found.native_bytes = get_heap_bytes() - native
         if not already:
             tracemalloc.stop()
+
+
+def _start_counting_arrays() -> Callable[[], int]:
+    """Return a function that counts the arrays that compiled code has created since now."""
+    if sys.modules.get("numba") is None:
+        return lambda: 0
+    from numba.core.runtime import _nrt_python, rtsys
+
+    _nrt_python.memsys_enable_stats()
+    return lambda: int(rtsys.get_allocation_stats().alloc)
 
 
 def get_heap_bytes() -> int:

@@ -155,7 +155,7 @@ def _build_hosting(settings: ServeSettings) -> GranianOptions:
 
 
 def _load_app(settings: ServeSettings, home: Settings, tell: Connection) -> Starlette:
-    """Build the application in the worker, the only process that imports torch."""
+    """Build the application in the worker, the only process that imports the engine."""
     from expertctl.server.app import EngineWorker
 
     limit_malloc_arenas()

@@ -622,8 +622,11 @@ def run_without(module: str, *arguments: str) -> "subprocess.CompletedProcess[st
     )  # fmt: skip
 
 
-def test_without_torch_the_processor_answers(workshop: RunWorkspace) -> None:
-    result = run_without("torch", "--device", "auto")
+@pytest.mark.parametrize(("module", "option"), [("torch", "auto"), ("numba", "cpu")])
+def test_without_torch_or_numba_the_processor_answers(
+    module: str, option: str, workshop: RunWorkspace
+) -> None:
+    result = run_without(module, "--trace", "--device", option)
     assert result.returncode == 0, result.stderr
     assert "on my-base" in result.stderr
 
@@ -633,6 +636,9 @@ def test_without_torch_the_processor_answers(workshop: RunWorkspace) -> None:
     [
         ("jinja2", (), "running a model needs jinja2", "engine"),
         ("torch", ("--device", "cuda"), "a CUDA device needs torch", "cuda"),
+        ("torch", ("--engine", "transformers"), "--engine transformers needs torch", "compat"),
+        ("transformers", ("--engine", "transformers"), "--engine transformers needs", "compat"),
+        ("numba", ("--dtype", "int8"), "the kernels of the processor need numba", "engine"),
     ],
 )
 def test_without_a_library_the_way_out_is_named(

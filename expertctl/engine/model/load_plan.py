@@ -312,7 +312,8 @@ def _choose_packed_backend(config: ModelConfig, load_config: LoadConfig) -> "Pac
         from expertctl.engine.cpu.backend import PackedBackend
     except ImportError as error:
         raise NotFoundError(
-            f"kernels cannot be compiled: {error}", hint="pip install 'expertctl[engine]'"
+            "the kernels of the processor need numba, which cannot be imported",
+            hint="pip install 'expertctl[engine]'",
         ) from error
     return PackedBackend.choose(config, load_config)
 
