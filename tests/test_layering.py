@@ -229,3 +229,34 @@ def test_a_command_starts_without_the_libraries_of_others(
         check=True,
     )
     assert result.stderr.splitlines()[-1] == "0 []"
+
+
+PLAN_PROGRAM = """
+import sys
+import numpy as np
+from expertctl.engine.adapters import experts
+from expertctl.engine.adapters.compile import CompileSpec, WeightedAdapter, fold_plan
+from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.adapters.steps import LoraTensors
+from expertctl.engine.kernels.packed_format import PlanPacking, Scheme
+
+module = "model.layers.0.self_attn.q_proj"
+step = LoraTensors(np.ones((2, 16), np.float32), np.ones((16, 2), np.float32), 0.5)
+adapter = LoadedAdapter("acme/x@1.0.0", {module: (step,)}, (), 2, 0)
+spec = CompileSpec({module: (16, 16)}, 16, TARGET)
+assert fold_plan([WeightedAdapter(adapter)], spec).compile().width
+print(sorted({"torch", "numba"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "imported"), [("None", []), ("PlanPacking(Scheme.FLOAT32)", ["numba"])]
+)
+def test_a_plan_is_compiled_without_libraries_that_it_does_not_need(
+    target: str, imported: list[str]
+) -> None:
+    program = PLAN_PROGRAM.replace("TARGET", target)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == f"{imported}\n"

@@ -62,7 +62,10 @@ def join_rows(target: AnyArray, parts: Sequence[FloatArray]) -> None:
 
 
 def joining_scratch_bytes(part: FloatArray) -> int:
-    """Return the maximum bytes that `join_rows` needs for one part, in either order of its axes."""
+    """Return the maximum bytes that `join_rows` needs for one part, in either order of its axes.
+
+    A table of 256 KiB for float16 is made once and stays.
+    """
     if part.dtype == np.float16:
         return int(_INDEX_BYTES * min(int(part.size), max(_HALVES_AT_ONCE, *part.shape)))
     return 0

@@ -14,7 +14,7 @@ from expertctl.engine.adapters.compile import WeightedAdapter, fold_plan
 from expertctl.engine.adapters.load import LoadedAdapter
 from expertctl.engine.adapters.steps import DoraTensors
 from expertctl.engine.adapters.steps import compute_dora_scales as dora_gains
-from expertctl.engine.arrays import FloatArray, widen
+from expertctl.engine.arrays import FloatArray
 from expertctl.engine.cpu.decoder import DecodeRow, PackedDecoder
 from expertctl.engine.cpu.packed_base import PackedBase
 from expertctl.engine.kernels.packed_format import PlanPacking, Scheme
@@ -25,7 +25,7 @@ from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder, GraphSte
 from expertctl.engine.model.cuda_graph_step import StaticKVCache
 from expertctl.engine.model.decoder import Decoder
 from expertctl.engine.model.weights import load_base_weights
-from expertctl.engine.torch.plan import to_array
+from expertctl.engine.torch.plan import to_array, to_tensor
 from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import (
     CLASSES,
@@ -320,7 +320,7 @@ def test_a_soft_prompt_of_any_dtype_equals_its_embeddings(
 
 def embedded(model: Any, *prompts: Path) -> torch.Tensor:
     """What transformers answers to the embeddings themselves."""
-    rows = [torch.from_numpy(widen(load_adapters(path).soft_prompts[0])) for path in prompts]
+    rows = [to_tensor(load_adapters(path).soft_prompts[0]).float() for path in prompts]
     with torch.inference_mode():
         tokens = model.get_input_embeddings()(torch.tensor(IDS))
         together = torch.cat((*rows, tokens))[None]

@@ -1,6 +1,7 @@
 """The closed form equals the plain formula for any chain, and copies only what it must."""
 
 import json
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +105,40 @@ def test_a_plan_costs_exactly_what_was_announced(case: tuple[LinearLayer, list[C
     made = [owner for key, owner in owners.items() if key not in published]
     assert sum(owner.nbytes for owner in made) == plan.nbytes == announced
     assert composition.shares_adapter_memory == (len(made) < len(owners))
+
+
+OBJECTS = 64 << 10
+"""What Python objects take that only refer to numbers."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kinds", ["lora", "lora lora", "lora ia3 dora", "ia3 ia3"])
+def test_compiling_takes_no_more_than_was_announced(kinds: str, dtype: torch.dtype) -> None:
+    steps: dict[str, AdapterStep] = {
+        "lora": make_lora(torch.randn(9, 7000).to(dtype), torch.randn(9000, 9).to(dtype), 0.5),
+        "ia3": make_ia3(torch.randn(9000).to(dtype), on_input=False),
+        "dora": make_dora(
+            *(torch.randn(shape).to(dtype) for shape in ((8, 7000), (9000, 8), (9000,))), 2.0
+        ),
+    }
+    modules = [f"model.layers.{n}.mlp.up_proj" for n in range(20)]
+    scales = {module: (to_array(torch.rand(9000)),) for module in modules}
+    chain = [
+        WeightedAdapter(
+            LoadedAdapter("acme/x@1", dict.fromkeys(modules, (steps[kind],)), (), 1, 0),
+            0.7,
+            scales if kind == "dora" else {},
+        )
+        for kind in kinds.split()
+    ]
+    composition = fold_plan(chain, CompileSpec(dict.fromkeys(modules, (9000, 7000)), 4))
+    composition.compile()  # imports
+    tracemalloc.start()
+    plan = composition.compile()
+    most = tracemalloc.get_traced_memory()[1]  # the plan itself is not among it
+    tracemalloc.stop()
+    assert most <= composition.scratch_bytes + OBJECTS
+    assert len(plan.deltas) == len(modules)
 
 
 @given(draw_chain_case())

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.all
 PRODUCTS = """
 import numpy as np
 from expertctl.engine.kernels.jit import get_host_cpu
-from expertctl.engine.kernels.memory import aligned_zeros
+from expertctl.engine.arrays import aligned_zeros
 from expertctl.engine.kernels.lora import gemm_arguments, gemm_items, gemm_kernel
 from expertctl.engine.kernels.packed_matrix import pack_matrix, unpack_matrix
 from expertctl.engine.kernels.quantisation import (

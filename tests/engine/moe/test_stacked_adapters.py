@@ -15,6 +15,7 @@ from expertctl.engine.adapters.load import LoadedAdapter
 from expertctl.engine.adapters.steps import LoraTensors
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.sequence_cache import KVCache
+from expertctl.engine.torch.reference import merge_lora_weight
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.schema.strict_json import load_object
@@ -136,8 +137,7 @@ def test_every_expert_has_what_peft_adds_to_its_weights(
         assert isinstance(step, LoraTensors)
         theirs = get_weight(merged, name)
         assert not torch.equal(weight, theirs)
-        ours = weight + step.scale * step.b @ step.a
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+        torch.testing.assert_close(merge_lora_weight(weight, step), theirs, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("version", ["0.18.1", "0.19.0"])
