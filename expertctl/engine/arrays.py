@@ -55,8 +55,12 @@ def join_rows(target: AnyArray, parts: Sequence[FloatArray]) -> None:
         for part, rows in zip(parts, split_rows(target, list(map(len, parts))), strict=True):
             if part.dtype == np.float16:
                 _widen_halves(rows, part)
+            elif part.dtype == np.uint16:
+                bits = rows.view(np.uint32)
+                bits[...] = part
+                np.left_shift(bits, 16, out=bits)
             else:
-                rows[...] = widen(part)
+                rows[...] = part
     else:
         np.concatenate(parts, out=target)
 

@@ -17,6 +17,7 @@ from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FLOAT_BYTES, _COMPARED_NUMBERS = 4, 1 << 14
 
 
 def iter_row_portions(
@@ -64,10 +65,15 @@ def check_tied_head(directory: Path, stored: Mapping[str, StoredTensor]) -> None
         IncompatibleError: if it differs.
     """
     tensors = (stored[EMBEDDING_TENSOR], stored[HEAD_TENSOR])
-    for pair in zip(*map(iter_row_portions, tensors), strict=True):
-        ours, other = map(widen, pair)
-        if not np.array_equal(ours, other):
+    for ours, other in zip(*map(iter_row_portions, tensors), strict=True):
+        if not _equals(ours.reshape(-1), other.reshape(-1)):
             raise make_tied_head_error(directory)
+
+
+def tied_head_scratch_bytes(rows: int, columns: int) -> int:
+    """Return the maximum bytes that `check_tied_head` needs for an embedding."""
+    portion = min(rows_per_portion(columns), rows) * columns
+    return 2 * _FLOAT_BYTES * portion + (2 * _FLOAT_BYTES + 1) * min(_COMPARED_NUMBERS, portion)
 
 
 def is_routed_expert(name: str) -> bool:
@@ -94,6 +100,12 @@ def make_tied_head_error(directory: Path) -> IncompatibleError:
 def make_unreadable_error(path: Path, error: Exception) -> InvalidPackageError:
     """Return the error for a file that cannot be read completely."""
     return InvalidPackageError(str(path), [f"not a readable safetensors file: {error}"])
+
+
+def _equals(ours: AnyArray, other: AnyArray) -> bool:
+    """Return whether stored numbers [count] are equal; some at a time are widened."""
+    parts = (slice(n, n + _COMPARED_NUMBERS) for n in range(0, len(ours), _COMPARED_NUMBERS))
+    return all(np.array_equal(widen(ours[part]), widen(other[part])) for part in parts)
 
 
 def _read_into(numbers: AnyArray, stream: BinaryIO) -> None:

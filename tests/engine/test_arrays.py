@@ -72,6 +72,25 @@ def test_joining_takes_no_more_than_is_said(
     assert np.array_equal(joined, to_tensor(part).float().numpy())
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("other", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_joining_two_dtypes_takes_no_more_than_is_said(
+    dtype: torch.dtype, other: torch.dtype, transposed: bool
+) -> None:
+    tensors = [torch.randn(600, 600).to(kind) for kind in (dtype, other)]
+    if transposed:
+        tensors = [tensor.T for tensor in tensors]
+    parts, joined = [to_array(tensor) for tensor in tensors], np.empty((1200, 600), np.float32)
+    join_rows(joined, parts)  # makes its table
+    tracemalloc.start()
+    join_rows(joined, parts)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most <= max(map(joining_scratch_bytes, parts)) + OBJECTS
+    assert torch.equal(to_tensor(joined), torch.cat([tensor.float() for tensor in tensors]))
+
+
 def test_rows_are_split_into_views() -> None:
     array = np.arange(12).reshape(6, 2)
     parts = split_rows(array, [1, 0, 3])

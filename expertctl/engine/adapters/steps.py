@@ -107,7 +107,10 @@ AdapterStep = LoraTensors | DoraTensors | Ia3Tensors
 def weighted_ia3_vector(ia3: Ia3Tensors, weight: float) -> AnyArray:
     """Return ``l_w``, the factors of the layer's input or output, float32."""
     vector = widen(ia3.vector)
-    return vector if weight == 1.0 else 1 + np.float32(weight) * (vector - 1)
+    if weight == 1.0:
+        return vector
+    with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN are results, too
+        return 1 + np.float32(weight) * (vector - 1)
 
 
 SCRATCH = 2 << 20
@@ -119,12 +122,14 @@ def compute_dora_scales(weight: FloatArray, dora: DoraTensors, *, what: str) -> 
     """Return ``c``, float32 [out], merging a few rows at a time (`dora_scale_scratch_bytes`).
 
     Raises:
-        IncompatibleError: when a merged row is all zeros, or contains a value that is not finite.
+        IncompatibleError: when the norm of a merged row is zero or not finite, or its magnitude
+            is not finite.
     """
-    step, a, scale = _rows_per_step(dora), widen(dora.a), np.float32(dora.scale)
+    step, a = _rows_per_step(dora), widen(dora.a)
     merged = np.empty((step, a.shape[1]), np.float32)
     norms = np.empty(len(weight), np.float32)
     with np.errstate(all="ignore"):  # what is not finite is found at the end
+        scale = np.float32(dora.scale)
         for begin in range(0, len(weight), step):
             rows = weight[begin : begin + step]
             part = np.matmul(widen(dora.b[begin : begin + step]), a, out=merged[: len(rows)])
@@ -133,7 +138,10 @@ def compute_dora_scales(weight: FloatArray, dora: DoraTensors, *, what: str) -> 
             np.square(part, out=part)
             np.sum(part, axis=1, out=norms[begin : begin + step])
         np.sqrt(norms, out=norms)
-        return _check_scales(np.divide(widen(dora.magnitude), norms, out=norms), what)
+        _check_rows((norms > 0) & np.isfinite(norms), what)
+        scales = np.divide(widen(dora.magnitude), norms, out=norms)
+    _check_rows(np.isfinite(scales), what)
+    return scales
 
 
 def dora_scale_scratch_bytes(dora: DoraTensors) -> int:
@@ -147,12 +155,10 @@ def _rows_per_step(dora: DoraTensors) -> int:
     return max(1, min(SCRATCH // (2 * _FLOAT_BYTES * inputs), out))
 
 
-def _check_scales(found: AnyArray, what: str) -> AnyArray:
-    bad = np.flatnonzero(~np.isfinite(found))
-    if len(bad):
+def _check_rows(valid: AnyArray, what: str) -> None:
+    if not valid.all():
         raise IncompatibleError(
-            f"{what}: row {bad[0]} of the base's matrix with the expert's change cannot be scaled: "
-            "its norm is zero or not a number",
+            f"{what}: row {valid.argmin()} of the base's matrix with the expert's change cannot be "
+            "scaled: its norm is zero, or its norm or its magnitude is not finite",
             hint="the expert was made for another base, or one of the two is damaged",
         )
-    return found

@@ -57,6 +57,7 @@ from expertctl.engine.decoding import (
 )
 from expertctl.engine.kernels.packed_format import ATTENTION_INPUTS, KV_PAGE_TOKENS
 from expertctl.engine.kv.block_pool import PagedKVCache
+from expertctl.engine.kv.kv_cache import rewind_on_error
 from expertctl.engine.kv.page_layout import ROW_PAGES, count_pages
 from expertctl.engine.text.prompt import LOGIT_ROWS, RecordLogits
 from expertctl.package.model_config import EMBEDDING_TENSOR, ModelConfig
@@ -176,13 +177,13 @@ class PlainDecoder:
             BudgetError: when the cache is too small; nothing was read then.
             IncompatibleError: for a token, a delta or a soft prompt that does not fit this base.
         """
-        begin, started = cache.length, time.perf_counter()
+        started = time.perf_counter()
         tokens = self._check_tokens(ids, deltas)
         before = self._check_soft_prompt(soft_prompt, cache)
         read = len(before) + len(tokens)
         cache.ensure_capacity(read)
         hidden = before
-        try:
+        with rewind_on_error([cache]), _ignore_float_errors():
             for start in range(0, read, chunk):
                 part = self._embed(before, tokens, start, min(start + chunk, read))
                 first = cache.length
@@ -190,10 +191,8 @@ class PlainDecoder:
                 if scores is not None:
                     self._record_scores(hidden, deltas, first, scores)
                 progress(len(part))
-        except BaseException:
-            cache.rewind(begin)
-            raise
-        return PrefillResult(self._compute_logits(hidden, deltas), read, _measure_ms(started))
+            logits = self._compute_logits(hidden, deltas)
+        return PrefillResult(logits, read, _measure_ms(started))
 
     def decode(
         self, token: int, cache: PagedKVCache, deltas: Deltas = EMPTY_DELTAS
@@ -207,8 +206,9 @@ class PlainDecoder:
         position, started = cache.length, time.perf_counter()
         tokens = self._check_tokens([token], deltas)
         cache.ensure_capacity(1)
-        hidden = self._forward(widen(self._embedding[tokens]), cache, deltas)
-        logits = self._compute_logits(hidden, deltas)
+        with rewind_on_error([cache]), _ignore_float_errors():
+            hidden = self._forward(widen(self._embedding[tokens]), cache, deltas)
+            logits = self._compute_logits(hidden, deltas)
         return DecodeResult(logits, position, _measure_ms(started))
 
     def free_buffers(self) -> None:
@@ -256,12 +256,6 @@ class PlainDecoder:
         Only the last row is returned unless ``whole`` is set: the last layer writes the keys and
         values of all tokens, but its output for the other rows is not needed.
         """
-        with np.errstate(over="ignore", invalid="ignore"):  # `silu`; weights that are no numbers
-            return self._run_layers(x, cache, deltas, whole=whole)
-
-    def _run_layers(
-        self, x: AnyArray, cache: PagedKVCache, deltas: Deltas, *, whole: bool
-    ) -> AnyArray:
         step = self._start_pass(len(x), cache, deltas)
         queries = self._plan_queries(step, begin=0)
         for number, layer in enumerate(self._layers):
@@ -382,6 +376,11 @@ class PlainDecoder:
 
 
 _UNTIMED = nullcontext()
+
+
+def _ignore_float_errors() -> AbstractContextManager[None]:
+    """Compute without warnings: `silu` overflows, and weights or a plan may be no numbers."""
+    return np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 
 def _measure_ms(started: float) -> float:

@@ -20,6 +20,7 @@ from expertctl.engine.base_files import (
     check_tied_head,
     iter_row_portions,
     list_rounding_warnings,
+    tied_head_scratch_bytes,
 )
 from expertctl.engine.kernels.packed_format import rows_per_portion
 from expertctl.engine.memory.host import allocate
@@ -88,7 +89,11 @@ def loading_scratch_bytes(config: ModelConfig, dtype: str) -> int:
     """Return the maximum bytes that `load_plain_weights` needs on top of the weights."""
     shapes = config.tensor_shapes().values()
     portion = max(min(rows_per_portion(shape[-1]) * shape[-1], prod(shape)) for shape in shapes)
-    return portion * _NUMBER_BYTES[dtype] + len(shapes) * _TENSOR_BYTES + _OBJECT_BYTES
+    reading, tensors = portion * _NUMBER_BYTES[dtype], len(shapes)
+    if config.tied:  # its head may be stored, too
+        reading = max(reading, tied_head_scratch_bytes(config.vocab_size, config.hidden_size))
+        tensors += 1
+    return reading + tensors * _TENSOR_BYTES + _OBJECT_BYTES
 
 
 def load_plain_weights(

@@ -254,6 +254,38 @@ def test_a_prompt_that_is_given_up_leaves_the_text_as_it_was(
     assert_same_logits(again[None], shared_oracle.compute_logits(IDS)[-1:])
 
 
+def test_a_text_whose_scores_fail_is_as_it_was(
+    decoder: PlainDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(self: PlainDecoder, hidden: AnyArray, deltas: Deltas) -> AnyArray:
+        raise MemoryError
+
+    cache = make_cache(decoder.config)
+    decoder.prefill(IDS[:5], cache)
+    monkeypatch.setattr(PlainDecoder, "_compute_logits", run_out)
+    with pytest.raises(MemoryError):
+        decoder.prefill(IDS[5:], cache, chunk=2)
+    assert cache.length == 5
+    with pytest.raises(MemoryError):
+        decoder.decode(IDS[5], cache)
+    assert cache.length == 5
+
+
+@pytest.mark.parametrize("module", ["lm_head", "model.layers.2.mlp.down_proj"])
+@pytest.mark.parametrize("number", [np.inf, 3e38, np.nan])
+def test_scores_that_are_no_numbers_give_no_warning(
+    number: float, module: str, decoder: PlainDecoder
+) -> None:
+    out, inner = decoder.config.linear_shapes()[module]
+    delta = LinearDelta(
+        a=np.full((2, inner), number, np.float32), b=np.full((out, 2), number, np.float32)
+    )
+    cache, scores = make_cache(decoder.config), list[AnyArray]()
+    first = decoder.prefill(IDS, cache, {module: delta}, scores=lambda _, rows: scores.append(rows))
+    for logits in (first.logits, decoder.decode(1, cache, {module: delta}).logits, *scores):
+        assert not np.isfinite(logits).any()
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 4, 5, 6, 100])
 def test_a_soft_prompt_equals_its_embeddings_however_it_is_cut(
     chunk: int, decoder: PlainDecoder, shared_oracle: ReferenceModel

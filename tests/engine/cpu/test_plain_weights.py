@@ -109,18 +109,56 @@ def test_progress_and_what_was_read_count_every_byte(tmp_path: Path) -> None:
     assert weights.read_bytes == sum(t.size for t in read_base_tensors(base, config).values())
 
 
+def measure_loading(directory: Path, dtype: str) -> int:
+    """The most memory in use while a base is read, besides the weights, which are not traced."""
+    load(directory, dtype)  # imports
+    tracemalloc.start()
+    try:
+        load(directory, dtype)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
 def test_loading_needs_no_more_memory_than_it_says(stored: str, dtype: str, tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", dtype=stored, hidden=64, intermediate=20_000, vocab=9000)
-    load(base, dtype)  # imports
-    tracemalloc.start()
-    try:
-        load(base, dtype)  # weights themselves are not traced
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    peak = measure_loading(base, dtype)
     assert peak <= loading_scratch_bytes(read_model_config(base), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+@pytest.mark.parametrize("head", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_a_tied_head_that_is_stored_needs_no_more_memory(
+    stored: str, head: str, dtype: str, tmp_path: Path
+) -> None:
+    base = write_base(tmp_path / "base", tie=True, dtype=stored, hidden=64, vocab=9000)
+    path = base / "model.safetensors"
+    tensors = load_file(path)
+    embedding = tensors["model.embed_tokens.weight"]
+    embedding.copy_(embedding.to(torch.bfloat16).clamp(-1, 1).mul(64).round() / 64)
+    save_file({**tensors, HEAD_TENSOR: embedding.to(getattr(torch, head), copy=True)}, path)
+    peak = measure_loading(base, dtype)
+    assert peak <= loading_scratch_bytes(read_model_config(base), dtype)
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+def test_a_tied_head_is_compared_by_numbers_not_by_bits(stored: str, tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", tie=True, dtype=stored)
+    path = base / "model.safetensors"
+    tensors = load_file(path)
+    embedding = tensors["model.embed_tokens.weight"]
+    embedding[-1, -1] = 0
+    head = embedding.clone()
+    head[-1, -1] = -0.0
+    save_file({**tensors, HEAD_TENSOR: head}, path)
+    load(base)
+    embedding[-1, -1] = head[-1, -1] = float("nan")
+    save_file({**tensors, HEAD_TENSOR: head}, path)
+    with pytest.raises(IncompatibleError, match=r"lm_head\.weight differs"):
+        load(base)
 
 
 def test_a_file_that_ends_while_it_is_read_is_refused(

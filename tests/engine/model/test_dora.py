@@ -1,6 +1,7 @@
 """DoRA's gains: the same row by row as with the whole matrix, in bounded memory, never NaN."""
 
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ import torch
 from expertctl.engine.adapters import steps as module
 from expertctl.engine.adapters.steps import (
     DoraTensors,
+    Ia3Tensors,
     compute_dora_scales,
     dora_scale_scratch_bytes,
+    weighted_ia3_vector,
 )
 from expertctl.engine.torch.plan import to_array, to_tensor
 from expertctl.engine.torch.reference import reference_dora_scales
@@ -88,6 +91,28 @@ def test_numbers_that_are_none_are_refused(bad: float) -> None:
     with pytest.raises(IncompatibleError, match="row 3"):
         compute_dora_scales(weight, dora, what="x")
     dora = a_dora()
-    weight[20, 1] = float("nan")
+    weight[20, 1] = bad
     with pytest.raises(IncompatibleError, match="row 20"):
         compute_dora_scales(weight, dora, what="x")
+
+
+@pytest.mark.parametrize("large", [1e20, 3e38])
+def test_a_norm_that_overflows_is_refused(large: float) -> None:
+    weight = to_array(torch.randn(50, 30))
+    weight[20, 1] = large
+    with pytest.raises(IncompatibleError, match="row 20"):
+        compute_dora_scales(weight, a_dora(), what="x")
+
+
+@pytest.mark.parametrize("scale", [1e300, float("inf"), float("nan")])
+def test_a_scale_that_no_float32_holds_is_refused(scale: float) -> None:
+    dora = replace(a_dora(), scale=scale)
+    with pytest.raises(IncompatibleError, match="row 0"):
+        compute_dora_scales(to_array(torch.randn(50, 30)), dora, what="x")
+
+
+@pytest.mark.parametrize("weight", [1e300, 3e38, float("inf")])
+def test_an_ia3_vector_that_overflows_gives_no_warning(weight: float) -> None:
+    vector = np.array([1, 3, np.inf, -np.inf, np.nan], np.float32)
+    found = weighted_ia3_vector(Ia3Tensors(vector, on_input=True), weight)
+    assert not np.isfinite(found[1:]).any()
