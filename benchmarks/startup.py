@@ -1,4 +1,4 @@
-"""How long a command takes to start, against a one-command typer program and ``import torch``."""
+"""How long commands take to start, against a one-command typer program and ``import torch``."""
 
 import json
 import os
@@ -8,9 +8,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
-from benchmarks.harness import Row, Run, compare, judge, main
+from benchmarks.harness import Row, Run, compare, main
 
 TYPER_PROGRAM = """
 import typer
@@ -46,33 +45,18 @@ def measure(rounds: int) -> Sequence[Row]:
                 "expertctl list", _make_process_run([*EXPERTCTL, "list"], home), typer,
                 rival="one-command typer program", rounds=rounds, target="<= 1.5",
             ),
-            _compare_added_time(torch, home, rounds),
+            compare(
+                "expertctl run, besides generating", lambda: _measure_overhead(home), torch,
+                rival="python -c 'import torch'", rounds=rounds, target="<= 0.5",
+            ),
         ]  # fmt: skip
 
 
 EXPERTCTL = [str(Path(sys.executable).with_name("expertctl"))]
 
 
-def _compare_added_time(torch: Run, home: dict[str, str], rounds: int) -> Row:
-    """What ``run`` takes beyond importing torch and generating, as a part of importing torch."""
-    pairs = [(torch(), _measure_overhead(home)) for _ in range(rounds)]
-    added = [(whole - imported) for imported, whole in pairs]
-    imports = [imported for imported, _ in pairs]
-    shares = sorted(a / i for a, i in zip(added, imports, strict=True))
-    row = Row(
-        case="expertctl run: added to import torch, besides generating",
-        ours=round(median(added) * 1000, 1),
-        rival="python -c 'import torch'",
-        theirs=round(median(imports) * 1000, 1),
-        unit="ms",
-        better="lower",
-        ratio=round(median(added) / median(imports), 3),
-        spread=(round(shares[len(shares) // 4], 3), round(shares[-1 - len(shares) // 4], 3)),
-    )
-    return judge(row, "<= 0.5")
-
-
 def _measure_overhead(home: dict[str, str]) -> float:
+    """Return the seconds of a run besides reading the prompt and writing the answer."""
     start = time.perf_counter()
     document = json.loads(_read_output([*EXPERTCTL, "run", PROMPT, "--json"], home))
     seconds = time.perf_counter() - start
