@@ -226,12 +226,12 @@ def test_without_matplotlib_the_extra_is_named_before_anything_is_answered(
 
 
 @pytest.mark.parametrize("words", [["eval", "acme/sums", "--data"], ["build", "my-lora", "--eval"]])
-def test_without_torch_the_way_out_is_named(
+def test_without_jinja_the_way_out_is_named(
     words: list[str], workshop: EvaluationWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = (
         "import sys\n"
-        "sys.modules['torch'] = None\n"
+        "sys.modules['jinja2'] = None\n"
         "from expertctl.cli.app import run\n"
         f"sys.exit(run({[*words, str(workshop.half)]!r}))\n"
     )
@@ -241,7 +241,7 @@ def test_without_torch_the_way_out_is_named(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert (result.returncode, result.stdout) == (3, "")
-    assert "error: running a model needs torch" in result.stderr
+    assert "error: running a model needs jinja2" in result.stderr
 
 
 Build = Callable[..., dict[str, Any]]
