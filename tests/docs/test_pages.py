@@ -63,7 +63,7 @@ def test_every_command_of_a_page_works_as_shown(page: Path, workplace: Path, war
         "OMP_NUM_THREADS": "1",
     }
     steps = [step for step in read_commands(page) if not step.command.startswith("make ")]
-    assert run_commands(steps, folder=workplace, environment=environment, limit_s=600) == []
+    assert run_commands(steps, folder=workplace, environment=environment, limit_s=2400) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
