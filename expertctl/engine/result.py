@@ -6,6 +6,7 @@ slows Python down. The text is the same.
 """
 
 import ctypes
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -53,28 +54,35 @@ class _Mallinfo2(ctypes.Structure):
 def count_allocations() -> Iterator[AllocationCounts]:
     """Count the allocations of all threads of the process inside a ``with`` block.
 
-    Three sources are measured: Python and numpy (through tracemalloc), arrays created by compiled
-    code (numba, which this imports, counts them), and the heap of the C library, which torch uses.
-    Measuring slows Python down, so it is for tests and diagnostics.
+    Three sources are measured: Python and numpy (through tracemalloc), arrays created by code that
+    numba compiled in this process, and the heap of the C library, which torch uses. Measuring slows
+    Python down, so it is for tests and diagnostics.
     """
-    from numba.core.runtime import _nrt_python, rtsys
-
-    found = AllocationCounts()
+    found, count_arrays = AllocationCounts(), _find_array_counter()
     already = tracemalloc.is_tracing()
     if not already:
         tracemalloc.start(1)
-    _nrt_python.memsys_enable_stats()
-    native, arrays = get_heap_bytes(), rtsys.get_allocation_stats().alloc
+    native, arrays = get_heap_bytes(), count_arrays()
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     try:
         yield found
     finally:
         found.python_bytes = tracemalloc.get_traced_memory()[1] - before
-        found.compiled_arrays = rtsys.get_allocation_stats().alloc - arrays
+        found.compiled_arrays = count_arrays() - arrays
         found.native_bytes = get_heap_bytes() - native
         if not already:
             tracemalloc.stop()
+
+
+def _find_array_counter() -> Callable[[], int]:
+    """Return what counts arrays of compiled code; machine code from the cache creates none."""
+    if "numba" not in sys.modules:
+        return lambda: 0
+    from numba.core.runtime import _nrt_python, rtsys
+
+    _nrt_python.memsys_enable_stats()
+    return lambda: int(rtsys.get_allocation_stats().alloc)
 
 
 def get_heap_bytes() -> int:

@@ -205,7 +205,7 @@ def _choose_deltas(
 ) -> "DeltaCompiler | PackedPlanCompiler":
     if spec.packing is None:
         return DeltaCompiler(layers, spec.dtype, spec.device)
-    # Imports numba, which takes 0.4 s.
+    # Imports the modules of the kernels, which plans for torch do without.
     from expertctl.engine.cpu.packed_plan import PackedPlanCompiler
 
     return PackedPlanCompiler(layers, spec.shapes, spec.packing)

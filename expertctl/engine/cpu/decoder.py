@@ -28,8 +28,8 @@ from expertctl.engine.cpu.decoder_program import (
 from expertctl.engine.cpu.packed_base import PackedBase
 from expertctl.engine.cpu.program_cache import ProgramCache, ThreadTuner
 from expertctl.engine.cpu.workspace import Workspace, group_rows_by_plan
-from expertctl.engine.kernels.jit import Program
 from expertctl.engine.kernels.packed_format import PackedDeltas
+from expertctl.engine.kernels.program import Program
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.model.decoder import (

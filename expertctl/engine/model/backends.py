@@ -2,7 +2,7 @@
 
 A backend knows the memory of everything before loading, to the byte. A KV cache, a model and a plan
 that are used together come from the same backend. The torch backend runs bases of every size; small
-ones start faster in it than numba is imported.
+ones start faster in it than kernels are compiled.
 """
 
 from collections.abc import Callable, Sequence

@@ -302,7 +302,7 @@ def _choose_cuda_backend(config: ModelConfig, load_config: LoadConfig) -> Backen
 
 
 def _choose_packed_backend(config: ModelConfig, load_config: LoadConfig) -> "PackedBackend":
-    """Return the packed backend; only now numba is imported, which takes a third of a second."""
+    """Return the packed backend; only now the modules of the kernels are imported."""
     from expertctl.engine.cpu.backend import PackedBackend
 
     return PackedBackend.choose(config, load_config)
