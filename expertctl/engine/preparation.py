@@ -178,23 +178,23 @@ def prepare_with_fewer_experts(
         dropped += gone
 
 
-def list_base_needs(
-    prepared: PreparedRequest, *, width: int = 0, rows: int = 1
-) -> list[MemoryNeed]:
-    """Return the certain needs of a run; of its experts only the width of their plan counts."""
+def list_base_needs(prepared: PreparedRequest, *, rows: int = 1) -> list[MemoryNeed]:
+    """Return the certain needs of a run, which do not depend on its experts."""
     base, tokens = prepared.base, prepared.prompt.capacity
-    buffers = prepared.buffer_bytes(width=width, rows=rows)
     return [
         MemoryNeed("base", base.weight_bytes, f"the base {base.stored.name}"),
         MemoryNeed("kv", base.kv_bytes(tokens), f"the KV cache of {tokens} tokens"),
-        MemoryNeed("buffers", buffers, f"the buffers of {tokens} tokens"),
+        MemoryNeed("buffers", prepared.buffer_bytes(rows=rows), f"the buffers of {tokens} tokens"),
     ]
 
 
 def list_needs(
     planner: Planner, prepared: PreparedRequest, files: Files, *, rows: int = 1
 ) -> list[MemoryNeed]:
-    """Return the maximum needs of a run, to the byte, alone in a batch of ``rows`` rows.
+    """Return the least memory of a run, alone in a batch of ``rows`` rows, in order of need.
+
+    The buffers widen for the plan once it is compiled; installed experts that it does not use in
+    place can be evicted for that.
 
     Raises:
         IncompatibleError: when an expert does not fit the base.
@@ -206,13 +206,22 @@ def list_needs(
         plan = estimate_plan_memory(chain, prepared.compile_spec)
     except (InvalidPackageError, OSError):
         plan = MemoryEstimate()  # a file is damaged or missing; loading it reports that
-    names = ", ".join(expert.ref for expert in experts)
+    names, tokens = ", ".join(expert.ref for expert in experts), prepared.prompt.capacity
     # on CUDA the experts are in another memory
     here = [] if prepared.load_config.engine.device == "cuda" else outlines
+    in_files = {file.source.content_digest for file in files.values()}
+    evictable = [] if plan.uses_experts else [s for s in here if s.content_digest not in in_files]
+    least = prepared.buffer_bytes(rows=rows)
+    widening = prepared.buffer_bytes(width=plan.width, rows=rows) - least
     return [
-        *list_base_needs(prepared, width=plan.width, rows=rows),
+        *list_base_needs(prepared, rows=rows),
         *(MemoryNeed("experts", source.nbytes, source.manifest.ref) for source in here),
         MemoryNeed("experts", plan.nbytes, f"the plan of {names}"),
+        MemoryNeed(
+            "buffers",
+            max(0, widening - sum(source.nbytes for source in evictable)),
+            f"the buffers of {tokens} tokens",
+        ),
     ]
 
 

@@ -13,7 +13,7 @@ from expertctl.errors import BudgetError, DigestError, ExpertError
 from expertctl.reference import Reference
 from expertctl.routing.request import ForcedExpert
 from tests.engine.package_fixtures import EnginePackages, market
-from tests.engine.test_local_engine import planner, request, run
+from tests.engine.test_local_engine import find_least_budget, planner, request, run
 from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["fast", "house", "market"]
@@ -136,13 +136,16 @@ def test_whatever_ends_the_loading_of_the_base_ends_the_fetching(
 
 
 def test_what_is_fetched_ahead_takes_nothing_that_the_run_needs(house: HomeFixture) -> None:
-    whole = run(LocalEngine(planner(house), budget=BUDGET), request(*named("one", "two"))).memory
-    exact = LocalEngine(planner(house), budget=whole.peak)
-    for _ in range(5):
-        assert run(exact, request(*named("one", "two"))).memory.peak == whole.peak
-        exact.close()
-    less = LocalEngine(planner(house), budget=whole.peak - 1)
+    asked = request(*named("one", "two"))
+    whole = run(LocalEngine(planner(house), budget=BUDGET), asked).memory
+    least = find_least_budget(house, asked)
+    for limit in (least, whole.peak):
+        exact = LocalEngine(planner(house), budget=limit)
+        for _ in range(5):
+            assert run(exact, asked).memory.peak == limit
+            exact.close()
+    less = LocalEngine(planner(house), budget=least - 1)
     with pytest.raises(BudgetError):
-        run(less, request(*named("one", "two")))
+        run(less, asked)
     less.check_integrity()
     threads_end()

@@ -9,6 +9,14 @@ import torch
 
 from expertctl.engine.generation import CancelCheck, never_cancelled
 from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.model.load_plan import read_local_outline
+from expertctl.engine.preparation import (
+    list_expert_files,
+    list_needs,
+    open_planned_base,
+    plan_request,
+    prepare_for_base,
+)
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.text.prompt import PROMPT_NOT_IN_TEMPLATE, UserMessage
@@ -24,6 +32,7 @@ from expertctl.errors import (
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import ForcedExpert, SamplingOverrides
+from expertctl.routing.session import PlanningSession
 from expertctl.schema.validation import find_problems
 from expertctl.settings import Home, Settings
 from tests.engine.package_fixtures import EnginePackages, market
@@ -212,21 +221,39 @@ def test_a_base_changed_on_disk_is_refused(house: HomeFixture, tmp_path: Path) -
         run(LocalEngine(planner(house), budget=8 << 20), request(base="mine"))
 
 
+def find_least_budget(house: HomeFixture, asked: RunRequest) -> int:
+    """Return the estimate of a request's memory, in which it is answered; one byte less refuses."""
+    home = planner(house)
+    files = {path: read_local_outline(path, trust=home.trust) for path in list_expert_files(asked)}
+    planned = plan_request(PlanningSession(home), asked, files)
+    prepared = prepare_for_base(
+        open_planned_base(home, asked, planned), home, asked, planned, files
+    )
+    least = sum(need.size for need in list_needs(home, prepared, files))
+    with pytest.raises(BudgetError):
+        run(LocalEngine(home, budget=least - 1), asked)
+    assert run(LocalEngine(home, budget=least), asked).memory.peak == least
+    return least
+
+
 def test_a_run_fits_exactly_and_with_one_byte_less_says_what_does_not(
     engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     house.install(market.package())
-    held = run(engine, request(SQL)).memory.held
-    limit = 0
-    names = {"base": "the base", "kv": "the KV cache", "buffers": "the buffers", "experts": "acme"}
-    for purpose, what in names.items():
-        limit += held[purpose]  # type: ignore[index]  # a Purpose
+    memory = run(engine, request(SQL)).memory
+    least, base = find_least_budget(house, request(SQL)), memory.held["base"]
+    assert memory.peak - memory.held["experts"] <= least <= memory.peak, "experts were evicted"
+    limits = {
+        "the base": base,
+        "the KV cache": base + memory.held["kv"],
+        "the buffers": least,
+    }
+    for what, limit in limits.items():
         small = LocalEngine(planner(house), budget=limit - 1)
         with pytest.raises(BudgetError, match=f"{what}.* needed, .* of the budget of") as caught:
             run(small, request(SQL))
         assert "--memory-budget" in caught.value.hint
         small.check_integrity()
-    assert run(LocalEngine(planner(house), budget=limit), request(SQL)).memory.peak == limit
 
 
 def test_a_prompt_beyond_the_context_is_refused_or_cut_as_asked(engine: LocalEngine) -> None:

@@ -98,6 +98,8 @@ class MemoryEstimate:
 
     nbytes: int = 0
     width: int = 0
+    uses_experts: bool = False
+    """Whether the plan uses bytes of its experts in place."""
 
 
 def estimate_plan_memory(
@@ -120,7 +122,8 @@ def estimate_plan_memory(
     composition = fold_plan(links, spec)
     gains = [dora_scale_bytes(adapter) for adapter in used]
     multiplying = composition.nbytes + composition.scratch_bytes + sum(gains)
-    return MemoryEstimate(max(multiplying, _estimate_scale_peak(used, spec)), composition.width)
+    most = max(multiplying, _estimate_scale_peak(used, spec))
+    return MemoryEstimate(most, composition.width, composition.shares_adapter_memory)
 
 
 def _estimate_scale_peak(adapters: Sequence[LoadedAdapter], spec: CompileSpec) -> int:
