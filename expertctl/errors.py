@@ -13,7 +13,8 @@
     │   └── UnknownAddressError               a server has nothing at this path
     ├── IncompatibleError            exit 4   two things do not fit together
     │   ├── BaseMismatchError                 an expert and a base
-    │   └── ConflictError                     two experts
+    │   ├── ConflictError                     two experts
+    │   └── KernelsUnavailableError           kernels and this machine, or what is installed
     ├── TrustError                   exit 5   no trusted key has signed it
     │   ├── SignatureError                    the signature itself does not verify
     │   ├── DigestError                       bytes do not match their digest
@@ -135,6 +136,12 @@ class ConflictError(IncompatibleError):
     """Two experts may not be installed or used together."""
 
     code = "conflict"
+
+
+class KernelsUnavailableError(IncompatibleError):
+    """Kernels can neither be compiled nor loaded here, so a base needs another backend."""
+
+    code = "no_kernels"
 
 
 class TrustError(ExpertError):

@@ -21,7 +21,7 @@ from expertctl.engine.cpu.decoder import PackedDecoder
 from expertctl.engine.cpu.packed_base import PackedBase, make_expert_shape
 from expertctl.engine.cpu.program_cache import estimate_buffer_bytes
 from expertctl.engine.decoding import PREFILL_CHUNK
-from expertctl.engine.kernels.jit import cpu_model_name
+from expertctl.engine.kernels.machine_code import cpu_model_name
 from expertctl.engine.kernels.microbenchmarks import MemoryReadBenchmark, PeakArithmetic
 from expertctl.engine.kernels.packed_format import LANES, PackedDeltas, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix

@@ -54,9 +54,9 @@ class _Mallinfo2(ctypes.Structure):
 def count_allocations() -> Iterator[AllocationCounts]:
     """Count the allocations of all threads of the process inside a ``with`` block.
 
-    Three sources are measured: Python and numpy (through tracemalloc), arrays created by compiled
-    code (numba counts them, if it is loaded), and the heap of the C library. Measuring slows Python
-    down, so it is for tests and diagnostics.
+    Three sources are measured: Python and numpy (through tracemalloc), arrays created by code that
+    numba compiled in this process, and the heap of the C library. Measuring slows Python down, so
+    it is for tests and diagnostics.
     """
     count_arrays = _start_counting_arrays()
     found = AllocationCounts()

@@ -31,7 +31,7 @@ from expertctl.routing.plan import (
 from expertctl.store.base_record import StoredBase
 
 SMALL_BASE = 64 << 20
-"""Below this size, a base generates many tokens before numba, which kernels need, is imported."""
+"""Below this size, a base generates many tokens before kernels are compiled for a new machine."""
 _FLOAT_BYTES = 4
 _COMPAT_PACKAGES = ("transformers", "peft")
 

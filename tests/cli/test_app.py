@@ -33,6 +33,7 @@ CONTRACT = {
     "incompatible": 4,
     "base_mismatch": 4,
     "conflict": 4,
+    "no_kernels": 4,
     "trust": 5,
     "signature": 5,
     "digest": 5,

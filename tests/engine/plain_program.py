@@ -10,7 +10,7 @@ import torch
 from benchmarks.oracle import SEED, TorchReference, make_small_config
 from expertctl.engine.cpu.base_loader import create_random_base
 from expertctl.engine.cpu.decoder import DecodeRow, PackedDecoder
-from expertctl.engine.kernels.jit import get_host_cpu
+from expertctl.engine.kernels.compiled.compiler import get_host_cpu
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache

@@ -1,7 +1,7 @@
 """The packed CPU backend: large bases, int8 and int4, and deterministic results.
 
-Importing this module imports numba. Compiled code is cached below the home; the load context is
-notified when kernels must be compiled.
+Compiled code is cached below the home; the load context is notified when kernels must be compiled,
+and only then numba is imported.
 """
 
 from collections.abc import Callable, Sequence

@@ -35,8 +35,8 @@ from expertctl.engine.decoding import (
     check_soft_prompt,
     check_tokens,
 )
-from expertctl.engine.kernels.jit import Program
 from expertctl.engine.kernels.packed_format import PackedDeltas
+from expertctl.engine.kernels.program import Program
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.moe.counters import Phase

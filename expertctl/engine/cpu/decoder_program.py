@@ -21,9 +21,11 @@ from expertctl.engine.cpu.packed_base import (
 )
 from expertctl.engine.cpu.rope import compute_inverse_frequencies
 from expertctl.engine.cpu.workspace import ItemCounts, ProgramVariant, RowRange, Workspace
-from expertctl.engine.kernels.jit import Program, ProgramBuilder
 from expertctl.engine.kernels.layer_operations import (
     AttentionShape,
+    attention_arguments,
+    decode_attention_kernel,
+    prefill_attention_kernel,
     rms_norm_arguments,
     rms_norm_kernel,
     rope_kv_write_arguments,
@@ -48,11 +50,7 @@ from expertctl.engine.kernels.packed_matrix import (
     embedding_arguments,
     embedding_kernel,
 )
-from expertctl.engine.kernels.paged_attention import (
-    attention_arguments,
-    decode_attention_kernel,
-    prefill_attention_kernel,
-)
+from expertctl.engine.kernels.program import Program, ProgramBuilder
 from expertctl.engine.moe.routed_experts import RoutedExperts
 from expertctl.engine.moe.routed_operations import RoutedOperations
 from expertctl.package.model_config import ModelConfig

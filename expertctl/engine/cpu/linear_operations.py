@@ -13,7 +13,6 @@ import numpy as np
 
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.cpu.workspace import ItemCounts, Workspace, round_up_rows
-from expertctl.engine.kernels.jit import ProgramBuilder
 from expertctl.engine.kernels.layer_operations import affine_arguments, affine_kernel
 from expertctl.engine.kernels.lora import (
     fused_lora_arguments,
@@ -35,6 +34,7 @@ from expertctl.engine.kernels.moe_lora import (
 )
 from expertctl.engine.kernels.packed_format import LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
+from expertctl.engine.kernels.program import ProgramBuilder
 from expertctl.engine.kernels.quantisation import (
     PreparedActivations,
     activation_arguments,

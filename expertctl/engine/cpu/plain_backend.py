@@ -1,6 +1,6 @@
 """The plain CPU backend: numpy, without compiled kernels.
 
-It runs bases of every size: small ones faster than numba is imported, others where kernels do not
+It runs bases of every size: small ones faster than kernels are compiled, others where kernels do not
 support their sizes or numba is missing. All routed experts are in memory. Keys and values are in
 pages of rows, which a `BlockPool` lends.
 """

@@ -16,16 +16,17 @@ from expertctl.digest import Progress
 from expertctl.engine.arrays import VECTOR_BYTES, AnyArray
 from expertctl.engine.base_files import iter_row_portions
 from expertctl.engine.cpu.packed_base import TensorPlace, write_tensor
-from expertctl.engine.kernels.exponent_packing import (
-    align_to_vector_bytes,
+from expertctl.engine.kernels.moe_gemm import compact_chunk_sizes
+from expertctl.engine.kernels.packed_format import Scheme, rows_per_portion
+from expertctl.engine.kernels.packed_matrix import (
+    ExpertShape,
+    PackedMatrix,
+    align_to_vector,
     exponent_check_kernel,
     exponent_pack_kernel,
     max_packed_bytes,
 )
-from expertctl.engine.kernels.memory import array_address, encode_operands
-from expertctl.engine.kernels.moe_gemm import compact_chunk_sizes
-from expertctl.engine.kernels.packed_format import Scheme, rows_per_portion
-from expertctl.engine.kernels.packed_matrix import ExpertShape, PackedMatrix
+from expertctl.engine.kernels.program import array_address, encode_operands
 from expertctl.engine.memory.host import count_usable_cores
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.store.quantised_file import ALIGNED
@@ -36,7 +37,7 @@ def compact_expert(block: AnyArray, shape: ExpertShape) -> AnyArray:
     sizes = compact_chunk_sizes(shape)
     assert VECTOR_BYTES * sizes.prod(axis=1).sum() == block.nbytes
     offsets = 4 * (len(sizes) + 1)
-    room = align_to_vector_bytes(offsets) + sum(max_packed_bytes(*size) for size in sizes.tolist())
+    room = align_to_vector(offsets) + sum(max_packed_bytes(*size) for size in sizes.tolist())
     packed = np.zeros(room + ALIGNED, np.uint8)
     arguments = encode_operands(
         array_address(block, np.uint8),

@@ -12,7 +12,7 @@ from itertools import groupby
 import numpy as np
 
 from expertctl.engine.arrays import AnyArray, aligned_zeros
-from expertctl.engine.kernels.layer_operations import AttentionShape
+from expertctl.engine.kernels.layer_operations import AttentionShape, prefill_attention_items
 from expertctl.engine.kernels.lora import AdapterBatchTable, batch_table_bytes
 from expertctl.engine.kernels.moe_routing import allocate_permutation
 from expertctl.engine.kernels.packed_format import (
@@ -22,7 +22,6 @@ from expertctl.engine.kernels.packed_format import (
     PackedDeltas,
     Scheme,
 )
-from expertctl.engine.kernels.paged_attention import prefill_attention_items
 from expertctl.engine.kernels.quantisation import (
     PreparedActivations,
     allocate_activations,

@@ -17,18 +17,13 @@ from numba import types
 from numba.extending import intrinsic
 
 from expertctl.engine.arrays import VECTOR_BYTES, AnyArray, aligned_zeros
-from expertctl.engine.kernels.jit import (
-    Kernel,
-    KernelFunction,
-    Program,
-    ProgramBuilder,
-    compile_kernel,
-    get_host_cpu,
-)
-from expertctl.engine.kernels.memory import int64_view, load_int64s
+from expertctl.engine.kernels.compiled.compiler import KernelFunction, get_host_cpu
+from expertctl.engine.kernels.compiled.memory import int64_view, load_int64s
+from expertctl.engine.kernels.compiled.simd import SimdBuilder, Value, require_literal
+from expertctl.engine.kernels.jit import Kernel, load_kernel
 from expertctl.engine.kernels.packed_format import LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
-from expertctl.engine.kernels.simd import SimdBuilder, Value, require_literal
+from expertctl.engine.kernels.program import Program, ProgramBuilder
 from expertctl.engine.kernels.thread_pool import ThreadPool
 
 LOOP_COUNT = 4096
@@ -84,10 +79,12 @@ def _independent_sums() -> int:
 
 @cache
 def _peak_kernel(way: int) -> Kernel:
-    return compile_kernel(f"peak {way}", _peak_function(way))
+    return load_kernel(f"peak {way}", __name__, "make_peak", way=way)
 
 
-def _peak_function(way: int) -> KernelFunction:
+def make_peak(way: int) -> KernelFunction:
+    """Return the function that multiplies numbers in registers."""
+
     def peak(first: int, last: int, arguments: int) -> None:
         ones, sums, turns = load_int64s(arguments, 3)
         for item in range(first, last):
@@ -142,7 +139,7 @@ class MemoryReadBenchmark:
         self._found = aligned_zeros((len(places), VECTOR_BYTES // 8), np.int64)
         arguments = np.array([places.ctypes.data, self._found.ctypes.data], np.int64)
         builder = ProgramBuilder()
-        builder.add(compile_kernel("read", _read_items), arguments, len(places))
+        builder.add(load_kernel("read", __name__, "read_items"), arguments, len(places))
         builder.keep_alive(parts, places, self._found)
         self._program = builder.build()
 
@@ -162,7 +159,8 @@ def _item_addresses(array: AnyArray) -> AnyArray:
     return array.ctypes.data + offsets
 
 
-def _read_items(first: int, last: int, arguments: int) -> None:
+def read_items(first: int, last: int, arguments: int) -> None:
+    """Read items and write the exclusive or of their words."""
     places, out = load_int64s(arguments, 2)
     for item in range(first, last):
         emit_item_read(int64_view(places, last)[item], out + item * VECTOR_BYTES)

@@ -12,30 +12,20 @@ a sum runs over the columns from first to last as in every GEMM, and has the sam
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
 
-from expertctl.engine.arrays import VECTOR_BYTES, AnyArray
-from expertctl.engine.kernels.exponent_packing import CHUNK_FLOATS, VECTORS, unpack_chunk
-from expertctl.engine.kernels.gemm import gemm_blocks_function, gemm_panel_function
-from expertctl.engine.kernels.jit import Kernel, KernelFunction, compile_kernel
+from expertctl.engine.arrays import AnyArray
+from expertctl.engine.kernels.jit import Kernel, load_kernel
 from expertctl.engine.kernels.lora import BLOCKS_PER_ITEM
-from expertctl.engine.kernels.memory import (
-    allocate_stack_floats,
-    array_address,
-    atomic_store,
-    encode_operands,
-    float32_view,
-    load_int64s,
-    row_address,
-    uint32_view,
-)
 from expertctl.engine.kernels.moe_routing import MoePermutation
 from expertctl.engine.kernels.packed_format import LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertMatrix, ExpertShape
+from expertctl.engine.kernels.program import array_address, encode_operands, row_address
 from expertctl.engine.kernels.quantisation import PreparedActivations
+
+_CODE = "expertctl.engine.kernels.compiled.moe_gemm"
+"""The module with the code, which is imported only to compile it."""
 
 
 @cache
@@ -47,7 +37,7 @@ def moe_gemm_kernel(scheme: Scheme, *, portable: bool = False) -> Kernel:
     Here and below, ``portable`` uses baseline instructions only.
     """
     name = f"routed {scheme.value}{' plainly' * portable}"
-    return compile_kernel(name, _moe_gemm_function(scheme, portable=portable))
+    return load_kernel(name, _CODE, "make_moe_gemm", scheme=scheme, portable=portable)
 
 
 def moe_gemm_items(part: ExpertMatrix, *, active: int) -> int:
@@ -105,45 +95,6 @@ def list_expert_operands(
     )
 
 
-def _moe_gemm_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
-    strips = gemm_blocks_function(scheme, portable=portable)
-
-    def routed(first: int, last: int, arguments: int) -> None:
-        (
-            places, data, scales, blocks, vectors, groups, active, actives, begins,
-            rows, stride, row_scales, row_sums, absent, out, out_stride, counted,
-        ) = load_int64s(arguments, 17)  # fmt: skip
-        items, wide = load_int64s(counted, 1)[0], groups * 4
-        each = (blocks + BLOCKS_PER_ITEM - 1) // BLOCKS_PER_ITEM
-        units = load_int64s(actives, 1)[0] * each
-        for unit in range(first * units // items, last * units // items):
-            expert = load_int64s(active + unit // each * 8, 1)[0]
-            begin, end = load_int64s(begins + expert * 8, 2)
-            block = unit % each * BLOCKS_PER_ITEM
-            above = min(block + BLOCKS_PER_ITEM, blocks)
-            place, to = load_int64s(places + expert * 8, 1)[0], out + begin * out_stride
-            if place == 0:
-                atomic_store(absent, expert + 1)
-                zero_blocks(to + block * VECTOR_BYTES, out_stride, end - begin, above - block)
-                continue
-            strips(
-                place + data, place + scales, block, above, vectors, groups,
-                rows + begin * stride, stride, row_scales + begin * wide, row_sums + begin * wide,
-                wide, to, out_stride, end - begin, 0,
-            )  # fmt: skip
-
-    return routed
-
-
-@register_jitable
-def zero_blocks(out: Any, stride: Any, rows: Any, blocks: Any) -> None:
-    """Write zeros into some blocks of rows."""
-    for row in range(rows):
-        numbers = float32_view(out + row * stride, blocks * LANES)
-        for k in range(blocks * LANES):
-            numbers[k] = 0
-
-
 def compact_chunk_sizes(shape: ExpertShape) -> AnyArray:
     """Return the blocks of each panel of an expert, and the vectors of each block: int64 [n, 2]."""
     sizes = [
@@ -177,7 +128,7 @@ def moe_gemm_compact_kernel(*, portable: bool = False) -> Kernel:
     An expert whose bytes are malformed produces zeros, as one without an address does.
     """
     name = f"routed compact{' plainly' * portable}"
-    return compile_kernel(name, _moe_gemm_compact_function(portable=portable))
+    return load_kernel(name, _CODE, "make_compact_moe_gemm", portable=portable)
 
 
 def moe_gemm_compact_arguments(
@@ -200,44 +151,3 @@ def moe_gemm_compact_arguments(
         compact.first,
         compact.bytes,
     )
-
-
-def _moe_gemm_compact_function(*, portable: bool) -> KernelFunction:
-    spans = gemm_panel_function(Scheme.BFLOAT16, portable=portable, accumulates=True)
-
-    def routed(first: int, last: int, arguments: int) -> None:
-        (
-            places, _, _, blocks, vectors, _, active, actives, begins,
-            rows, stride, _, _, absent, out, out_stride, counted, stretch, size,
-        ) = load_int64s(arguments, 19)  # fmt: skip
-        items, chunk = load_int64s(counted, 1)[0], allocate_stack_floats(CHUNK_FLOATS)
-        each = (blocks + BLOCKS_PER_ITEM - 1) // BLOCKS_PER_ITEM
-        units = load_int64s(actives, 1)[0] * each
-        for unit in range(first * units // items, last * units // items):
-            expert = load_int64s(active + unit // each * 8, 1)[0]
-            begin, end = load_int64s(begins + expert * 8, 2)
-            block = unit % each * BLOCKS_PER_ITEM
-            high = min(BLOCKS_PER_ITEM, blocks - block)
-            to = out + begin * out_stride + block * VECTOR_BYTES
-            zero_blocks(to, out_stride, end - begin, high)
-            place = load_int64s(places + expert * 8, 1)[0]
-            if place == 0:
-                atomic_store(absent, expert + 1)
-                continue
-            ends = uint32_view(place + (stretch + unit % each) * 4, 2)
-            packed, above = place + ends[0], place + min(ends[1], size)
-            for column in range(0, vectors, VECTORS):
-                wide = min(VECTORS, vectors - column)
-                length = unpack_chunk(packed, above, high * wide * (VECTOR_BYTES // 2), chunk)
-                if length == 0:
-                    atomic_store(absent, expert + 1)
-                    zero_blocks(to, out_stride, end - begin, high)
-                    break
-                packed += length
-                spans(
-                    chunk, wide * VECTOR_BYTES, 0, 0, high, wide,
-                    rows + begin * stride + column * 4, stride, 0, 0, 0,
-                    to, out_stride, end - begin, 0,
-                )  # fmt: skip
-
-    return routed

@@ -19,6 +19,8 @@ GROUP_SIZE = 128
 """Columns that share a scale, in grouped schemes."""
 LANES = 16
 """Rows that are interleaved; the float32 numbers of a vector."""
+PANEL_BLOCKS = 4
+"""Blocks of sixteen rows in a panel."""
 KV_PAGE_TOKENS = 16
 """Tokens per KV page."""
 _PORTION_NUMBERS = 1 << 17

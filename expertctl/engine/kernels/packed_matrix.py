@@ -18,20 +18,9 @@ from typing import Any
 import numpy as np
 
 from expertctl.engine.arrays import VECTOR_BYTES, AnyArray, aligned_zeros, widen
-from expertctl.engine.kernels.jit import Kernel, compile_kernel
-from expertctl.engine.kernels.memory import (
-    array_address,
-    encode_operands,
-    float32_view,
-    half_bits_to_float32,
-    int64_view,
-    load_int64s,
-    row_address,
-    uint8_view,
-    uint16_view,
-    uint32_view,
-)
+from expertctl.engine.kernels.jit import Kernel, load_kernel
 from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, Scheme, rows_per_portion
+from expertctl.engine.kernels.program import array_address, encode_operands, row_address
 from expertctl.engine.kernels.quantisation import (
     activation_arguments,
     activation_kernel,
@@ -39,6 +28,9 @@ from expertctl.engine.kernels.quantisation import (
     int4_kernel,
 )
 
+_CODE = "expertctl.engine.kernels.compiled.packed_matrix"
+_COMPACT_CODE = "expertctl.engine.kernels.compiled.exponent_packing"
+"""The modules with the code, which are imported only to compile it."""
 ArrayShape = int | tuple[int, ...]
 AllocateArray = Callable[[ArrayShape, Any], AnyArray]
 """Allocates vector-aligned memory of a shape and dtype, as `aligned_zeros` does."""
@@ -160,53 +152,16 @@ def _interleave_kernel(scheme: Scheme) -> Kernel:
     """Return the kernel that interleaves rows; one item is a block of sixteen."""
     match scheme:
         case Scheme.FLOAT16:
-            return compile_kernel("interleave halves", _interleave_halves)
+            return load_kernel("interleave halves", _CODE, "interleave_halves")
         case Scheme.INT4:
-            return compile_kernel("interleave nibbles", _interleave_nibbles)
+            return load_kernel("interleave nibbles", _CODE, "interleave_nibbles")
         case Scheme.FLOAT32 | Scheme.BFLOAT16 | Scheme.INT8:
             return _interleave_words_kernel()
 
 
 @cache
 def _interleave_words_kernel() -> Kernel:
-    return compile_kernel("interleave words", _interleave_words)
-
-
-def _interleave_words(first: int, last: int, arguments: int) -> None:
-    rows, stride, vectors, out, turned = load_int64s(arguments, 5)
-    source, target = uint32_view(rows, 1 << 40), uint32_view(out, 1 << 40)
-    for block in range(first, last):
-        for lane in range(LANES):
-            begin = (block * LANES + lane) * (stride // 4)
-            end = block * vectors * LANES + lane
-            for vector in range(vectors):
-                target[end + vector * LANES] = source[begin + vector] ^ np.uint32(turned)
-
-
-def _interleave_halves(first: int, last: int, arguments: int) -> None:
-    rows, stride, vectors, out, _ = load_int64s(arguments, 5)
-    source, target = uint16_view(rows, 1 << 40), uint16_view(out, 1 << 40)
-    for block in range(first, last):
-        for lane in range(LANES):
-            begin = (block * LANES + lane) * (stride // 2)
-            end = block * vectors * LANES + lane
-            for vector in range(vectors):
-                target[end + vector * LANES] = source[begin + vector]
-
-
-def _interleave_nibbles(first: int, last: int, arguments: int) -> None:
-    rows, stride, vectors, out, _ = load_int64s(arguments, 5)
-    source, target = uint32_view(rows, 1 << 40), uint32_view(out, 1 << 40)
-    nibbles, zeros = np.uint32(0x0F0F0F0F), np.uint32(0x08080808)
-    for block in range(first, last):
-        for lane in range(LANES):
-            begin = (block * LANES + lane) * (stride // 4)
-            end = block * vectors * LANES + lane
-            for vector in range(vectors):
-                # Flipping the highest of a step's four bits adds 8.
-                low = (source[begin + 2 * vector] & nibbles) ^ zeros
-                high = (source[begin + 2 * vector + 1] & nibbles) ^ zeros
-                target[end + vector * LANES] = low | (high << np.uint32(4))
+    return load_kernel("interleave words", _CODE, "interleave_words")
 
 
 def unpack_matrix(matrix: PackedMatrix) -> AnyArray:
@@ -347,17 +302,44 @@ def align_to_vector(count: int) -> int:
     return -(-count // VECTOR_BYTES) * VECTOR_BYTES
 
 
+CHUNK_VECTORS, CHUNK_HEADER_BYTES = 64, 64
+"""Vectors of each block in a chunk of a compact expert, and bytes before its numbers."""
+MIN_COMPACT_BITS = 11
+"""Bits per number without outliers: three planes, and a byte."""
+
+
+def max_packed_bytes(blocks: int, vectors: int) -> int:
+    """Return the maximum size of a packed panel, in bytes."""
+    return blocks * vectors * VECTOR_BYTES + CHUNK_HEADER_BYTES * -(-vectors // CHUNK_VECTORS)
+
+
+@cache
+def exponent_pack_kernel() -> Kernel:
+    """Return the kernel that packs consecutive panels; it has one item.
+
+    Its arguments are the address of the numbers; that of int64 [panels, 2], the blocks of each
+    panel and the vectors of each block; the number of panels; and the output address. It writes
+    uint32 [panels + 1] there, the offset from the output address at which each panel begins and the
+    last one ends, followed by the panels.
+    """
+    return load_kernel("pack compact", _COMPACT_CODE, "pack_chunks")
+
+
+@cache
+def exponent_check_kernel() -> Kernel:
+    """Return the kernel that checks whether panels can be unpacked; it has one item.
+
+    Its arguments are the address of the packed data, its size in bytes, the address of int64
+    [panels, 2] and the number of panels as for `exponent_pack_kernel`, and the address of an int64
+    that is set to 1 if all can be unpacked, else to 0.
+    """
+    return load_kernel("check compact", _COMPACT_CODE, "check_chunks")
+
+
 @cache
 def embedding_kernel(scheme: Scheme) -> Kernel:
     """Return the kernel that looks up float32 rows of an embedding; one item is one token."""
-    function = {
-        Scheme.FLOAT32: _embed_float32,
-        Scheme.FLOAT16: _embed_float16,
-        Scheme.BFLOAT16: _embed_bfloat16,
-        Scheme.INT8: _embed_int8,
-        Scheme.INT4: _embed_int4,
-    }[scheme]
-    return compile_kernel(f"embed {scheme.value}", function)
+    return load_kernel(f"embed {scheme.value}", _CODE, f"embed_{scheme.value}")
 
 
 def embedding_arguments(*, matrix: PackedMatrix, tokens: AnyArray, out: AnyArray) -> AnyArray:
@@ -372,59 +354,3 @@ def embedding_arguments(*, matrix: PackedMatrix, tokens: AnyArray, out: AnyArray
         array_address(tokens, np.int64),
         *row_address(out),
     )
-
-
-def _embed_float32(first: int, last: int, arguments: int) -> None:
-    data, _, columns, vectors, _, tokens, out, stride = load_int64s(arguments, 8)
-    for item in range(first, last):
-        token = int64_view(tokens, item + 1)[item]
-        block = float32_view(data + token // LANES * vectors * 64, vectors * LANES)
-        row = float32_view(out + item * stride, columns)
-        for k in range(columns):
-            row[k] = block[k * LANES + token % LANES]
-
-
-def _embed_float16(first: int, last: int, arguments: int) -> None:
-    data, _, columns, vectors, _, tokens, out, stride = load_int64s(arguments, 8)
-    for item in range(first, last):
-        token = int64_view(tokens, item + 1)[item]
-        block = uint16_view(data + token // LANES * vectors * 32, vectors * LANES)
-        row = float32_view(out + item * stride, columns)
-        for k in range(columns):
-            row[k] = half_bits_to_float32(block[k * LANES + token % LANES])
-
-
-def _embed_bfloat16(first: int, last: int, arguments: int) -> None:
-    data, _, columns, vectors, _, tokens, out, stride = load_int64s(arguments, 8)
-    for item in range(first, last):
-        token = int64_view(tokens, item + 1)[item]
-        block = uint16_view(data + token // LANES * vectors * 64, vectors * 2 * LANES)
-        bits = uint32_view(out + item * stride, columns)
-        for k in range(columns):
-            number = block[(k // 2 * LANES + token % LANES) * 2 + k % 2]
-            bits[k] = np.uint32(number) << np.uint32(16)
-
-
-def _embed_int8(first: int, last: int, arguments: int) -> None:
-    data, scales, columns, vectors, groups, tokens, out, stride = load_int64s(arguments, 8)
-    for item in range(first, last):
-        token = int64_view(tokens, item + 1)[item]
-        block = uint8_view(data + token // LANES * vectors * 64, vectors * 64)
-        scale = float32_view(scales + token // LANES * groups * 64, groups * LANES)
-        row = float32_view(out + item * stride, columns)
-        for k in range(columns):
-            step = np.int32(block[(k // 4 * LANES + token % LANES) * 4 + k % 4]) - 128
-            row[k] = np.float32(step) * scale[k // GROUP_SIZE * LANES + token % LANES]
-
-
-def _embed_int4(first: int, last: int, arguments: int) -> None:
-    data, scales, columns, vectors, groups, tokens, out, stride = load_int64s(arguments, 8)
-    for item in range(first, last):
-        token = int64_view(tokens, item + 1)[item]
-        block = uint8_view(data + token // LANES * vectors * 64, vectors * 64)
-        scale = float32_view(scales + token // LANES * groups * 64, groups * LANES)
-        row = float32_view(out + item * stride, columns)
-        for k in range(columns):
-            pair = block[(k // 8 * LANES + token % LANES) * 4 + k % 4]
-            step = np.int32((pair >> np.uint8(4 * (k % 8 // 4))) & np.uint8(15)) - 8
-            row[k] = np.float32(step) * scale[k // GROUP_SIZE * LANES + token % LANES]

@@ -14,6 +14,7 @@ import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -305,19 +306,19 @@ def _choose_cuda_backend(config: ModelConfig, load_config: LoadConfig) -> Backen
 
 
 def _choose_packed_backend(config: ModelConfig, load_config: LoadConfig) -> "PackedBackend":
-    """Return the packed backend; only now numba is imported, which takes a third of a second.
+    """Return the packed backend; numba is only imported to compile kernels.
 
     Raises:
         IncompatibleError: for sizes that the kernels do not support.
-        NotFoundError: when numba cannot be imported.
+        NotFoundError: when numba is not installed.
     """
-    try:
-        from expertctl.engine.cpu.backend import PackedBackend
-    except ImportError as error:
+    if find_spec("numba") is None:
         raise NotFoundError(
-            "the kernels of the processor need numba, which cannot be imported",
+            "the kernels of the processor need numba, which is not installed",
             hint="pip install 'expertctl[engine]'",
-        ) from error
+        )
+    from expertctl.engine.cpu.backend import PackedBackend
+
     return PackedBackend.choose(config, load_config)
 
 

@@ -20,7 +20,7 @@ from expertctl.engine.bench_result import TimingSeries
 from expertctl.engine.cpu.backend import PackedBackend
 from expertctl.engine.cpu.packed_base import make_expert_shape
 from expertctl.engine.generation import DecodeSession
-from expertctl.engine.kernels.jit import cpu_model_name
+from expertctl.engine.kernels.machine_code import cpu_model_name
 from expertctl.engine.kv.kv_cache import KVRequest
 from expertctl.engine.memory.adapter_cache import Tier
 from expertctl.engine.memory.budget import MemoryBudget, find_budget_limit

@@ -31,8 +31,8 @@ from expertctl.engine.cpu.tensor_packing import (
     packing_thread_count,
     supports_compact,
 )
-from expertctl.engine.kernels.exponent_packing import MIN_BITS
 from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_matrix import MIN_COMPACT_BITS
 from expertctl.engine.memory.host import MappedFile, allocate, find_unused_bytes
 from expertctl.engine.moe.placement import LayerExpert
 from expertctl.engine_config import MoeCold, MoeColdOption
@@ -171,7 +171,7 @@ class ExpertStream:
         The memory for those of one layer is not filled yet; compacting one takes that of two.
         """
         whole = len(self._experts) * self._shape.nbytes
-        self.min_bytes = whole * MIN_BITS // 16 if self._is_compact else whole
+        self.min_bytes = whole * MIN_COMPACT_BITS // 16 if self._is_compact else whole
         """Lower bound of the bytes of all pieces."""
         self.digests: dict[str, str] = {}
         """The SHA-256 of each tensor that was read, by its name."""

@@ -11,7 +11,6 @@ import numpy as np
 
 from expertctl.engine.cpu.packed_base import PackedBase, PackedLayer, PackedRouting
 from expertctl.engine.cpu.workspace import Workspace
-from expertctl.engine.kernels.jit import ProgramBuilder
 from expertctl.engine.kernels.layer_operations import (
     gated_add_arguments,
     gated_add_kernel,
@@ -51,6 +50,7 @@ from expertctl.engine.kernels.moe_routing import (
 )
 from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
+from expertctl.engine.kernels.program import ProgramBuilder
 from expertctl.engine.kernels.quantisation import (
     PreparedActivations,
     activation_arguments,

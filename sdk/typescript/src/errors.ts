@@ -97,6 +97,11 @@ export class ConflictError extends IncompatibleError {
   static override readonly code: string = "conflict";
 }
 
+/** The machine of the server can neither compile nor load the kernels that a base needs. */
+export class KernelsUnavailableError extends IncompatibleError {
+  static override readonly code: string = "no_kernels";
+}
+
 /** Nobody who is trusted for it vouches for the bytes of an expert. */
 export class TrustError extends ExpertError {
   static override readonly code: string = "trust";
@@ -225,6 +230,7 @@ const CLASSES = [
   IncompatibleError,
   BaseMismatchError,
   ConflictError,
+  KernelsUnavailableError,
   TrustError,
   SignatureError,
   DigestError,

@@ -8,16 +8,14 @@ import numpy as np
 from expertctl.engine.arrays import aligned_zeros
 from expertctl.engine.kernels.layer_operations import (
     AttentionShape,
-    rope_kv_write_arguments,
-    rope_kv_write_kernel,
-)
-from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
-from expertctl.engine.kernels.paged_attention import (
     attention_arguments,
     decode_attention_kernel,
     prefill_attention_items,
     prefill_attention_kernel,
+    rope_kv_write_arguments,
+    rope_kv_write_kernel,
 )
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
 
 Numbers = np.ndarray[Any, Any]
 EPS = np.array([1e-6], np.float32)

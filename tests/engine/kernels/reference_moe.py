@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from expertctl.engine.arrays import aligned_zeros
-from expertctl.engine.kernels.jit import Program, ProgramBuilder
 from expertctl.engine.kernels.layer_operations import swiglu_arguments, swiglu_kernel
 from expertctl.engine.kernels.lora import gemm_arguments, gemm_items, gemm_kernel
 from expertctl.engine.kernels.moe_gemm import (
@@ -43,6 +42,7 @@ from expertctl.engine.kernels.packed_matrix import (
     pack_rows,
     unpack_matrix,
 )
+from expertctl.engine.kernels.program import Program, ProgramBuilder
 from expertctl.engine.kernels.quantisation import (
     PreparedActivations,
     activation_arguments,

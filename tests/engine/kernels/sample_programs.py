@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from expertctl.engine.kernels.jit import Kernel, Program, ProgramBuilder, compile_kernel
-from expertctl.engine.kernels.memory import int64_view, load_int64s
+from expertctl.engine.kernels.compiled.memory import int64_view, load_int64s
+from expertctl.engine.kernels.jit import Kernel, load_kernel
+from expertctl.engine.kernels.program import Program, ProgramBuilder
 
 Numbers = np.ndarray[Any, Any]
 
@@ -36,7 +37,7 @@ class MixOperation:
 @cache
 def make_mix_kernel() -> Kernel:
     """Return the kernel of `MixOperation`."""
-    return compile_kernel("mix", _mix)
+    return load_kernel("mix", __name__, "_mix")
 
 
 def _mix(first: int, last: int, arguments: int) -> None:  # pragma: no cover (compiled)
@@ -49,7 +50,7 @@ def _mix(first: int, last: int, arguments: int) -> None:  # pragma: no cover (co
 @cache
 def make_thread_kernel() -> Kernel:
     """Return the kernel that writes, for each item, the thread that did it."""
-    return compile_kernel("who", _write_thread)
+    return load_kernel("who", __name__, "_write_thread")
 
 
 def _write_thread(first: int, last: int, arguments: int) -> None:  # pragma: no cover (compiled)
@@ -61,7 +62,7 @@ def _write_thread(first: int, last: int, arguments: int) -> None:  # pragma: no 
 @cache
 def make_claim_kernel() -> Kernel:
     """Return the kernel that writes, for each item, how many were claimed together with it."""
-    return compile_kernel("claim", _write_claim_size)
+    return load_kernel("claim", __name__, "_write_claim_size")
 
 
 def _write_claim_size(first: int, last: int, arguments: int) -> None:  # pragma: no cover (compiled)
@@ -73,7 +74,7 @@ def _write_claim_size(first: int, last: int, arguments: int) -> None:  # pragma:
 @cache
 def make_count_kernel() -> Kernel:
     """Return the kernel that adds one to each item."""
-    return compile_kernel("count", _count)
+    return load_kernel("count", __name__, "_count")
 
 
 def _count(first: int, last: int, arguments: int) -> None:  # pragma: no cover (compiled)

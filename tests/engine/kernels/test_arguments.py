@@ -11,7 +11,7 @@ import pytest
 
 from expertctl.engine import kernels
 from expertctl.engine.kernels.layer_operations import rms_norm_arguments
-from expertctl.engine.kernels.memory import array_address, encode_operands, row_address
+from expertctl.engine.kernels.program import array_address, encode_operands, row_address
 
 
 def makers() -> dict[str, Callable[..., Any]]:

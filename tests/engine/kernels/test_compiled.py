@@ -1,41 +1,60 @@
 """Compiled code is kept where nobody else can write, is made once, and damage to it is no harm."""
 
+import builtins
 import os
-import pickle
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numba
 import pytest
 from filelock import FileLock, Timeout
-from numba import types
 
 from expertctl.engine.kernels import jit as module
+from expertctl.engine.kernels.compiled import compiler
 from expertctl.engine.kernels.jit import (
     COMPILING,
     COMPILING_MORE,
     COMPILING_WITHOUT_CACHE,
-    load_or_compile,
+    load_function,
     use_kernel_cache,
 )
 from expertctl.engine.kernels.packed_format import Scheme
-from expertctl.messages import ignore_notification
+from expertctl.errors import IncompatibleError, KernelsUnavailableError
 from expertctl.settings import Home
 
 ROOT = Path(__file__).parents[3]
+COMPILE = compiler.compile_function
 
 
-def triple(number: int) -> int:
+def triple(number: int) -> int:  # pragma: no cover (compiled)
     return 3 * number
 
 
-def compile_triple(cache: bool) -> Any:
-    return numba.cfunc(types.int64(types.int64), cache=cache)(triple)
+def make_multiple(factor: int) -> Callable[[int], int]:
+    def multiply(number: int) -> int:  # pragma: no cover (compiled)
+        return factor * number
+
+    return multiply
+
+
+def load_triple(name: str = "triple") -> Callable[..., int]:
+    return load_function(name, __name__, "triple", arity=1).call
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Callable[..., object]]:
+    """The functions that are compiled, in their order."""
+    found: list[Callable[..., object]] = []
+
+    def compile_function(function: Callable[..., object], *, arity: int) -> bytes:
+        found.append(function)
+        return COMPILE(function, arity=arity)
+
+    monkeypatch.setattr(compiler, "compile_function", compile_function)
+    return found
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -64,24 +83,26 @@ def place(tmp_path: Path, new_process: Callable[[], None]) -> Home:
     return Home(tmp_path / "home")
 
 
-def files(home: Home, suffix: str) -> list[Path]:
-    return sorted(home.kernels.rglob(f"*{suffix}"))
+def files(home: Home) -> list[Path]:
+    """The files with code that are kept."""
+    return sorted(home.kernels.rglob("*.code"))
 
 
 def test_code_is_compiled_once_for_all_processes_and_a_person_is_told_that_once(
-    place: Home, new_process: Callable[[], None]
+    place: Home, new_process: Callable[[], None], compilations: list[Callable[..., object]]
 ) -> None:
     told: list[str] = []
     assert use_kernel_cache(place, notify=told.append) is not None
-    assert load_or_compile("triple", compile_triple).cache_hits == 0
-    assert load_or_compile("triple again", compile_triple).ctypes(14) == 42
+    assert load_triple()(14) == load_triple("triple again")(14) == 42
     assert told == [COMPILING]
+    assert compilations == [triple, triple]
     new_process()
     use_kernel_cache(place, notify=told.append)
-    assert load_or_compile("triple", compile_triple).cache_hits == 1
+    assert load_triple()(14) == 42
     assert told == [COMPILING]
-    assert load_or_compile("another", compile_triple).ctypes(14) == 42
+    assert load_triple("another")(14) == 42
     assert told == [COMPILING, COMPILING_MORE]
+    assert compilations == [triple] * 3
 
 
 def test_a_check_that_raises_ends_compiling_before_the_next_kernel(place: Home) -> None:
@@ -89,15 +110,15 @@ def test_a_check_that_raises_ends_compiling_before_the_next_kernel(place: Home) 
         pass
 
     def check() -> None:
-        if files(place, ".kept"):
+        if files(place):
             raise StoppedError
 
     use_kernel_cache(place, check=check)
-    assert load_or_compile("triple", compile_triple).ctypes(14) == 42
+    assert load_triple()(14) == 42
     with pytest.raises(StoppedError):
-        load_or_compile("another", compile_triple)
+        load_triple("another")
     use_kernel_cache(place)
-    assert load_or_compile("another", compile_triple).ctypes(14) == 42
+    assert load_triple("another")(14) == 42
 
 
 def test_nobody_is_told_before_something_is_compiled(place: Home) -> None:
@@ -109,7 +130,7 @@ def test_nobody_is_told_before_something_is_compiled(place: Home) -> None:
 def test_without_a_home_code_is_compiled_and_not_kept(
     new_process: Callable[[], None], tmp_path: Path
 ) -> None:
-    assert load_or_compile("triple", compile_triple).ctypes(2) == 6
+    assert load_triple()(2) == 6
     assert list(tmp_path.iterdir()) == []
 
 
@@ -117,12 +138,12 @@ def test_the_folders_are_for_their_owner_alone_whatever_the_umask(place: Home) -
     before = os.umask(0)
     try:
         folder = use_kernel_cache(place)
-        load_or_compile("triple", compile_triple)
+        load_triple()
     finally:
         os.umask(before)
     assert folder is not None
     assert [each.stat().st_mode & 0o777 for each in (place.kernels, folder)] == [0o700, 0o700]
-    assert files(place, ".nbc")
+    assert [each.stat().st_mode & 0o777 for each in files(place)] == [0o600]
 
 
 def open_home(home: Home) -> None:
@@ -151,10 +172,10 @@ def test_nothing_is_kept_where_others_may_write(spoil: Callable[[Home], None], p
     spoil(place)
     told: list[str] = []
     assert use_kernel_cache(place, notify=told.append) is None
-    assert load_or_compile("triple", compile_triple).ctypes(5) == 15
-    assert load_or_compile("triple", compile_triple).ctypes(6) == 18
+    assert load_triple()(5) == 15
+    assert load_triple()(6) == 18
     assert told == [COMPILING_WITHOUT_CACHE]
-    assert files(place, ".nbc") == []
+    assert files(place) == []
 
 
 def test_nothing_is_kept_in_the_home_of_another_user(
@@ -172,57 +193,73 @@ def test_a_home_behind_a_link_is_the_home(place: Home, tmp_path: Path) -> None:
     assert use_kernel_cache(place) is not None
 
 
-class Planted:
-    """Leaves a trace when it is unpickled."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
-        return Path.touch, (self.trace,)
-
-
 def test_code_that_another_user_planted_is_not_loaded(
-    place: Home, new_process: Callable[[], None], tmp_path: Path
+    place: Home, new_process: Callable[[], None]
 ) -> None:
-    use_kernel_cache(place)
-    load_or_compile("triple", compile_triple)
-    trace = tmp_path / "trace"
-    for index in files(place, ".nbi"):
-        index.write_bytes(pickle.dumps(Planted(trace)))
+    folder = use_kernel_cache(place)
+    assert folder is not None
+    module._write_code(folder, "triple", COMPILE(make_multiple(7), arity=1))
     new_process()
     place.kernels.chmod(0o777)
     use_kernel_cache(place)
-    assert load_or_compile("triple", compile_triple).ctypes(2) == 6
-    assert not trace.exists()
+    assert load_triple()(2) == 6
     place.kernels.chmod(0o700)
     use_kernel_cache(place)
-    load_or_compile("triple", compile_triple)
-    assert trace.exists()  # so the test would have seen it
+    assert load_triple()(2) == 14  # so the test would have seen it
 
 
-@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+def flip_last_bit(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
 @pytest.mark.parametrize(
-    "content",
-    [b"", bytes(100), b"\x80\x04\x95", b"garbage\n", b"cno_such_module\nname\n.", b"."],
-    ids=["empty", "zeros", "cut", "garbage", "no module", "no stack"],
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: bytes(len(data)),
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:32],
+        lambda data: data + b"\0",
+        flip_last_bit,
+    ],
+    ids=["empty", "zeros", "cut", "digest alone", "longer", "one bit"],
 )
 def test_files_that_a_power_cut_damaged_are_made_again(
-    place: Home, new_process: Callable[[], None], suffix: str, content: bytes
+    place: Home,
+    new_process: Callable[[], None],
+    compilations: list[Callable[..., object]],
+    damage: Callable[[bytes], bytes],
 ) -> None:
     use_kernel_cache(place)
-    load_or_compile("triple", compile_triple)
-    for damaged in files(place, suffix):
-        damaged.write_bytes(content)
-    new_process()
-    folder = use_kernel_cache(place)
-    assert load_or_compile("triple", compile_triple).ctypes(3) == 9
-    assert folder is not None
-    assert not folder.exists()
-    for hits in (0, 1):
+    load_triple()
+    [path] = files(place)
+    path.write_bytes(damage(path.read_bytes()))
+    for compiled in (2, 2):
         new_process()
         use_kernel_cache(place)
-        assert load_or_compile("triple", compile_triple).cache_hits == hits
+        assert load_triple()(3) == 9
+        assert len(compilations) == compiled
+
+
+def test_code_under_the_name_of_another_function_is_not_loaded(
+    place: Home, new_process: Callable[[], None]
+) -> None:
+    use_kernel_cache(place)
+    load_function("seven times", __name__, "make_multiple", arity=1, factor=7)
+    [path] = files(place)
+    path.rename(path.with_stem("triple"))
+    new_process()
+    use_kernel_cache(place)
+    assert load_triple()(3) == 9
+
+
+def test_a_function_of_parameters_is_compiled_as_it_is_for_them(place: Home) -> None:
+    use_kernel_cache(place)
+    found = [
+        load_function(f"{factor} times", __name__, "make_multiple", arity=1, factor=factor)
+        for factor in (5, -7)
+    ]
+    assert [function.call(6) for function in found] == [30, -42]
 
 
 MULTIPLY = """
@@ -260,33 +297,41 @@ def test_code_that_different_processes_kept_calls_its_own(tmp_path: Path) -> Non
     assert multiply(*schemes) == multiply(*reversed(schemes)) == "0\n"
 
 
-def test_nothing_is_kept_where_numba_counts_otherwise(
-    place: Home, monkeypatch: pytest.MonkeyPatch
+def test_one_process_at_a_time_compiles_and_another_loads_what_it_made(
+    place: Home, monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None]
 ) -> None:
-    assert use_kernel_cache(place) is not None
-    identity = SimpleNamespace(unique_id=1)
-    counting = SimpleNamespace(from_function=lambda _: identity)
-    monkeypatch.setattr(module, "FunctionIdentity", counting)
-    assert load_or_compile("triple", compile_triple).ctypes(3) == 9
-    assert files(place, ".nbc") == []
-
-
-def test_one_process_at_a_time_compiles_for_numba_gives_two_the_same_file(place: Home) -> None:
     folder = use_kernel_cache(place)
     assert folder is not None
     others = FileLock(folder.with_suffix(".lock"), timeout=0)
-    refused: list[bool] = []
+    refused: list[int] = []
 
-    def compile_and_look(cache: bool) -> bool:
+    def compile_and_look(function: Callable[..., object], *, arity: int) -> bytes:
         with pytest.raises(Timeout):
             others.acquire()
-        refused.append(cache)
-        return cache
+        refused.append(arity)
+        return COMPILE(function, arity=arity)
 
-    assert load_or_compile("looked at", compile_and_look)
-    assert refused == [True]
+    monkeypatch.setattr(compiler, "compile_function", compile_and_look)
+    assert load_triple("looked at")(2) == 6
+    assert refused == [1]
     others.acquire()
     others.release()
+
+
+def test_code_that_another_process_made_meanwhile_is_not_compiled_again(
+    place: Home, monkeypatch: pytest.MonkeyPatch, compilations: list[Callable[..., object]]
+) -> None:
+    folder = use_kernel_cache(place)
+    assert folder is not None
+    acquire = FileLock.acquire
+
+    def acquire_late(lock: FileLock, *words: Any, **options: Any) -> Any:
+        module._write_code(folder, "triple", COMPILE(triple, arity=1))
+        return acquire(lock, *words, **options)
+
+    monkeypatch.setattr(FileLock, "acquire", acquire_late)
+    assert load_triple()(2) == 6
+    assert compilations == []
 
 
 def test_nobody_waits_for_ever_for_a_process_that_stands_still(
@@ -296,9 +341,9 @@ def test_nobody_waits_for_ever_for_a_process_that_stands_still(
     folder = use_kernel_cache(place)
     assert folder is not None
     with FileLock(folder.with_suffix(".lock")):
-        assert load_or_compile("triple", compile_triple).ctypes(3) == 9
+        assert load_triple()(3) == 9
     assert folder.exists()
-    assert files(place, ".nbc") == []
+    assert files(place) == []
 
 
 def test_a_folder_that_went_away_is_no_harm(place: Home) -> None:
@@ -307,29 +352,82 @@ def test_a_folder_that_went_away_is_no_harm(place: Home) -> None:
     folder.rmdir()
     place.kernels.rmdir()
     place.kernels.touch()
-    assert load_or_compile("triple", compile_triple).ctypes(3) == 9
+    assert load_triple()(3) == 9
 
 
-def test_other_users_of_numba_in_this_process_keep_their_folder(
-    place: Home, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("_get_version", lambda name: "0.0"),
+        ("_SOURCES", "other"),
+        ("identify_processor", lambda: "other"),
+        ("_read_configuration", lambda: "opt: 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_whatever_code_depends_on_keeps_it_apart(
+    place: Home, monkeypatch: pytest.MonkeyPatch, attribute: str, value: object
 ) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", "theirs")
-    use_kernel_cache(place)
-    load_or_compile("triple", compile_triple)
-    assert numba.config.CACHE_DIR == "theirs"
-
-
-def test_another_numba_keeps_its_code_apart(place: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = use_kernel_cache(place, notify=ignore_notification)
-    monkeypatch.setattr(numba, "__version__", "0.0")
+    before = use_kernel_cache(place)
+    assert before == use_kernel_cache(place)
+    monkeypatch.setattr(module, attribute, value)
     assert use_kernel_cache(place) not in (None, before)
+
+
+def test_variables_and_the_file_that_configure_numba_keep_its_code_apart(
+    place: Home, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = [use_kernel_cache(place)]
+    monkeypatch.setenv("NUMBA_CPU_NAME", "haswell")
+    found.append(use_kernel_cache(place))
+    Path(".numba_config.yaml").write_text("cpu_name: haswell\n", encoding="utf-8")
+    found.append(use_kernel_cache(place))
+    assert len(set(found)) == 3
+
+
+def test_without_numba_code_is_loaded_and_none_is_compiled(
+    place: Home, new_process: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_kernel_cache(place)
+    load_triple()
+    real = builtins.__import__
+
+    def refuse(name: str, *rest: Any) -> Any:
+        if name.split(".")[0] in {"numba", "llvmlite"}:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return real(name, *rest)
+
+    new_process()
+    for name in [each for each in sys.modules if each.startswith(compiler.__package__ or "")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    use_kernel_cache(place)
+    assert load_triple()(2) == 6
+    with pytest.raises(KernelsUnavailableError, match="No module named 'numba'") as caught:
+        load_triple("another")
+    assert "expertctl[engine]" in caught.value.hint
+
+
+def test_code_is_not_compiled_from_sources_that_were_replaced_since_the_start(
+    place: Home, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "later.py").write_text("def double(number: int) -> int:\n    return 2 * number\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(module, "_hash_sources", lambda: "other")
+    use_kernel_cache(place)
+    assert load_triple()(2) == 6  # its module was imported before
+    with pytest.raises(IncompatibleError, match="changed") as caught:
+        load_function("double", "later", "double", arity=1)
+    assert "start" in caught.value.hint
+    assert "later" not in sys.modules
 
 
 def old_folder(home: Home, name: str, *, days: float) -> Path:
     """A folder of another version, last used so many days ago."""
     folder = home.kernels / name
     folder.mkdir(parents=True, mode=0o700)
-    for path in (folder / "triple.kept", folder):
+    for path in (folder / "triple.code", folder):
         path.touch()
         os.utime(path, (time.time() - days * 86_400,) * 2)
     return folder
@@ -355,23 +453,27 @@ def test_what_is_used_or_is_nothing_of_ours_stays(place: Home, tmp_path: Path) -
     with FileLock(used.with_suffix(".lock"), mode=0o600):
         use_kernel_cache(place)
     for folder in (used, open_to_others, *others):
-        assert (folder / "triple.kept").exists()
+        assert (folder / "triple.code").exists()
     assert outside.is_dir()
     use_kernel_cache(place)
     assert not used.exists()
 
 
 def test_loading_kept_code_counts_as_using_it(
-    place: Home, new_process: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    place: Home,
+    new_process: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    compilations: list[Callable[..., object]],
 ) -> None:
     folder = use_kernel_cache(place)
     assert folder is not None
-    load_or_compile("triple", compile_triple)
+    load_triple()
     for path in (*folder.iterdir(), folder):
         os.utime(path, (time.time() - 99 * 86_400,) * 2)
     new_process()
     use_kernel_cache(place)
-    assert load_or_compile("triple", compile_triple).cache_hits == 1
+    assert load_triple()(2) == 6
+    assert compilations == [triple]
     monkeypatch.setattr(module, "_cache_key", lambda: "f" * 32)
     use_kernel_cache(place)
     assert folder.exists()

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.kernels.jit import get_host_cpu
+from expertctl.engine.kernels.compiled.compiler import get_host_cpu
 
 pytestmark = pytest.mark.all
 
 PRODUCTS = """
 import numpy as np
-from expertctl.engine.kernels.jit import get_host_cpu
+from expertctl.engine.kernels.compiled.compiler import get_host_cpu
 from expertctl.engine.arrays import aligned_zeros
 from expertctl.engine.kernels.lora import gemm_arguments, gemm_items, gemm_kernel
 from expertctl.engine.kernels.packed_matrix import pack_matrix, unpack_matrix
@@ -44,7 +44,7 @@ print(cpu.name)
 
 
 COMPACT = """
-from expertctl.engine.kernels.jit import get_host_cpu
+from expertctl.engine.kernels.compiled.compiler import get_host_cpu
 from tests.engine.kernels import test_routed_compact as compact
 
 cpu = get_host_cpu()
@@ -57,7 +57,7 @@ print(cpu.name)
 
 
 PLANS = """
-from expertctl.engine.kernels.jit import get_host_cpu
+from expertctl.engine.kernels.compiled.compiler import get_host_cpu
 from expertctl.engine.kernels.packed_format import Scheme
 from tests.engine.kernels import test_low_rank as plans
 

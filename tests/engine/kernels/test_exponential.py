@@ -5,16 +5,20 @@ from typing import Any
 
 import numpy as np
 
-from expertctl.engine.kernels.jit import Kernel, compile_kernel
-from expertctl.engine.kernels.llvm_math import MAX_EXP_ARGUMENT, MIN_EXP_ARGUMENT, exponential
-from expertctl.engine.kernels.memory import float32_view, load_int64s
+from expertctl.engine.kernels.compiled.llvm_math import (
+    MAX_EXP_ARGUMENT,
+    MIN_EXP_ARGUMENT,
+    exponential,
+)
+from expertctl.engine.kernels.compiled.memory import float32_view, load_int64s
+from expertctl.engine.kernels.jit import Kernel, load_kernel
 
 Numbers = np.ndarray[Any, Any]
 
 
 @cache
 def each_kernel() -> Kernel:
-    return compile_kernel("exponential of each", _each)
+    return load_kernel("exponential of each", __name__, "_each")
 
 
 def _each(first: int, last: int, arguments: int) -> None:

@@ -15,8 +15,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from expertctl.engine.kernels.jit import get_host_cpu
-from expertctl.engine.kernels.llvm_math import emit_float_to_half, emit_half_to_float
+from expertctl.engine.kernels.compiled.compiler import get_host_cpu
+from expertctl.engine.kernels.compiled.llvm_math import emit_float_to_half, emit_half_to_float
 from expertctl.engine.kernels.packed_format import LANES
 
 Numbers = np.ndarray[Any, Any]
@@ -27,13 +27,13 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import numpy as np
 import numba
-from expertctl.engine.kernels.paged_attention import (
+from expertctl.engine.kernels.layer_operations import (
     prefill_attention_kernel,
     decode_attention_kernel,
 )
-from expertctl.engine.kernels.jit import get_host_cpu
+from expertctl.engine.kernels.compiled.compiler import get_host_cpu
 from expertctl.engine.kernels.layer_operations import rope_kv_write_kernel
-from expertctl.engine.kernels.memory import float32_to_half_bits, half_bits_to_float32
+from expertctl.engine.kernels.compiled.memory import float32_to_half_bits, half_bits_to_float32
 from expertctl.engine.kernels.packed_format import Scheme
 
 cpu, half = get_host_cpu(), Scheme.FLOAT16

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.jit import Program, ProgramBuilder
 from expertctl.engine.kernels.lora import (
     EXPAND_BLOCKS,
     AdapterBatchTable,
@@ -27,6 +26,7 @@ from expertctl.engine.kernels.lora import (
 )
 from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix, pack_matrix, unpack_matrix
+from expertctl.engine.kernels.program import Program, ProgramBuilder
 from expertctl.engine.kernels.quantisation import PreparedActivations, wrap_float_activations
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from tests.engine.kernels.reference_gemm import (

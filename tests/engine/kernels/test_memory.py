@@ -6,7 +6,7 @@ import pytest
 from numba.core.errors import NumbaError
 
 from expertctl.engine.arrays import aligned_zeros
-from expertctl.engine.kernels.memory import allocate_stack_floats, load_int64s
+from expertctl.engine.kernels.compiled.memory import allocate_stack_floats, load_int64s
 
 
 @pytest.mark.parametrize("shape", [0, 1, 63, (3, 5), (2, 0, 7), (1, 2, 3)])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numba.core.errors import NumbaError
 
 from expertctl.engine.arrays import aligned_zeros
-from expertctl.engine.kernels.gemm import gemm_panel
+from expertctl.engine.kernels.compiled.gemm import gemm_panel
 from expertctl.engine.kernels.lora import gemm_arguments, gemm_items, gemm_kernel
 from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import pack_matrix

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.layer_operations import AttentionShape
-from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
-from expertctl.engine.kernels.paged_attention import (
-    HEADS_PER_ITEM,
-    TOKENS_PER_ITEM,
+from expertctl.engine.kernels.layer_operations import (
+    PROMPT_HEADS_PER_ITEM,
+    PROMPT_TOKENS_PER_ITEM,
+    AttentionShape,
     prefill_attention_items,
 )
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
 from tests.engine.kernels.reference_attention import (
     Numbers,
     PagedText,
@@ -72,9 +72,9 @@ def test_a_window_lets_a_token_see_so_many_tokens(window: int) -> None:
         assert np.abs(step - expected[position]).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("more", [-1, 0, 1, TOKENS_PER_ITEM, TOKENS_PER_ITEM + 1])
+@pytest.mark.parametrize("more", [-1, 0, 1, PROMPT_TOKENS_PER_ITEM, PROMPT_TOKENS_PER_ITEM + 1])
 def test_there_is_room_for_as_many_queries_as_read_a_page_together(more: int) -> None:
-    count = TOKENS_PER_ITEM + more
+    count = PROMPT_TOKENS_PER_ITEM + more
     text, rows = prompt(SMALL, count)
     assert np.abs(text.attend(rows) - compute_attention(rows, SMALL, None)).max() < TOLERANCE
     heads = AttentionShape(count, 1, 16)
@@ -108,13 +108,13 @@ def test_chunks_and_steps_have_the_bits_of_the_whole(
 
 @pytest.mark.parametrize("numbers", [Scheme.FLOAT32, Scheme.FLOAT16])
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize(("group", "dim"), [(1, 144), (HEADS_PER_ITEM + 3, 80), (3, 272)])
+@pytest.mark.parametrize(("group", "dim"), [(1, 144), (PROMPT_HEADS_PER_ITEM + 3, 80), (3, 272)])
 def test_what_is_gathered_for_a_prompt_has_the_bits_of_what_is_read_in_place(
     group: int, dim: int, window: int | None, numbers: Scheme
 ) -> None:
     """Groups of heads that fill no item, and heads wider than what is gathered at once."""
     shape = AttentionShape(2 * group, 2, dim, numbers)
-    text, rows = prompt(shape, 2 * TOKENS_PER_ITEM + 7, window)
+    text, rows = prompt(shape, 2 * PROMPT_TOKENS_PER_ITEM + 7, window)
     read = text.attend(rows)
     assert np.abs(read - compute_attention(rows, shape, window)).max() < 2 * TOLERANCE
     for position in range(0, len(rows), 5):
@@ -123,7 +123,7 @@ def test_what_is_gathered_for_a_prompt_has_the_bits_of_what_is_read_in_place(
 
 
 def test_an_item_of_a_prompt_does_its_own_tokens_and_heads_only() -> None:
-    shape, tokens = AttentionShape(2 * HEADS_PER_ITEM + 2, 2, 16), TOKENS_PER_ITEM + 2
+    shape, tokens = AttentionShape(2 * PROMPT_HEADS_PER_ITEM + 2, 2, 16), PROMPT_TOKENS_PER_ITEM + 2
     text, rows = prompt(shape, tokens)
     whole, parts = text.attend(rows), np.zeros((tokens, shape.query_heads), int)
     assert prefill_attention_items(tokens, shape) == 8

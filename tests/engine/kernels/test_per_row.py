@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.jit import ProgramBuilder
 from expertctl.engine.kernels.lora import RECORD_WORDS, AdapterBatchTable, ModuleAdapter
 from expertctl.engine.kernels.moe_lora import (
     input_scale_arguments,
@@ -17,6 +16,7 @@ from expertctl.engine.kernels.moe_lora import (
     output_scale_kernel,
 )
 from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.program import ProgramBuilder
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from tests.engine.kernels.reference_gemm import (
     Array,

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.engine.arrays import aligned_zeros
-from expertctl.engine.kernels.jit import ProgramBuilder
 from expertctl.engine.kernels.moe_gemm import (
     moe_gemm_arguments,
     moe_gemm_items,
@@ -22,6 +21,7 @@ from expertctl.engine.kernels.moe_routing import (
 )
 from expertctl.engine.kernels.packed_format import LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertMatrix, PackedMatrix
+from expertctl.engine.kernels.program import ProgramBuilder
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from tests.engine.kernels.reference_gemm import (
     make_random_numbers,

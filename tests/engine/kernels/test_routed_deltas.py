@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.jit import ProgramBuilder
 from expertctl.engine.kernels.lora import RECORD_WORDS, AdapterBatchTable, ModuleAdapter
 from expertctl.engine.kernels.moe_lora import (
     DOWN,
@@ -24,6 +23,7 @@ from expertctl.engine.kernels.moe_lora import (
 from expertctl.engine.kernels.moe_routing import NO_POSITION, MoePermutation
 from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import pack_matrix
+from expertctl.engine.kernels.program import ProgramBuilder
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from tests.engine.kernels.reference_gemm import (
     GuardedBuffer,

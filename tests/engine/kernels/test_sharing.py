@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from expertctl.engine.arrays import AnyArray, aligned_zeros
-from expertctl.engine.kernels import thread_pool as module
-from expertctl.engine.kernels.jit import Program
+from expertctl.engine.kernels.compiled.thread_pool import _claim_items
+from expertctl.engine.kernels.program import Program
 from expertctl.engine.kernels.thread_pool import (
     OPERATION_BYTES,
+    RUN_SHIFT,
     SHARED_WORDS,
+    TICKET,
     is_idle,
     load_pool_functions,
     set_operation_buffer,
@@ -19,7 +21,7 @@ from tests.engine.kernels.sample_programs import (
     make_count_kernel,
 )
 
-TICKET = module._TICKET // 8
+TICKET_WORD = TICKET // 8
 
 
 def run_without_others(program: Program, shared: AnyArray) -> None:
@@ -43,19 +45,19 @@ def test_a_late_worker_leaves_a_run_alone_that_is_written_and_not_yet_published(
         make_count_kernel(), second, operations=4
     )  # both stay until the test is over
     run_without_others(earlier, shared)
-    old_ticket = shared[TICKET]
+    old_ticket = shared[TICKET_WORD]
     run_without_others(later, shared)
     assert (first[0], second[0], is_idle(shared)) == (1, 4, True)
 
-    shared[TICKET] = old_ticket
-    module._claim_items(shared.ctypes.data, 1)
-    assert (first[0], second[0], shared[TICKET]) == (1, 4, old_ticket)
+    shared[TICKET_WORD] = old_ticket
+    _claim_items(shared.ctypes.data, 1)
+    assert (first[0], second[0], shared[TICKET_WORD]) == (1, 4, old_ticket)
 
-    shared[TICKET] = 2 << module._RUN_SHIFT
+    shared[TICKET_WORD] = 2 << RUN_SHIFT
     assert not is_idle(shared)
-    module._claim_items(shared.ctypes.data, 1)
+    _claim_items(shared.ctypes.data, 1)
     assert second[0] == 4
-    module._claim_items(shared.ctypes.data, 2)
+    _claim_items(shared.ctypes.data, 2)
     assert (second[0], is_idle(shared)) == (8, True)
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from numba import types
 from numba.extending import intrinsic
 
-from expertctl.engine.kernels.gemm import _emit_token_tiles
-from expertctl.engine.kernels.jit import get_host_cpu
+from expertctl.engine.kernels.compiled.compiler import get_host_cpu
+from expertctl.engine.kernels.compiled.gemm import _emit_token_tiles
+from expertctl.engine.kernels.compiled.simd import SimdBuilder, Value, emit_even_tiles, emit_tiles
 from expertctl.engine.kernels.packed_format import Scheme
-from expertctl.engine.kernels.simd import SimdBuilder, Value, emit_even_tiles, emit_tiles
 
 MOST, SIZES = 6, (6, 4, 1)
 WIDE = replace(get_host_cpu(), has_512_bit_registers=True)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from expertctl.engine.kernels import thread_pool as module
-from expertctl.engine.kernels.jit import ProgramBuilder
+from expertctl.engine.kernels.program import ProgramBuilder
 from expertctl.engine.kernels.thread_pool import (
     MAX_ITEMS,
     MAX_OPERATIONS,

@@ -149,7 +149,7 @@ def test_numpy_runs_a_large_base_whose_sizes_are_none_for_kernels_and_says_so(
 def test_numpy_runs_a_large_base_where_numba_is_missing_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "expertctl.engine.cpu.backend", None)
+    monkeypatch.setitem(sys.modules, "numba", None)
     dense, routed = (
         read_model_config(write_base(tmp_path / arch, arch=arch, **SIZES))
         for arch in ("qwen3", "qwen3_moe")

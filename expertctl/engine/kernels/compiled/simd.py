@@ -18,8 +18,8 @@ from numba.core import cgutils
 from numba.core.errors import RequireLiteralValue
 
 from expertctl.engine.arrays import VECTOR_BYTES
-from expertctl.engine.kernels.jit import get_host_cpu
-from expertctl.engine.kernels.llvm_math import (
+from expertctl.engine.kernels.compiled.compiler import get_host_cpu
+from expertctl.engine.kernels.compiled.llvm_math import (
     emit_exponential,
     emit_float_to_half,
     emit_half_to_float,

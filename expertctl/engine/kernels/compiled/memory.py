@@ -1,8 +1,4 @@
-"""Kernel arguments, memory access by address, and atomics, in compiled code.
-
-Arguments are int64 words that compiled code reads in order. An array is only an address there, so a
-wrong one would go unnoticed; functions that return arguments therefore take arrays by keyword, and
-dtypes are checked here.
+"""Memory access by address, and atomics, in compiled code.
 
 Atomics act on int64 at multiples of eight bytes. A thread that reads a number sees everything that
 the storing thread had written before.
@@ -11,36 +7,15 @@ the storing thread had written before.
 from typing import Any
 
 import numba
-import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
-from expertctl.engine.arrays import VECTOR_BYTES, AnyArray
-from expertctl.engine.kernels.jit import get_host_cpu
-from expertctl.engine.kernels.llvm_math import emit_float_to_half, emit_half_to_float
-from expertctl.engine.kernels.simd import INT, require_literal
-
-
-def encode_operands(*words: int) -> AnyArray:
-    """Return arguments as int64 [words]."""
-    return np.array(words, np.int64)
-
-
-def array_address(array: AnyArray | None, kind: Any = np.float32) -> int:
-    """Return the address of an array with this dtype, or 0 for None."""
-    if array is None:
-        return 0
-    assert array.dtype == kind, f"dtype {array.dtype} instead of {np.dtype(kind)}"
-    return array.ctypes.data
-
-
-def row_address(rows: AnyArray) -> tuple[int, int]:
-    """Return the address of float32 [rows, columns], and the stride between rows in bytes."""
-    lie_together = rows.strides[1] == rows.itemsize or rows.shape[1] == 1 or rows.size == 0
-    assert lie_together, "the columns of a row are not adjacent"
-    return array_address(rows), rows.strides[0]
+from expertctl.engine.arrays import VECTOR_BYTES
+from expertctl.engine.kernels.compiled.compiler import get_host_cpu
+from expertctl.engine.kernels.compiled.llvm_math import emit_float_to_half, emit_half_to_float
+from expertctl.engine.kernels.compiled.simd import INT, require_literal
 
 
 @intrinsic(prefer_literal=True)
@@ -204,7 +179,7 @@ def call_kernel(_context: Any, function: Any, first: Any, last: Any, arguments: 
     """Call the kernel at an address."""
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [INT] * 3)
+        kind = ir.FunctionType(INT, [INT] * 3)
         builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
         return context.get_dummy_value()
 

@@ -6,14 +6,13 @@ the tokens of a prompt, a chunk is gathered once for many queries; a single toke
 place.
 """
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numba.extending import register_jitable
 
-from expertctl.engine.arrays import VECTOR_BYTES, AnyArray
-from expertctl.engine.kernels.attention_tiles import (
+from expertctl.engine.arrays import VECTOR_BYTES
+from expertctl.engine.kernels.compiled.attention_tiles import (
     CHUNK_BYTES,
     CHUNK_TOKENS,
     GATHER_PAGE_BYTES,
@@ -26,29 +25,25 @@ from expertctl.engine.kernels.attention_tiles import (
     softmax_scores,
     vector_sum,
 )
-from expertctl.engine.kernels.jit import Kernel, KernelFunction, compile_kernel
-from expertctl.engine.kernels.layer_operations import AttentionShape
-from expertctl.engine.kernels.memory import (
+from expertctl.engine.kernels.compiled.compiler import KernelFunction
+from expertctl.engine.kernels.compiled.memory import (
     allocate_stack_floats,
-    array_address,
-    encode_operands,
     float32_view,
     int64_view,
     load_int64s,
-    row_address,
 )
-from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, LANES, Scheme
-
-TOKENS_PER_ITEM, HEADS_PER_ITEM = 36, 4
-"""Tokens of a prompt, and query heads of one KV head, that read a page together."""
-
+from expertctl.engine.kernels.layer_operations import PROMPT_HEADS_PER_ITEM, PROMPT_TOKENS_PER_ITEM
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, LANES
 
 _MAX_QUERY_HEADS = 24
 """Query heads of one KV head that read a page together for a single token."""
-_QUERIES = TOKENS_PER_ITEM * HEADS_PER_ITEM
+_QUERIES = PROMPT_TOKENS_PER_ITEM * PROMPT_HEADS_PER_ITEM
 _GATHERED = PAGES_PER_CHUNK * GATHER_VECTORS * LANES
 _ALL_SCORES, _ALL_TOTALS = _QUERIES * CHUNK_TOKENS, _QUERIES * LANES
-_HEAD_SCORES, _HEAD_TOTALS = TOKENS_PER_ITEM * CHUNK_BYTES, TOKENS_PER_ITEM * VECTOR_BYTES
+_HEAD_SCORES, _HEAD_TOTALS = (
+    PROMPT_TOKENS_PER_ITEM * CHUNK_BYTES,
+    PROMPT_TOKENS_PER_ITEM * VECTOR_BYTES,
+)
 """Bytes per head for all tokens of an item."""
 _SCORES, _TOTALS, _PAGES = (
     _MAX_QUERY_HEADS * CHUNK_TOKENS,
@@ -62,77 +57,24 @@ _NO_WINDOW = -(1 << 30)
 _MIN_SCORE, _ZERO, _ONE = np.float32(MIN_SCORE), np.float32(0), np.float32(1)
 
 
-@cache
-def prefill_attention_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
-    """Return the kernel for consecutive tokens of one sequence; see `prefill_attention_items`."""
-    function = _prefill_function(int(numbers is Scheme.FLOAT16))
-    return compile_kernel(f"attend prompt {numbers.value}", function)
+def make_prefill_attention(half: int) -> KernelFunction:
+    """Return the function for consecutive tokens; pages hold float16 if ``half`` is not 0."""
 
-
-@cache
-def decode_attention_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
-    """Return the kernel for one token of each sequence; one item is a token and a KV head."""
-    function = _decode_function(int(numbers is Scheme.FLOAT16))
-    return compile_kernel(f"attend step {numbers.value}", function)
-
-
-def prefill_attention_items(tokens: int, shape: AttentionShape) -> int:
-    """Return the number of items of a prompt: some tokens and some query heads of one KV head each.
-
-    All heads of the first tokens come first.
-    """
-    heads = -(-(shape.query_heads // shape.kv_heads) // HEADS_PER_ITEM)
-    return -(-tokens // TOKENS_PER_ITEM) * shape.kv_heads * heads
-
-
-def attention_arguments(
-    *,
-    rows: AnyArray,
-    shape: AttentionShape,
-    positions: AnyArray,
-    tables: AnyArray,
-    offsets: tuple[int, int],
-    out: AnyArray,
-    window: int | None,
-    scale: AnyArray,
-    count: AnyArray,
-) -> AnyArray:
-    """Return the arguments of either kernel; most are those of `rope_kv_write_arguments`.
-
-    ``out`` is float32 [tokens, query heads * dim], ``scale`` float32 [1], ``count`` int64 [1] the
-    tokens of the run. Without a window all earlier tokens are visible.
-    """
-    return encode_operands(
-        *row_address(rows),
-        shape.query_heads,
-        shape.kv_heads,
-        shape.head_dim,
-        array_address(positions, np.int64),
-        array_address(tables, np.int64),
-        *offsets,
-        *row_address(out),
-        window or 0,
-        array_address(scale),
-        array_address(count, np.int64),
-        shape.head_bytes,
-    )
-
-
-def _prefill_function(half: int) -> KernelFunction:
     def prompt(first: int, last: int, arguments: int) -> None:
         (
             rows, stride, queries, keys, dim, positions, tables, key_offset, value_offset,
             out, out_stride, window, scale, count, head_bytes,
         ) = load_int64s(arguments, 15)  # fmt: skip
         tokens, group = load_int64s(count, 1)[0], queries // keys
-        sets = (group + HEADS_PER_ITEM - 1) // HEADS_PER_ITEM
+        sets = (group + PROMPT_HEADS_PER_ITEM - 1) // PROMPT_HEADS_PER_ITEM
         for item in range(first, last):
-            token, place = item // (keys * sets) * TOKENS_PER_ITEM, item % (keys * sets)
-            begin = place % sets * HEADS_PER_ITEM
+            token, place = item // (keys * sets) * PROMPT_TOKENS_PER_ITEM, item % (keys * sets)
+            begin = place % sets * PROMPT_HEADS_PER_ITEM
             head, page = place // sets * group + begin, place // sets * head_bytes
             _attend_tokens(
                 half, rows + token * stride + head * dim * 4, stride,
-                min(tokens - token, TOKENS_PER_ITEM), min(group - begin, HEADS_PER_ITEM),
+                min(tokens - token, PROMPT_TOKENS_PER_ITEM),
+                min(group - begin, PROMPT_HEADS_PER_ITEM),
                 int64_view(positions, tokens)[token], int64_view(tables, tokens)[token],
                 key_offset + page, value_offset + page,
                 out + token * out_stride + head * dim * 4, out_stride, dim, window,
@@ -142,7 +84,9 @@ def _prefill_function(half: int) -> KernelFunction:
     return prompt
 
 
-def _decode_function(half: int) -> KernelFunction:
+def make_decode_attention(half: int) -> KernelFunction:
+    """Return the same for one token of each sequence."""
+
     def step(first: int, last: int, arguments: int) -> None:
         (
             rows, stride, queries, keys, dim, positions, tables, key_offset, value_offset,
@@ -198,8 +142,8 @@ def _attend_tokens(
         for head in range(heads):
             _softmax_chunk(
                 scores + head * _HEAD_SCORES, low, high, 1, scale,
-                largest + head * TOKENS_PER_ITEM * 4, totals + head * _HEAD_TOTALS,
-                corrections + head * TOKENS_PER_ITEM * 4, count,
+                largest + head * PROMPT_TOKENS_PER_ITEM * 4, totals + head * _HEAD_TOTALS,
+                corrections + head * PROMPT_TOKENS_PER_ITEM * 4, count,
             )  # fmt: skip
         skipped = max(first - chunk * PAGES_PER_CHUNK, 0)
         _add_chunk(
@@ -247,7 +191,7 @@ def _add_chunk(
             emit_page_values(
                 0, near + skipped * 8, tokens, low, high, 1, 0, 0,
                 scores + head * _HEAD_SCORES + skipped * VECTOR_BYTES,
-                corrections + head * TOKENS_PER_ITEM * 4,
+                corrections + head * PROMPT_TOKENS_PER_ITEM * 4,
                 out + head * dim * 4 + begin * VECTOR_BYTES, out_stride, blocks, count,
             )  # fmt: skip
 

@@ -18,7 +18,6 @@ If packing would not shorten a chunk, or its numbers do not fill whole groups, t
 unchanged. An unpacked chunk fits into the first-level cache of a core.
 """
 
-from functools import cache
 from typing import Any
 
 from llvmlite import ir
@@ -26,9 +25,7 @@ from numba import types
 from numba.extending import intrinsic, register_jitable
 
 from expertctl.engine.arrays import VECTOR_BYTES
-from expertctl.engine.kernels.gemm import PANEL_BLOCKS
-from expertctl.engine.kernels.jit import Kernel, compile_kernel
-from expertctl.engine.kernels.memory import (
+from expertctl.engine.kernels.compiled.memory import (
     allocate_stack_floats,
     copy_bytes,
     int32_view,
@@ -38,42 +35,29 @@ from expertctl.engine.kernels.memory import (
     uint16_view,
     uint32_view,
 )
-from expertctl.engine.kernels.simd import INT, Value
+from expertctl.engine.kernels.compiled.simd import INT, Value
+from expertctl.engine.kernels.packed_format import PANEL_BLOCKS
+from expertctl.engine.kernels.packed_matrix import (
+    CHUNK_HEADER_BYTES,
+    CHUNK_VECTORS,
+    MIN_COMPACT_BITS,
+)
 
-GROUP, VECTORS = 512, 64
-"""Numbers per group, and vectors per block of a chunk."""
-CHUNK_BYTES = PANEL_BLOCKS * VECTORS * VECTOR_BYTES
+GROUP = 512
+"""Numbers per group."""
+CHUNK_BYTES = PANEL_BLOCKS * CHUNK_VECTORS * VECTOR_BYTES
 CHUNK_FLOATS = CHUNK_BYTES // 4
-CHUNK_HEADER_BYTES = 64
 UNPACKED = 0xFFFF
 """Stored instead of the number of outliers if the numbers of a chunk are not packed."""
-MIN_BITS = 11
-"""Bits per number without outliers: three planes, and a byte."""
 _WINDOW, _EXPONENTS = 8, 256
 _STRIPS, _PLANES, _AT_ONCE = 8, 3, 64
-_GROUP_BYTES = GROUP * MIN_BITS // 8
+_GROUP_BYTES = GROUP * MIN_COMPACT_BITS // 8
 _FRACTION_BITS = 7
 _BYTES, _SHORTS = ir.VectorType(ir.IntType(8), _AT_ONCE), ir.VectorType(ir.IntType(16), _AT_ONCE)
 
 
-def max_packed_bytes(blocks: int, vectors: int) -> int:
-    """Return the maximum size of a packed panel, in bytes."""
-    return blocks * vectors * VECTOR_BYTES + CHUNK_HEADER_BYTES * -(-vectors // VECTORS)
-
-
-@cache
-def exponent_pack_kernel() -> Kernel:
-    """Return the kernel that packs consecutive panels; it has one item.
-
-    Its arguments are the address of the numbers; that of int64 [panels, 2], the blocks of each
-    panel and the vectors of each block; the number of panels; and the output address. It writes
-    uint32 [panels + 1] there, the offset from the output address at which each panel begins and the
-    last one ends, followed by the panels.
-    """
-    return compile_kernel("pack compact", _pack_chunks)
-
-
-def _pack_chunks(_first: int, _last: int, arguments: int) -> None:
+def pack_chunks(_first: int, _last: int, arguments: int) -> None:
+    """Pack the panels of an expert."""
     numbers, sizes_at, stretches, out = load_int64s(arguments, 4)
     begins, chunk = uint32_view(out, stretches + 1), allocate_stack_floats(CHUNK_FLOATS)
     seen = allocate_exponent_counts()
@@ -81,8 +65,8 @@ def _pack_chunks(_first: int, _last: int, arguments: int) -> None:
     for stretch in range(stretches):
         begins[stretch] = at
         blocks, vectors = load_int64s(sizes_at + 16 * stretch, 2)
-        for first in range(0, vectors, VECTORS):
-            wide = min(VECTORS, vectors - first) * VECTOR_BYTES
+        for first in range(0, vectors, CHUNK_VECTORS):
+            wide = min(CHUNK_VECTORS, vectors - first) * VECTOR_BYTES
             for block in range(blocks):
                 source = numbers + (block * vectors + first) * VECTOR_BYTES
                 copy_bytes(chunk + block * wide, source, wide)
@@ -103,7 +87,7 @@ def _pack_chunk(numbers: Any, size: Any, out: Any, seen: Any) -> Any:
     head, window, beyond = uint8_view(out, CHUNK_HEADER_BYTES), 0, UNPACKED
     if size % GROUP == 0:
         window, beyond = _find_window(numbers, size, seen)
-    length = size * MIN_BITS // 8 + align_to_vector_bytes(4 * beyond)
+    length = size * MIN_COMPACT_BITS // 8 + align_to_vector_bytes(4 * beyond)
     if length >= 2 * size:
         head[0], head[1] = UNPACKED & 255, UNPACKED >> 8
         copy_bytes(out + CHUNK_HEADER_BYTES, numbers, 2 * size)
@@ -141,25 +125,15 @@ def _find_window(numbers: Any, size: Any, seen_at: Any) -> Any:
     return window, size - most
 
 
-@cache
-def exponent_check_kernel() -> Kernel:
-    """Return the kernel that checks whether panels can be unpacked; it has one item.
-
-    Its arguments are the address of the packed data, its size in bytes, the address of int64
-    [panels, 2] and the number of panels as for `exponent_pack_kernel`, and the address of an int64
-    that is set to 1 if all can be unpacked, else to 0.
-    """
-    return compile_kernel("check compact", _check_chunks)
-
-
-def _check_chunks(_first: int, _last: int, arguments: int) -> None:
+def check_chunks(_first: int, _last: int, arguments: int) -> None:
+    """Check whether packed panels can be unpacked."""
     place, most, sizes_at, stretches, found = load_int64s(arguments, 5)
     ends, sound = uint32_view(place, stretches + 1), 1
     for stretch in range(stretches):
         packed, end = place + ends[stretch], place + min(ends[stretch + 1], most)
         blocks, vectors = load_int64s(sizes_at + 16 * stretch, 2)
-        for first in range(0, vectors, VECTORS):
-            wide = min(VECTORS, vectors - first)
+        for first in range(0, vectors, CHUNK_VECTORS):
+            wide = min(CHUNK_VECTORS, vectors - first)
             length = read_chunk_bytes(packed, end, blocks * wide * (VECTOR_BYTES // 2))
             if length == 0:
                 sound = 0
@@ -180,7 +154,7 @@ def read_chunk_bytes(packed: Any, end: Any, size: Any) -> Any:
     length = 2 * size
     if beyond != UNPACKED:
         length = (
-            size * MIN_BITS // 8 + align_to_vector_bytes(4 * beyond)
+            size * MIN_COMPACT_BITS // 8 + align_to_vector_bytes(4 * beyond)
             if size % GROUP == 0
             else end - packed
         )

@@ -13,9 +13,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from expertctl.engine.arrays import VECTOR_BYTES
-from expertctl.engine.kernels.jit import get_host_cpu
+from expertctl.engine.kernels.compiled.compiler import get_host_cpu
+from expertctl.engine.kernels.compiled.simd import SimdBuilder, Value, emit_tiles, require_literal
 from expertctl.engine.kernels.packed_format import LANES
-from expertctl.engine.kernels.simd import SimdBuilder, Value, emit_tiles, require_literal
 
 PAGES_PER_CHUNK = 4
 """Pages per chunk; all keys of a chunk share one softmax correction."""

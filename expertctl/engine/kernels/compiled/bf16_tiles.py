@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from expertctl.engine.arrays import VECTOR_BYTES
+from expertctl.engine.kernels.compiled.simd import SimdBuilder, Value, emit_tiles
 from expertctl.engine.kernels.packed_format import LANES
-from expertctl.engine.kernels.simd import SimdBuilder, Value, emit_tiles
 
 
 @dataclass(frozen=True, slots=True)

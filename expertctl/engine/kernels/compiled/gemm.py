@@ -22,15 +22,21 @@ from numba import types
 from numba.extending import intrinsic, register_jitable
 
 from expertctl.engine.arrays import VECTOR_BYTES
-from expertctl.engine.kernels.bf16_tiles import HIGH_HALF, Bf16TileEmitter, TileOperands
-from expertctl.engine.kernels.jit import CpuFeatures, get_host_cpu
-from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, Scheme, VectorLayout
-from expertctl.engine.kernels.simd import (
+from expertctl.engine.kernels.compiled.bf16_tiles import HIGH_HALF, Bf16TileEmitter, TileOperands
+from expertctl.engine.kernels.compiled.compiler import CpuFeatures, get_host_cpu
+from expertctl.engine.kernels.compiled.simd import (
     SimdBuilder,
     Value,
     emit_even_tiles,
     emit_tiles,
     require_literal,
+)
+from expertctl.engine.kernels.packed_format import (
+    FLOAT_SCHEMES,
+    GROUP_SIZE,
+    PANEL_BLOCKS,
+    Scheme,
+    VectorLayout,
 )
 
 _SCHEMES = tuple(Scheme)
@@ -358,10 +364,6 @@ class _TileEmitter:
         lanes = self._lanes
         row = lanes.offset(self._at.out, lanes.int_constant(token), self._at.out_stride)
         return lanes.offset(row, lanes.int_constant(block), VECTOR_BYTES)
-
-
-PANEL_BLOCKS = 4
-"""Blocks of sixteen rows in a panel."""
 
 
 @cache
