@@ -1,4 +1,7 @@
-"""How long commands take to start, against a one-command typer program and ``import torch``."""
+"""How long commands take to start, against a one-command typer program and ``import torch``.
+
+And how long kernels that were compiled before take to load, against ``import numba``.
+"""
 
 import json
 import os
@@ -24,11 +27,34 @@ def hello(name: str = "world") -> None:
 
 app()
 """
+KERNELS_PROGRAM = """
+import os
+from pathlib import Path
+
+from expertctl.engine.kernels.jit import use_kernel_cache
+from expertctl.engine.kernels import layer_operations, lora, packed_matrix, quantisation
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.thread_pool import load_pool_functions
+from expertctl.settings import Home
+
+use_kernel_cache(Home(Path(os.environ["EXPERT_HOME"])))
+weights, numbers = Scheme.BFLOAT16, Scheme.FLOAT16
+packed_matrix.embedding_kernel(weights)
+quantisation.activation_kernel(weights)
+lora.gemm_kernel(weights)
+layer_operations.rms_norm_kernel()
+layer_operations.rope_table_kernel()
+layer_operations.rope_kv_write_kernel(numbers)
+layer_operations.prefill_attention_kernel(numbers)
+layer_operations.decode_attention_kernel(numbers)
+layer_operations.swiglu_kernel()
+load_pool_functions()
+"""
 PROMPT = "Sort these numbers: 41, 17, 23, 15"
 
 
 def measure(rounds: int) -> Sequence[Row]:
-    """Time ``--version``, ``list`` and ``run`` as processes, on a home with the starter pack."""
+    """Time ``--version``, ``list``, ``run`` and kernels as processes, on a home with the pack."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "hello.py")
         program.write_text(TYPER_PROGRAM)
@@ -36,6 +62,8 @@ def measure(rounds: int) -> Sequence[Row]:
         _read_output([*EXPERTCTL, "run", PROMPT, "--json"], home)  # installs the starter pack
         typer = _make_process_run([sys.executable, str(program)], home)
         torch = _make_process_run([sys.executable, "-c", "import torch"], home)
+        numba = _make_process_run([sys.executable, "-c", "import numba"], home)
+        kernels = _make_process_run([sys.executable, "-c", KERNELS_PROGRAM], home)
         return [
             compare(
                 "expertctl --version", _make_process_run([*EXPERTCTL, "--version"], home), typer,
@@ -48,6 +76,10 @@ def measure(rounds: int) -> Sequence[Row]:
             compare(
                 "expertctl run, besides generating", lambda: _measure_overhead(home), torch,
                 rival="python -c 'import torch'", rounds=rounds, target="<= 0.5",
+            ),
+            compare(
+                "kernels that were compiled before", kernels, numba,
+                rival="python -c 'import numba'", rounds=rounds, target="<= 0.8",
             ),
         ]  # fmt: skip
 

@@ -221,7 +221,7 @@ def fold_plan(experts: Sequence[WeightedAdapter], spec: CompileSpec) -> FoldedPl
 def _choose_compiler(
     layers: Mapping[str, FoldedChain], spec: CompileSpec
 ) -> "DeltaCompiler | PackedPlanCompiler | TorchPlanCompiler":
-    """Return the compiler of a plan; neither kernels nor torch are imported before they are needed."""
+    """Return the compiler of a plan; kernels and torch are imported when needed."""
     match spec.target:
         case None:
             return DeltaCompiler(layers)

@@ -1,8 +1,8 @@
 """The plain CPU backend: numpy, without compiled kernels.
 
-It runs bases of every size: small ones faster than kernels are compiled, others where kernels do not
-support their sizes or numba is missing. All routed experts are in memory. Keys and values are in
-pages of rows, which a `BlockPool` lends.
+It runs bases of every size: small ones faster than kernels are compiled, others where kernels do
+not support their sizes or numba is missing. All routed experts are in memory. Keys and values are
+in pages of rows, which a `BlockPool` lends.
 """
 
 from collections.abc import Callable, Sequence

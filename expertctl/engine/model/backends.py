@@ -1,4 +1,4 @@
-"""The torch backend: bases of every size; small ones start faster in it than kernels are compiled."""
+"""The torch backend: bases of every size."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
