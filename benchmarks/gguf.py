@@ -6,7 +6,7 @@ The format is described in ggml's ``docs/gguf.md``, the blocks in ``ggml-common.
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,9 +20,9 @@ from expertctl.package.model_config import ModelConfig
 ALIGNMENT = 32
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Value = str | int | float
+GGUFValue = str | int | float | list[str] | list[int]
 
-_UINT32, _FLOAT32, _STRING = 4, 6, 8
+_UINT32, _INT32, _FLOAT32, _STRING, _ARRAY = 4, 5, 6, 8, 9
 _RANDOM_BYTES = 1 << 22
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -81,7 +81,19 @@ def write_gguf(path: Path, config: ModelConfig, scheme: Scheme, *, seed: int = 0
     return path
 
 
-def _list_metadata(config: ModelConfig) -> dict[str, Value]:
+def write_gguf_tensors(
+    path: Path, facts: dict[str, GGUFValue], tensors: Mapping[str, np.ndarray[Any, Any]]
+) -> None:
+    """Write tensors with the names of a Hugging Face base: uint16 is bfloat16, the rest float32."""
+    shapes = [(_to_gguf_name(name), one.shape) for name, one in tensors.items()]
+    with path.open("wb") as file:
+        file.write(_make_header(facts, shapes, Scheme.BFLOAT16))
+        for one in tensors.values():
+            _pad(file)
+            file.write(one.tobytes())
+
+
+def _list_metadata(config: ModelConfig) -> dict[str, GGUFValue]:
     return {
         "general.architecture": "qwen3",
         "general.alignment": ALIGNMENT,
@@ -101,7 +113,7 @@ def _list_metadata(config: ModelConfig) -> dict[str, Value]:
 
 
 def _make_header(
-    facts: dict[str, Value], tensors: Sequence[tuple[str, tuple[int, ...]]], scheme: Scheme
+    facts: dict[str, GGUFValue], tensors: Sequence[tuple[str, tuple[int, ...]]], scheme: Scheme
 ) -> bytes:
     parts = [struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(facts))]
     parts += [_encode_text(key) + _encode_typed(value) for key, value in facts.items()]
@@ -131,7 +143,11 @@ def _encode_text(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _encode_typed(value: Value) -> bytes:
+def _encode_typed(value: GGUFValue) -> bytes:
+    if isinstance(value, list):
+        kind = _STRING if value and isinstance(value[0], str) else _INT32
+        items = [_encode_text(v) if isinstance(v, str) else struct.pack("<i", v) for v in value]
+        return struct.pack("<IIQ", _ARRAY, kind, len(value)) + b"".join(items)
     if isinstance(value, str):
         return struct.pack("<I", _STRING) + _encode_text(value)
     if isinstance(value, int):

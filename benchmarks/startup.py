@@ -1,18 +1,23 @@
 """How long commands take to start, against a one-command typer program and ``import torch``.
 
-And how long kernels that were compiled before take to load, against ``import numba``.
+And how long kernels that were compiled before take to load, against ``import numba``; and what a
+process costs that answers one token on a base of 135 million weights, against llama.cpp.
 """
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.harness import Row, Run, compare, main
+from benchmarks import engines
+from benchmarks.harness import Row, Run, compare, compare_times, judge, main, make_absent_row
+from benchmarks.small_llama import write_small_llama
 
 TYPER_PROGRAM = """
 import typer
@@ -51,6 +56,18 @@ layer_operations.swiglu_kernel()
 load_pool_functions()
 """
 PROMPT = "Sort these numbers: 41, 17, 23, 15"
+LLAMA_PROGRAM = """
+import sys
+
+import llama_cpp
+
+path, prompt = sys.argv[1:]
+model = llama_cpp.Llama(path, n_ctx=512, verbose=False)
+tokens = model.tokenize(prompt.encode(), add_bos=False)
+print(len(tokens), next(model.generate(tokens, temp=0.0)))
+"""
+MEMORY_RATIO, MEMORY_BYTES = 1.15, 120_000_000
+"""A process takes at most so many times its weights, and so many bytes more."""
 
 
 def measure(rounds: int) -> Sequence[Row]:
@@ -81,7 +98,90 @@ def measure(rounds: int) -> Sequence[Row]:
                 "kernels that were compiled before", kernels, numba,
                 rival="python -c 'import numba'", rounds=rounds, target="<= 0.8",
             ),
+            *_measure_small_llama(Path(folder), home, rounds),
         ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _ProcessCost:
+    """What a process cost: seconds, processor seconds, and its peak resident set in bytes."""
+
+    wall: float
+    processor: float
+    peak: int
+    output: str
+
+
+def _measure_small_llama(folder: Path, home: dict[str, str], rounds: int) -> Sequence[Row]:
+    """Measure processes that answer one greedy token on the same weights, in turns."""
+    case, rival = "one token of a 135M Llama, new process", "llama-cpp-python"
+    if not engines.has_llama():
+        return [make_absent_row(case, rival=rival, install=engines.LLAMA_INSTALL)]
+    base, gguf = write_small_llama(folder)
+    environment = {**os.environ, **home}
+    _read_output([*EXPERTCTL, "base", "add", str(base), "--name", "small-llama"], home)
+    options = ["--base", "small-llama", "--no-experts", "--greedy", "-n", "1", "--json"]
+    commands = {
+        "ours": [*EXPERTCTL, "run", *options, PROMPT],
+        "theirs": [sys.executable, "-c", LLAMA_PROGRAM, str(gguf), PROMPT],
+    }
+    costs: dict[str, list[_ProcessCost]] = {name: [] for name in commands}
+    for number in range(-1, rounds):  # the first round compiles kernels and fills the page cache
+        for name in sorted(commands, reverse=bool(number % 2)):
+            cost = _run_process(commands[name], environment)
+            if number >= 0:
+                costs[name].append(cost)
+    mine, other = costs["ours"], costs["theirs"]
+    written = json.loads(mine[0].output)["tokens"]
+    same = [int(word) for word in other[0].output.split()] == [written["prompt"], *written["ids"]]
+    times = {
+        "wall": ([cost.wall for cost in mine], [cost.wall for cost in other]),
+        "processor": ([cost.processor for cost in mine], [cost.processor for cost in other]),
+    }
+    rows = [
+        compare_times(f"{case}: {what} time", *both, steps=1, rival=rival, target="<= 1.2")
+        for what, both in times.items()
+    ]
+    note = "the same token" if same else f"other tokens: {written}, {other[0].output}"
+    return [*(replace(row, note=note) for row in rows), _compare_memory(case, mine, other, base)]
+
+
+def _compare_memory(
+    case: str, mine: Sequence[_ProcessCost], other: Sequence[_ProcessCost], base: Path
+) -> Row:
+    """Compare our peak with the bound that the size of the weights sets."""
+    weights = (base / "model.safetensors").stat().st_size
+    bound = MEMORY_RATIO * weights + MEMORY_BYTES
+    peak = statistics.median(cost.peak for cost in mine)
+    theirs = statistics.median(cost.peak for cost in other)
+    row = Row(
+        case=f"{case}: peak memory",
+        ours=round(peak / 1e6, 1),
+        rival=f"{MEMORY_RATIO} x weights + {MEMORY_BYTES // 10**6} MB",
+        theirs=round(bound / 1e6, 1),
+        unit="MB",
+        better="lower",
+        ratio=round(peak / bound, 3),
+        spread=None,
+        note=f"llama.cpp: {theirs / 1e6:.1f} MB, with the mapped file",
+    )
+    return judge(row, "<= 1")
+
+
+def _run_process(command: list[str], environment: dict[str, str]) -> _ProcessCost:
+    """Run a process; `os.wait4` reports what it alone used."""
+    start = time.perf_counter()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.DEVNULL
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - start
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0, f"{command} failed"
+        output.seek(0)
+        text = output.read().decode()
+    return _ProcessCost(wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, text)
 
 
 EXPERTCTL = [str(Path(sys.executable).with_name("expertctl"))]

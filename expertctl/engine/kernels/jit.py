@@ -21,8 +21,8 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -31,6 +31,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from expertctl.engine.kernels.machine_code import CompiledFunction, identify_processor, load_code
+from expertctl.engine.memory.host import count_usable_cores
 from expertctl.errors import IncompatibleError, KernelsUnavailableError
 from expertctl.files import make_folders, write_atomic
 from expertctl.messages import Notify, ignore_notification
@@ -82,23 +83,54 @@ def use_kernel_cache(
         return folder
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Kernel:
-    """Compiled code, which lives as long as this object."""
+@dataclass(frozen=True, slots=True)
+class FunctionSource:
+    """Where the Python code of a function of ``arity`` int64s is."""
 
-    name: str
-    address: int
-    _code: CompiledFunction
+    module: str
+    function: str
+    arity: int
+    parameters: Mapping[str, object]
+    """If there are any, ``function`` returns what is compiled for them."""
+
+
+class Kernel:
+    """Compiled code, which is loaded when it is first needed and then lives as long as this."""
+
+    def __init__(self, name: str, source: FunctionSource) -> None:
+        """Load nothing yet."""
+        self.name, self.source = name, source
+        self.code: CompiledFunction | None = None
+
+    @property
+    def address(self) -> int:
+        """The address of the code; errors as `load_function`."""
+        return self._require_code().address
 
     def __call__(self, first: int, last: int, arguments: int) -> None:
         """Process some items now, on this thread, without the interpreter's lock."""
-        self._code.call(first, last, arguments)
+        self._require_code().call(first, last, arguments)
+
+    def _require_code(self) -> CompiledFunction:
+        if self.code is None:
+            [self.code] = load_functions({self.name: self.source})
+        return self.code
 
 
 def load_kernel(name: str, module: str, function: str, **parameters: object) -> Kernel:
-    """Return a kernel, loaded from the cache or else compiled; see `load_function`."""
-    code = load_function(name, module, function, arity=3, **parameters)
-    return Kernel(name, code.address, code)
+    """Return a kernel that is loaded or compiled when it is needed; see `load_function`."""
+    return Kernel(name, FunctionSource(module, function, 3, parameters))
+
+
+def load_kernels(kernels: Iterable[Kernel]) -> None:
+    """Load several kernels; missing ones are compiled at the same time.
+
+    Raises as `load_function` does.
+    """
+    wanted = {kernel.name: kernel for kernel in kernels if kernel.code is None}
+    loaded = load_functions({name: kernel.source for name, kernel in wanted.items()})
+    for kernel, code in zip(wanted.values(), loaded, strict=True):
+        kernel.code = code
 
 
 def load_function(
@@ -114,66 +146,96 @@ def load_function(
         KernelsUnavailableError: when it must be compiled and numba cannot be imported.
         IncompatibleError: when it must be compiled and its sources have changed since the start.
     """
-    source = _FunctionSource(module, function, arity, parameters)
+    [loaded] = load_functions({name: FunctionSource(module, function, arity, parameters)})
+    return loaded
+
+
+def load_functions(sources: Mapping[str, FunctionSource]) -> list[CompiledFunction]:
+    """Return functions by their names, in order; missing ones are compiled at the same time.
+
+    Raises as `load_function` does.
+    """
     with _LOCK:
-        if _CACHE.check is not None:
-            _CACHE.check()
-        return load_code(_load_or_compile(name, source), arity=arity)
+        codes = _find_or_compile(sources)
+        return [load_code(codes[name], arity=source.arity) for name, source in sources.items()]
 
 
-@dataclass(frozen=True, slots=True)
-class _FunctionSource:
-    """Where the Python code of a function is."""
-
-    module: str
-    function: str
-    arity: int
-    parameters: Mapping[str, object]
-
-    def compile(self) -> bytes:
-        """Compile it, or what it returns for its parameters."""
-        is_imported = {_COMPILER, self.module} <= set(sys.modules)
-        if not is_imported and _hash_sources() != _SOURCES:
-            raise IncompatibleError(
-                "kernels must be compiled, and the installed version has changed meanwhile",
-                hint="start the process again",
-            )
-        try:
-            compiler = import_module(_COMPILER)
-            function = getattr(import_module(self.module), self.function)
-        except ImportError as error:
-            raise KernelsUnavailableError(
-                f"kernels must be compiled for this machine, and numba cannot be imported: {error}",
-                hint="pip install 'expertctl[engine]'",
-            ) from error
-        if self.parameters:
-            function = function(**self.parameters)
-        code: bytes = compiler.compile_function(function, arity=self.arity)
-        return code
+def compile_source(source: FunctionSource) -> bytes:
+    """Compile a function in this process; errors as `load_function`."""
+    is_imported = {_COMPILER, source.module} <= set(sys.modules)
+    if not is_imported and _hash_sources() != SOURCES_DIGEST:
+        raise IncompatibleError(
+            "kernels must be compiled, and the installed version has changed meanwhile",
+            hint="start the process again",
+        )
+    try:
+        compiler = import_module(_COMPILER)
+        function = getattr(import_module(source.module), source.function)
+    except ImportError as error:
+        raise KernelsUnavailableError(
+            f"kernels must be compiled for this machine, and numba cannot be imported: {error}",
+            hint="pip install 'expertctl[engine]'",
+        ) from error
+    if source.parameters:
+        function = function(**source.parameters)
+    code: bytes = compiler.compile_function(function, arity=source.arity)
+    return code
 
 
-def _load_or_compile(name: str, source: _FunctionSource) -> bytes:
-    """Return the machine code of a function; several processes may do so at once."""
+def _find_or_compile(sources: Mapping[str, FunctionSource]) -> dict[str, bytes]:
+    """Return the machine code of functions; several processes may do so at once."""
     folder = _CACHE.folder
     if folder is None:
         _notify_once(COMPILING_WITHOUT_CACHE)
-        return source.compile()
-    if (stored := _read_code(folder, name)) is not None:
-        return stored
+        return dict(_compile(sources))
+    found = _read_all(folder, sources)
+    missing = {name: source for name, source in sources.items() if name not in found}
+    if not missing:
+        return found
     _notify_once(COMPILING_MORE if any(folder.glob(f"*{_SUFFIX}")) else COMPILING)
     lock = FileLock(folder.with_suffix(".lock"), timeout=_LOCK_TIMEOUT, mode=0o600)
     try:
         lock.acquire()
     except OSError:  # a hung process holds the lock, or the folder is gone
-        return source.compile()
+        return {**found, **dict(_compile(missing))}
     try:
-        if (stored := _read_code(folder, name)) is not None:
-            return stored  # another process has compiled it meanwhile
-        code = source.compile()
-        _write_code(folder, name, code)
-        return code
+        found |= _read_all(folder, missing)  # another process has compiled them meanwhile
+        for name, code in _compile({n: s for n, s in missing.items() if n not in found}):
+            _write_code(folder, name, code)
+            found[name] = code
+        return found
     finally:
         lock.release()
+
+
+def _read_all(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Return the code that is stored, by name."""
+    found = dict[str, bytes]()
+    for name in names:
+        _check_continues()
+        if (stored := _read_code(folder, name)) is not None:
+            found[name] = stored
+    return found
+
+
+def _compile(sources: Mapping[str, FunctionSource]) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the code of functions as they are compiled, on all usable cores."""
+    from expertctl.engine.kernels.compile_workers import compile_in_workers
+
+    left = dict(sources)
+    with closing(compile_in_workers(sources, workers=count_usable_cores())) as compiled:
+        for name, code in compiled:
+            _check_continues()
+            del left[name]
+            yield name, code
+    for name, source in left.items():
+        _check_continues()
+        yield name, compile_source(source)
+
+
+def _check_continues() -> None:
+    if _CACHE.check is not None:
+        _CACHE.check()
 
 
 def _read_code(folder: Path, name: str) -> bytes | None:
@@ -249,7 +311,7 @@ def _is_private(folder: Path) -> bool:
 def _cache_key() -> str:
     """Return the name of the folder: a digest of everything that machine code depends on."""
     parts = (
-        _SOURCES,
+        SOURCES_DIGEST,
         *(f"{name} {_get_version(name)}" for name in ("numba", "llvmlite")),
         *(
             f"{name}={value}"
@@ -286,5 +348,5 @@ def _hash_sources() -> str:
     return digest.hexdigest()
 
 
-_SOURCES = _hash_sources()
+SOURCES_DIGEST = _hash_sources()
 """Hashed at import, so that code is stored under the sources that it was compiled from."""

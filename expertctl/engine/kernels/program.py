@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from expertctl.engine.arrays import AnyArray
-from expertctl.engine.kernels.jit import Kernel
+from expertctl.engine.kernels.jit import Kernel, load_kernels
 
 
 def encode_operands(*words: int) -> AnyArray:
@@ -65,8 +65,8 @@ class ProgramBuilder:
 
     def __init__(self) -> None:
         """Start with no operations."""
-        self._rows: list[tuple[int, int, int, int]] = []
-        self._names: list[str] = []
+        self._kernels: list[Kernel] = []
+        self._rows: list[tuple[int, int, int]] = []
         self._places: list[str] = []
         self._kept: list[object] = []
         self._place = ""
@@ -89,10 +89,8 @@ class ProgramBuilder:
         ``part`` names the operation within its module.
         """
         counted = np.array([items], np.int64) if isinstance(items, int) else items
-        self._rows.append(
-            (kernel.address, arguments.ctypes.data, counted.ctypes.data, max(portion, 1))
-        )
-        self._names.append(kernel.name)
+        self._kernels.append(kernel)
+        self._rows.append((arguments.ctypes.data, counted.ctypes.data, max(portion, 1)))
         self._places.append(f"{self._place}.{part}" if part else self._place)
         self.keep_alive(kernel, arguments, counted)
 
@@ -101,8 +99,15 @@ class ProgramBuilder:
         self._kept.extend(objects)
 
     def build(self) -> Program:
-        """Return the program and start again with no operations."""
-        table = np.array(self._rows, np.int64).reshape(len(self._rows), 4)
-        built = Program(table, tuple(self._names), tuple(self._places), tuple(self._kept))
-        self._rows, self._names, self._places, self._kept = [], [], [], []
+        """Return the program and start again with no operations.
+
+        Its kernels are loaded now, and those that are missing are compiled at the same time; errors
+        as `load_kernels`.
+        """
+        load_kernels(self._kernels)
+        rows = [(k.address, *row) for k, row in zip(self._kernels, self._rows, strict=True)]
+        names = tuple(kernel.name for kernel in self._kernels)
+        table = np.array(rows, np.int64).reshape(len(rows), 4)
+        built = Program(table, names, tuple(self._places), tuple(self._kept))
+        self._kernels, self._rows, self._places, self._kept = [], [], [], []
         return built

@@ -30,7 +30,7 @@ from functools import cache
 import numpy as np
 
 from expertctl.engine.arrays import AnyArray, aligned_zeros
-from expertctl.engine.kernels.jit import load_function
+from expertctl.engine.kernels.jit import FunctionSource, load_functions
 from expertctl.engine.kernels.program import Program
 
 _CODE = "expertctl.engine.kernels.compiled.thread_pool"
@@ -74,17 +74,15 @@ class PoolFunctions:
 @cache
 def load_pool_functions() -> PoolFunctions:
     """Return the functions, compiled or loaded from the cache."""
-    return PoolFunctions(
-        _load("run_single_threaded", arity=4),
-        _load("run_threaded", arity=6),
-        _load("serve_worker", arity=2),
-        _load("initialise_mailbox", arity=1),
-        _load("post_message", arity=2),
-    )
-
-
-def _load(function: str, *, arity: int) -> Callable[..., int]:
-    return load_function(f"pool {function}", _CODE, function, arity=arity).call
+    arities = {
+        "run_single_threaded": 4,
+        "run_threaded": 6,
+        "serve_worker": 2,
+        "initialise_mailbox": 1,
+        "post_message": 2,
+    }
+    sources = {f"pool {name}": FunctionSource(_CODE, name, n, {}) for name, n in arities.items()}
+    return PoolFunctions(*(loaded.call for loaded in load_functions(sources)))
 
 
 def set_operation_buffer(shared: AnyArray, buffer: int) -> None:

@@ -359,7 +359,7 @@ def test_a_folder_that_went_away_is_no_harm(place: Home) -> None:
     ("attribute", "value"),
     [
         ("_get_version", lambda name: "0.0"),
-        ("_SOURCES", "other"),
+        ("SOURCES_DIGEST", "other"),
         ("identify_processor", lambda: "other"),
         ("_read_configuration", lambda: "opt: 0"),
     ],
