@@ -39,11 +39,11 @@ from expertctl.engine.adapters.compile import (
 from expertctl.engine.adapters.load import LoadedAdapter
 from expertctl.engine.adapters.steps import AdapterStep, DoraTensors, Ia3Tensors, LoraTensors
 from expertctl.engine.arrays import AnyArray
-from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.engine.memory.host import allocate
-from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.weights import BaseWeights
+from expertctl.engine.torch.decoder import Decoder
 from expertctl.engine.torch.plan import to_array
+from expertctl.engine.torch.sequence_cache import KVCache
+from expertctl.engine.torch.weights import BaseWeights
 
 TARGETS = {1: "<= 1.05", 2: "<= 1.08", 5: "<= 1.15", 10: "<= 1.25"}
 """Experts, and how many times as long a token may take as with the base alone."""

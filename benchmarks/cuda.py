@@ -24,12 +24,12 @@ from expertctl.engine.adapters.load import LoadedAdapter
 from expertctl.engine.adapters.steps import LoraTensors
 from expertctl.engine.arrays import FloatArray
 from expertctl.engine.bench_subject import load_shape_config
-from expertctl.engine.devices import get_device_name, is_cuda_available
-from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder, GraphStepRow
-from expertctl.engine.model.cuda_graph_step import StaticKVCache
-from expertctl.engine.model.functional import TorchDeltas
-from expertctl.engine.model.weights import BaseWeights
+from expertctl.engine.torch.cuda_graph_decoder import CudaGraphDecoder, GraphStepRow
+from expertctl.engine.torch.cuda_graph_step import StaticKVCache
+from expertctl.engine.torch.devices import get_device_name, is_cuda_available
+from expertctl.engine.torch.functional import TorchDeltas
 from expertctl.engine.torch.plan import to_array
+from expertctl.engine.torch.weights import BaseWeights
 from expertctl.package.model_config import ModelConfig
 
 SHAPES = ("qwen3-0.6b", "qwen3-4b")

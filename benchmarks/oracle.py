@@ -20,10 +20,10 @@ from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix, unpack_matrix
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
-from expertctl.engine.kv.sequence_cache import KVCache
-from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.functional import TorchDeltas
-from expertctl.engine.model.weights import BaseWeights
+from expertctl.engine.torch.decoder import Decoder
+from expertctl.engine.torch.functional import TorchDeltas
+from expertctl.engine.torch.sequence_cache import KVCache
+from expertctl.engine.torch.weights import BaseWeights
 from expertctl.package.model_config import ModelConfig
 
 Numbers = np.ndarray[Any, Any]

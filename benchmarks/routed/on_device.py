@@ -21,21 +21,21 @@ from benchmarks.routed.decoders import split_blocks
 from benchmarks.routed.expert_sources import ImperfectPrefetchCache
 from benchmarks.routed.hit_rates import SHARE
 from expertctl.engine.cpu.packed_base import make_expert_shape, packed_base_bytes
-from expertctl.engine.devices import find_free_bytes, get_device_name, is_cuda_available
 from expertctl.engine.kernels.packed_format import Scheme
-from expertctl.engine.model.cuda_graph_decoder import MIN_CAPACITY, CudaGraphDecoder
-from expertctl.engine.model.cuda_graph_step import StaticKVCache
-from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.moe.counters import ExpertActivity
 from expertctl.engine.moe.expert_memory import ExpertMemory
-from expertctl.engine.moe.expert_stack import (
+from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.torch.cuda_graph_decoder import MIN_CAPACITY, CudaGraphDecoder
+from expertctl.engine.torch.cuda_graph_step import StaticKVCache
+from expertctl.engine.torch.devices import find_free_bytes, get_device_name, is_cuda_available
+from expertctl.engine.torch.expert_stack import (
     STAGING_BUFFERS,
     ExpertStack,
     StackRowReader,
     StackShape,
 )
-from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.stacked_experts import StackedExperts, open_stacked_experts
+from expertctl.engine.torch.stacked_experts import StackedExperts, open_stacked_experts
+from expertctl.engine.torch.weights import load_base_weights
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import ModelConfig, read_model_config
 

@@ -406,7 +406,7 @@ def _resolve_device(device: str | None, settings: Settings) -> DeviceName:
     if wanted == "cpu":
         return "cpu"
     try:
-        from expertctl.engine.devices import is_cuda_available, require_cuda
+        from expertctl.engine.torch.devices import is_cuda_available, require_cuda
     except ModuleNotFoundError as error:
         if wanted == "auto" and error.name == "torch":
             return "cpu"

@@ -1,1 +1,1 @@
-"""Inference: base models, adapters, memory and generation. Only this package imports torch."""
+"""Inference: base models, adapters, memory and generation. Only `torch/` imports torch."""

@@ -274,6 +274,6 @@ def translate_errors(device: DeviceName) -> AbstractContextManager[None]:
     """
     if device == "cpu":
         return nullcontext()
-    from expertctl.engine.devices import translate_device_errors
+    from expertctl.engine.torch.devices import translate_device_errors
 
     return translate_device_errors()

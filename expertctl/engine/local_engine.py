@@ -14,6 +14,7 @@ from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.experts import open_local_expert
 from expertctl.engine.backend import translate_errors
 from expertctl.engine.generation import CancelCheck, never_cancelled
+from expertctl.engine.load_plan import NUMPY_MAX_BYTES, read_local_outline
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.memory.budget import MemoryBudget, find_budget_limit
 from expertctl.engine.memory.host import choose_thread_count, find_default_budget
@@ -23,7 +24,6 @@ from expertctl.engine.memory.process_registry import (
     MemoryLease,
     sleep_before_retry,
 )
-from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES, read_local_outline
 from expertctl.engine.moe.usage_store import SAVE_INTERVAL
 from expertctl.engine.preparation import (
     Files,

@@ -21,8 +21,8 @@ from queue import Empty, SimpleQueue
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.backend import LoadConfig
+from expertctl.engine.load_plan import NUMPY_MAX_BYTES, choose_backend
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES, choose_backend
 from expertctl.engine.preparation import list_expert_files
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult

@@ -15,8 +15,7 @@ from expertctl.engine.adapters.compile import CompileSpec
 from expertctl.engine.adapters.experts import ExpertSource, LocalExpert
 from expertctl.engine.backend import LoadConfig
 from expertctl.engine.context_window import FittedPrompt, fit_to_context, insert_samples
-from expertctl.engine.memory.budget import MemoryBudget, Purpose
-from expertctl.engine.model.load_plan import (
+from expertctl.engine.load_plan import (
     NUMPY_MAX_BYTES,
     MemoryEstimate,
     OpenBase,
@@ -24,6 +23,7 @@ from expertctl.engine.model.load_plan import (
     open_base,
     read_stored_outline,
 )
+from expertctl.engine.memory.budget import MemoryBudget, Purpose
 from expertctl.engine.moe.usage_store import ExpertUsageStore
 from expertctl.engine.moe.warmup import describe_unused_option
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
@@ -46,7 +46,7 @@ from expertctl.store.base_record import StoredBase
 from expertctl.store.transaction import make_stored_expert
 
 if TYPE_CHECKING:
-    from expertctl.engine.compat_base import CompatBase
+    from expertctl.engine.torch.compat_base import CompatBase
 
 Files = Mapping[Path, LocalExpert]
 """The experts that a request names by their files, or outlines of them."""
@@ -118,7 +118,7 @@ def plan_request(session: PlanningSession, request: RunRequest, files: Files) ->
             hint="leave out --on-budget",
         )
     try:
-        from expertctl.engine.compat_engine import plan_single_expert
+        from expertctl.engine.torch.compat_engine import plan_single_expert
     except ModuleNotFoundError as error:
         raise NotFoundError(
             f"--engine transformers needs {error.name}, which is not installed",
@@ -301,7 +301,7 @@ def open_planned_base(
     bases, rehash = planner.bases, request.verify_base
     load_config = _build_load_config(request, planned.base)
     if request.route.config.engine == "transformers":
-        from expertctl.engine.compat_base import open_compat_base
+        from expertctl.engine.torch.compat_base import open_compat_base
 
         return open_compat_base(bases, planned.base, dtype=load_config.dtype, rehash=rehash)
     load_config = replace(load_config, memory_limit=memory_limit, headroom=headroom, rows=rows)

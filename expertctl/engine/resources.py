@@ -29,9 +29,9 @@ from expertctl.engine.generation import (
     stop_when_cancelled,
 )
 from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest
+from expertctl.engine.load_plan import BaseSlot, OpenBase
 from expertctl.engine.memory.adapter_cache import AdapterCache, AdapterPrefetcher, Tier
 from expertctl.engine.memory.budget import MemoryBudget
-from expertctl.engine.model.load_plan import BaseSlot, OpenBase
 from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.engine.moe.usage_store import ExpertUsageStore
 from expertctl.engine.preparation import Files, PreparedRequest
@@ -44,8 +44,8 @@ from expertctl.store.disk import DerivedData
 from expertctl.store.quantised_cache import QuantisedCache, open_quantised_cache
 
 if TYPE_CHECKING:
-    from expertctl.engine.compat_base import CompatBase
-    from expertctl.engine.compat_engine import CompatLoadedModel
+    from expertctl.engine.torch.compat_base import CompatBase
+    from expertctl.engine.torch.compat_engine import CompatLoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +317,7 @@ class ResourceManager:
         self, base: "CompatBase", prepared: PreparedRequest, files: Files, stack: ExitStack
     ) -> "CompatLoadedModel":
         """Free the base of our own engine, then load this one and its expert, if any."""
-        from expertctl.engine.compat_engine import CompatLoadedModel, open_compat_session
+        from expertctl.engine.torch.compat_engine import CompatLoadedModel, open_compat_session
 
         self._base_slot.unload()
         tokens = prepared.prompt.capacity

@@ -42,7 +42,7 @@ from expertctl.store.run_record import (
 )
 
 if TYPE_CHECKING:
-    from expertctl.engine.compat_engine import CompatLoadedModel
+    from expertctl.engine.torch.compat_engine import CompatLoadedModel
 
 POST_STAGE = "post"
 """The stage after the generation."""

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertctl.engine import devices
 from expertctl.engine.memory.host import count_usable_cores
+from expertctl.engine.torch import devices
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.engine.moe.test_routed_bench import write_routed
 from tests.factories import write_base

@@ -74,7 +74,7 @@ def test_what_settings_ask_of_a_device_in_vain_can_be_taken_back(
     """Nobody can leave out an option that was never given."""
     for name, value in (("DTYPE", "int8"), ("ADAPTER_DTYPE", "fp16"), ("DETERMINISTIC", "1")):
         monkeypatch.setenv(f"EXPERT_{name}", value)
-    monkeypatch.setattr("expertctl.engine.devices.require_cuda", lambda: None)
+    monkeypatch.setattr("expertctl.engine.torch.devices.require_cuda", lambda: None)
     said = expertctl("route", PROMPT, "--device", "cuda", exit_code=2)
     refused = "--dtype int8, --adapter-dtype fp16, --deterministic"
     way_out = "--dtype float32 --adapter-dtype published --no-deterministic"

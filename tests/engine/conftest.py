@@ -12,9 +12,9 @@ import transformers
 
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.kernels.thread_pool import ThreadPool
-from expertctl.engine.kv.sequence_cache import KVCache
-from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.weights import load_base_weights
+from expertctl.engine.torch.decoder import Decoder
+from expertctl.engine.torch.sequence_cache import KVCache
+from expertctl.engine.torch.weights import load_base_weights
 from expertctl.package.model_config import read_model_config
 from tests.engine import reference_models
 from tests.engine.kernel_cache import keeps_all_code, keeps_code, kept_folder

@@ -19,13 +19,13 @@ from expertctl.engine.adapters.experts import (
     make_stored_source,
 )
 from expertctl.engine.arrays import AnyArray
+from expertctl.engine.load_plan import read_stored_outline
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.budget import MemoryBudget
-from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.load_plan import read_stored_outline
-from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.result import AllocationCounts, count_allocations
+from expertctl.engine.torch.decoder import Decoder
 from expertctl.engine.torch.plan import to_array
+from expertctl.engine.torch.weights import load_base_weights
 from expertctl.package.base_model import read_base
 from expertctl.package.model_config import read_model_config
 from expertctl.store.disk import DerivedData

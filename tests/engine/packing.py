@@ -2,8 +2,8 @@
 
 from expertctl.engine.cpu.packed_base import PackedBase, allocate_base, write_tensor
 from expertctl.engine.kernels.packed_format import Scheme
-from expertctl.engine.model.weights import BaseWeights
 from expertctl.engine.torch.plan import to_array
+from expertctl.engine.torch.weights import BaseWeights
 from expertctl.package.model_config import ModelConfig
 
 

@@ -10,8 +10,8 @@ from expertctl.engine.cpu.decoder import PackedDecoder
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
-from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.result import count_allocations, get_heap_bytes
+from expertctl.engine.torch.weights import load_base_weights
 from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import MakeReferenceModel
 from tests.engine.kernels.sample_programs import make_array_program, make_count_kernel

@@ -20,12 +20,12 @@ from expertctl.engine.cpu.packed_base import PackedBase
 from expertctl.engine.kernels.packed_format import PlanPacking, Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
-from expertctl.engine.kv.sequence_cache import KVCache
-from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder, GraphStepRow
-from expertctl.engine.model.cuda_graph_step import StaticKVCache
-from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.weights import load_base_weights
+from expertctl.engine.torch.cuda_graph_decoder import CudaGraphDecoder, GraphStepRow
+from expertctl.engine.torch.cuda_graph_step import StaticKVCache
+from expertctl.engine.torch.decoder import Decoder
 from expertctl.engine.torch.plan import to_array, to_tensor
+from expertctl.engine.torch.sequence_cache import KVCache
+from expertctl.engine.torch.weights import load_base_weights
 from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import (
     CLASSES,

@@ -11,7 +11,7 @@ from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.kv.page_layout import InterleavedPages
-from expertctl.engine.model.weights import load_base_weights
+from expertctl.engine.torch.weights import load_base_weights
 from expertctl.package.model_config import read_model_config
 from tests.engine.packing import pack_base
 from tests.factories import write_base

@@ -21,10 +21,10 @@ from expertctl.engine.generation import (
     generate_text,
     step_sequentially,
 )
-from expertctl.engine.kv.sequence_cache import KVCache
-from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.text.tokenizer import Tokenizer
+from expertctl.engine.torch.decoder import Decoder
+from expertctl.engine.torch.sequence_cache import KVCache
+from expertctl.engine.torch.weights import load_base_weights
 from expertctl.errors import BudgetError
 from expertctl.package.model_config import read_model_config
 from expertctl.routing.plan import SamplingParams

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine import local_engine, resources
-from expertctl.engine.kv import block_pool, kv_cache, radix_cache, sequence_cache
+from expertctl.engine import load_plan, local_engine, resources
+from expertctl.engine.kv import block_pool, kv_cache, radix_cache
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.memory import adapter_cache, budget
-from expertctl.engine.model import load_plan
 from expertctl.engine.result import RunResult
+from expertctl.engine.torch import sequence_cache
 from expertctl.errors import UsageError
 from expertctl.routing.planner import Planner
 from tests.engine.test_local_engine import run

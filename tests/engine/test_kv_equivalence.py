@@ -25,7 +25,7 @@ from expertctl.engine.kv.kv_cache import KVRequest
 from expertctl.engine.kv.page_layout import InterleavedPages
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.budget import MemoryBudget
-from expertctl.engine.model.weights import load_base_weights
+from expertctl.engine.torch.weights import load_base_weights
 from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import KERNEL_SIZES, MakeReferenceModel, ReferenceModel, stack_logits
 from tests.engine.cpu.test_decoder import assert_exact

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from expertctl.engine.generation import CancelCheck, never_cancelled
+from expertctl.engine.load_plan import read_local_outline
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.model.load_plan import read_local_outline
 from expertctl.engine.preparation import (
     list_expert_files,
     list_needs,

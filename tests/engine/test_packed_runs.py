@@ -11,9 +11,9 @@ import pytest
 
 from expertctl.cli.run_view import format_turn
 from expertctl.engine.conversation import Conversation
+from expertctl.engine.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.memory import host
-from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.request import NamedExpert, RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine_config import AdapterDtype, Dtype

@@ -18,9 +18,9 @@ from expertctl.engine.cpu.workspace import RowRange, Workspace, choose_variant
 from expertctl.engine.kernels.packed_format import AdapterDtype, PackedDeltas, Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
-from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.result import count_allocations
 from expertctl.engine.text.prompt import PromptLogprobs
+from expertctl.engine.torch.weights import load_base_weights
 from expertctl.errors import BudgetError, IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_model_config
 from tests.engine.conftest import KERNEL_SIZES, ReferenceModel, build_reference_model, stack_logits

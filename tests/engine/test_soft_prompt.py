@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from expertctl.engine.arrays import AnyArray
-from expertctl.engine.kv.sequence_cache import KVCache
+from expertctl.engine.torch.sequence_cache import KVCache
 from expertctl.errors import BudgetError, IncompatibleError
 from tests.engine.conftest import ReferenceModel, assert_same_logits, stack_logits
 

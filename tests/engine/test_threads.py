@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertctl.engine.devices import use_torch_threads
 from expertctl.engine.memory import host
 from expertctl.engine.memory.host import SMALL_MODEL, choose_thread_count, count_usable_cores
+from expertctl.engine.torch.devices import use_torch_threads
 
 VARIABLE = "OMP_NUM_THREADS"
 

@@ -33,7 +33,7 @@ from expertctl.package.base_tensors import explain_absent_module, find_base_name
 
 if TYPE_CHECKING:
     from expertctl.engine.cpu.packed_plan import PackedPlanCompiler
-    from expertctl.engine.model.functional import TorchDeltas
+    from expertctl.engine.torch.functional import TorchDeltas
     from expertctl.engine.torch.plan import TorchPlanCompiler
 
 

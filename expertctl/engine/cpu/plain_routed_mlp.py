@@ -1,9 +1,9 @@
 """Gated MLPs and layers of routed experts in plain arrays, with the changes of a plan.
 
-The experts of a token and their weights are chosen as `moe.routed_mlp.route` does: by the scores of
-a float32 product, whatever the dtype of the router. Of equal scores the lower expert id wins. Every
-chosen expert reads all of its tokens at once; outputs are added in the order of expert numbers,
-that of the shared expert last.
+The experts of a token and their weights are chosen as `torch.routed_mlp.route` does: by the scores
+of a float32 product, whatever the dtype of the router. Of equal scores the lower expert id wins.
+Every chosen expert reads all of its tokens at once; outputs are added in the order of expert
+numbers, that of the shared expert last.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Routing for mixture-of-experts layers: top-k selection, dropping, permutation and combination.
 
-The selection rule is that of `expertctl.engine.moe.routed_mlp.route`. Among equal values, the lower
-id comes first. NaN ranks before all numbers, so tokens whose logits are NaN get experts that exist,
+The selection rule is that of `engine.torch.routed_mlp.route`. Among equal values, the lower id
+comes first. NaN ranks before all numbers, so tokens whose logits are NaN get experts that exist,
 with weights that may be NaN.
 
 The j-th choice of a token has the index ``src = token * top_k + j``. The permutation assigns it a

@@ -50,7 +50,7 @@ def find_budget_limit(requested: int | None, device: DeviceName) -> int:
     """
     if device == "cpu":
         return find_default_budget() if requested is None else requested
-    from expertctl.engine.devices import find_device_budget
+    from expertctl.engine.torch.devices import find_device_budget
 
     return find_device_budget(requested)
 

@@ -417,7 +417,7 @@ def build_memory_report(home: Home, *, budget: int | None) -> MemoryReport:
 def _measure_base(base: StoredBase, *, has_sizes: bool) -> BaseSize:
     if not has_sizes or base.foreign:
         return BaseSize(base.name, base.size, {}, None)
-    from expertctl.engine.model.load_plan import estimate_base_sizes
+    from expertctl.engine.load_plan import estimate_base_sizes
 
     weights, token = estimate_base_sizes(base)
     return BaseSize(base.name, base.size, {str(d): size for d, size in weights.items()}, token)
@@ -427,7 +427,7 @@ def _measure_experts(store: Store) -> list[ExpertSize]:
     experts = store.list_experts()
     if not experts:
         return []
-    from expertctl.engine.model.load_plan import estimate_expert_size
+    from expertctl.engine.load_plan import estimate_expert_size
 
     sizes = [ExpertSize(expert.ref, estimate_expert_size(store, expert)) for expert in experts]
     return sorted(sizes, key=lambda one: (-(one.nbytes or 0), one.ref))

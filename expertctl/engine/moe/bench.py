@@ -22,10 +22,10 @@ from expertctl.engine.cpu.packed_base import make_expert_shape
 from expertctl.engine.generation import DecodeSession
 from expertctl.engine.kernels.machine_code import cpu_model_name
 from expertctl.engine.kv.kv_cache import KVRequest
+from expertctl.engine.load_plan import OpenBase, open_base
 from expertctl.engine.memory.adapter_cache import Tier
 from expertctl.engine.memory.budget import MemoryBudget, find_budget_limit
 from expertctl.engine.memory.host import choose_thread_count, find_default_budget
-from expertctl.engine.model.load_plan import OpenBase, open_base
 from expertctl.engine.moe.bench_result import (
     CounterSample,
     HitRateTimeline,
@@ -101,7 +101,7 @@ def configure_backend(
 
 
 def _configure_cuda_backend(backend: Backend, plan: CachePlan, start: WarmupPlan) -> Backend:
-    from expertctl.engine.model.cuda_backend import CudaBackend  # imports torch
+    from expertctl.engine.torch.cuda_backend import CudaBackend  # imports torch
 
     assert isinstance(backend, CudaBackend)
     return replace(backend, cache=plan).with_warmup(lambda _: start)
@@ -216,7 +216,7 @@ def _find_device_name(device: DeviceName) -> str | None:
     """Return the product name of a device; None for the processor."""
     if device == "cpu":
         return None
-    from expertctl.engine.devices import get_device_name
+    from expertctl.engine.torch.devices import get_device_name
 
     return get_device_name()
 

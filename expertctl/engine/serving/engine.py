@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
-from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES
+from expertctl.engine.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.moe.counters import CounterMode, Counters, CounterSnapshot
 from expertctl.engine.moe.profile_codecs import parse_profile
 from expertctl.engine.moe.usage_store import Observation, make_observation

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from expertctl.engine.model.load_plan import OpenBase
+from expertctl.engine.load_plan import OpenBase
 from expertctl.engine.moe.cache_plan import TYPICAL_PROMPT_TOKENS, TYPICAL_SEQUENCE_TOKENS
 from expertctl.engine.preparation import count_bytes_without_base, prepare_for_base
 from expertctl.engine.request import RunRequest

@@ -14,6 +14,7 @@ from expertctl.engine.adapters.compile import BASE_ONLY
 from expertctl.engine.adapters.experts import open_local_expert
 from expertctl.engine.backend import RunnableModel, translate_errors
 from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest
+from expertctl.engine.load_plan import OpenBase
 from expertctl.engine.memory.adapter_cache import Tier
 from expertctl.engine.memory.budget import MemoryBudget, choose_kv_cache_limit, find_budget_limit
 from expertctl.engine.memory.host import (
@@ -26,7 +27,6 @@ from expertctl.engine.memory.process_registry import (
     MemoryAdmission,
     MemoryLease,
 )
-from expertctl.engine.model.load_plan import OpenBase
 from expertctl.engine.moe.usage_profile import UsageProfile
 from expertctl.engine.moe.usage_store import load_learnt_profile
 from expertctl.engine.preparation import (

@@ -1,1 +1,1 @@
-"""Everything that needs torch: plans as tensors, and the plain formulas that tests compare with."""
+"""Everything that needs torch: CUDA, other architectures, and plain formulas as test oracles."""

@@ -16,7 +16,7 @@ from expertctl.engine.adapters.fuse import FoldedChain
 from expertctl.engine.adapters.plan_tensors import DeltaCompiler, FloatDelta, allocate_floats
 from expertctl.engine.adapters.steps import LinearDelta
 from expertctl.engine.arrays import AnyArray, FloatArray
-from expertctl.engine.model.functional import TorchDelta, TorchDeltas
+from expertctl.engine.torch.functional import TorchDelta, TorchDeltas
 
 _FLOAT_BYTES = 4
 

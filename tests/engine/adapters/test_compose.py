@@ -17,7 +17,7 @@ from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec, Weighte
 from expertctl.engine.adapters.fuse import ChainStep
 from expertctl.engine.adapters.load import LoadedAdapter
 from expertctl.engine.adapters.steps import AdapterStep, DoraTensors, Ia3Tensors, LoraTensors
-from expertctl.engine.model.functional import apply_linear
+from expertctl.engine.torch.functional import apply_linear
 from expertctl.engine.torch.plan import to_array
 from expertctl.errors import IncompatibleError
 from tests.engine.memory_measurement import find_owner

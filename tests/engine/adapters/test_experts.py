@@ -25,9 +25,9 @@ from expertctl.engine.adapters.steps import LoraTensors
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.memory.budget import MemoryBudget
-from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.weights import load_base_weights
+from expertctl.engine.torch.decoder import Decoder
 from expertctl.engine.torch.plan import to_array
+from expertctl.engine.torch.weights import load_base_weights
 from expertctl.errors import BudgetError, DigestError, IncompatibleError, RevokedError, TrustError
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.model_config import read_model_config

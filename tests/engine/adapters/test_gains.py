@@ -27,10 +27,10 @@ from expertctl.engine.cpu.backend import SCHEMES, PackedBackend
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.memory.budget import MemoryBudget
-from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.weights import load_base_weights
+from expertctl.engine.torch.decoder import Decoder
 from expertctl.engine.torch.plan import to_array, to_tensor
 from expertctl.engine.torch.reference import reference_dora_scales
+from expertctl.engine.torch.weights import load_base_weights
 from expertctl.engine_config import Dtype
 from expertctl.errors import BudgetError, IncompatibleError
 from expertctl.package.model_config import read_model_config

@@ -17,7 +17,7 @@ from expertctl.engine.adapters.steps import (
     Ia3Tensors,
     compute_dora_scales,
 )
-from expertctl.engine.model.functional import apply_linear
+from expertctl.engine.torch.functional import apply_linear
 from expertctl.engine.torch.plan import to_array, to_tensor
 from expertctl.engine.torch.reference import apply_chain
 from tests.engine.random_experts import ON_HOST, make_dora, make_ia3, make_lora

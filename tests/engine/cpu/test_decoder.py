@@ -17,9 +17,9 @@ from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import pack_matrix, unpack_matrix
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
-from expertctl.engine.kv.sequence_cache import KVCache
-from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.weights import load_base_weights
+from expertctl.engine.torch.decoder import Decoder
+from expertctl.engine.torch.sequence_cache import KVCache
+from expertctl.engine.torch.weights import load_base_weights
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from expertctl.package.model_config import ModelConfig, read_model_config
 from tests.engine.conftest import (

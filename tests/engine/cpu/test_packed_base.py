@@ -11,7 +11,7 @@ from expertctl.engine.cpu.packed_base import PackedBase, allocate_base, packed_b
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix, pack_matrix, unpack_matrix
 from expertctl.engine.memory.host import allocate
-from expertctl.engine.model.weights import BaseWeights, load_base_weights
+from expertctl.engine.torch.weights import BaseWeights, load_base_weights
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, read_model_config
 from tests.engine.packing import pack_base

@@ -21,7 +21,7 @@ from expertctl.engine.cpu.tensor_packing import compact_expert
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape, PackedMatrix, pack_matrix
 from expertctl.engine.memory.host import allocate
-from expertctl.engine.model.weights import load_base_weights
+from expertctl.engine.torch.weights import load_base_weights
 from expertctl.errors import (
     BaseMismatchError,
     IncompatibleError,

@@ -18,8 +18,8 @@ from expertctl.engine.cpu.plain_weights import load_plain_weights
 from expertctl.engine.decoding import LayerTimer
 from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.kv.page_layout import ROW_PAGES
-from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.engine.text.prompt import PromptLogprobs
+from expertctl.engine.torch.sequence_cache import KVCache
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from expertctl.package.model_config import ModelConfig, read_model_config
 from tests.engine.conftest import (

@@ -18,7 +18,7 @@ from expertctl.engine.cpu.plain_routed_mlp import (
     select_experts,
 )
 from expertctl.engine.cpu.plain_weights import load_plain_weights
-from expertctl.engine.moe import routed_mlp
+from expertctl.engine.torch import routed_mlp
 from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import MakeReferenceModel, ReferenceModel
 from tests.engine.reference_models import ROUTED_CLASSES

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from expertctl.engine.kernels.layer_operations import rope_table_arguments, rope_table_kernel
-from expertctl.engine.model.functional import compute_inverse_frequencies, compute_rope_table
+from expertctl.engine.torch.functional import compute_inverse_frequencies, compute_rope_table
 from expertctl.package.attention_config import (
     LinearScaling,
     Llama3Scaling,

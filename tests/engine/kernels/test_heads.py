@@ -13,7 +13,7 @@ from expertctl.engine.kernels.layer_operations import (
     rope_kv_write_kernel,
 )
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
-from expertctl.engine.model.functional import apply_rope, compute_rope_table
+from expertctl.engine.torch.functional import apply_rope, compute_rope_table
 from expertctl.package.attention_config import RopeConfig
 from tests.engine.kernels.reference_attention import EPS, PagedText, make_random_rows
 

@@ -21,8 +21,8 @@ from expertctl.engine.kernels.moe_routing import (
     topk_routing_arguments,
     topk_routing_kernel,
 )
-from expertctl.engine.moe import routed_mlp as plain_path
 from expertctl.engine.moe.routed_experts import redistribute_weights
+from expertctl.engine.torch import routed_mlp as plain_path
 from tests.engine.kernels.reference_gemm import make_random_numbers
 from tests.engine.kernels.reference_moe import FOREIGN_VALUE, make_random_choices
 

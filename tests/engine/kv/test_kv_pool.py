@@ -31,7 +31,7 @@ from expertctl.engine.kv.page_layout import (
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.errors import BudgetError
-from tests.engine.kv.test_kv_cache import config
+from tests.engine.torch.test_kv_cache import config
 
 CONFIG = config(layers=2, kv_heads=2, head_dim=16)
 PLAN, OTHER_PLAN = Digest.compute(b"plan"), Digest.compute(b"other plan")

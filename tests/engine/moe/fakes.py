@@ -23,10 +23,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertctl.engine import devices
-from expertctl.engine.devices import StreamPool
-from expertctl.engine.moe import expert_loader, expert_stack
-from expertctl.engine.moe.expert_stack import DUMMY_ROW, CopyStream, ExpertStack
+from expertctl.engine.moe import expert_loader
+from expertctl.engine.torch import devices, expert_stack
+from expertctl.engine.torch.devices import StreamPool
+from expertctl.engine.torch.expert_stack import DUMMY_ROW, CopyStream, ExpertStack
 
 Work = Callable[[], object]
 _RUN_LOCK = threading.RLock()

@@ -15,9 +15,9 @@ from expertctl.engine.adapters.compile import (
 )
 from expertctl.engine.adapters.load import LoadedAdapter
 from expertctl.engine.adapters.steps import DoraTensors, compute_dora_scales
-from expertctl.engine.kv.sequence_cache import KVCache
-from expertctl.engine.model.decoder import Decoder
+from expertctl.engine.torch.decoder import Decoder
 from expertctl.engine.torch.plan import to_array
+from expertctl.engine.torch.sequence_cache import KVCache
 from expertctl.errors import IncompatibleError
 from expertctl.package.adapter_files import read_adapter
 from expertctl.package.compatibility import check_tensors

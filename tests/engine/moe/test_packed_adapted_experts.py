@@ -30,7 +30,7 @@ from expertctl.engine.kernels.packed_format import (
 )
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
-from expertctl.engine.kv.sequence_cache import KVCache
+from expertctl.engine.torch.sequence_cache import KVCache
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_model_config
 from tests.engine.conftest import (

@@ -22,13 +22,13 @@ from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import pack_matrix, unpack_matrix
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
-from expertctl.engine.model.decoder import Decoder
-from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.moe import expert_loader
 from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache, MissPolicy
 from expertctl.engine.moe.expert_files import StoredExperts
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.torch.decoder import Decoder
+from expertctl.engine.torch.weights import load_base_weights
 from expertctl.errors import InvalidPackageError
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import read_model_config

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from expertctl.engine import devices
 from expertctl.engine.backend import LoadConfig
-from expertctl.engine.model.load_plan import open_base
+from expertctl.engine.load_plan import open_base
 from expertctl.engine.moe.bench import RoutedBenchConfig, configure_backend, measure_routed
 from expertctl.engine.moe.bench_result import ResidencyCase, RoutedBenchResult
 from expertctl.engine.moe.warmup import WarmupPlan
+from expertctl.engine.torch import devices
 from expertctl.engine_config import EngineConfig, TopPins, WarmupConfig
 from expertctl.errors import BudgetError, IncompatibleError, NotFoundError, UsageError
 from expertctl.routing.planner import Planner
 from expertctl.store.quantised_cache import UsageProfileFile
-from tests.engine.model.test_loaded_base import loaded, slot
 from tests.engine.moe.fakes import at_once
+from tests.engine.test_loaded_base import loaded, slot
 from tests.engine.test_local_engine import planner
 from tests.factories import write_base
 from tests.store.fixtures import HomeFixture, fast, house

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
+from expertctl.engine.load_plan import estimate_base_sizes
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.model.load_plan import estimate_base_sizes
 from expertctl.errors import BaseMismatchError, IncompatibleError, InvalidPackageError
 from expertctl.package.base_model import read_base
 from expertctl.package.build import build_package, plan_build
@@ -20,8 +20,8 @@ from tests.engine.conftest import ReferenceModel
 from tests.engine.moe.test_stacked_adapters import saved
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.reference_models import ALL_MODULES, ATTENTION, merge_adapter
-from tests.engine.test_compat import engine_of, prompt_ids, until_end
 from tests.engine.test_local_engine import PROMPT, planner, request, run
+from tests.engine.torch.test_compat import engine_of, prompt_ids, until_end
 from tests.factories import write_base, write_dora, write_lora
 from tests.store.fixtures import HomeFixture, fast, house, make_key
 from tests.tensor_shapes import CLASSES

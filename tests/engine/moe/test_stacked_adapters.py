@@ -14,8 +14,8 @@ from expertctl.engine.adapters.compile import WeightedAdapter, check_adapter_fit
 from expertctl.engine.adapters.load import LoadedAdapter
 from expertctl.engine.adapters.steps import LoraTensors
 from expertctl.engine.kernels.thread_pool import ThreadPool
-from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.engine.torch.reference import merge_lora_weight
+from expertctl.engine.torch.sequence_cache import KVCache
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.schema.strict_json import load_object

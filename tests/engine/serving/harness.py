@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from expertctl.engine.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.memory.adapter_cache import Tier
-from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.serving.loop import EngineLoop

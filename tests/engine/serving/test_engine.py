@@ -12,9 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from expertctl.engine.devices import translate_device_errors
+from expertctl.engine.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
@@ -30,6 +29,7 @@ from expertctl.engine.serving.request import (
     OutputDelta,
 )
 from expertctl.engine.text.prompt import UserMessage
+from expertctl.engine.torch.devices import translate_device_errors
 from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import (
     BudgetError,

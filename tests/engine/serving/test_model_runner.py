@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from expertctl.engine.cpu.backend import PackedModel
+from expertctl.engine.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.memory.adapter_cache import Tier
-from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES
 from expertctl.errors import BaseMismatchError, BudgetError, UsageError
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.serving.harness import (

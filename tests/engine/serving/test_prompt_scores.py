@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS
-from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES
+from expertctl.engine.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.model_runner import INITIAL_ANSWER_TOKENS
 from expertctl.engine.serving.request import OutputDelta

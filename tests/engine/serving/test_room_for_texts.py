@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from expertctl.engine.model.load_plan import NUMPY_MAX_BYTES
+from expertctl.engine.load_plan import NUMPY_MAX_BYTES
 from expertctl.errors import BudgetError
 from tests.engine.serving.harness import SETTINGS, known, make_request, market, open_engine_harness
 from tests.store.fixtures import HomeFixture, fast, house

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine import devices
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.request import OutputDelta
+from expertctl.engine.torch import devices
 from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import IncompatibleError
 from expertctl.package.base_model import read_base

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
-from expertctl.engine.kv.sequence_cache import KVCache
-from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder
-from expertctl.engine.model.cuda_graph_step import StaticKVCache
-from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.text.prompt import PromptLogprobs
+from expertctl.engine.torch.cuda_graph_decoder import CudaGraphDecoder
+from expertctl.engine.torch.cuda_graph_step import StaticKVCache
+from expertctl.engine.torch.sequence_cache import KVCache
+from expertctl.engine.torch.weights import load_base_weights
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import KERNEL_SIZES, MakeReferenceModel, ReferenceModel, stack_logits

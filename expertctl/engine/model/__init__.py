@@ -1,1 +1,0 @@
-"""The torch decoder: weights, layers, CUDA graphs and LoRA slots."""

@@ -1,0 +1,368 @@
+"""One decode step of several sequences over tensors at fixed addresses, for CUDA graphs.
+
+Nothing in the step reads a number from the device or depends on one, so a CUDA graph can record it;
+on a processor it is called directly. What changes between steps (tokens, positions, plan slots) is
+written into `StaticInputs.inputs` before, and the logits are in `StaticInputs.logits` after.
+Activations are float32, [rows, features].
+
+`StaticKVCache` has the layout ``[layer, row, kv_head, capacity + 1, head_dim]``: a sequence is a
+row, and the rows of a batch are the first ones, so nothing is gathered. An unused row writes to its
+last position. A row is cleared for each sequence: attention over a length bucket multiplies
+unwritten positions by zero, which gives zero only for finite numbers, and a previous sequence may
+leave NaN.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
+
+from expertctl.engine.decoding import LayerTimer
+from expertctl.engine.kv.kv_cache import KVCacheBase
+from expertctl.engine.torch.decoder import DecoderLayer, build_layers, build_output_layer
+from expertctl.engine.torch.functional import FeedForward, Linear, apply_rope, compute_rope_table
+from expertctl.engine.torch.lora_slots import LoRASlots, apply_stacked_lora
+from expertctl.engine.torch.routed_mlp import SharedExpert
+from expertctl.engine.torch.sequence_cache import KVCache
+from expertctl.engine.torch.stacked_mlp import StackedLayers, StackedMlp, merge_rows
+from expertctl.engine.torch.weights import BaseWeights
+from expertctl.package.model_config import EMBEDDING_TENSOR, ModelConfig
+
+SCRATCH_ROWS = 1
+"""Positions of a row beyond its capacity."""
+
+
+class StaticKVCache:
+    """Keys and values of ``rows`` sequences with ``capacity`` tokens each."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate the memory, once."""
+        shape = (config.layers, rows, config.kv_heads, capacity + SCRATCH_ROWS, config.head_dim)
+        self.rows, self.capacity = rows, capacity
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors, used or not."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def get_row(self, number: int) -> "StaticKVRow":
+        """Return the row of one sequence, cleared; each has one owner."""
+        return StaticKVRow(self, number)
+
+
+class StaticKVRow(KVCache):
+    """The row of one sequence in a static cache."""
+
+    def __init__(self, arena: StaticKVCache, number: int) -> None:
+        """Start without tokens in existing memory, which is cleared."""
+        KVCacheBase.__init__(self, arena.capacity)
+        self.arena, self.number = arena, number
+        self._keys = arena.keys[:, number]  # [layer, kv_head, capacity + 1, head_dim]
+        self._values = arena.values[:, number]
+        self._keys.zero_()
+        self._values.zero_()
+
+
+def estimate_static_kv_bytes(
+    config: ModelConfig, *, capacity: int, dtype: torch.dtype, rows: int = 1
+) -> int:
+    """Return the bytes of a static cache."""
+    return rows * config.count_kv_bytes(capacity + SCRATCH_ROWS, itemsize=dtype.itemsize)
+
+
+_INPUTS = 3
+_INT_BYTES, _FLOAT_BYTES = 8, 4
+
+
+class StaticInputs:
+    """Inputs and outputs of steps over one static cache, for up to ``rows`` sequences."""
+
+    def __init__(self, config: ModelConfig, arena: StaticKVCache, *, rows: int) -> None:
+        """Allocate the memory, once."""
+        device, positions = arena.keys.device, arena.capacity + SCRATCH_ROWS
+        pinned = device.type == "cuda"
+        self.arena, self.rows = arena, rows
+        self.host = torch.zeros(_INPUTS, rows, dtype=torch.long, pin_memory=pinned)
+        self.inputs = torch.zeros(_INPUTS, rows, dtype=torch.long, device=device)
+        self.places = torch.arange(positions, device=device)
+        self.rotations = compute_rope_table(config.rope, positions, device=device)
+        self.logits = torch.empty(rows, config.vocab_size, device=device)
+        self.asked = torch.zeros(
+            _compute_routed_shape(config, rows), dtype=torch.long, device=device
+        )
+        """Routed experts chosen by each row, [routed layers, rows, used]; unused by piecewise
+        steps."""
+        self.scores = torch.empty_like(self.logits, device="cpu", pin_memory=pinned)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        parts = (self.inputs, self.places, self.rotations, self.logits, self.asked)
+        return sum(part.nbytes for part in parts)
+
+    def clear_rows(self) -> None:
+        """Mark every row as unused: it writes to a position that is never read."""
+        self.host.zero_()
+        self.host[1].fill_(self.arena.capacity)
+
+    def set_row(self, row: int, *, token: int, position: int, slot: int) -> None:
+        """Set the input of a row."""
+        self.host[0, row], self.host[1, row], self.host[2, row] = token, position, slot
+
+    def copy_to_device(self) -> None:
+        """Copy the inputs to the device."""
+        self.inputs.copy_(self.host, non_blocking=True)
+
+    def wait_for_scores(self, rows: int) -> Tensor:
+        """Wait for a step; return its logits, [rows, vocab], valid until the next step."""
+        self.scores[:rows].copy_(self.logits[:rows], non_blocking=True)
+        if self.logits.is_cuda:
+            torch.cuda.current_stream(self.logits.device).synchronize()
+        return self.scores[:rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlans:
+    """The plan of each row, shared by all linear layers of a step."""
+
+    lora_slots: LoRASlots | None
+    slots: Tensor  # int64 [rows]
+    foreign: Mapping[int, Tensor]  # see `LoRASlots`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTensors(StepPlans):
+    """What all layers of a step share."""
+
+    arena: StaticKVCache
+    length: int
+    cos: Tensor  # [rows, 1, head_dim]
+    sin: Tensor
+    writes: Tensor  # positions of the new keys and values, int64 [rows, kv_heads, 1, head_dim]
+    visible: Mapping[int | None, Tensor]  # by window, bool [rows, 1, 1, length]
+    routed_experts: Tensor  # see `StaticInputs`
+
+
+class GraphedStep:
+    """The decode step of one base."""
+
+    def __init__(
+        self, config: ModelConfig, weights: BaseWeights, *, stacked: StackedLayers | None = None
+    ) -> None:
+        """Group the weights by layer; ``stacked`` are the layers whose experts are in a stack."""
+        self.times: LayerTimer | None = None
+        """Gets the time of each part while steps are timed; nothing is captured then."""
+        self._config, self._device = config, weights.device
+        self._embedding = weights.tensors[EMBEDDING_TENSOR]
+        self._norm = weights.tensors["model.norm.weight"]
+        self._head = build_output_layer(weights)
+        self._layers = build_layers(config, weights, None if stacked is None else stacked.mlps)
+        self._asked = None if stacked is None else stacked.experts.device_counts
+
+    @torch.inference_mode()
+    def __call__(
+        self, inputs: StaticInputs, *, rows: int, length: int, plans: LoRASlots | None
+    ) -> None:
+        """Read a token in each of the first rows, which see the first ``length`` positions."""
+        shared = self.build_step_tensors(inputs, rows=rows, length=length, plans=plans)
+        x = self.run_layers(self.embed(inputs, rows), range(self.layer_count), shared)
+        self.score(x, inputs, shared)
+
+    def count_routed(self, inputs: StaticInputs, texts: Sequence[int]) -> None:
+        """Count the experts chosen by the given rows; call it after the step, outside graphs."""
+        if self._asked is not None:
+            chosen = [inputs.asked[:, place] for place in texts]
+            self._asked.count_step(torch.stack(chosen, dim=1))  # an index makes the host wait
+
+    def fetch_routed_counts(self) -> None:
+        """Fetch the counts from the device."""
+        if self._asked is not None:
+            self._asked.fetch_counts()
+
+    @property
+    def layer_count(self) -> int:
+        """Number of layers."""
+        return len(self._layers)
+
+    def embed(self, inputs: StaticInputs, rows: int) -> Tensor:
+        """Return the input of the first layer, [rows, hidden]."""
+        return self._embedding.index_select(0, inputs.inputs[0, :rows]).float()
+
+    def run_layers(self, x: Tensor, numbers: Iterable[int], shared: StepTensors) -> Tensor:
+        """Run complete layers: [rows, hidden] -> [rows, hidden]."""
+        for number in numbers:
+            x = self.run_attention(x, number, shared)
+            with self.time_place(f"layers.{number}.mlp"):
+                x = self._run_mlp(x, number, shared)
+        return x
+
+    def run_attention(self, x: Tensor, number: int, shared: StepTensors) -> Tensor:
+        """Run the attention part of a layer."""
+        with self.time_place(f"layers.{number}.attention"):
+            return x + self._attention(x, self._layers[number], number, shared.arena, shared)
+
+    def norm_for_mlp(self, x: Tensor, number: int) -> Tensor:
+        """Return the normed input of the MLP of a layer."""
+        return self._normalise(x, self._layers[number].mlp_norm)
+
+    def apply_shared(self, x: Tensor, expert: SharedExpert, shared: StepPlans) -> Tensor:
+        """Apply the shared expert, which processes every token, with the plan of each row."""
+        out = _apply_gated_mlp(x, expert.mlp, shared)
+        return out if expert.gate is None else out * _apply_linear(x, expert.gate, shared).sigmoid()
+
+    def score(self, x: Tensor, inputs: StaticInputs, shared: StepTensors) -> None:
+        """Write the logits of the last layer's output."""
+        with self.time_place("head"):
+            logits = _apply_linear(self._normalise(x, self._norm), self._head, shared)
+            inputs.logits[: len(x)].copy_(logits)
+
+    def build_step_plans(
+        self, inputs: StaticInputs, *, rows: int, plans: LoRASlots | None
+    ) -> StepPlans:
+        """Return the plan of each of the first rows."""
+        slots = inputs.inputs[2, :rows]
+        return StepPlans(plans, slots, {} if plans is None else plans.mask_foreign_columns(slots))
+
+    def build_step_tensors(
+        self, inputs: StaticInputs, *, rows: int, length: int, plans: LoRASlots | None
+    ) -> StepTensors:
+        """Return the tensors shared by all layers, from the current inputs."""
+        _, positions, slots = inputs.inputs[:, :rows]
+        cos, sin = inputs.rotations.index_select(1, positions)[:, :, None]
+        shape = (rows, self._config.kv_heads, 1, self._config.head_dim)
+        keys = inputs.places[:length]
+        return StepTensors(
+            arena=inputs.arena,
+            length=length,
+            cos=cos,
+            sin=sin,
+            writes=positions.view(rows, 1, 1, 1).expand(shape),
+            visible={w: _compute_visibility(keys, positions, w) for w in set(self._config.windows)},
+            routed_experts=inputs.asked,
+            lora_slots=plans,
+            slots=slots,
+            foreign={} if plans is None else plans.mask_foreign_columns(slots),
+        )
+
+    def _attention(
+        self, x: Tensor, layer: DecoderLayer, number: int, arena: StaticKVCache, shared: StepTensors
+    ) -> Tensor:
+        x = self._normalise(x, layer.input_norm)
+        queries = self._split_heads(_apply_linear(x, layer.query, shared), layer.query_norm)
+        keys = self._split_heads(_apply_linear(x, layer.key, shared), layer.key_norm)
+        values = self._split_heads(_apply_linear(x, layer.value, shared), None)
+        all_keys, all_values = arena.keys[number, : len(x)], arena.values[number, : len(x)]
+        keys = apply_rope(keys, shared.cos, shared.sin)[:, :, None]  # [rows, kv_heads, 1, head_dim]
+        all_keys.scatter_(2, shared.writes, keys.to(all_keys.dtype))
+        all_values.scatter_(2, shared.writes, values[:, :, None].to(all_values.dtype))
+        queries = apply_rope(queries, shared.cos, shared.sin).to(all_keys.dtype)
+        out = F.scaled_dot_product_attention(  # heads that share keys act as tokens of one head
+            queries.view(len(x), self._config.kv_heads, -1, self._config.head_dim),
+            all_keys[:, :, : shared.length],
+            all_values[:, :, : shared.length],
+            attn_mask=shared.visible[layer.window],
+        )
+        return _apply_linear(out.flatten(1).float(), layer.output, shared)
+
+    def _run_mlp(self, x: Tensor, number: int, shared: StepTensors) -> Tensor:
+        normed, mlp = self.norm_for_mlp(x, number), self._layers[number].mlp
+        if isinstance(mlp, FeedForward):
+            return x + _apply_gated_mlp(normed, mlp, shared)
+        assert isinstance(mlp, StackedMlp), "experts that are routed are in a stack"
+        routed = mlp.route(normed)
+        shared.routed_experts[mlp.layer_index, : len(x)].copy_(routed.selected)
+        rows = mlp.experts.look_up(mlp.layer_index, routed.selected)
+        made = mlp.experts.stack.apply(normed, rows)
+        residual = x if mlp.shared is None else x + self.apply_shared(normed, mlp.shared, shared)
+        return residual + merge_rows(made, mlp.experts.mask_weights(routed, rows))
+
+    def _split_heads(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """[rows, heads * dim] -> [rows, heads, dim], normed per head or over all heads."""
+        if norm is not None:
+            x = self._normalise(x.view(len(x), -1, len(norm)), norm)
+        return x.view(len(x), -1, self._config.head_dim)
+
+    def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
+        eps = self._config.norm_eps
+        if weight.dtype == x.dtype:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x, weight.shape, None, eps) * weight  # otherwise seven kernels, not two
+
+    @contextmanager
+    def time_place(self, place: str) -> Iterator[None]:
+        """Add the time of a part, while steps are timed."""
+        if self.times is None:
+            yield
+            return
+        started = self._now()
+        yield
+        self.times.add(place, self._now() - started)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def estimate_input_bytes(config: ModelConfig, *, capacity: int, rows: int) -> int:
+    """Return the device bytes of a `StaticInputs`."""
+    positions = capacity + SCRATCH_ROWS
+    numbers = 2 * positions * config.head_dim + rows * config.vocab_size
+    routed = math.prod(_compute_routed_shape(config, rows))
+    return _INT_BYTES * (_INPUTS * rows + positions + routed) + _FLOAT_BYTES * numbers
+
+
+def estimate_step_bytes(
+    config: ModelConfig, *, capacity: int, rows: int, columns: int = 0, experts: int = 0
+) -> int:
+    """Estimate the maximum temporary bytes of one step, captured or not.
+
+    ``columns`` is the number of columns between A and B over all slots, ``experts`` the bytes that
+    a row needs in a layer of routed experts.
+    """
+    heads = (config.heads + 2 * config.kv_heads) * config.head_dim
+    each = 8 * config.hidden_size + 5 * config.intermediate_size + 5 * heads + 3 * columns
+    scores = (config.heads + len(set(config.windows))) * capacity
+    numbers = each + 2 * scores + 2 * config.vocab_size
+    return rows * (_FLOAT_BYTES * numbers + experts)
+
+
+def _compute_routed_shape(config: ModelConfig, rows: int) -> tuple[int, int, int]:
+    routed = config.experts
+    return (0, rows, 0) if routed is None else (len(routed.layers), rows, routed.used)
+
+
+def _apply_gated_mlp(x: Tensor, mlp: FeedForward, shared: StepPlans) -> Tensor:
+    """Apply a gated MLP with the plan of each row: [rows, hidden] -> [rows, hidden]."""
+    gated = F.silu(_apply_linear(x, mlp.gate, shared)) * _apply_linear(x, mlp.up, shared)
+    return _apply_linear(gated, mlp.down, shared)
+
+
+def _apply_linear(x: Tensor, layer: Linear, shared: StepPlans) -> Tensor:
+    """Apply a linear layer with the plan of each row: [rows, in] -> [rows, out]."""
+    stack = None if shared.lora_slots is None else shared.lora_slots.stacks.get(layer.module)
+    return apply_stacked_lora(x, layer, stack, shared.slots, shared.foreign)
+
+
+def _compute_visibility(keys: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """Return which keys each row sees at its position: bool [rows, 1, 1, keys]."""
+    here = positions[:, None]
+    seen = keys <= here
+    if window is not None:
+        seen = seen & (keys > here - window)
+    return seen[:, None, None]
