@@ -10,7 +10,9 @@ from benchmarks.harness import format_table
 HELPER_MODULES = {
     *("cache_policies", "harness", "injections", "inputs", "random_rows"),
 }
-ENGINE_MODULES = {"comparison", "engine_process", "engines", "expert_engines", "gguf", "oracle"}
+ENGINE_MODULES = {
+    *("comparison", "engine_process", "engines", "expert_engines", "gguf", "oracle", "small_llama"),
+}
 HOME_MODULES = {"routing_home", "served_home"}
 SERVER_MODULES = {"registry_servers", "serving_load"}
 NOT_BENCHMARKS = {

@@ -1,14 +1,15 @@
-"""Steps and prompts on a CUDA device: against its memory bandwidth, transformers and plans.
+"""Steps and prompts on a CUDA device: against its memory bandwidth, base alone and plans.
 
 The base has the shape of Qwen3-0.6B or Qwen3-4B with random weights in bfloat16. Plans are
 different bf16 rank-16 LoRAs on all seven projections. A step writes one token for each row; the
-bandwidth is that of a copy within the device, bytes read and written counted.
+bandwidth is that of a copy within the device, bytes read and written counted. Only the default
+device of a workload is CUDA: the same code runs on a processor.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -26,7 +27,7 @@ from expertctl.engine.arrays import FloatArray
 from expertctl.engine.bench_subject import load_shape_config
 from expertctl.engine.torch.cuda_graph_decoder import CudaGraphDecoder, GraphStepRow
 from expertctl.engine.torch.cuda_graph_step import StaticKVCache
-from expertctl.engine.torch.devices import get_device_name, is_cuda_available
+from expertctl.engine.torch.devices import CUDA, get_device_name, is_cuda_available
 from expertctl.engine.torch.functional import TorchDeltas
 from expertctl.engine.torch.plan import to_array
 from expertctl.engine.torch.weights import BaseWeights
@@ -34,11 +35,31 @@ from expertctl.package.model_config import ModelConfig
 
 SHAPES = ("qwen3-0.6b", "qwen3-4b")
 RANK, EXPERTS, ROWS = 16, 10, 16
-STEPS, CONTEXT, PROMPT = 32, 128, 512
-CAPACITY = PROMPT + 64
 _DTYPE = torch.bfloat16
-_COPY_BYTES = 4 << 30
-"""Bytes of the copy that measures the bandwidth: many times the caches."""
+_SPARE_TOKENS = 64
+"""Room of a sequence beyond its prompt."""
+RunSeconds = dict[str, list[float]]
+"""The seconds of each turn, by the name of what ran."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaWorkload:
+    """A base with random weights, where it runs, and how much of it is measured."""
+
+    name: str
+    config: ModelConfig
+    device: torch.device = CUDA
+    steps: int = 32
+    """Tokens that each row decodes behind its context."""
+    context: int = 128
+    prompt: int = 512
+    copy_bytes: int = 4 << 30
+    """Bytes of the copy that measures the bandwidth: many times the caches."""
+
+    @property
+    def capacity(self) -> int:
+        """Room for tokens of a row."""
+        return self.prompt + _SPARE_TOKENS
 
 
 def measure(rounds: int) -> list[Row]:
@@ -48,40 +69,34 @@ def measure(rounds: int) -> list[Row]:
             "decode, CUDA", rival="copy within the device", install="there is no device"
         )
         return [replace(row, ok=None)]  # no target is missed where there is none
-    return [row for shape in SHAPES for row in _measure_shape(shape, rounds)]
+    workloads = [CudaWorkload(shape, load_shape_config(shape)) for shape in SHAPES]
+    return [row for workload in workloads for row in measure_workload(workload, rounds)]
 
 
-def _measure_shape(shape: str, rounds: int) -> Iterator[Row]:
-    config, device = load_shape_config(shape), torch.device("cuda")
+def measure_workload(workload: CudaWorkload, rounds: int) -> Iterator[Row]:
+    """Measure steps and prompts of one base, with and without plans."""
+    config, device = workload.config, workload.device
     weights = make_random_weights(config, device)
     decoder = CudaGraphDecoder(config, weights)
-    plans = [_make_plan(config, device, [seed]) for seed in range(ROWS)]
+    experts = [make_random_expert(config, seed, device=device) for seed in range(ROWS)]
+    plans = [compile_plan(config, [expert], device) for expert in experts]
+    ten = compile_plan(config, experts[:EXPERTS], device)
     runs: dict[str, Callable[[], float]] = {
-        "bandwidth": partial(_copy_memory, device),
-        "base": partial(_decode, decoder, [{}]),
-        "one": partial(_decode, decoder, plans[:1]),
-        "ten": partial(_decode, decoder, [_make_plan(config, device, range(EXPERTS))]),
-        "rows": partial(_decode, decoder, [{}] * ROWS),
-        "plans": partial(_decode, decoder, plans),
-        "prompt": partial(_read_prompt, decoder),
+        "bandwidth": partial(_copy_memory, workload),
+        "base": partial(_decode, workload, decoder, [{}]),
+        "one": partial(_decode, workload, decoder, plans[:1]),
+        "ten": partial(_decode, workload, decoder, [ten]),
+        "rows": partial(_decode, workload, decoder, [{}] * ROWS),
+        "plans": partial(_decode, workload, decoder, plans),
+        "prompt": partial(_read_prompt, workload, decoder, {}),
+        "prompt, one": partial(_read_prompt, workload, decoder, plans[0]),
+        "prompt, ten": partial(_read_prompt, workload, decoder, ten),
     }
     seconds = take_turns(runs, rounds=rounds)
     decoder.close()
-    rate = 2 * _COPY_BYTES / statistics.median(seconds["bandwidth"])
-    yield _compare_with_bandwidth(shape, seconds["base"], rate=rate, nbytes=weights.nbytes)
-    cases = (("one", "base", 1, 0.9), ("ten", "base", 1, 1 / 1.3), ("plans", "rows", ROWS, 0.7))
-    for ours, theirs, rows, target in cases:
-        yield compare_rates(
-            f"{shape} bf16, {_CASE_LABELS[ours]}", seconds[ours], seconds[theirs],
-            work=(STEPS * rows, STEPS * rows), rival=_CASE_LABELS[theirs], unit="tok/s",
-            target=f">= {target:.2f}",
-        )  # fmt: skip
-    prompt = statistics.median(seconds["prompt"])
-    flops = 2 * PROMPT * sum(out * into for out, into in config.linear_shapes().values())
-    yield Row(
-        f"{shape} bf16, prompt of {PROMPT}", round(PROMPT / prompt, 1), "none", None, "tok/s",
-        "higher", None, None, note=f"{flops / prompt / 1e12:.0f} TFLOP/s in linear layers",
-    )  # fmt: skip
+    yield _compare_with_bandwidth(workload, seconds, nbytes=weights.nbytes)
+    yield from _compare_plans(workload, seconds)
+    yield from _compare_prompts(workload, seconds)
 
 
 _CASE_LABELS = {
@@ -93,23 +108,33 @@ _CASE_LABELS = {
 }
 
 
-def make_random_weights(config: ModelConfig, device: torch.device) -> BaseWeights:
-    """Return random weights of a base on a device; their numbers keep activations small."""
+def make_random_weights(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype = _DTYPE
+) -> BaseWeights:
+    """Return random weights of a base on a device; their numbers keep activations small.
+
+    Matrices have the dtype, norms are float32, as in a base that is loaded from files.
+    """
     torch.manual_seed(0)
     tensors = {
-        name: torch.randn(shape, dtype=_DTYPE, device=device) * 0.02 + (len(shape) == 1)
+        name: torch.randn(shape, dtype=dtype, device=device) * 0.02
+        if len(shape) == 2
+        else 1 + 0.02 * torch.randn(shape, device=device)
         for name, shape in config.tensor_shapes().items()
     }
-    return BaseWeights(tensors, _DTYPE, device)
+    return BaseWeights(tensors, dtype, device)
 
 
-def _make_plan(config: ModelConfig, device: torch.device, seeds: Sequence[int]) -> TorchDeltas:
-    form = CompileSpec(config.linear_shapes(), config.hidden_size, TorchPlacement(device.type))
-    experts = [_make_expert(config, device, seed) for seed in seeds]
-    return fold_plan(experts, form).compile().torch_deltas
+def compile_plan(
+    config: ModelConfig, experts: Sequence[WeightedAdapter], device: torch.device
+) -> TorchDeltas:
+    """Return the plan of experts that follow each other, on a device."""
+    spec = CompileSpec(config.linear_shapes(), config.hidden_size, TorchPlacement(device.type))
+    return fold_plan(experts, spec).compile().torch_deltas
 
 
-def _make_expert(config: ModelConfig, device: torch.device, seed: int) -> WeightedAdapter:
+def make_random_expert(config: ModelConfig, seed: int, *, device: torch.device) -> WeightedAdapter:
+    """Return a LoRA in bfloat16 on all projections, drawn on a device."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*shape: int) -> FloatArray:
@@ -123,64 +148,107 @@ def _make_expert(config: ModelConfig, device: torch.device, seed: int) -> Weight
     return WeightedAdapter(LoadedAdapter(f"bench/lora-{seed}@1.0.0", modules, (), 1, 0))
 
 
-def _decode(decoder: CudaGraphDecoder, plans: Sequence[TorchDeltas]) -> float:
-    """Return the seconds of `STEPS` steps; graphs are captured and plans stacked before."""
+def _decode(
+    workload: CudaWorkload, decoder: CudaGraphDecoder, plans: Sequence[TorchDeltas]
+) -> float:
+    """Return the seconds of all steps; graphs are captured and plans stacked before."""
     decoder.free_buffers()  # or slots would stay as large as those of the largest plan so far
-    arena = _make_kv_cache(decoder, len(plans))
+    arena = _make_kv_cache(workload, len(plans))
     rows = [arena.get_row(number) for number in range(len(plans))]
     for row in rows:
-        decoder.prefill(range(CONTEXT), row)
+        decoder.prefill(_make_ids(workload, workload.context), row)
     for _ in range(3):
         decoder.step([GraphStepRow(7, row, plan) for row, plan in zip(rows, plans, strict=True)])
-    torch.cuda.synchronize()
+    _synchronize(workload)
     started = time.perf_counter()
-    for token in range(STEPS):
+    for token in _make_ids(workload, workload.steps):
         decoder.step(
             [GraphStepRow(token, row, plan) for row, plan in zip(rows, plans, strict=True)]
         )
     return time.perf_counter() - started
 
 
-def _read_prompt(decoder: CudaGraphDecoder) -> float:
-    row = _make_kv_cache(decoder, 1).get_row(0)
-    torch.cuda.synchronize()
+def _read_prompt(workload: CudaWorkload, decoder: CudaGraphDecoder, plan: TorchDeltas) -> float:
+    row = _make_kv_cache(workload, 1).get_row(0)
+    _synchronize(workload)
     started = time.perf_counter()
-    decoder.prefill(range(PROMPT), row)
-    torch.cuda.synchronize()
+    decoder.prefill(_make_ids(workload, workload.prompt), row, plan)
+    _synchronize(workload)
     return time.perf_counter() - started
 
 
-def _make_kv_cache(decoder: CudaGraphDecoder, rows: int) -> StaticKVCache:
+def _make_ids(workload: CudaWorkload, count: int) -> list[int]:
+    return [number % workload.config.vocab_size for number in range(count)]
+
+
+def _make_kv_cache(workload: CudaWorkload, rows: int) -> StaticKVCache:
     return StaticKVCache(
-        decoder.config, rows=rows, capacity=CAPACITY, dtype=_DTYPE, device=decoder.device
+        workload.config,
+        rows=rows,
+        capacity=workload.capacity,
+        dtype=_DTYPE,
+        device=workload.device,
     )
 
 
-def _copy_memory(device: torch.device) -> float:
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+def _copy_memory(workload: CudaWorkload) -> float:
+    source = torch.empty(workload.copy_bytes, dtype=torch.uint8, device=workload.device)
     target = torch.empty_like(source)
     target.copy_(source)
-    torch.cuda.synchronize()
+    _synchronize(workload)
     started = time.perf_counter()
     target.copy_(source)
-    torch.cuda.synchronize()
+    _synchronize(workload)
     return time.perf_counter() - started
 
 
-def _compare_with_bandwidth(
-    shape: str, seconds: Sequence[float], *, rate: float, nbytes: int
-) -> Row:
+def _synchronize(workload: CudaWorkload) -> None:
+    if workload.device.type == "cuda":
+        torch.cuda.synchronize(workload.device)
+
+
+def _compare_with_bandwidth(workload: CudaWorkload, seconds: RunSeconds, *, nbytes: int) -> Row:
     """Compare the bytes of the weights that steps read in a second with those of a copy."""
-    rates = sorted(STEPS * nbytes / taken for taken in seconds)
+    rate = 2 * workload.copy_bytes / statistics.median(seconds["bandwidth"])
+    rates = sorted(workload.steps * nbytes / taken for taken in seconds["base"])
     ours = statistics.median(rates)
     low, high = rates[len(rates) // 4], rates[-1 - len(rates) // 4]
-    tokens = STEPS / statistics.median(seconds)
+    tokens = workload.steps / statistics.median(seconds["base"])
     row = Row(
-        f"{shape} bf16, {_CASE_LABELS['base']}", round(ours / 1e9, 1), "copy within the device",
-        round(rate / 1e9, 1), "GB/s", "higher", round(ours / rate, 3),
+        f"{workload.name} bf16, {_CASE_LABELS['base']}", round(ours / 1e9, 1),
+        "copy within the device", round(rate / 1e9, 1), "GB/s", "higher", round(ours / rate, 3),
         (round(low / rate, 3), round(high / rate, 3)),
     )  # fmt: skip
-    return replace(judge(row, ">= 0.7"), note=f"{tokens:.0f} tok/s; {get_device_name()}")
+    about = get_device_name() if workload.device.type == "cuda" else str(workload.device)
+    return replace(judge(row, ">= 0.7"), note=f"{tokens:.0f} tok/s; {about}")
+
+
+def _compare_plans(workload: CudaWorkload, seconds: RunSeconds) -> Iterator[Row]:
+    """Compare steps with plans with steps of the base alone."""
+    cases = (("one", "base", 1, 0.9), ("ten", "base", 1, 1 / 1.3), ("plans", "rows", ROWS, 0.7))
+    for ours, theirs, rows, target in cases:
+        yield compare_rates(
+            f"{workload.name} bf16, {_CASE_LABELS[ours]}", seconds[ours], seconds[theirs],
+            work=(workload.steps * rows, workload.steps * rows), rival=_CASE_LABELS[theirs],
+            unit="tok/s", target=f">= {target:.2f}",
+        )  # fmt: skip
+
+
+def _compare_prompts(workload: CudaWorkload, seconds: RunSeconds) -> Iterator[Row]:
+    """Report the speed of prompts, and compare those with plans with that of the base alone."""
+    config, length = workload.config, workload.prompt
+    case = f"{workload.name} bf16, prompt of {length}"
+    prompt = statistics.median(seconds["prompt"])
+    flops = 2 * length * sum(out * into for out, into in config.linear_shapes().values())
+    yield Row(
+        case, round(length / prompt, 1), "none", None, "tok/s", "higher", None, None,
+        note=f"{flops / prompt / 1e12:.0f} TFLOP/s in linear layers",
+    )  # fmt: skip
+    for name, experts in (("prompt, one", "1 expert"), ("prompt, ten", f"{EXPERTS} experts")):
+        yield compare_rates(
+            f"{case}, {experts}", seconds[name], seconds["prompt"], work=(length, length),
+            rival="base alone", unit="tok/s",
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

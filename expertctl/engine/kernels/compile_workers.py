@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import BinaryIO
 
-from expertctl.engine.kernels.jit import SOURCES_DIGEST, FunctionSource, compile_source
+from expertctl.engine.kernels.source import SOURCES_DIGEST, FunctionSource, compile_source
 
 MAX_WORKERS = 8
 """Each takes about 150 MB of memory."""

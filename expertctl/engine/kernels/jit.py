@@ -24,15 +24,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from filelock import FileLock
 
 from expertctl.engine.kernels.machine_code import CompiledFunction, identify_processor, load_code
+from expertctl.engine.kernels.source import SOURCES_DIGEST, FunctionSource, compile_source
 from expertctl.engine.memory.host import count_usable_cores
-from expertctl.errors import IncompatibleError, KernelsUnavailableError
 from expertctl.files import make_folders, write_atomic
 from expertctl.messages import Notify, ignore_notification
 from expertctl.settings import Home
@@ -41,8 +40,6 @@ COMPILING = "compiling kernels for this machine; later runs load them from the c
 COMPILING_MORE = "compiling kernels for another dtype or mode; later runs load them from the cache"
 COMPILING_WITHOUT_CACHE = "compiling kernels, not cached: other users can write to the home"
 
-_COMPILER = "expertctl.engine.kernels.compiled.compiler"
-"""Imported by name, because it imports numba and what numba compiles."""
 _SUFFIX = ".code"
 _LOCK_TIMEOUT = 60.0
 """Seconds to wait for another process that compiles code for the same folder."""
@@ -81,17 +78,6 @@ def use_kernel_cache(
         if folder is not None:
             _remove_stale_folders(folder)
         return folder
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionSource:
-    """Where the Python code of a function of ``arity`` int64s is."""
-
-    module: str
-    function: str
-    arity: int
-    parameters: Mapping[str, object]
-    """If there are any, ``function`` returns what is compiled for them."""
 
 
 class Kernel:
@@ -158,28 +144,6 @@ def load_functions(sources: Mapping[str, FunctionSource]) -> list[CompiledFuncti
     with _LOCK:
         codes = _find_or_compile(sources)
         return [load_code(codes[name], arity=source.arity) for name, source in sources.items()]
-
-
-def compile_source(source: FunctionSource) -> bytes:
-    """Compile a function in this process; errors as `load_function`."""
-    is_imported = {_COMPILER, source.module} <= set(sys.modules)
-    if not is_imported and _hash_sources() != SOURCES_DIGEST:
-        raise IncompatibleError(
-            "kernels must be compiled, and the installed version has changed meanwhile",
-            hint="start the process again",
-        )
-    try:
-        compiler = import_module(_COMPILER)
-        function = getattr(import_module(source.module), source.function)
-    except ImportError as error:
-        raise KernelsUnavailableError(
-            f"kernels must be compiled for this machine, and numba cannot be imported: {error}",
-            hint="pip install 'expertctl[engine]'",
-        ) from error
-    if source.parameters:
-        function = function(**source.parameters)
-    code: bytes = compiler.compile_function(function, arity=source.arity)
-    return code
 
 
 def _find_or_compile(sources: Mapping[str, FunctionSource]) -> dict[str, bytes]:
@@ -339,14 +303,3 @@ def _read_configuration() -> str:
         return Path(".numba_config.yaml").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _hash_sources() -> str:
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(hashlib.sha256(source.read_bytes()).digest())
-    return digest.hexdigest()
-
-
-SOURCES_DIGEST = _hash_sources()
-"""Hashed at import, so that code is stored under the sources that it was compiled from."""

@@ -10,12 +10,13 @@ import pytest
 
 from expertctl.engine.kernels import compile_workers, jit
 from expertctl.engine.kernels.compile_workers import compile_in_workers
-from expertctl.engine.kernels.jit import FunctionSource, compile_source, load_functions
+from expertctl.engine.kernels.jit import load_functions
 from expertctl.engine.kernels.layer_operations import (
     rms_norm_kernel,
     rope_kv_write_kernel,
     swiglu_kernel,
 )
+from expertctl.engine.kernels.source import FunctionSource, compile_source
 
 SOURCES = {
     kernel.name: kernel.source

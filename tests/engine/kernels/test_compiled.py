@@ -13,6 +13,7 @@ import pytest
 from filelock import FileLock, Timeout
 
 from expertctl.engine.kernels import jit as module
+from expertctl.engine.kernels import source
 from expertctl.engine.kernels.compiled import compiler
 from expertctl.engine.kernels.jit import (
     COMPILING,
@@ -414,7 +415,7 @@ def test_code_is_not_compiled_from_sources_that_were_replaced_since_the_start(
 ) -> None:
     (tmp_path / "later.py").write_text("def double(number: int) -> int:\n    return 2 * number\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(module, "_hash_sources", lambda: "other")
+    monkeypatch.setattr(source, "_hash_sources", lambda: "other")
     use_kernel_cache(place)
     assert load_triple()(2) == 6  # its module was imported before
     with pytest.raises(IncompatibleError, match="changed") as caught:

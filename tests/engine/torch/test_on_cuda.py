@@ -92,7 +92,10 @@ def texts(decoder: CudaGraphDecoder, count: int) -> Tensor:
 def test_captured_steps_give_what_they_give_uncaptured_and_on_a_processor(
     count: int, model: ReferenceModel
 ) -> None:
-    captured, called = decoder_of(model, shortest=8), decoder_of(model, captures=False, shortest=8)
+    captured, called = (
+        decoder_of(model, min_capacity=8),
+        decoder_of(model, captures=False, min_capacity=8),
+    )
     config = captured.config
     plain = CudaGraphDecoder(config, load_base_weights(model.directory, config), min_capacity=8)
     first = texts(captured, count)
@@ -103,7 +106,7 @@ def test_captured_steps_give_what_they_give_uncaptured_and_on_a_processor(
 
 
 def test_a_graph_is_captured_once_for_each_bucket_and_replayed(model: ReferenceModel) -> None:
-    decoder = decoder_of(model, shortest=8)
+    decoder = decoder_of(model, min_capacity=8)
     arena = arena_of(decoder, 4)
     rows = [arena.get_row(number) for number in range(4)]
     seen = []
@@ -195,7 +198,7 @@ def test_a_plan_is_the_same_on_the_device(kind: str, model: ReferenceModel) -> N
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_whole_text_equals_transformers(window: int | None, oracle: MakeReferenceModel) -> None:
     model = oracle("mistral", sliding_window=window, **SIZES)
-    decoder, ids = decoder_of(model, shortest=4), [(7 * n * n + 3 * n) % 61 for n in range(50)]
+    decoder, ids = decoder_of(model, min_capacity=4), [(7 * n * n + 3 * n) % 61 for n in range(50)]
     row = arena_of(decoder, 1).get_row(0)
     scores = [decoder.prefill(ids[:20], row, chunk=7).logits]
     scores += [decoder.decode(token, row).logits for token in ids[20:]]
