@@ -23,6 +23,7 @@ from expertctl.package.model_config import ModelConfig, parse_model_config
 from expertctl.schema.strict_json import JsonValue
 
 VOCABULARY, END = 49152, "<|endoftext|>"
+BASE_NAME, GGUF_NAME = "small-llama", "small-llama.gguf"
 CONFIG: dict[str, JsonValue] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -47,19 +48,18 @@ _CONTROL, _NORMAL = 3, 1
 _BF16 = np.dtype(np.uint16)
 
 
-def write_small_llama(folder: Path) -> tuple[Path, Path]:
-    """Write both forms below a folder; return the folder of the base, and the GGUF file."""
+def write_small_llama(folder: Path) -> None:
+    """Write both forms below a folder: the folder of the base, and the GGUF file."""
     config = parse_model_config(CONFIG)
     weights = dict(_draw_weights(config))
-    base = folder / "small-llama"
+    base = folder / BASE_NAME
     base.mkdir(parents=True)
     tokenizer = _train_tokenizer(base / "tokenizer.json")
     (base / "config.json").write_text(json.dumps(CONFIG))
     _write_safetensors(base / "model.safetensors", weights)
-    path = folder / "small-llama.gguf"
+    path = folder / GGUF_NAME
     facts = {**_list_metadata(config), **_list_vocabulary(tokenizer)}
     write_gguf_tensors(path, facts, {n: _reorder(n, one, config) for n, one in weights.items()})
-    return base, path
 
 
 def _write_safetensors(path: Path, weights: Mapping[str, np.ndarray[Any, Any]]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks import engines
 from benchmarks.harness import Row, Run, compare, compare_times, judge, main, make_absent_row
-from benchmarks.small_llama import write_small_llama
+from benchmarks.small_llama import BASE_NAME, GGUF_NAME
 
 TYPER_PROGRAM = """
 import typer
@@ -65,6 +65,14 @@ path, prompt = sys.argv[1:]
 model = llama_cpp.Llama(path, n_ctx=512, verbose=False)
 tokens = model.tokenize(prompt.encode(), add_bos=False)
 print(len(tokens), next(model.generate(tokens, temp=0.0)))
+"""
+WRITE_PROGRAM = """
+import sys
+from pathlib import Path
+
+from benchmarks.small_llama import write_small_llama
+
+write_small_llama(Path(sys.argv[1]))
 """
 MEMORY_RATIO, MEMORY_BYTES = 1.15, 120_000_000
 """A process takes at most so many times its weights, and so many bytes more."""
@@ -117,10 +125,12 @@ def _measure_small_llama(folder: Path, home: dict[str, str], rounds: int) -> Seq
     case, rival = "one token of a 135M Llama, new process", "llama-cpp-python"
     if not engines.has_llama():
         return [make_absent_row(case, rival=rival, install=engines.LLAMA_INSTALL)]
-    base, gguf = write_small_llama(folder)
     environment = {**os.environ, **home}
-    _read_output([*EXPERTCTL, "base", "add", str(base), "--name", "small-llama"], home)
-    options = ["--base", "small-llama", "--no-experts", "--greedy", "-n", "1", "--json"]
+    # in a process of its own: the peak of a process includes that of its parent before `exec`
+    _read_output([sys.executable, "-c", WRITE_PROGRAM, str(folder)], home)
+    base, gguf = folder / BASE_NAME, folder / GGUF_NAME
+    _read_output([*EXPERTCTL, "base", "add", str(base), "--name", BASE_NAME], home)
+    options = ["--base", BASE_NAME, "--no-experts", "--greedy", "-n", "1", "--json"]
     commands = {
         "ours": [*EXPERTCTL, "run", *options, PROMPT],
         "theirs": [sys.executable, "-c", LLAMA_PROGRAM, str(gguf), PROMPT],

@@ -48,8 +48,8 @@ from expertctl.engine.torch.functional import (
     TorchDeltas,
     apply_rope,
     compute_rope_table,
-    reference_attention,
 )
+from expertctl.engine.torch.reference import reference_attention
 from expertctl.engine.torch.weights import BaseWeights
 from expertctl.package.model_config import EMBEDDING_TENSOR, ModelConfig, parse_model_config
 from expertctl.schema.strict_json import JsonObject

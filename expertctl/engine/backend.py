@@ -37,7 +37,7 @@ from expertctl.store.quantised_cache import QuantisedCache
 if TYPE_CHECKING:
     from expertctl.engine.moe.expert_cache import ExpertCache
 
-BackendName = Literal["numpy", "torch", "packed", "cuda"]
+BackendName = Literal["numpy", "packed", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

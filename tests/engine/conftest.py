@@ -13,7 +13,7 @@ import transformers
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.torch.decoder import Decoder
-from expertctl.engine.torch.sequence_cache import KVCache
+from expertctl.engine.torch.sequence_cache import KVCache, KVCacheFactory
 from expertctl.engine.torch.weights import load_base_weights
 from expertctl.package.model_config import read_model_config
 from tests.engine import reference_models
@@ -29,6 +29,10 @@ CLASSES = {
 }
 """Dense bases."""
 TOLERANCE = 1e-5
+FLOAT32_CACHE = KVCacheFactory(
+    make=lambda wanted: KVCache(wanted.config, wanted.capacity),
+    nbytes=lambda wanted: wanted.config.count_kv_bytes(wanted.capacity, itemsize=4),
+)
 HAS_CUDA = torch.cuda.is_available()
 KERNEL_SIZES: dict[str, Any] = {"head_dim": 16, "hidden_size": 48, "intermediate_size": 80}
 """Sizes that fill the blocks of kernels."""

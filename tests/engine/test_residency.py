@@ -20,6 +20,7 @@ from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.torch.sequence_cache import SequenceKVCache
 from expertctl.errors import BudgetError
+from tests.engine.conftest import FLOAT32_CACHE
 from tests.engine.memory_measurement import KINDS, ExpertKindsHome
 
 SOFT = {"soft", "all"}
@@ -78,7 +79,7 @@ class PlanResidencyMachine:
         self.shelf, self.meter = shelf, meter
         self.budget = MemoryBudget(limit)
         self.tiers = AdapterCache(ram=self.budget, device=self.budget)
-        self.kv = SequenceKVCache(self.tiers)
+        self.kv = SequenceKVCache(self.tiers, FLOAT32_CACHE)
         self.borrowed: list[ExitStack] = []
         self.meter.limit = limit
 

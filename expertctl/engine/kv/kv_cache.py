@@ -61,7 +61,6 @@ def rewind_on_error(caches: Sequence[KVCacheBase]) -> Iterator[None]:
         raise
 
 
-_FLOAT_BYTES = 4
 KVCacheT = TypeVar("KVCacheT", bound=KVCacheBase, covariant=True)
 
 
@@ -94,11 +93,6 @@ class KVRequest:
     def prefix_key(self) -> PrefixKey | None:
         """The origin of sequences whose rows may be reused; None without a cache key."""
         return None if self.cache_key is None else PrefixKey(self.cache_key, self.identity)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the keys and values in float32."""
-        return self.config.count_kv_bytes(self.capacity, itemsize=_FLOAT_BYTES)
 
     @property
     def description(self) -> str:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from expertctl.engine.sampling import estimate_sample_bytes
 from expertctl.engine.text.tokenizer import Tokenizer
-from expertctl.engine.torch.backend import parse_torch_dtype
 from expertctl.engine.torch.devices import use_torch_threads
+from expertctl.engine.torch.weights import parse_torch_dtype
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.package.adapter import truncate_problems
 from expertctl.package.base_model import (

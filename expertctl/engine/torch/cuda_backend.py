@@ -5,16 +5,19 @@ experts are in a stack, all of them or as many as fit. Nothing else here depends
 tests run the same classes on a processor.
 """
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from expertctl.digest import Progress, ignore_progress
-from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
+from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec, TorchPlacement
+from expertctl.engine.arrays import AnyArray, FloatArray
 from expertctl.engine.backend import BackendName, LoadConfig, LoadContext
 from expertctl.engine.base_files import is_routed_expert
-from expertctl.engine.generation import DecoderSession, DecodeSession
+from expertctl.engine.decoding import LayerTimer, PrefillResult
+from expertctl.engine.generation import DecoderSession, DecodeSession, step_sequentially
 from expertctl.engine.kv.kv_cache import KVCacheBase, KVRequest
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.moe.cache_plan import (
@@ -29,7 +32,6 @@ from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.warmup import PlanWarmup, WarmupPlan, warm_up_cache
 from expertctl.engine.text.prompt import RecordLogits
 from expertctl.engine.torch import devices
-from expertctl.engine.torch.backend import TorchBackend, TorchModel, parse_torch_dtype
 from expertctl.engine.torch.cuda_graph_decoder import (
     CudaGraphDecoder,
     estimate_buffer_bytes,
@@ -45,12 +47,13 @@ from expertctl.engine.torch.cuda_graphs import (
     estimate_graph_memory,
     estimate_permanent_bytes,
 )
-from expertctl.engine.torch.devices import translate_device_errors
+from expertctl.engine.torch.devices import translate_device_errors, use_torch_threads
 from expertctl.engine.torch.expert_stack import (
     StackShape,
     estimate_stack_bytes,
     estimate_staging_bytes,
 )
+from expertctl.engine.torch.plan import to_array
 from expertctl.engine.torch.sequence_cache import KVCacheFactory, SequenceKVCache
 from expertctl.engine.torch.stacked_experts import (
     DeviceExpertCounts,
@@ -60,7 +63,7 @@ from expertctl.engine.torch.stacked_experts import (
     open_stacked_experts,
 )
 from expertctl.engine.torch.stacked_mlp import estimate_host_selection_bytes
-from expertctl.engine.torch.weights import load_base_weights
+from expertctl.engine.torch.weights import BaseWeights, load_base_weights, parse_torch_dtype
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import ModelConfig
 
@@ -126,7 +129,8 @@ class CudaBackend:
         """Bytes of its weights and workspaces, with as many routed experts as fit."""
         routed, workspaces = self.config.experts, self.workspace_bytes
         if routed is None:
-            return self._torch_backend.weight_bytes + workspaces
+            itemsize = parse_torch_dtype(self.dtype).itemsize
+            return self.config.count_weight_bytes(itemsize=itemsize) + workspaces
         each, rest = self.stack_shape.nbytes, self.min_weight_bytes + workspaces
         if self.cache is None:
             blocks = len(routed.layers) * routed.count
@@ -184,7 +188,8 @@ class CudaBackend:
     @property
     def compile_spec(self) -> CompileSpec:
         """Target for which plans are compiled."""
-        return self._torch_backend.compile_spec
+        placement = TorchPlacement(devices.CUDA.type)
+        return CompileSpec(self.config.linear_shapes(), self.config.hidden_size, placement)
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of so many tokens."""
@@ -214,7 +219,7 @@ class CudaBackend:
 
     def use_threads(self, count: int) -> AbstractContextManager[None]:
         """Set torch's thread count inside a ``with`` block."""
-        return self._torch_backend.use_threads(count)
+        return use_torch_threads(count)
 
     def create_kv_store(
         self, tiers: AdapterCache, *, kept_limit: int | None = None
@@ -268,10 +273,6 @@ class CudaBackend:
         warm_up_cache(experts.cache, self.start)
         return 0
 
-    @property
-    def _torch_backend(self) -> TorchBackend:
-        return TorchBackend(self.config, self.dtype, devices.CUDA)
-
     @translate_device_errors()
     def _create_row(self, request: KVRequest) -> StaticKVRow:
         arena = StaticKVCache(
@@ -285,10 +286,13 @@ class CudaBackend:
 
 
 @dataclass(frozen=True, slots=True)
-class CudaModel(TorchModel):
-    """A base in the memory of the device."""
+class CudaModel:
+    """A base in the memory of the device, which runs one sequence after the other."""
 
     decoder: CudaGraphDecoder
+    weights: BaseWeights
+    read_bytes: int
+    """Bytes of files read for the weights."""
     workspace_bytes: int
     """Bytes that libraries keep for the streams that it runs on."""
     stacked_experts: StackedExperts | None = None
@@ -304,6 +308,11 @@ class CudaModel(TorchModel):
         if not self.stacked_experts.is_whole:
             graphs = estimate_graph_memory(self.decoder.config, self.stacked_experts.stack.shape)
         return held + self.stacked_experts.nbytes + self.decoder.permanent_bytes + graphs
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings for the user about the weights."""
+        return self.weights.warnings
 
     @property
     def routed(self) -> RoutedExpertStats | None:
@@ -346,6 +355,38 @@ class CudaModel(TorchModel):
         assert isinstance(cache, StaticKVRow)
         deltas, before = plan.torch_deltas, plan.soft_prompt
         return DecoderSession(self.decoder, cache, deltas, before, progress, scores)
+
+    @property
+    def prefill_parts(self) -> int:
+        """1: a pass is not split."""
+        return 1
+
+    def prefill(
+        self, reading: DecodeSession, ids: Sequence[int], *, between_layers: Callable[[], None]
+    ) -> PrefillResult:
+        """Read a part of a prompt at once."""
+        return reading.prefill(ids)
+
+    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> AnyArray:
+        """Read one more token of each sequence, one after the other."""
+        return step_sequentially(texts)
+
+    def time_layers(self, times: LayerTimer) -> AbstractContextManager[None]:
+        """Add the time of each part to ``times`` inside a ``with`` block."""
+        return self.decoder.time_layers(times)
+
+    def matrix(self, module: str) -> FloatArray:
+        """Return the weights [out, in] of a linear layer, in host memory, to compile plans."""
+        return to_array(self.decoder.matrix(module))
+
+    def free_buffers(self) -> None:
+        """Free all buffers of a generation."""
+        self.decoder.free_buffers()
+
+    @property
+    def holds_only_weights(self) -> bool:
+        """Whether it holds nothing but its weights."""
+        return self.decoder.holds_only_weights
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between two passes."""

@@ -161,21 +161,6 @@ def grouped_query_attention(
     return split.permute(2, 0, 1, 3).flatten(1).to(queries.dtype)
 
 
-def reference_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, *, window: int | None
-) -> Tensor:
-    """Compute attention by the textbook formula; the test oracle."""
-    groups, tokens, length = queries.shape[0] // keys.shape[0], queries.shape[1], keys.shape[1]
-    keys, values = (x.repeat_interleave(groups, dim=0) for x in (keys, values))
-    scores = torch.matmul(queries, keys.transpose(1, 2)) / math.sqrt(queries.shape[2])
-    for row, position in enumerate(range(length - tokens, length)):
-        scores[:, row, position + 1 :] = -torch.inf
-        if window is not None:
-            scores[:, row, : max(0, position + 1 - window)] = -torch.inf
-    out = scores.softmax(-1) @ values  # [heads, tokens, dim]
-    return out.transpose(0, 1).flatten(1)
-
-
 def compute_inverse_frequencies(
     config: RopeConfig, *, device: torch.device | str = "cpu"
 ) -> Tensor:

@@ -1,9 +1,10 @@
-"""The plain formulas of LoRA, DoRA and IA³, one step after the other: what faster paths must equal.
+"""The plain formulas of attention, LoRA, DoRA and IA³: what faster paths must equal.
 
-Steps have stored numbers; everything else is a tensor, and results have the dtype of the
-activations. The formulas are those of `adapters.steps`.
+Steps of adapters have stored numbers; everything else is a tensor, and results have the dtype of
+the activations. The formulas of adapters are those of `adapters.steps`.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -64,3 +65,18 @@ def reference_dora_scales(weight: Tensor, dora: DoraTensors) -> Tensor:
 
 def _weigh_ia3(ia3: Ia3Tensors, weight: float, dtype: torch.dtype) -> Tensor:
     return 1 + weight * (to_tensor(ia3.vector).to(dtype) - 1)
+
+
+def reference_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, *, window: int | None
+) -> Tensor:
+    """Compute attention by the textbook formula; the test oracle."""
+    groups, tokens, length = queries.shape[0] // keys.shape[0], queries.shape[1], keys.shape[1]
+    keys, values = (x.repeat_interleave(groups, dim=0) for x in (keys, values))
+    scores = torch.matmul(queries, keys.transpose(1, 2)) / math.sqrt(queries.shape[2])
+    for row, position in enumerate(range(length - tokens, length)):
+        scores[:, row, position + 1 :] = -torch.inf
+        if window is not None:
+            scores[:, row, : max(0, position + 1 - window)] = -torch.inf
+    out = scores.softmax(-1) @ values  # [heads, tokens, dim]
+    return out.transpose(0, 1).flatten(1)

@@ -138,20 +138,13 @@ class KVCacheFactory:
     nbytes: Callable[[KVRequest], int]
 
 
-FLOAT32_CACHE = KVCacheFactory(
-    make=lambda wanted: KVCache(wanted.config, wanted.capacity),
-    nbytes=lambda wanted: wanted.nbytes,
-)
-"""Float32 in the machine's memory."""
-
-
 class SequenceKVCache:
     """The owner of the caches of one kind, both kept and in use."""
 
     def __init__(
         self,
         tiers: AdapterCache,
-        factory: KVCacheFactory = FLOAT32_CACHE,
+        factory: KVCacheFactory,
         *,
         max_sequences: int = MAX_CACHED_SEQUENCES,
         cached_limit: int | None = None,

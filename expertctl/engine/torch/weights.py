@@ -20,6 +20,7 @@ from expertctl.engine.base_files import (
     make_tied_head_error,
     make_unreadable_error,
 )
+from expertctl.errors import UsageError
 from expertctl.package.base_tensors import StoredTensor, read_base_tensors
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
 
@@ -117,3 +118,20 @@ def _drop_duplicate_head(directory: Path, tensors: dict[str, Tensor]) -> None:
 
 def _convert(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     return tensor.to(device, dtype if tensor.ndim == 2 else torch.float32)
+
+
+_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+
+
+def parse_torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a base's matrices.
+
+    Raises:
+        UsageError: for a name without such a dtype.
+    """
+    if name not in _DTYPES:
+        raise UsageError(
+            f"torch does not hold a base in {name[:40]!r}, only in {' or '.join(_DTYPES)}",
+            hint="--dtype float32 is always possible",
+        )
+    return _DTYPES[name]

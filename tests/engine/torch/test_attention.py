@@ -15,9 +15,9 @@ from expertctl.engine.cpu.plain_functional import attend, split_queries
 from expertctl.engine.torch.functional import (
     grouped_query_attention,
     make_attention_mask,
-    reference_attention,
     scaled_dot_product_attention,
 )
+from expertctl.engine.torch.reference import reference_attention
 
 
 def attend_in_numpy(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:

@@ -21,13 +21,13 @@ from expertctl.engine.memory.adapter_cache import AdapterCache, CacheRequest, Ti
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.torch.decoder import Decoder
 from expertctl.engine.torch.sequence_cache import (
-    FLOAT32_CACHE,
     KVCache,
     KVCacheFactory,
     SequenceKVCache,
 )
 from expertctl.errors import BudgetError
 from tests.engine.conftest import (
+    FLOAT32_CACHE,
     MakeReferenceModel,
     ReferenceModel,
     assert_same_logits,
@@ -56,7 +56,9 @@ class SequenceCacheHarness:
         self.budget = MemoryBudget(tokens * ROW)
         self.tiers = AdapterCache(ram=self.budget, device=self.budget)
         limit = None if kept_tokens is None else kept_tokens * ROW
-        self.slots = SequenceKVCache(self.tiers, max_sequences=most, cached_limit=limit)
+        self.slots = SequenceKVCache(
+            self.tiers, FLOAT32_CACHE, max_sequences=most, cached_limit=limit
+        )
 
     def wanted(self, ids: Sequence[int], *, room: int = 4, **options: Any) -> KVRequest:
         values = {"cache_key": "chat", "identity": PLAN, "virtual_tokens": 0, **options}
@@ -517,7 +519,7 @@ class Chats(RuleBasedStateMachine):
         self.row = self.config.count_kv_bytes(1, itemsize=4)
         self.budget = MemoryBudget(self.tokens * self.row)
         self.tiers = AdapterCache(ram=self.budget, device=self.budget)
-        self.slots = SequenceKVCache(self.tiers, max_sequences=4)
+        self.slots = SequenceKVCache(self.tiers, FLOAT32_CACHE, max_sequences=4)
         self.model = KeptCacheModel(self.tokens, most=4)
         self.open: list[KeptSequence] = []
         self.others: list[int] = []

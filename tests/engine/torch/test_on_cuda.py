@@ -19,9 +19,9 @@ from expertctl.engine.torch.devices import get_workspace_bytes
 from expertctl.engine.torch.functional import (
     TorchDeltas,
     make_attention_mask,
-    reference_attention,
     scaled_dot_product_attention,
 )
+from expertctl.engine.torch.reference import reference_attention
 from expertctl.engine.torch.weights import load_base_weights
 from expertctl.package.model_config import ModelConfig, read_model_config
 from tests.cli.command_runner import CommandRunner, expertctl
