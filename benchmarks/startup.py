@@ -125,7 +125,7 @@ def _measure_small_llama(folder: Path, home: dict[str, str], rounds: int) -> Seq
     case, rival = "one token of a 135M Llama, new process", "llama-cpp-python"
     if not engines.has_llama():
         return [make_absent_row(case, rival=rival, install=engines.LLAMA_INSTALL)]
-    environment = {**os.environ, **home}
+    environment = _make_environment(home)
     # in a process of its own: the peak of a process includes that of its parent before `exec`
     _read_output([sys.executable, "-c", WRITE_PROGRAM, str(folder)], home)
     base, gguf = folder / BASE_NAME, folder / GGUF_NAME
@@ -215,8 +215,14 @@ def _make_process_run(command: list[str], home: dict[str, str]) -> Run:
     return run
 
 
+def _make_environment(home: dict[str, str]) -> dict[str, str]:
+    """Return the environment of a user: modules are compiled once, not in every process."""
+    kept = {name: v for name, v in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, **home}
+
+
 def _read_output(command: list[str], home: dict[str, str]) -> bytes:
-    environment = {**os.environ, **home}
+    environment = _make_environment(home)
     return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
 
 

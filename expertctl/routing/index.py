@@ -116,7 +116,7 @@ class VectorStore:
     def replace(self, rows: Mapping[Digest, Vectors]) -> VectorTable:
         """Replace all entries and return the new table; raises as `lock_for_writing`."""
         with self.lock_for_writing():
-            self._table = self._files.replace(self._build_empty().add_entries(rows))
+            self._table = self._publish(self._build_empty().add_entries(rows))
         return self._table
 
     @contextmanager
@@ -138,14 +138,18 @@ class VectorStore:
                 raise StoreError(message, hint=hint) from error
 
     def _build_empty(self) -> VectorTable:
-        return VectorTable.empty(
-            encoder=self.encoder.digest(), stamp=self.encoder.stamp, dimensions=self.dimensions
-        )
+        return VectorTable.empty(stamp=self.encoder.stamp, dimensions=self.dimensions)
+
+    def _publish(self, table: VectorTable) -> VectorTable:
+        """Replace what is published; reads the weights of the encoder if that was not necessary."""
+        if table.encoder is None:
+            table = replace(table, encoder=self.encoder.digest())
+        return self._files.replace(table)
 
     def _append_to(self, table: VectorTable, added: Mapping[Digest, Vectors]) -> VectorTable:
         new = table.find_missing(added)
         if not table.generation:  # keep our entries if another encoder wrote meanwhile
-            return self._files.replace(self.table.add_entries(new))
+            return self._publish(self.table.add_entries(new))
         self._files.update_stamp(table.stamp)
         return self._files.append(new) if new else table
 
@@ -154,7 +158,7 @@ class VectorStore:
         self._table = self._files.remove(positions) if len(positions) else table
         if self._table.dead_rows <= MAX_DEAD_SHARE * len(self._table.rows):
             return False
-        self._table = self._files.replace(self._table)
+        self._table = self._publish(self._table)
         return True
 
 
@@ -371,7 +375,7 @@ def _check_store(store: VectorStore) -> None:
             raise StoreError(f"{where}: a row is not of unit length")
     if table.counts.sum() != len(table.rows):
         raise StoreError(f"{where}: rows without an expert")
-    if table.encoder != store.encoder.digest():
+    if table.generation and table.encoder != store.encoder.digest():
         raise StoreError(f"{where}: made by another encoder")
     if table.generation and describe_vector_damage(store.folder):
         raise StoreError(f"{where}: rows were changed after they were written")

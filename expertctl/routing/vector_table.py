@@ -38,10 +38,10 @@ class VectorTable:
     """Entries and their rows; an entry is the texts of one expert. Immutable.
 
     ``encoder`` is the digest of what made the rows, and ``stamp`` identifies it cheaply. A table
-    that is in no file has no ``generation``.
+    that is in no file has no ``generation``; until it is published its ``encoder`` may be unknown.
     """
 
-    encoder: Digest
+    encoder: Digest | None
     stamp: str
     keys: Keys
     counts: Rows  # the number of rows of each entry
@@ -50,7 +50,7 @@ class VectorTable:
     generation: str = ""
 
     @classmethod
-    def empty(cls, *, encoder: Digest, stamp: str, dimensions: int) -> Self:
+    def empty(cls, *, stamp: str, dimensions: int, encoder: Digest | None = None) -> Self:
         """Return a table without entries."""
         none = np.zeros(0, np.int64)
         rows = np.zeros((0, dimensions), np.float32)

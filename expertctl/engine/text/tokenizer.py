@@ -64,8 +64,12 @@ class Tokenizer:
         control = {i: token for i, token in added.items() if token.special}
         self.control_ids = frozenset(control)
         self._suspect = _control_token_pattern(control.values())
-        self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.end_ids = self._find_end_ids()
+
+    @cached_property
+    def size(self) -> int:
+        """One more than the largest token id; reads the whole vocabulary."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @classmethod
     def open(cls, directory: Path) -> Self:
