@@ -102,7 +102,8 @@ class CudaGraphDecoder:
             None if experts is None else build_stacked_layers(config, weights.tensors, experts)
         )
         self._prompts = Decoder(config, weights, stacked=stacked)
-        self._one_more = GraphedStep(config, weights, stacked=stacked)
+        counts = None if experts is None else experts.device_counts
+        self._one_more = GraphedStep(self._prompts.transformer, counts=counts)
         self._staged: PiecewiseStep | None = None
         if stacked is not None and not stacked.experts.is_whole:
             self._staged = PiecewiseStep(config, self._one_more, stacked, captures=captures)
@@ -185,12 +186,8 @@ class CudaGraphDecoder:
     @contextmanager
     def time_layers(self, times: LayerTimer) -> Iterator[None]:
         """Add the time of each part to ``times``; steps are not captured or replayed meanwhile."""
-        self._one_more.times = times
-        try:
-            with self._prompts.time_layers(times):
-                yield
-        finally:
-            self._one_more.times = None
+        with self._prompts.time_layers(times):
+            yield
 
     @translate_device_errors()
     def prepare(self, cache: StaticKVRow, deltas: TorchDeltas = EMPTY_DELTAS) -> None:
@@ -275,7 +272,7 @@ class CudaGraphDecoder:
 
     def _run_step(self, step: StepBucket, texts: Sequence[int]) -> None:
         """Run a step, whole or piecewise, captured unless it is timed."""
-        run = self.graphs.run if self._one_more.times is None else _call_directly
+        run = self.graphs.run if self._prompts.transformer.times is None else _call_directly
         if self._staged is not None:
             self._staged(step, texts, run=run)
             return

@@ -13,25 +13,21 @@ leave NaN.
 """
 
 import math
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from expertctl.engine.decoding import LayerTimer
 from expertctl.engine.kv.kv_cache import KVCacheBase
-from expertctl.engine.torch.decoder import DecoderLayer, build_layers, build_output_layer
 from expertctl.engine.torch.functional import FeedForward, Linear, apply_rope, compute_rope_table
 from expertctl.engine.torch.lora_slots import LoRASlots, apply_stacked_lora
-from expertctl.engine.torch.routed_mlp import SharedExpert
 from expertctl.engine.torch.sequence_cache import KVCache
-from expertctl.engine.torch.stacked_mlp import StackedLayers, StackedMlp, merge_rows
-from expertctl.engine.torch.weights import BaseWeights
-from expertctl.package.model_config import EMBEDDING_TENSOR, ModelConfig
+from expertctl.engine.torch.stacked_experts import DeviceExpertCounts
+from expertctl.engine.torch.stacked_mlp import StackedMlp, merge_rows
+from expertctl.engine.torch.transformer import Transformer
+from expertctl.package.model_config import ModelConfig
 
 SCRATCH_ROWS = 1
 """Positions of a row beyond its capacity."""
@@ -144,12 +140,24 @@ class StepPlans:
     slots: Tensor  # int64 [rows]
     foreign: Mapping[int, Tensor]  # see `LoRASlots`
 
+    @classmethod
+    def build(cls, inputs: StaticInputs, *, rows: int, plans: LoRASlots | None) -> "StepPlans":
+        """Return the plans of the first rows, from the current inputs."""
+        slots = inputs.inputs[2, :rows]
+        return cls(plans, slots, {} if plans is None else plans.mask_foreign_columns(slots))
+
+    def apply_linear(self, x: Tensor, layer: Linear) -> Tensor:
+        """Apply a linear layer with the plan of each row: [rows, in] -> [rows, out]."""
+        stack = None if self.lora_slots is None else self.lora_slots.stacks.get(layer.module)
+        return apply_stacked_lora(x, layer, stack, self.slots, self.foreign)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepTensors(StepPlans):
+class StepTensors:
     """What all layers of a step share."""
 
     arena: StaticKVCache
+    plans: StepPlans
     length: int
     cos: Tensor  # [rows, 1, head_dim]
     sin: Tensor
@@ -157,22 +165,39 @@ class StepTensors(StepPlans):
     visible: Mapping[int | None, Tensor]  # by window, bool [rows, 1, 1, length]
     routed_experts: Tensor  # see `StaticInputs`
 
+    @property
+    def query_rows(self) -> int:
+        """All rows attend."""
+        return len(self.writes)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the keys and values of each row; return the first ``length`` of all its own."""
+        all_keys = self.arena.keys[layer, : len(keys)]
+        all_values = self.arena.values[layer, : len(keys)]
+        rotated = apply_rope(keys, self.cos, self.sin)[:, :, None]  # [rows, kv_heads, 1, head_dim]
+        all_keys.scatter_(2, self.writes, rotated.to(all_keys.dtype))
+        all_values.scatter_(2, self.writes, values[:, :, None].to(all_values.dtype))
+        return all_keys[:, :, : self.length], all_values[:, :, : self.length]
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+        """Attend; heads that share keys act as tokens of one head."""
+        rows, kv_heads, _, width = keys.shape
+        rotated = apply_rope(queries, self.cos, self.sin).to(keys.dtype)
+        out = F.scaled_dot_product_attention(
+            rotated.view(rows, kv_heads, -1, width), keys, values, attn_mask=self.visible[window]
+        )
+        return out.flatten(1).float()
+
 
 class GraphedStep:
     """The decode step of one base."""
 
     def __init__(
-        self, config: ModelConfig, weights: BaseWeights, *, stacked: StackedLayers | None = None
+        self, transformer: Transformer, *, counts: DeviceExpertCounts | None = None
     ) -> None:
-        """Group the weights by layer; ``stacked`` are the layers whose experts are in a stack."""
-        self.times: LayerTimer | None = None
-        """Gets the time of each part while steps are timed; nothing is captured then."""
-        self._config, self._device = config, weights.device
-        self._embedding = weights.tensors[EMBEDDING_TENSOR]
-        self._norm = weights.tensors["model.norm.weight"]
-        self._head = build_output_layer(weights)
-        self._layers = build_layers(config, weights, None if stacked is None else stacked.mlps)
-        self._asked = None if stacked is None else stacked.experts.device_counts
+        """Run the layers of a base; ``counts`` counts the experts that rows choose."""
+        self.transformer = transformer
+        self._asked = counts
 
     @torch.inference_mode()
     def __call__(
@@ -180,7 +205,8 @@ class GraphedStep:
     ) -> None:
         """Read a token in each of the first rows, which see the first ``length`` positions."""
         shared = self.build_step_tensors(inputs, rows=rows, length=length, plans=plans)
-        x = self.run_layers(self.embed(inputs, rows), range(self.layer_count), shared)
+        layers = range(self.transformer.config.layers)
+        x = self.run_layers(self.embed(inputs, rows), layers, shared)
         self.score(x, inputs, shared)
 
     def count_routed(self, inputs: StaticInputs, texts: Sequence[int]) -> None:
@@ -194,129 +220,54 @@ class GraphedStep:
         if self._asked is not None:
             self._asked.fetch_counts()
 
-    @property
-    def layer_count(self) -> int:
-        """Number of layers."""
-        return len(self._layers)
-
     def embed(self, inputs: StaticInputs, rows: int) -> Tensor:
         """Return the input of the first layer, [rows, hidden]."""
-        return self._embedding.index_select(0, inputs.inputs[0, :rows]).float()
+        return self.transformer.embed(inputs.inputs[0, :rows])
 
     def run_layers(self, x: Tensor, numbers: Iterable[int], shared: StepTensors) -> Tensor:
         """Run complete layers: [rows, hidden] -> [rows, hidden]."""
         for number in numbers:
-            x = self.run_attention(x, number, shared)
-            with self.time_place(f"layers.{number}.mlp"):
+            x = self.transformer.run_attention(x, number, shared)
+            with self.transformer.time_place(f"layers.{number}.mlp"):
                 x = self._run_mlp(x, number, shared)
         return x
 
-    def run_attention(self, x: Tensor, number: int, shared: StepTensors) -> Tensor:
-        """Run the attention part of a layer."""
-        with self.time_place(f"layers.{number}.attention"):
-            return x + self._attention(x, self._layers[number], number, shared.arena, shared)
-
-    def norm_for_mlp(self, x: Tensor, number: int) -> Tensor:
-        """Return the normed input of the MLP of a layer."""
-        return self._normalise(x, self._layers[number].mlp_norm)
-
-    def apply_shared(self, x: Tensor, expert: SharedExpert, shared: StepPlans) -> Tensor:
-        """Apply the shared expert, which processes every token, with the plan of each row."""
-        out = _apply_gated_mlp(x, expert.mlp, shared)
-        return out if expert.gate is None else out * _apply_linear(x, expert.gate, shared).sigmoid()
-
     def score(self, x: Tensor, inputs: StaticInputs, shared: StepTensors) -> None:
         """Write the logits of the last layer's output."""
-        with self.time_place("head"):
-            logits = _apply_linear(self._normalise(x, self._norm), self._head, shared)
-            inputs.logits[: len(x)].copy_(logits)
-
-    def build_step_plans(
-        self, inputs: StaticInputs, *, rows: int, plans: LoRASlots | None
-    ) -> StepPlans:
-        """Return the plan of each of the first rows."""
-        slots = inputs.inputs[2, :rows]
-        return StepPlans(plans, slots, {} if plans is None else plans.mask_foreign_columns(slots))
+        with self.transformer.time_place("head"):
+            inputs.logits[: len(x)].copy_(self.transformer.compute_logits(x, shared.plans))
 
     def build_step_tensors(
         self, inputs: StaticInputs, *, rows: int, length: int, plans: LoRASlots | None
     ) -> StepTensors:
         """Return the tensors shared by all layers, from the current inputs."""
-        _, positions, slots = inputs.inputs[:, :rows]
+        config, positions = self.transformer.config, inputs.inputs[1, :rows]
         cos, sin = inputs.rotations.index_select(1, positions)[:, :, None]
-        shape = (rows, self._config.kv_heads, 1, self._config.head_dim)
+        shape = (rows, config.kv_heads, 1, config.head_dim)
         keys = inputs.places[:length]
         return StepTensors(
             arena=inputs.arena,
+            plans=StepPlans.build(inputs, rows=rows, plans=plans),
             length=length,
             cos=cos,
             sin=sin,
             writes=positions.view(rows, 1, 1, 1).expand(shape),
-            visible={w: _compute_visibility(keys, positions, w) for w in set(self._config.windows)},
+            visible={w: _compute_visibility(keys, positions, w) for w in set(config.windows)},
             routed_experts=inputs.asked,
-            lora_slots=plans,
-            slots=slots,
-            foreign={} if plans is None else plans.mask_foreign_columns(slots),
         )
-
-    def _attention(
-        self, x: Tensor, layer: DecoderLayer, number: int, arena: StaticKVCache, shared: StepTensors
-    ) -> Tensor:
-        x = self._normalise(x, layer.input_norm)
-        queries = self._split_heads(_apply_linear(x, layer.query, shared), layer.query_norm)
-        keys = self._split_heads(_apply_linear(x, layer.key, shared), layer.key_norm)
-        values = self._split_heads(_apply_linear(x, layer.value, shared), None)
-        all_keys, all_values = arena.keys[number, : len(x)], arena.values[number, : len(x)]
-        keys = apply_rope(keys, shared.cos, shared.sin)[:, :, None]  # [rows, kv_heads, 1, head_dim]
-        all_keys.scatter_(2, shared.writes, keys.to(all_keys.dtype))
-        all_values.scatter_(2, shared.writes, values[:, :, None].to(all_values.dtype))
-        queries = apply_rope(queries, shared.cos, shared.sin).to(all_keys.dtype)
-        out = F.scaled_dot_product_attention(  # heads that share keys act as tokens of one head
-            queries.view(len(x), self._config.kv_heads, -1, self._config.head_dim),
-            all_keys[:, :, : shared.length],
-            all_values[:, :, : shared.length],
-            attn_mask=shared.visible[layer.window],
-        )
-        return _apply_linear(out.flatten(1).float(), layer.output, shared)
 
     def _run_mlp(self, x: Tensor, number: int, shared: StepTensors) -> Tensor:
-        normed, mlp = self.norm_for_mlp(x, number), self._layers[number].mlp
+        mlp = self.transformer.layers[number].mlp
+        normed = self.transformer.norm_for_mlp(x, number)
         if isinstance(mlp, FeedForward):
-            return x + _apply_gated_mlp(normed, mlp, shared)
+            return x + mlp(normed, shared.plans)
         assert isinstance(mlp, StackedMlp), "experts that are routed are in a stack"
         routed = mlp.route(normed)
         shared.routed_experts[mlp.layer_index, : len(x)].copy_(routed.selected)
         rows = mlp.experts.look_up(mlp.layer_index, routed.selected)
         made = mlp.experts.stack.apply(normed, rows)
-        residual = x if mlp.shared is None else x + self.apply_shared(normed, mlp.shared, shared)
+        residual = x if mlp.shared is None else x + mlp.shared(normed, shared.plans)
         return residual + merge_rows(made, mlp.experts.mask_weights(routed, rows))
-
-    def _split_heads(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """[rows, heads * dim] -> [rows, heads, dim], normed per head or over all heads."""
-        if norm is not None:
-            x = self._normalise(x.view(len(x), -1, len(norm)), norm)
-        return x.view(len(x), -1, self._config.head_dim)
-
-    def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
-        eps = self._config.norm_eps
-        if weight.dtype == x.dtype:
-            return F.rms_norm(x, weight.shape, weight, eps)
-        return F.rms_norm(x, weight.shape, None, eps) * weight  # otherwise seven kernels, not two
-
-    @contextmanager
-    def time_place(self, place: str) -> Iterator[None]:
-        """Add the time of a part, while steps are timed."""
-        if self.times is None:
-            yield
-            return
-        started = self._now()
-        yield
-        self.times.add(place, self._now() - started)
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 def estimate_input_bytes(config: ModelConfig, *, capacity: int, rows: int) -> int:
@@ -345,18 +296,6 @@ def estimate_step_bytes(
 def _compute_routed_shape(config: ModelConfig, rows: int) -> tuple[int, int, int]:
     routed = config.experts
     return (0, rows, 0) if routed is None else (len(routed.layers), rows, routed.used)
-
-
-def _apply_gated_mlp(x: Tensor, mlp: FeedForward, shared: StepPlans) -> Tensor:
-    """Apply a gated MLP with the plan of each row: [rows, hidden] -> [rows, hidden]."""
-    gated = F.silu(_apply_linear(x, mlp.gate, shared)) * _apply_linear(x, mlp.up, shared)
-    return _apply_linear(gated, mlp.down, shared)
-
-
-def _apply_linear(x: Tensor, layer: Linear, shared: StepPlans) -> Tensor:
-    """Apply a linear layer with the plan of each row: [rows, in] -> [rows, out]."""
-    stack = None if shared.lora_slots is None else shared.lora_slots.stacks.get(layer.module)
-    return apply_stacked_lora(x, layer, stack, shared.slots, shared.foreign)
 
 
 def _compute_visibility(keys: Tensor, positions: Tensor, window: int | None) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from expertctl.engine.moe.counters import Phase
-from expertctl.engine.torch.cuda_graph_step import GraphedStep, StaticInputs
+from expertctl.engine.torch.cuda_graph_step import GraphedStep, StaticInputs, StepPlans
 from expertctl.engine.torch.devices import StreamHandle, acquire_stream
 from expertctl.engine.torch.expert_stack import DUMMY_ROW, StackShape
 from expertctl.engine.torch.lora_slots import LoRASlots
@@ -152,6 +152,7 @@ class PiecewiseStep:
     ) -> None:
         """Split a step behind the routers of these layers, and allocate `PERMANENT_ROWS` rows."""
         self._config, self._step, self._layers = config, step, layers
+        self._model = step.transformer
         device = layers.experts.stack.device
         self.graphs = CUDAGraphPool(device, captures=captures)
         """The permanent graphs."""
@@ -200,7 +201,7 @@ class PiecewiseStep:
     ) -> None:
         """Request the chosen experts and compute them, those that are present first."""
         experts, chosen, rows = self._layers.experts, self.room.fetch_selection(texts), bucket.rows
-        stay: StepRunner = self.graphs.run if self._step.times is None else run
+        stay: StepRunner = self.graphs.run if self._model.times is None else run
         likely = None if mlp.predictor is None else chosen.likely
         waits = experts.request(mlp.layer_index, chosen.selected, chosen.weights, likely)
         if mlp.shared is not None:
@@ -222,11 +223,10 @@ class PiecewiseStep:
             bucket.inputs, rows=rows, length=bucket.length, plans=bucket.plans
         )
         x = step.embed(bucket.inputs, rows) if begin == 0 else room.after[:rows]
-        x = step.run_attention(
-            step.run_layers(x, range(begin, mlp.layer), shared), mlp.layer, shared
-        )
-        with step.time_place(f"layers.{mlp.layer}.mlp"):
-            normed = step.norm_for_mlp(x, mlp.layer)
+        x = step.run_layers(x, range(begin, mlp.layer), shared)
+        x = self._model.run_attention(x, mlp.layer, shared)
+        with self._model.time_place(f"layers.{mlp.layer}.mlp"):
+            normed = self._model.norm_for_mlp(x, mlp.layer)
             routed = mlp.route(normed)
             room.layer_index.fill_(mlp.layer_index)
             (room.scratch if mlp.shared is None else room.hidden)[:rows].copy_(x)
@@ -241,16 +241,16 @@ class PiecewiseStep:
         """Compute the shared expert, which processes every token."""
         assert mlp.shared is not None
         rows, room = bucket.rows, self.room
-        with self._step.time_place(f"layers.{mlp.layer}.mlp"):
-            shared = self._step.build_step_plans(bucket.inputs, rows=rows, plans=bucket.plans)
-            made = self._step.apply_shared(room.normed[:rows], mlp.shared, shared)
+        with self._model.time_place(f"layers.{mlp.layer}.mlp"):
+            plans = StepPlans.build(bucket.inputs, rows=rows, plans=bucket.plans)
+            made = mlp.shared(room.normed[:rows], plans)
             room.scratch[:rows].copy_(room.hidden[:rows] + made)
 
     @torch.inference_mode()
     def _compute_loaded(self, rows: int, layer: int) -> None:
         """Compute the experts that are present; ``layer`` only labels the time."""
         room, experts = self.room, self._layers.experts
-        with self._step.time_place(f"layers.{layer}.mlp"):
+        with self._model.time_place(f"layers.{layer}.mlp"):
             normed, routed = room.normed[:rows], room.read_selection(rows)
             found = experts.look_up_on_device(room.layer_index, routed.selected)
             room.rows[:rows].copy_(found)
@@ -263,7 +263,7 @@ class PiecewiseStep:
     def _compute_arrived(self, rows: int, layer: int) -> None:
         """Add the experts that arrived meanwhile; the dummy replaces those already computed."""
         room, experts = self.room, self._layers.experts
-        with self._step.time_place(f"layers.{layer}.mlp"):
+        with self._model.time_place(f"layers.{layer}.mlp"):
             routed = room.read_selection(rows)
             found = experts.look_up_on_device(room.layer_index, routed.selected)
             arrived = found.masked_fill(room.rows[:rows] != DUMMY_ROW, DUMMY_ROW)
@@ -278,7 +278,7 @@ class PiecewiseStep:
         shared = step.build_step_tensors(
             bucket.inputs, rows=rows, length=bucket.length, plans=bucket.plans
         )
-        x = step.run_layers(self.room.after[:rows], range(begin, step.layer_count), shared)
+        x = step.run_layers(self.room.after[:rows], range(begin, self._config.layers), shared)
         step.score(x, bucket.inputs, shared)
 
 

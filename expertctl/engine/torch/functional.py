@@ -9,6 +9,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -30,9 +31,23 @@ class Linear:
     weight: Tensor
     bias: Tensor | None
 
-    def __call__(self, x: Tensor, deltas: TorchDeltas) -> Tensor:
-        """Apply the layer with the changes of a plan: [tokens, in] -> [tokens, out]."""
-        return apply_linear(x, self.weight, self.bias, deltas.get(self.module))
+    def __call__(self, x: Tensor, plans: "LinearPlans") -> Tensor:
+        """Apply the layer with the changes of its plans: [tokens, in] -> [tokens, out]."""
+        if isinstance(plans, Mapping):
+            return apply_linear(x, self.weight, self.bias, plans.get(self.module))
+        return plans.apply_linear(x, self)
+
+
+class RowPlans(Protocol):
+    """The plan of each row of a batch."""
+
+    def apply_linear(self, x: Tensor, layer: Linear) -> Tensor:
+        """Apply a linear layer with the plan of each row: [rows, in] -> [rows, out]."""
+        ...
+
+
+LinearPlans = TorchDeltas | RowPlans
+"""One plan for all tokens, or one for each."""
 
 
 def make_linear(tensors: Mapping[str, Tensor], module: str) -> Linear:
@@ -78,10 +93,10 @@ class FeedForward:
     up: Linear
     down: Linear
 
-    def __call__(self, x: Tensor, deltas: TorchDeltas) -> Tensor:
-        """Apply it with the changes of a plan: [tokens, hidden] -> [tokens, hidden]."""
-        gated = F.silu(self.gate(x, deltas)) * self.up(x, deltas)  # [tokens, intermediate]
-        return self.down(gated, deltas)
+    def __call__(self, x: Tensor, plans: LinearPlans) -> Tensor:
+        """Apply it with the changes of its plans: [tokens, hidden] -> [tokens, hidden]."""
+        gated = F.silu(self.gate(x, plans)) * self.up(x, plans)  # [tokens, intermediate]
+        return self.down(gated, plans)
 
 
 def make_feed_forward(tensors: Mapping[str, Tensor], module: str) -> FeedForward:

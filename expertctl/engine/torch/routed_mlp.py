@@ -19,6 +19,7 @@ from expertctl.engine.cpu.plain_routed_mlp import SMALLEST_SUM, RoutingRule, bui
 from expertctl.engine.torch.functional import (
     FeedForward,
     Linear,
+    LinearPlans,
     TorchDeltas,
     make_feed_forward,
     make_linear,
@@ -79,12 +80,12 @@ class SharedExpert:
     mlp: FeedForward
     gate: Linear | None
 
-    def __call__(self, x: Tensor, deltas: TorchDeltas) -> Tensor:
-        """Apply it, with the deltas of a plan: [tokens, hidden] -> [tokens, hidden]."""
-        out = self.mlp(x, deltas)
+    def __call__(self, x: Tensor, plans: LinearPlans) -> Tensor:
+        """Apply it, with the changes of its plans: [tokens, hidden] -> [tokens, hidden]."""
+        out = self.mlp(x, plans)
         if self.gate is None:
             return out
-        return out * self.gate(x, deltas).sigmoid()  # [tokens, hidden] * [tokens, 1]
+        return out * self.gate(x, plans).sigmoid()  # [tokens, hidden] * [tokens, 1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
