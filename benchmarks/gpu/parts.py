@@ -42,7 +42,6 @@ from expertctl.engine.arrays import AnyArray
 from expertctl.engine.bench_subject import load_shape_config
 from expertctl.engine.torch.cuda_graph_decoder import CudaGraphDecoder, GraphStepRow
 from expertctl.engine.torch.cuda_graph_step import StaticKVCache
-from expertctl.engine.torch.decoder import build_layers, build_output_layer
 from expertctl.engine.torch.devices import CUDA, get_device_name, is_cuda_available
 from expertctl.engine.torch.functional import (
     TorchDeltas,
@@ -50,6 +49,7 @@ from expertctl.engine.torch.functional import (
     compute_rope_table,
 )
 from expertctl.engine.torch.reference import reference_attention
+from expertctl.engine.torch.transformer import Transformer
 from expertctl.engine.torch.weights import BaseWeights
 from expertctl.package.model_config import EMBEDDING_TENSOR, ModelConfig, parse_model_config
 from expertctl.schema.strict_json import JsonObject
@@ -167,7 +167,8 @@ def compute_exact_logits(
         heads = x.view(len(x), -1, config.head_dim)
         return (heads if norm is None else normalise(heads, norm)).transpose(0, 1)
 
-    for layer in build_layers(config, weights):
+    transformer = Transformer(config, weights)
+    for layer in transformer.layers:
         normed = normalise(x, layer.input_norm)
         queries = split_heads(layer.query(normed, deltas), layer.query_norm)
         keys = split_heads(layer.key(normed, deltas), layer.key_norm)
@@ -176,7 +177,7 @@ def compute_exact_logits(
         attended = reference_attention(queries, keys, values, window=None)
         x = x + layer.output(attended, deltas)
         x = x + layer.mlp(normalise(x, layer.mlp_norm), deltas)
-    return build_output_layer(weights)(normalise(x, weights.tensors["model.norm.weight"]), deltas)
+    return transformer.head(normalise(x, weights.tensors["model.norm.weight"]), deltas)
 
 
 def _convert(weights: BaseWeights, dtype: torch.dtype, device: torch.device) -> BaseWeights:
