@@ -66,13 +66,15 @@ def measure(_rounds: int) -> Sequence[Row]:
     """Replay all requests, then make the first of them, then make jobs with notice."""
     wanted = make_requests(REQUESTS, experts=EXPERTS, seed=SEED)
     with tempfile.TemporaryDirectory() as folder:
-        shelf = ExpertFiles.write(Path(folder))
-        replayed = replay(wanted, shelf.sizes)
+        expert_files = ExpertFiles.write(Path(folder))
+        replayed = replay(wanted, expert_files.sizes)
         moving = make_shifting_requests(REQUESTS, experts=EXPERTS, seed=SEED, every=DRIFT_REQUESTS)
-        followed = replay(moving, shelf.sizes)
-        copies = replay(wanted, shelf.sizes, plan_bytes=EXPERT_BYTES)
-        real = load_requests(wanted[:REAL], shelf)
-        told, untold = (_JobRunner(shelf).run(wanted[:JOBS], notice=n) for n in (True, False))
+        followed = replay(moving, expert_files.sizes)
+        copies = replay(wanted, expert_files.sizes, plan_bytes=EXPERT_BYTES)
+        real = load_requests(wanted[:REAL], expert_files)
+        told, untold = (
+            _JobRunner(expert_files).run(wanted[:JOBS], notice=n) for n in (True, False)
+        )
     policy = [*_compare_policies(wanted, replayed, copies), *_compare_drift(moving, followed)]
     return [*policy, *_compare_with_reality(replayed, real), *_compare_notice(told, untold)]
 
@@ -152,38 +154,38 @@ def replay(wanted: Sequence[int], sizes: Sequence[int], *, plan_bytes: int = 0) 
     return ReplayOutcome(tuple(hits), budget.peak)
 
 
-def load_requests(wanted: Sequence[int], shelf: ExpertFiles) -> ReplayOutcome:
+def load_requests(wanted: Sequence[int], expert_files: ExpertFiles) -> ReplayOutcome:
     """Make requests: read, verify and compile what is absent, and watch the resident set."""
     budget, hits = MemoryBudget(BUDGET), []
     _borrow_and_release(
-        AdapterCache(ram=budget, device=budget), shelf, wanted[0]
+        AdapterCache(ram=budget, device=budget), expert_files, wanted[0]
     )  # what the first brings once
     budget = MemoryBudget(BUDGET)
     tiers = AdapterCache(ram=budget, device=budget)
     with _watch_growth() as watch:
         for number in wanted:
             before = tiers.traffic[Tier.RAM].loads
-            _borrow_and_release(tiers, shelf, number)
+            _borrow_and_release(tiers, expert_files, number)
             hits.append(tiers.traffic[Tier.RAM].loads == before)
     tiers.check_integrity()
     return ReplayOutcome(tuple(hits), budget.peak, watch.growth)
 
 
-def _borrow_and_release(tiers: AdapterCache, shelf: ExpertFiles, number: int) -> None:
-    with _borrow_plan(tiers, shelf, number):
+def _borrow_and_release(tiers: AdapterCache, expert_files: ExpertFiles, number: int) -> None:
+    with _borrow_plan(tiers, expert_files, number):
         pass
 
 
 @contextmanager
-def _borrow_plan(tiers: AdapterCache, shelf: ExpertFiles, number: int) -> Iterator[None]:
+def _borrow_plan(tiers: AdapterCache, expert_files: ExpertFiles, number: int) -> Iterator[None]:
     """Borrow the plan of one expert."""
-    source = shelf.sources[number]
+    source = expert_files.sources[number]
     tiers.begin_request()
     chain = [(source, 1.0)]
     with borrow_compiled_plan(
-        tiers, chain, identity=source.content_digest, target=shelf.target
+        tiers, chain, identity=source.content_digest, target=expert_files.target
     ) as plan:
-        assert len(plan.deltas) == len(shelf.target.form.shapes)
+        assert len(plan.deltas) == len(expert_files.target.form.shapes)
         yield
 
 
@@ -228,13 +230,15 @@ class _LoadTimes:
 class _JobRunner:
     """Jobs one after the other; with notice, the next is known when one begins."""
 
-    def __init__(self, shelf: ExpertFiles) -> None:
+    def __init__(self, expert_files: ExpertFiles) -> None:
         budget = MemoryBudget(BUDGET)
         self.loads = _LoadTimes()
         self.tiers = AdapterCache(ram=budget, device=budget)
         self.prefetch: AdapterPrefetcher[LoadedAdapter] = AdapterPrefetcher(self.tiers)
-        self.answer = 2 * _measure_load_seconds(shelf)
-        self.shelf = replace(shelf, sources=tuple(map(self.loads.wrap_source, shelf.sources)))
+        self.answer = 2 * _measure_load_seconds(expert_files)
+        self.expert_files = replace(
+            expert_files, sources=tuple(map(self.loads.wrap_source, expert_files.sources))
+        )
 
     def run(self, wanted: Sequence[int], *, notice: bool) -> list[NoticedJob]:
         """Make all of them."""
@@ -251,14 +255,14 @@ class _JobRunner:
         return made
 
     def _announce(self, number: int) -> AbstractContextManager[None]:
-        source = self.shelf.sources[number]
+        source = self.expert_files.sources[number]
         plan = (Tier.DEVICE, source.content_digest)
         return self.prefetch.expect([source.cache_request], plan=plan)
 
     def _run_job(self, number: int, *, notice: float) -> NoticedJob:
         """Answer for as long as two experts take to load."""
         waits, start = self.tiers.traffic[Tier.RAM].waits, time.perf_counter()
-        with _borrow_plan(self.tiers, self.shelf, number):
+        with _borrow_plan(self.tiers, self.expert_files, number):
             ready = time.perf_counter() - start
             waited = self.tiers.traffic[Tier.RAM].waits > waits
             load, by = self.loads.seconds.pop(self._ref(number), (None, "prefetch"))
@@ -266,12 +270,12 @@ class _JobRunner:
         return NoticedJob(ready, waited or by != "prefetch", notice, load)
 
     def _ref(self, number: int) -> str:
-        return self.shelf.sources[number].manifest.ref
+        return self.expert_files.sources[number].manifest.ref
 
 
-def _measure_load_seconds(shelf: ExpertFiles) -> float:
+def _measure_load_seconds(expert_files: ExpertFiles) -> float:
     seconds = []
-    for source in shelf.sources[:9]:
+    for source in expert_files.sources[:9]:
         start = time.perf_counter()
         source.load()
         seconds.append(time.perf_counter() - start)

@@ -61,10 +61,12 @@ class SoakResult:
 
 
 @contextmanager
-def run_soak_server(house: SoakHome, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def run_soak_server(
+    user_home: SoakHome, log: Path
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Serve a home; give its address and its process."""
     options = ("--rows", str(ROWS), "--memory-budget", BUDGET, "--base", BASE)
-    environment = {**os.environ, "EXPERT_HOME": str(house.home.root)}
+    environment = {**os.environ, "EXPERT_HOME": str(user_home.home.root)}
     command = [EXPERTCTL, "serve", "--port", "0", "--json", *options]
     with (
         log.open("wb") as errors,
@@ -79,13 +81,19 @@ def run_soak_server(house: SoakHome, log: Path) -> Iterator[tuple[str, subproces
 
 
 async def run_soak(
-    house: SoakHome, url: str, server: int, *, minutes: float, share: float, told: list[CallRecord]
+    user_home: SoakHome,
+    url: str,
+    server: int,
+    *,
+    minutes: float,
+    share: float,
+    told: list[CallRecord],
 ) -> SoakResult:
     """Load a server that runs; ``told`` gets what callers were told at 0.8 of its capacity."""
-    watch, experts = ServerMonitor(url, server), house.expert_names
+    watch, experts = ServerMonitor(url, server), user_home.expert_names
     draws, churn = (
-        RequestGenerator(experts, list_prompts(house), seed=SEED),
-        HomeChurn(house, seed=SEED),
+        RequestGenerator(experts, list_prompts(user_home), seed=SEED),
+        HomeChurn(user_home, seed=SEED),
     )
     async with run_churn(churn):
         capacity = await _measure_capacity(url, draws, experts)
@@ -99,7 +107,7 @@ async def run_soak(
         looking.result()
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
-    wrong = await _check_all_answer(url, house, churn)
+    wrong = await _check_all_answer(url, user_home, churn)
     after = await watch.until_idle(seconds=IDLE_SECONDS)
     await watch.close()
     return SoakResult(
@@ -180,16 +188,16 @@ async def _measure_capacity(url: str, draws: RequestGenerator, experts: Sequence
     return len(told) / (max(one.ended for one in told) - min(one.begun for one in told))
 
 
-async def _check_all_answer(url: str, house: SoakHome, churn: HomeChurn) -> list[str]:
+async def _check_all_answer(url: str, user_home: SoakHome, churn: HomeChurn) -> list[str]:
     """Have each expert answer alone, one after the other: none is stuck, each finds room."""
     await churn.restore()
     async with open_caller(url) as caller:
-        told = [await caller.ask(_make_job(name)) for name in house.expert_names]
+        told = [await caller.ask(_make_job(name)) for name in user_home.expert_names]
     async with httpx2.AsyncClient(base_url=url) as client:
         listed = (await client.get("/v1/experts")).json()["experts"]
     wrong = report.describe_faults(told, churn.away)
     names = tuple(sorted({str(one["name"]) for one in listed}))
-    if names != tuple(sorted(house.expert_names)):
+    if names != tuple(sorted(user_home.expert_names)):
         wrong.append(f"experts are {names}")
     return wrong
 
@@ -200,9 +208,9 @@ def _make_job(expert: str) -> SoakRequest:
     return SoakRequest(api="jobs", body=body, experts=(expert,))
 
 
-def list_prompts(house: SoakHome) -> list[str]:
+def list_prompts(user_home: SoakHome) -> list[str]:
     """Return the example prompts of the starter's experts."""
-    store = Store(house.home.store)
+    store = Store(user_home.home.store)
     manifests = [store.read_manifest(expert) for expert in store.list_experts()]
     return [text for one in manifests for text in one.routing.examples]
 
@@ -286,10 +294,10 @@ def measure(minutes: float, share: float, log: Path) -> tuple[SoakResult, list[s
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / "packages"
         scratch.mkdir()
-        house = make_soak_home(Path(folder) / "home", scratch)
-        with run_soak_server(house, log) as (url, server):
+        user_home = make_soak_home(Path(folder) / "home", scratch)
+        with run_soak_server(user_home, log) as (url, server):
             told = list[CallRecord]()
-            load = run_soak(house, url, server.pid, minutes=minutes, share=share, told=told)
+            load = run_soak(user_home, url, server.pid, minutes=minutes, share=share, told=told)
             try:
                 soaked = asyncio.run(load)
             except httpx2.HTTPError:
@@ -298,7 +306,7 @@ def measure(minutes: float, share: float, log: Path) -> tuple[SoakResult, list[s
         wrong = list_problems(soaked)
         if server.returncode:
             wrong.append(f"the server ended with {server.returncode}")
-        Store(house.home.store).check_integrity()
+        Store(user_home.home.store).check_integrity()
     return soaked, wrong
 
 

@@ -179,13 +179,13 @@ class HomeChange:
 class HomeChurn:
     """Changes one home, one command after the other."""
 
-    def __init__(self, house: SoakHome, *, seed: int) -> None:
+    def __init__(self, user_home: SoakHome, *, seed: int) -> None:
         """Begin with the first version of everything installed."""
         self.changes = list[HomeChange]()
         self.away = list[Absence]()
-        self._house, self._drawn = house, random.Random(seed)  # what changes is no secret
+        self._house, self._drawn = user_home, random.Random(seed)  # what changes is no secret
         self._ended = asyncio.Event()
-        self._versions: dict[str, str | None] = dict.fromkeys(house.packages, VERSIONS[0])
+        self._versions: dict[str, str | None] = dict.fromkeys(user_home.packages, VERSIONS[0])
 
     async def run(self) -> None:
         """Change something every while, until `end`."""

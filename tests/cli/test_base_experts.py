@@ -17,9 +17,9 @@ from expertctl.settings import format_size, parse_size
 from expertctl.store.quantised_cache import open_quantised_cache
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.factories import write_base
-from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, package_factory, user_home
 
-__all__ = ["expertctl", "fast", "house", "shop"]
+__all__ = ["expertctl", "fast", "package_factory", "user_home"]
 
 pytestmark = pytest.mark.all
 
@@ -44,11 +44,14 @@ def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def learnt(
-    expertctl: CommandRunner, house: HomeFixture, base_dir: Path, monkeypatch: pytest.MonkeyPatch
+    expertctl: CommandRunner,
+    user_home: HomeFixture,
+    base_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Any:
     """A base that answered once in less memory than it takes; its ``moe`` object."""
     monkeypatch.setattr("expertctl.routing.numerics.SMALL_BASE", 0)
-    house.bases.add(base_dir)
+    user_home.bases.add(base_dir)
     words = ("run", "Sort: 3, 1, 2", "--no-experts", "--greedy", "--max-tokens", "24", "--json")
     options = ("--base", "moe", "--memory-budget", BUDGET, "--moe-warmup", "full")
     return expertctl(*words, *options).document["moe"]
@@ -95,9 +98,9 @@ def test_what_was_learnt_is_shown_written_taken_over_and_forgotten(
 
 
 def test_a_profile_of_prompts_is_of_as_many_when_it_is_written_again(
-    expertctl: CommandRunner, house: HomeFixture, base_dir: Path, tmp_path: Path
+    expertctl: CommandRunner, user_home: HomeFixture, base_dir: Path, tmp_path: Path
 ) -> None:
-    house.bases.add(base_dir)
+    user_home.bases.add(base_dir)
     asked = {"0": {"activation_counts": {"3": 20, "5": 4}}, "2": {"activation_counts": {"7": 23}}}
     theirs, first = tmp_path / "theirs.json", tmp_path / "first.json"
     theirs.write_text(
@@ -138,10 +141,13 @@ def test_counts_that_fade_at_once_are_not_taken_for_what_was_learnt(
 
 
 def test_a_base_that_is_whole_is_planned_as_it_is_held(
-    expertctl: CommandRunner, house: HomeFixture, base_dir: Path, monkeypatch: pytest.MonkeyPatch
+    expertctl: CommandRunner,
+    user_home: HomeFixture,
+    base_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("expertctl.routing.numerics.SMALL_BASE", 0)
-    house.bases.add(base_dir)
+    user_home.bases.add(base_dir)
     words = ("run", "hi", "--base", "moe", "--no-experts", "--max-tokens", "1", "--json")
     for dtype in ("bf16", "int8"):
         memory = expertctl(*words, "--dtype", dtype, "--memory-budget", "1GB").document["memory"]
@@ -155,9 +161,9 @@ def test_a_base_that_is_whole_is_planned_as_it_is_held(
 
 
 def test_a_device_that_is_set_plans_no_processor(
-    expertctl: CommandRunner, house: HomeFixture, base_dir: Path
+    expertctl: CommandRunner, user_home: HomeFixture, base_dir: Path
 ) -> None:
-    house.bases.add(base_dir)
+    user_home.bases.add(base_dir)
     expertctl("config", "set", "device", "cuda")
     said = expertctl("base", "plan", "moe", exit_code=2)
     assert "base plan runs on the CPU only" in said.err
@@ -209,10 +215,13 @@ def counts_of(expertctl: CommandRunner, folder: Path) -> list[list[int]]:
 
 
 def test_the_pool_of_a_plan_is_that_of_a_run_that_has_kept_a_copy(
-    expertctl: CommandRunner, house: HomeFixture, base_dir: Path, monkeypatch: pytest.MonkeyPatch
+    expertctl: CommandRunner,
+    user_home: HomeFixture,
+    base_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("expertctl.routing.numerics.SMALL_BASE", 0)
-    house.bases.add(base_dir)
+    user_home.bases.add(base_dir)
     numbers = ("--dtype", "bf16", "--json")
     plan = ("base", "plan", "moe", "--memory-budget", "45MB", *numbers)
     before = expertctl(*plan).document
@@ -228,7 +237,7 @@ def test_the_pool_of_a_plan_is_that_of_a_run_that_has_kept_a_copy(
     for each in after["weightings"]:
         (lane,) = each["lanes"]
         assert lane["used"] - lane["dummy_bytes"] == lane["experts"] * after["block_bytes"]
-    copies = open_quantised_cache(house.bases, house.bases.find("moe"))
+    copies = open_quantised_cache(user_home.bases, user_home.bases.find("moe"))
     assert copies is not None
     path = copies.path(Scheme.BFLOAT16.value)
     path.write_bytes(path.read_bytes()[:-1])
@@ -267,9 +276,9 @@ def test_up_to_three_lanes_are_planned(learnt: Any, expertctl: CommandRunner) ->
 
 
 def test_a_memory_in_which_no_run_can_begin_is_told_as_one(
-    expertctl: CommandRunner, house: HomeFixture, base_dir: Path
+    expertctl: CommandRunner, user_home: HomeFixture, base_dir: Path
 ) -> None:
-    house.bases.add(base_dir)
+    user_home.bases.add(base_dir)
     plan = expertctl("base", "plan", "moe", "--memory", "20MB", "--json").document
     assert not plan["fits"]
     least = plan["least_bytes"]
@@ -297,9 +306,9 @@ def test_a_memory_in_which_no_run_can_begin_is_told_as_one(
 
 
 def test_a_base_of_which_nothing_is_known_is_planned_too(
-    expertctl: CommandRunner, house: HomeFixture, base_dir: Path
+    expertctl: CommandRunner, user_home: HomeFixture, base_dir: Path
 ) -> None:
-    house.bases.add(base_dir)
+    user_home.bases.add(base_dir)
     plan = expertctl("base", "plan", "moe", "--memory", BUDGET, "--json").document
     assert plan["known"] is None
     assert [each["served"] for each in plan["weightings"]] == [None]
@@ -309,11 +318,11 @@ def test_a_base_of_which_nothing_is_known_is_planned_too(
 
 
 def test_a_base_that_is_another_one_now_is_not_planned(
-    expertctl: CommandRunner, house: HomeFixture, base_dir: Path, tmp_path: Path
+    expertctl: CommandRunner, user_home: HomeFixture, base_dir: Path, tmp_path: Path
 ) -> None:
     changed = tmp_path / "changed"
     shutil.copytree(base_dir, changed)
-    house.bases.add(changed, name="moe")
+    user_home.bases.add(changed, name="moe")
     (changed / "model.safetensors").unlink()
     said = expertctl("base", "plan", "moe", "--memory", BUDGET, exit_code=4)
     assert "model.safetensors" in said.err
@@ -354,9 +363,12 @@ def test_more_pins_than_slots_want_memory_by_no_option_that_is_not_there(
 
 
 def test_options_for_routed_experts_have_no_effect_on_a_base_without_any(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory, tmp_path: Path
+    expertctl: CommandRunner,
+    user_home: HomeFixture,
+    package_factory: PackageFactory,
+    tmp_path: Path,
 ) -> None:
-    house.bases.add(shop.base_dir)
+    user_home.bases.add(package_factory.base_dir)
     profile = tmp_path / "profile.json"
     profile.write_text('{"num_prompts": 1, "num_experts": 64, "layers": {}}')
     run = ("run", "hi", "--base", "tiny-base", "--no-experts", "--max-tokens", "1", "--json")
@@ -371,13 +383,13 @@ def test_options_for_routed_experts_have_no_effect_on_a_base_without_any(
 
 def test_what_cannot_be_is_refused_with_a_way_out(
     expertctl: CommandRunner,
-    house: HomeFixture,
+    user_home: HomeFixture,
     base_dir: Path,
-    shop: PackageFactory,
+    package_factory: PackageFactory,
     tmp_path: Path,
 ) -> None:
-    house.bases.add(base_dir)
-    house.bases.add(shop.base_dir)
+    user_home.bases.add(base_dir)
+    user_home.bases.add(package_factory.base_dir)
     assert "no routed experts" in expertctl("base", "plan", "tiny-base", exit_code=4).err
     assert "no routed experts" in expertctl("base", "profile", "show", "tiny-base", exit_code=4).err
     expertctl("base", "plan", "missing", exit_code=3)

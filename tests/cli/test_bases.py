@@ -13,9 +13,16 @@ import pytest
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.factories import write_base
 from tests.gpt2_base import write_gpt2
-from tests.store.fixtures import BASE_NAME, HomeFixture, PackageFactory, fast, house, shop
+from tests.store.fixtures import (
+    BASE_NAME,
+    HomeFixture,
+    PackageFactory,
+    fast,
+    package_factory,
+    user_home,
+)
 
-__all__ = ["expertctl", "fast", "house", "shop"]
+__all__ = ["expertctl", "fast", "package_factory", "user_home"]
 
 
 @pytest.mark.parametrize("command", ["add", "list", "remove"])
@@ -26,11 +33,11 @@ def test_every_command_has_an_example(command: str, expertctl: CommandRunner) ->
 
 
 def test_a_base_is_added_and_listed(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
     assert "base add DIR" in expertctl("base", "list").err
-    identity = shop.base.identity
-    said = expertctl("base", "add", shop.base_dir)
+    identity = package_factory.base.identity
+    said = expertctl("base", "add", package_factory.base_dir)
     assert said.out.splitlines()[0].startswith(f"{BASE_NAME}  ")
     assert said.out.splitlines()[1:] == [
         f"arch {identity.arch}",
@@ -42,10 +49,10 @@ def test_a_base_is_added_and_listed(
     assert shown == {
         "name": BASE_NAME,
         "revision": None,
-        "path": str(shop.base_dir),
+        "path": str(package_factory.base_dir),
         "copied": False,
         "engine": "native",
-        "size": house.bases.find(BASE_NAME).size,
+        "size": user_home.bases.find(BASE_NAME).size,
         "routed_experts": None,
         "arch": str(identity.arch),
         "weights": str(identity.weights),
@@ -56,7 +63,7 @@ def test_a_base_is_added_and_listed(
 
 
 def test_routed_experts_are_shown_where_a_base_has_some(
-    expertctl: CommandRunner, shop: PackageFactory, tmp_path: Path
+    expertctl: CommandRunner, package_factory: PackageFactory, tmp_path: Path
 ) -> None:
     moe = write_base(
         tmp_path / "moe",
@@ -70,7 +77,7 @@ def test_routed_experts_are_shown_where_a_base_has_some(
         moe_intermediate_size=16,
         mlp_only_layers=[1],
     )
-    expertctl("base", "add", shop.base_dir)
+    expertctl("base", "add", package_factory.base_dir)
     said = expertctl("base", "add", moe).out.splitlines()
     assert said[5] == "routed experts 2 of 8 for a token; `expertctl base plan moe`"
     listed = expertctl("base", "list", "--json").document["bases"]
@@ -88,16 +95,16 @@ def test_routed_experts_are_shown_where_a_base_has_some(
 
 
 def test_a_copy_is_named_and_dated(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
     words = ("--copy", "--name", "org/base", "--revision", "abc", "--json")
-    shown = expertctl("base", "add", shop.base_dir, *words).document
+    shown = expertctl("base", "add", package_factory.base_dir, *words).document
     assert (shown["name"], shown["revision"], shown["copied"]) == ("org/base", "abc", True)
-    assert Path(shown["path"]).is_relative_to(house.home.bases)
+    assert Path(shown["path"]).is_relative_to(user_home.home.bases)
 
 
 def test_a_changed_base_is_listed_as_such(
-    expertctl: CommandRunner, house: HomeFixture, tmp_path: Path
+    expertctl: CommandRunner, user_home: HomeFixture, tmp_path: Path
 ) -> None:
     directory = write_base(tmp_path / "base", layers=1, hidden=16, heads=2, kv_heads=1)
     expertctl("base", "add", directory)
@@ -109,10 +116,10 @@ def test_a_changed_base_is_listed_as_such(
 
 
 def test_removing_names_who_needs_it(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    expertctl("base", "add", shop.base_dir)
-    expertctl("install", shop.package())
+    expertctl("base", "add", package_factory.base_dir)
+    expertctl("install", package_factory.package())
     said = expertctl("base", "remove", BASE_NAME, exit_code=4)
     assert "needed by acme/sql@1.0.0" in said.err
     said = expertctl("base", "remove", BASE_NAME, "--force", "--json")
@@ -143,7 +150,7 @@ def test_what_is_no_base_is_told(
 
 
 def test_a_foreign_base_is_added_with_a_note_on_what_runs_it(
-    expertctl: CommandRunner, house: HomeFixture, tmp_path: Path
+    expertctl: CommandRunner, user_home: HomeFixture, tmp_path: Path
 ) -> None:
     said = expertctl("base", "add", write_gpt2(tmp_path / "gpt2"), "--json")
     assert "only `run --engine transformers` runs gpt2" in said.err
@@ -160,7 +167,10 @@ def test_a_hub_name_is_told_how_to_get_it(expertctl: CommandRunner) -> None:
 
 
 def test_kernels_are_compiled_when_a_base_is_added_with_that_option(
-    expertctl: CommandRunner, house: HomeFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    expertctl: CommandRunner,
+    user_home: HomeFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("EXPERT_DTYPE", "int8")
     sizes = {"hidden": 48, "intermediate": 80, "head_dim": 16}
@@ -169,7 +179,7 @@ def test_kernels_are_compiled_when_a_base_is_added_with_that_option(
     assert said.document["compiled"] is True
     assert said.err.splitlines()[-1] == "the kernels of `run` and `serve` are compiled"
     assert "the budget is" not in said.err
-    assert house.catalogue.history.list_runs() == []
+    assert user_home.catalogue.history.list_runs() == []
     again = expertctl("run", "x", "--max-tokens", "2", "--base", "base")
     assert "compiling" not in again.err
     assert "compiled" not in expertctl("base", "add", directory, "--json").document
@@ -177,20 +187,20 @@ def test_kernels_are_compiled_when_a_base_is_added_with_that_option(
 
 @pytest.mark.all
 def test_after_compiling_in_advance_a_server_compiles_nothing(
-    house: HomeFixture, tmp_path: Path
+    user_home: HomeFixture, tmp_path: Path
 ) -> None:
     """Each step is a process of its own: compiled code belongs to the process."""
     sizes = {"hidden": 48, "intermediate": 80, "head_dim": 16}
     directory = write_base(tmp_path / "base", **sizes)
-    environment = {**os.environ, "EXPERT_HOME": str(house.root), "EXPERT_DTYPE": "int8"}
+    environment = {**os.environ, "EXPERT_HOME": str(user_home.root), "EXPERT_DTYPE": "int8"}
     add = [sys.executable, "-m", "expertctl", "base", "add", str(directory), "--compile"]
     subprocess.run(add, check=True, env=environment, capture_output=True)
-    kept = sorted(house.home.kernels.rglob("*.kept"))
+    kept = sorted(user_home.home.kernels.rglob("*.kept"))
     served = subprocess.run(
         [sys.executable, "-c", _SERVE], check=True, env=environment, capture_output=True, text=True
     )
     assert "compiling" not in served.stdout
-    assert sorted(house.home.kernels.rglob("*.kept")) == kept != []
+    assert sorted(user_home.home.kernels.rglob("*.kept")) == kept != []
 
 
 _SERVE = """
@@ -207,8 +217,8 @@ engine.close()
 
 
 def test_a_base_that_torch_runs_has_no_kernels_to_compile(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    said = expertctl("base", "add", shop.base_dir, "--compile", "--json")
+    said = expertctl("base", "add", package_factory.base_dir, "--compile", "--json")
     assert said.document["compiled"] is False
     assert "runs without compiled kernels" in said.err

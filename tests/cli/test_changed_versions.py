@@ -52,16 +52,16 @@ def written(file: Path, parcel: InMemoryPackage) -> Path:
 class ChangedVersionScene:
     """A registry with one version, and a home in whose project that version is wanted."""
 
-    liar: HostileRegistry
+    hostile_registry: HostileRegistry
     before: InMemoryPackage
     after: InMemoryPackage
-    house: HomeFixture
+    user_home: HomeFixture
     expertctl: CommandRunner
     template: PackageTemplate
 
     def refuses(self, *words: str) -> str:
         """A command ends with 5, tells both contents with who signed each, and changes nothing."""
-        experts = self.house.store.list_experts()
+        experts = self.user_home.store.list_experts()
         said = self.expertctl(*words, "--json", exit_code=TRUST)
         error = json.loads(said.out)["error"]
         assert error["code"] == "changed"
@@ -69,11 +69,11 @@ class ChangedVersionScene:
             assert str(parcel.content_digest) in error["message"]
         assert f"signed by {make_key('acme').public.key_id}" in error["message"]
         assert f"{ACCEPT} {REF}" in error["hint"]
-        assert self.house.store.list_experts() == experts
+        assert self.user_home.store.list_experts() == experts
         return str(error["message"])
 
     def content(self) -> list[str]:
-        return [str(expert.content_digest) for expert in self.house.store.list_experts()]
+        return [str(expert.content_digest) for expert in self.user_home.store.list_experts()]
 
 
 @pytest.fixture
@@ -85,15 +85,15 @@ def scene(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[ChangedVersionScene]:
     before, after = version(template, "first"), version(template, "second")
-    with run_hostile_registry(before) as liar:
-        house = HomeFixture(home)
-        house.trust.add_registry(liar.known)
+    with run_hostile_registry(before) as hostile_registry:
+        user_home = HomeFixture(home)
+        user_home.trust.add_registry(hostile_registry.known)
         (tmp_path / "work").mkdir()
         monkeypatch.chdir(tmp_path / "work")
-        monkeypatch.setenv("EXPERT_REGISTRY", liar.host)
+        monkeypatch.setenv("EXPERT_REGISTRY", hostile_registry.host)
         monkeypatch.setenv("EXPERT_ENCODER", "lexical")
         Path("experts.toml").write_text('[experts]\n"acme/one" = "1.0.0"\n')
-        yield ChangedVersionScene(liar, before, after, house, expertctl, template)
+        yield ChangedVersionScene(hostile_registry, before, after, user_home, expertctl, template)
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_an_installed_version_that_changed_is_refused(
     scene: ChangedVersionScene, words: list[str]
 ) -> None:
     scene.expertctl("install")
-    scene.liar.publish(scene.after)
+    scene.hostile_registry.publish(scene.after)
     assert "what is installed has" in scene.refuses(*words)
 
 
 def test_outdated_and_doctor_report_a_changed_version(scene: ChangedVersionScene) -> None:
     scene.expertctl("install")
-    scene.liar.publish(scene.after)
+    scene.hostile_registry.publish(scene.after)
     [entry] = json.loads(scene.expertctl("outdated", "--json", exit_code=TRUST).out)["experts"]
     assert entry["changed"]
     [notice] = entry["notices"]
@@ -126,11 +126,11 @@ def test_a_changed_version_replaces_the_installed_one_when_it_is_accepted(
     scene: ChangedVersionScene,
 ) -> None:
     scene.expertctl("install")
-    scene.liar.publish(scene.after)
+    scene.hostile_registry.publish(scene.after)
     said = scene.expertctl("install", ACCEPT, REF)
     assert f"replaced: {REF}" in said.out
     assert scene.content() == [str(scene.after.content_digest)]
-    scene.house.check_integrity()
+    scene.user_home.check_integrity()
     assert str(scene.after.content_digest) in Path("expert.lock").read_text()
     for words in (["install"], ["install", "--locked"], ["update"], ["doctor", "--online"]):
         scene.expertctl(*words)
@@ -138,10 +138,10 @@ def test_a_changed_version_replaces_the_installed_one_when_it_is_accepted(
 
 def test_only_the_version_that_is_named_is_accepted(scene: ChangedVersionScene) -> None:
     scene.expertctl("install")
-    scene.liar.publish(scene.after)
+    scene.hostile_registry.publish(scene.after)
     scene.refuses("install", ACCEPT, "acme/one@1.0.1")
     digest = f"acme/one@{scene.after.package_digest}"
-    for text in ("acme/one", "acme/one@^1", f"{scene.liar.host}/{REF}", digest):
+    for text in ("acme/one", "acme/one@^1", f"{scene.hostile_registry.host}/{REF}", digest):
         assert "one exact version" in scene.expertctl("install", ACCEPT, text, exit_code=USAGE).err
 
 
@@ -149,11 +149,11 @@ def test_what_is_accepted_must_still_be_signed_by_a_key_that_counts(
     scene: ChangedVersionScene,
 ) -> None:
     scene.expertctl("install")
-    scene.liar.publish(version(scene.template, "second", key="mallory"))
-    scene.liar.signers[REF] = "mallory"
-    before = scene.house.read_files()
+    scene.hostile_registry.publish(version(scene.template, "second", key="mallory"))
+    scene.hostile_registry.signers[REF] = "mallory"
+    before = scene.user_home.read_files()
     scene.expertctl("install", ACCEPT, REF, exit_code=TRUST)
-    assert scene.house.read_files() == before
+    assert scene.user_home.read_files() == before
 
 
 def test_a_version_that_is_only_remembered_from_an_index_is_refused(
@@ -161,8 +161,8 @@ def test_a_version_that_is_only_remembered_from_an_index_is_refused(
 ) -> None:
     scene.expertctl("lock")
     Path("expert.lock").unlink()
-    scene.liar.publish(scene.after)
-    assert f"{scene.liar.host}, before, has" in scene.refuses("install")
+    scene.hostile_registry.publish(scene.after)
+    assert f"{scene.hostile_registry.host}, before, has" in scene.refuses("install")
     scene.refuses("lock")
     scene.refuses("install", REF)
     scene.expertctl("install", ACCEPT, REF)
@@ -175,11 +175,11 @@ def test_a_version_that_vanished_and_came_back_as_another_is_refused(
 ) -> None:
     scene.expertctl("lock")
     Path("expert.lock").unlink()
-    scene.liar.publish(version(scene.template, "other", "0.9.0"))
+    scene.hostile_registry.publish(version(scene.template, "other", "0.9.0"))
     scene.expertctl("lock", exit_code=3)
-    scene.liar.publish(scene.after)
+    scene.hostile_registry.publish(scene.after)
     scene.refuses("install")
-    scene.liar.publish(scene.before)
+    scene.hostile_registry.publish(scene.before)
     scene.expertctl("install")
 
 
@@ -194,14 +194,17 @@ def test_a_lock_file_on_a_fresh_machine_is_not_overruled(
 ) -> None:
     scene.expertctl("lock")
     lock = Path("expert.lock").read_text()
-    scene.liar.publish(scene.after)
+    scene.hostile_registry.publish(scene.after)
     fresh = HomeFixture(tmp_path / "second-home")
-    fresh.trust.add_registry(scene.liar.known)
+    fresh.trust.add_registry(scene.hostile_registry.known)
     monkeypatch.setenv("EXPERT_HOME", str(fresh.home.root))
     said = scene.expertctl(*words, "--json", exit_code=TRUST)
     error = json.loads(said.out)["error"]
     assert f"expert.lock has {scene.before.content_digest}" in error["message"]
-    assert f"{scene.liar.host} has {scene.after.content_digest} (signed by" in error["message"]
+    assert (
+        f"{scene.hostile_registry.host} has {scene.after.content_digest} (signed by"
+        in error["message"]
+    )
     assert f"{ACCEPT} {REF}" in error["hint"]
     assert Path("expert.lock").read_text() == lock
     assert fresh.refs() == []
@@ -216,9 +219,9 @@ def test_saving_another_expert_does_not_overrule_the_lock_file(
     scene.expertctl("lock")
     lock = Path("expert.lock").read_text()
     other = scene.template.make_package("acme/two", "1.0.0", key=make_key("acme"))
-    scene.liar.publish(scene.after, other)
+    scene.hostile_registry.publish(scene.after, other)
     fresh = HomeFixture(tmp_path / "second-home")
-    fresh.trust.add_registry(scene.liar.known)
+    fresh.trust.add_registry(scene.hostile_registry.known)
     monkeypatch.setenv("EXPERT_HOME", str(fresh.home.root))
     said = scene.expertctl("install", "acme/two", "--save", exit_code=TRUST)
     assert f"expert.lock has {scene.before.content_digest}" in said.err
@@ -234,7 +237,7 @@ def test_update_to_another_version_does_not_look_at_what_was_locked(
 ) -> None:
     Path("experts.toml").write_text('[experts]\n"acme/one" = "^1"\n')
     scene.expertctl("lock")
-    scene.liar.publish(scene.after, version(scene.template, "next", "1.1.0"))
+    scene.hostile_registry.publish(scene.after, version(scene.template, "next", "1.1.0"))
     assert "~ acme/one@1.0.0 -> 1.1.0" in scene.expertctl("update").out
 
 
@@ -242,7 +245,7 @@ def test_a_locked_range_does_not_drift_to_another_version(scene: ChangedVersionS
     """What was locked changed; the next version would fit, and is not taken silently."""
     Path("experts.toml").write_text('[experts]\n"acme/one" = "^1"\n')
     scene.expertctl("lock")
-    scene.liar.publish(scene.after, version(scene.template, "next", "1.1.0"))
+    scene.hostile_registry.publish(scene.after, version(scene.template, "next", "1.1.0"))
     scene.refuses("install")
 
 
@@ -251,7 +254,7 @@ def test_update_goes_on_to_a_version_that_never_changed_and_warns_of_the_other(
 ) -> None:
     Path("experts.toml").write_text('[experts]\n"acme/one" = "^1"\n')
     scene.expertctl("install")
-    scene.liar.publish(scene.after, version(scene.template, "next", "1.1.0"))
+    scene.hostile_registry.publish(scene.after, version(scene.template, "next", "1.1.0"))
     said = scene.expertctl("update")
     assert "~ acme/one@1.0.0 -> 1.1.0" in said.out
     assert f"warning: {REF} has another content than before" in said.err
@@ -272,10 +275,10 @@ def test_a_file_does_not_overrule_the_lock_file_on_a_fresh_machine(
     scene: ChangedVersionScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     other = scene.template.make_package("acme/two", "1.0.0", key=make_key("acme"))
-    scene.liar.publish(scene.before, other)
+    scene.hostile_registry.publish(scene.before, other)
     scene.expertctl("lock")
     fresh = HomeFixture(tmp_path / "second-home").trust_keys("acme")
-    fresh.trust.add_registry(scene.liar.known)
+    fresh.trust.add_registry(scene.hostile_registry.known)
     monkeypatch.setenv("EXPERT_HOME", str(fresh.home.root))
     file = written(tmp_path / "one.expert", scene.after)
     words = ["import" if form == "a set" else "install", str(file)]
@@ -305,7 +308,7 @@ def test_a_file_with_the_locked_content_is_installed(
     scene: ChangedVersionScene, tmp_path: Path
 ) -> None:
     scene.expertctl("lock")
-    scene.house.trust_keys("acme")
+    scene.user_home.trust_keys("acme")
     scene.expertctl("install", written(tmp_path / "one.expert", scene.before))
     assert scene.content() == [str(scene.before.content_digest)]
 
@@ -315,19 +318,19 @@ def test_an_accepted_replacement_is_taken_back_when_another_package_fails(
 ) -> None:
     scene.expertctl("install")
     other = scene.template.make_package("acme/two", "1.0.0", key=make_key("acme"))
-    scene.liar.publish(scene.after, other)
-    obstacle = next((scene.house.home.store / "refs").glob("*/acme")) / "two"
+    scene.hostile_registry.publish(scene.after, other)
+    obstacle = next((scene.user_home.home.store / "refs").glob("*/acme")) / "two"
     obstacle.write_text("in the way of the folder of acme/two")
-    before = scene.house.read_files()
+    before = scene.user_home.read_files()
     for refs in (["acme/one", "acme/two"], ["acme/two", "acme/one"]):
         scene.expertctl("install", *refs, ACCEPT, REF, exit_code=1)
-        assert scene.house.read_files() == before
-        scene.house.store.check_integrity()
+        assert scene.user_home.read_files() == before
+        scene.user_home.store.check_integrity()
     obstacle.unlink()
     scene.expertctl("install", "acme/one", "acme/two", ACCEPT, REF)
     assert scene.content() == [str(scene.after.content_digest), str(other.content_digest)]
-    scene.house.check_integrity()
-    assert scene.house.store.find_garbage().blobs == ()
+    scene.user_home.check_integrity()
+    assert scene.user_home.store.find_garbage().blobs == ()
 
 
 def test_a_replacement_by_a_file_is_taken_back_with_its_signature(
@@ -335,13 +338,13 @@ def test_a_replacement_by_a_file_is_taken_back_with_its_signature(
 ) -> None:
     """The version came from a registry, and stays from there."""
     scene.expertctl("install")
-    scene.house.trust_keys("acme")
+    scene.user_home.trust_keys("acme")
     parcels = [scene.after, scene.template.make_package("acme/two", "1.0.0", key=make_key("acme"))]
     files = [written(tmp_path / f"{number}.expert", p) for number, p in enumerate(parcels)]
-    obstacle = scene.house.home.store / "refs" / "local" / "acme" / "two"
+    obstacle = scene.user_home.home.store / "refs" / "local" / "acme" / "two"
     obstacle.parent.mkdir(parents=True)
     obstacle.write_text("in the way of the folder of acme/two")
-    before, experts = scene.house.read_files(), scene.house.store.list_experts()
+    before, experts = scene.user_home.read_files(), scene.user_home.store.list_experts()
     scene.expertctl("install", *files, ACCEPT, REF, exit_code=1)
-    assert scene.house.read_files() == before
-    assert scene.house.store.list_experts() == experts
+    assert scene.user_home.read_files() == before
+    assert scene.user_home.store.list_experts() == experts

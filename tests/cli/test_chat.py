@@ -18,11 +18,11 @@ import pytest
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.schema.validation import find_problems
 from tests.cli.command_runner import ReplacedStdin, stdin
-from tests.cli.test_run import PROMPT, QUIET, Expertctl, RunWorkspace, expertctl, workshop
+from tests.cli.test_run import PROMPT, QUIET, Expertctl, RunWorkspace, expertctl, workspace
 from tests.factories import write_base, write_lora
 from tests.gpt2_base import write_gpt2
 
-__all__ = ["expertctl", "stdin", "workshop"]
+__all__ = ["expertctl", "stdin", "workspace"]
 
 pytestmark = pytest.mark.all
 
@@ -41,7 +41,7 @@ def turns(expertctl: Expertctl, *words: Any, said: str, code: int = 0) -> list[d
 
 
 def test_each_line_is_a_turn_and_answers_alone_go_to_stdout(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     documents = turns(expertctl, said=f"{PROMPT}\n\n{OTHER}\n")
     outcome = expertctl("chat", *QUIET, stdin=f"{PROMPT}\n{OTHER}\n/plan\n/help\n".encode())
@@ -56,7 +56,7 @@ def test_each_line_is_a_turn_and_answers_alone_go_to_stdout(
 
 
 def test_a_first_message_may_be_an_argument_with_piped_text_behind_it(
-    workshop: RunWorkspace, expertctl: Expertctl, stdin: ReplacedStdin
+    workspace: RunWorkspace, expertctl: Expertctl, stdin: ReplacedStdin
 ) -> None:
     stdin.pipe(b"41, 17\n")
     document = expertctl("chat", *PROMPT.split(" "), "--json", *QUIET).document
@@ -73,7 +73,7 @@ def test_a_first_message_may_be_an_argument_with_piped_text_behind_it(
 def test_an_empty_first_message_is_refused_and_what_is_piped_is_not_lost(
     words: list[str],
     data: bytes,
-    workshop: RunWorkspace,
+    workspace: RunWorkspace,
     expertctl: Expertctl,
     stdin: ReplacedStdin,
 ) -> None:
@@ -84,7 +84,7 @@ def test_an_empty_first_message_is_refused_and_what_is_piped_is_not_lost(
 
 
 def test_a_first_message_beside_a_stdin_that_is_no_pipe_is_the_only_one(
-    workshop: RunWorkspace, expertctl: Expertctl, stdin: ReplacedStdin
+    workspace: RunWorkspace, expertctl: Expertctl, stdin: ReplacedStdin
 ) -> None:
     for given in (stdin.closed, lambda: stdin.file(Path("/dev/null"))):
         given()
@@ -93,7 +93,7 @@ def test_a_first_message_beside_a_stdin_that_is_no_pipe_is_the_only_one(
 
 
 def test_a_follow_up_reuses_what_was_read_and_keeps_the_experts(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     first, second = turns(expertctl, said=f"{PROMPT}\n{OTHER}\n")
     assert first["cache"]["kv_reused_tokens"] == 0
@@ -107,7 +107,7 @@ def test_a_follow_up_reuses_what_was_read_and_keeps_the_experts(
 
 
 def test_experts_are_changed_within_a_chat_and_that_is_said(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     script = f"{OTHER}\n/experts acme/sorting:0.5\n{OTHER}\n/experts auto\n/reset\n{OTHER}\n"
     found = turns(expertctl, said=script)
@@ -120,7 +120,7 @@ def test_experts_are_changed_within_a_chat_and_that_is_said(
 
 
 def test_a_message_that_suits_nobody_is_answered_by_the_base_again(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     said = f"{PROMPT}\nWhy is the sky blue in the morning?\nAnd now?\n"
     plans = [turn["plan"]["experts"] for turn in turns(expertctl, said=said)]
@@ -131,7 +131,7 @@ def test_a_message_that_suits_nobody_is_answered_by_the_base_again(
 
 
 def test_the_base_answers_alone_until_experts_are_wanted_again(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     said = f"{PROMPT}\n/experts none\n{PROMPT}\nAnd now?\n/experts auto\n{PROMPT}\n"
     plans = [turn["plan"]["experts"] for turn in turns(expertctl, said=said)]
@@ -141,7 +141,7 @@ def test_the_base_answers_alone_until_experts_are_wanted_again(
 
 
 def test_experts_are_listed_with_those_that_answer_marked(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     said = f"/experts\n{PROMPT}\n/experts\n"
     lines = expertctl("chat", *QUIET, stdin=said.encode()).err.splitlines()
@@ -150,7 +150,7 @@ def test_experts_are_listed_with_those_that_answer_marked(
 
 
 def test_experts_are_listed_for_a_base_that_a_chat_can_use(
-    workshop: RunWorkspace, expertctl: Expertctl, tmp_path: Path
+    workspace: RunWorkspace, expertctl: Expertctl, tmp_path: Path
 ) -> None:
     assert expertctl("base", "add", write_gpt2(tmp_path / "gpt2")).code == 0
     told = expertctl("chat", *QUIET, stdin=b"/experts\n").err
@@ -159,10 +159,10 @@ def test_experts_are_listed_for_a_base_that_a_chat_can_use(
 
 
 def test_a_plan_is_shown_and_saved_and_answers_again(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
-    saved = workshop.folder / "plan.json"
-    script = f"/plan\n{PROMPT}\n/plan\n/plan {saved}\n/plan {workshop.folder}/no/where\n"
+    saved = workspace.folder / "plan.json"
+    script = f"/plan\n{PROMPT}\n/plan\n/plan {saved}\n/plan {workspace.folder}/no/where\n"
     outcome = expertctl("chat", *QUIET, stdin=script.encode())
     assert outcome.code == 3
     assert "there is no plan yet" in outcome.err
@@ -188,7 +188,7 @@ def test_a_plan_is_shown_and_saved_and_answers_again(
     ],
 )
 def test_what_goes_wrong_is_said_and_the_chat_goes_on(
-    line: str, code: int, said: str, workshop: RunWorkspace, expertctl: Expertctl
+    line: str, code: int, said: str, workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     failed, answered = turns(expertctl, said=f"{line}\n{PROMPT}\n", code=code)
     assert said in failed["error"]["message"]
@@ -200,7 +200,7 @@ def test_what_goes_wrong_is_said_and_the_chat_goes_on(
 
 
 def test_blocks_and_commands_in_them_are_messages(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     script = '"""\nfirst\n\n/exit\n"""\none\\\ntwo\n/exit\nnever\n'
     assert [turn["prompt"] for turn in turns(expertctl, said=script)] == [
@@ -211,22 +211,22 @@ def test_blocks_and_commands_in_them_are_messages(
 
 @pytest.mark.parametrize("word", ["/exit", "/quit", "  /quit "])
 def test_a_word_leaves_but_not_as_a_message(
-    word: str, workshop: RunWorkspace, expertctl: Expertctl
+    word: str, workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     script = f'"""{word}"""\n{word}\nnever\n'
     assert [turn["prompt"] for turn in turns(expertctl, said=script)] == [word]
 
 
 def test_input_that_ends_too_early_or_is_no_text_is_refused(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     assert expertctl("chat", *QUIET, stdin=b'"""\nno end').code == 2
     outcome = expertctl("chat", "--json", *QUIET, stdin=b"\xff\n")
     assert (outcome.code, outcome.document["turns"][0]["error"]["code"]) == (8, "invalid_package")
 
 
-def test_options_hold_for_every_turn(workshop: RunWorkspace, expertctl: Expertctl) -> None:
-    body = workshop.folder / "body.txt"
+def test_options_hold_for_every_turn(workspace: RunWorkspace, expertctl: Expertctl) -> None:
+    body = workspace.folder / "body.txt"
     body.write_text("41, 7, 23")
     script = "one\ntwo\n"
     lengths = [
@@ -256,7 +256,7 @@ def test_options_hold_for_every_turn(workshop: RunWorkspace, expertctl: Expertct
 
 
 def test_truncate_leaves_the_oldest_turns_out_and_says_so(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     script = "".join(f"{letter * 150}\n" for letter in "abcd")
     cut = turns(expertctl, "--truncate", said=script)
@@ -267,10 +267,10 @@ def test_truncate_leaves_the_oldest_turns_out_and_says_so(
 
 
 def test_a_warning_is_said_once_and_stays_in_the_documents(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
-    lora = write_lora(workshop.folder / "other-lora", workshop.base, seed=7, scale=0.4)
-    path = workshop.folder / "other.expert"
+    lora = write_lora(workspace.folder / "other-lora", workspace.base, seed=7, scale=0.4)
+    path = workspace.folder / "other.expert"
     built = expertctl("build", lora, "-o", path, "--base", "my-base", "--name", "acme/other",
                       "--description", "x", "--license", "MIT")  # fmt: skip
     assert built.code == 0, built.err
@@ -280,7 +280,7 @@ def test_a_warning_is_said_once_and_stays_in_the_documents(
         assert any("is unsigned" in warning for warning in turn["warnings"])
 
 
-def test_stats_show_every_figure_of_a_turn(workshop: RunWorkspace, expertctl: Expertctl) -> None:
+def test_stats_show_every_figure_of_a_turn(workspace: RunWorkspace, expertctl: Expertctl) -> None:
     err = expertctl("chat", "--stats", *QUIET, stdin=b"x\n").err
     assert "kv_reused_tokens 0" in err
     assert "plan sha256:" in err
@@ -425,7 +425,7 @@ class Typist:
 
 
 def test_ctrl_c_while_weights_are_read_ends_that_answer_alone(
-    workshop: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+    workspace: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uninterrupted = expertctl("run", PROMPT, *QUIET)
     plan, pressed = Planner.plan_with_inventory, iter([True, False])
@@ -444,7 +444,7 @@ def test_ctrl_c_while_weights_are_read_ends_that_answer_alone(
 
 
 def test_ctrl_c_twice_in_an_answer_is_the_end(
-    workshop: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+    workspace: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def press(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -457,7 +457,7 @@ def test_ctrl_c_twice_in_an_answer_is_the_end(
 
 
 def test_with_json_a_chat_that_fails_whole_is_one_document(
-    workshop: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+    workspace: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Typist("/help\n", MemoryError))
     outcome = expertctl("chat", "--json", *QUIET)
@@ -466,7 +466,7 @@ def test_with_json_a_chat_that_fails_whole_is_one_document(
 
 
 def test_ctrl_c_at_the_prompt_leaves_only_when_pressed_twice_in_a_row(
-    workshop: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+    workspace: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = KeyboardInterrupt
     monkeypatch.setattr(sys, "stdin", Typist(key, "/nonsense\n", key, '"""\n'))
@@ -480,7 +480,7 @@ def test_ctrl_c_at_the_prompt_leaves_only_when_pressed_twice_in_a_row(
     assert (outcome.code, "no command" in outcome.err) == (0, False)
 
 
-def test_an_answer_of_a_chat_is_judged_in_it(workshop: RunWorkspace, expertctl: Expertctl) -> None:
+def test_an_answer_of_a_chat_is_judged_in_it(workspace: RunWorkspace, expertctl: Expertctl) -> None:
     script = f"{PROMPT}\n/feedback good\n/feedback bad\n"
     told = expertctl("chat", *QUIET, stdin=script.encode()).err
     assert (
@@ -501,7 +501,7 @@ def test_an_answer_of_a_chat_is_judged_in_it(workshop: RunWorkspace, expertctl: 
     ],
 )
 def test_a_judgement_that_is_none_is_refused(
-    script: str, code: int, told: str, workshop: RunWorkspace, expertctl: Expertctl
+    script: str, code: int, told: str, workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     outcome = expertctl("chat", *QUIET, stdin=script.encode())
     assert outcome.code == code

@@ -1,13 +1,13 @@
 """What a chat tells of an error besides what a run does."""
 
 from tests.cli.test_chat import OTHER, turns
-from tests.cli.test_run import PROMPT, QUIET, Expertctl, RunWorkspace, expertctl, workshop
+from tests.cli.test_run import PROMPT, QUIET, Expertctl, RunWorkspace, expertctl, workspace
 
-__all__ = ["expertctl", "workshop"]
+__all__ = ["expertctl", "workspace"]
 
 
 def test_a_chat_that_has_grown_beyond_its_memory_is_told_how_to_begin_anew(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     """Each turn has the prompt before and more; the budget has room for the first alone."""
     alone = expertctl("run", OTHER, "--no-experts", "--json", *QUIET).document["memory"]

@@ -9,9 +9,9 @@ import pytest
 from expertctl.routing import numerics
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.engine.compat_models import CompatModel, copy_adapter, write_model
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["expertctl", "fast", "house"]
+__all__ = ["expertctl", "fast", "user_home"]
 
 pytestmark = pytest.mark.all
 
@@ -26,7 +26,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> CompatModel:
 
 @pytest.fixture
 def installed(
-    gpt2: CompatModel, expertctl: CommandRunner, house: HomeFixture, tmp_path: Path
+    gpt2: CompatModel, expertctl: CommandRunner, user_home: HomeFixture, tmp_path: Path
 ) -> CompatModel:
     """Nothing but commands: base add, keys new, build, sign, install."""
     lora = copy_adapter(gpt2.get_adapter("lora"), tmp_path / "my-lora")

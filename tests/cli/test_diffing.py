@@ -5,25 +5,32 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command_runner import CommandRunner, expertctl
-from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, make_key, shop
+from tests.store.fixtures import (
+    HomeFixture,
+    PackageFactory,
+    fast,
+    make_key,
+    package_factory,
+    user_home,
+)
 
-__all__ = ["expertctl", "fast", "house", "shop"]
+__all__ = ["expertctl", "fast", "package_factory", "user_home"]
 
 
 @pytest.fixture
-def old(shop: PackageFactory) -> Path:
-    return shop.package(description="one", tags=["a"])
+def old(package_factory: PackageFactory) -> Path:
+    return package_factory.package(description="one", tags=["a"])
 
 
 @pytest.fixture
-def new(shop: PackageFactory) -> Path:
-    return shop.package(version="1.1.0", description="two\nb: c", seed=1, authors=["me"])
+def new(package_factory: PackageFactory) -> Path:
+    return package_factory.package(version="1.1.0", description="two\nb: c", seed=1, authors=["me"])
 
 
 def test_a_file_is_compared_with_what_is_installed(
-    expertctl: CommandRunner, house: HomeFixture, old: Path, new: Path
+    expertctl: CommandRunner, user_home: HomeFixture, old: Path, new: Path
 ) -> None:
-    house.install(old)
+    user_home.install(old)
     said = expertctl("diff", "acme/sql", new)
     lines = said.out.splitlines()
     key = make_key("acme").public.key_id.removeprefix("sha256:")[:12]
@@ -46,9 +53,9 @@ def test_a_file_is_compared_with_what_is_installed(
 
 
 def test_the_document_is_complete(
-    expertctl: CommandRunner, house: HomeFixture, old: Path, new: Path
+    expertctl: CommandRunner, user_home: HomeFixture, old: Path, new: Path
 ) -> None:
-    house.install(old)
+    user_home.install(old)
     document = expertctl("diff", old, new, "--json").document
     assert set(document) == {"old", "new", "equal", "manifest", "files", "adapters"}
     assert document["equal"] is False
@@ -67,10 +74,10 @@ def test_the_document_is_complete(
 
 
 def test_equal_packages_are_said_to_be_equal(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory, old: Path
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory, old: Path
 ) -> None:
-    house.install(old)
-    resigned = shop.package(description="one", tags=["a"], key="other")
+    user_home.install(old)
+    resigned = package_factory.package(description="one", tags=["a"], key="other")
     for other in (old, resigned):
         said = expertctl("diff", "acme/sql", other)
         assert said.out.endswith("\nthe same content\n")
@@ -80,9 +87,9 @@ def test_equal_packages_are_said_to_be_equal(
 
 
 def test_what_cannot_be_compared_is_said(
-    expertctl: CommandRunner, house: HomeFixture, old: Path, tmp_path: Path
+    expertctl: CommandRunner, user_home: HomeFixture, old: Path, tmp_path: Path
 ) -> None:
-    house.install(old)
+    user_home.install(old)
     (tmp_path / "bad.expert").write_bytes(b"PK\x03\x04")
     assert "bad.expert" in expertctl("diff", "acme/sql", tmp_path / "bad.expert", exit_code=8).err
     assert "none.expert" in expertctl("diff", "acme/sql", tmp_path / "none.expert", exit_code=3).err
@@ -91,10 +98,10 @@ def test_what_cannot_be_compared_is_said(
 
 
 def test_a_flipped_bit_in_the_store_is_found(
-    expertctl: CommandRunner, house: HomeFixture, old: Path
+    expertctl: CommandRunner, user_home: HomeFixture, old: Path
 ) -> None:
-    (done,) = house.install(old)
-    largest = house.store.blob_path(max(done.expert.files, key=lambda f: f.size).digest)
+    (done,) = user_home.install(old)
+    largest = user_home.store.blob_path(max(done.expert.files, key=lambda f: f.size).digest)
     data = bytearray(largest.read_bytes())
     data[-1] ^= 1
     largest.chmod(0o600)

@@ -16,21 +16,21 @@ from expertctl.engine.memory.process_registry import (
     MemoryAdmission,
 )
 from tests.cli.command_runner import CommandRunner, expertctl
-from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.engine.process_with_base import read_process_line
 from tests.engine.test_local_engine import planner, request, run
 from tests.factories import write_base
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["expertctl", "fast", "house", "market"]
+__all__ = ["engine_packages", "expertctl", "fast", "user_home"]
 
 pytestmark = pytest.mark.all
 ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
-def other(house: HomeFixture) -> Iterator[subprocess.Popen[bytes]]:
-    words = [sys.executable, "-m", "tests.engine.process_with_base", str(house.home.engines)]
+def other(user_home: HomeFixture) -> Iterator[subprocess.Popen[bytes]]:
+    words = [sys.executable, "-m", "tests.engine.process_with_base", str(user_home.home.engines)]
     with subprocess.Popen(
         words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -40,7 +40,7 @@ def other(house: HomeFixture) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_an_engine_of_another_process_is_shown_with_what_it_holds(
-    expertctl: CommandRunner, house: HomeFixture, other: subprocess.Popen[bytes]
+    expertctl: CommandRunner, user_home: HomeFixture, other: subprocess.Popen[bytes]
 ) -> None:
     lines = expertctl("doctor", "--memory").out.splitlines()
     header, row, named = (lines[n + lines.index("")] for n in (1, 2, 3))
@@ -57,36 +57,36 @@ def test_an_engine_of_another_process_is_shown_with_what_it_holds(
 
 
 def test_what_an_engine_holds_is_what_its_ledger_says(
-    expertctl: CommandRunner, house: HomeFixture, market: EnginePackages
+    expertctl: CommandRunner, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.bases.add(market.base_dir)
-    house.trust_keys("acme")
-    house.install(market.package())
-    engine = LocalEngine(planner(house), budget=8 << 20)
+    user_home.bases.add(engine_packages.base_dir)
+    user_home.trust_keys("acme")
+    user_home.install(engine_packages.package())
+    engine = LocalEngine(planner(user_home), budget=8 << 20)
     run(engine, request())
     [seen] = expertctl("doctor", "--memory", "--json").document["engines"]
     assert seen["held"] == {
         p: engine.budget.reserved_bytes(p) for p in ("base", "experts", "kv", "buffers")
     }
     assert (seen["answering"], seen["budget"]) == (False, 8 << 20)
-    assert seen["base"] == market.base.identity.name
+    assert seen["base"] == engine_packages.base.identity.name
     engine.close()
     assert expertctl("doctor", "--memory", "--json").document["engines"] == []
 
 
 def test_bases_and_experts_are_told_with_what_they_take_in_memory(
-    expertctl: CommandRunner, house: HomeFixture, market: EnginePackages
+    expertctl: CommandRunner, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.bases.add(market.base_dir)
-    house.trust_keys("acme")
-    [installed] = house.install(market.package())
+    user_home.bases.add(engine_packages.base_dir)
+    user_home.trust_keys("acme")
+    [installed] = user_home.install(engine_packages.package())
     document = expertctl("doctor", "--memory", "--json").document
     [base], [expert] = document["bases"], document["experts"]
-    engine = LocalEngine(planner(house), budget=8 << 20)
+    engine = LocalEngine(planner(user_home), budget=8 << 20)
     run(engine, request())
     assert base["in_memory"]["float32"] == engine.budget.reserved_bytes("base")
     assert base["in_memory"]["bf16"] < base["in_memory"]["float32"]
-    stored = house.store.list_experts()[0]
+    stored = user_home.store.list_experts()[0]
     sizes = [f.size for f in stored.files if f.path.startswith("adapter")]
     assert (expert["ref"], expert["in_memory"]) == (
         stored.ref,
@@ -100,7 +100,7 @@ def test_bases_and_experts_are_told_with_what_they_take_in_memory(
 
 
 def test_keys_and_values_are_told_as_a_run_keeps_them(
-    expertctl: CommandRunner, house: HomeFixture, tmp_path: Path
+    expertctl: CommandRunner, user_home: HomeFixture, tmp_path: Path
 ) -> None:
     """Float32 beside a small base; float16 beside one that kernels hold in bfloat16."""
     large: dict[str, Any] = {
@@ -111,7 +111,7 @@ def test_keys_and_values_are_told_as_a_run_keeps_them(
         "dtype": "bfloat16",
     }
     for name, config in {"small": {"layers": 3}, "large": large}.items():
-        house.bases.add(write_base(tmp_path / name, kv_heads=2, **config))
+        user_home.bases.add(write_base(tmp_path / name, kv_heads=2, **config))
     bases = expertctl("doctor", "--memory", "--json").document["bases"]
     assert {base["name"]: base["kv_per_token"] for base in bases} == {
         "small": 3 * 2 * 2 * 8 * 4,
@@ -124,8 +124,8 @@ def test_keys_and_values_are_told_as_a_run_keeps_them(
     assert rows["small"].endswith(" 384.0 kB")
 
 
-def test_who_waits_for_memory_is_told(expertctl: CommandRunner, house: HomeFixture) -> None:
-    admission = MemoryAdmission(house.store.paths.running, pause=lambda: look())
+def test_who_waits_for_memory_is_told(expertctl: CommandRunner, user_home: HomeFixture) -> None:
+    admission = MemoryAdmission(user_home.store.paths.running, pause=lambda: look())
     seen: list[str] = []
 
     def look() -> None:
@@ -142,7 +142,7 @@ def test_who_waits_for_memory_is_told(expertctl: CommandRunner, house: HomeFixtu
 
 
 def test_limits_and_the_budget_of_the_settings_are_told(
-    expertctl: CommandRunner, house: HomeFixture, monkeypatch: pytest.MonkeyPatch
+    expertctl: CommandRunner, user_home: HomeFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "the default, four fifths of that" in expertctl("doctor", "--memory").out
     monkeypatch.setenv("EXPERT_MEMORY_BUDGET", "512MB")
@@ -169,27 +169,29 @@ def test_nothing_is_written_and_an_empty_home_needs_no_torch(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("absent", ENGINE_MODULES)
 def test_sizes_are_left_out_where_something_of_the_engine_is_absent(
-    absent: str, house: HomeFixture, market: EnginePackages
+    absent: str, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.bases.add(market.base_dir)
+    user_home.bases.add(engine_packages.base_dir)
     program = (
         f"import sys; sys.modules[{absent!r}] = None; "
         "from expertctl.cli import app; sys.exit(app.run(['doctor', '--memory']))"
     )
-    environment = {"EXPERT_HOME": str(house.home.root), "PATH": "/usr/bin:/bin"}
+    environment = {"EXPERT_HOME": str(user_home.home.root), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert market.base.identity.name in done.stdout
+    assert engine_packages.base.identity.name in done.stdout
     assert "pip install 'expertctl[engine]'" in done.stdout
 
 
 def test_names_from_elsewhere_cannot_command_the_terminal(
-    expertctl: CommandRunner, house: HomeFixture
+    expertctl: CommandRunner, user_home: HomeFixture
 ) -> None:
-    presence = EngineRegistration(house.home.engines, LocalEngine(planner(house), budget=10).budget)
+    presence = EngineRegistration(
+        user_home.home.engines, LocalEngine(planner(user_home), budget=10).budget
+    )
     presence.publish(base="a\x1b[31mbase", experts=())
     assert "\x1b" not in expertctl("doctor", "--memory").out
     presence.close()

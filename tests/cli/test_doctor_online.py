@@ -35,17 +35,17 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> PackageTemplate:
 class DoctorScene:
     """A registry with three packages, all of them installed."""
 
-    liar: HostileRegistry
-    house: HomeFixture
+    hostile_registry: HostileRegistry
+    user_home: HomeFixture
     expertctl: CommandRunner
 
     def answer(self, name: str, said: Reply | Callable[[ReceivedRequest], Reply]) -> None:
         said_to = said if callable(said) else lambda _: said
-        self.liar.overrides[f"/tuf/targets/index/{name}.json"] = said_to
+        self.hostile_registry.overrides[f"/tuf/targets/index/{name}.json"] = said_to
 
     @property
     def host(self) -> str:
-        return self.house.trust.read().registries[0].host
+        return self.user_home.trust.read().registries[0].host
 
     def lines(self, *, code: int) -> list[str]:
         """What `doctor --online` says of packages, one line each, without the hints."""
@@ -72,14 +72,14 @@ def scene(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[DoctorScene]:
     parcels = [template.make_package(name, key=make_key("acme")) for name in NAMES]
-    with run_hostile_registry(*parcels) as liar:
-        house = HomeFixture(home)
-        house.trust.add_registry(liar.known)
+    with run_hostile_registry(*parcels) as hostile_registry:
+        user_home = HomeFixture(home)
+        user_home.trust.add_registry(hostile_registry.known)
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("EXPERT_REGISTRY", liar.host)
+        monkeypatch.setenv("EXPERT_REGISTRY", hostile_registry.host)
         monkeypatch.setenv("EXPERT_ENCODER", "lexical")
         expertctl("install", *NAMES)
-        yield DoctorScene(liar, house, expertctl)
+        yield DoctorScene(hostile_registry, user_home, expertctl)
 
 
 def test_where_all_registries_answer_nothing_is_unchecked(scene: DoctorScene) -> None:
@@ -99,8 +99,8 @@ def test_where_all_registries_answer_nothing_is_unchecked(scene: DoctorScene) ->
 def test_one_index_that_cannot_be_had_is_one_line_and_ends_nothing(
     scene: DoctorScene, said: Reply
 ) -> None:
-    scene.liar.edit_release = lambda release: replace(release, yanked="wrong joins")
-    scene.liar.revision += 1
+    scene.hostile_registry.edit_release = lambda release: replace(release, yanked="wrong joins")
+    scene.hostile_registry.revision += 1
     scene.answer("acme/one", said)
     lines = scene.lines(code=NETWORK)
     [unchecked] = [line for line in lines if line.startswith("unchecked: ")]
@@ -111,7 +111,7 @@ def test_one_index_that_cannot_be_had_is_one_line_and_ends_nothing(
 
 
 def test_every_package_of_a_registry_that_is_down_is_reported(scene: DoctorScene) -> None:
-    scene.liar.hostile_server.stop()
+    scene.hostile_registry.hostile_server.stop()
     lines = scene.lines(code=NETWORK)
     assert [line.split(": ")[1] for line in lines] == scene.named(*NAMES)
     said = scene.expertctl("doctor", "--online", "--json", exit_code=NETWORK).document
@@ -125,8 +125,8 @@ def test_a_changed_version_counts_for_more_than_an_index_that_cannot_be_had(
     scene.answer("acme/one", make_reply(503))
     scene.answer("acme/two", make_reply(body=b"{"))
     other = Digest.compute(b"other content")
-    scene.liar.edit_release = lambda release: replace(release, content_digest=other)
-    scene.liar.revision += 1
+    scene.hostile_registry.edit_release = lambda release: replace(release, content_digest=other)
+    scene.hostile_registry.revision += 1
     assert scene.subjects("unchecked", code=TRUST) == scene.named("acme/one", "acme/two")
     assert scene.subjects("untrusted", code=TRUST) == ["acme/three@1.0.0"]
 
@@ -135,25 +135,25 @@ def test_an_index_that_another_key_signed_is_a_matter_of_trust_and_ends_nothing(
     scene: DoctorScene,
 ) -> None:
     scene.answer("acme/one", make_reply(500))
-    scene.liar.key = make_key("mallory")
-    scene.liar.revision += 1
+    scene.hostile_registry.key = make_key("mallory")
+    scene.hostile_registry.revision += 1
     assert scene.subjects("untrusted", code=TRUST) == scene.named("acme/three", "acme/two")
     assert scene.subjects("unchecked", code=TRUST) == scene.named(*NAMES)
 
 
 def test_what_cannot_be_read_of_an_earlier_answer_ends_nothing(scene: DoctorScene) -> None:
-    registries = scene.house.home.registries
+    registries = scene.user_home.home.registries
     [path] = registries.glob("*/index/*/acme/one.json")
     path.write_bytes(b"damaged")
-    scene.liar.hostile_server.stop()
+    scene.hostile_registry.hostile_server.stop()
     assert scene.subjects("unchecked", code=NETWORK) == scene.named(*NAMES)
     assert scene.subjects("broken", code=NETWORK) == [scene.host]
 
 
 def test_a_trust_file_that_cannot_be_read_is_reported_beside_all_else(scene: DoctorScene) -> None:
-    scene.house.home.trust.write_bytes(b"{")
+    scene.user_home.home.trust.write_bytes(b"{")
     assert scene.subjects("unchecked", code=NETWORK) == ["registries"]
-    assert scene.subjects("broken", code=NETWORK) == [str(scene.house.home.trust)]
+    assert scene.subjects("broken", code=NETWORK) == [str(scene.user_home.home.trust)]
 
 
 def test_a_refusal_over_many_lines_stays_one(scene: DoctorScene) -> None:

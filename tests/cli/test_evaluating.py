@@ -60,7 +60,7 @@ def answered() -> dict[str, Sequence[str]]:
 
 
 @pytest.fixture
-def workshop(
+def workspace(
     tmp_path: Path,
     expertctl: CommandRunner,
     answered: dict[str, Sequence[str]],
@@ -88,9 +88,9 @@ def workshop(
 
 
 def test_the_document_holds_every_figure(
-    workshop: EvaluationWorkspace, expertctl: CommandRunner
+    workspace: EvaluationWorkspace, expertctl: CommandRunner
 ) -> None:
-    data = workshop.half
+    data = workspace.half
     document = expertctl("eval", "acme/sums", "--data", data, "--json").document
     assert find_problems(document, "eval") == []
     figures = {key: document[key] for key in ("n", "base", "expert", "passed", "min_gain")}
@@ -109,16 +109,16 @@ def test_the_document_holds_every_figure(
             "line": 4,
             "id": None,
             "prompt": PROMPTS[3],
-            "wanted": workshop.base_answers[3],
-            "got": workshop.expert_answers[3],
+            "wanted": workspace.base_answers[3],
+            "got": workspace.expert_answers[3],
         }
     ]
 
 
 def test_a_person_sees_the_figures_and_the_wrong_answers(
-    workshop: EvaluationWorkspace, expertctl: CommandRunner
+    workspace: EvaluationWorkspace, expertctl: CommandRunner
 ) -> None:
-    said = expertctl("eval", workshop.package, "--data", workshop.half)
+    said = expertctl("eval", workspace.package, "--data", workspace.half)
     for part in (
         "n = 4, exact_match, base my-base in float32, at most 5 tokens",
         "right          95 % interval",
@@ -130,15 +130,15 @@ def test_a_person_sees_the_figures_and_the_wrong_answers(
         assert part in said.out
     assert "answers were cut at 5 tokens" in said.err
     assert "wrong answers" not in expertctl(
-        "eval", "acme/sums", "--data", workshop.half, "--show", "0"
+        "eval", "acme/sums", "--data", workspace.half, "--show", "0"
     ).out  # fmt: skip
 
 
 @pytest.mark.parametrize(("demanded", "code"), [("0.5", 0), ("0.51", 1), ("-1", 0), ("1", 1)])
 def test_a_gain_can_be_demanded(
-    demanded: str, code: int, workshop: EvaluationWorkspace, expertctl: CommandRunner
+    demanded: str, code: int, workspace: EvaluationWorkspace, expertctl: CommandRunner
 ) -> None:
-    words = ("eval", "acme/sums", "--data", workshop.half, "--min-gain", demanded)
+    words = ("eval", "acme/sums", "--data", workspace.half, "--min-gain", demanded)
     said = expertctl(*words, exit_code=code)
     assert ("error: " in said.err) == bool(code)
     if code:
@@ -148,13 +148,13 @@ def test_a_gain_can_be_demanded(
 
 
 def test_a_chain_is_judged_against_its_best_part(
-    workshop: EvaluationWorkspace, expertctl: CommandRunner
+    workspace: EvaluationWorkspace, expertctl: CommandRunner
 ) -> None:
-    other = write_lora(workshop.folder / "other", workshop.folder / "my-base", seed=9, scale=0.4)
-    package = workshop.folder / "other.expert"
+    other = write_lora(workspace.folder / "other", workspace.folder / "my-base", seed=9, scale=0.4)
+    package = workspace.folder / "other.expert"
     named = ("--name", "acme/other", "--base", "my-base", "--license", "MIT")
     expertctl("build", other, "-o", package, *named)
-    data = workshop.data(workshop.expert_answers)
+    data = workspace.data(workspace.expert_answers)
     words = ("eval", "acme/sums", "--data", data, "--compose", f"{package}:0.5", "--json")
     document = expertctl(*words, "--min-gain", "-0.1", exit_code=1).document
     assert find_problems(document, "eval") == []
@@ -195,31 +195,31 @@ def test_bad_input_is_a_clear_error(
     words: list[str],
     code: int,
     said: str,
-    workshop: EvaluationWorkspace,
+    workspace: EvaluationWorkspace,
     expertctl: CommandRunner,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    data = workshop.half
-    monkeypatch.chdir(workshop.folder)
+    data = workspace.half
+    monkeypatch.chdir(workspace.folder)
     outcome = expertctl("eval", "--data", data, *words, exit_code=code)
     assert outcome.out == ""
     assert said in outcome.err
     assert outcome.err.startswith("error: ")
 
 
-def test_a_picture_is_drawn(workshop: EvaluationWorkspace, expertctl: CommandRunner) -> None:
-    data = workshop.half
+def test_a_picture_is_drawn(workspace: EvaluationWorkspace, expertctl: CommandRunner) -> None:
+    data = workspace.half
     for name, start in (("scores.PNG", b"\x89PNG\r\n"), ("scores.svg", b"<?xml")):
-        path = workshop.folder / name
+        path = workspace.folder / name
         expertctl("eval", "acme/sums", "--data", data, "--plot", path)
         assert path.read_bytes().startswith(start)
 
 
 def test_without_matplotlib_the_extra_is_named_before_anything_is_answered(
-    workshop: EvaluationWorkspace, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
+    workspace: EvaluationWorkspace, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    picture = workshop.folder / "scores.svg"
+    picture = workspace.folder / "scores.svg"
     said = expertctl("eval", "x/y", "--data", "nowhere", "--plot", picture, exit_code=3)
     assert said.err.startswith("error: plotting needs matplotlib")
     assert "hint: pip install 'expertctl[plot]'" in said.err
@@ -227,16 +227,16 @@ def test_without_matplotlib_the_extra_is_named_before_anything_is_answered(
 
 @pytest.mark.parametrize("words", [["eval", "acme/sums", "--data"], ["build", "my-lora", "--eval"]])
 def test_without_jinja_the_way_out_is_named(
-    words: list[str], workshop: EvaluationWorkspace, monkeypatch: pytest.MonkeyPatch
+    words: list[str], workspace: EvaluationWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = (
         "import sys\n"
         "sys.modules['jinja2'] = None\n"
         "from expertctl.cli.app import run\n"
-        f"sys.exit(run({[*words, str(workshop.half)]!r}))\n"
+        f"sys.exit(run({[*words, str(workspace.half)]!r}))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    monkeypatch.chdir(workshop.folder)
+    monkeypatch.chdir(workspace.folder)
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
@@ -248,13 +248,13 @@ Build = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def build(workshop: EvaluationWorkspace, expertctl: CommandRunner) -> Build:
+def build(workspace: EvaluationWorkspace, expertctl: CommandRunner) -> Build:
     """Build with an evaluation; return the document, and what the package says of itself."""
 
     def call(name: str, *words: object) -> dict[str, Any]:
-        path = workshop.folder / name
+        path = workspace.folder / name
         options = ("-o", path, "--base", "my-base", *words)
-        document = expertctl("build", workshop.lora, *options, "--json").document
+        document = expertctl("build", workspace.lora, *options, "--json").document
         inspected = expertctl("inspect", path, "--json").document
         assert inspected["content_digest"] == document["content_digest"]
         return {**document, **inspected}
@@ -263,10 +263,10 @@ def build(workshop: EvaluationWorkspace, expertctl: CommandRunner) -> Build:
 
 
 def test_a_build_holds_what_was_measured_and_verifies(
-    workshop: EvaluationWorkspace, expertctl: CommandRunner, build: Build
+    workspace: EvaluationWorkspace, expertctl: CommandRunner, build: Build
 ) -> None:
     before = datetime.now(UTC).date().isoformat()
-    data, sources = workshop.half, set(workshop.folder.iterdir())
+    data, sources = workspace.half, set(workspace.folder.iterdir())
     document = build("measured.expert", "--eval", data, "--sign", "me")
     (entry,) = document["manifest"]["evaluation"]
     assert before <= entry.pop("date") <= datetime.now(UTC).date().isoformat()
@@ -278,40 +278,40 @@ def test_a_build_holds_what_was_measured_and_verifies(
         "base": 0.25,
         "expert": 0.75,
     }
-    expertctl("verify", workshop.folder / "measured.expert")
+    expertctl("verify", workspace.folder / "measured.expert")
     plain = build("plain.expert")
     changed = {f["path"] for f in document["files"] if f not in plain["files"]}
     assert changed == {"expert.json"}
-    made = {path.name for path in set(workshop.folder.iterdir()) - sources}
+    made = {path.name for path in set(workspace.folder.iterdir()) - sources}
     assert made == {"measured.expert", "plain.expert"}
-    assert "evaluation" not in (workshop.lora / "expert.json").read_text()
+    assert "evaluation" not in (workspace.lora / "expert.json").read_text()
 
 
 def test_a_build_of_one_source_date_is_the_same_every_day(
-    workshop: EvaluationWorkspace, build: Build, monkeypatch: pytest.MonkeyPatch
+    workspace: EvaluationWorkspace, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", EPOCH)
-    words = ("--eval", workshop.half, "--sign", "me")
+    words = ("--eval", workspace.half, "--sign", "me")
     first, second = (build(f"{name}.expert", *words) for name in ("one", "two"))
     for digest in ("content_digest", "package_digest"):
         assert first[digest] == second[digest]
     assert first["manifest"]["evaluation"][0]["date"] == "2023-11-14"
-    files = [workshop.folder / f"{name}.expert" for name in ("one", "two")]
+    files = [workspace.folder / f"{name}.expert" for name in ("one", "two")]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_an_entry_of_the_same_data_and_metric_is_replaced(
-    workshop: EvaluationWorkspace, expertctl: CommandRunner, build: Build
+    workspace: EvaluationWorkspace, expertctl: CommandRunner, build: Build
 ) -> None:
-    first = build("one.expert", "--eval", workshop.half, "--task", "adding")
-    expertctl("unpack", workshop.folder / "one.expert", workshop.folder / "again")
-    files = workshop.folder / "again" / "expert.json"
+    first = build("one.expert", "--eval", workspace.half, "--task", "adding")
+    expertctl("unpack", workspace.folder / "one.expert", workspace.folder / "again")
+    files = workspace.folder / "again" / "expert.json"
     assert parse_manifest(files.read_bytes()).evaluation[0].task == "adding"
-    (workshop.lora / "expert.json").write_bytes(files.read_bytes())
-    other = workshop.data([WRONG] * 4, "other.jsonl")
-    contains = build("two.expert", "--eval", workshop.half, "--metric", "contains")
+    (workspace.lora / "expert.json").write_bytes(files.read_bytes())
+    other = workspace.data([WRONG] * 4, "other.jsonl")
+    contains = build("two.expert", "--eval", workspace.half, "--metric", "contains")
     assert len(contains["manifest"]["evaluation"]) == 2
-    again = build("three.expert", "--eval", workshop.half)["manifest"]["evaluation"]
+    again = build("three.expert", "--eval", workspace.half)["manifest"]["evaluation"]
     assert [entry["task"] for entry in again] == ["sums"]
     more = build("four.expert", "--eval", other)["manifest"]["evaluation"]
     assert [entry["expert"] for entry in more] == [0.75, 0.0]
@@ -333,37 +333,37 @@ def test_a_build_that_cannot_be_measured_leaves_nothing(
     words: list[str],
     code: int,
     said: str,
-    workshop: EvaluationWorkspace,
+    workspace: EvaluationWorkspace,
     expertctl: CommandRunner,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert workshop.half.exists()
-    write_base(workshop.folder / "elsewhere", layers=2, seed=7)
-    monkeypatch.chdir(workshop.folder)
-    before = sorted(workshop.folder.iterdir())
+    assert workspace.half.exists()
+    write_base(workspace.folder / "elsewhere", layers=2, seed=7)
+    monkeypatch.chdir(workspace.folder)
+    before = sorted(workspace.folder.iterdir())
     outcome = expertctl("build", "my-lora", *words, exit_code=code)
     assert said in outcome.err
     assert "measured" not in outcome.err
-    assert sorted(workshop.folder.iterdir()) == before
+    assert sorted(workspace.folder.iterdir()) == before
 
 
 def test_a_moment_that_is_none_is_refused(
-    workshop: EvaluationWorkspace, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
+    workspace: EvaluationWorkspace, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
-    words = ("--base", "my-base", "--eval", workshop.half)
-    said = expertctl("build", workshop.lora, *words, exit_code=2)
+    words = ("--base", "my-base", "--eval", workspace.half)
+    said = expertctl("build", workspace.lora, *words, exit_code=2)
     assert "SOURCE_DATE_EPOCH is 'yesterday'" in said.err
 
 
 def test_a_base_is_evaluated_as_it_is_held(
-    workshop: EvaluationWorkspace, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
+    workspace: EvaluationWorkspace, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oracle is `run`; the sizes of this base are none for int8."""
     words = ("--expert", "acme/sums", "--greedy", "--max-tokens", "5", "--json", "--dtype", "bf16")
     texts = [expertctl("run", prompt, *words).document["text"] for prompt in PROMPTS]
     assert all(text.strip() for text in texts)
-    data = workshop.data(texts)
+    data = workspace.data(texts)
     document = expertctl("eval", "acme/sums", "--data", data, "--json", *words[-2:]).document
     assert find_problems(document, "eval") == []
     assert (document["dtype"], document["expert"]) == ("bf16", 1)

@@ -8,9 +8,9 @@ import pytest
 
 from expertctl.schema.validation import find_problems
 from tests.cli.command_runner import CommandRunner, expertctl
-from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, package_factory, user_home
 
-__all__ = ["expertctl", "fast", "house", "shop"]
+__all__ = ["expertctl", "fast", "package_factory", "user_home"]
 
 pytestmark = pytest.mark.all
 
@@ -19,14 +19,21 @@ SORT, DAYS, HELLO = "Sort these numbers: 3, 1, 2", "Which day of the week is it?
 
 @pytest.fixture
 def data(
-    house: HomeFixture, shop: PackageFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    user_home: HomeFixture,
+    package_factory: PackageFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Path:
     """Three prompts of two experts and none, the last one labelled wrong."""
     monkeypatch.setenv("EXPERT_ENCODER", "lexical")
-    house.bases.add(shop.base_dir)
-    house.install(
-        shop.package("acme/sorting", description="Sorts numbers.", routing={"examples": [SORT]}),
-        shop.package("acme/dates", description="Names days.", routing={"examples": [DAYS]}),
+    user_home.bases.add(package_factory.base_dir)
+    user_home.install(
+        package_factory.package(
+            "acme/sorting", description="Sorts numbers.", routing={"examples": [SORT]}
+        ),
+        package_factory.package(
+            "acme/dates", description="Names days.", routing={"examples": [DAYS]}
+        ),
     )
     rows = [(SORT, "acme/sorting"), (DAYS, "acme/dates"), (HELLO, None), (DAYS + " ", None)]
     return written(tmp_path, *rows)

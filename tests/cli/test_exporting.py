@@ -7,9 +7,9 @@ import pytest
 from expertctl.package.read import read_package
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.package.forged_packages import read_archive
-from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, package_factory, user_home
 
-__all__ = ["expertctl", "fast", "house", "shop"]
+__all__ = ["expertctl", "fast", "package_factory", "user_home"]
 
 
 @pytest.fixture
@@ -20,10 +20,10 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def experts(house: HomeFixture, shop: PackageFactory, work: Path) -> None:
-    house.install(
-        shop.package("acme/low", seed=1),
-        shop.package("acme/top", composition={"requires": ["acme/low@^1"]}, seed=3),
+def experts(user_home: HomeFixture, package_factory: PackageFactory, work: Path) -> None:
+    user_home.install(
+        package_factory.package("acme/low", seed=1),
+        package_factory.package("acme/top", composition={"requires": ["acme/low@^1"]}, seed=3),
     )
 
 
@@ -32,9 +32,9 @@ def names(work: Path) -> list[str]:
 
 
 def test_one_expert_is_written_as_the_file_it_came_in(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory, work: Path
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory, work: Path
 ) -> None:
-    original = shop.package("acme/low", seed=1)
+    original = package_factory.package("acme/low", seed=1)
     assert expertctl("export", "acme/low", "--json").document == {
         "path": "low-1.0.0.expert",
         "ref": "acme/low@1.0.0",
@@ -47,7 +47,7 @@ def test_one_expert_is_written_as_the_file_it_came_in(
 
 
 def test_a_directory_for_peft_is_named_after_the_expert_or_the_file(
-    expertctl: CommandRunner, house: HomeFixture, work: Path
+    expertctl: CommandRunner, user_home: HomeFixture, work: Path
 ) -> None:
     document = expertctl("export", "acme/low", "--peft", "--json").document
     assert (document["path"], document["adapters"]) == ("low-1.0.0", ["low-1.0.0"])
@@ -62,13 +62,13 @@ def test_a_directory_for_peft_is_named_after_the_expert_or_the_file(
 
 def test_a_set_goes_from_one_home_to_another(
     expertctl: CommandRunner,
-    house: HomeFixture,
+    user_home: HomeFixture,
     work: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     document = expertctl("export", "acme/top", "-o", "mine.experts", "--json").document
-    low, top = house.store.list_experts()
+    low, top = user_home.store.list_experts()
     assert document == {
         "path": "mine.experts",
         "packages": [
@@ -97,7 +97,7 @@ def test_a_set_goes_from_one_home_to_another(
 
 def test_a_version_that_another_content_has_here_is_imported_only_when_it_is_accepted(
     expertctl: CommandRunner,
-    shop: PackageFactory,
+    package_factory: PackageFactory,
     work: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -105,7 +105,7 @@ def test_a_version_that_another_content_has_here_is_imported_only_when_it_is_acc
     expertctl("export", "acme/low", "acme/top", "-o", "mine.experts")
     monkeypatch.setenv("EXPERT_HOME", str(tmp_path / "other-home"))
     other = HomeFixture(tmp_path / "other-home").trust_keys("acme")
-    other.install(shop.package("acme/low", seed=2))
+    other.install(package_factory.package("acme/low", seed=2))
     said = expertctl("import", "mine.experts", exit_code=5)
     assert "`--accept-changed acme/low@1.0.0` accepts the new content" in said.err
     said = expertctl("import", "mine.experts", "--accept-changed", "acme/low@1.0.0")
@@ -114,7 +114,7 @@ def test_a_version_that_another_content_has_here_is_imported_only_when_it_is_acc
 
 
 def test_several_experts_become_a_set_and_with_oci_its_tar(
-    expertctl: CommandRunner, house: HomeFixture, work: Path
+    expertctl: CommandRunner, user_home: HomeFixture, work: Path
 ) -> None:
     said = expertctl("export", "acme/top", "acme/low", "-o", "mine.experts")
     assert said.out == "wrote mine.experts\n  acme/low@1.0.0\n  acme/top@1.0.0\n"
@@ -124,11 +124,11 @@ def test_several_experts_become_a_set_and_with_oci_its_tar(
 
 
 def test_unsigned_experts_travel_with_leave(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory, work: Path
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory, work: Path
 ) -> None:
-    house.install(shop.package("acme/unsigned", key=None), allow_unsigned=True)
+    user_home.install(package_factory.package("acme/unsigned", key=None), allow_unsigned=True)
     expertctl("export", "acme/unsigned", "-o", "x.experts")
-    house.store.remove(next(e for e in house.store.list_experts() if e.signer is None))
+    user_home.store.remove(next(e for e in user_home.store.list_experts() if e.signer is None))
     said = expertctl("import", "x.experts", exit_code=5)
     assert "--allow-unsigned" in said.err
     said = expertctl("import", "x.experts", "--allow-unsigned")
@@ -165,21 +165,21 @@ def test_what_cannot_be_done_is_said_and_nothing_is_written(
     code: int,
     told: str,
     expertctl: CommandRunner,
-    house: HomeFixture,
-    shop: PackageFactory,
+    user_home: HomeFixture,
+    package_factory: PackageFactory,
     work: Path,
 ) -> None:
-    (work / "file.expert").write_bytes(shop.package("acme/low", seed=1).read_bytes())
+    (work / "file.expert").write_bytes(package_factory.package("acme/low", seed=1).read_bytes())
     (work / "folder").mkdir()
-    before = house.read_files()
+    before = user_home.read_files()
     assert told in expertctl(*words, exit_code=code).err
     assert names(work) == ["file.expert", "folder"]
-    assert house.read_files() == before
+    assert user_home.read_files() == before
 
 
 @pytest.mark.parametrize("change", ["cut", "flipped", "appended"])
 def test_a_set_that_was_tampered_with_leaves_the_store_alone(
-    change: str, expertctl: CommandRunner, house: HomeFixture, work: Path
+    change: str, expertctl: CommandRunner, user_home: HomeFixture, work: Path
 ) -> None:
     expertctl("export", "acme/top", "-o", "mine.experts")
     data = bytearray((work / "mine.experts").read_bytes())
@@ -190,9 +190,9 @@ def test_a_set_that_was_tampered_with_leaves_the_store_alone(
     else:
         data += b"more"
     (work / "mine.experts").write_bytes(data)
-    for expert in house.store.list_experts():
-        house.store.remove(expert)
+    for expert in user_home.store.list_experts():
+        user_home.store.remove(expert)
     said = expertctl("import", "mine.experts", "--json", exit_code=5 if change == "flipped" else 8)
     assert set(said.document) == {"error"}
-    assert house.refs() == []
-    house.check_integrity()
+    assert user_home.refs() == []
+    user_home.check_integrity()

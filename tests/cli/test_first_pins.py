@@ -31,7 +31,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> PackageTemplate:
 
 
 @pytest.fixture
-def liar(
+def hostile_registry(
     home: Path, template: PackageTemplate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[HostileRegistry]:
     with run_hostile_registry(template.make_package("zoo/ants", key=make_key("acme"))) as running:
@@ -42,16 +42,18 @@ def liar(
         yield running
 
 
-def get_only_package(liar: HostileRegistry) -> InMemoryPackage:
-    [found] = liar.packages.values()
+def get_only_package(hostile_registry: HostileRegistry) -> InMemoryPackage:
+    [found] = hostile_registry.packages.values()
     return found
 
 
-def is_pinned(home: Path, liar: HostileRegistry) -> bool:
-    return HomeFixture(home).trust.read().is_pinned(liar.host, "zoo")
+def is_pinned(home: Path, hostile_registry: HostileRegistry) -> bool:
+    return HomeFixture(home).trust.read().is_pinned(hostile_registry.host, "zoo")
 
 
-def fails_unpinned(home: Path, liar: HostileRegistry, expertctl: CommandRunner, code: int) -> None:
+def fails_unpinned(
+    home: Path, hostile_registry: HostileRegistry, expertctl: CommandRunner, code: int
+) -> None:
     before = HomeFixture(home).home.trust.read_bytes()
     said = expertctl("install", "zoo/ants", exit_code=code)
     assert "pinned for" not in said.err
@@ -60,68 +62,84 @@ def fails_unpinned(home: Path, liar: HostileRegistry, expertctl: CommandRunner, 
 
 
 def test_an_install_whose_signature_is_another_keys_pins_nothing(
-    home: Path, liar: HostileRegistry, template: PackageTemplate, expertctl: CommandRunner
+    home: Path,
+    hostile_registry: HostileRegistry,
+    template: PackageTemplate,
+    expertctl: CommandRunner,
 ) -> None:
     """The index names acme's key as the signer; the package was signed by another."""
-    liar.publish(template.make_package("zoo/ants", key=make_key("mallory")))
-    fails_unpinned(home, liar, expertctl, TRUST)
+    hostile_registry.publish(template.make_package("zoo/ants", key=make_key("mallory")))
+    fails_unpinned(home, hostile_registry, expertctl, TRUST)
 
 
 def test_an_install_whose_signature_was_made_for_another_package_pins_nothing(
-    home: Path, liar: HostileRegistry, template: PackageTemplate, expertctl: CommandRunner
+    home: Path,
+    hostile_registry: HostileRegistry,
+    template: PackageTemplate,
+    expertctl: CommandRunner,
 ) -> None:
     """Attack 38: the files are right, and the statement that was signed names another package."""
     from expertctl.package.write import build_signed_layout
     from expertctl.trust.bundle import sign_files
 
-    files = get_only_package(liar).layout.files
+    files = get_only_package(hostile_registry).layout.files
     for name in ("zoo/bees@1.0.0", "zoo/ants@2.0.0"):
         signature = sign_files(files, name=name, key=make_key("acme"))
         layout = build_signed_layout(files, signature)
-        blobs = {**get_only_package(liar).blobs, Digest.compute(signature): signature}
-        liar.publish(InMemoryPackage(get_only_package(liar).name, "1.0.0", layout, blobs))
+        blobs = {**get_only_package(hostile_registry).blobs, Digest.compute(signature): signature}
+        hostile_registry.publish(
+            InMemoryPackage(get_only_package(hostile_registry).name, "1.0.0", layout, blobs)
+        )
         said = expertctl("install", "zoo/ants", exit_code=TRUST)
         assert f"model.sig was made for {name}, and this is zoo/ants@1.0.0" in said.err
-        assert not is_pinned(home, liar)
+        assert not is_pinned(home, hostile_registry)
 
 
 def test_an_install_whose_download_fails_pins_nothing(
-    home: Path, liar: HostileRegistry, expertctl: CommandRunner
+    home: Path, hostile_registry: HostileRegistry, expertctl: CommandRunner
 ) -> None:
-    file = max(get_only_package(liar).layout.layers, key=lambda layer: layer.size)
-    liar.overrides[f"/v2/zoo/ants/blobs/{file.digest}"] = lambda _: make_reply(404)
-    fails_unpinned(home, liar, expertctl, 3)
+    file = max(get_only_package(hostile_registry).layout.layers, key=lambda layer: layer.size)
+    hostile_registry.overrides[f"/v2/zoo/ants/blobs/{file.digest}"] = lambda _: make_reply(404)
+    fails_unpinned(home, hostile_registry, expertctl, 3)
 
 
 def test_an_install_of_other_bytes_pins_nothing(
-    home: Path, liar: HostileRegistry, expertctl: CommandRunner
+    home: Path, hostile_registry: HostileRegistry, expertctl: CommandRunner
 ) -> None:
-    file = max(get_only_package(liar).layout.layers, key=lambda layer: layer.size)
+    file = max(get_only_package(hostile_registry).layout.layers, key=lambda layer: layer.size)
     wrong = bytes(file.size)
-    liar.overrides[f"/v2/zoo/ants/blobs/{file.digest}"] = lambda _: make_reply(body=wrong)
-    fails_unpinned(home, liar, expertctl, TRUST)
+    hostile_registry.overrides[f"/v2/zoo/ants/blobs/{file.digest}"] = lambda _: make_reply(
+        body=wrong
+    )
+    fails_unpinned(home, hostile_registry, expertctl, TRUST)
 
 
 def test_keys_are_told_when_the_install_fails_after_its_signature_was_checked(
-    home: Path, liar: HostileRegistry, template: PackageTemplate, expertctl: CommandRunner
+    home: Path,
+    hostile_registry: HostileRegistry,
+    template: PackageTemplate,
+    expertctl: CommandRunner,
 ) -> None:
     expertctl("install", "zoo/ants")
-    HomeFixture(home).trust.remove_registry(liar.host)
-    HomeFixture(home).trust.add_registry(liar.known)
-    assert not is_pinned(home, liar)
+    HomeFixture(home).trust.remove_registry(hostile_registry.host)
+    HomeFixture(home).trust.add_registry(hostile_registry.known)
+    assert not is_pinned(home, hostile_registry)
     hater = template.make_package(
         "zoo/bees", key=make_key("acme"), composition={"conflicts": ["zoo/ants"]}
     )
-    liar.publish(hater)
+    hostile_registry.publish(hater)
     said = expertctl("install", "zoo/bees", "--json", exit_code=CONFLICT)
-    assert f"pinned for zoo/* of {liar.host}: key {KEY_ID} (first install" in said.err
+    assert f"pinned for zoo/* of {hostile_registry.host}: key {KEY_ID} (first install" in said.err
     assert json.loads(said.out)["error"]["code"] == "conflict"
-    assert is_pinned(home, liar)
+    assert is_pinned(home, hostile_registry)
     assert HomeFixture(home).refs() == ["zoo/ants@1.0.0"]
 
 
 def test_an_install_that_ends_between_pinning_and_publishing_can_be_repeated(
-    home: Path, liar: HostileRegistry, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
+    home: Path,
+    hostile_registry: HostileRegistry,
+    expertctl: CommandRunner,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def killed(*_: object, **__: object) -> None:
         raise StoreError("killed here")
@@ -130,7 +148,7 @@ def test_an_install_that_ends_between_pinning_and_publishing_can_be_repeated(
         patch.setattr(install_module, "_publish_candidates", killed)
         said = expertctl("install", "zoo/ants", exit_code=FAILURE)
     assert "pinned for zoo/*" in said.err
-    assert is_pinned(home, liar)
+    assert is_pinned(home, hostile_registry)
     assert HomeFixture(home).refs() == []
     HomeFixture(home).trust.check_integrity()
     again = expertctl("install", "zoo/ants")
@@ -139,14 +157,14 @@ def test_an_install_that_ends_between_pinning_and_publishing_can_be_repeated(
 
 
 def test_an_index_that_is_older_than_its_registry_says_it_may_be_is_warned_of(
-    liar: HostileRegistry, expertctl: CommandRunner
+    hostile_registry: HostileRegistry, expertctl: CommandRunner
 ) -> None:
     """Attack 24: a mirror goes on showing what was true once."""
-    liar.interval_days = 7
+    hostile_registry.interval_days = 7
     before = (datetime.now(UTC) - datetime.fromisoformat(TIME)).days
     said = expertctl("install", "zoo/ants", "--json")
     after = (datetime.now(UTC) - datetime.fromisoformat(TIME)).days
-    warning = f"warning: the index of zoo/ants from {liar.host} is "
+    warning = f"warning: the index of zoo/ants from {hostile_registry.host} is "
     assert said.err.count(warning) == 1
     [told] = [note for note in said.document["notes"] if note.startswith(warning)]
     age, _, rest = told.removeprefix(warning).partition(" ")

@@ -8,9 +8,9 @@ import pytest
 
 from expertctl.routing.request import MAX_PROMPT_CHARACTERS
 from tests.cli.command_runner import CommandRunner, expertctl
-from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, package_factory, user_home
 
-__all__ = ["expertctl", "fast", "house", "shop"]
+__all__ = ["expertctl", "fast", "package_factory", "user_home"]
 
 LONG = "x" * 70
 HERE = "HERE"
@@ -18,12 +18,17 @@ HERE = "HERE"
 
 @pytest.fixture(autouse=True)
 def here(
-    house: HomeFixture, shop: PackageFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    user_home: HomeFixture,
+    package_factory: PackageFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    house.bases.add(shop.base_dir)
-    house.install(
-        shop.package("acme/one", composition={"conflicts": ["acme/two"], "max_chain": 1}),
-        shop.package("acme/three"),
+    user_home.bases.add(package_factory.base_dir)
+    user_home.install(
+        package_factory.package(
+            "acme/one", composition={"conflicts": ["acme/two"], "max_chain": 1}
+        ),
+        package_factory.package("acme/three"),
     )
     monkeypatch.setenv("EXPERT_ENCODER", "lexical")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x")))

@@ -11,9 +11,17 @@ import pytest
 from expertctl.digest import Digest
 from expertctl.reference import Reference
 from tests.cli.command_runner import CommandRunner, expertctl
-from tests.store.fixtures import BASE_NAME, HomeFixture, PackageFactory, fast, house, make_key, shop
+from tests.store.fixtures import (
+    BASE_NAME,
+    HomeFixture,
+    PackageFactory,
+    fast,
+    make_key,
+    package_factory,
+    user_home,
+)
 
-__all__ = ["expertctl", "fast", "house", "shop"]
+__all__ = ["expertctl", "fast", "package_factory", "user_home"]
 
 
 @pytest.mark.parametrize("command", ["install", "list", "remove", "gc", "doctor", "reindex"])
@@ -34,13 +42,18 @@ def test_an_empty_home_lists_nothing_and_says_how_to_begin(
 
 
 def test_what_is_installed_is_listed(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    said = expertctl("install", shop.package(), shop.package("acme/odd", key=None), exit_code=5)
+    said = expertctl(
+        "install",
+        package_factory.package(),
+        package_factory.package("acme/odd", key=None),
+        exit_code=5,
+    )
     assert "error: acme/odd@1.0.0 is not signed\n\nhint: " in said.err
     assert expertctl("list", "--json").document["experts"] == []
 
-    files = [shop.package(), shop.package("acme/odd", key=None)]
+    files = [package_factory.package(), package_factory.package("acme/odd", key=None)]
     said = expertctl("install", *files, "--allow-unsigned")
     assert [line.split()[1] for line in said.out.splitlines()] == [
         "acme/sql@1.0.0",
@@ -53,15 +66,15 @@ def test_what_is_installed_is_listed(
     assert odd.split()[:4] == ["acme/odd", "1.0.0", "(file)", BASE_NAME]
     assert odd.split()[-2:] == ["-", "unsigned"]
     assert sql.split()[-1] == "acme"
-    house.trust.revoke(make_key("acme").public.key_id)
+    user_home.trust.revoke(make_key("acme").public.key_id)
     assert expertctl("list").out.splitlines()[-1].split()[-1] == "revoked"
 
 
 def test_the_list_as_json_has_all_that_is_known(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    expertctl("install", shop.package())
-    (expert,) = house.store.list_experts()
+    expertctl("install", package_factory.package())
+    (expert,) = user_home.store.list_experts()
     assert expertctl("list", "--json").document["experts"] == [
         {
             "ref": "acme/sql@1.0.0",
@@ -84,14 +97,14 @@ def test_the_list_as_json_has_all_that_is_known(
 
 
 def test_installing_prints_one_document(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    (shown,) = expertctl("install", shop.package(), "--json").document["installed"]
+    (shown,) = expertctl("install", package_factory.package(), "--json").document["installed"]
     assert (shown["ref"], shown["outcome"]) == ("acme/sql@1.0.0", "installed")
     assert any("not added yet" in warning for warning in shown["warnings"])
-    (again,) = expertctl("install", shop.package(), "--json").document["installed"]
+    (again,) = expertctl("install", package_factory.package(), "--json").document["installed"]
     assert again["outcome"] == "already installed"
-    assert house.catalogue.list_refs() == ["acme/sql@1.0.0"]
+    assert user_home.catalogue.list_refs() == ["acme/sql@1.0.0"]
 
 
 def test_an_error_is_a_document_too(expertctl: CommandRunner, tmp_path: Path) -> None:
@@ -120,10 +133,10 @@ def test_nothing_to_install_is_a_usage_error(expertctl: CommandRunner) -> None:
 
 
 def test_removing_names_dependants(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    top = shop.package("acme/top", composition={"requires": ["acme/sql"]})
-    expertctl("install", shop.package(), top)
+    top = package_factory.package("acme/top", composition={"requires": ["acme/sql"]})
+    expertctl("install", package_factory.package(), top)
     said = expertctl("remove", "acme/sql", exit_code=4)
     assert "needed by acme/top@1.0.0" in said.err
     assert "--force" in said.err
@@ -133,14 +146,14 @@ def test_removing_names_dependants(
     assert "warning: acme/top@1.0.0" in said.err
     assert expertctl("remove", "acme/top@1.0.0").out.startswith("removed acme/top@1.0.0")
     assert "acme/top is not installed" in expertctl("remove", "acme/top", exit_code=3).err
-    assert house.catalogue.list_refs() == []
+    assert user_home.catalogue.list_refs() == []
 
 
 def test_garbage_is_shown_and_removed(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    expertctl("install", shop.package())
-    (house.store.paths.blobs / Digest.compute(b"x").hex).write_bytes(b"x" * 1500)
+    expertctl("install", package_factory.package())
+    (user_home.store.paths.blobs / Digest.compute(b"x").hex).write_bytes(b"x" * 1500)
     assert expertctl("gc", "--dry-run").out.startswith("would free 1.5 kB: 1 files")
     assert expertctl("gc", "--json").document == {
         "dry_run": False,
@@ -153,14 +166,14 @@ def test_garbage_is_shown_and_removed(
 
 
 def test_the_doctor_exits_with_1_when_something_is_broken(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    expertctl("install", shop.package())
+    expertctl("install", package_factory.package())
     said = expertctl("doctor")
     assert "note: acme/sql@1.0.0: its base" in said.out
     assert said.out.splitlines()[-1].endswith("nothing is broken")
-    expert = house.store.find(Reference.parse("acme/sql"))
-    path = house.store.blob_path(expert.find_file("expert.json").digest)
+    expert = user_home.store.find(Reference.parse("acme/sql"))
+    path = user_home.store.blob_path(expert.find_file("expert.json").digest)
     path.chmod(0o644)
     path.write_bytes(path.read_bytes().replace(b"acme", b"evil"))
     path.chmod(0o444)
@@ -173,26 +186,26 @@ def test_the_doctor_exits_with_1_when_something_is_broken(
 
 
 def test_reindexing_tells_what_it_left_out(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    expertctl("install", shop.package(), shop.package("acme/two"))
-    house.home.index.write_bytes(b"garbage" * 1000)
+    expertctl("install", package_factory.package(), package_factory.package("acme/two"))
+    user_home.home.index.write_bytes(b"garbage" * 1000)
     said = expertctl("reindex")
     assert said.out == "indexed 2 experts\n"
     assert "was damaged" in said.err
-    assert house.catalogue.list_refs() == ["acme/sql@1.0.0", "acme/two@1.0.0"]
-    expert = house.store.find(Reference.parse("acme/two"))
-    house.store.blob_path(expert.find_file("expert.json").digest).unlink()
+    assert user_home.catalogue.list_refs() == ["acme/sql@1.0.0", "acme/two@1.0.0"]
+    expert = user_home.store.find(Reference.parse("acme/two"))
+    user_home.store.blob_path(expert.find_file("expert.json").digest).unlink()
     document = expertctl("reindex", "--json").document
     assert document["experts"] == 1
     assert "acme/two@1.0.0" in document["warnings"][0]
 
 
 def test_a_damaged_record_is_a_warning_of_the_list(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    expertctl("install", shop.package())
-    path = house.home.store / "refs" / "local" / "acme" / "sql" / "1.0.0"
+    expertctl("install", package_factory.package())
+    path = user_home.home.store / "refs" / "local" / "acme" / "sql" / "1.0.0"
     path.write_bytes(b"")
     assert "warning: the record of acme/sql@1.0.0 is damaged" in expertctl("list").err
     assert expertctl("list", "--json").document["damaged"][0]["ref"] == "acme/sql@1.0.0"
@@ -200,10 +213,10 @@ def test_a_damaged_record_is_a_warning_of_the_list(
 
 
 def test_control_characters_of_a_package_never_reach_the_terminal(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    house.install(shop.package())
-    path = house.home.store / "refs" / "local" / "acme" / "sql" / "1.0.0"
+    user_home.install(package_factory.package())
+    path = user_home.home.store / "refs" / "local" / "acme" / "sql" / "1.0.0"
     document = json.loads(path.read_text())
     document["base"]["name"] = "evil\x1b[31m"
     path.write_text(json.dumps(document, indent=1) + "\n")
@@ -211,16 +224,16 @@ def test_control_characters_of_a_package_never_reach_the_terminal(
 
 
 def test_the_list_starts_without_the_libraries_of_other_commands(
-    house: HomeFixture, shop: PackageFactory
+    user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    house.install(shop.package(), catalogue=house.catalogue)
+    user_home.install(package_factory.package(), catalogue=user_home.catalogue)
     program = (
         "import sys; from expertctl.cli.app import run; run(['list'])\n"
         "heavy = {'sqlite3', 'sqlite_utils', 'cryptography', 'numpy', 'jsonschema_rs', 'torch',\n"
         "         'zstandard', 'msgspec', 'filelock', 'asyncio', 'rich'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
-    environment = {**os.environ, "EXPERT_HOME": str(house.root)}
+    environment = {**os.environ, "EXPERT_HOME": str(user_home.root)}
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )

@@ -53,9 +53,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 class LyingRegistryScene:
     """A registry that may lie, and a home that installed something from it while it did not."""
 
-    liar: HostileRegistry
+    hostile_registry: HostileRegistry
     parcel: InMemoryPackage
-    house: HomeFixture
+    user_home: HomeFixture
     expertctl: CommandRunner
 
     def path(self, what: str) -> str:
@@ -79,13 +79,15 @@ class LyingRegistryScene:
 
     def refuses(self, code: int) -> None:
         """Install; what is in the store stays as it is, and the person is told who it was."""
-        before = self.house.read_files()
+        before = self.user_home.read_files()
         said = self.expertctl("install", "acme/one", "--json", exit_code=code)
-        assert self.house.read_files() == before
-        assert self.house.refs() == [KEPT]
-        self.house.check_integrity()
+        assert self.user_home.read_files() == before
+        assert self.user_home.refs() == [KEPT]
+        self.user_home.check_integrity()
         error = said.document["error"]
-        assert "acme/one" in error["message"] or self.liar.host in error["message"], error
+        assert "acme/one" in error["message"] or self.hostile_registry.host in error["message"], (
+            error
+        )
 
 
 @pytest.fixture
@@ -96,13 +98,13 @@ def scene(
         "acme/one", key=make_key("acme"), files={"README.md": b"text " * 100_000}
     )
     kept = template.make_package("acme/kept", key=make_key("acme"))
-    with run_hostile_registry(one, kept) as liar:
-        house = HomeFixture(home)
-        house.trust.add_registry(liar.known)
-        monkeypatch.setenv("EXPERT_REGISTRY", liar.host)
+    with run_hostile_registry(one, kept) as hostile_registry:
+        user_home = HomeFixture(home)
+        user_home.trust.add_registry(hostile_registry.known)
+        monkeypatch.setenv("EXPERT_REGISTRY", hostile_registry.host)
         monkeypatch.setenv("EXPERT_ENCODER", "lexical")
         expertctl("install", "acme/kept")
-        yield LyingRegistryScene(liar, one, house, expertctl)
+        yield LyingRegistryScene(hostile_registry, one, user_home, expertctl)
 
 
 def endless(_: LyingRegistryScene) -> Reply:
@@ -123,7 +125,7 @@ def of_a_stranger(scene: LyingRegistryScene) -> Reply:
 def of_another_package(scene: LyingRegistryScene) -> Reply:
     key = KeyEntry(make_key("acme").public, None)
     document = IndexDocument(PackageName.parse("acme/two"), 9, TIME, "", (), (key,))
-    return make_reply(body=sign_index(document, scene.liar.key))
+    return make_reply(body=sign_index(document, scene.hostile_registry.key))
 
 
 def altered(scene: LyingRegistryScene) -> Reply:
@@ -190,12 +192,12 @@ def test_a_lie_is_refused_and_changes_nothing(
     scene: LyingRegistryScene, what: str, lie: Callable[[LyingRegistryScene], Reply], code: int
 ) -> None:
     """Attacks 93 and 94; once the registry tells the truth, the same command goes through."""
-    scene.liar.overrides[scene.path(what)] = lambda _: lie(scene)
+    scene.hostile_registry.overrides[scene.path(what)] = lambda _: lie(scene)
     scene.refuses(code)
-    del scene.liar.overrides[scene.path(what)]
+    del scene.hostile_registry.overrides[scene.path(what)]
     scene.expertctl("install", "acme/one")
-    assert scene.house.refs() == [KEPT, "acme/one@1.0.0"]
-    scene.house.check_integrity()
+    assert scene.user_home.refs() == [KEPT, "acme/one@1.0.0"]
+    scene.user_home.check_integrity()
 
 
 def test_a_blob_whose_rest_comes_from_another_is_refused(scene: LyingRegistryScene) -> None:
@@ -211,7 +213,7 @@ def test_a_blob_whose_rest_comes_from_another_is_refused(scene: LyingRegistrySce
             Content_Range=f"bytes 300000-{len(scene.bytes) - 1}/{len(scene.bytes)}",
         )
 
-    scene.liar.overrides[scene.path("file")] = said
-    before = scene.house.read_files()
+    scene.hostile_registry.overrides[scene.path("file")] = said
+    before = scene.user_home.read_files()
     assert scene.expertctl("install", "acme/one", exit_code=TRUST).err
-    assert scene.house.read_files() == before
+    assert scene.user_home.read_files() == before

@@ -17,10 +17,10 @@ from tests.registry.live_registry import (
     store_credential,
     tiny_base,
     trust,
-    workshop,
+    workspace,
 )
 
-__all__ = ["alice", "expertctl", "live", "tiny_base", "trust", "workshop"]
+__all__ = ["alice", "expertctl", "live", "tiny_base", "trust", "workspace"]
 
 
 @pytest.fixture
@@ -103,11 +103,15 @@ def test_a_bare_name_is_looked_for_by_search(expertctl: CommandRunner) -> None:
 
 @pytest.fixture
 def offered(
-    live: LiveRegistry, alice: str, home: Path, workshop: PackageWorkspace, expertctl: CommandRunner
+    live: LiveRegistry,
+    alice: str,
+    home: Path,
+    workspace: PackageWorkspace,
+    expertctl: CommandRunner,
 ) -> LiveRegistry:
     """A registry that is trusted, with acme/sorting and acme/sql on offer."""
     expertctl("registry", "keys", "add", "me", "--namespace", "acme")
-    expertctl("publish", workshop.package("acme/sorting"), workshop.package("acme/sql"))
+    expertctl("publish", workspace.package("acme/sorting"), workspace.package("acme/sql"))
     fingerprint = live.served.registry.index_key.public.key_id
     expertctl("trust", "registry", "add", live.url, "--fingerprint", fingerprint)
     return live
@@ -123,10 +127,10 @@ def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(
 
 
 def test_a_name_like_that_of_an_installed_expert_is_suggested_without_a_registry(
-    base: Path, workshop: PackageWorkspace, home: Path, expertctl: CommandRunner
+    base: Path, workspace: PackageWorkspace, home: Path, expertctl: CommandRunner
 ) -> None:
-    BaseStore(Home(home).bases).add(workshop.base_dir)
-    expertctl("install", workshop.package("acme/sorting"))
+    BaseStore(Home(home).bases).add(workspace.base_dir)
+    expertctl("install", workspace.package("acme/sorting"))
     said = expertctl("install", "acme/sortin", exit_code=3).err
     assert "no registry is set" in said
     assert "hint: did you mean acme/sorting?" in said

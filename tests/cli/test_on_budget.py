@@ -12,9 +12,9 @@ import pytest
 from expertctl.engine.memory.process_registry import MemoryAdmission
 from expertctl.schema.validation import find_problems
 from expertctl.store.refs import StorePaths
-from tests.cli.test_run import PROMPT, QUIET, Expertctl, RunWorkspace, expertctl, workshop
+from tests.cli.test_run import PROMPT, QUIET, Expertctl, RunWorkspace, expertctl, workspace
 
-__all__ = ["expertctl", "workshop"]
+__all__ = ["expertctl", "workspace"]
 
 pytestmark = pytest.mark.all
 
@@ -24,7 +24,7 @@ def running() -> Path:
 
 
 @pytest.fixture
-def least(workshop: RunWorkspace, expertctl: Expertctl) -> int:
+def least(workspace: RunWorkspace, expertctl: Expertctl) -> int:
     """The smallest budget that all of it fits into."""
     memory = expertctl("run", PROMPT, "--expert", "acme/sorting", "--json", *QUIET).document[
         "memory"
@@ -33,7 +33,7 @@ def least(workshop: RunWorkspace, expertctl: Expertctl) -> int:
 
 
 def test_an_expert_that_does_not_fit_is_dropped_and_named(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     alone = expertctl("run", PROMPT, "--no-experts", "--json", *QUIET).document
     budget = alone["memory"]["peak"]
@@ -51,7 +51,7 @@ def test_an_expert_that_does_not_fit_is_dropped_and_named(
 
 
 def test_fewer_and_a_saved_plan_exclude_each_other(
-    workshop: RunWorkspace, expertctl: Expertctl, tmp_path: Path
+    workspace: RunWorkspace, expertctl: Expertctl, tmp_path: Path
 ) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text(expertctl("route", PROMPT, "--json").out)
@@ -60,7 +60,7 @@ def test_fewer_and_a_saved_plan_exclude_each_other(
     assert "always runs with all its experts" in outcome.err
 
 
-def test_a_saved_plan_is_read_from_stdin(workshop: RunWorkspace, expertctl: Expertctl) -> None:
+def test_a_saved_plan_is_read_from_stdin(workspace: RunWorkspace, expertctl: Expertctl) -> None:
     words = ("run", PROMPT, "--json", "--temperature", "1.4", "--max-tokens", "9")
     first = expertctl(*words)
     again = expertctl("run", PROMPT, "--json", "--plan", "-", stdin=first.out.encode())
@@ -74,7 +74,7 @@ def test_a_saved_plan_is_read_from_stdin(workshop: RunWorkspace, expertctl: Expe
 
 
 def test_a_queued_run_ends_with_130_when_it_is_interrupted(
-    workshop: RunWorkspace, least: int
+    workspace: RunWorkspace, least: int
 ) -> None:
     words = ["run", PROMPT, "--expert", "acme/sorting", "--on-budget", "queue", "--json", *QUIET]
     program = f"import sys; from expertctl.cli.app import run; sys.exit(run({words!r}))"
@@ -94,7 +94,7 @@ def test_a_queued_run_ends_with_130_when_it_is_interrupted(
 
 
 def test_a_queued_run_goes_on_when_there_is_room(
-    workshop: RunWorkspace, expertctl: Expertctl, least: int
+    workspace: RunWorkspace, expertctl: Expertctl, least: int
 ) -> None:
     words = ("run", PROMPT, "--expert", "acme/sorting", *QUIET, "--json", "--memory-budget", least)
     outcome = expertctl(*words, "--on-budget", "queue")

@@ -26,25 +26,25 @@ from tests.registry.live_registry import (
     store_credential,
     tiny_base,
     trust,
-    workshop,
+    workspace,
 )
 
-__all__ = ["admin", "alice", "expertctl", "live", "tiny_base", "trust", "workshop"]
+__all__ = ["admin", "alice", "expertctl", "live", "tiny_base", "trust", "workspace"]
 
 pytestmark = pytest.mark.all
 
 
 @pytest.fixture
-def key(expertctl: CommandRunner, alice: str, workshop: PackageWorkspace) -> str:
+def key(expertctl: CommandRunner, alice: str, workspace: PackageWorkspace) -> str:
     """The id of alice's key, which counts in acme."""
     said = expertctl("registry", "keys", "add", "me", "--namespace", "acme", "--json")
     return str(said.document["key_id"])
 
 
 def test_publish_says_what_is_there_now(
-    expertctl: CommandRunner, live: LiveRegistry, key: str, workshop: PackageWorkspace
+    expertctl: CommandRunner, live: LiveRegistry, key: str, workspace: PackageWorkspace
 ) -> None:
-    path = workshop.package()
+    path = workspace.package()
     contents = read_package(path)
     said = expertctl("publish", path, "--json")
     (package,) = said.document["packages"]
@@ -67,9 +67,9 @@ def test_publish_says_what_is_there_now(
 
 
 def test_publish_for_people(
-    expertctl: CommandRunner, live: LiveRegistry, key: str, workshop: PackageWorkspace
+    expertctl: CommandRunner, live: LiveRegistry, key: str, workspace: PackageWorkspace
 ) -> None:
-    said = expertctl("publish", workshop.package())
+    said = expertctl("publish", workspace.package())
     lines = said.out.splitlines()
     assert lines[0].startswith(f"published: acme/sql@1.0.0 on {live.host}, 5 of 5 blobs sent")
     assert [line.split()[0] for line in lines[1:]] == ["content", "package", "signer", "install"]
@@ -77,9 +77,9 @@ def test_publish_for_people(
 
 
 def test_publishing_again_says_so(
-    expertctl: CommandRunner, key: str, workshop: PackageWorkspace
+    expertctl: CommandRunner, key: str, workspace: PackageWorkspace
 ) -> None:
-    path = workshop.package()
+    path = workspace.package()
     expertctl("publish", path)
     said = expertctl("publish", path)
     assert said.out.startswith("already published: acme/sql@1.0.0")
@@ -87,10 +87,10 @@ def test_publishing_again_says_so(
 
 
 def test_a_dry_run_shows_what_would_travel_and_sends_nothing(
-    expertctl: CommandRunner, live: LiveRegistry, key: str, workshop: PackageWorkspace
+    expertctl: CommandRunner, live: LiveRegistry, key: str, workspace: PackageWorkspace
 ) -> None:
-    expertctl("publish", workshop.package())
-    second = workshop.package(version="1.1.0")
+    expertctl("publish", workspace.package())
+    second = workspace.package(version="1.1.0")
     said = expertctl("publish", second, "--dry-run")
     assert said.out.startswith(f"would be published: acme/sql@1.1.0 on {live.host}, 2 of 5 blobs")
     assert "acme: " in said.out
@@ -112,64 +112,64 @@ def test_a_dry_run_says_when_it_may_not_fit(
     expertctl: CommandRunner,
     live: LiveRegistry,
     key: str,
-    workshop: PackageWorkspace,
+    workspace: PackageWorkspace,
     admin: str,
     home: Path,
 ) -> None:
     live.served.create_namespace("small", kind="expert", owner="alice", quota=1000)
-    TrustStore(home / "trust.json").add(workshop.key.public, name="me", namespaces=["small"])
+    TrustStore(home / "trust.json").add(workspace.key.public, name="me", namespaces=["small"])
     expertctl("registry", "keys", "add", "me", "--namespace", "small")
-    path = workshop.package("small/sql")
+    path = workspace.package("small/sql")
     assert "may not fit" in expertctl("publish", path, "--dry-run").out
     said = expertctl("publish", path, "--json", exit_code=7)
     assert said.document["error"]["code"] == "budget"
 
 
 def test_another_content_says_that_a_version_never_changes(
-    expertctl: CommandRunner, key: str, workshop: PackageWorkspace
+    expertctl: CommandRunner, key: str, workspace: PackageWorkspace
 ) -> None:
-    expertctl("publish", workshop.package())
-    other = workshop.package(output=workshop.folder / "other.expert", lora={"seed": 3})
+    expertctl("publish", workspace.package())
+    other = workspace.package(output=workspace.folder / "other.expert", lora={"seed": 3})
     assert "a version never changes" in expertctl("publish", other, exit_code=4).err
 
 
 def test_an_unsigned_file_is_refused_without_a_registry(
-    expertctl: CommandRunner, workshop: PackageWorkspace
+    expertctl: CommandRunner, workspace: PackageWorkspace
 ) -> None:
-    said = expertctl("publish", workshop.package(key=None), exit_code=5)
+    said = expertctl("publish", workspace.package(key=None), exit_code=5)
     assert "expertctl sign" in said.err
 
 
 def test_without_a_registry_the_hint_says_how_to_set_one(
-    expertctl: CommandRunner, workshop: PackageWorkspace
+    expertctl: CommandRunner, workspace: PackageWorkspace
 ) -> None:
-    said = expertctl("publish", workshop.package(), exit_code=2)
+    said = expertctl("publish", workspace.package(), exit_code=2)
     assert "no registry is set" in said.err
     assert "config set registry" in said.err
 
 
 def test_without_a_login_the_hint_is_the_login(
-    expertctl: CommandRunner, live: LiveRegistry, workshop: PackageWorkspace
+    expertctl: CommandRunner, live: LiveRegistry, workspace: PackageWorkspace
 ) -> None:
-    said = expertctl("publish", workshop.package(), "--registry", live.host, exit_code=6)
+    said = expertctl("publish", workspace.package(), "--registry", live.host, exit_code=6)
     assert "expertctl login" in said.err
 
 
 def test_a_registry_that_is_not_there_is_named(
-    expertctl: CommandRunner, workshop: PackageWorkspace
+    expertctl: CommandRunner, workspace: PackageWorkspace
 ) -> None:
-    said = expertctl("publish", workshop.package(), "--registry", "127.0.0.1:1", exit_code=6)
+    said = expertctl("publish", workspace.package(), "--registry", "127.0.0.1:1", exit_code=6)
     assert "127.0.0.1:1" in said.err
 
 
 def test_a_fresh_administrator_is_led_from_error_to_error_to_a_published_package(
     expertctl: CommandRunner, live: LiveRegistry, admin: str, home: Path,
-    workshop: PackageWorkspace,
+    workspace: PackageWorkspace,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     store_credential(live, home, admin)
     monkeypatch.setenv("EXPERT_REGISTRY", live.host)
-    path = workshop.package()
+    path = workspace.package()
     assert "`expertctl registry namespace add acme`" in expertctl("publish", path, exit_code=3).err
     expertctl("registry", "namespace", "add", "acme")
     said = expertctl("publish", path, exit_code=5)
@@ -180,14 +180,14 @@ def test_a_fresh_administrator_is_led_from_error_to_error_to_a_published_package
 
 def test_a_dry_run_tells_all_that_is_missing_at_once(
     expertctl: CommandRunner, live: LiveRegistry, admin: str, home: Path,
-    workshop: PackageWorkspace,
+    workspace: PackageWorkspace,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     store_credential(live, home, admin)
     monkeypatch.setenv("EXPERT_REGISTRY", live.host)
-    TrustStore(home / "trust.json").remove(workshop.key.public.key_id)
-    TrustStore(home / "trust.json").add(workshop.key.public, name="me", namespaces=["local"])
-    signed, unsigned = workshop.package(), workshop.package("zoo/cats", key=None)
+    TrustStore(home / "trust.json").remove(workspace.key.public.key_id)
+    TrustStore(home / "trust.json").add(workspace.key.public, name="me", namespaces=["local"])
+    signed, unsigned = workspace.package(), workspace.package("zoo/cats", key=None)
     error = expertctl("publish", signed, unsigned, "--dry-run", "--json", exit_code=5).document[
         "error"
     ]
@@ -207,35 +207,35 @@ def test_a_dry_run_tells_all_that_is_missing_at_once(
 
 
 def test_a_dry_run_without_a_registry_tells_what_the_file_lacks_too(
-    expertctl: CommandRunner, workshop: PackageWorkspace
+    expertctl: CommandRunner, workspace: PackageWorkspace
 ) -> None:
-    said = expertctl("publish", workshop.package(key=None), "--dry-run", exit_code=5).err
+    said = expertctl("publish", workspace.package(key=None), "--dry-run", exit_code=5).err
     assert "2 problems" in said
     assert "acme/sql@1.0.0 is not signed" in said
     assert "no registry is set" in said
 
 
 def test_several_files_go_in_the_order_of_what_they_require(
-    expertctl: CommandRunner, key: str, workshop: PackageWorkspace
+    expertctl: CommandRunner, key: str, workspace: PackageWorkspace
 ) -> None:
-    top = workshop.package("acme/top", composition={"requires": ["acme/bottom"]})
-    bottom = workshop.package("acme/bottom")
+    top = workspace.package("acme/top", composition={"requires": ["acme/bottom"]})
+    bottom = workspace.package("acme/bottom")
     said = expertctl("publish", top, bottom, "--json")
     assert [p["ref"] for p in said.document["packages"]] == ["acme/bottom@1.0.0", "acme/top@1.0.0"]
 
 
 def test_of_several_files_one_that_is_bad_stops_all_before_anything_travels(
-    expertctl: CommandRunner, key: str, workshop: PackageWorkspace
+    expertctl: CommandRunner, key: str, workspace: PackageWorkspace
 ) -> None:
-    good, bad = workshop.package("acme/good"), workshop.package("acme/bad", key=None)
+    good, bad = workspace.package("acme/good"), workspace.package("acme/bad", key=None)
     assert "acme/bad@1.0.0 is not signed" in expertctl("publish", good, bad, exit_code=5).err
     assert "there is no package acme/good" in expertctl("info", "acme/good", exit_code=3).err
 
 
 def test_attack_100_a_package_with_a_token_in_it_is_not_published(
-    expertctl: CommandRunner, alice: str, key: str, workshop: PackageWorkspace
+    expertctl: CommandRunner, alice: str, key: str, workspace: PackageWorkspace
 ) -> None:
-    path = workshop.package()
+    path = workspace.package()
     files = read_packed_files(read_archive(path))
     write_frame(make_package_archive({**files, "README.md": f"use {alice}".encode()}), path)
     expertctl("sign", path, "--key", "me")
@@ -261,34 +261,34 @@ def test_attack_80_a_token_never_shows_in_what_is_said(
     alice: str,
     key: str,
     home: Path,
-    workshop: PackageWorkspace,
+    workspace: PackageWorkspace,
 ) -> None:
     limited = live.served.create_token("alice", TokenScope(Action.READ))
     store_credential(live, home, limited)
-    said = expertctl("publish", workshop.package(), "--json", exit_code=6)
+    said = expertctl("publish", workspace.package(), "--json", exit_code=6)
     assert said.document["error"]["code"] == "forbidden"
     store_credential(live, home, "xpt_" + "0" * 43)
-    also = expertctl("publish", workshop.package(), exit_code=6)
+    also = expertctl("publish", workspace.package(), exit_code=6)
     for text in (said.out, said.err, also.out, also.err):
         assert "xpt_" not in text
 
 
 def test_attack_80_a_token_of_a_removed_user_publishes_nothing(
     expertctl: CommandRunner, live: LiveRegistry, alice: str, key: str, admin: str, home: Path,
-    workshop: PackageWorkspace,
+    workspace: PackageWorkspace,
 ) -> None:  # fmt: skip
     live.served.create_user("second")
     store_credential(live, home, admin)
     expertctl("registry", "namespace", "member", "acme", "second", "--role", "owner")
     expertctl("registry", "user", "remove", "alice")
     store_credential(live, home, alice)
-    assert "expertctl login" in expertctl("publish", workshop.package(), exit_code=6).err
+    assert "expertctl login" in expertctl("publish", workspace.package(), exit_code=6).err
 
 
 def test_yank_and_back(
-    expertctl: CommandRunner, live: LiveRegistry, key: str, workshop: PackageWorkspace
+    expertctl: CommandRunner, live: LiveRegistry, key: str, workspace: PackageWorkspace
 ) -> None:
-    expertctl("publish", workshop.package())
+    expertctl("publish", workspace.package())
     said = expertctl("yank", "acme/sql@1.0.0", "--reason", "drops rows", "--json")
     expected = {"ref": "acme/sql@1.0.0", "registry": live.host, "yanked": "drops rows"}
     assert said.document == expected
@@ -298,9 +298,9 @@ def test_yank_and_back(
 
 
 def test_attack_79_somebody_who_does_not_own_it_yanks_nothing(
-    expertctl: CommandRunner, live: LiveRegistry, key: str, home: Path, workshop: PackageWorkspace
+    expertctl: CommandRunner, live: LiveRegistry, key: str, home: Path, workspace: PackageWorkspace
 ) -> None:
-    expertctl("publish", workshop.package())
+    expertctl("publish", workspace.package())
     store_credential(live, home, live.served.create_user("mallory"))
     said = expertctl("yank", "acme/sql@1.0.0", "--reason", "mine", "--json", exit_code=6)
     assert said.document["error"]["code"] == "forbidden"
@@ -308,9 +308,9 @@ def test_attack_79_somebody_who_does_not_own_it_yanks_nothing(
 
 
 def test_attack_79_a_reason_with_control_characters_is_refused_or_shown_without_them(
-    expertctl: CommandRunner, key: str, workshop: PackageWorkspace
+    expertctl: CommandRunner, key: str, workspace: PackageWorkspace
 ) -> None:
-    expertctl("publish", workshop.package())
+    expertctl("publish", workspace.package())
     said = expertctl("yank", "acme/sql@1.0.0", "--reason", "a\x1b[31mb\nsigner  you", exit_code=2)
     assert "\x1b" not in said.err
     expertctl("yank", "acme/sql@1.0.0", "--reason", "<script>alert(1)</script>")
@@ -337,21 +337,21 @@ def test_a_yank_that_says_too_little_or_too_much_is_a_slip(
 
 
 def test_the_registry_that_a_namespace_was_given_to_is_the_one_that_is_meant(
-    expertctl: CommandRunner, live: LiveRegistry, key: str, workshop: PackageWorkspace,
+    expertctl: CommandRunner, live: LiveRegistry, key: str, workspace: PackageWorkspace,
     trust: TrustStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     index_key = live.served.registry.index_key.public
     trust.add_registry(KnownRegistry(live.host, live.url, index_key, namespaces=("acme",)))
     monkeypatch.setenv("EXPERT_REGISTRY", "127.0.0.1:1")
-    assert expertctl("publish", workshop.package(), "--json").document["registry"] == live.host
+    assert expertctl("publish", workspace.package(), "--json").document["registry"] == live.host
 
 
 def test_a_key_of_somebody_else_is_not_taken_for_ones_own(
-    expertctl: CommandRunner, key: str, workshop: PackageWorkspace, trust: TrustStore
+    expertctl: CommandRunner, key: str, workspace: PackageWorkspace, trust: TrustStore
 ) -> None:
     stranger = PrivateKey.generate()
-    path = workshop.package(key=stranger)
+    path = workspace.package(key=stranger)
     assert "trust" in expertctl("publish", path, exit_code=5).err
     trust.add(stranger.public, name="stranger", namespaces=["acme"])
     assert stranger.public.key_id in expertctl("publish", path, exit_code=5).err
@@ -361,7 +361,7 @@ def test_a_namespace_that_is_known_from_two_registries_needs_one_to_be_named(
     expertctl: CommandRunner,
     live: LiveRegistry,
     key: str,
-    workshop: PackageWorkspace,
+    workspace: PackageWorkspace,
     trust: TrustStore,
 ) -> None:
     """Nothing is published to whichever comes first, where an older release pinned both alike."""
@@ -373,7 +373,7 @@ def test_a_namespace_that_is_known_from_two_registries_needs_one_to_be_named(
             record, registries=tuple(replace(r, pinned=("acme",)) for r in record.registries)
         )
     )
-    path = workshop.package()
+    path = workspace.package()
     said = expertctl("publish", path, exit_code=2)
     assert "a.example, b.example" in said.err
     assert "--registry" in said.err

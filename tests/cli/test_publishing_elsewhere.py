@@ -21,10 +21,10 @@ from tests.registry.live_registry import (
     store_credential,
     tiny_base,
     trust,
-    workshop,
+    workspace,
 )
 
-__all__ = ["docker_registry", "expertctl", "tiny_base", "trust", "workshop"]
+__all__ = ["docker_registry", "expertctl", "tiny_base", "trust", "workspace"]
 
 
 def without_api(app: ASGIApp) -> ASGIApp:
@@ -48,9 +48,9 @@ def plain(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def test_without_an_index_others_are_told_the_bytes(
-    expertctl: CommandRunner, plain: LiveRegistry, workshop: PackageWorkspace
+    expertctl: CommandRunner, plain: LiveRegistry, workspace: PackageWorkspace
 ) -> None:
-    path = workshop.package()
+    path = workspace.package()
     digest = read_package(path).package_digest
     said = expertctl("publish", path, "--json")
     (package,) = said.document["packages"]
@@ -61,22 +61,22 @@ def test_without_an_index_others_are_told_the_bytes(
 
 
 def test_there_too_a_version_never_changes(
-    expertctl: CommandRunner, plain: LiveRegistry, workshop: PackageWorkspace
+    expertctl: CommandRunner, plain: LiveRegistry, workspace: PackageWorkspace
 ) -> None:
-    path = workshop.package()
+    path = workspace.package()
     assert "would be published" in expertctl("publish", path, "--dry-run").out
     expertctl("publish", path)
     assert expertctl("publish", path).out.startswith("already published")
-    other = workshop.package(output=workshop.folder / "other.expert", lora={"seed": 3})
+    other = workspace.package(output=workspace.folder / "other.expert", lora={"seed": 3})
     assert "a version never changes" in expertctl("publish", other, exit_code=4).err
 
 
 @pytest.mark.all
 @pytest.mark.skipif(not shutil.which("docker-registry"), reason="docker-registry is missing")
 def test_debians_docker_registry_has_the_same_bytes(
-    expertctl: CommandRunner, docker_registry: DockerRegistry, workshop: PackageWorkspace
+    expertctl: CommandRunner, docker_registry: DockerRegistry, workspace: PackageWorkspace
 ) -> None:
-    path = workshop.package()
+    path = workspace.package()
     contents = read_package(path)
     host = docker_registry.address.host
     expertctl("publish", path, "--registry", host)

@@ -17,10 +17,10 @@ from tests.registry.live_registry import (
     store_credential,
     tiny_base,
     trust,
-    workshop,
+    workspace,
 )
 
-__all__ = ["admin", "alice", "expertctl", "live", "tiny_base", "trust", "workshop"]
+__all__ = ["admin", "alice", "expertctl", "live", "tiny_base", "trust", "workspace"]
 
 
 @pytest.fixture
@@ -124,9 +124,9 @@ def test_a_user_administers_nothing(
 
 
 def test_a_key_is_added_listed_and_revoked(
-    expertctl: CommandRunner, live: LiveRegistry, alice: str, workshop: PackageWorkspace
+    expertctl: CommandRunner, live: LiveRegistry, alice: str, workspace: PackageWorkspace
 ) -> None:
-    key_id = workshop.key.public.key_id
+    key_id = workspace.key.public.key_id
     said = expertctl("registry", "keys", "add", "me", "--namespace", "acme")
     assert said.out.splitlines() == [key_id, f"may sign acme/* on {live.host}"]
     listed = expertctl("registry", "keys", "list", "--namespace", "acme")
@@ -140,17 +140,17 @@ def test_a_key_is_added_listed_and_revoked(
 
 
 def test_an_older_key_of_ones_own_vouches_for_a_new_one(
-    expertctl: CommandRunner, alice: str, workshop: PackageWorkspace
+    expertctl: CommandRunner, alice: str, workspace: PackageWorkspace
 ) -> None:
     expertctl("registry", "keys", "add", "me", "--namespace", "acme")
     expertctl("keys", "new", "second", "--namespace", "acme")
     said = expertctl("registry", "keys", "add", "second", "--namespace", "acme", "--json")
-    assert said.document["vouched_by"] == workshop.key.public.key_id
+    assert said.document["vouched_by"] == workspace.key.public.key_id
     assert said.document["warnings"] == []
 
 
 def test_a_key_that_nobody_vouches_for_is_warned_of(
-    expertctl: CommandRunner, alice: str, workshop: PackageWorkspace, home: Path
+    expertctl: CommandRunner, alice: str, workspace: PackageWorkspace, home: Path
 ) -> None:
     expertctl("registry", "keys", "add", "me", "--namespace", "acme")
     KeyRing(Home(home).keys).path("me").unlink()
@@ -160,11 +160,11 @@ def test_a_key_that_nobody_vouches_for_is_warned_of(
 
 
 def test_a_public_key_may_come_as_a_file_and_a_private_one_may_not(
-    expertctl: CommandRunner, alice: str, workshop: PackageWorkspace, tmp_path: Path
+    expertctl: CommandRunner, alice: str, workspace: PackageWorkspace, tmp_path: Path
 ) -> None:
     public, private = tmp_path / "pub.pem", tmp_path / "key.pem"
-    public.write_bytes(workshop.key.public.pem())
-    private.write_bytes(workshop.key.pem())
+    public.write_bytes(workspace.key.public.pem())
+    private.write_bytes(workspace.key.pem())
     expertctl("registry", "keys", "add", private, "--namespace", "acme", exit_code=8)
     expertctl("registry", "keys", "add", public, "--namespace", "acme")
     said = expertctl("registry", "keys", "add", "nobody", "--namespace", "acme", exit_code=3)
@@ -172,7 +172,11 @@ def test_a_public_key_may_come_as_a_file_and_a_private_one_may_not(
 
 
 def test_a_token_to_push_manages_nothing(
-    expertctl: CommandRunner, live: LiveRegistry, alice: str, home: Path, workshop: PackageWorkspace
+    expertctl: CommandRunner,
+    live: LiveRegistry,
+    alice: str,
+    home: Path,
+    workspace: PackageWorkspace,
 ) -> None:
     store_credential(live, home, live.served.create_token("alice", TokenScope(Action.PUSH, "acme")))
     key = expertctl("registry", "keys", "add", "me", "--namespace", "acme", exit_code=6)

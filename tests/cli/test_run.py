@@ -67,7 +67,7 @@ class RunWorkspace:
 
 
 @pytest.fixture
-def workshop(tmp_path: Path, expertctl: Expertctl) -> RunWorkspace:
+def workspace(tmp_path: Path, expertctl: Expertctl) -> RunWorkspace:
     """Nothing but commands: base add, keys new, build, sign, install."""
     base = write_base(tmp_path / "my-base", tie=False, seed=2)
     lora = write_lora(tmp_path / "my-lora", base, rank=4, alpha=6, scale=0.4, dtype="bfloat16")
@@ -86,14 +86,14 @@ def workshop(tmp_path: Path, expertctl: Expertctl) -> RunWorkspace:
     return RunWorkspace(base, lora, package, tmp_path)
 
 
-def oracle(workshop: RunWorkspace, prompt: str, *, tokens: int) -> tuple[list[int], str]:
+def oracle(workspace: RunWorkspace, prompt: str, *, tokens: int) -> tuple[list[int], str]:
     """Greedy generation by transformers and PEFT on the same files."""
     import peft
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(workshop.base)
-    model = transformers.AutoModelForCausalLM.from_pretrained(workshop.base, dtype=torch.float32)
-    adapted: Any = peft.PeftModel.from_pretrained(model, str(workshop.lora))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(workspace.base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(workspace.base, dtype=torch.float32)
+    adapted: Any = peft.PeftModel.from_pretrained(model, str(workspace.lora))
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}],
         add_generation_prompt=True,
@@ -110,11 +110,11 @@ def oracle(workshop: RunWorkspace, prompt: str, *, tokens: int) -> tuple[list[in
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("prompt", [PROMPT, "Grüße \U0001f600", "x"])
 def test_the_whole_way_gives_the_tokens_of_transformers_and_peft(
-    prompt: str, workshop: RunWorkspace, expertctl: Expertctl
+    prompt: str, workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     outcome = expertctl("run", prompt, "--expert", "acme/sorting", "--json", *QUIET)
     assert outcome.code == 0, outcome.err
-    tokens, text = oracle(workshop, prompt, tokens=12)
+    tokens, text = oracle(workspace, prompt, tokens=12)
     assert outcome.document["tokens"]["ids"] == tokens
     assert outcome.document["text"] == text
     alone = expertctl("run", prompt, "--no-experts", "--json", *QUIET).document
@@ -123,10 +123,10 @@ def test_the_whole_way_gives_the_tokens_of_transformers_and_peft(
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_piped_text_is_read_behind_the_prompt_and_words_need_no_quotes(
-    workshop: RunWorkspace, expertctl: Expertctl, stdin: ReplacedStdin
+    workspace: RunWorkspace, expertctl: Expertctl, stdin: ReplacedStdin
 ) -> None:
     joined = f"{PROMPT}\n\n41, 17"
-    tokens, text = oracle(workshop, joined, tokens=12)
+    tokens, text = oracle(workspace, joined, tokens=12)
     for words in ([PROMPT], PROMPT.split(" ")):
         stdin.pipe(b"41, 17\n")
         outcome = expertctl("run", *words, "--expert", "acme/sorting", "--json", *QUIET)
@@ -138,7 +138,7 @@ def test_piped_text_is_read_behind_the_prompt_and_words_need_no_quotes(
 
 
 def test_route_takes_a_piped_prompt_and_plans_as_run_does(
-    workshop: RunWorkspace, expertctl: Expertctl, stdin: ReplacedStdin
+    workspace: RunWorkspace, expertctl: Expertctl, stdin: ReplacedStdin
 ) -> None:
     wanted = expertctl("route", PROMPT, "--json").document["plan"]["experts"]
     assert wanted
@@ -150,17 +150,17 @@ def test_route_takes_a_piped_prompt_and_plans_as_run_does(
 
 
 def test_the_footer_names_the_base_that_answered(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
-    for words in ([], ["--no-experts"], ["--base", workshop.base], ["--stats"]):
+    for words in ([], ["--no-experts"], ["--base", workspace.base], ["--stats"]):
         err = expertctl("run", PROMPT, *QUIET, *words).err
         assert "12 written (length), on my-base, " in err
 
 
 def test_the_setting_chooses_the_base_and_a_folder_may_be_named(
-    workshop: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+    workspace: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = write_base(workshop.folder / "other", layers=1, hidden=32, heads=2, kv_heads=1)
+    other = write_base(workspace.folder / "other", layers=1, hidden=32, heads=2, kv_heads=1)
 
     def base(*words: str | Path) -> str:
         return str(expertctl("run", "Hello", "--json", *QUIET, *words).document["plan"]["base"])
@@ -175,7 +175,9 @@ def test_the_setting_chooses_the_base_and_a_folder_may_be_named(
     assert base("--expert", "acme/sorting") == "my-base"
 
 
-def test_the_document_is_that_of_the_contract(workshop: RunWorkspace, expertctl: Expertctl) -> None:
+def test_the_document_is_that_of_the_contract(
+    workspace: RunWorkspace, expertctl: Expertctl
+) -> None:
     outcome = expertctl("run", PROMPT, "--json", "--seed", "7", "--max-tokens", "5")
     document = outcome.document
     assert find_problems(document, "run") == []
@@ -194,7 +196,7 @@ def test_both_schemas_describe_the_same_plan() -> None:
 
 
 def test_text_goes_to_stdout_and_the_rest_to_stderr(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     document = expertctl("run", PROMPT, "--json", *QUIET).document
     outcome = expertctl("run", PROMPT, *QUIET)
@@ -205,7 +207,7 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(
 
 
 def test_quiet_leaves_the_text_and_verbose_adds_stages(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     text = expertctl("run", PROMPT, *QUIET).out
     quiet = expertctl("run", PROMPT, "-q", *QUIET)
@@ -217,7 +219,7 @@ def test_quiet_leaves_the_text_and_verbose_adds_stages(
     assert re.search(r"^cache: experts_hit \d+, ", verbose.err, re.MULTILINE)
 
 
-def test_stats_show_every_figure(workshop: RunWorkspace, expertctl: Expertctl) -> None:
+def test_stats_show_every_figure(workspace: RunWorkspace, expertctl: Expertctl) -> None:
     err = expertctl("run", PROMPT, "--stats", "--memory-budget", "64MiB", *QUIET).err
     assert "stop none" in err
     held = "computed in float32, experts published, by numpy"
@@ -226,7 +228,7 @@ def test_stats_show_every_figure(workshop: RunWorkspace, expertctl: Expertctl) -
 
 
 def test_a_trace_tells_each_layer_below_the_figures(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     said = expertctl("run", PROMPT, "--trace", *QUIET)
     assert said.out == expertctl("run", PROMPT, *QUIET).out
@@ -240,7 +242,7 @@ def test_a_trace_tells_each_layer_below_the_figures(
 
 
 def test_without_an_expert_for_it_the_base_answers_alone_and_says_so(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     outcome = expertctl("run", "Guten Morgen", *QUIET)
     assert outcome.code == 0
@@ -250,7 +252,7 @@ def test_without_an_expert_for_it_the_base_answers_alone_and_says_so(
     assert any("answers alone" in warning for warning in document["warnings"])
 
 
-def test_one_seed_gives_one_text(workshop: RunWorkspace, expertctl: Expertctl) -> None:
+def test_one_seed_gives_one_text(workspace: RunWorkspace, expertctl: Expertctl) -> None:
     words = ("run", PROMPT, "--json", "--temperature", "1.5", "--max-tokens", "20", "--seed")
     texts = [expertctl(*words, seed).document["tokens"]["ids"] for seed in ("1", "1", "2")]
     assert texts[0] == texts[1] != texts[2]
@@ -319,10 +321,10 @@ def test_a_home_with_a_base_of_its_own_gets_no_starter_pack(
 
 
 def test_several_experts_are_shown_with_their_weights(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
-    words = ["--expert", "acme/sorting:0.5", "--expert", workshop.folder / "other.expert"]
-    other = write_lora(workshop.folder / "other-lora", workshop.base, seed=7, scale=0.4)
+    words = ["--expert", "acme/sorting:0.5", "--expert", workspace.folder / "other.expert"]
+    other = write_lora(workspace.folder / "other-lora", workspace.base, seed=7, scale=0.4)
     built = expertctl("build", other, "-o", words[3], "--base", "my-base", "--sign", "me",
                       "--name", "acme/other", "--description", "x", "--license", "MIT")  # fmt: skip
     assert built.code == 0, built.err
@@ -339,10 +341,10 @@ def test_several_experts_are_shown_with_their_weights(
 
 
 def test_a_saved_plan_gives_the_same_text_again(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     first = expertctl("run", PROMPT, "--json", "--temperature", "1.2", "--max-tokens", "20")
-    saved = workshop.folder / "plan.json"
+    saved = workspace.folder / "plan.json"
     saved.write_text(first.out)
     again = expertctl("run", PROMPT, "--plan", saved, "--json")
     assert again.code == 0, again.err
@@ -361,13 +363,13 @@ def test_a_saved_plan_gives_the_same_text_again(
         assert said in refused.err
 
 
-def test_an_excluded_expert_does_not_answer(workshop: RunWorkspace, expertctl: Expertctl) -> None:
+def test_an_excluded_expert_does_not_answer(workspace: RunWorkspace, expertctl: Expertctl) -> None:
     document = expertctl("run", PROMPT, "--exclude", "acme/sorting", "--json", *QUIET).document
     assert document["plan"]["experts"] == []
 
 
 def test_stop_strings_end_the_text_before_them(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     text = expertctl("run", PROMPT, "--json", *QUIET).document["text"]
     stop = text[2:4]
@@ -377,7 +379,7 @@ def test_stop_strings_end_the_text_before_them(
 
 
 def test_a_prompt_that_is_too_long_is_cut_when_asked(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     document = expertctl("run", "y" * 2000, "--truncate", "--json", *QUIET).document
     assert document["tokens"]["prompt"] < 512
@@ -385,7 +387,7 @@ def test_a_prompt_that_is_too_long_is_cut_when_asked(
 
 
 def test_an_expert_for_another_base_is_refused_unless_allowed(
-    workshop: RunWorkspace, tmp_path: Path, expertctl: Expertctl
+    workspace: RunWorkspace, tmp_path: Path, expertctl: Expertctl
 ) -> None:
     twin = write_base(tmp_path / "twin", tie=False, seed=8)
     assert expertctl("base", "add", twin).code == 0
@@ -405,7 +407,7 @@ def test_an_expert_for_another_base_is_refused_unless_allowed(
 
 
 def test_weights_changed_in_the_store_are_refused(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     blobs = Path(os.environ["EXPERT_HOME"]) / "store" / "blobs" / "sha256"
     weights = max(blobs.iterdir(), key=lambda path: path.stat().st_size)
@@ -420,7 +422,7 @@ def test_weights_changed_in_the_store_are_refused(
     assert "expertctl doctor" in outcome.document["error"]["hint"]
 
 
-def test_bf16_weights_are_said_to_be_rounded(workshop: RunWorkspace, expertctl: Expertctl) -> None:
+def test_bf16_weights_are_said_to_be_rounded(workspace: RunWorkspace, expertctl: Expertctl) -> None:
     document = expertctl("run", PROMPT, "--dtype", "bf16", "--json", *QUIET).document
     full = expertctl("run", PROMPT, "--json", *QUIET).document
     assert any("rounded to bfloat16" in warning for warning in document["warnings"])
@@ -429,10 +431,10 @@ def test_bf16_weights_are_said_to_be_rounded(workshop: RunWorkspace, expertctl: 
 
 
 def test_a_local_file_is_used_as_it_is_and_unsigned_with_a_warning(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
-    unsigned = workshop.folder / "unsigned.expert"
-    built = expertctl("build", workshop.lora, "-o", unsigned, "--base", "my-base",
+    unsigned = workspace.folder / "unsigned.expert"
+    built = expertctl("build", workspace.lora, "-o", unsigned, "--base", "my-base",
                       "--description", "x", "--license", "MIT")  # fmt: skip
     assert built.code == 0, built.err
     assert expertctl("remove", "acme/sorting").code == 0
@@ -446,16 +448,18 @@ def test_a_local_file_is_used_as_it_is_and_unsigned_with_a_warning(
     assert weighted["tokens"]["ids"] == alone["tokens"]["ids"] != outcome.document["tokens"]["ids"]
 
 
-def test_what_a_revoked_key_signed_is_refused(workshop: RunWorkspace, expertctl: Expertctl) -> None:
+def test_what_a_revoked_key_signed_is_refused(
+    workspace: RunWorkspace, expertctl: Expertctl
+) -> None:
     assert expertctl("keys", "revoke", "me").code == 0
-    for expert in ("acme/sorting", workshop.package):
+    for expert in ("acme/sorting", workspace.package):
         outcome = expertctl("run", PROMPT, "--expert", expert)
         assert (outcome.code, outcome.out) == (5, "")
         assert "revoked" in outcome.err
 
 
-def test_a_base_changed_on_disk_is_refused(workshop: RunWorkspace, expertctl: Expertctl) -> None:
-    weights = workshop.base / "model.safetensors"
+def test_a_base_changed_on_disk_is_refused(workspace: RunWorkspace, expertctl: Expertctl) -> None:
+    weights = workspace.base / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     stamp = weights.stat()
@@ -467,8 +471,8 @@ def test_a_base_changed_on_disk_is_refused(workshop: RunWorkspace, expertctl: Ex
     assert outcome.document["error"]["code"] == "base_mismatch"
 
 
-def test_a_base_that_is_gone_is_refused(workshop: RunWorkspace, expertctl: Expertctl) -> None:
-    workshop.base.rename(workshop.folder / "elsewhere")
+def test_a_base_that_is_gone_is_refused(workspace: RunWorkspace, expertctl: Expertctl) -> None:
+    workspace.base.rename(workspace.folder / "elsewhere")
     for command in ("route", "run"):
         outcome = expertctl(command, PROMPT)
         assert (outcome.code, outcome.out) == (4, "")
@@ -476,7 +480,7 @@ def test_a_base_that_is_gone_is_refused(workshop: RunWorkspace, expertctl: Exper
         assert "hint: restore the files; or `expertctl base remove my-base" in outcome.err
 
 
-def test_a_damaged_record_is_said_so(workshop: RunWorkspace, expertctl: Expertctl) -> None:
+def test_a_damaged_record_is_said_so(workspace: RunWorkspace, expertctl: Expertctl) -> None:
     store = Path(os.environ["EXPERT_HOME"]) / "store"
     (store / "refs" / "local" / "acme" / "sorting" / "1.2.0").write_bytes(b"{x")
     told = "the record of acme/sorting@1.2.0 is damaged; see `expertctl doctor`"
@@ -488,7 +492,7 @@ def test_a_damaged_record_is_said_so(workshop: RunWorkspace, expertctl: Expertct
 
 
 def test_a_budget_that_is_too_small_is_refused_with_the_numbers(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     outcome = expertctl("run", PROMPT, "--memory-budget", "100kB")
     assert (outcome.code, outcome.out) == (7, "")
@@ -544,7 +548,7 @@ def test_a_budget_that_is_too_small_is_refused_with_the_numbers(
 )
 def test_bad_input_is_a_clear_error(
     words: list[str], stdin: bytes | None, code: int, said: str,
-    workshop: RunWorkspace, expertctl: Expertctl,
+    workspace: RunWorkspace, expertctl: Expertctl,
 ) -> None:  # fmt: skip
     outcome = expertctl("run", *words, stdin=stdin)
     assert (outcome.code, outcome.out) == (code, "")
@@ -554,9 +558,9 @@ def test_bad_input_is_a_clear_error(
 
 
 def test_prompt_and_body_are_read_from_stdin_and_files(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
-    body = workshop.folder / "body.txt"
+    body = workspace.folder / "body.txt"
     body.write_text("and more")
     whole = expertctl("run", f"{PROMPT}\n\nand more", "--no-experts", "--json", *QUIET).document
     for words, piped in (
@@ -569,7 +573,7 @@ def test_prompt_and_body_are_read_from_stdin_and_files(
 
 
 def test_route_explains_every_candidate_and_is_the_plan_of_run(
-    workshop: RunWorkspace, expertctl: Expertctl
+    workspace: RunWorkspace, expertctl: Expertctl
 ) -> None:
     document = expertctl("route", PROMPT, "--json", "--seed", "3").document
     assert find_problems(document, "route") == []
@@ -583,7 +587,7 @@ def test_route_explains_every_candidate_and_is_the_plan_of_run(
 
 
 def test_route_says_that_it_makes_vectors_for_another_encoder(
-    workshop: RunWorkspace, expertctl: Expertctl, home: Path
+    workspace: RunWorkspace, expertctl: Expertctl, home: Path
 ) -> None:
     told = "computing the routing vectors of 1 expert with lexical"
     for journal in home.rglob("vectors.journal"):
@@ -595,7 +599,7 @@ def test_route_says_that_it_makes_vectors_for_another_encoder(
     assert told not in expertctl("route", PROMPT).err
 
 
-def test_route_runs_without_torch(workshop: RunWorkspace) -> None:
+def test_route_runs_without_torch(workspace: RunWorkspace) -> None:
     program = (
         "import sys\n"
         "from expertctl.cli.app import run\n"
@@ -624,7 +628,7 @@ def run_without(module: str, *arguments: str) -> "subprocess.CompletedProcess[st
 
 @pytest.mark.parametrize(("module", "option"), [("torch", "auto"), ("numba", "cpu")])
 def test_without_torch_or_numba_the_processor_answers(
-    module: str, option: str, workshop: RunWorkspace
+    module: str, option: str, workspace: RunWorkspace
 ) -> None:
     result = run_without(module, "--trace", "--device", option)
     assert result.returncode == 0, result.stderr
@@ -642,7 +646,7 @@ def test_without_torch_or_numba_the_processor_answers(
     ],
 )
 def test_without_a_library_the_way_out_is_named(
-    module: str, arguments: tuple[str, ...], said: str, extra: str, workshop: RunWorkspace
+    module: str, arguments: tuple[str, ...], said: str, extra: str, workspace: RunWorkspace
 ) -> None:
     result = run_without(module, *arguments)
     assert (result.returncode, result.stdout) == (3, "")
@@ -652,7 +656,7 @@ def test_without_a_library_the_way_out_is_named(
 
 @pytest.mark.parametrize("option", ["--plan", "--expert"])
 def test_a_pipe_that_nobody_writes_is_not_waited_for(
-    option: str, workshop: RunWorkspace, tmp_path: Path, expertctl: Expertctl
+    option: str, workspace: RunWorkspace, tmp_path: Path, expertctl: Expertctl
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
     outcome = expertctl("run", PROMPT, option, tmp_path / "pipe")
@@ -673,7 +677,7 @@ def test_how_numbers_are_held_is_said_by_option_environment_file_in_that_order(
     value: str,
     same: list[str],
     usual: list[str],
-    workshop: RunWorkspace,
+    workspace: RunWorkspace,
     expertctl: Expertctl,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -694,7 +698,7 @@ def test_how_numbers_are_held_is_said_by_option_environment_file_in_that_order(
 
 @pytest.mark.parametrize("command", ["run", "route", "chat"])
 def test_a_setting_that_names_no_dtype_is_told_where_it_counts(
-    command: str, workshop: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+    command: str, workspace: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXPERT_DTYPE", "fp8")
     words = [] if command == "chat" else [PROMPT]
@@ -708,7 +712,7 @@ def test_a_setting_that_names_no_dtype_is_told_where_it_counts(
 
 
 def test_a_setting_that_the_slow_engine_does_not_know_can_be_overruled(
-    workshop: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+    workspace: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXPERT_DTYPE", "int8")
     outcome = expertctl("run", PROMPT, "--engine", "transformers")

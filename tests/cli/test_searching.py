@@ -25,10 +25,10 @@ from tests.registry.live_registry import (
     store_credential,
     tiny_base,
     trust,
-    workshop,
+    workspace,
 )
 
-__all__ = ["alice", "expertctl", "live", "tiny_base", "trust", "workshop"]
+__all__ = ["alice", "expertctl", "live", "tiny_base", "trust", "workspace"]
 
 pytestmark = pytest.mark.all
 
@@ -36,11 +36,11 @@ EVIL = "a\x1b[31mb\u202ec\nsigned by  sha256:you, trusted here"
 
 
 @pytest.fixture
-def published(expertctl: CommandRunner, alice: str, workshop: PackageWorkspace) -> Path:
+def published(expertctl: CommandRunner, alice: str, workspace: PackageWorkspace) -> Path:
     """Two versions of acme/sql; the file is the newer one."""
     expertctl("registry", "keys", "add", "me", "--namespace", "acme")
-    old = workshop.package(version="1.0.0", description="Writes SQL.")
-    new = workshop.package(
+    old = workspace.package(version="1.0.0", description="Writes SQL.")
+    new = workspace.package(
         version="1.1.0",
         description="Writes better SQL.",
         routing={"task": "sql", "keywords": ["query"]},
@@ -89,9 +89,9 @@ def test_a_search_without_a_hit_says_where_it_looked(
 
 
 def test_more_than_is_shown_is_said(
-    expertctl: CommandRunner, published: Path, workshop: PackageWorkspace
+    expertctl: CommandRunner, published: Path, workspace: PackageWorkspace
 ) -> None:
-    expertctl("publish", workshop.package("acme/sql-too"))
+    expertctl("publish", workspace.package("acme/sql-too"))
     said = expertctl("search", "sql", "--limit", 1)
     assert len(said.out.splitlines()) == 2
     assert "there are more than 1" in said.err
@@ -99,7 +99,7 @@ def test_more_than_is_shown_is_said(
 
 
 def test_info_says_all_that_a_person_wants_to_know(
-    expertctl: CommandRunner, live: LiveRegistry, published: Path, workshop: PackageWorkspace
+    expertctl: CommandRunner, live: LiveRegistry, published: Path, workspace: PackageWorkspace
 ) -> None:
     contents = read_package(published)
     said = expertctl("info", "acme/sql")
@@ -111,7 +111,7 @@ def test_info_says_all_that_a_person_wants_to_know(
         "sql: 9 of 10 right (90 %, 95 % interval 60 to 98 %); base alone 1 of 10"
     )
     assert rows["owners"] == "alice"
-    assert rows["signed"].split() == ["by", f"{workshop.key.public.key_id},", "trusted", "here"]
+    assert rows["signed"].split() == ["by", f"{workspace.key.public.key_id},", "trusted", "here"]
     assert rows["content"] == str(contents.content_digest)
     assert rows["package"] == str(contents.package_digest)
     assert rows["install"] == f"expertctl install {live.host}/acme/sql@1.1.0"
@@ -123,20 +123,20 @@ def test_info_says_all_that_a_person_wants_to_know(
 def test_info_knows_the_base_the_key_and_what_is_installed_here(
     expertctl: CommandRunner,
     published: Path,
-    workshop: PackageWorkspace,
+    workspace: PackageWorkspace,
     home: Path,
     trust: TrustStore,
 ) -> None:
     places = Home(home)
     bases = BaseStore(places.bases)
-    bases.add(workshop.base_dir, name="mine")
+    bases.add(workspace.base_dir, name="mine")
     install_files([published], store=Store(places.store), bases=bases, trust=trust)
     document = expertctl("info", "acme/sql", "--json").document
     assert document["offer"]["shown"]["base_here"] == "mine"
     assert document["offer"]["shown"]["trusted"] is True
     (installed,) = document["installed"]
     assert installed["version"] == "1.1.0"
-    trust.remove(workshop.key.public.key_id)
+    trust.remove(workspace.key.public.key_id)
     assert "not trusted here" in expertctl("info", "acme/sql").out
 
 
@@ -151,10 +151,10 @@ def test_info_of_a_version_shows_that_one(expertctl: CommandRunner, published: P
 
 def test_info_of_what_only_this_machine_has(
     expertctl: CommandRunner, live: LiveRegistry, published: Path,
-    workshop: PackageWorkspace, home: Path,
+    workspace: PackageWorkspace, home: Path,
     trust: TrustStore,
 ) -> None:  # fmt: skip
-    places, path = Home(home), workshop.package("acme/secret")
+    places, path = Home(home), workspace.package("acme/secret")
     store, bases = Store(places.store), BaseStore(places.bases)
     install_files([path], store=store, bases=bases, trust=trust)
     said = expertctl("info", "acme/secret")
@@ -164,10 +164,10 @@ def test_info_of_what_only_this_machine_has(
 
 
 def test_info_of_what_is_installed_needs_no_registry(
-    expertctl: CommandRunner, workshop: PackageWorkspace, home: Path, trust: TrustStore,
+    expertctl: CommandRunner, workspace: PackageWorkspace, home: Path, trust: TrustStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    places, path = Home(home), workshop.package("acme/secret")
+    places, path = Home(home), workspace.package("acme/secret")
     store, bases = Store(places.store), BaseStore(places.bases)
     install_files([path], store=store, bases=bases, trust=trust)
     monkeypatch.delenv("EXPERT_REGISTRY", raising=False)
@@ -264,9 +264,9 @@ def test_attack_95_what_a_search_prints_cannot_move_the_cursor_or_forge_a_row(
 
 
 def test_attack_95_what_info_prints_cannot_forge_a_row(
-    expertctl: CommandRunner, hostile: Answering, workshop: PackageWorkspace
+    expertctl: CommandRunner, hostile: Answering, workspace: PackageWorkspace
 ) -> None:
-    manifest = json.loads(read_package(workshop.package()).small["expert.json"])
+    manifest = json.loads(read_package(workspace.package()).small["expert.json"])
     manifest |= {"description": EVIL}
     version = version_of(signer=EVIL, yanked=EVIL, published=EVIL)
     hostile(

@@ -7,16 +7,16 @@ import pytest
 from expertctl.cli.suggestions import add_name_suggestions
 from expertctl.errors import NotFoundError, UsageError
 from tests.cli.command_runner import CommandRunner, expertctl
-from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, package_factory, user_home
 
-__all__ = ["expertctl", "fast", "house", "shop"]
+__all__ = ["expertctl", "fast", "package_factory", "user_home"]
 
 MEANT = "hint: did you mean acme/units?"
 
 
 @pytest.fixture(autouse=True)
-def experts(house: HomeFixture, shop: PackageFactory) -> None:
-    house.install(shop.package("acme/units"), shop.package("acme/dates"))
+def experts(user_home: HomeFixture, package_factory: PackageFactory) -> None:
+    user_home.install(package_factory.package("acme/units"), package_factory.package("acme/dates"))
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from tests.registry.live_registry import (
     store_credential,
     tiny_base,
     trust,
-    workshop,
+    workspace,
 )
 
-__all__ = ["alice", "expertctl", "live", "tiny_base", "trust", "workshop"]
+__all__ = ["alice", "expertctl", "live", "tiny_base", "trust", "workspace"]
 
 
 def test_a_new_token_is_shown_once_and_works(

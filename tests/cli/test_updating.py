@@ -5,25 +5,25 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command_runner import CommandRunner, expertctl
-from tests.install.fixtures import PublishingRegistry, market, template
-from tests.store.fixtures import HomeFixture, PackageFactory, shop
+from tests.install.fixtures import PublishingRegistry, publisher, template
+from tests.store.fixtures import HomeFixture, PackageFactory, package_factory
 
-__all__ = ["expertctl", "market", "shop", "template"]
+__all__ = ["expertctl", "package_factory", "publisher", "template"]
 
 pytestmark = pytest.mark.all
 
 
 @pytest.fixture
-def house(
-    home: Path, market: PublishingRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def user_home(
+    home: Path, publisher: PublishingRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> HomeFixture:
     """A house that knows the market, and an empty working folder."""
     found = HomeFixture(home)
-    found.trust.add_registry(market.known)
+    found.trust.add_registry(publisher.known)
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("EXPERT_REGISTRY", market.host)
+    monkeypatch.setenv("EXPERT_REGISTRY", publisher.host)
     monkeypatch.setenv("EXPERT_ENCODER", "lexical")
     return found
 
@@ -33,39 +33,42 @@ def wants(text: str) -> None:
 
 
 def test_a_reference_is_installed_and_written_to_the_users_list(
-    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
+    expertctl: CommandRunner, user_home: HomeFixture, publisher: PublishingRegistry
 ) -> None:
-    market.publish("acme/sql@1.0.0")
+    publisher.publish("acme/sql@1.0.0")
     said = expertctl("install", "acme/sql@^1", "--json")
     (entry,) = said.document["installed"]
-    assert (entry["ref"], entry["registry"]) == ("acme/sql@1.0.0", market.host)
-    assert (house.root / "experts.toml").read_text() == '[experts]\n"acme/sql" = "^1"\n'
+    assert (entry["ref"], entry["registry"]) == ("acme/sql@1.0.0", publisher.host)
+    assert (user_home.root / "experts.toml").read_text() == '[experts]\n"acme/sql" = "^1"\n'
     assert not Path("experts.toml").exists()
     again = expertctl("install", "--offline", "acme/sql@1.0.0")
     assert "already installed: acme/sql@1.0.0" in again.out
     expertctl("remove", "acme/sql")
-    assert '"acme/sql"' not in (house.root / "experts.toml").read_text()
+    assert '"acme/sql"' not in (user_home.root / "experts.toml").read_text()
 
 
 def test_references_and_files_are_installed_together(
-    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry, shop: PackageFactory
+    expertctl: CommandRunner,
+    user_home: HomeFixture,
+    publisher: PublishingRegistry,
+    package_factory: PackageFactory,
 ) -> None:
-    market.publish("acme/sql@1.0.0")
-    house.trust_keys("acme")
-    said = expertctl("install", "acme/sql", shop.package("acme/file"))
+    publisher.publish("acme/sql@1.0.0")
+    user_home.trust_keys("acme")
+    said = expertctl("install", "acme/sql", package_factory.package("acme/file"))
     assert said.out.count("installed: ") == 2
 
 
 def test_a_project_is_installed_locked_and_checked(
-    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
+    expertctl: CommandRunner, user_home: HomeFixture, publisher: PublishingRegistry
 ) -> None:
-    market.publish("acme/low@1.0.0")
-    market.publish("acme/top@1.0.0", requires=["acme/low@^1"])
+    publisher.publish("acme/low@1.0.0")
+    publisher.publish("acme/top@1.0.0", requires=["acme/low@^1"])
     wants('"acme/top" = "^1"')
     expertctl("install", "--locked", exit_code=3)
     said = expertctl("lock", "--json")
     assert said.document["changes"] == ["+ acme/low@1.0.0", "+ acme/top@1.0.0"]
-    assert house.refs() == []
+    assert user_home.refs() == []
     assert "up to date" in expertctl("lock", "--check").out
     assert "installed: acme/low@1.0.0" in expertctl("install").out
     expertctl("install", "--locked", "--offline")
@@ -76,10 +79,10 @@ def test_a_project_is_installed_locked_and_checked(
 
 
 def test_a_project_file_is_changed_only_by_save(
-    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
+    expertctl: CommandRunner, user_home: HomeFixture, publisher: PublishingRegistry
 ) -> None:
-    market.publish("acme/sql@1.0.0")
-    market.publish("acme/new@1.0.0")
+    publisher.publish("acme/sql@1.0.0")
+    publisher.publish("acme/new@1.0.0")
     wants('"acme/sql" = "*"')
     said = expertctl("install", "acme/new")
     assert "--save adds what" in said.err
@@ -92,16 +95,16 @@ def test_a_project_file_is_changed_only_by_save(
 
 @pytest.mark.parametrize("flag", ["--locked", "--save"])
 def test_a_flag_of_projects_needs_one(
-    expertctl: CommandRunner, house: HomeFixture, flag: str
+    expertctl: CommandRunner, user_home: HomeFixture, flag: str
 ) -> None:
     assert "needs an experts.toml" in expertctl("install", flag, "acme/sql", exit_code=2).err
 
 
 def test_calls_that_contradict_themselves_are_usage_errors(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
     wants('"acme/sql" = "*"')
-    file = shop.package("acme/file")
+    file = package_factory.package("acme/file")
 
     def refused(*words: object, code: int = 2) -> str:
         return str(expertctl(*words, "--json", exit_code=code).document["error"]["message"])
@@ -120,19 +123,19 @@ def test_calls_that_contradict_themselves_are_usage_errors(
     Path("experts.toml").unlink()
     assert refused("install") == "nothing to install"
     assert refused("lock", code=3) == f"there is no experts.toml in {here}"
-    assert house.refs() == []
+    assert user_home.refs() == []
 
 
 def test_what_is_outdated_is_shown_and_updated(
-    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
+    expertctl: CommandRunner, user_home: HomeFixture, publisher: PublishingRegistry
 ) -> None:
-    market.publish("acme/sql@1.0.0")
+    publisher.publish("acme/sql@1.0.0")
     wants('"acme/sql" = "^1"')
     expertctl("install")
     assert "the only expert is up to date" in expertctl("outdated").err
-    market.publish("acme/sql@1.1.0")
-    market.publish("acme/sql@2.0.0")
-    market.yank("acme/sql@1.0.0", "wrong")
+    publisher.publish("acme/sql@1.1.0")
+    publisher.publish("acme/sql@2.0.0")
+    publisher.yank("acme/sql@1.0.0", "wrong")
     said = expertctl("outdated")
     assert said.out.splitlines()[1].split() == ["acme/sql", "1.0.0", "1.1.0", "2.0.0", "yanked"]
     assert "acme/sql@1.0.0 was yanked: wrong" in said.err
@@ -140,18 +143,18 @@ def test_what_is_outdated_is_shown_and_updated(
     assert (entry["wanted"], entry["newest"], entry["yanked"]) == ("1.1.0", "2.0.0", "wrong")
     assert expertctl("update", "acme/sql").out == "~ acme/sql@1.0.0 -> 1.1.0\n"
     assert "acme/sql@1.0.0 was yanked: wrong; it is still" in expertctl("update", "--json").err
-    assert house.refs() == ["acme/sql@1.0.0", "acme/sql@1.1.0"]
+    assert user_home.refs() == ["acme/sql@1.0.0", "acme/sql@1.1.0"]
 
 
 def test_a_version_that_waits_is_shown(
     expertctl: CommandRunner,
-    house: HomeFixture,
-    market: PublishingRegistry,
+    user_home: HomeFixture,
+    publisher: PublishingRegistry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    market.publish("acme/sql@1.0.0")
+    publisher.publish("acme/sql@1.0.0")
     expertctl("install", "acme/sql")
-    market.publish("acme/sql@1.1.0")
+    publisher.publish("acme/sql@1.1.0")
     monkeypatch.setenv("EXPERT_MINIMUM_RELEASE_AGE", "3d")
     assert "1.1.0 waits until 20" in expertctl("outdated").out
     (entry,) = expertctl("outdated", "--json").document["experts"]
@@ -162,19 +165,19 @@ def test_a_version_that_waits_is_shown(
 
 
 def test_offline_means_no_network(
-    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
+    expertctl: CommandRunner, user_home: HomeFixture, publisher: PublishingRegistry
 ) -> None:
-    market.publish("acme/sql@1.0.0")
+    publisher.publish("acme/sql@1.0.0")
     assert "was never asked" in expertctl("install", "--offline", "acme/sql", exit_code=3).err
     expertctl("install", "acme/sql")
-    market.publish("acme/sql@1.1.0")
+    publisher.publish("acme/sql@1.1.0")
     expertctl("install", "--offline", "acme/sql")
-    assert house.refs() == ["acme/sql@1.0.0"]
+    assert user_home.refs() == ["acme/sql@1.0.0"]
     expertctl("outdated", "--offline")
 
 
 def test_a_project_of_a_stranger_is_refused_with_the_exit_code_of_trust(
-    expertctl: CommandRunner, house: HomeFixture
+    expertctl: CommandRunner, user_home: HomeFixture
 ) -> None:
     Path("experts.toml").write_text(
         '[experts]\n"acme/sql" = "*"\n[registries]\nacme = "hub.example"\n'
@@ -187,30 +190,30 @@ def test_a_project_of_a_stranger_is_refused_with_the_exit_code_of_trust(
 
 @pytest.mark.parametrize("by_digest", [False, True])
 def test_an_exact_install_says_that_update_keeps_it_and_how_to_follow(
-    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry, by_digest: bool
+    expertctl: CommandRunner, user_home: HomeFixture, publisher: PublishingRegistry, by_digest: bool
 ) -> None:
-    parcel = market.publish("acme/sql@1.0.0")
+    parcel = publisher.publish("acme/sql@1.0.0")
     exact = str(parcel.package_digest) if by_digest else "1.0.0"
     said = expertctl("install", f"acme/sql@{exact}")
     told = (
-        f"{house.root / 'experts.toml'} pins {exact}: `expertctl update` keeps it, "
+        f"{user_home.root / 'experts.toml'} pins {exact}: `expertctl update` keeps it, "
         "`expertctl install acme/sql` follows newer versions"
     )
     assert told in said.err
     assert told in expertctl("install", f"acme/sql@{exact}", "--json").document["notes"]
-    market.publish("acme/sql@1.1.0")
+    publisher.publish("acme/sql@1.1.0")
     expertctl("update")
-    assert house.refs() == ["acme/sql@1.0.0"]
+    assert user_home.refs() == ["acme/sql@1.0.0"]
     assert " pins " not in expertctl("install", "acme/sql").err
-    market.publish("acme/sql@1.2.0")
+    publisher.publish("acme/sql@1.2.0")
     expertctl("update")
-    assert house.refs() == ["acme/sql@1.0.0", "acme/sql@1.1.0", "acme/sql@1.2.0"]
+    assert user_home.refs() == ["acme/sql@1.0.0", "acme/sql@1.1.0", "acme/sql@1.2.0"]
 
 
 def test_an_exact_version_that_is_saved_in_a_project_is_told_with_save(
-    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
+    expertctl: CommandRunner, user_home: HomeFixture, publisher: PublishingRegistry
 ) -> None:
-    market.publish("acme/sql@1.0.0")
+    publisher.publish("acme/sql@1.0.0")
     wants("")
     assert " pins " not in expertctl("install", "acme/sql@1.0.0").err
     said = expertctl("install", "--save", "acme/sql@1.0.0")

@@ -16,19 +16,19 @@ from tests.registry.live_registry import (
     live,
     tiny_base,
     trust,
-    workshop,
+    workspace,
 )
 
-__all__ = ["alice", "expertctl", "live", "tiny_base", "trust", "workshop"]
+__all__ = ["alice", "expertctl", "live", "tiny_base", "trust", "workspace"]
 
 NO_KEYS = "no keys yet; make one with `expertctl keys new NAME`\n"
 
 
 @pytest.fixture
-def published(expertctl: CommandRunner, alice: str, workshop: PackageWorkspace) -> Path:
+def published(expertctl: CommandRunner, alice: str, workspace: PackageWorkspace) -> Path:
     """A package in the registry."""
     expertctl("registry", "keys", "add", "me", "--namespace", "acme")
-    package = workshop.package(description="Writes SQL.")
+    package = workspace.package(description="Writes SQL.")
     expertctl("publish", package)
     return package
 

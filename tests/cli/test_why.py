@@ -3,21 +3,29 @@
 import pytest
 
 from tests.cli.command_runner import CommandRunner, expertctl
-from tests.store.fixtures import BASE_NAME, HomeFixture, PackageFactory, fast, house, make_key, shop
+from tests.store.fixtures import (
+    BASE_NAME,
+    HomeFixture,
+    PackageFactory,
+    fast,
+    make_key,
+    package_factory,
+    user_home,
+)
 
-__all__ = ["expertctl", "fast", "house", "shop"]
+__all__ = ["expertctl", "fast", "package_factory", "user_home"]
 
 
 @pytest.fixture(autouse=True)
-def experts(house: HomeFixture, shop: PackageFactory) -> None:
-    house.install(
-        shop.package("acme/low", seed=1),
-        shop.package("acme/top", composition={"requires": ["acme/low@^1"]}, seed=3),
+def experts(user_home: HomeFixture, package_factory: PackageFactory) -> None:
+    user_home.install(
+        package_factory.package("acme/low", seed=1),
+        package_factory.package("acme/top", composition={"requires": ["acme/low@^1"]}, seed=3),
     )
 
 
 def test_all_that_is_known_is_said(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
     key = make_key("acme").public.key_id
     assert expertctl("why", "acme/low").out.splitlines() == [
@@ -28,8 +36,8 @@ def test_all_that_is_known_is_said(
         f"  made for the base {BASE_NAME}, which is not registered",
         "  without it these will not run: acme/top@1.0.0",
     ]
-    house.bases.add(shop.base_dir, name=BASE_NAME)
-    house.trust.revoke(key, "lost")
+    user_home.bases.add(package_factory.base_dir, name=BASE_NAME)
+    user_home.trust.revoke(key, "lost")
     assert expertctl("why", "acme/top").out.splitlines() == [
         "acme/top@1.0.0",
         "  nothing requires it",
@@ -40,8 +48,8 @@ def test_all_that_is_known_is_said(
     ]
 
 
-def test_the_document_has_the_chains(expertctl: CommandRunner, house: HomeFixture) -> None:
-    (low, _) = house.store.list_experts()
+def test_the_document_has_the_chains(expertctl: CommandRunner, user_home: HomeFixture) -> None:
+    (low, _) = user_home.store.list_experts()
     assert expertctl("why", str(low.content_digest), "--json").document == {
         "ref": "acme/low@1.0.0",
         "content_digest": str(low.content_digest),
@@ -73,23 +81,25 @@ def test_the_document_has_the_chains(expertctl: CommandRunner, house: HomeFixtur
 
 
 def test_a_key_that_is_trusted_no_more_and_no_signature_at_all(
-    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+    expertctl: CommandRunner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    house.trust.remove(make_key("acme").public.key_id)
+    user_home.trust.remove(make_key("acme").public.key_id)
     assert "which is no longer trusted for acme/*" in expertctl("why", "acme/low").out
-    house.install(shop.package("acme/unsigned", key=None), allow_unsigned=True)
+    user_home.install(package_factory.package("acme/unsigned", key=None), allow_unsigned=True)
     said = expertctl("why", "acme/unsigned")
     assert "not signed: installed with --allow-unsigned" in said.out
     assert expertctl("why", "acme/unsigned", "--json").document["signature"] is None
 
 
-def test_what_is_not_installed_is_not_found(expertctl: CommandRunner, house: HomeFixture) -> None:
+def test_what_is_not_installed_is_not_found(
+    expertctl: CommandRunner, user_home: HomeFixture
+) -> None:
     assert "did you mean acme/low" in expertctl("why", "acme/lov", exit_code=3).err
     expertctl("why", "Not A Reference", exit_code=2)
 
 
-def test_a_damaged_record_is_warned_of(expertctl: CommandRunner, house: HomeFixture) -> None:
-    (top,) = (path for path in house.store.paths.refs.rglob("*") if "top" in path.parts[-2:-1])
+def test_a_damaged_record_is_warned_of(expertctl: CommandRunner, user_home: HomeFixture) -> None:
+    (top,) = (path for path in user_home.store.paths.refs.rglob("*") if "top" in path.parts[-2:-1])
     next(iter([top] if top.is_file() else top.iterdir())).write_text("{}")
     said = expertctl("why", "acme/low")
     assert "warning: the record of acme/top@1.0.0 is damaged" in said.err

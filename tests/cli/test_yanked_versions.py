@@ -38,13 +38,13 @@ def template(bases: Path) -> PackageTemplate:
 class YankScene:
     """A registry, a home that knows it and has its base, and an empty working folder."""
 
-    market: PublishingRegistry
-    house: HomeFixture
+    publisher: PublishingRegistry
+    user_home: HomeFixture
     expertctl: CommandRunner
 
     def sell(self, *refs: str) -> None:
         for ref in refs:
-            self.market.publish(ref, routing={"examples": [PROMPT], "keywords": ["joins"]})
+            self.publisher.publish(ref, routing={"examples": [PROMPT], "keywords": ["joins"]})
 
     def install_both(self) -> None:
         """Publish two versions, and install one after the other."""
@@ -82,24 +82,24 @@ def scene(
 ) -> Iterator[YankScene]:
     with run_publishing_registry(tmp_path / "registry", template) as running:
         running.create_namespace("acme")
-        house = HomeFixture(home)
-        house.trust.add_registry(running.known)
-        house.bases.add(bases / "base")
+        user_home = HomeFixture(home)
+        user_home.trust.add_registry(running.known)
+        user_home.bases.add(bases / "base")
         (tmp_path / "work").mkdir()
         monkeypatch.chdir(tmp_path / "work")
         monkeypatch.setenv("EXPERT_REGISTRY", running.host)
         monkeypatch.setenv("EXPERT_ENCODER", "lexical")
-        yield YankScene(running, house, expertctl)
+        yield YankScene(running, user_home, expertctl)
 
 
 def test_the_newest_installed_version_that_was_not_yanked_is_used(scene: YankScene) -> None:
     scene.sell(OLD, NEW)
     scene.expertctl("install", "acme/sql")
     assert scene.everywhere() == {NEW}
-    scene.market.yank(NEW, "wrong joins")
+    scene.publisher.yank(NEW, "wrong joins")
     said = scene.expertctl("update")
     assert f"+ {OLD}" in said.out
-    assert scene.house.refs() == [OLD, NEW]
+    assert scene.user_home.refs() == [OLD, NEW]
     assert scene.everywhere() == {OLD}
 
 
@@ -107,7 +107,7 @@ def test_what_a_registry_said_last_counts_offline(
     scene: YankScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene.install_both()
-    scene.market.yank(NEW, "wrong joins")
+    scene.publisher.yank(NEW, "wrong joins")
     assert scene.everywhere() == {NEW}
     scene.expertctl("outdated")
     monkeypatch.setenv("EXPERT_OFFLINE", "1")
@@ -119,11 +119,11 @@ def test_a_yank_that_was_taken_back_counts_no_more(scene: YankScene) -> None:
     from registry_server.publishing.maintenance import unyank_release
 
     scene.install_both()
-    scene.market.yank(NEW, "wrong joins")
+    scene.publisher.yank(NEW, "wrong joins")
     scene.expertctl("outdated")
     assert scene.everywhere() == {OLD}
-    registry, name = scene.market.live.served.registry, PackageName("acme", "sql")
-    unyank_release(registry, scene.market.identity, name=name, version="1.1.0")
+    registry, name = scene.publisher.live.served.registry, PackageName("acme", "sql")
+    unyank_release(registry, scene.publisher.identity, name=name, version="1.1.0")
     scene.expertctl("outdated")
     assert scene.everywhere() == {NEW}
 
@@ -131,7 +131,7 @@ def test_a_yank_that_was_taken_back_counts_no_more(scene: YankScene) -> None:
 def test_a_yanked_version_that_is_alone_is_used_and_told(scene: YankScene) -> None:
     scene.sell(OLD)
     scene.expertctl("install", "acme/sql")
-    scene.market.yank(OLD, "wrong joins")
+    scene.publisher.yank(OLD, "wrong joins")
     scene.expertctl("outdated")
     assert scene.everywhere() == {OLD}
     warning = f"{OLD} is used although it was yanked: wrong joins; `expertctl install acme/sql`"
@@ -143,7 +143,7 @@ def test_a_yanked_version_that_is_alone_is_used_and_told(scene: YankScene) -> No
 
 def test_a_yanked_version_that_is_named_is_used_and_told(scene: YankScene) -> None:
     scene.install_both()
-    scene.market.yank(OLD, "wrong joins")
+    scene.publisher.yank(OLD, "wrong joins")
     scene.expertctl("update")
     assert scene.routed("--expert", OLD) == OLD
     assert any(f"{OLD} is used" in text for text in scene.plan("--expert", OLD)["warnings"])
@@ -157,7 +157,7 @@ def test_a_yanked_version_that_is_locked_is_used_in_its_project_only(
     scene.expertctl("install", "acme/sql")
     Path("experts.toml").write_text('[experts]\n"acme/sql" = "1.0.0"\n')
     scene.expertctl("install")
-    scene.market.yank(OLD, "wrong joins")
+    scene.publisher.yank(OLD, "wrong joins")
     scene.expertctl("outdated")
     assert scene.everywhere() == {OLD}
     [told] = [text for text in scene.plan()["warnings"] if "yanked" in text]
@@ -202,7 +202,7 @@ def test_a_damaged_lock_file_is_ignored_and_told(scene: YankScene) -> None:
 
 def test_the_list_marks_versions_that_are_yanked_and_unused(scene: YankScene) -> None:
     scene.install_both()
-    scene.market.yank(OLD, "wrong joins")
+    scene.publisher.yank(OLD, "wrong joins")
     scene.expertctl("outdated")
     old, new = (line.split() for line in scene.expertctl("list").out.splitlines()[1:])
     assert old[-2:] == ["yanked", "unused"]
@@ -215,10 +215,10 @@ def test_the_list_marks_versions_that_are_yanked_and_unused(scene: YankScene) ->
 def test_outdated_never_shows_a_yanked_version_as_the_newest(scene: YankScene) -> None:
     scene.sell(OLD, NEW)
     scene.expertctl("install", "acme/sql")
-    scene.market.yank(NEW, "wrong joins")
+    scene.publisher.yank(NEW, "wrong joins")
     row = scene.expertctl("outdated").out.splitlines()[1].split()
     assert row == ["acme/sql", "1.1.0", "1.0.0", "1.0.0", "yanked"]
-    scene.market.yank(OLD, "worse joins")
+    scene.publisher.yank(OLD, "worse joins")
     row = scene.expertctl("outdated").out.splitlines()[1].split()
     assert row == ["acme/sql", "1.1.0", "1.1.0", "-", "yanked"]
     [entry] = scene.expertctl("outdated", "--json").document["experts"]
@@ -227,7 +227,7 @@ def test_outdated_never_shows_a_yanked_version_as_the_newest(scene: YankScene) -
 
 def test_outdated_compares_the_version_that_is_used(scene: YankScene) -> None:
     scene.install_both()
-    scene.market.yank(NEW, "wrong joins")
+    scene.publisher.yank(NEW, "wrong joins")
     said = scene.expertctl("outdated")
     row = said.out.splitlines()[1].split()
     assert row == ["acme/sql", "1.0.0", "1.0.0", "1.0.0", "1.1.0", "yanked"]
@@ -243,7 +243,7 @@ def test_outdated_compares_the_version_that_is_used(scene: YankScene) -> None:
 def test_every_update_tells_of_a_yanked_version_that_stays_installed(scene: YankScene) -> None:
     scene.sell(OLD, NEW)
     scene.expertctl("install", "acme/sql")
-    scene.market.yank(NEW, "wrong joins")
+    scene.publisher.yank(NEW, "wrong joins")
     for _ in range(2):
         said = scene.expertctl("update")
         told = f"warning: {NEW} was yanked: wrong joins; it is still installed beside"
@@ -259,7 +259,7 @@ def test_every_update_tells_of_a_yanked_version_that_stays_installed(scene: Yank
 def test_an_update_that_keeps_a_yanked_version_says_so(scene: YankScene) -> None:
     scene.sell(OLD, NEW)
     scene.expertctl("install", OLD)
-    scene.market.yank(OLD, "wrong joins")
+    scene.publisher.yank(OLD, "wrong joins")
     for _ in range(2):
         said = scene.expertctl("update")
         assert f"warning: {OLD} was yanked: wrong joins; `expertctl update` takes" in said.err
@@ -272,8 +272,8 @@ def test_a_requirement_takes_an_installed_version_that_was_not_yanked(scene: Yan
     scene.sell(OLD, NEW)
     scene.expertctl("install", OLD)
     scene.expertctl("install", NEW)
-    scene.market.yank(NEW, "wrong joins")
-    scene.market.publish("acme/top@1.0.0", requires=["acme/sql@^1"])
+    scene.publisher.yank(NEW, "wrong joins")
+    scene.publisher.publish("acme/top@1.0.0", requires=["acme/sql@^1"])
     document = scene.expertctl("install", "acme/top", "--json").document
     assert [notice["ref"] for notice in document["notices"]] == [NEW]
     assert not document["notices"][0]["in_use"]

@@ -84,8 +84,8 @@ class ExpertKindsHome:
     ) -> None:
         self.base = write_base(folder / "base", **(base or {}))
         facts, key = read_base(self.base), make_key("acme")
-        self.house = HomeFixture(folder / "home").trust_keys("acme")
-        self.house.bases.add(self.base)
+        self.user_home = HomeFixture(folder / "home").trust_keys("acme")
+        self.user_home.bases.add(self.base)
         installed, self.packages = (
             {
                 name: make_package(
@@ -100,7 +100,7 @@ class ExpertKindsHome:
             }
             for where in ("", "file-")
         )
-        self.house.install(*installed.values())
+        self.user_home.install(*installed.values())
         self.config = config = read_model_config(self.base)
         decoder = Decoder(config, load_base_weights(self.base, config))
         shapes = read_linear_shapes(self.base)
@@ -113,14 +113,14 @@ class ExpertKindsHome:
         self.target = CompileTarget(self.form, gains)
 
     def find_expert(self, name: str) -> StoredExpert:
-        return next(e for e in self.house.store.list_experts() if e.package.name == name)
+        return next(e for e in self.user_home.store.list_experts() if e.package.name == name)
 
     def estimate(self, name: str) -> ExpertSource:
-        stored, store = self.find_expert(name), self.house.store
+        stored, store = self.find_expert(name), self.user_home.store
         return read_stored_outline(store, stored, store.read_manifest(stored))
 
     def open_source(self, name: str) -> ExpertSource:
-        stored, store = self.find_expert(name), self.house.store
+        stored, store = self.find_expert(name), self.user_home.store
         return make_stored_source(store, stored, store.read_manifest(stored))
 
     def measure_load(self, chain: Sequence[tuple[ExpertSource, float]]) -> int:

@@ -110,7 +110,7 @@ class EnginePackages:
 
 
 @pytest.fixture(scope="session")
-def market(tmp_path_factory: pytest.TempPathFactory) -> EnginePackages:
+def engine_packages(tmp_path_factory: pytest.TempPathFactory) -> EnginePackages:
     folder = tmp_path_factory.mktemp("market")
     base_dir = write_base(folder / "market-base", tie=False, seed=2)
     return EnginePackages(folder, base_dir, read_base(base_dir))

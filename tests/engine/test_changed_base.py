@@ -13,10 +13,10 @@ from expertctl.errors import BaseMismatchError
 from expertctl.routing.planner import Planner
 from expertctl.store.quantised_cache import open_quantised_cache
 from tests.engine.test_local_engine import run
-from tests.engine.test_packed_runs import BUDGET, ask, home, shop
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.engine.test_packed_runs import BUDGET, ask, home, packed_packages
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["fast", "home", "house", "shop"]
+__all__ = ["fast", "home", "packed_packages", "user_home"]
 
 
 @contextmanager
@@ -45,11 +45,11 @@ def tokens(home: Planner, dtype: Dtype, *, verify_base: bool = False) -> tuple[i
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_no_copy_is_made_of_a_base_that_changed_unseen(
-    dtype: Dtype, home: Planner, house: HomeFixture
+    dtype: Dtype, home: Planner, user_home: HomeFixture
 ) -> None:
     expected = tokens(home, dtype)
-    (base,) = house.bases.list_bases()
-    copies = open_quantised_cache(house.bases, base)
+    (base,) = user_home.bases.list_bases()
+    copies = open_quantised_cache(user_home.bases, base)
     assert copies is not None
     copies.path(dtype).unlink()
     (weights,) = base.path.glob("*.safetensors")
@@ -63,11 +63,11 @@ def test_no_copy_is_made_of_a_base_that_changed_unseen(
 
 
 def test_what_could_not_be_kept_is_told_also_where_the_run_fails(
-    home: Planner, house: HomeFixture
+    home: Planner, user_home: HomeFixture
 ) -> None:
     tokens(home, "int8")
-    (base,) = house.bases.list_bases()
-    copies = open_quantised_cache(house.bases, base)
+    (base,) = user_home.bases.list_bases()
+    copies = open_quantised_cache(user_home.bases, base)
     assert copies is not None
     path = copies.path("int8")
     path.write_bytes(path.read_bytes()[:-1] + b"?")

@@ -21,12 +21,12 @@ from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
 from expertctl.routing.request import ForcedExpert, SamplingOverrides
 from expertctl.routing.session import KEPT_REASON
-from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.engine.test_local_engine import planner
 from tests.factories import make_route_request, write_base
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["fast", "house", "market"]
+__all__ = ["engine_packages", "fast", "user_home"]
 
 WISHES = SamplingOverrides(greedy=True, max_tokens=6)
 SORTING: dict[str, Any] = {"description": "Sorts numbers in ascending order."}
@@ -34,14 +34,14 @@ SORT, OTHER = "Sort these numbers in ascending order: 3, 1, 2", "Guten Morgen"
 
 
 @pytest.fixture(autouse=True)
-def known(house: HomeFixture, market: EnginePackages) -> None:
-    house.bases.add(market.base_dir)
-    house.trust_keys("acme")
+def known(user_home: HomeFixture, engine_packages: EnginePackages) -> None:
+    user_home.bases.add(engine_packages.base_dir)
+    user_home.trust_keys("acme")
 
 
 @pytest.fixture
-def engine(house: HomeFixture) -> LocalEngine:
-    return LocalEngine(planner(house), budget=8 << 20)
+def engine(user_home: HomeFixture) -> LocalEngine:
+    return LocalEngine(planner(user_home), budget=8 << 20)
 
 
 def named(*names: str) -> list[NamedExpert]:
@@ -85,20 +85,24 @@ def after(steps: int) -> Callable[[], bool]:
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("window", [None, 7])
 def test_every_turn_answers_as_if_all_had_been_read_anew(
-    house: HomeFixture, market: EnginePackages, tmp_path: Any, soft: bool, window: int | None
+    user_home: HomeFixture,
+    engine_packages: EnginePackages,
+    tmp_path: Any,
+    soft: bool,
+    window: int | None,
 ) -> None:
     """Grouped heads, with and without a sliding window, with virtual tokens before the first."""
     base_dir = write_base(tmp_path / "other", arch="mistral", tie=False, sliding_window=window)
-    house.bases.add(base_dir)
+    user_home.bases.add(base_dir)
     adapters = [("soft_prompt", {"tokens": 5, "seed": 3})] if soft else None
-    shop = replace(
-        market, folder=tmp_path / "packages", base_dir=base_dir, base=read_base(base_dir)
+    package_factory = replace(
+        engine_packages, folder=tmp_path / "packages", base_dir=base_dir, base=read_base(base_dir)
     )
-    house.install(shop.package("acme/one", adapters=adapters))
-    kept = talk(LocalEngine(planner(house), budget=8 << 20), experts=tuple(named("one")))
+    user_home.install(package_factory.package("acme/one", adapters=adapters))
+    kept = talk(LocalEngine(planner(user_home), budget=8 << 20), experts=tuple(named("one")))
     for number, prompt in enumerate((SORT, "And now?", "Once more")):
         turn = say(kept, prompt)
-        fresh = talk(LocalEngine(planner(house), budget=8 << 20), experts=tuple(named("one")))
+        fresh = talk(LocalEngine(planner(user_home), budget=8 << 20), experts=tuple(named("one")))
         fresh.turns = kept.turns[:number]
         oracle = say(fresh, prompt)
         assert turn.result.generated.tokens == oracle.result.generated.tokens
@@ -109,10 +113,10 @@ def test_every_turn_answers_as_if_all_had_been_read_anew(
 
 
 def test_virtual_tokens_take_their_part_of_context_and_cache(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
     prompts = [("soft_prompt", {"tokens": 9, "seed": 3})]
-    house.install(market.package("acme/soft", adapters=prompts))
+    user_home.install(engine_packages.package("acme/soft", adapters=prompts))
     turn = say(talk(engine, experts=tuple(named("soft"))), "x")
     per_page = 2 * 2 * 2 * 8 * 4 * 16
     rows = 9 + turn.result.prompt_tokens + 6
@@ -132,27 +136,27 @@ def test_what_is_kept_stays_within_the_budget_and_counts_as_kv(engine: LocalEngi
 
 
 def test_short_memory_costs_what_is_kept_and_never_a_refusal(
-    house: HomeFixture, market: EnginePackages, engine: LocalEngine
+    user_home: HomeFixture, engine_packages: EnginePackages, engine: LocalEngine
 ) -> None:
     first = say(talk(engine), SORT).result.memory
     needed = sum(first.held.values())
-    small = LocalEngine(planner(house), budget=needed + first.held["kv"] // 2)
+    small = LocalEngine(planner(user_home), budget=needed + first.held["kv"] // 2)
     say(talk(small), SORT)
     turn = say(talk(small), SORT)
     assert reused(turn) == 0
     assert turn.result.memory.peak <= small.budget.limit
     with pytest.raises(BudgetError):
-        say(talk(LocalEngine(planner(house), budget=needed - 1)), SORT)
+        say(talk(LocalEngine(planner(user_home), budget=needed - 1)), SORT)
 
 
 def test_two_conversations_that_take_turns_go_on_each_from_its_own(
-    engine: LocalEngine, house: HomeFixture
+    engine: LocalEngine, user_home: HomeFixture
 ) -> None:
     """What is read is only what is new; the words are those of an engine that reads all."""
     talks = talk(engine), talk(engine)
     for number, prompts in enumerate((("aaaa", SORT), ("bbbb", "And now?"), ("cc", "Once more"))):
         for conversation, prompt in zip(talks, prompts, strict=True):
-            fresh = talk(LocalEngine(planner(house), budget=8 << 20))
+            fresh = talk(LocalEngine(planner(user_home), budget=8 << 20))
             fresh.turns = conversation.turns[:number]
             turn, oracle = say(conversation, prompt), say(fresh, prompt)
             assert turn.result.generated.tokens == oracle.result.generated.tokens
@@ -165,9 +169,11 @@ def test_two_conversations_that_take_turns_go_on_each_from_its_own(
 
 
 def test_another_expert_is_another_plan_that_reads_all_again(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package("acme/one", seed=1), market.package("acme/two", seed=2))
+    user_home.install(
+        engine_packages.package("acme/one", seed=1), engine_packages.package("acme/two", seed=2)
+    )
     conversation = talk(engine, experts=tuple(named("one")))
     assert not say(conversation, "x").replanned
     kept = say(conversation, "y")
@@ -180,7 +186,7 @@ def test_another_expert_is_another_plan_that_reads_all_again(
 
 
 def test_a_message_that_was_said_before_is_routed_from_memory(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
     conversation = talk(engine)
     plans = []
@@ -188,7 +194,7 @@ def test_a_message_that_was_said_before_is_routed_from_memory(
         plans.append(say(conversation, prompt).result.planned.result)
         conversation.reset()
     assert ["remembered" in plan.timings_ms for plan in plans] == [False, True, False]
-    house.install(market.package("acme/sorting", **SORTING))
+    user_home.install(engine_packages.package("acme/sorting", **SORTING))
     assert [e.ref for e in say(conversation, SORT).plan.experts] == ["acme/sorting@1.0.0"]
 
 
@@ -203,9 +209,9 @@ def test_another_dtype_is_another_plan(engine: LocalEngine) -> None:
 
 
 def test_experts_that_cannot_answer_are_refused_and_the_others_stay(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package("acme/one"))
+    user_home.install(engine_packages.package("acme/one"))
     conversation = talk(engine, experts=tuple(named("one")))
     say(conversation, "x")
     with pytest.raises(NotFoundError):
@@ -214,9 +220,9 @@ def test_experts_that_cannot_answer_are_refused_and_the_others_stay(
 
 
 def test_a_follow_up_without_an_expert_of_its_own_keeps_those_before(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package("acme/sorting", **SORTING))
+    user_home.install(engine_packages.package("acme/sorting", **SORTING))
     conversation = talk(engine)
     assert say(conversation, OTHER).plan.experts == ()
     first = say(conversation, SORT)
@@ -235,9 +241,9 @@ def test_a_follow_up_without_an_expert_of_its_own_keeps_those_before(
 
 
 def test_naming_experts_ends_a_conversation_of_the_base_alone(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package("acme/sorting", **SORTING))
+    user_home.install(engine_packages.package("acme/sorting", **SORTING))
     conversation = talk(engine, route={"base_alone": True})
     assert say(conversation, SORT).plan.experts == ()
     conversation.use_experts(named("sorting"))
@@ -273,7 +279,7 @@ def test_a_stopped_answer_is_a_beginning_of_the_whole_one(engine: LocalEngine) -
 
 
 def test_a_turn_that_is_given_up_or_fails_leaves_the_conversation_as_it_was(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
     conversation = talk(engine)
     say(conversation, "x")
@@ -321,14 +327,14 @@ def test_every_conversation_is_another_key(engine: LocalEngine) -> None:
 
 
 def test_a_base_without_a_chat_template_takes_one_message(
-    house: HomeFixture, tmp_path: Any, engine: LocalEngine
+    user_home: HomeFixture, tmp_path: Any, engine: LocalEngine
 ) -> None:
     directory = write_base(tmp_path / "plain")
     config = directory / "tokenizer_config.json"
     config.write_text(
         json.dumps({**json.loads(config.read_text()), "chat_template": None}), encoding="utf-8"
     )
-    house.bases.add(directory)
+    user_home.bases.add(directory)
     conversation = talk(engine, base="plain")
     say(conversation, "x")
     with pytest.raises(ExpertError, match="no chat template"):

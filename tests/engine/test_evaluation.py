@@ -28,11 +28,11 @@ from expertctl.routing.planner import Planner
 from expertctl.routing.request import ForcedExpert
 from expertctl.settings import Home, Settings
 from expertctl.store.catalogue import Catalogue
-from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.factories import decode_bytes, make_package, write_base
-from tests.store.fixtures import HomeFixture, house, make_key
+from tests.store.fixtures import HomeFixture, make_key, user_home
 
-__all__ = ["house", "market"]
+__all__ = ["engine_packages", "user_home"]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
@@ -66,21 +66,21 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(market: EnginePackages) -> Pair:
-    folder = market.folder / "pair"
+def pair(engine_packages: EnginePackages) -> Pair:
+    folder = engine_packages.folder / "pair"
     files = {
         name: make_package(
             folder,
             f"acme/{name}",
-            base_dir=market.base_dir,
-            base=market.base,
+            base_dir=engine_packages.base_dir,
+            base=engine_packages.base,
             key=make_key("acme"),
             lora={"seed": seed, "scale": 0.4},
             decoding={"max_tokens": LIMIT},
         )
         for name, seed in (("one", 5), ("two", 6))
     }
-    return Pair(files, answered(market.base_dir, folder))
+    return Pair(files, answered(engine_packages.base_dir, folder))
 
 
 def answered(base: Path, folder: Path) -> ReferenceAnswers:
@@ -116,10 +116,10 @@ def greedy(model: Any, tokenizer: Any) -> dict[str, str]:
 
 
 @pytest.fixture
-def planner(house: HomeFixture, market: EnginePackages, pair: Pair) -> Planner:
-    house.bases.add(market.base_dir)
-    house.install(*pair.files.values())
-    return Planner.open(Settings(Home(house.root), encoder="lexical"))
+def planner(user_home: HomeFixture, engine_packages: EnginePackages, pair: Pair) -> Planner:
+    user_home.bases.add(engine_packages.base_dir)
+    user_home.install(*pair.files.values())
+    return Planner.open(Settings(Home(user_home.root), encoder="lexical"))
 
 
 Written = Callable[..., EvaluationData]
@@ -194,13 +194,13 @@ def test_a_chain_is_measured_beside_each_of_its_experts(
 
 
 def test_a_file_that_nobody_signed_is_measured_without_being_installed(
-    planner: Planner, pair: Pair, written: Written, market: EnginePackages, tmp_path: Path
+    planner: Planner, pair: Pair, written: Written, engine_packages: EnginePackages, tmp_path: Path
 ) -> None:
     file = make_package(
         tmp_path,
         "local/new",
-        base_dir=market.base_dir,
-        base=market.base,
+        base_dir=engine_packages.base_dir,
+        base=engine_packages.base,
         lora={"seed": 5, "scale": 0.4},
     )
     data = written(mixed(pair.answers.one, pair.answers.base, at=6))
@@ -211,15 +211,15 @@ def test_a_file_that_nobody_signed_is_measured_without_being_installed(
 
 
 def test_the_stops_of_the_expert_count_for_the_base_too(
-    planner: Planner, pair: Pair, written: Written, market: EnginePackages, tmp_path: Path
+    planner: Planner, pair: Pair, written: Written, engine_packages: EnginePackages, tmp_path: Path
 ) -> None:
     prompt = PROMPTS[0]
     letters = [text[prompt][1] for text in (pair.answers.base, pair.answers.one)]
     file = make_package(
         tmp_path,
         "local/new",
-        base_dir=market.base_dir,
-        base=market.base,
+        base_dir=engine_packages.base_dir,
+        base=engine_packages.base,
         lora={"seed": 5, "scale": 0.4},
         decoding={"stop": letters, "temperature": 1.5, "repetition_penalty": 1.3},
     )
@@ -244,38 +244,38 @@ def test_other_metrics_judge_the_same_answers(
 
 
 def test_being_evaluated_is_not_being_used(
-    planner: Planner, house: HomeFixture, written: Written
+    planner: Planner, user_home: HomeFixture, written: Written
 ) -> None:
     evaluate(planner, EvaluationRequest(data=written(["x"]), expert=ONE))
-    (stored, _) = house.store.list_experts()
-    assert house.catalogue.history.read_usage_counts().get(stored.content_digest) is None
+    (stored, _) = user_home.store.list_experts()
+    assert user_home.catalogue.history.read_usage_counts().get(stored.content_digest) is None
 
 
 def test_a_gain_of_two_experts_is_remembered_where_it_is_sure(
-    planner: Planner, house: HomeFixture, written: Written
+    planner: Planner, user_home: HomeFixture, written: Written
 ) -> None:
     asked = EvaluationRequest(data=written(["x"] * len(PROMPTS)), expert=ONE, compose=(TWO,))
     first = evaluate(planner, asked)
-    assert house.catalogue.find_sure_gains() == {}
+    assert user_home.catalogue.find_sure_gains() == {}
     assert first.chain is not None
     together = [answer.text for answer in first.chain.answers]
-    before = house.catalogue.read_revision()
+    before = user_home.catalogue.read_revision()
     found = evaluate(planner, replace(asked, data=written(together)))
     assert found.gains[-1].value == 1.0
-    one, two = (house.store.find(e.target).content_digest for e in (ONE, TWO))
-    assert house.catalogue.find_sure_gains(base="market-base") == {(one, two): 1.0}
-    assert house.catalogue.read_revision() > before
-    (gain,) = house.catalogue.history.list_gains()
+    one, two = (user_home.store.find(e.target).content_digest for e in (ONE, TWO))
+    assert user_home.catalogue.find_sure_gains(base="market-base") == {(one, two): 1.0}
+    assert user_home.catalogue.read_revision() > before
+    (gain,) = user_home.catalogue.history.list_gains()
     assert (gain.n, gain.base, gain.is_significant) == (len(PROMPTS), "market-base", True)
     assert gain.p == pytest.approx(2 / 2**8)
 
 
 def test_a_gain_at_another_weight_or_without_a_place_to_write_is_not_remembered(
-    planner: Planner, house: HomeFixture, written: Written
+    planner: Planner, user_home: HomeFixture, written: Written
 ) -> None:
     asked = EvaluationRequest(data=written(["x"]), expert=ONE, compose=(HALF_TWO,))
     assert evaluate(planner, asked).warnings == ()
-    assert not house.catalogue.history.list_gains()
+    assert not user_home.catalogue.history.list_gains()
     nowhere = replace(planner, catalogue=Catalogue(Path("/proc/nowhere/index.db")))
     [warning] = evaluate(nowhere, replace(asked, compose=(TWO,))).warnings
     assert warning.startswith("the gain was not saved for routing: /proc/nowhere/index.db")
@@ -311,14 +311,14 @@ def test_what_cannot_be_evaluated_is_refused_by_name(
 
 
 def test_a_file_that_changes_meanwhile_is_noticed(
-    planner: Planner, pair: Pair, written: Written, market: EnginePackages, tmp_path: Path
+    planner: Planner, pair: Pair, written: Written, engine_packages: EnginePackages, tmp_path: Path
 ) -> None:
     first, second = (
         make_package(
             tmp_path / str(seed),
             "local/new",
-            base_dir=market.base_dir,
-            base=market.base,
+            base_dir=engine_packages.base_dir,
+            base=engine_packages.base,
             lora={"seed": seed},
             decoding={"max_tokens": 1},
         )
@@ -334,10 +334,10 @@ def test_a_file_that_changes_meanwhile_is_noticed(
 
 
 def test_a_planned_build_is_evaluated_and_nothing_stays(
-    planner: Planner, pair: Pair, written: Written, market: EnginePackages, tmp_path: Path
+    planner: Planner, pair: Pair, written: Written, engine_packages: EnginePackages, tmp_path: Path
 ) -> None:
-    directory = market.folder / "pair" / "acme-one-1.0.0.files"
-    plan = plan_build(directory, ManifestOverrides(), base=market.base)
+    directory = engine_packages.folder / "pair" / "acme-one-1.0.0.files"
+    plan = plan_build(directory, ManifestOverrides(), base=engine_packages.base)
     data = written(mixed(pair.answers.one, pair.answers.base, at=6))
     out = tmp_path / "out"
     out.mkdir()
@@ -358,13 +358,13 @@ def test_a_planned_build_is_evaluated_and_nothing_stays(
 
 @pytest.mark.usefixtures("pair")  # writes the directory
 def test_a_build_for_a_base_that_was_not_added_is_refused(
-    house: HomeFixture, written: Written, market: EnginePackages, tmp_path: Path
+    user_home: HomeFixture, written: Written, engine_packages: EnginePackages, tmp_path: Path
 ) -> None:
-    directory = market.folder / "pair" / "acme-one-1.0.0.files"
-    plan = plan_build(directory, ManifestOverrides(), base=market.base)
-    planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
+    directory = engine_packages.folder / "pair" / "acme-one-1.0.0.files"
+    plan = plan_build(directory, ManifestOverrides(), base=engine_packages.base)
+    planner = Planner.open(Settings(Home(user_home.root), encoder="lexical"))
     with pytest.raises(NotFoundError, match="no base model is known"):
         evaluate_build(planner, plan, written(["x"]), sibling=tmp_path / "one.expert")
-    house.bases.add(write_base(tmp_path / "other", layers=1))
+    user_home.bases.add(write_base(tmp_path / "other", layers=1))
     with pytest.raises(BaseMismatchError, match="was made for"):
         evaluate_build(planner, plan, written(["x"]), sibling=tmp_path / "one.expert")

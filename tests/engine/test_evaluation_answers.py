@@ -32,11 +32,11 @@ from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverri
 from expertctl.schema.manifest import AdapterKind
 from expertctl.settings import Home, Settings
 from tests.engine.package_fixtures import EnginePackages
-from tests.engine.serving.harness import market
+from tests.engine.serving.harness import engine_packages
 from tests.factories import make_package, make_route_request
-from tests.store.fixtures import HomeFixture, fast, house, make_key
+from tests.store.fixtures import HomeFixture, fast, make_key, user_home
 
-__all__ = ["fast", "house", "market"]
+__all__ = ["engine_packages", "fast", "user_home"]
 
 pytestmark = pytest.mark.all
 
@@ -44,22 +44,22 @@ ONE, TWO = (ForcedExpert(Reference.parse(f"acme/{name}")) for name in ("one", "t
 
 
 @pytest.fixture
-def planner(house: HomeFixture, market: EnginePackages, tmp_path: Path) -> Planner:
-    house.bases.add(market.base_dir)
-    house.trust_keys("acme")
+def planner(user_home: HomeFixture, engine_packages: EnginePackages, tmp_path: Path) -> Planner:
+    user_home.bases.add(engine_packages.base_dir)
+    user_home.trust_keys("acme")
     for name, seed in (("one", 5), ("two", 6)):
-        house.install(
+        user_home.install(
             make_package(
                 tmp_path,
                 f"acme/{name}",
-                base_dir=market.base_dir,
-                base=market.base,
+                base_dir=engine_packages.base_dir,
+                base=engine_packages.base,
                 key=make_key("acme"),
                 lora={"seed": seed, "scale": 0.4},
                 decoding={"max_tokens": 6},
             )
         )
-    return Planner.open(Settings(Home(house.root), encoder="lexical"))
+    return Planner.open(Settings(Home(user_home.root), encoder="lexical"))
 
 
 def data(folder: Path, count: int, *, longest: int = 40) -> EvaluationData:
@@ -96,14 +96,14 @@ def test_answers_at_once_are_those_of_one_at_a_time(
 
 
 def fork(
-    folder: Path, market: EnginePackages, *, kind: AdapterKind = "lora", seed: int = 7
+    folder: Path, engine_packages: EnginePackages, *, kind: AdapterKind = "lora", seed: int = 7
 ) -> Path:
     """A package that nobody signed or installed."""
     return make_package(
         folder / kind,
         "local/new",
-        base_dir=market.base_dir,
-        base=market.base,
+        base_dir=engine_packages.base_dir,
+        base=engine_packages.base,
         adapters=[(kind, {"seed": seed, "scale": 0.4})],
         decoding={"max_tokens": 6},
     )
@@ -111,9 +111,9 @@ def fork(
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "soft_prompt"])
 def test_a_file_measured_at_once_scores_what_it_scores_one_at_a_time(
-    planner: Planner, tmp_path: Path, market: EnginePackages, kind: AdapterKind
+    planner: Planner, tmp_path: Path, engine_packages: EnginePackages, kind: AdapterKind
 ) -> None:
-    expert = FileExpert(fork(tmp_path, market, kind=kind))
+    expert = FileExpert(fork(tmp_path, engine_packages, kind=kind))
     request = EvaluationRequest(
         data=data(tmp_path, 11), expert=expert, config=EngineConfig(deterministic=True)
     )
@@ -128,9 +128,9 @@ def test_a_file_measured_at_once_scores_what_it_scores_one_at_a_time(
 
 
 def test_a_chain_of_files_and_installed_experts_is_measured_at_once(
-    planner: Planner, tmp_path: Path, market: EnginePackages
+    planner: Planner, tmp_path: Path, engine_packages: EnginePackages
 ) -> None:
-    file = fork(tmp_path, market)
+    file = fork(tmp_path, engine_packages)
     for expert, compose in ((ONE, FileExpert(file, 0.5)), (FileExpert(file), TWO)):
         request = EvaluationRequest(
             data=data(tmp_path, 9),
@@ -142,7 +142,7 @@ def test_a_chain_of_files_and_installed_experts_is_measured_at_once(
 
 
 def test_sixteen_prompts_at_once_get_the_tokens_of_one_at_a_time(
-    planner: Planner, tmp_path: Path, market: EnginePackages
+    planner: Planner, tmp_path: Path, engine_packages: EnginePackages
 ) -> None:
     wishes = SamplingOverrides(greedy=True, max_tokens=12)
     requests = [
@@ -151,7 +151,7 @@ def test_sixteen_prompts_at_once_get_the_tokens_of_one_at_a_time(
             route=RouteRequest(
                 prompt=f"{n}", sampling=wishes, config=EngineConfig(deterministic=True)
             ),
-            experts=(FileExpert(fork(tmp_path, market)),),
+            experts=(FileExpert(fork(tmp_path, engine_packages)),),
         )
         for n in range(19)
     ]
@@ -167,12 +167,12 @@ def test_sixteen_prompts_at_once_get_the_tokens_of_one_at_a_time(
 
 
 def test_the_engine_reads_no_file_that_it_was_not_started_with(
-    planner: Planner, tmp_path: Path, market: EnginePackages
+    planner: Planner, tmp_path: Path, engine_packages: EnginePackages
 ) -> None:
     [base] = planner.bases.list_bases()
     route = RouteRequest(prompt="x", config=EngineConfig(deterministic=True))
     first = RunRequest(message=UserMessage(prompt="x"), route=route)
-    named = replace(first, experts=(FileExpert(fork(tmp_path, market)),))
+    named = replace(first, experts=(FileExpert(fork(tmp_path, engine_packages)),))
     with (
         open_batch_answering(
             planner, base, first, batch_size=2, notify=ignore_notification
@@ -183,9 +183,15 @@ def test_the_engine_reads_no_file_that_it_was_not_started_with(
 
 
 def test_a_file_that_is_replaced_before_it_is_read_is_noticed(
-    planner: Planner, tmp_path: Path, market: EnginePackages, monkeypatch: pytest.MonkeyPatch
+    planner: Planner,
+    tmp_path: Path,
+    engine_packages: EnginePackages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    file, other = fork(tmp_path / "a", market), fork(tmp_path / "b", market, seed=8)
+    file, other = (
+        fork(tmp_path / "a", engine_packages),
+        fork(tmp_path / "b", engine_packages, seed=8),
+    )
     request = EvaluationRequest(
         data=data(tmp_path, 9), expert=FileExpert(file), config=EngineConfig(deterministic=True)
     )
@@ -200,10 +206,14 @@ def test_a_file_that_is_replaced_before_it_is_read_is_noticed(
 
 
 def test_a_file_that_a_stranger_signed_is_not_measured(
-    planner: Planner, tmp_path: Path, market: EnginePackages
+    planner: Planner, tmp_path: Path, engine_packages: EnginePackages
 ) -> None:
     stranger = make_package(
-        tmp_path, "other/new", base_dir=market.base_dir, base=market.base, key=make_key("stranger")
+        tmp_path,
+        "other/new",
+        base_dir=engine_packages.base_dir,
+        base=engine_packages.base,
+        key=make_key("stranger"),
     )
     request = EvaluationRequest(
         data=data(tmp_path, 9), expert=FileExpert(stranger), config=EngineConfig(deterministic=True)
@@ -214,7 +224,7 @@ def test_a_file_that_a_stranger_signed_is_not_measured(
 
 @pytest.mark.parametrize("at", [1, 5])
 def test_an_interrupted_evaluation_ends_its_engine(
-    at: int, planner: Planner, tmp_path: Path, market: EnginePackages
+    at: int, planner: Planner, tmp_path: Path, engine_packages: EnginePackages
 ) -> None:
     def interrupt(count: int) -> None:
         counted.append(count)
@@ -222,7 +232,7 @@ def test_an_interrupted_evaluation_ends_its_engine(
             raise KeyboardInterrupt
 
     counted, before = list[int](), threading.active_count()
-    expert = FileExpert(fork(tmp_path, market))
+    expert = FileExpert(fork(tmp_path, engine_packages))
     request = EvaluationRequest(
         data=data(tmp_path, 9), expert=expert, config=EngineConfig(deterministic=True)
     )

@@ -12,29 +12,31 @@ from expertctl.engine.request import FileExpert, NamedExpert
 from expertctl.errors import BudgetError, DigestError, ExpertError
 from expertctl.reference import Reference
 from expertctl.routing.request import ForcedExpert
-from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.engine.test_local_engine import find_least_budget, planner, request, run
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["fast", "house", "market"]
+__all__ = ["engine_packages", "fast", "user_home"]
 
 BUDGET = 8 << 20
 PATIENCE = 60.0
 
 
 @pytest.fixture(autouse=True)
-def furnished(house: HomeFixture, market: EnginePackages) -> None:
-    house.bases.add(market.base_dir)
-    house.trust_keys("acme")
-    house.install(market.package("acme/one", seed=1), market.package("acme/two", seed=2))
+def furnished(user_home: HomeFixture, engine_packages: EnginePackages) -> None:
+    user_home.bases.add(engine_packages.base_dir)
+    user_home.trust_keys("acme")
+    user_home.install(
+        engine_packages.package("acme/one", seed=1), engine_packages.package("acme/two", seed=2)
+    )
 
 
 class ReadWatch:
     """Hears of every byte that is read; the base waits until an expert was begun."""
 
-    def __init__(self, house: HomeFixture) -> None:
+    def __init__(self, user_home: HomeFixture) -> None:
         self.readers: list[str] = []
-        self.engine = LocalEngine(planner(house), budget=BUDGET, progress=self.progress)
+        self.engine = LocalEngine(planner(user_home), budget=BUDGET, progress=self.progress)
         self.in_base: Callable[[], object] = lambda: None
         self._begun = threading.Event()
 
@@ -64,21 +66,21 @@ def threads_end() -> None:
 
 
 @pytest.fixture
-def watch(house: HomeFixture) -> ReadWatch:
-    return ReadWatch(house)
+def watch(user_home: HomeFixture) -> ReadWatch:
+    return ReadWatch(user_home)
 
 
 def named(*names: str) -> tuple[NamedExpert, ...]:
     return tuple(ForcedExpert(Reference.parse(f"acme/{name}")) for name in names)
 
 
-def test_experts_are_read_while_the_base_is(watch: ReadWatch, house: HomeFixture) -> None:
+def test_experts_are_read_while_the_base_is(watch: ReadWatch, user_home: HomeFixture) -> None:
     watch.in_base = watch.wait_for_expert
     result = run(watch.engine, request(*named("one", "two")))
     assert result.experts_loaded == 2
     assert watch.engine.tiers.traffic[Tier.RAM].hits == 0
     watch.leaves_nothing()
-    plain = run(LocalEngine(planner(house), budget=BUDGET), request(*named("one", "two")))
+    plain = run(LocalEngine(planner(user_home), budget=BUDGET), request(*named("one", "two")))
     assert plain.generated.tokens == result.generated.tokens
 
 
@@ -91,17 +93,17 @@ def test_beside_a_base_that_is_there_nothing_is_fetched_ahead(watch: ReadWatch) 
 
 
 def test_for_what_is_in_memory_no_thread_begins(
-    watch: ReadWatch, house: HomeFixture, market: EnginePackages, tmp_path: Path
+    watch: ReadWatch, user_home: HomeFixture, engine_packages: EnginePackages, tmp_path: Path
 ) -> None:
-    path = market.package("acme/file", seed=3)
+    path = engine_packages.package("acme/file", seed=3)
     run(watch.engine, request(FileExpert(path)))
     assert "prefetch" not in watch.readers
 
 
 def test_a_damaged_expert_is_told_by_the_run_that_needs_it(
-    watch: ReadWatch, house: HomeFixture
+    watch: ReadWatch, user_home: HomeFixture
 ) -> None:
-    blobs = [path for path in house.store.paths.blobs.rglob("*") if path.is_file()]
+    blobs = [path for path in user_home.store.paths.blobs.rglob("*") if path.is_file()]
     for blob in blobs:
         if blob.stat().st_size > 2_000:
             data = bytearray(blob.read_bytes())
@@ -135,16 +137,16 @@ def test_whatever_ends_the_loading_of_the_base_ends_the_fetching(
     assert run(watch.engine, request(*named("one", "two"))).generated.tokens
 
 
-def test_what_is_fetched_ahead_takes_nothing_that_the_run_needs(house: HomeFixture) -> None:
+def test_what_is_fetched_ahead_takes_nothing_that_the_run_needs(user_home: HomeFixture) -> None:
     asked = request(*named("one", "two"))
-    whole = run(LocalEngine(planner(house), budget=BUDGET), asked).memory
-    least = find_least_budget(house, asked)
+    whole = run(LocalEngine(planner(user_home), budget=BUDGET), asked).memory
+    least = find_least_budget(user_home, asked)
     for limit in (least, whole.peak):
-        exact = LocalEngine(planner(house), budget=limit)
+        exact = LocalEngine(planner(user_home), budget=limit)
         for _ in range(5):
             assert run(exact, asked).memory.peak == limit
             exact.close()
-    less = LocalEngine(planner(house), budget=least - 1)
+    less = LocalEngine(planner(user_home), budget=least - 1)
     with pytest.raises(BudgetError):
         run(less, asked)
     less.check_integrity()

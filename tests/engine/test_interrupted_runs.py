@@ -19,10 +19,10 @@ from expertctl.engine.torch import sequence_cache
 from expertctl.errors import UsageError
 from expertctl.routing.planner import Planner
 from tests.engine.test_local_engine import run
-from tests.engine.test_packed_runs import BUDGET, ask, home, shop
-from tests.store.fixtures import fast, house
+from tests.engine.test_packed_runs import BUDGET, ask, home, packed_packages
+from tests.store.fixtures import fast, user_home
 
-__all__ = ["fast", "home", "house", "shop"]
+__all__ = ["fast", "home", "packed_packages", "user_home"]
 
 BOOKS: list[ModuleType] = [
     *(budget, budget, adapter_cache, adapter_cache, load_plan, resources),

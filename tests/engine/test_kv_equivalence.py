@@ -113,11 +113,11 @@ def test_prefill_and_decode_equal_one_full_forward(
     arch: str, oracle: MakeReferenceModel, crew: ThreadPool
 ) -> None:
     model = oracle(arch, **SIZES)
-    desk, ids = PooledDecoder(model, crew), IDS[: KV["prefill"] + KV["decode"]]
+    pooled_decoder, ids = PooledDecoder(model, crew), IDS[: KV["prefill"] + KV["decode"]]
     prompt, answer = ids[: KV["prefill"]], ids[KV["prefill"] :]
     full = model.compute_logits(ids)[KV["prefill"] - 1 :]
     for room in (len(answer), len(answer) + 1, 50):
-        _, split = desk.turn(prompt, answer, room=room, cache_key=None)
+        _, split = pooled_decoder.turn(prompt, answer, room=room, cache_key=None)
         assert float((split - full).abs().max()) <= KV["tolerance_abs"]
         assert split.argmax(-1).tolist() == full.argmax(-1).tolist()
 
@@ -127,12 +127,12 @@ def test_a_text_that_goes_on_from_another_has_the_bits_of_reading_it_all(
     arch: str, config: dict[str, Any], oracle: MakeReferenceModel, crew: ThreadPool
 ) -> None:
     model = oracle(arch, **SIZES, **config)
-    desk = PooledDecoder(model, crew)
-    desk.turn(IDS[:50], IDS[50:53])
+    pooled_decoder = PooledDecoder(model, crew)
+    pooled_decoder.turn(IDS[:50], IDS[50:53])
     for ids in (IDS[:70], [*IDS[:40], *IDS[:9]], IDS[:33], IDS[:64]):
-        reused, rows = desk.turn(ids, [1, 2, 3])
+        reused, rows = pooled_decoder.turn(ids, [1, 2, 3])
         assert reused in (53, 40, 32, 63)
-        assert torch.equal(rows, desk.alone(ids, [1, 2, 3]))
+        assert torch.equal(rows, pooled_decoder.alone(ids, [1, 2, 3]))
         assert_exact(rows, model, [*ids, 1, 2, 3])
 
 
@@ -141,32 +141,35 @@ def test_a_text_that_goes_on_from_another_has_the_bits_of_reading_it_all(
 def test_in_every_storage_what_is_reused_has_the_bits_of_reading_it(
     scheme: Scheme, numbers: Scheme, qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
-    desk = PooledDecoder(qwen3, crew, scheme=scheme, numbers=numbers, chunk=19)
-    desk.turn(IDS[:50], IDS[50:53])
-    reused, rows = desk.turn(IDS[:70], [4, 5])
+    pooled_decoder = PooledDecoder(qwen3, crew, scheme=scheme, numbers=numbers, chunk=19)
+    pooled_decoder.turn(IDS[:50], IDS[50:53])
+    reused, rows = pooled_decoder.turn(IDS[:70], [4, 5])
     assert reused == 53
-    assert torch.equal(rows, desk.alone(IDS[:70], [4, 5]))
+    assert torch.equal(rows, pooled_decoder.alone(IDS[:70], [4, 5]))
 
 
 def test_two_texts_may_take_turns_on_the_same_pages(
     qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
-    desk = PooledDecoder(qwen3, crew)
-    desk.turn(IDS[:40])
+    pooled_decoder = PooledDecoder(qwen3, crew)
+    pooled_decoder.turn(IDS[:40])
     texts = ([*IDS[:38], *IDS[60:75]], [*IDS[:33], *IDS[20:40]], IDS[7:30])
     with ExitStack() as stack:
-        loans = [stack.enter_context(desk.pool.allocate(desk.wanted(text))) for text in texts]
+        loans = [
+            stack.enter_context(pooled_decoder.pool.allocate(pooled_decoder.wanted(text)))
+            for text in texts
+        ]
         assert [loan.reused for loan in loans] == [38, 33, 0]
         rows: list[list[torch.Tensor]] = []
         for text, loan in zip(texts, loans, strict=True):
             prompt = text[loan.reused : len(text) - 8]
-            rows.append([desk.decoder.prefill(prompt, loan.cache).logits])
+            rows.append([pooled_decoder.decoder.prefill(prompt, loan.cache).logits])
         for step in range(8):
             for text, loan, got in zip(texts, loans, rows, strict=True):
                 token = text[len(text) - 8 + step]
-                got.append(desk.decoder.decode(token, loan.cache).logits)
+                got.append(pooled_decoder.decoder.decode(token, loan.cache).logits)
     for text, got in zip(texts, rows, strict=True):
-        assert torch.equal(stack_logits(got), desk.alone(text[:-8], text[-8:]))
+        assert torch.equal(stack_logits(got), pooled_decoder.alone(text[:-8], text[-8:]))
         assert_exact(stack_logits(got), qwen3, text)
 
 
@@ -174,110 +177,110 @@ def test_two_texts_may_take_turns_on_the_same_pages(
 def test_sixteen_texts_with_one_system_prompt_read_it_once(
     numbers: Scheme, qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
-    desk = PooledDecoder(qwen3, crew, numbers=numbers, chunk=19)
+    pooled_decoder = PooledDecoder(qwen3, crew, numbers=numbers, chunk=19)
     texts = [[*IDS[:60], *IDS[n : n + 5 + n]] for n in range(16)]
     answers, rows = [IDS[n : n + 3] for n in range(16)], list[list[torch.Tensor]]()
     with ExitStack() as stack:
         caches = []
         for text in texts:
-            loan = stack.enter_context(desk.pool.allocate(desk.wanted(text)))
+            loan = stack.enter_context(pooled_decoder.pool.allocate(pooled_decoder.wanted(text)))
             assert loan.reused >= 60 if caches else loan.reused == 0
             caches.append(loan.cache)
-            rows.append([desk.decoder.prefill(text[loan.reused :], loan.cache).logits])
+            rows.append([pooled_decoder.decoder.prefill(text[loan.reused :], loan.cache).logits])
         for step in range(3):
             for cache, answer, got in zip(caches, answers, rows, strict=True):
-                got.append(desk.decoder.decode(answer[step], cache).logits)
-        desk.pool.check_integrity()
+                got.append(pooled_decoder.decoder.decode(answer[step], cache).logits)
+        pooled_decoder.pool.check_integrity()
     for text, answer, got in zip(texts, answers, rows, strict=True):
-        assert torch.equal(stack_logits(got), desk.alone(text, answer))
+        assert torch.equal(stack_logits(got), pooled_decoder.alone(text, answer))
 
 
 def test_a_text_may_begin_where_another_is_in_the_middle_of_its_prompt(
     qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
-    desk = PooledDecoder(qwen3, crew)
-    with desk.pool.allocate(desk.wanted(IDS[:70])) as first:
-        desk.decoder.prefill(IDS[:41], first.cache)
-        reused, rows = desk.turn(IDS[:60], [1, 2])
+    pooled_decoder = PooledDecoder(qwen3, crew)
+    with pooled_decoder.pool.allocate(pooled_decoder.wanted(IDS[:70])) as first:
+        pooled_decoder.decoder.prefill(IDS[:41], first.cache)
+        reused, rows = pooled_decoder.turn(IDS[:60], [1, 2])
         assert reused == 32
-        assert torch.equal(rows, desk.alone(IDS[:60], [1, 2]))
-        got = [desk.decoder.prefill(IDS[41:70], first.cache).logits]
-        got.append(desk.decoder.decode(3, first.cache).logits)
-    assert torch.equal(stack_logits(got), desk.alone(IDS[:70], [3]))
+        assert torch.equal(rows, pooled_decoder.alone(IDS[:60], [1, 2]))
+        got = [pooled_decoder.decoder.prefill(IDS[41:70], first.cache).logits]
+        got.append(pooled_decoder.decoder.decode(3, first.cache).logits)
+    assert torch.equal(stack_logits(got), pooled_decoder.alone(IDS[:70], [3]))
 
 
 def test_a_prompt_that_is_given_up_leaves_what_others_began_with(
     qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
-    desk, texts = PooledDecoder(qwen3, crew, chunk=20), ExitStack()
+    pooled_decoder, texts = PooledDecoder(qwen3, crew, chunk=20), ExitStack()
 
     def begin_another(_: int) -> None:
-        loan = texts.enter_context(desk.pool.allocate(desk.wanted(IDS[:50])))
+        loan = texts.enter_context(pooled_decoder.pool.allocate(pooled_decoder.wanted(IDS[:50])))
         if loan.reused == 32:
             raise KeyboardInterrupt
 
     with texts:
-        first = texts.enter_context(desk.pool.allocate(desk.wanted(IDS[:70])))
+        first = texts.enter_context(pooled_decoder.pool.allocate(pooled_decoder.wanted(IDS[:70])))
         with pytest.raises(KeyboardInterrupt):
-            desk.decoder.prefill(IDS[:70], first.cache, progress=begin_another)
+            pooled_decoder.decoder.prefill(IDS[:70], first.cache, progress=begin_another)
         assert first.cache.length == 32
-        rows = [desk.decoder.prefill(IDS[32:70], first.cache).logits]
-    desk.pool.check_integrity()
-    assert np.array_equal(rows[0], desk.alone(IDS[:70])[0])
+        rows = [pooled_decoder.decoder.prefill(IDS[32:70], first.cache).logits]
+    pooled_decoder.pool.check_integrity()
+    assert np.array_equal(rows[0], pooled_decoder.alone(IDS[:70])[0])
 
 
 def test_pages_serve_again_after_a_reset(qwen3: ReferenceModel, crew: ThreadPool) -> None:
-    desk = PooledDecoder(qwen3, crew)
-    cache = PagedKVCache(desk.decoder.config, 53)
+    pooled_decoder = PooledDecoder(qwen3, crew)
+    cache = PagedKVCache(pooled_decoder.decoder.config, 53)
     for text in (IDS[:50], IDS[50:57], IDS[3:41]):
         cache.reset()
-        rows = [desk.decoder.prefill(text[:5], cache).logits]
-        rows += [desk.decoder.decode(token, cache).logits for token in text[5:]]
+        rows = [pooled_decoder.decoder.prefill(text[:5], cache).logits]
+        rows += [pooled_decoder.decoder.decode(token, cache).logits for token in text[5:]]
         assert_exact(stack_logits(rows), qwen3, text)
 
 
 def test_pages_that_went_back_to_the_pool_hold_nothing_of_their_last_user(
     qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
-    desk = PooledDecoder(qwen3, crew)
+    pooled_decoder = PooledDecoder(qwen3, crew)
     for text in (IDS, IDS[4:12], IDS[20:60], IDS[4:13]):
         for key in ("chat", None, "another chat"):
-            _, rows = desk.turn(text, cache_key=key)
+            _, rows = pooled_decoder.turn(text, cache_key=key)
             assert_exact(rows, qwen3, text)
-    desk.pool.forget("chat")
-    desk.pool.forget("another chat")
-    assert desk.budget.used == 0
+    pooled_decoder.pool.forget("chat")
+    pooled_decoder.pool.forget("another chat")
+    assert pooled_decoder.budget.used == 0
 
 
 def test_a_soft_prompt_is_reused_with_what_follows_it(
     qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
-    desk = PooledDecoder(qwen3, crew)
+    pooled_decoder = PooledDecoder(qwen3, crew)
     soft = (torch.randn(21, 48, generator=torch.Generator().manual_seed(2)) * 0.3).numpy()
-    desk.turn(IDS[:30], soft=soft)
-    reused, rows = desk.turn(IDS[:40], [1, 2], soft=soft)
+    pooled_decoder.turn(IDS[:30], soft=soft)
+    reused, rows = pooled_decoder.turn(IDS[:40], [1, 2], soft=soft)
     assert reused == 30
-    assert torch.equal(rows, desk.turn(IDS[:40], [1, 2], soft=soft, cache_key=None)[1])
-    assert not torch.equal(rows, desk.alone(IDS[:40], [1, 2]))
+    assert torch.equal(rows, pooled_decoder.turn(IDS[:40], [1, 2], soft=soft, cache_key=None)[1])
+    assert not torch.equal(rows, pooled_decoder.alone(IDS[:40], [1, 2]))
 
 
 def test_a_prompt_that_is_given_up_leaves_nothing(qwen3: ReferenceModel, crew: ThreadPool) -> None:
-    desk = PooledDecoder(qwen3, crew, chunk=8)
-    desk.turn(IDS[:30])
+    pooled_decoder = PooledDecoder(qwen3, crew, chunk=8)
+    pooled_decoder.turn(IDS[:30])
 
     def stop(_: int) -> None:
         raise KeyboardInterrupt
 
     def give_up() -> None:
-        with desk.pool.allocate(desk.wanted(IDS[:60])) as loan:
-            desk.decoder.prefill(IDS[30:60], loan.cache, progress=stop)
+        with pooled_decoder.pool.allocate(pooled_decoder.wanted(IDS[:60])) as loan:
+            pooled_decoder.decoder.prefill(IDS[30:60], loan.cache, progress=stop)
 
     with pytest.raises(KeyboardInterrupt):
         give_up()
-    desk.pool.check_integrity()
-    reused, rows = desk.turn(IDS[:60])
+    pooled_decoder.pool.check_integrity()
+    reused, rows = pooled_decoder.turn(IDS[:60])
     assert reused == 30
-    assert torch.equal(rows, desk.alone(IDS[:60]))
+    assert torch.equal(rows, pooled_decoder.alone(IDS[:60]))
 
 
 @pytest.mark.parametrize(("arch", "config"), KINDS)

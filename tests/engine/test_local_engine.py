@@ -35,11 +35,11 @@ from expertctl.routing.request import ForcedExpert, SamplingOverrides
 from expertctl.routing.session import PlanningSession
 from expertctl.schema.validation import find_problems
 from expertctl.settings import Home, Settings
-from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.factories import make_route_request, write_base
-from tests.store.fixtures import HomeFixture, fast, house, make_key
+from tests.store.fixtures import HomeFixture, fast, make_key, user_home
 
-__all__ = ["fast", "house", "market"]
+__all__ = ["engine_packages", "fast", "user_home"]
 
 PROMPT = "Sort: 3, 1, 2"
 WISHES = SamplingOverrides(greedy=True, max_tokens=6)
@@ -47,18 +47,18 @@ SQL = ForcedExpert(Reference.parse("acme/sql"))
 
 
 @pytest.fixture(autouse=True)
-def known(house: HomeFixture, market: EnginePackages) -> None:
-    house.bases.add(market.base_dir)
-    house.trust_keys("acme")
+def known(user_home: HomeFixture, engine_packages: EnginePackages) -> None:
+    user_home.bases.add(engine_packages.base_dir)
+    user_home.trust_keys("acme")
 
 
-def planner(house: HomeFixture) -> Planner:
-    return Planner.open(Settings(Home(house.root), encoder="lexical"))
+def planner(user_home: HomeFixture) -> Planner:
+    return Planner.open(Settings(Home(user_home.root), encoder="lexical"))
 
 
 @pytest.fixture
-def engine(house: HomeFixture) -> LocalEngine:
-    return LocalEngine(planner(house), budget=8 << 20)
+def engine(user_home: HomeFixture) -> LocalEngine:
+    return LocalEngine(planner(user_home), budget=8 << 20)
 
 
 def request(*experts: NamedExpert, prompt: str = PROMPT, **options: Any) -> RunRequest:
@@ -86,9 +86,9 @@ def run(
 
 
 def test_a_run_accounts_for_every_byte_and_gives_back_what_it_borrowed(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package())
+    user_home.install(engine_packages.package())
     result = run(engine, request(SQL))
     held = result.memory.held
     pages = -(-(result.prompt_tokens + 6) // 16)
@@ -99,9 +99,9 @@ def test_a_run_accounts_for_every_byte_and_gives_back_what_it_borrowed(
 
 
 def test_an_expert_changes_the_answer_and_is_found_again(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package())
+    user_home.install(engine_packages.package())
     alone = run(engine, request(route={"base_alone": True}))
     first = run(engine, request(SQL))
     second = run(engine, request(SQL))
@@ -115,9 +115,11 @@ def test_an_expert_changes_the_answer_and_is_found_again(
 
 
 def test_weights_and_order_reach_the_numbers(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package("acme/one", seed=1), market.package("acme/two", seed=2))
+    user_home.install(
+        engine_packages.package("acme/one", seed=1), engine_packages.package("acme/two", seed=2)
+    )
     one, two = (ForcedExpert(Reference.parse(f"acme/{name}"), 0.5) for name in ("one", "two"))
 
     def plan(*experts: ForcedExpert) -> tuple[int, ...]:
@@ -131,9 +133,9 @@ def test_weights_and_order_reach_the_numbers(
 
 
 def test_below_the_threshold_the_base_answers_alone_and_says_so(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package(description="Writes SQL queries."))
+    user_home.install(engine_packages.package(description="Writes SQL queries."))
     result = run(engine, request(prompt="Guten Morgen"))
     assert result.planned.experts == ()
     assert any(w.startswith("the base answers alone: ") for w in result.warnings)
@@ -142,20 +144,22 @@ def test_below_the_threshold_the_base_answers_alone_and_says_so(
     assert asked.planned.result.notes == ("the base answers alone, as asked",)
 
 
-def test_uses_are_counted(engine: LocalEngine, house: HomeFixture, market: EnginePackages) -> None:
-    [installed] = house.install(market.package())
+def test_uses_are_counted(
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
+) -> None:
+    [installed] = user_home.install(engine_packages.package())
     run(engine, request(SQL))
     run(engine, request(SQL))
-    usage = house.catalogue.history.read_usage_counts().get(installed.expert.content_digest)
+    usage = user_home.catalogue.history.read_usage_counts().get(installed.expert.content_digest)
     assert usage is not None
     assert usage.uses == 2
 
 
 def test_a_read_only_home_answers_and_says_that_the_use_was_not_recorded(
-    house: HomeFixture, market: EnginePackages, monkeypatch: pytest.MonkeyPatch
+    user_home: HomeFixture, engine_packages: EnginePackages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house.install(market.package())
-    home = planner(house)
+    user_home.install(engine_packages.package())
+    home = planner(user_home)
     home.catalogue.database.path = Path("/proc/nowhere/index.db")
     result = run(LocalEngine(home, budget=8 << 20), request(SQL))
     assert result.generated.tokens
@@ -163,44 +167,44 @@ def test_a_read_only_home_answers_and_says_that_the_use_was_not_recorded(
 
 
 def test_a_file_is_used_without_installing_it(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    path = market.package(key=None)
-    before = house.read_files()
+    path = engine_packages.package(key=None)
+    before = user_home.read_files()
     from_file = run(engine, request(FileExpert(path, 0.5)))
-    assert house.read_files() == before
+    assert user_home.read_files() == before
     assert any("unsigned" in warning for warning in from_file.warnings)
     assert engine.budget.reserved_bytes("experts") == 0
-    house.install(path, allow_unsigned=True)
+    user_home.install(path, allow_unsigned=True)
     installed = run(engine, request(replace(SQL, weight=0.5)))
     assert installed.generated.tokens == from_file.generated.tokens
 
 
 def test_a_signed_file_of_a_stranger_is_refused(
-    engine: LocalEngine, market: EnginePackages
+    engine: LocalEngine, engine_packages: EnginePackages
 ) -> None:
     with pytest.raises(TrustError):
-        run(engine, request(FileExpert(market.package(key="stranger"))))
+        run(engine, request(FileExpert(engine_packages.package(key="stranger"))))
     engine.check_integrity()
 
 
 def test_a_key_revoked_since_the_install_is_refused(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package())
+    user_home.install(engine_packages.package())
     run(engine, request(SQL))
-    house.trust.revoke(make_key("acme").public.key_id)
+    user_home.trust.revoke(make_key("acme").public.key_id)
     with pytest.raises(RevokedError):
         run(engine, request(SQL))
     with pytest.raises(RevokedError):
-        run(engine, request(FileExpert(market.package())))
+        run(engine, request(FileExpert(engine_packages.package())))
 
 
 def test_weights_changed_in_the_store_are_refused(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    [installed] = house.install(market.package())
-    blob = house.store.blob_path(installed.expert.find_file("adapter_model.safetensors").digest)
+    [installed] = user_home.install(engine_packages.package())
+    blob = user_home.store.blob_path(installed.expert.find_file("adapter_model.safetensors").digest)
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
     blob.chmod(0o644)
@@ -210,20 +214,20 @@ def test_weights_changed_in_the_store_are_refused(
     engine.check_integrity()
 
 
-def test_a_base_changed_on_disk_is_refused(house: HomeFixture, tmp_path: Path) -> None:
+def test_a_base_changed_on_disk_is_refused(user_home: HomeFixture, tmp_path: Path) -> None:
     directory = write_base(tmp_path / "mine", layers=1)
-    house.bases.add(directory)
+    user_home.bases.add(directory)
     weights = directory / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
     with pytest.raises(BaseMismatchError, match=r"model\.safetensors"):
-        run(LocalEngine(planner(house), budget=8 << 20), request(base="mine"))
+        run(LocalEngine(planner(user_home), budget=8 << 20), request(base="mine"))
 
 
-def find_least_budget(house: HomeFixture, asked: RunRequest) -> int:
+def find_least_budget(user_home: HomeFixture, asked: RunRequest) -> int:
     """Return the estimate of a request's memory, in which it is answered; one byte less refuses."""
-    home = planner(house)
+    home = planner(user_home)
     files = {path: read_local_outline(path, trust=home.trust) for path in list_expert_files(asked)}
     planned = plan_request(PlanningSession(home), asked, files)
     prepared = prepare_for_base(
@@ -237,11 +241,11 @@ def find_least_budget(house: HomeFixture, asked: RunRequest) -> int:
 
 
 def test_a_run_fits_exactly_and_with_one_byte_less_says_what_does_not(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package())
+    user_home.install(engine_packages.package())
     memory = run(engine, request(SQL)).memory
-    least, base = find_least_budget(house, request(SQL)), memory.held["base"]
+    least, base = find_least_budget(user_home, request(SQL)), memory.held["base"]
     assert memory.peak - memory.held["experts"] <= least <= memory.peak, "experts were evicted"
     limits = {
         "the base": base,
@@ -249,7 +253,7 @@ def test_a_run_fits_exactly_and_with_one_byte_less_says_what_does_not(
         "the buffers": least,
     }
     for what, limit in limits.items():
-        small = LocalEngine(planner(house), budget=limit - 1)
+        small = LocalEngine(planner(user_home), budget=limit - 1)
         with pytest.raises(BudgetError, match=f"{what}.* needed, .* of the budget of") as caught:
             run(small, request(SQL))
         assert "--memory-budget" in caught.value.hint
@@ -275,9 +279,9 @@ def test_max_tokens_end_at_the_context(engine: LocalEngine) -> None:
 
 
 def test_another_base_takes_the_place_of_the_first(
-    engine: LocalEngine, house: HomeFixture, tmp_path: Path
+    engine: LocalEngine, user_home: HomeFixture, tmp_path: Path
 ) -> None:
-    house.bases.add(write_base(tmp_path / "mine", layers=2, seed=5))
+    user_home.bases.add(write_base(tmp_path / "mine", layers=2, seed=5))
     one = run(engine, request(base="market-base"))
     other = run(engine, request(base="mine"))
     assert one.generated.tokens != other.generated.tokens
@@ -285,18 +289,18 @@ def test_another_base_takes_the_place_of_the_first(
 
 
 def test_a_refused_run_leaves_the_engine_usable(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
     with pytest.raises(ExpertError):
         run(engine, request(SQL))
-    house.install(market.package())
+    user_home.install(engine_packages.package())
     assert run(engine, request(SQL)).generated.tokens
 
 
 def test_a_run_that_is_given_up_gives_everything_back(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package())
+    user_home.install(engine_packages.package())
     threads = torch.get_num_threads()
     stream = engine.run(request(SQL))
     next(stream)

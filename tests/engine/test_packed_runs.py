@@ -26,9 +26,9 @@ from expertctl.routing.request import ForcedExpert, SamplingOverrides
 from tests.engine.test_conversation import pattern, say
 from tests.engine.test_local_engine import planner, request, run
 from tests.factories import make_package, write_base
-from tests.store.fixtures import HomeFixture, fast, house, make_key
+from tests.store.fixtures import HomeFixture, fast, make_key, user_home
 
-__all__ = ["fast", "house"]
+__all__ = ["fast", "user_home"]
 
 DTYPES: list[Dtype] = ["float32", "bf16", "int8", "int4"]
 BUDGET = 64 << 20
@@ -57,7 +57,7 @@ class PackedPackages:
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> PackedPackages:
+def packed_packages(tmp_path_factory: pytest.TempPathFactory) -> PackedPackages:
     folder = tmp_path_factory.mktemp("packed")
     base_dir = write_base(folder / "base", tie=False, seed=2, head_dim=16, intermediate=80)
     base = read_base(base_dir)
@@ -76,11 +76,11 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> PackedPackages:
 
 
 @pytest.fixture
-def home(house: HomeFixture, shop: PackedPackages) -> Planner:
-    house.bases.add(shop.base_dir)
-    house.trust_keys("acme")
-    house.install(*shop.packages)
-    return planner(house)
+def home(user_home: HomeFixture, packed_packages: PackedPackages) -> Planner:
+    user_home.bases.add(packed_packages.base_dir)
+    user_home.trust_keys("acme")
+    user_home.install(*packed_packages.packages)
+    return planner(user_home)
 
 
 @pytest.fixture
@@ -248,12 +248,12 @@ def test_deterministic_plans_are_other_plans_and_replay_only_as_such(home: Plann
 
 
 def test_gains_belong_to_a_base_and_what_it_is_held_in(
-    packed: LocalEngine, torch_engine: LocalEngine, house: HomeFixture
+    packed: LocalEngine, torch_engine: LocalEngine, user_home: HomeFixture
 ) -> None:
     for dtype in DTYPES:
         run(packed, ask("dora", route={"dtype": dtype}))
     run(torch_engine, ask("dora"))
-    [folder] = house.store.paths.derived.iterdir()
+    [folder] = user_home.store.paths.derived.iterdir()
     assert len(list(folder.iterdir())) == len(DTYPES)
 
 

@@ -9,23 +9,23 @@ import pytest
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.errors import BudgetError, DigestError, ExpertError, NotFoundError, UsageError
 from expertctl.store.run_record import RunRecord
-from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.engine.test_local_engine import SQL, WISHES, engine, known, planner, request, run
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["engine", "fast", "house", "known", "market"]
+__all__ = ["engine", "engine_packages", "fast", "known", "user_home"]
 
 
-def newest(house: HomeFixture) -> RunRecord:
-    return house.catalogue.history.list_runs()[0]
+def newest(user_home: HomeFixture) -> RunRecord:
+    return user_home.catalogue.history.list_runs()[0]
 
 
 def test_a_run_is_remembered_with_its_figures(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    [installed] = house.install(market.package())
+    [installed] = user_home.install(engine_packages.package())
     result = run(engine, request(SQL, prompt="Write SQL: the names of all users"))
-    job = newest(house)
+    job = newest(user_home)
     assert job.job_id == result.job_id
     assert job.task == result.planned.result.features.task == "code_generation"
     assert job.base == result.planned.base.name
@@ -40,51 +40,55 @@ def test_a_run_is_remembered_with_its_figures(
 
 
 def test_neither_prompt_nor_answer_is_in_the_history(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package())
+    user_home.install(engine_packages.package())
     prompt = "Write as JSON: the quokka of Rottnest"
     result = run(engine, request(SQL, prompt=prompt))
-    with sqlite3.connect(house.home.index) as connection:
+    with sqlite3.connect(user_home.home.index) as connection:
         dump = "\n".join(connection.iterdump())
     connection.close()
     assert result.job_id in dump
     for words in (prompt, "quokka", "Rottnest", result.generated.text):
         assert words not in dump
-        for path in house.root.glob("index.db*"):
+        for path in user_home.root.glob("index.db*"):
             assert words.encode() not in path.read_bytes()
 
 
 def test_an_answer_that_was_cut_at_the_limit_is_not_blamed_for_its_form(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    [installed] = house.install(market.package(routing={"task": "json_parsing"}))
+    [installed] = user_home.install(engine_packages.package(routing={"task": "json_parsing"}))
     result = run(engine, request(SQL, prompt="Fields: name Ada"))
     assert result.generated.finish_reason == "length"
     assert result.validation_passed is None
     assert [w for w in result.warnings if "JSON" in w] == []
     assert any("cut at the token limit" in w for w in result.warnings)
-    assert newest(house).validation is None
-    assert house.catalogue.read_success_rates().find_rate(installed.expert.content_digest) is None
+    assert newest(user_home).validation is None
+    assert (
+        user_home.catalogue.read_success_rates().find_rate(installed.expert.content_digest) is None
+    )
 
 
 def test_a_guess_that_code_was_wanted_neither_warns_nor_teaches(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    [installed] = house.install(market.package())
+    [installed] = user_home.install(engine_packages.package())
     result = run(engine, request(SQL, prompt="Write a Python function that adds two numbers"))
     assert result.validation_passed is None
     assert not any("Python" in warning for warning in result.warnings)
-    assert newest(house).validation is None
-    assert house.catalogue.read_success_rates().find_rate(installed.expert.content_digest) is None
+    assert newest(user_home).validation is None
+    assert (
+        user_home.catalogue.read_success_rates().find_rate(installed.expert.content_digest) is None
+    )
 
 
 def test_an_empty_answer_speaks_against_its_expert(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    [installed] = house.install(market.package())
+    [installed] = user_home.install(engine_packages.package())
     begins = run(engine, request(SQL)).generated.text[0]
-    before = house.catalogue.read_revision()
+    before = user_home.catalogue.read_revision()
     wanted = request(SQL)
     wishes = replace(WISHES, stop=(begins,))
     result = run(engine, replace(wanted, route=replace(wanted.route, sampling=wishes)))
@@ -92,34 +96,34 @@ def test_an_empty_answer_speaks_against_its_expert(
     assert result.validation_passed is False
     assert "the answer is empty" in result.warnings
     digest = installed.expert.content_digest
-    assert house.catalogue.read_success_rates().find_rate(digest) == pytest.approx(2 / 4.5)
-    assert house.catalogue.read_revision() > before
+    assert user_home.catalogue.read_success_rates().find_rate(digest) == pytest.approx(2 / 4.5)
+    assert user_home.catalogue.read_revision() > before
 
 
 def test_without_a_form_nothing_is_said_of_an_answer(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package())
-    before = house.catalogue.read_revision()
+    user_home.install(engine_packages.package())
+    before = user_home.catalogue.read_revision()
     result = run(engine, request(SQL))
     assert result.validation_passed is None
-    assert newest(house).validation is None
-    assert house.catalogue.read_revision() == before
+    assert newest(user_home).validation is None
+    assert user_home.catalogue.read_revision() == before
 
 
 def test_a_stopped_answer_is_remembered_and_not_checked(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package(routing={"task": "json_parsing"}))
+    user_home.install(engine_packages.package(routing={"task": "json_parsing"}))
     result = run(engine, request(SQL), cancelled=lambda: True)
     assert result.validation_passed is None
-    assert (newest(house).finish_reason, newest(house).validation) == ("cancelled", None)
+    assert (newest(user_home).finish_reason, newest(user_home).validation) == ("cancelled", None)
 
 
-def damaged(house: HomeFixture) -> Path:
+def damaged(user_home: HomeFixture) -> Path:
     """Change one byte of an adapter in the store."""
-    [expert] = house.store.list_experts()
-    [path] = [house.store.paths.blob(f.digest) for f in expert.files if "safetensors" in f.path]
+    [expert] = user_home.store.list_experts()
+    [path] = [user_home.store.paths.blob(f.digest) for f in expert.files if "safetensors" in f.path]
     path.chmod(0o644)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -128,47 +132,53 @@ def damaged(house: HomeFixture) -> Path:
 
 
 def test_a_run_that_a_damaged_expert_ended_speaks_against_it(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    [installed] = house.install(market.package())
-    before = house.catalogue.read_revision()
-    damaged(house)
+    [installed] = user_home.install(engine_packages.package())
+    before = user_home.catalogue.read_revision()
+    damaged(user_home)
     with pytest.raises(DigestError, match="acme/sql"):
         run(engine, request(SQL))
-    job = newest(house)
+    job = newest(user_home)
     assert (job.finish_reason, job.blamed) == ("error", True)
-    assert house.catalogue.read_revision() > before
-    assert house.catalogue.read_success_rates().find_rate(
+    assert user_home.catalogue.read_revision() > before
+    assert user_home.catalogue.read_success_rates().find_rate(
         installed.expert.content_digest
     ) == pytest.approx(2 / 5)
-    assert house.catalogue.history.read_usage_counts().get(installed.expert.content_digest) is None
+    assert (
+        user_home.catalogue.history.read_usage_counts().get(installed.expert.content_digest) is None
+    )
     with pytest.raises(NotFoundError, match="no run is remembered"):
-        house.catalogue.history.rate_run("last", "good")
+        user_home.catalogue.history.rate_run("last", "good")
 
 
-def test_a_run_that_did_not_fit_blames_nobody(house: HomeFixture, market: EnginePackages) -> None:
-    [installed] = house.install(market.package())
+def test_a_run_that_did_not_fit_blames_nobody(
+    user_home: HomeFixture, engine_packages: EnginePackages
+) -> None:
+    [installed] = user_home.install(engine_packages.package())
     with pytest.raises(BudgetError):
-        run(LocalEngine(planner(house), budget=1000), request(SQL))
-    assert (newest(house).finish_reason, newest(house).blamed) == ("error", False)
-    assert house.catalogue.read_success_rates().find_rate(installed.expert.content_digest) is None
+        run(LocalEngine(planner(user_home), budget=1000), request(SQL))
+    assert (newest(user_home).finish_reason, newest(user_home).blamed) == ("error", False)
+    assert (
+        user_home.catalogue.read_success_rates().find_rate(installed.expert.content_digest) is None
+    )
 
 
 @pytest.mark.parametrize("prompt", ["word " * 3000])
 def test_a_call_that_was_wrong_is_no_run(
-    prompt: str, engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    prompt: str, engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package())
+    user_home.install(engine_packages.package())
     with pytest.raises(UsageError):
         run(engine, request(SQL, prompt=prompt))
-    assert house.catalogue.history.list_runs() == []
+    assert user_home.catalogue.history.list_runs() == []
 
 
 def test_a_failure_that_cannot_be_written_is_told_as_itself(
-    house: HomeFixture, market: EnginePackages, monkeypatch: pytest.MonkeyPatch
+    user_home: HomeFixture, engine_packages: EnginePackages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house.install(market.package())
-    home = planner(house)
+    user_home.install(engine_packages.package())
+    home = planner(user_home)
     home.catalogue.database.path = Path("/proc/nowhere/index.db")
     with pytest.raises(ExpertError) as told:
         run(LocalEngine(home, budget=1000), request(SQL))

@@ -19,12 +19,12 @@ from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
 from expertctl.routing.plan import SavedPlan, parse_plan
 from expertctl.routing.request import NO_OVERRIDES, ForcedExpert, SamplingOverrides
-from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.engine.test_local_engine import planner, request, run
 from tests.factories import make_package
-from tests.store.fixtures import HomeFixture, fast, house, make_key
+from tests.store.fixtures import HomeFixture, fast, make_key, user_home
 
-__all__ = ["fast", "house", "market"]
+__all__ = ["engine_packages", "fast", "user_home"]
 
 KINDS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "lora": [("lora", {"seed": 1, "scale": 0.4})],
@@ -37,28 +37,28 @@ WARM = SamplingOverrides(temperature=1.3, top_p=1.0, max_tokens=12)
 
 
 @pytest.fixture(autouse=True)
-def known(house: HomeFixture, market: EnginePackages) -> None:
-    house.bases.add(market.base_dir)
-    house.trust_keys("acme")
-    house.install(*(package(market, name) for name in KINDS))
+def known(user_home: HomeFixture, engine_packages: EnginePackages) -> None:
+    user_home.bases.add(engine_packages.base_dir)
+    user_home.trust_keys("acme")
+    user_home.install(*(package(engine_packages, name) for name in KINDS))
 
 
-def package(market: EnginePackages, name: str, *, key: str = "acme") -> Any:
-    folder = market.folder / f"replay-{name}-{key}"
-    base = read_base(market.base_dir)
+def package(engine_packages: EnginePackages, name: str, *, key: str = "acme") -> Any:
+    folder = engine_packages.folder / f"replay-{name}-{key}"
+    base = read_base(engine_packages.base_dir)
     adapters: Any = KINDS[name]
     return make_package(
         folder,
         f"acme/{name}",
-        base_dir=market.base_dir,
+        base_dir=engine_packages.base_dir,
         base=base,
         key=make_key(key),
         adapters=adapters,
     )
 
 
-def engine(house: HomeFixture) -> LocalEngine:
-    return LocalEngine(planner(house), budget=64 << 20)
+def engine(user_home: HomeFixture) -> LocalEngine:
+    return LocalEngine(planner(user_home), budget=64 << 20)
 
 
 @contextmanager
@@ -107,14 +107,17 @@ def replayed(plan: SavedPlan) -> RunRequest:
     ids=str,
 )
 def test_a_saved_plan_gives_the_same_tokens_and_scores_to_the_bit(
-    chain: list[tuple[str, float]], kind: str, house: HomeFixture, monkeypatch: pytest.MonkeyPatch
+    chain: list[tuple[str, float]],
+    kind: str,
+    user_home: HomeFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     experts = [ForcedExpert(Reference.parse(f"acme/{name}"), weight) for name, weight in chain]
     alone = {} if chain else {"route": {"base_alone": True}}
     with scores(monkeypatch) as first:
-        result = run(engine(house), drawn(*experts, **alone))
+        result = run(engine(user_home), drawn(*experts, **alone))
     with scores(monkeypatch) as second:
-        again = run(engine(house), replayed(saved(result, kind)))
+        again = run(engine(user_home), replayed(saved(result, kind)))
     assert again.generated.tokens == result.generated.tokens
     assert again.planned.result.plan.to_json() == result.planned.result.plan.to_json()
     assert not any("saved" in warning for warning in again.warnings)
@@ -123,59 +126,61 @@ def test_a_saved_plan_gives_the_same_tokens_and_scores_to_the_bit(
     assert np.abs(first[0]).max() > 0
 
 
-def lora(house: HomeFixture) -> SavedPlan:
-    result = run(engine(house), drawn(ForcedExpert(Reference.parse("acme/lora"))))
+def lora(user_home: HomeFixture) -> SavedPlan:
+    result = run(engine(user_home), drawn(ForcedExpert(Reference.parse("acme/lora"))))
     return saved(result, "run")
 
 
-def test_another_number_of_threads_is_warned_of(house: HomeFixture) -> None:
-    plan = lora(house)
+def test_another_number_of_threads_is_warned_of(user_home: HomeFixture) -> None:
+    plan = lora(user_home)
     assert plan.threads is not None
-    result = run(engine(house), replayed(replace(plan, threads=plan.threads + 7)))
+    result = run(engine(user_home), replayed(replace(plan, threads=plan.threads + 7)))
     told = f"by a run with {plan.threads + 7} threads, this one has {plan.threads}: the last bits"
     assert any(told in warning for warning in result.warnings)
 
 
 def test_a_package_that_was_signed_anew_gives_the_same_and_is_named(
-    house: HomeFixture, market: EnginePackages
+    user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.trust_keys("bob")
-    first = run(engine(house), drawn(ForcedExpert(Reference.parse("acme/lora"))))
-    house.install(package(market, "lora", key="bob"))
-    again = run(engine(house), replayed(saved(first, "run")))
+    user_home.trust_keys("bob")
+    first = run(engine(user_home), drawn(ForcedExpert(Reference.parse("acme/lora"))))
+    user_home.install(package(engine_packages, "lora", key="bob"))
+    again = run(engine(user_home), replayed(saved(first, "run")))
     assert again.generated.tokens == first.generated.tokens
     [warning] = [w for w in again.warnings if "signed again" in w]
     assert warning.startswith("acme/lora@1.0.0 was signed again after the plan was saved")
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
-def test_a_tampered_file_behind_a_plan_is_refused_by_name(house: HomeFixture, name: str) -> None:
-    plan = lora(house)
-    expert = house.store.find(Reference.parse("acme/lora"))
-    blob = house.store.blob_path(expert.find_file(name).digest)
+def test_a_tampered_file_behind_a_plan_is_refused_by_name(
+    user_home: HomeFixture, name: str
+) -> None:
+    plan = lora(user_home)
+    expert = user_home.store.find(Reference.parse("acme/lora"))
+    blob = user_home.store.blob_path(expert.find_file(name).digest)
     blob.chmod(0o644)
     data = bytearray(blob.read_bytes())
     data[-2] ^= 1
     blob.write_bytes(data)
     for on in ("refuse", "queue"):
         with pytest.raises(DigestError, match=rf"acme/lora@1\.0\.0: {name}"):
-            run(engine(house), replace(replayed(plan), on_budget=on))
+            run(engine(user_home), replace(replayed(plan), on_budget=on))
 
 
-def test_what_a_revoked_key_signed_is_refused(house: HomeFixture) -> None:
-    plan = lora(house)
-    house.trust.revoke(make_key("acme").public.key_id)
+def test_what_a_revoked_key_signed_is_refused(user_home: HomeFixture) -> None:
+    plan = lora(user_home)
+    user_home.trust.revoke(make_key("acme").public.key_id)
     with pytest.raises(RevokedError):
-        run(engine(house), replayed(plan))
+        run(engine(user_home), replayed(plan))
 
 
 def test_a_plan_of_a_file_that_was_never_installed_names_it(
-    house: HomeFixture, market: EnginePackages
+    user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    file = FileExpert(market.package("acme/loose", key=None, seed=8))
-    result = run(engine(house), drawn(file))
+    file = FileExpert(engine_packages.package("acme/loose", key=None, seed=8))
+    result = run(engine(user_home), drawn(file))
     with pytest.raises(NotFoundError, match=r"acme/loose@1\.0\.0 of the saved plan is not"):
-        run(engine(house), replayed(saved(result, "run")))
+        run(engine(user_home), replayed(saved(result, "run")))
 
 
 @pytest.mark.parametrize(
@@ -189,10 +194,10 @@ def test_a_plan_of_a_file_that_was_never_installed_names_it(
         lambda plan: plan.update(identity="sha256:" + "0" * 64),
     ],
 )
-def test_a_plan_that_was_edited_is_refused(house: HomeFixture, edit: Any) -> None:
+def test_a_plan_that_was_edited_is_refused(user_home: HomeFixture, edit: Any) -> None:
     experts = [ForcedExpert(Reference.parse(f"acme/{name}")) for name in ("lora", "dora")]
-    document: Any = run(engine(house), drawn(*experts)).to_json()
+    document: Any = run(engine(user_home), drawn(*experts)).to_json()
     edit(document["plan"])
     plan = parse_plan(json.dumps(document).encode())
     with pytest.raises(IncompatibleError, match="edited"):
-        run(engine(house), replayed(plan))
+        run(engine(user_home), replayed(plan))

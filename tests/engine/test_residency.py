@@ -68,15 +68,15 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlanByteCounter]:
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> ExpertKindsHome:
+def expert_home(tmp_path_factory: pytest.TempPathFactory) -> ExpertKindsHome:
     return ExpertKindsHome(tmp_path_factory.mktemp("residency"))
 
 
 class PlanResidencyMachine:
     """Random plans of every kind, caches and buffers, held open across steps, under a budget."""
 
-    def __init__(self, shelf: ExpertKindsHome, meter: PlanByteCounter, limit: int) -> None:
-        self.shelf, self.meter = shelf, meter
+    def __init__(self, expert_home: ExpertKindsHome, meter: PlanByteCounter, limit: int) -> None:
+        self.expert_home, self.meter = expert_home, meter
         self.budget = MemoryBudget(limit)
         self.tiers = AdapterCache(ram=self.budget, device=self.budget)
         self.kv = SequenceKVCache(self.tiers, FLOAT32_CACHE)
@@ -85,12 +85,14 @@ class PlanResidencyMachine:
 
     def borrow_a_plan(self, names: list[str], weight: float) -> None:
         self.tiers.begin_request()
-        chain = [(self.shelf.open_source(n), 1.0 if n in SOFT else weight) for n in names]
+        chain = [(self.expert_home.open_source(n), 1.0 if n in SOFT else weight) for n in names]
         identity = Digest.compute(f"{names} {weight}".encode())
         stack = ExitStack()
         try:
             stack.enter_context(
-                borrow_compiled_plan(self.tiers, chain, identity=identity, target=self.shelf.target)
+                borrow_compiled_plan(
+                    self.tiers, chain, identity=identity, target=self.expert_home.target
+                )
             )
         except BudgetError:
             return
@@ -98,7 +100,7 @@ class PlanResidencyMachine:
 
     def borrow_a_file(self, name: str, weight: float) -> None:
         self.tiers.begin_request()
-        path, trust = self.shelf.packages[name], self.shelf.house.trust
+        path, trust = self.expert_home.packages[name], self.expert_home.user_home.trust
         with ExitStack() as stack:
             try:
                 local = stack.enter_context(open_local_expert(path, trust=trust, tiers=self.tiers))
@@ -106,7 +108,7 @@ class PlanResidencyMachine:
                 identity = Digest.compute(f"file {name} {weight}".encode())
                 stack.enter_context(
                     borrow_compiled_plan(
-                        self.tiers, chain, identity=identity, target=self.shelf.target
+                        self.tiers, chain, identity=identity, target=self.expert_home.target
                     )
                 )
             except BudgetError:
@@ -118,7 +120,7 @@ class PlanResidencyMachine:
         wanted = KVRequest(
             cache_key=key,
             identity=Digest.compute(b"plan"),
-            config=self.shelf.config,
+            config=self.expert_home.config,
             ids=(1, 2, 3),
             virtual_tokens=0,
             capacity=tokens,
@@ -130,8 +132,10 @@ class PlanResidencyMachine:
             return
         if completes:
             count = max(0, min(tokens, 2) - loan.cache.length)
-            rows = torch.zeros(self.shelf.config.kv_heads, count, self.shelf.config.head_dim)
-            for layer in range(self.shelf.config.layers):
+            rows = torch.zeros(
+                self.expert_home.config.kv_heads, count, self.expert_home.config.head_dim
+            )
+            for layer in range(self.expert_home.config.layers):
                 loan.cache.write(layer, rows, rows)
             loan.cache.advance(count)
             loan.complete((1, 2, 3))
@@ -204,9 +208,9 @@ steps = st.one_of(
     program=st.lists(steps, min_size=5, max_size=40),
 )
 def test_live_bytes_never_exceed_the_budget(
-    shelf: ExpertKindsHome, meter: PlanByteCounter, limit: int, program: list[tuple[Any, ...]]
+    expert_home: ExpertKindsHome, meter: PlanByteCounter, limit: int, program: list[tuple[Any, ...]]
 ) -> None:
-    machine = PlanResidencyMachine(shelf, meter, limit)
+    machine = PlanResidencyMachine(expert_home, meter, limit)
     for name, *words in program:
         getattr(machine, name)(*words)
         machine.check()

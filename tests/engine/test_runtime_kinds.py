@@ -9,11 +9,11 @@ from expertctl.engine.local_engine import LocalEngine
 from expertctl.errors import IncompatibleError
 from expertctl.reference import Reference
 from expertctl.routing.request import ForcedExpert
-from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.engine.test_local_engine import engine, known, planner, request, run
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["engine", "fast", "house", "known", "market"]
+__all__ = ["engine", "engine_packages", "fast", "known", "user_home"]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "lora": {"scale": 0.4},
@@ -29,11 +29,13 @@ def expert(name: str, weight: float = 1.0) -> ForcedExpert:
 
 
 @pytest.fixture
-def install(house: HomeFixture, market: EnginePackages) -> Install:
+def install(user_home: HomeFixture, engine_packages: EnginePackages) -> Install:
     def add(*kinds: str, name: str | None = None) -> None:
         adapters = [(kind, {"seed": n, **OPTIONS[kind]}) for n, kind in enumerate(kinds)]
         label = name or kinds[0].replace("_", "-")
-        house.install(market.package(f"acme/{label}", seed=hash(kinds) % 997, adapters=adapters))
+        user_home.install(
+            engine_packages.package(f"acme/{label}", seed=hash(kinds) % 997, adapters=adapters)
+        )
 
     return add
 
@@ -64,13 +66,15 @@ def test_the_order_of_a_chain_counts(engine: LocalEngine, install: Install) -> N
 
 
 def test_a_package_of_several_kinds_equals_the_chain_of_packages_of_one(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
     adapters = [("dora", {"seed": 1, "scale": 0.4}), ("soft_prompt", {"tokens": 3, "scale": 2.0})]
     adapters += [("ia3", {"seed": 2, "scale": 0.9})]
-    house.install(market.package("acme/all", seed=50, adapters=adapters))
+    user_home.install(engine_packages.package("acme/all", seed=50, adapters=adapters))
     for n, (kind, options) in enumerate(adapters):
-        house.install(market.package(f"acme/one{n}", seed=60 + n, adapters=[(kind, options)]))
+        user_home.install(
+            engine_packages.package(f"acme/one{n}", seed=60 + n, adapters=[(kind, options)])
+        )
     together = run(engine, request(expert("all")))
     apart = run(engine, request(*(expert(f"one{n}") for n in range(3))))
     assert together.generated.tokens == apart.generated.tokens
@@ -101,29 +105,29 @@ def test_a_soft_prompt_with_a_weight_is_refused_and_leaves_the_engine_usable(
 
 
 def test_the_gains_of_dora_are_kept_in_the_store_until_its_package_is_gone(
-    engine: LocalEngine, house: HomeFixture, install: Install
+    engine: LocalEngine, user_home: HomeFixture, install: Install
 ) -> None:
     install("dora")
     first = run(engine, request(expert("dora")))
-    [folder] = house.store.paths.derived.iterdir()
+    [folder] = user_home.store.paths.derived.iterdir()
     [kept] = folder.iterdir()
     before = kept.stat().st_mtime_ns
-    another = LocalEngine(planner(house), budget=8 << 20)
+    another = LocalEngine(planner(user_home), budget=8 << 20)
     assert run(another, request(expert("dora"))).generated.tokens == first.generated.tokens
     assert kept.stat().st_mtime_ns == before
-    house.store.collect_garbage()
+    user_home.store.collect_garbage()
     assert kept.exists()
-    [stored] = house.store.list_experts()
-    house.store.remove(stored)
-    house.store.collect_garbage()
+    [stored] = user_home.store.list_experts()
+    user_home.store.remove(stored)
+    user_home.store.collect_garbage()
     assert not folder.exists()
 
 
 def test_a_base_in_another_dtype_gets_its_own_gains(
-    engine: LocalEngine, house: HomeFixture, install: Install
+    engine: LocalEngine, user_home: HomeFixture, install: Install
 ) -> None:
     install("dora")
     run(engine, request(expert("dora")))
     run(engine, request(expert("dora"), route={"dtype": "bf16"}))
-    [folder] = house.store.paths.derived.iterdir()
+    [folder] = user_home.store.paths.derived.iterdir()
     assert len(list(folder.iterdir())) == 2

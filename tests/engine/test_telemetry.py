@@ -8,17 +8,17 @@ from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import FileExpert
 from expertctl.routing.request import ForcedExpert
 from expertctl.schema.validation import find_problems
-from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.engine.test_local_engine import SQL, engine, known, request, run
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["engine", "fast", "house", "known", "market"]
+__all__ = ["engine", "engine_packages", "fast", "known", "user_home"]
 
 
 def test_bytes_come_from_files_once(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    [installed] = house.install(market.package())
+    [installed] = user_home.install(engine_packages.package())
     first, second = run(engine, request(SQL)), run(engine, request(SQL))
     expert = sum(file.size for file in installed.expert.files if file.path.endswith("safetensors"))
     assert first.bytes_read.ssd >= first.memory.held["base"] + expert
@@ -28,11 +28,11 @@ def test_bytes_come_from_files_once(
 
 
 def test_the_history_has_the_figures_of_a_run(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package())
+    user_home.install(engine_packages.package())
     result = run(engine, request(SQL))
-    [job] = house.catalogue.history.list_runs()
+    [job] = user_home.catalogue.history.list_runs()
     assert job.figures is not None
     assert job.figures.ssd_bytes == result.bytes_read.ssd
     assert job.figures.ram_bytes == result.bytes_read.ram
@@ -47,10 +47,10 @@ def test_the_history_has_the_figures_of_a_run(
 def test_a_traced_run_says_the_same_and_tells_each_layer(
     experts: tuple[ForcedExpert, ...],
     engine: LocalEngine,
-    house: HomeFixture,
-    market: EnginePackages,
+    user_home: HomeFixture,
+    engine_packages: EnginePackages,
 ) -> None:
-    house.install(market.package())
+    user_home.install(engine_packages.package())
     asked = request(*experts)
     plain, traced = run(engine, asked), run(engine, replace(asked, trace=True))
     assert plain.trace is None
@@ -70,10 +70,10 @@ def test_a_traced_run_says_the_same_and_tells_each_layer(
 
 
 def test_an_expert_that_is_used_from_its_file_counts_as_read(
-    engine: LocalEngine, known: None, market: EnginePackages
+    engine: LocalEngine, known: None, engine_packages: EnginePackages
 ) -> None:
     run(engine, request())
-    file = FileExpert(market.package())
+    file = FileExpert(engine_packages.package())
     result = run(engine, request(file))
     assert result.bytes_read.ssd > 1000
     assert result.bytes_read.ram > 0

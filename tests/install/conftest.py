@@ -1,4 +1,4 @@
-from tests.install.fixtures import buyer, market, template
-from tests.store.fixtures import fast, house, shop
+from tests.install.fixtures import buyer, publisher, template
+from tests.store.fixtures import fast, package_factory, user_home
 
-__all__ = ["buyer", "fast", "house", "market", "shop", "template"]
+__all__ = ["buyer", "fast", "package_factory", "publisher", "template", "user_home"]

@@ -114,46 +114,46 @@ class PublishingRegistry:
 class InstallClient:
     """A house that knows a registry and installs from it."""
 
-    house: HomeFixture
+    user_home: HomeFixture
     settings: Settings
 
     @classmethod
     def create(cls, root: Path, *registries: PublishingRegistry) -> "InstallClient":
         """A new house whose default registry is the first of these; it knows all of them."""
-        house = HomeFixture(root)
-        for market in registries:
-            house.trust.add_registry(market.known)
+        user_home = HomeFixture(root)
+        for publisher in registries:
+            user_home.trust.add_registry(publisher.known)
         default = registries[0].host if registries else None
-        return cls(house, Settings(house.home, registry=default))
+        return cls(user_home, Settings(user_home.home, registry=default))
 
     def offline(self) -> "InstallClient":
         return replace(self, settings=replace(self.settings, offline=True))
 
     @property
     def store(self) -> Store:
-        return self.house.store
+        return self.user_home.store
 
     @property
     def context(self) -> InstallContext:
-        house = self.house
+        user_home = self.user_home
         return InstallContext(
-            house.store,
-            house.bases,
-            house.trust,
-            house.home.registries,
-            catalogue=house.catalogue,
-            index=house.index,
+            user_home.store,
+            user_home.bases,
+            user_home.trust,
+            user_home.home.registries,
+            catalogue=user_home.catalogue,
+            index=user_home.index,
         )
 
     def install(self, *refs: str, files: Sequence[Path] = (), **options: Any) -> InstallReport:
         """Install what a person types."""
         needs = tuple(Requirement(Reference.parse(ref), "you", by_hand=True) for ref in refs)
-        with open_sources(self.settings, self.house.trust) as sources:
+        with open_sources(self.settings, self.user_home.trust) as sources:
             wanted = InstallRequest(needs, tuple(files), **options)
             return install_request(wanted, self.context, sources, open_silent_progress)
 
     def refs(self) -> list[str]:
-        return self.house.refs()
+        return self.user_home.refs()
 
 
 @contextmanager
@@ -180,15 +180,15 @@ def run_publishing_registry(
 
 
 @pytest.fixture
-def market(tmp_path: Path, template: PackageTemplate) -> Iterator[PublishingRegistry]:
+def publisher(tmp_path: Path, template: PackageTemplate) -> Iterator[PublishingRegistry]:
     """A registry with the namespace acme."""
     with run_publishing_registry(tmp_path / "registry", template) as running:
         yield running.create_namespace("acme")
 
 
 @pytest.fixture
-def buyer(home: Path, market: PublishingRegistry) -> InstallClient:
-    return InstallClient.create(home, market)
+def buyer(home: Path, publisher: PublishingRegistry) -> InstallClient:
+    return InstallClient.create(home, publisher)
 
 
 RELEASE_AGE = ReleaseAge()
@@ -204,7 +204,7 @@ class ProjectFixture:
 
     @property
     def requirements(self) -> RequirementList:
-        return find_requirement_list(self.client.house.home, self.folder)
+        return find_requirement_list(self.client.user_home.home, self.folder)
 
     @property
     def lock_path(self) -> Path:
@@ -215,7 +215,7 @@ class ProjectFixture:
         return self
 
     def lock(self) -> list[str]:
-        with open_sources(self.client.settings, self.client.house.trust) as sources:
+        with open_sources(self.client.settings, self.client.user_home.trust) as sources:
             resolved = resolve_requirement_list(
                 self.requirements, self.client.context, sources, RELEASE_AGE
             )
@@ -223,7 +223,7 @@ class ProjectFixture:
 
     def install(self, *fresh: str, everything: bool = False) -> tuple[InstallReport, list[str]]:
         names = None if everything else [PackageName.parse(text) for text in fresh]
-        with open_sources(self.client.settings, self.client.house.trust) as sources:
+        with open_sources(self.client.settings, self.client.user_home.trust) as sources:
             return install_requirement_list(
                 self.requirements,
                 self.client.context,
@@ -235,13 +235,13 @@ class ProjectFixture:
 
     def install_locked(self, *refs: str) -> InstallReport:
         wanted = [Reference.parse(text) for text in refs]
-        with open_sources(self.client.settings, self.client.house.trust) as sources:
+        with open_sources(self.client.settings, self.client.user_home.trust) as sources:
             return install_locked(
                 self.requirements, wanted, self.client.context, sources, open_silent_progress
             )
 
     def outdated(self) -> list[OutdatedEntry]:
-        with open_sources(self.client.settings, self.client.house.trust) as sources:
+        with open_sources(self.client.settings, self.client.user_home.trust) as sources:
             return find_outdated(self.requirements, self.client.context, sources, RELEASE_AGE)
 
     def with_client(self, buyer: InstallClient) -> "ProjectFixture":

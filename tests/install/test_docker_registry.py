@@ -43,10 +43,10 @@ def test_an_expert_travels_through_it_unchanged(
             buyer.install(f"{host}/acme/sql")
         (done,) = buyer.install(f"{host}/acme/sql@{parcel.package_digest}").installed
         assert done.expert.package_digest == parcel.package_digest
-        buyer.house.trust.add(
+        buyer.user_home.trust.add(
             make_key("acme").public, name="acme", namespaces=["acme"], registry=host
         )
         buyer.store.remove(done.expert)
         (signed,) = buyer.install(f"{host}/acme/sql@1.0.0").installed
         assert signed.expert.signer == make_key("acme").public.key_id
-        buyer.house.check_integrity()
+        buyer.user_home.check_integrity()

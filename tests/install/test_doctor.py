@@ -17,16 +17,16 @@ from expertctl.store.refs import StoredExpert, encode_ref
 from tests.store.fixtures import BASE_NAME, HomeFixture, PackageFactory, make_key
 
 
-def diagnose(house: HomeFixture) -> Diagnosis:
+def diagnose(user_home: HomeFixture) -> Diagnosis:
     return examine_store(
-        house.store, bases=house.bases, trust=house.trust, catalogue=house.catalogue
+        user_home.store, bases=user_home.bases, trust=user_home.trust, catalogue=user_home.catalogue
     )
 
 
-def only(house: HomeFixture) -> Finding:
-    before = house.read_files()
-    diagnosis = diagnose(house)
-    assert house.read_files() == before
+def only(user_home: HomeFixture) -> Finding:
+    before = user_home.read_files()
+    diagnosis = diagnose(user_home)
+    assert user_home.read_files() == before
     assert len(diagnosis.findings) == 1, diagnosis.findings
     (finding,) = diagnosis.findings
     assert diagnosis.healthy is not finding.broken
@@ -35,17 +35,19 @@ def only(house: HomeFixture) -> Finding:
 
 
 @pytest.fixture
-def house(house: HomeFixture, shop: PackageFactory) -> HomeFixture:
-    house.bases.add(shop.base_dir)
-    house.install(
-        shop.package("acme/one"), shop.package("acme/two", seed=4), catalogue=house.catalogue
+def user_home(user_home: HomeFixture, package_factory: PackageFactory) -> HomeFixture:
+    user_home.bases.add(package_factory.base_dir)
+    user_home.install(
+        package_factory.package("acme/one"),
+        package_factory.package("acme/two", seed=4),
+        catalogue=user_home.catalogue,
     )
-    return house
+    return user_home
 
 
 @pytest.fixture
-def one(house: HomeFixture) -> StoredExpert:
-    return house.store.find(Reference.parse("acme/one"))
+def one(user_home: HomeFixture) -> StoredExpert:
+    return user_home.store.find(Reference.parse("acme/one"))
 
 
 def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
@@ -55,31 +57,31 @@ def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.chmod(mode)
 
 
-def ref_path(house: HomeFixture, name: str) -> Path:
-    return house.home.store / "refs" / "local" / "acme" / name / "1.0.0"
+def ref_path(user_home: HomeFixture, name: str) -> Path:
+    return user_home.home.store / "refs" / "local" / "acme" / name / "1.0.0"
 
 
-def test_a_healthy_store_has_no_findings(house: HomeFixture) -> None:
+def test_a_healthy_store_has_no_findings(user_home: HomeFixture) -> None:
     seen: list[int] = []
     diagnosis = examine_store(
-        house.store,
-        bases=house.bases,
-        trust=house.trust,
-        catalogue=house.catalogue,
+        user_home.store,
+        bases=user_home.bases,
+        trust=user_home.trust,
+        catalogue=user_home.catalogue,
         progress=seen.append,
     )
     assert diagnosis.findings == ()
     assert diagnosis.healthy
-    blobs = list(house.store.paths.blobs.iterdir())
+    blobs = list(user_home.store.paths.blobs.iterdir())
     size = sum(path.stat().st_size for path in blobs)
     assert (diagnosis.experts, diagnosis.blobs, diagnosis.size) == (2, len(blobs), size)
-    assert sum(seen) == count_blob_bytes(house.store) == size
+    assert sum(seen) == count_blob_bytes(user_home.store) == size
 
 
 def test_an_empty_home_has_no_findings(tmp_path: Path) -> None:
-    house = HomeFixture(tmp_path / "nowhere")
-    assert diagnose(house) == Diagnosis((), 0, 0, 0)
-    assert not house.root.exists()
+    user_home = HomeFixture(tmp_path / "nowhere")
+    assert diagnose(user_home) == Diagnosis((), 0, 0, 0)
+    assert not user_home.root.exists()
 
 
 @given(data=st.data())
@@ -88,13 +90,13 @@ def test_an_empty_home_has_no_findings(tmp_path: Path) -> None:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-def test_any_flipped_bit_is_found_and_named(data: st.DataObject, house: HomeFixture) -> None:
-    one = house.store.find(Reference.parse("acme/one"))
-    two = house.store.find(Reference.parse("acme/two"))
+def test_any_flipped_bit_is_found_and_named(data: st.DataObject, user_home: HomeFixture) -> None:
+    one = user_home.store.find(Reference.parse("acme/one"))
+    two = user_home.store.find(Reference.parse("acme/two"))
     own = [file for file in one.layers if file not in two.layers]
     file = data.draw(st.sampled_from(own))
     bit = data.draw(st.integers(0, file.size * 8 - 1))
-    path = house.store.blob_path(file.digest)
+    path = user_home.store.blob_path(file.digest)
 
     def flip(content: bytes) -> bytes:
         changed = bytearray(content)
@@ -103,7 +105,7 @@ def test_any_flipped_bit_is_found_and_named(data: st.DataObject, house: HomeFixt
 
     edit(path, flip)
     try:
-        finding = only(house)
+        finding = only(user_home)
     finally:
         edit(path, flip)
     assert finding.subject == "acme/one@1.0.0"
@@ -111,37 +113,37 @@ def test_any_flipped_bit_is_found_and_named(data: st.DataObject, house: HomeFixt
     assert "expertctl install" in finding.hint
 
 
-def test_a_shared_file_is_named_for_every_expert(house: HomeFixture, one: StoredExpert) -> None:
-    path = house.store.blob_path(one.find_file("adapter_config.json").digest)
+def test_a_shared_file_is_named_for_every_expert(user_home: HomeFixture, one: StoredExpert) -> None:
+    path = user_home.store.blob_path(one.find_file("adapter_config.json").digest)
     edit(path, lambda content: content.replace(b"LORA", b"LOHA"))
-    subjects = [finding.subject for finding in diagnose(house).findings]
+    subjects = [finding.subject for finding in diagnose(user_home).findings]
     assert subjects == ["acme/one@1.0.0", "acme/two@1.0.0"]
 
 
-def test_a_file_that_is_cut_short_is_told_apart(house: HomeFixture, one: StoredExpert) -> None:
+def test_a_file_that_is_cut_short_is_told_apart(user_home: HomeFixture, one: StoredExpert) -> None:
     file = one.find_file("adapter_model.safetensors")
-    edit(house.store.blob_path(file.digest), lambda content: content[:-100])
-    finding = only(house)
+    edit(user_home.store.blob_path(file.digest), lambda content: content[:-100])
+    finding = only(user_home)
     assert f"has {file.size - 100:,} of {file.size:,} bytes" in finding.problem
 
 
-def test_a_missing_file_is_told_apart(house: HomeFixture, one: StoredExpert) -> None:
-    house.store.blob_path(one.find_file("adapter_model.safetensors").digest).unlink()
-    assert "adapter_model.safetensors is missing" in only(house).problem
+def test_a_missing_file_is_told_apart(user_home: HomeFixture, one: StoredExpert) -> None:
+    user_home.store.blob_path(one.find_file("adapter_model.safetensors").digest).unlink()
+    assert "adapter_model.safetensors is missing" in only(user_home).problem
 
 
 def test_installing_again_cures_it(
-    house: HomeFixture, shop: PackageFactory, one: StoredExpert
+    user_home: HomeFixture, package_factory: PackageFactory, one: StoredExpert
 ) -> None:
-    house.store.blob_path(one.files[0].digest).unlink()
-    assert not diagnose(house).healthy
-    house.install(shop.package("acme/one"))
-    assert diagnose(house).findings == ()
+    user_home.store.blob_path(one.files[0].digest).unlink()
+    assert not diagnose(user_home).healthy
+    user_home.install(package_factory.package("acme/one"))
+    assert diagnose(user_home).findings == ()
 
 
-def test_a_damaged_record_is_found(house: HomeFixture) -> None:
-    edit(ref_path(house, "one"), lambda content: content[:100])
-    findings = diagnose(house).findings
+def test_a_damaged_record_is_found(user_home: HomeFixture) -> None:
+    edit(ref_path(user_home, "one"), lambda content: content[:100])
+    findings = diagnose(user_home).findings
     assert findings[0].subject == "acme/one@1.0.0"
     assert "expertctl remove acme/one@1.0.0" in findings[0].hint
     assert findings[0].broken
@@ -149,7 +151,7 @@ def test_a_damaged_record_is_found(house: HomeFixture) -> None:
 
 @pytest.mark.parametrize("key", ["content_digest", "package_digest", "requires", "base"])
 def test_a_record_that_says_something_else_than_its_files_is_found(
-    key: str, house: HomeFixture
+    key: str, user_home: HomeFixture
 ) -> None:
     def lie(content: bytes) -> bytes:
         document = json.loads(content)
@@ -163,162 +165,172 @@ def test_a_record_that_says_something_else_than_its_files_is_found(
         document = {**json.loads(content), key: other[key]}
         return json.dumps(document, indent=1).encode() + b"\n"
 
-    edit(ref_path(house, "one"), lie)
-    problems = [finding.problem for finding in diagnose(house).findings]
+    edit(ref_path(user_home, "one"), lie)
+    problems = [finding.problem for finding in diagnose(user_home).findings]
     assert any(key.replace("_", " ") in problem for problem in problems), problems
 
 
-def test_a_revoked_signer_is_found(house: HomeFixture) -> None:
-    house.trust.revoke(make_key("acme").public.key_id, "stolen")
-    findings = diagnose(house).findings
+def test_a_revoked_signer_is_found(user_home: HomeFixture) -> None:
+    user_home.trust.revoke(make_key("acme").public.key_id, "stolen")
+    findings = diagnose(user_home).findings
     assert [finding.subject for finding in findings] == ["acme/one@1.0.0", "acme/two@1.0.0"]
     assert all("stolen" in finding.problem and finding.broken for finding in findings)
 
 
-def test_a_signer_that_is_trusted_no_more_is_noted(house: HomeFixture) -> None:
-    house.trust.remove(make_key("acme").public.key_id)
-    diagnosis = diagnose(house)
+def test_a_signer_that_is_trusted_no_more_is_noted(user_home: HomeFixture) -> None:
+    user_home.trust.remove(make_key("acme").public.key_id)
+    diagnosis = diagnose(user_home)
     assert len(diagnosis.findings) == 2
     assert diagnosis.healthy
 
 
-def test_an_unsigned_expert_is_noted(house: HomeFixture, shop: PackageFactory) -> None:
-    house.install(
-        shop.package("acme/odd", key=None), allow_unsigned=True, catalogue=house.catalogue
+def test_an_unsigned_expert_is_noted(
+    user_home: HomeFixture, package_factory: PackageFactory
+) -> None:
+    user_home.install(
+        package_factory.package("acme/odd", key=None),
+        allow_unsigned=True,
+        catalogue=user_home.catalogue,
     )
-    finding = only(house)
+    finding = only(user_home)
     assert (finding.subject, finding.broken) == ("acme/odd@1.0.0", False)
 
 
 def test_a_requirement_that_was_removed_by_force_is_found(
-    house: HomeFixture, shop: PackageFactory
+    user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    house.install(
-        shop.package("acme/top", composition={"requires": ["acme/two"]}),
-        catalogue=house.catalogue,
+    user_home.install(
+        package_factory.package("acme/top", composition={"requires": ["acme/two"]}),
+        catalogue=user_home.catalogue,
     )
-    two = house.store.find(Reference.parse("acme/two"))
-    house.store.remove(two)
-    house.catalogue.remove(two)
-    finding = only(house)
+    two = user_home.store.find(Reference.parse("acme/two"))
+    user_home.store.remove(two)
+    user_home.catalogue.remove(two)
+    finding = only(user_home)
     assert finding.subject == "acme/top@1.0.0"
     assert "requires acme/two, which is not installed" in finding.problem
 
 
-def test_files_that_belong_to_nothing_are_noted(house: HomeFixture) -> None:
-    (house.store.paths.blobs / ("0" * 64)).write_bytes(b"stray")
-    finding = only(house)
+def test_files_that_belong_to_nothing_are_noted(user_home: HomeFixture) -> None:
+    (user_home.store.paths.blobs / ("0" * 64)).write_bytes(b"stray")
+    finding = only(user_home)
     assert "1 files of 5 bytes" in finding.problem
     assert "gc" in finding.hint
 
 
-def test_a_strange_file_is_noted(house: HomeFixture) -> None:
-    (house.store.paths.blobs / "README").write_bytes(b"")
-    assert only(house).subject.endswith("README")
+def test_a_strange_file_is_noted(user_home: HomeFixture) -> None:
+    (user_home.store.paths.blobs / "README").write_bytes(b"")
+    assert only(user_home).subject.endswith("README")
 
 
-def test_what_a_killed_install_left_is_noted(house: HomeFixture) -> None:
-    folder = house.store.paths.staging / "left"
+def test_what_a_killed_install_left_is_noted(user_home: HomeFixture) -> None:
+    folder = user_home.store.paths.staging / "left"
     folder.mkdir()
     os.utime(folder, (0, 0))
-    assert only(house).subject == str(folder)
-    house.store.collect_garbage()
-    assert diagnose(house).findings == ()
+    assert only(user_home).subject == str(folder)
+    user_home.store.collect_garbage()
+    assert diagnose(user_home).findings == ()
 
 
-def test_files_that_others_may_change_are_found(house: HomeFixture, one: StoredExpert) -> None:
-    path = house.store.blob_path(one.files[0].digest)
+def test_files_that_others_may_change_are_found(user_home: HomeFixture, one: StoredExpert) -> None:
+    path = user_home.store.blob_path(one.files[0].digest)
     path.chmod(0o666)
-    finding = only(house)
+    finding = only(user_home)
     assert (finding.subject, finding.hint) == (str(path), f"chmod go-w {path}")
     path.chmod(0o444)
-    ref_path(house, "one").chmod(0o664)
-    assert only(house).subject == str(ref_path(house, "one"))
+    ref_path(user_home, "one").chmod(0o664)
+    assert only(user_home).subject == str(ref_path(user_home, "one"))
 
 
-def test_a_damaged_catalogue_is_found(house: HomeFixture) -> None:
-    house.home.index.write_bytes(b"no database at all" * 300)
-    house.home.index.chmod(0o600)
-    finding = only(house)
-    assert finding.subject == str(house.home.index)
+def test_a_damaged_catalogue_is_found(user_home: HomeFixture) -> None:
+    user_home.home.index.write_bytes(b"no database at all" * 300)
+    user_home.home.index.chmod(0o600)
+    finding = only(user_home)
+    assert finding.subject == str(user_home.home.index)
     assert "reindex" in finding.hint
     assert finding.broken
 
 
 @pytest.mark.parametrize("folder", [".", "deep"])
 def test_damaged_routing_vectors_are_noted(
-    house: HomeFixture, shop: PackageFactory, folder: str
+    user_home: HomeFixture, package_factory: PackageFactory, folder: str
 ) -> None:
-    house.install(shop.package("acme/one"), catalogue=house.catalogue, index=house.index)
-    (rows,) = (house.root / folder).glob("vectors-*.rows")
+    user_home.install(
+        package_factory.package("acme/one"), catalogue=user_home.catalogue, index=user_home.index
+    )
+    (rows,) = (user_home.root / folder).glob("vectors-*.rows")
     rows.write_bytes(rows.read_bytes()[:-1] + b"\x7f")
-    (finding,) = diagnose(house).findings
+    (finding,) = diagnose(user_home).findings
     assert finding.subject.endswith("vectors.journal")
     assert finding.problem == f"{rows.name} was changed"
-    assert diagnose(house).healthy
+    assert diagnose(user_home).healthy
 
 
-def test_a_catalogue_that_lags_behind_is_noted(house: HomeFixture, shop: PackageFactory) -> None:
-    house.install(shop.package("acme/three"))
-    finding = only(house)
-    assert (finding.subject, finding.broken) == (str(house.home.index), False)
+def test_a_catalogue_that_lags_behind_is_noted(
+    user_home: HomeFixture, package_factory: PackageFactory
+) -> None:
+    user_home.install(package_factory.package("acme/three"))
+    finding = only(user_home)
+    assert (finding.subject, finding.broken) == (str(user_home.home.index), False)
 
 
-def test_a_trust_record_that_cannot_be_read_is_found_once(house: HomeFixture) -> None:
-    house.home.trust.write_bytes(b"{")
-    finding = only(house)
-    assert (finding.subject, finding.broken) == (str(house.home.trust), True)
-    assert str(house.home.trust) not in finding.problem
-    house.home.trust.write_bytes(b"{}")
-    house.home.trust.chmod(0o666)
-    assert "chmod 600" in only(house).hint
+def test_a_trust_record_that_cannot_be_read_is_found_once(user_home: HomeFixture) -> None:
+    user_home.home.trust.write_bytes(b"{")
+    finding = only(user_home)
+    assert (finding.subject, finding.broken) == (str(user_home.home.trust), True)
+    assert str(user_home.home.trust) not in finding.problem
+    user_home.home.trust.write_bytes(b"{}")
+    user_home.home.trust.chmod(0o666)
+    assert "chmod 600" in only(user_home).hint
 
 
-def test_a_folder_in_place_of_the_trust_record_is_found(house: HomeFixture) -> None:
-    house.home.trust.unlink()
-    house.home.trust.mkdir()
-    assert only(house).problem == "Is a directory"
+def test_a_folder_in_place_of_the_trust_record_is_found(user_home: HomeFixture) -> None:
+    user_home.home.trust.unlink()
+    user_home.home.trust.mkdir()
+    assert only(user_home).problem == "Is a directory"
 
 
-def test_a_changed_base_is_found(house: HomeFixture) -> None:
-    moved = house.root / "moved"
-    record = house.home.bases / BASE_NAME / "base.json"
+def test_a_changed_base_is_found(user_home: HomeFixture) -> None:
+    moved = user_home.root / "moved"
+    record = user_home.home.bases / BASE_NAME / "base.json"
     document = json.loads(record.read_text())
     document["path"] = str(moved)
     record.write_text(json.dumps(document))
-    finding = only(house)
+    finding = only(user_home)
     assert finding.subject == BASE_NAME
     assert "config.json is missing" in finding.problem
     record.write_bytes(b"")
-    assert "is damaged" in only(house).problem
+    assert "is damaged" in only(user_home).problem
 
 
-def test_a_base_that_was_never_added_is_noted(house: HomeFixture) -> None:
-    house.bases.remove(house.bases.find(BASE_NAME))
-    diagnosis = diagnose(house)
+def test_a_base_that_was_never_added_is_noted(user_home: HomeFixture) -> None:
+    user_home.bases.remove(user_home.bases.find(BASE_NAME))
+    diagnosis = diagnose(user_home)
     assert diagnosis.healthy
     assert ["base add" in finding.hint for finding in diagnosis.findings] == [True, True]
 
 
-def test_a_file_that_cannot_be_read_is_told_apart(house: HomeFixture, one: StoredExpert) -> None:
-    path = house.store.blob_path(one.find_file("adapter_model.safetensors").digest)
+def test_a_file_that_cannot_be_read_is_told_apart(
+    user_home: HomeFixture, one: StoredExpert
+) -> None:
+    path = user_home.store.blob_path(one.find_file("adapter_model.safetensors").digest)
     path.unlink()
     path.mkdir(mode=0o700)
-    finding = only(house)
+    finding = only(user_home)
     assert finding.subject == one.ref
     assert "adapter_model.safetensors cannot be read" in finding.problem
     assert finding.broken
 
 
 def test_a_record_whose_manifest_means_nothing_is_found(
-    house: HomeFixture, one: StoredExpert
+    user_home: HomeFixture, one: StoredExpert
 ) -> None:
     data = b"{}"
     digest = Digest.compute(data)
-    house.store.paths.blob(digest).write_bytes(data)
+    user_home.store.paths.blob(digest).write_bytes(data)
     files = tuple(
         FileDigest(f.path, len(data), digest) if f.path == "expert.json" else f for f in one.files
     )
-    ref_path(house, "one").write_bytes(encode_ref(replace(one, files=files)))
-    problems = [f.problem for f in diagnose(house).findings if f.subject == one.ref]
+    ref_path(user_home, "one").write_bytes(encode_ref(replace(one, files=files)))
+    problems = [f.problem for f in diagnose(user_home).findings if f.subject == one.ref]
     assert any("expert.json" in problem for problem in problems)

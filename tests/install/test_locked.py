@@ -28,25 +28,25 @@ from tests.store.fixtures import PackageFactory
 
 
 @pytest.fixture
-def team(buyer: InstallClient, market: PublishingRegistry, tmp_path: Path) -> ProjectFixture:
+def team(buyer: InstallClient, publisher: PublishingRegistry, tmp_path: Path) -> ProjectFixture:
     """A project that wants an expert, which requires another."""
-    market.publish("acme/low@1.0.0")
-    market.publish("acme/top@1.0.0", requires=["acme/low@^1"])
+    publisher.publish("acme/low@1.0.0")
+    publisher.publish("acme/top@1.0.0", requires=["acme/low@^1"])
     return ProjectFixture(tmp_path / "project", buyer).write_project(
         '[experts]\n"acme/top" = "^1"\n'
     )
 
 
 @pytest.fixture
-def newcomer(market: PublishingRegistry, tmp_path: Path) -> InstallClient:
-    return InstallClient.create(tmp_path / "second-home", market)
+def newcomer(publisher: PublishingRegistry, tmp_path: Path) -> InstallClient:
+    return InstallClient.create(tmp_path / "second-home", publisher)
 
 
 def refuses(team: ProjectFixture, error: type[ExpertError], match: str) -> None:
-    before = team.client.house.read_files()
+    before = team.client.user_home.read_files()
     with pytest.raises(error, match=match):
         team.install_locked()
-    assert team.client.house.read_files() == before
+    assert team.client.user_home.read_files() == before
 
 
 def edit(team: ProjectFixture, old: str, new: str) -> None:
@@ -59,29 +59,29 @@ def test_a_project_is_locked_without_installing(team: ProjectFixture) -> None:
     assert team.lock() == ["+ acme/low@1.0.0", "+ acme/top@1.0.0"]
     assert team.lock() == []
     assert team.client.refs() == []
-    assert not team.client.house.trust.read().list_registries_for("acme")
+    assert not team.client.user_home.trust.read().list_registries_for("acme")
 
 
 def test_what_is_locked_is_installed_elsewhere_though_there_is_newer(
-    team: ProjectFixture, market: PublishingRegistry, newcomer: InstallClient
+    team: ProjectFixture, publisher: PublishingRegistry, newcomer: InstallClient
 ) -> None:
     team.install()
-    market.publish("acme/low@1.1.0")
-    market.publish("acme/top@1.1.0")
+    publisher.publish("acme/low@1.1.0")
+    publisher.publish("acme/top@1.1.0")
     other = team.with_client(newcomer)
     done = other.install_locked()
     assert [i.expert.ref for i in done.installed] == ["acme/low@1.0.0", "acme/top@1.0.0"]
-    newcomer.house.check_integrity()
+    newcomer.user_home.check_integrity()
     again = ProjectFixture(team.folder, newcomer.offline()).install_locked()
     assert {i.outcome for i in again.installed} == {"already installed"}
 
 
 def test_a_lock_is_kept_by_install_and_moved_by_update(
-    team: ProjectFixture, market: PublishingRegistry
+    team: ProjectFixture, publisher: PublishingRegistry
 ) -> None:
     team.install()
-    market.publish("acme/low@1.1.0")
-    market.publish("acme/top@1.1.0", requires=["acme/low@^1"])
+    publisher.publish("acme/low@1.1.0")
+    publisher.publish("acme/top@1.1.0", requires=["acme/low@^1"])
     assert team.install()[1] == []
     assert team.install("acme/top")[1] == ["~ acme/top@1.0.0 -> 1.1.0"]
     assert team.install(everything=True)[1] == ["~ acme/low@1.0.0 -> 1.1.0"]
@@ -89,9 +89,9 @@ def test_a_lock_is_kept_by_install_and_moved_by_update(
 
 
 def test_a_part_of_what_is_locked_comes_with_what_it_requires(
-    team: ProjectFixture, market: PublishingRegistry, newcomer: InstallClient
+    team: ProjectFixture, publisher: PublishingRegistry, newcomer: InstallClient
 ) -> None:
-    market.publish("acme/other@1.0.0")
+    publisher.publish("acme/other@1.0.0")
     team.write_project('[experts]\n"acme/top" = "^1"\n"acme/other" = "*"\n').lock()
     other = team.with_client(newcomer)
     other.install_locked("acme/top")
@@ -103,10 +103,10 @@ def test_a_part_of_what_is_locked_comes_with_what_it_requires(
 
 
 def test_a_yanked_version_is_installed_by_the_lock_with_a_warning(
-    team: ProjectFixture, market: PublishingRegistry, newcomer: InstallClient
+    team: ProjectFixture, publisher: PublishingRegistry, newcomer: InstallClient
 ) -> None:
     team.lock()
-    market.yank("acme/low@1.0.0", "wrong licence")
+    publisher.yank("acme/low@1.0.0", "wrong licence")
     done = team.with_client(newcomer).install_locked()
     warnings = [warning for item in done.installed for warning in item.warnings]
     assert any("acme/low@1.0.0 was yanked: wrong licence" in warning for warning in warnings)
@@ -138,10 +138,10 @@ def test_an_edited_hash_is_refused(team: ProjectFixture, field: str, match: str)
 
 
 def test_the_hashes_of_another_version_are_refused(
-    team: ProjectFixture, market: PublishingRegistry
+    team: ProjectFixture, publisher: PublishingRegistry
 ) -> None:
     """A downgrade: the version says 1.1.0, the digests are those of 1.0.0."""
-    market.publish("acme/low@1.1.0")
+    publisher.publish("acme/low@1.1.0")
     team.lock()
     edit(team, 'version = "1.1.0"', 'version = "1.0.0"')
     refuses(team, DigestError, "acme/low@1.0.0 has another content than before: expert.lock has")
@@ -156,19 +156,19 @@ def test_a_requirement_that_was_edited_away_is_refused(team: ProjectFixture) -> 
 
 
 def test_a_swapped_registry_is_refused_known_or_not(
-    team: ProjectFixture, market: PublishingRegistry, template: PackageTemplate, tmp_path: Path
+    team: ProjectFixture, publisher: PublishingRegistry, template: PackageTemplate, tmp_path: Path
 ) -> None:
     team.lock()
     text = team.lock_path.read_text()
     with run_publishing_registry(tmp_path / "second", template) as other:
         other.create_namespace("acme")
-        for parcel in market.published.values():
+        for parcel in publisher.published.values():
             other.publish(parcel.ref)
         for known in (False, True):
             if known:
-                team.client.house.trust.add_registry(other.known)
-            team.lock_path.write_text(text.replace(market.host, other.host))
-            refuses(team, TrustError, f"but acme/\\* belongs to {market.host}")
+                team.client.user_home.trust.add_registry(other.known)
+            team.lock_path.write_text(text.replace(publisher.host, other.host))
+            refuses(team, TrustError, f"but acme/\\* belongs to {publisher.host}")
 
 
 def test_a_half_merged_lock_is_refused(team: ProjectFixture) -> None:
@@ -198,7 +198,7 @@ def test_a_project_cannot_move_a_namespace_that_belongs_elsewhere(
     team.install()
     with run_publishing_registry(tmp_path / "second", template) as other:
         other.create_namespace("acme").publish("acme/top@1.9.0")
-        team.client.house.trust.add_registry(other.known)
+        team.client.user_home.trust.add_registry(other.known)
         text = f'[experts]\n"acme/top" = "*"\n[registries]\nacme = "{other.host}"\n'
         with pytest.raises(TrustError, match="would take the namespace acme"):
             team.write_project(text).install()
@@ -210,7 +210,7 @@ def test_a_project_may_name_a_registry_that_the_user_knows_and_it_is_said(
     with run_publishing_registry(tmp_path / "second", template) as other:
         other.create_namespace("beta").publish("beta/low@1.0.0")
         other.publish("beta/top@1.0.0", requires=["beta/low"])
-        team.client.house.trust.add_registry(other.known)
+        team.client.user_home.trust.add_registry(other.known)
         text = f'[experts]\n"beta/top" = "*"\n[registries]\nbeta = "{other.host}"\n'
         done, _ = team.write_project(text).install()
         assert f"beta/* comes from {other.host}, says experts.toml" in done.notes
@@ -219,31 +219,31 @@ def test_a_project_may_name_a_registry_that_the_user_knows_and_it_is_said(
 
 
 def test_the_users_own_list_is_what_counts_outside_a_project(
-    buyer: InstallClient, market: PublishingRegistry, tmp_path: Path
+    buyer: InstallClient, publisher: PublishingRegistry, tmp_path: Path
 ) -> None:
-    market.publish("acme/sql@1.0.0")
+    publisher.publish("acme/sql@1.0.0")
     own = ProjectFixture(tmp_path / "anywhere", buyer)
     with pytest.raises(UsageError, match="nothing to install"):
         own.install()
     with pytest.raises(NotFoundError, match=r"no experts\.toml"):
-        require_project(buyer.house.home, own.folder)
+        require_project(buyer.user_home.home, own.folder)
     reference = Reference.parse("acme/sql@^1")
     own.requirements.file.update({reference.package: reference})
     assert own.install()[1] == ["+ acme/sql@1.0.0"]
     assert not own.lock_path.exists()
-    market.publish("acme/sql@1.1.0")
+    publisher.publish("acme/sql@1.1.0")
     assert own.install(everything=True)[1] == ["+ acme/sql@1.1.0"]
 
 
 def test_what_is_outdated_is_told_with_what_is_wanted(
-    team: ProjectFixture, market: PublishingRegistry
+    team: ProjectFixture, publisher: PublishingRegistry
 ) -> None:
     team.install()
     assert not any(standing.is_behind for standing in team.outdated())
-    market.publish("acme/low@1.1.0")
-    market.publish("acme/top@2.0.0-rc.1")
-    market.publish("acme/top@2.0.0")
-    market.yank("acme/top@1.0.0", "old")
+    publisher.publish("acme/low@1.1.0")
+    publisher.publish("acme/top@2.0.0-rc.1")
+    publisher.publish("acme/top@2.0.0")
+    publisher.yank("acme/top@1.0.0", "old")
     found = {
         str(s.package): (str(s.current), str(s.wanted), str(s.newest), s.yanked)
         for s in team.outdated()
@@ -255,19 +255,19 @@ def test_what_is_outdated_is_told_with_what_is_wanted(
 
 
 def test_outside_a_project_what_is_installed_is_compared(
-    buyer: InstallClient, market: PublishingRegistry, tmp_path: Path
+    buyer: InstallClient, publisher: PublishingRegistry, tmp_path: Path
 ) -> None:
-    market.publish("acme/sql@1.0.0")
+    publisher.publish("acme/sql@1.0.0")
     buyer.install("acme/sql")
-    market.publish("acme/sql@1.1.0")
+    publisher.publish("acme/sql@1.1.0")
     (standing,) = ProjectFixture(tmp_path / "anywhere", buyer).outdated()
     assert (str(standing.current), str(standing.newest)) == ("1.0.0", "1.1.0")
 
 
 def test_what_was_locked_from_a_file_must_be_given_as_one(
-    team: ProjectFixture, newcomer: InstallClient, shop: PackageFactory
+    team: ProjectFixture, newcomer: InstallClient, package_factory: PackageFactory
 ) -> None:
-    team.client.house.trust_keys("acme").install(shop.package("local/own"))
+    team.client.user_home.trust_keys("acme").install(package_factory.package("local/own"))
     team.write_project('[experts]\n"local/own" = "*"\n').lock()
     assert 'registry = "local"' in team.lock_path.read_text()
     team.install_locked()
@@ -275,7 +275,7 @@ def test_what_was_locked_from_a_file_must_be_given_as_one(
 
 
 def test_a_locked_version_that_the_registry_never_had_is_told(
-    team: ProjectFixture, market: PublishingRegistry
+    team: ProjectFixture, publisher: PublishingRegistry
 ) -> None:
     team.lock()
     edit(team, 'version = "1.0.0"', 'version = "1.0.7"')

@@ -18,48 +18,48 @@ from tests.store.fixtures import BASE_NAME, HomeFixture, PackageFactory
 
 
 @pytest.fixture
-def house(house: HomeFixture, shop: PackageFactory) -> HomeFixture:
+def user_home(user_home: HomeFixture, package_factory: PackageFactory) -> HomeFixture:
     """`acme/top` requires `acme/needed`."""
-    house.install(
-        shop.package("acme/needed"),
-        shop.package("acme/top", composition={"requires": ["acme/needed@^1"]}),
-        catalogue=house.catalogue,
-        index=house.index,
+    user_home.install(
+        package_factory.package("acme/needed"),
+        package_factory.package("acme/top", composition={"requires": ["acme/needed@^1"]}),
+        catalogue=user_home.catalogue,
+        index=user_home.index,
     )
-    return house
+    return user_home
 
 
-def test_a_removed_expert_is_gone_everywhere(house: HomeFixture) -> None:
-    expert = house.store.find(Reference.parse("acme/top"))
+def test_a_removed_expert_is_gone_everywhere(user_home: HomeFixture) -> None:
+    expert = user_home.store.find(Reference.parse("acme/top"))
     removed = remove_expert(
-        "acme/top", store=house.store, catalogue=house.catalogue, index=house.index
+        "acme/top", store=user_home.store, catalogue=user_home.catalogue, index=user_home.index
     )
     assert (removed.ref, removed.warnings) == ("acme/top@1.0.0", ())
     assert removed.freed.size > 0
-    assert house.refs() == house.catalogue.list_refs() == ["acme/needed@1.0.0"]
-    assert expert.content_digest not in house.index.table.digests
+    assert user_home.refs() == user_home.catalogue.list_refs() == ["acme/needed@1.0.0"]
+    assert expert.content_digest not in user_home.index.table.digests
 
 
-def test_an_expert_is_removed_by_its_digest(house: HomeFixture) -> None:
-    expert = house.store.find(Reference.parse("acme/top"))
-    assert remove_expert(str(expert.package_digest), store=house.store).ref == "acme/top@1.0.0"
+def test_an_expert_is_removed_by_its_digest(user_home: HomeFixture) -> None:
+    expert = user_home.store.find(Reference.parse("acme/top"))
+    assert remove_expert(str(expert.package_digest), store=user_home.store).ref == "acme/top@1.0.0"
 
 
-def test_what_others_require_stays_unless_forced(house: HomeFixture) -> None:
-    before = house.read_files()
+def test_what_others_require_stays_unless_forced(user_home: HomeFixture) -> None:
+    before = user_home.read_files()
     with pytest.raises(ConflictError, match=r"needed by acme/top@1\.0\.0") as error:
-        remove_expert("acme/needed", store=house.store)
+        remove_expert("acme/needed", store=user_home.store)
     assert "--force" in error.value.hint
-    assert house.read_files() == before
-    removed = remove_expert("acme/needed", store=house.store, force=True)
+    assert user_home.read_files() == before
+    removed = remove_expert("acme/needed", store=user_home.store, force=True)
     assert removed.warnings == ("acme/top@1.0.0 requires acme/needed and will not run",)
 
 
 def test_a_base_is_needed_by_packages_of_both_versions(
-    house: HomeFixture, shop: PackageFactory
+    user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    base = house.bases.add(shop.base_dir)
-    required = house.store.find(Reference.parse("acme/top")).base
+    base = user_home.bases.add(package_factory.base_dir)
+    required = user_home.store.find(Reference.parse("acme/top")).base
     assert required.tokenizer_version == 2
     old = replace(required, tokenizer=base.identity.tokenizer, tokenizer_version=1)
     assert fits_base(required, base)
@@ -69,83 +69,85 @@ def test_a_base_is_needed_by_packages_of_both_versions(
 
 
 def test_a_version_that_another_one_replaces_may_go(
-    house: HomeFixture, shop: PackageFactory
+    user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    house.install(shop.package("acme/needed", "1.1.0"))
-    assert remove_expert("acme/needed@1.0.0", store=house.store).ref == "acme/needed@1.0.0"
+    user_home.install(package_factory.package("acme/needed", "1.1.0"))
+    assert remove_expert("acme/needed@1.0.0", store=user_home.store).ref == "acme/needed@1.0.0"
     with pytest.raises(ConflictError):
-        remove_expert("acme/needed", store=house.store)
+        remove_expert("acme/needed", store=user_home.store)
 
 
-def test_what_is_not_there_cannot_be_removed(house: HomeFixture) -> None:
+def test_what_is_not_there_cannot_be_removed(user_home: HomeFixture) -> None:
     with pytest.raises(NotFoundError) as error:
-        remove_expert("acme/toq", store=house.store)
+        remove_expert("acme/toq", store=user_home.store)
     assert "acme/top" in error.value.hint
     with pytest.raises(UsageError):
-        remove_expert("../../etc", store=house.store)
+        remove_expert("../../etc", store=user_home.store)
 
 
-def test_a_damaged_record_can_be_removed_by_its_name(house: HomeFixture) -> None:
-    path = house.home.store / "refs" / "local" / "acme" / "top" / "1.0.0"
+def test_a_damaged_record_can_be_removed_by_its_name(user_home: HomeFixture) -> None:
+    path = user_home.home.store / "refs" / "local" / "acme" / "top" / "1.0.0"
     path.write_bytes(b"\x00" * 10)
     with pytest.raises(StoreError):
-        house.store.collect_garbage()
-    removed = remove_expert("acme/top@1.0.0", store=house.store)
+        user_home.store.collect_garbage()
+    removed = remove_expert("acme/top@1.0.0", store=user_home.store)
     assert "damaged" in removed.warnings[0]
     assert not path.exists()
-    assert house.store.collect_garbage().size > 0
-    assert house.refs() == ["acme/needed@1.0.0"]
+    assert user_home.store.collect_garbage().size > 0
+    assert user_home.refs() == ["acme/needed@1.0.0"]
 
 
-def test_an_index_that_cannot_be_written_is_a_warning(house: HomeFixture, tmp_path: Path) -> None:
+def test_an_index_that_cannot_be_written_is_a_warning(
+    user_home: HomeFixture, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     blocked = Catalogue(tmp_path / "file" / "index.db")
-    removed = remove_expert("acme/top", store=house.store, catalogue=blocked)
+    removed = remove_expert("acme/top", store=user_home.store, catalogue=blocked)
     assert "reindex" in removed.warnings[0]
 
 
 def test_a_base_that_experts_need_stays_unless_forced(
-    house: HomeFixture, shop: PackageFactory
+    user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    house.bases.add(shop.base_dir)
+    user_home.bases.add(package_factory.base_dir)
     with pytest.raises(ConflictError, match=r"needed by acme/needed@1\.0\.0, acme/top@1\.0\.0"):
-        remove_base(BASE_NAME, bases=house.bases, store=house.store)
-    removed = remove_base(BASE_NAME, bases=house.bases, store=house.store, force=True)
+        remove_base(BASE_NAME, bases=user_home.bases, store=user_home.store)
+    removed = remove_base(BASE_NAME, bases=user_home.bases, store=user_home.store, force=True)
     assert len(removed.warnings) == 2
-    assert house.bases.list_bases() == []
-    assert (shop.base_dir / "config.json").exists()
+    assert user_home.bases.list_bases() == []
+    assert (package_factory.base_dir / "config.json").exists()
 
 
 def test_a_base_that_another_one_replaces_may_go(
-    house: HomeFixture, shop: PackageFactory, tmp_path: Path
+    user_home: HomeFixture, package_factory: PackageFactory, tmp_path: Path
 ) -> None:
-    house.bases.add(shop.base_dir)
-    house.bases.add(shop.base_dir, name="same")
+    user_home.bases.add(package_factory.base_dir)
+    user_home.bases.add(package_factory.base_dir, name="same")
     other = write_base(tmp_path / "other", layers=1, hidden=16, heads=2, kv_heads=1, seed=5)
-    house.bases.add(other)
+    user_home.bases.add(other)
     for name in ("other", BASE_NAME):
-        assert remove_base(name, bases=house.bases, store=house.store).warnings == ()
+        assert remove_base(name, bases=user_home.bases, store=user_home.store).warnings == ()
     with pytest.raises(ConflictError):
-        remove_base("same", bases=house.bases, store=house.store)
+        remove_base("same", bases=user_home.bases, store=user_home.store)
 
 
-def test_reindexing_makes_everything_again(house: HomeFixture) -> None:
-    house.home.index.unlink()
-    for path in house.root.glob("vectors*"):
+def test_reindexing_makes_everything_again(user_home: HomeFixture) -> None:
+    user_home.home.index.unlink()
+    for path in user_home.root.glob("vectors*"):
         path.unlink()
-    done = reindex(house.store, catalogue=house.catalogue, index=house.index)
+    done = reindex(user_home.store, catalogue=user_home.catalogue, index=user_home.index)
     assert (done.experts, done.warnings) == (2, ())
-    assert house.catalogue.list_refs() == house.refs()
-    digests = {expert.content_digest for expert in house.store.list_experts()}
-    assert set(house.index.table.digests) == digests
+    assert user_home.catalogue.list_refs() == user_home.refs()
+    digests = {expert.content_digest for expert in user_home.store.list_experts()}
+    assert set(user_home.index.table.digests) == digests
 
 
-def test_reindexing_leaves_out_what_is_damaged_and_says_so(house: HomeFixture) -> None:
-    expert = house.store.find(Reference.parse("acme/top"))
-    house.store.blob_path(expert.find_file("expert.json").digest).unlink()
-    path = house.home.store / "refs" / "local" / "acme" / "needed" / "1.0.0"
+def test_reindexing_leaves_out_what_is_damaged_and_says_so(user_home: HomeFixture) -> None:
+    expert = user_home.store.find(Reference.parse("acme/top"))
+    user_home.store.blob_path(expert.find_file("expert.json").digest).unlink()
+    path = user_home.home.store / "refs" / "local" / "acme" / "needed" / "1.0.0"
     path.write_bytes(b"")
-    done = reindex(house.store, catalogue=house.catalogue, index=house.index)
+    done = reindex(user_home.store, catalogue=user_home.catalogue, index=user_home.index)
     assert done.experts == 0
     assert [("acme/needed@1.0.0" in w, "acme/top@1.0.0" in w) for w in done.warnings] == [
         (True, False),
@@ -154,16 +156,16 @@ def test_reindexing_leaves_out_what_is_damaged_and_says_so(house: HomeFixture) -
 
 
 def test_a_record_that_was_mended_meanwhile_is_not_removed(
-    house: HomeFixture, shop: PackageFactory
+    user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    path = house.home.store / "refs" / "local" / "acme" / "needed" / "1.0.0"
+    path = user_home.home.store / "refs" / "local" / "acme" / "needed" / "1.0.0"
     path.write_bytes(b"")
 
     class Mended(Store):
         def begin_transaction(self) -> AbstractContextManager[StoreTransaction]:
-            house.install(shop.package("acme/needed"))
+            user_home.install(package_factory.package("acme/needed"))
             return super().begin_transaction()
 
     with pytest.raises(NotFoundError, match="replaced meanwhile"):
-        remove_expert("acme/needed@1.0.0", store=Mended(house.home.store))
-    assert house.refs() == ["acme/needed@1.0.0", "acme/top@1.0.0"]
+        remove_expert("acme/needed@1.0.0", store=Mended(user_home.home.store))
+    assert user_home.refs() == ["acme/needed@1.0.0", "acme/top@1.0.0"]

@@ -37,12 +37,12 @@ def test_every_index_is_asked_for_once_however_many_are_wanted(
     paths: Counter[str] = Counter()
     with run_publishing_registry(
         tmp_path / "registry", template, middleware=counting(paths)
-    ) as market:
-        market.create_namespace("acme")
-        market.publish("acme/extra@1.0.0")
+    ) as publisher:
+        publisher.create_namespace("acme")
+        publisher.publish("acme/extra@1.0.0")
         for name in "abc":
-            market.publish(f"acme/{name}@1.0.0", requires=["acme/extra@^1"])
-        InstallClient.create(home, market).install("acme/a", "acme/b", "acme/c")
+            publisher.publish(f"acme/{name}@1.0.0", requires=["acme/extra@^1"])
+        InstallClient.create(home, publisher).install("acme/a", "acme/b", "acme/c")
     asked = {name: paths[INDEX.format(name)] for name in ("a", "b", "c", "extra")}
     assert asked == {"a": 1, "b": 1, "c": 1, "extra": 1}
 
@@ -54,11 +54,11 @@ def test_indexes_are_asked_for_once_where_what_is_installed_will_do(
     paths: Counter[str] = Counter()
     with run_publishing_registry(
         tmp_path / "registry", template, middleware=counting(paths)
-    ) as market:
-        market.create_namespace("acme")
-        market.publish("acme/a@1.0.0")
-        market.publish("acme/b@1.0.0")
-        buyer = InstallClient.create(home, market)
+    ) as publisher:
+        publisher.create_namespace("acme")
+        publisher.publish("acme/a@1.0.0")
+        publisher.publish("acme/b@1.0.0")
+        buyer = InstallClient.create(home, publisher)
         buyer.install("acme/a@1.0.0", "acme/b@1.0.0")
         paths.clear()
         buyer.install("acme/a@1.0.0", "acme/b@1.0.0")
@@ -71,10 +71,10 @@ def test_indexes_are_asked_for_once_where_what_is_installed_will_do(
 def test_a_missing_package_among_many_is_named_as_when_it_is_alone(
     tmp_path: Path, home: Path, template: PackageTemplate
 ) -> None:
-    with run_publishing_registry(tmp_path / "registry", template) as market:
-        market.create_namespace("acme")
-        market.publish("acme/a@1.0.0")
-        buyer = InstallClient.create(home, market)
+    with run_publishing_registry(tmp_path / "registry", template) as publisher:
+        publisher.create_namespace("acme")
+        publisher.publish("acme/a@1.0.0")
+        buyer = InstallClient.create(home, publisher)
         with pytest.raises(NotFoundError) as alone:
             buyer.install("acme/gone")
         with pytest.raises(NotFoundError) as among:
@@ -86,13 +86,13 @@ def test_a_missing_package_among_many_is_named_as_when_it_is_alone(
 def test_a_registry_that_has_gone_is_tried_as_often_as_for_one_package(
     tmp_path: Path, home: Path, template: PackageTemplate
 ) -> None:
-    with run_publishing_registry(tmp_path / "registry", template) as market:
-        buyer = InstallClient.create(home, market)
+    with run_publishing_registry(tmp_path / "registry", template) as publisher:
+        buyer = InstallClient.create(home, publisher)
     pauses: list[float] = []
     retries = RetrySchedule(attempts=3, sleep=pauses.append)
     wanted = [(Reference.parse("acme/a"), True)]
     with RegistryHttp(retries=retries) as http:
-        sources = RegistrySources(http, buyer.house.trust, buyer.settings)
-        with pytest.raises(UnreachableError, match=market.host):
+        sources = RegistrySources(http, buyer.user_home.trust, buyer.settings)
+        with pytest.raises(UnreachableError, match=publisher.host):
             sources.prefetch(wanted)
     assert len(pauses) == 2

@@ -385,12 +385,12 @@ def run_hostile_registry(
     *packages: InMemoryPackage, is_indexed: bool = True
 ) -> Iterator[HostileRegistry]:
     """Run such a registry."""
-    liar = HostileRegistry(
+    hostile_registry = HostileRegistry(
         {parcel.ref: parcel for parcel in packages}, make_key("index"), is_indexed
     )
-    with run_hostile_server(liar) as server:
-        liar.server = server
-        yield liar
+    with run_hostile_server(hostile_registry) as server:
+        hostile_registry.server = server
+        yield hostile_registry
 
 
 def replace_form(release: Release, digest: Digest) -> Release:

@@ -111,7 +111,7 @@ def trust(home: Path) -> TrustStore:
 
 
 @pytest.fixture
-def workshop(
+def workspace(
     tiny_base: tuple[Path, BaseFacts], home: Path, trust: TrustStore, tmp_path: Path
 ) -> PackageWorkspace:
     """The person's key is called ``me`` and trusted here for acme/*."""
@@ -152,12 +152,12 @@ def store_credential(live: LiveRegistry, home: Path, secret: str) -> None:
 
 @pytest.fixture
 def destination(
-    live: LiveRegistry, alice: str, home: Path, workshop: PackageWorkspace
+    live: LiveRegistry, alice: str, home: Path, workspace: PackageWorkspace
 ) -> Iterator[PublishTarget]:
     """Where alice publishes; her key counts in acme."""
     address = RegistryAddress.parse(live.url)
     with RegistryHttp(CredentialStore(Home(home).credentials)) as http:
         api = ApiClient(http, address)
-        add_key(api, "acme", workshop.key.public, by=None)
+        add_key(api, "acme", workspace.key.public, by=None)
         oci = OciClient(http, address, Home(home).registries / "uploads")
         yield PublishTarget(oci, api, Home(home).registries)

@@ -47,7 +47,7 @@ class PlainRegistry:
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Iterator[PlainRegistry]:
+def plain_registry(tmp_path: Path) -> Iterator[PlainRegistry]:
     with run_live_registry(tmp_path / "registry") as live:
         secret = live.served.create_user("alice")
         live.served.create_namespace("acme", owner="alice")
@@ -59,11 +59,13 @@ def opened(data: bytes) -> Iterator[BinaryIO]:
     yield BytesIO(data)
 
 
-def test_what_is_pushed_is_pulled_and_travels_once(shop: PlainRegistry, tmp_path: Path) -> None:
+def test_what_is_pushed_is_pulled_and_travels_once(
+    plain_registry: PlainRegistry, tmp_path: Path
+) -> None:
     target = StagingTarget(tmp_path / "staging")
     target.folder.mkdir()
-    with shop.http() as http:
-        oci = OciClient(http, shop.address, tmp_path / "uploads")
+    with plain_registry.http() as http:
+        oci = OciClient(http, plain_registry.address, tmp_path / "uploads")
         oci.ping()
         assert push(oci) == [True] * (len(FILES) + 1)
         assert push(oci) == [False] * (len(FILES) + 1)
@@ -73,10 +75,10 @@ def test_what_is_pushed_is_pulled_and_travels_once(shop: PlainRegistry, tmp_path
     assert {f.path: target.path(f.digest).read_bytes() for f in LAYOUT.layers} == FILES
 
 
-def test_a_blob_is_mounted_from_another_repository(shop: PlainRegistry) -> None:
+def test_a_blob_is_mounted_from_another_repository(plain_registry: PlainRegistry) -> None:
     digest = Digest.compute(CONFIG)
-    with shop.http() as http:
-        oci = OciClient(http, shop.address)
+    with plain_registry.http() as http:
+        oci = OciClient(http, plain_registry.address)
         push(oci)
         sent = oci.upload_blob(
             "acme/fork", digest, len(CONFIG), lambda: opened(CONFIG), mount_from="acme/sql"
@@ -85,7 +87,9 @@ def test_a_blob_is_mounted_from_another_repository(shop: PlainRegistry) -> None:
         assert oci.has_blob("acme/fork", digest)
 
 
-def test_an_upload_in_chunks_goes_on_in_another_run(shop: PlainRegistry, tmp_path: Path) -> None:
+def test_an_upload_in_chunks_goes_on_in_another_run(
+    plain_registry: PlainRegistry, tmp_path: Path
+) -> None:
     class Breaking(BytesIO):
         def read(self, size: int | None = -1) -> bytes:
             if self.tell() >= 2 * CHUNK:
@@ -98,18 +102,18 @@ def test_an_upload_in_chunks_goes_on_in_another_run(shop: PlainRegistry, tmp_pat
     def breaking() -> Iterator[BinaryIO]:
         yield Breaking(DATA)
 
-    with shop.http() as http, pytest.raises(KeyboardInterrupt):
-        Uploader(http, shop.address, tmp_path / "uploads", CHUNK).send(upload, breaking)
+    with plain_registry.http() as http, pytest.raises(KeyboardInterrupt):
+        Uploader(http, plain_registry.address, tmp_path / "uploads", CHUNK).send(upload, breaking)
     counts: list[int] = []
-    with shop.http() as http:
-        uploader = Uploader(http, shop.address, tmp_path / "uploads", CHUNK)
+    with plain_registry.http() as http:
+        uploader = Uploader(http, plain_registry.address, tmp_path / "uploads", CHUNK)
         uploader.send(upload, lambda: opened(DATA), progress=counts.append)
-        assert OciClient(http, shop.address).has_blob("acme/sql", DIGEST)
+        assert OciClient(http, plain_registry.address).has_blob("acme/sql", DIGEST)
     assert counts[0] == 2 * CHUNK
     assert sum(counts) == len(DATA)
 
 
-def test_a_download_goes_on_with_a_range(shop: PlainRegistry, tmp_path: Path) -> None:
+def test_a_download_goes_on_with_a_range(plain_registry: PlainRegistry, tmp_path: Path) -> None:
     file = FileDigest("f", len(DATA), DIGEST)
     target, downloads = StagingTarget(tmp_path / "staging"), BlobDownloader(tmp_path / "partial")
     target.folder.mkdir()
@@ -118,8 +122,8 @@ def test_a_download_goes_on_with_a_range(shop: PlainRegistry, tmp_path: Path) ->
         if count:
             raise KeyboardInterrupt
 
-    with shop.http() as http:
-        oci = OciClient(http, shop.address)
+    with plain_registry.http() as http:
+        oci = OciClient(http, plain_registry.address)
         oci.upload_blob("acme/sql", DIGEST, len(DATA), lambda: opened(DATA))
         with pytest.raises(KeyboardInterrupt):
             download(downloads, oci, [file], target, interrupt)
@@ -131,39 +135,39 @@ def test_a_download_goes_on_with_a_range(shop: PlainRegistry, tmp_path: Path) ->
     assert target.path(DIGEST).read_bytes() == DATA
 
 
-def test_wrong_bytes_are_not_taken(shop: PlainRegistry) -> None:
-    with shop.http() as http, pytest.raises(DigestError):
-        OciClient(http, shop.address).upload_blob(
+def test_wrong_bytes_are_not_taken(plain_registry: PlainRegistry) -> None:
+    with plain_registry.http() as http, pytest.raises(DigestError):
+        OciClient(http, plain_registry.address).upload_blob(
             "acme/sql", Digest.compute(b"right"), 5, lambda: opened(b"wrong")
         )
 
 
-def test_a_login_is_needed(shop: PlainRegistry) -> None:
-    with shop.http() as http:
-        assert ApiClient(http, shop.address).get("whoami")["user"] == "alice"
+def test_a_login_is_needed(plain_registry: PlainRegistry) -> None:
+    with plain_registry.http() as http:
+        assert ApiClient(http, plain_registry.address).get("whoami")["user"] == "alice"
     with RegistryHttp(None) as http, pytest.raises(UnauthenticatedError) as caught:
-        ApiClient(http, shop.address).get("whoami")
+        ApiClient(http, plain_registry.address).get("whoami")
     assert "expertctl login" in caught.value.hint
 
 
 def test_the_way_of_other_clients_works_too(
-    shop: PlainRegistry, monkeypatch: pytest.MonkeyPatch
+    plain_registry: PlainRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They show a token to the realm as a password, and get a short-lived one for a scope."""
     monkeypatch.setattr(credentials, "OUR_TOKEN", "of nobody")
-    with shop.http() as http:
-        oci = OciClient(http, shop.address)
+    with plain_registry.http() as http:
+        oci = OciClient(http, plain_registry.address)
         push(oci)
         assert oci.fetch_manifest_digest("acme/sql", "1.0.0") == LAYOUT.package_digest
 
 
 @pytest.mark.parametrize("secret", ["xpt_" + "0" * 43, "wrong"])
-def test_a_wrong_token_opens_nothing(shop: PlainRegistry, secret: str) -> None:
-    with shop.http(secret) as http, pytest.raises(UnauthenticatedError):
-        OciClient(http, shop.address).ping()
+def test_a_wrong_token_opens_nothing(plain_registry: PlainRegistry, secret: str) -> None:
+    with plain_registry.http(secret) as http, pytest.raises(UnauthenticatedError):
+        OciClient(http, plain_registry.address).ping()
 
 
-def test_nobody_else_pushes(shop: PlainRegistry) -> None:
-    mallory = shop.live.served.create_user("mallory")
-    with shop.http(mallory, "mallory") as http, pytest.raises(ForbiddenError):
-        push(OciClient(http, shop.address))
+def test_nobody_else_pushes(plain_registry: PlainRegistry) -> None:
+    mallory = plain_registry.live.served.create_user("mallory")
+    with plain_registry.http(mallory, "mallory") as http, pytest.raises(ForbiddenError):
+        push(OciClient(http, plain_registry.address))

@@ -56,10 +56,10 @@ from tests.registry.live_registry import (
     store_credential,
     tiny_base,
     trust,
-    workshop,
+    workspace,
 )
 
-__all__ = ["admin", "alice", "destination", "live", "tiny_base", "trust", "workshop"]
+__all__ = ["admin", "alice", "destination", "live", "tiny_base", "trust", "workspace"]
 
 
 def read_publish_package(path: Path, trust: TrustStore) -> PublishPackage:
@@ -78,9 +78,9 @@ def publish(path: Path, trust: TrustStore, to: PublishTarget) -> str:
 
 
 def test_a_published_package_is_there_with_its_bytes(
-    workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
-    parcel = read_publish_package(workshop.package(), trust)
+    parcel = read_publish_package(workspace.package(), trust)
     shipment = plan_upload(parcel, destination)
     assert (shipment.state, shipment.missing) == ("new", parcel.blobs)
     publish_package(shipment, destination)
@@ -93,9 +93,9 @@ def test_a_published_package_is_there_with_its_bytes(
 
 
 def test_the_index_says_what_was_published(
-    live: LiveRegistry, workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    live: LiveRegistry, workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
-    path = workshop.package()
+    path = workspace.package()
     parcel = read_publish_package(path, trust)
     assert publish(path, trust, destination) == "new"
     client = live.served.client(live.served.create_token("alice"))
@@ -108,9 +108,9 @@ def test_the_index_says_what_was_published(
 
 
 def test_publishing_the_same_again_sends_nothing(
-    workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
-    path = workshop.package()
+    path = workspace.package()
     assert publish(path, trust, destination) == "new"
     shipment = plan_upload(read_publish_package(path, trust), destination)
     assert (shipment.state, shipment.missing, shipment.size) == ("published", (), 0)
@@ -118,9 +118,9 @@ def test_publishing_the_same_again_sends_nothing(
 
 
 def test_only_what_is_missing_travels(
-    workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
-    first, second = workshop.package(version="1.0.0"), workshop.package(version="1.0.1")
+    first, second = workspace.package(version="1.0.0"), workspace.package(version="1.0.1")
     publish(first, trust, destination)
     shipment = plan_upload(read_publish_package(second, trust), destination)
     names = {f.digest: f.path for f in shipment.source.contents.layout.layers}
@@ -131,38 +131,38 @@ def test_only_what_is_missing_travels(
 
 
 def test_another_content_of_a_version_is_refused_before_a_byte_travels(
-    workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
-    publish(workshop.package(), trust, destination)
-    other = workshop.package(output=workshop.folder / "other.expert", lora={"seed": 7})
+    publish(workspace.package(), trust, destination)
+    other = workspace.package(output=workspace.folder / "other.expert", lora={"seed": 7})
     with pytest.raises(ConflictError, match="other content") as caught:
         plan_upload(read_publish_package(other, trust), destination)
     assert "never changes" in caught.value.hint
 
 
 def test_another_content_that_won_a_race_is_refused_by_the_registry(
-    workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
-    late = workshop.package(output=workshop.folder / "late.expert", lora={"seed": 7})
+    late = workspace.package(output=workspace.folder / "late.expert", lora={"seed": 7})
     shipment = plan_upload(read_publish_package(late, trust), destination)
-    publish(workshop.package(), trust, destination)
+    publish(workspace.package(), trust, destination)
     with pytest.raises(ConflictError):
         publish_package(shipment, destination)
     manifest = destination.oci.fetch_manifest("acme/sql", "1.0.0").data
-    assert manifest == read_publish_package(workshop.package(), trust).contents.layout.manifest
+    assert manifest == read_publish_package(workspace.package(), trust).contents.layout.manifest
 
 
 def test_the_same_content_signed_anew_is_published_beside(
-    workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
-    path = workshop.package()
+    path = workspace.package()
     publish(path, trust, destination)
     before = destination.oci.fetch_manifest("acme/sql", "1.0.0")
     other = PrivateKey.generate()
     trust.add(other.public, name="other", namespaces=["acme"])
 
     assert destination.api is not None
-    add_key(destination.api, "acme", other.public, by=workshop.key)
+    add_key(destination.api, "acme", other.public, by=workspace.key)
     sign_package(path, other)
     assert publish(path, trust, destination) == "signed anew"
     after = destination.oci.fetch_manifest("acme/sql", "1.0.0")
@@ -170,17 +170,19 @@ def test_the_same_content_signed_anew_is_published_beside(
     assert destination.oci.fetch_manifest("acme/sql", before.digest).data == before.data
 
 
-def test_an_unsigned_package_is_refused_here(workshop: PackageWorkspace, trust: TrustStore) -> None:
+def test_an_unsigned_package_is_refused_here(
+    workspace: PackageWorkspace, trust: TrustStore
+) -> None:
     with pytest.raises(UnsignedError) as caught:
-        read_publish_package(workshop.package(key=None), trust)
+        read_publish_package(workspace.package(key=None), trust)
     assert "expertctl sign" in caught.value.hint
 
 
 def test_a_package_that_is_not_trusted_here_is_refused_here(
-    workshop: PackageWorkspace, trust: TrustStore
+    workspace: PackageWorkspace, trust: TrustStore
 ) -> None:
     with pytest.raises(TrustError):
-        read_publish_package(workshop.package(key=PrivateKey.generate()), trust)
+        read_publish_package(workspace.package(key=PrivateKey.generate()), trust)
 
 
 SECRETS = {
@@ -191,44 +193,44 @@ SECRETS = {
 
 @pytest.mark.parametrize("what", SECRETS)
 def test_attack_100_a_secret_in_a_package_is_not_published(
-    what: str, workshop: PackageWorkspace, trust: TrustStore
+    what: str, workspace: PackageWorkspace, trust: TrustStore
 ) -> None:
     """Our own build would refuse it; another tool's does not."""
-    path = workshop.package()
+    path = workspace.package()
     files = read_packed_files(read_archive(path))
     write_frame(make_package_archive({**files, "README.md": b"# SQL\n" + SECRETS[what]}), path)
-    sign_package(path, workshop.key)
+    sign_package(path, workspace.key)
     with pytest.raises(InvalidPackageError, match=f"README.md: holds {what}"):
         read_publish_package(path, trust)
 
 
 def test_a_namespace_that_is_not_there_names_the_command_that_makes_it(
-    workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
-    trust.add(workshop.key.public, name="me", namespaces=["other"])
-    parcel = read_publish_package(workshop.package("other/sql"), trust)
+    trust.add(workspace.key.public, name="me", namespaces=["other"])
+    parcel = read_publish_package(workspace.package("other/sql"), trust)
     with pytest.raises(NotFoundError, match="no namespace 'other'") as caught:
         plan_upload(parcel, destination)
     assert "expertctl registry namespace add other" in caught.value.hint
 
 
 def test_a_key_that_is_not_registered_names_the_command_that_does_it(
-    workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
     other = PrivateKey.generate()
     trust.add(other.public, name="other", namespaces=["acme"])
-    parcel = read_publish_package(workshop.package(key=other), trust)
+    parcel = read_publish_package(workspace.package(key=other), trust)
     with pytest.raises(TrustError, match=re.escape(other.public.key_id)) as caught:
         plan_upload(parcel, destination)
     assert "expertctl registry keys add" in caught.value.hint
 
 
 def test_a_revoked_key_publishes_nothing(
-    workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
     assert destination.api is not None
-    revoke_key(destination.api, "acme", workshop.key.public.key_id, reason="stolen")
-    parcel = read_publish_package(workshop.package(), trust)
+    revoke_key(destination.api, "acme", workspace.key.public.key_id, reason="stolen")
+    parcel = read_publish_package(workspace.package(), trust)
     with pytest.raises(RevokedError):
         plan_upload(parcel, destination)
 
@@ -236,11 +238,11 @@ def test_a_revoked_key_publishes_nothing(
 def test_a_reader_does_not_publish(
     live: LiveRegistry,
     home: Path,
-    workshop: PackageWorkspace,
+    workspace: PackageWorkspace,
     trust: TrustStore,
     destination: PublishTarget,
 ) -> None:
-    shipment = plan_upload(read_publish_package(workshop.package(), trust), destination)
+    shipment = plan_upload(read_publish_package(workspace.package(), trust), destination)
     store_credential(live, home, live.served.create_user("bob"))
     with RegistryHttp(CredentialStore(Home(home).credentials)) as http:
         oci = OciClient(http, RegistryAddress.parse(live.url))
@@ -249,14 +251,14 @@ def test_a_reader_does_not_publish(
 
 
 def test_what_does_not_fit_is_refused_and_leaves_nothing_published(
-    live: LiveRegistry, workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    live: LiveRegistry, workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
     live.served.create_namespace("small", kind="expert", owner="alice", quota=1000)
     assert destination.api is not None
 
-    add_key(destination.api, "small", workshop.key.public, by=None)
-    trust.add(workshop.key.public, name="me", namespaces=["small"])
-    shipment = plan_upload(read_publish_package(workshop.package("small/sql"), trust), destination)
+    add_key(destination.api, "small", workspace.key.public, by=None)
+    trust.add(workspace.key.public, name="me", namespaces=["small"])
+    shipment = plan_upload(read_publish_package(workspace.package("small/sql"), trust), destination)
     assert shipment.remaining_quota == 1000
     with pytest.raises(BudgetError):
         publish_package(shipment, destination)
@@ -265,9 +267,9 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing_published(
 
 
 def test_what_arrived_before_it_broke_off_is_not_sent_again(
-    workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
-    parcel = read_publish_package(workshop.package(), trust)
+    parcel = read_publish_package(workspace.package(), trust)
     shipment = plan_upload(parcel, destination)
     half = replace(shipment, missing=shipment.missing[:3])
     with pytest.raises(ExpertError):
@@ -278,10 +280,10 @@ def test_what_arrived_before_it_broke_off_is_not_sent_again(
 
 
 def test_the_manifest_goes_last(
-    workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
     """As long as it has not gone, nobody sees the version."""
-    shipment = plan_upload(read_publish_package(workshop.package(), trust), destination)
+    shipment = plan_upload(read_publish_package(workspace.package(), trust), destination)
     for digest, size in shipment.missing[:-1]:
         with pytest.raises(NotFoundError):
             destination.oci.fetch_manifest("acme/sql", "1.0.0")
@@ -297,38 +299,38 @@ def send_one(to: PublishTarget, path: Path, digest: Digest, size: int) -> None:
 
 
 def test_a_file_that_changes_meanwhile_is_not_published(
-    workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
-    path = workshop.package()
+    path = workspace.package()
     shipment = plan_upload(read_publish_package(path, trust), destination)
-    workshop.package(version="2.0.0", output=path)
+    workspace.package(version="2.0.0", output=path)
     with pytest.raises(DigestError, match="changed while"):
         publish_package(shipment, destination)
 
 
 def test_progress_counts_what_travels(
-    workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
-    shipment = plan_upload(read_publish_package(workshop.package(), trust), destination)
+    shipment = plan_upload(read_publish_package(workspace.package(), trust), destination)
     counts: list[int] = []
     publish_package(shipment, destination, progress=counts.append)
     assert sum(counts) == shipment.size
 
 
 def test_no_spooled_file_stays(
-    home: Path, workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    home: Path, workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
-    publish(workshop.package(), trust, destination)
+    publish(workspace.package(), trust, destination)
     left = [p for p in Home(home).registries.rglob("*") if p.is_file()]
     assert left == []
 
 
 def test_several_go_in_the_order_of_what_they_require(
-    workshop: PackageWorkspace, trust: TrustStore
+    workspace: PackageWorkspace, trust: TrustStore
 ) -> None:
-    top = workshop.package("acme/top", composition={"requires": ["acme/middle@^1"]})
-    middle = workshop.package("acme/middle", composition={"requires": ["acme/bottom"]})
-    bottom = workshop.package("acme/bottom")
+    top = workspace.package("acme/top", composition={"requires": ["acme/middle@^1"]})
+    middle = workspace.package("acme/middle", composition={"requires": ["acme/bottom"]})
+    bottom = workspace.package("acme/bottom")
     parcels = [read_publish_package(path, trust) for path in (top, middle, bottom)]
     assert [p.ref for p in sort_by_requirements(parcels)] == [
         "acme/bottom@1.0.0",
@@ -337,36 +339,36 @@ def test_several_go_in_the_order_of_what_they_require(
     ]
 
 
-def test_a_circle_of_requirements_is_named(workshop: PackageWorkspace, trust: TrustStore) -> None:
-    one = workshop.package("acme/one", composition={"requires": ["acme/two"]})
-    two = workshop.package("acme/two", composition={"requires": ["acme/one"]})
+def test_a_circle_of_requirements_is_named(workspace: PackageWorkspace, trust: TrustStore) -> None:
+    one = workspace.package("acme/one", composition={"requires": ["acme/two"]})
+    two = workspace.package("acme/two", composition={"requires": ["acme/one"]})
     with pytest.raises(UsageError, match="require each other"):
         sort_by_requirements([read_publish_package(path, trust) for path in (one, two)])
 
 
-def test_one_version_twice_is_refused(workshop: PackageWorkspace, trust: TrustStore) -> None:
-    parcel = read_publish_package(workshop.package(), trust)
+def test_one_version_twice_is_refused(workspace: PackageWorkspace, trust: TrustStore) -> None:
+    parcel = read_publish_package(workspace.package(), trust)
     with pytest.raises(UsageError, match="same version"):
         sort_by_requirements([parcel, parcel])
 
 
 def test_a_package_that_requires_itself_by_another_version_is_no_circle(
-    workshop: PackageWorkspace, trust: TrustStore
+    workspace: PackageWorkspace, trust: TrustStore
 ) -> None:
-    old, new = workshop.package(version="1.0.0"), workshop.package(version="2.0.0")
+    old, new = workspace.package(version="1.0.0"), workspace.package(version="2.0.0")
     assert (
         len(sort_by_requirements([read_publish_package(path, trust) for path in (new, old)])) == 2
     )
 
 
 def test_the_room_of_a_namespace_is_told(
-    workshop: PackageWorkspace, trust: TrustStore, destination: PublishTarget
+    workspace: PackageWorkspace, trust: TrustStore, destination: PublishTarget
 ) -> None:
-    publish(workshop.package(), trust, destination)
+    publish(workspace.package(), trust, destination)
     assert destination.api is not None
     used = fetch_namespace(destination.api, "acme").used
     shipment = plan_upload(
-        read_publish_package(workshop.package(version="2.0.0"), trust), destination
+        read_publish_package(workspace.package(version="2.0.0"), trust), destination
     )
     assert shipment.namespace is not None
     assert shipment.namespace.used == used > 0

@@ -25,7 +25,7 @@ from tests.registry.live_registry import (
     store_credential,
     tiny_base,
     trust,
-    workshop,
+    workspace,
 )
 
 pytestmark = pytest.mark.all
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.all
 MANY = 30
 """More runs than there are requests to be killed at."""
 
-__all__ = ["alice", "tiny_base", "trust", "workshop"]
+__all__ = ["alice", "tiny_base", "trust", "workspace"]
 
 
 @dataclass
@@ -109,11 +109,11 @@ def versions(live: LiveRegistry, secret: str) -> list[str]:
 
 
 def test_killed_at_any_request_it_goes_on_where_it_ended(
-    live: LiveRegistry, killer: Killer, alice: str, home: Path, workshop: PackageWorkspace
+    live: LiveRegistry, killer: Killer, alice: str, home: Path, workspace: PackageWorkspace
 ) -> None:
-    register_key(live, alice, workshop)
+    register_key(live, alice, workspace)
     store_credential(live, home, alice)
-    path = workshop.package()
+    path = workspace.package()
     blobs = len(read_package(path).layout.blobs) + 1
     for _ in range(MANY):
         code = publish(path, killer, allowed=1)
@@ -125,18 +125,18 @@ def test_killed_at_any_request_it_goes_on_where_it_ended(
     assert set(killer.finished.values()) == {1}
 
 
-def register_key(live: LiveRegistry, secret: str, workshop: PackageWorkspace) -> None:
-    body = {"public_key": workshop.key.public.pem().decode(), "statement": None}
+def register_key(live: LiveRegistry, secret: str, workspace: PackageWorkspace) -> None:
+    body = {"public_key": workspace.key.public.pem().decode(), "statement": None}
     answer = live.served.client(secret).post("/api/v1/namespaces/acme/keys", json=body)
     assert answer.is_success
 
 
 def test_killed_before_the_first_byte_nothing_is_there(
-    live: LiveRegistry, killer: Killer, alice: str, home: Path, workshop: PackageWorkspace
+    live: LiveRegistry, killer: Killer, alice: str, home: Path, workspace: PackageWorkspace
 ) -> None:
-    register_key(live, alice, workshop)
+    register_key(live, alice, workspace)
     store_credential(live, home, alice)
-    assert publish(workshop.package(), killer, allowed=0) == -signal.SIGKILL
+    assert publish(workspace.package(), killer, allowed=0) == -signal.SIGKILL
     assert versions(live, alice) == []
     assert killer.finished == Counter()
 
@@ -146,13 +146,13 @@ def test_killed_between_two_chunks_of_a_blob_it_goes_on_with_the_next_one(
     killer: Killer,
     alice: str,
     home: Path,
-    workshop: PackageWorkspace,
+    workspace: PackageWorkspace,
     tmp_path: Path,
 ) -> None:
-    register_key(live, alice, workshop)
+    register_key(live, alice, workspace)
     store_credential(live, home, alice)
     wide = write_base(tmp_path / "wide", hidden=64)
-    larger = replace(workshop, base_dir=wide, base=read_base(wide))
+    larger = replace(workspace, base_dir=wide, base=read_base(wide))
     path = larger.package(lora={"rank": 4096})
     size = max(file.size for file in read_package(path).files)
     killer.method = "PATCH"

@@ -128,10 +128,12 @@ class BlobSender:
         return [request.method for request in self.server.requests]
 
 
-def lying(shelf: UploadScript, lie: Callable[[ReceivedRequest], Reply | None]) -> ReplyScript:
+def lying(
+    upload_script: UploadScript, lie: Callable[[ReceivedRequest], Reply | None]
+) -> ReplyScript:
     def script(request: ReceivedRequest) -> Reply:
         said = lie(request)
-        return shelf(request) if said is None else said
+        return upload_script(request) if said is None else said
 
     return script
 
@@ -152,33 +154,33 @@ def once(
 
 
 def test_a_small_blob_goes_in_one_piece(serve: Serve) -> None:
-    shelf = UploadScript()
-    sender = BlobSender(serve(shelf), chunk=len(DATA))
+    upload_script = UploadScript()
+    sender = BlobSender(serve(upload_script), chunk=len(DATA))
     assert sender.send() is True
-    assert shelf.blobs == {str(DIGEST): DATA}
+    assert upload_script.blobs == {str(DIGEST): DATA}
     assert sender.methods() == ["POST", "PUT"]
     assert sum(sender.counts) == len(DATA)
 
 
 def test_an_empty_blob_goes_too(serve: Serve) -> None:
-    shelf = UploadScript()
-    assert BlobSender(serve(shelf)).send(b"", digest=Digest.compute(b"")) is True
-    assert shelf.blobs == {str(Digest.compute(b"")): b""}
+    upload_script = UploadScript()
+    assert BlobSender(serve(upload_script)).send(b"", digest=Digest.compute(b"")) is True
+    assert upload_script.blobs == {str(Digest.compute(b"")): b""}
 
 
 def test_a_large_blob_goes_in_chunks_one_after_another(serve: Serve) -> None:
-    shelf = UploadScript()
-    sender = BlobSender(serve(shelf))
+    upload_script = UploadScript()
+    sender = BlobSender(serve(upload_script))
     sender.send()
-    assert shelf.blobs == {str(DIGEST): DATA}
+    assert upload_script.blobs == {str(DIGEST): DATA}
     ranges = [r.headers["content-range"] for r in sender.server.requests if r.method == "PATCH"]
     assert ranges == ["0-999", "1000-1999", "2000-2559"]
     assert sum(sender.counts) == len(DATA)
 
 
 def test_chunks_are_as_long_as_the_registry_demands(serve: Serve) -> None:
-    shelf = UploadScript(headers={"OCI_Chunk_Min_Length": "2000"})
-    sender = BlobSender(serve(shelf))
+    upload_script = UploadScript(headers={"OCI_Chunk_Min_Length": "2000"})
+    sender = BlobSender(serve(upload_script))
     sender.send()
     ranges = [r.headers["content-range"] for r in sender.server.requests if r.method == "PATCH"]
     assert ranges == ["0-1999", "2000-2559"]
@@ -192,53 +194,53 @@ def test_chunks_of_absurd_length_are_refused(serve: Serve) -> None:
 
 @pytest.mark.parametrize("kept", [0, 1, 500, 1000])
 def test_a_broken_chunk_goes_on_where_the_registry_says(serve: Serve, kept: int) -> None:
-    shelf = UploadScript()
+    upload_script = UploadScript()
 
     def lie(request: ReceivedRequest) -> Reply | None:
         if request.headers.get("content-range", "").startswith("1000-") and not broken:
             broken.append(request)
-            shelf.sessions[request.path] += request.body[:kept]
+            upload_script.sessions[request.path] += request.body[:kept]
             return b""
         return None
 
     broken: list[ReceivedRequest] = []
-    sender = BlobSender(serve(lying(shelf, lie)))
+    sender = BlobSender(serve(lying(upload_script, lie)))
     sender.send()
-    assert shelf.blobs == {str(DIGEST): DATA}
+    assert upload_script.blobs == {str(DIGEST): DATA}
     assert sum(sender.counts) == len(DATA)
     assert sender.pauses.seconds == [0.5]
 
 
 def test_a_registry_that_never_takes_the_chunk_is_given_up(serve: Serve) -> None:
-    shelf = UploadScript()
-    sender = BlobSender(serve(lying(shelf, lambda r: b"" if r.method == "PATCH" else None)))
+    upload_script = UploadScript()
+    sender = BlobSender(serve(lying(upload_script, lambda r: b"" if r.method == "PATCH" else None)))
     with pytest.raises(UnreachableError, match="tried 3 times"):
         sender.send()
 
 
 def test_a_session_that_is_gone_begins_anew(serve: Serve) -> None:
-    shelf = UploadScript()
+    upload_script = UploadScript()
 
     def forget(request: ReceivedRequest) -> Reply:
-        shelf.sessions.clear()
-        shelf.sessions["/used"] = bytearray()
+        upload_script.sessions.clear()
+        upload_script.sessions["/used"] = bytearray()
         return b""
 
-    sender = BlobSender(serve(lying(shelf, once("PATCH", forget))))
+    sender = BlobSender(serve(lying(upload_script, once("PATCH", forget))))
     sender.send()
-    assert shelf.blobs == {str(DIGEST): DATA}
+    assert upload_script.blobs == {str(DIGEST): DATA}
 
 
 def test_a_registry_that_had_more_than_we_thought_is_believed(serve: Serve) -> None:
-    shelf = UploadScript()
+    upload_script = UploadScript()
 
     def lie(request: ReceivedRequest) -> Reply:
-        shelf.sessions[request.path] += request.body
+        upload_script.sessions[request.path] += request.body
         return make_reply(416)
 
-    sender = BlobSender(serve(lying(shelf, once("PATCH", lie))))
+    sender = BlobSender(serve(lying(upload_script, once("PATCH", lie))))
     sender.send()
-    assert shelf.blobs == {str(DIGEST): DATA}
+    assert upload_script.blobs == {str(DIGEST): DATA}
 
 
 def test_a_registry_that_refuses_what_it_asked_for_is_named(serve: Serve) -> None:
@@ -277,11 +279,13 @@ def test_a_state_beyond_the_end_is_refused(serve: Serve) -> None:
 
 @pytest.mark.parametrize("status", [404, 405, 501])
 def test_without_chunks_it_goes_in_one_piece(serve: Serve, status: int) -> None:
-    shelf = UploadScript()
-    refuses = serve(lying(shelf, lambda r: make_reply(status) if r.method == "PATCH" else None))
+    upload_script = UploadScript()
+    refuses = serve(
+        lying(upload_script, lambda r: make_reply(status) if r.method == "PATCH" else None)
+    )
     sender = BlobSender(refuses)
     sender.send()
-    assert shelf.blobs == {str(DIGEST): DATA}
+    assert upload_script.blobs == {str(DIGEST): DATA}
     assert sum(sender.counts) == len(DATA)
 
 
@@ -319,29 +323,29 @@ def test_a_chunk_that_shall_go_on_elsewhere_is_refused(serve: Serve) -> None:
 
 
 def test_a_whole_address_of_the_same_registry_is_fine(serve: Serve) -> None:
-    shelf = UploadScript()
+    upload_script = UploadScript()
 
     def lie(request: ReceivedRequest) -> Reply:
-        shelf(request)
+        upload_script(request)
         return make_reply(202, Location=f"http://{request.headers['host']}{UPLOADS}0")
 
-    BlobSender(serve(lying(shelf, once("POST", lie)))).send()
-    assert shelf.blobs == {str(DIGEST): DATA}
+    BlobSender(serve(lying(upload_script, once("POST", lie)))).send()
+    assert upload_script.blobs == {str(DIGEST): DATA}
 
 
 # what is sent
 
 
 def test_other_bytes_than_their_digest_are_never_finished(serve: Serve) -> None:
-    shelf = UploadScript()
-    sender = BlobSender(serve(shelf))
+    upload_script = UploadScript()
+    sender = BlobSender(serve(upload_script))
     with pytest.raises(DigestError, match="has another digest"):
         sender.send(DATA[:-1] + b"\0")
     assert "PUT" not in sender.methods()
-    small = BlobSender(serve(shelf), chunk=10**6)
+    small = BlobSender(serve(upload_script), chunk=10**6)
     with pytest.raises(DigestError, match="has another digest"):
         small.send(DATA[:-1] + b"\0")
-    assert shelf.blobs == {}
+    assert upload_script.blobs == {}
 
 
 def test_a_registry_that_wrongly_finds_another_digest_is_blamed(serve: Serve) -> None:
@@ -367,30 +371,32 @@ def test_a_refusal_keeps_its_kind(serve: Serve, status: int, kind: type[Registry
 
 
 def test_a_broken_piece_is_sent_again_in_a_new_session(serve: Serve) -> None:
-    shelf = UploadScript()
+    upload_script = UploadScript()
 
     def break_off(request: ReceivedRequest) -> Reply:
-        shelf.sessions[request.path] += request.body[:100]  # a registry that keeps what came
+        upload_script.sessions[request.path] += request.body[
+            :100
+        ]  # a registry that keeps what came
         return b""
 
-    sender = BlobSender(serve(lying(shelf, once("PUT", break_off))), chunk=10**6)
+    sender = BlobSender(serve(lying(upload_script, once("PUT", break_off))), chunk=10**6)
     sender.send()
-    assert shelf.blobs == {str(DIGEST): DATA}
+    assert upload_script.blobs == {str(DIGEST): DATA}
     assert sender.methods() == ["POST", "PUT", "POST", "PUT"]
     assert sum(sender.counts) == len(DATA)
 
 
 @pytest.mark.parametrize("chunk", [CHUNK, 10**6])
 def test_a_lost_answer_to_the_last_request_is_no_failure(serve: Serve, chunk: int) -> None:
-    shelf = UploadScript()
+    upload_script = UploadScript()
 
     def lose(request: ReceivedRequest) -> Reply:
-        shelf(request)
+        upload_script(request)
         return b""
 
-    sender = BlobSender(serve(lying(shelf, once("PUT", lose))), chunk=chunk)
+    sender = BlobSender(serve(lying(upload_script, once("PUT", lose))), chunk=chunk)
     sender.send()
-    assert shelf.blobs == {str(DIGEST): DATA}
+    assert upload_script.blobs == {str(DIGEST): DATA}
 
 
 def test_a_finish_that_is_not_found_and_not_there_is_a_failure(serve: Serve) -> None:
@@ -410,16 +416,16 @@ def test_a_mounted_blob_does_not_travel(serve: Serve) -> None:
 
 
 def test_a_mount_that_becomes_an_upload_is_gone_on_with(serve: Serve) -> None:
-    shelf = UploadScript()
-    assert BlobSender(serve(shelf)).send(mount_from="acme/other") is True
-    assert shelf.blobs == {str(DIGEST): DATA}
+    upload_script = UploadScript()
+    assert BlobSender(serve(upload_script)).send(mount_from="acme/other") is True
+    assert upload_script.blobs == {str(DIGEST): DATA}
 
 
 # another process
 
 
 def test_what_broke_off_goes_on_in_another_run(serve: Serve, tmp_path: Path) -> None:
-    shelf = UploadScript()
+    upload_script = UploadScript()
     closed: list[int] = []
 
     def lie(request: ReceivedRequest) -> Reply | None:
@@ -427,7 +433,7 @@ def test_what_broke_off_goes_on_in_another_run(serve: Serve, tmp_path: Path) -> 
             return b""
         return None
 
-    server = serve(lying(shelf, lie))
+    server = serve(lying(upload_script, lie))
     with pytest.raises(UnreachableError):
         BlobSender(server, tmp_path / "uploads").send()
     [state] = (tmp_path / "uploads").iterdir()
@@ -436,7 +442,7 @@ def test_what_broke_off_goes_on_in_another_run(serve: Serve, tmp_path: Path) -> 
     server.requests.clear()
     sender = BlobSender(server, tmp_path / "uploads")
     sender.send()
-    assert shelf.blobs == {str(DIGEST): DATA}
+    assert upload_script.blobs == {str(DIGEST): DATA}
     assert sender.methods() == ["GET", "PATCH", "PATCH", "PUT"]
     assert list((tmp_path / "uploads").iterdir()) == []
 
@@ -444,21 +450,21 @@ def test_what_broke_off_goes_on_in_another_run(serve: Serve, tmp_path: Path) -> 
 def test_what_an_earlier_run_sent_wrongly_is_not_finished_but_forgotten(
     serve: Serve, tmp_path: Path
 ) -> None:
-    shelf = UploadScript()
+    upload_script = UploadScript()
     down = [True]
 
     def lie(request: ReceivedRequest) -> Reply | None:
-        return b"" if down and shelf.sessions.get(request.path) else None
+        return b"" if down and upload_script.sessions.get(request.path) else None
 
-    server = serve(lying(shelf, lie))
+    server = serve(lying(upload_script, lie))
     with pytest.raises(UnreachableError):
         BlobSender(server, tmp_path).send(b"\xff" + DATA[1:])
     down.clear()
     with pytest.raises(RegistryError, match="the request is refused: other"):
         BlobSender(server, tmp_path).send()
-    assert shelf.blobs == {}
+    assert upload_script.blobs == {}
     BlobSender(server, tmp_path).send()
-    assert shelf.blobs == {str(DIGEST): DATA}
+    assert upload_script.blobs == {str(DIGEST): DATA}
 
 
 @pytest.mark.parametrize(
@@ -469,14 +475,14 @@ def test_what_an_earlier_run_sent_wrongly_is_not_finished_but_forgotten(
 def test_a_memory_that_makes_no_sense_is_passed_over(
     serve: Serve, tmp_path: Path, state: bytes
 ) -> None:
-    shelf = UploadScript()
-    server = serve(lying(shelf, once("PATCH", lambda _: make_reply(403))))
+    upload_script = UploadScript()
+    server = serve(lying(upload_script, once("PATCH", lambda _: make_reply(403))))
     with pytest.raises(ForbiddenError):
         BlobSender(server, tmp_path).send()
     [path] = tmp_path.iterdir()
     path.write_bytes(state)
     BlobSender(server, tmp_path).send()
-    assert shelf.blobs == {str(DIGEST): DATA}
+    assert upload_script.blobs == {str(DIGEST): DATA}
 
 
 def test_old_memories_are_swept(tmp_path: Path) -> None:
@@ -510,7 +516,7 @@ with RegistryHttp() as http:
 def test_a_killed_process_leaves_an_upload_that_another_finishes(
     serve: Serve, tmp_path: Path
 ) -> None:
-    shelf = UploadScript()
+    upload_script = UploadScript()
     stalled = threading.Event()
 
     def lie(request: ReceivedRequest) -> Reply | None:
@@ -519,7 +525,7 @@ def test_a_killed_process_leaves_an_upload_that_another_finishes(
             return [StallMarker()]
         return None
 
-    server = serve(lying(shelf, lie))
+    server = serve(lying(upload_script, lie))
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, server.url, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -537,7 +543,7 @@ def test_a_killed_process_leaves_an_upload_that_another_finishes(
     server.requests.clear()
     sender = BlobSender(server, tmp_path)
     sender.send()
-    assert shelf.blobs == {str(DIGEST): DATA}
+    assert upload_script.blobs == {str(DIGEST): DATA}
     assert [r.headers.get("content-range") for r in server.requests] == [
         None, "1000-1999", "2000-2559", None,
     ]  # fmt: skip

@@ -25,9 +25,9 @@ from expertctl.schema.manifest import Decoding, Manifest, Routing
 from expertctl.settings import Home, Settings
 from tests.factories import write_base
 from tests.routing.experts import make_manifest
-from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, package_factory, user_home
 
-__all__ = ["fast", "house", "shop"]
+__all__ = ["fast", "package_factory", "user_home"]
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama 3 Instruct": {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1]},
@@ -159,43 +159,43 @@ def base_dir(tmp_path: Path) -> Path:
     return write(folder, {**known, "temperature": 0.9, "top_k": 20, "min_p": "low"})
 
 
-def plan_on(house: HomeFixture, request: RouteRequest) -> Any:
-    return Planner.open(Settings(Home(house.root), encoder="lexical")).plan(request)
+def plan_on(user_home: HomeFixture, request: RouteRequest) -> Any:
+    return Planner.open(Settings(Home(user_home.root), encoder="lexical")).plan(request)
 
 
 def test_a_plan_takes_the_settings_of_its_base_and_tells_of_the_one_it_cannot_use(
-    house: HomeFixture, shop: PackageFactory, base_dir: Path
+    user_home: HomeFixture, package_factory: PackageFactory, base_dir: Path
 ) -> None:
-    house.trust_keys("acme").bases.add(base_dir)
-    house.install(
-        shop.package("acme/plurals", base_dir=base_dir, base=read_base(base_dir),
+    user_home.trust_keys("acme").bases.add(base_dir)
+    user_home.install(
+        package_factory.package("acme/plurals", base_dir=base_dir, base=read_base(base_dir),
                      decoding={"temperature": 0.25})
     )  # fmt: skip
-    alone = plan_on(house, RouteRequest(prompt="Hi", base_alone=True))
+    alone = plan_on(user_home, RouteRequest(prompt="Hi", base_alone=True))
     params = alone.result.plan.params
     assert (params.temperature, params.top_k, params.min_p) == (0.9, 20, 0.0)
     assert ["min_p ('low')" in warning for warning in alone.warnings] == [True]
     force = (ForcedExpert(Reference.parse("acme/plurals"), 1.0),)
-    params = plan_on(house, RouteRequest(prompt="Hi", force=force)).result.plan.params
+    params = plan_on(user_home, RouteRequest(prompt="Hi", force=force)).result.plan.params
     assert (params.temperature, params.top_k) == (0.25, 20)
 
 
 def test_the_identity_of_a_plan_does_not_depend_on_how_the_base_is_sampled(
-    house: HomeFixture, base_dir: Path, tmp_path: Path
+    user_home: HomeFixture, base_dir: Path, tmp_path: Path
 ) -> None:
-    house.bases.add(base_dir)
+    user_home.bases.add(base_dir)
     request = RouteRequest(prompt="Hi", base_alone=True)
-    before = plan_on(house, request).result.plan
-    house.bases.add(write(base_dir, {"temperature": 0.1, "eos_token_id": 257}))
-    after = plan_on(house, request).result.plan
+    before = plan_on(user_home, request).result.plan
+    user_home.bases.add(write(base_dir, {"temperature": 0.1, "eos_token_id": 257}))
+    after = plan_on(user_home, request).result.plan
     assert before.params.temperature != after.params.temperature
     assert before.identity == after.identity
 
 
 def test_a_file_that_was_damaged_after_the_base_was_added_is_a_changed_base(
-    house: HomeFixture, base_dir: Path
+    user_home: HomeFixture, base_dir: Path
 ) -> None:
-    house.bases.add(base_dir)
+    user_home.bases.add(base_dir)
     (base_dir / "generation_config.json").write_text("{")
     with pytest.raises(BaseMismatchError, match=r"generation_config\.json"):
-        plan_on(house, RouteRequest(prompt="Hi", base_alone=True))
+        plan_on(user_home, RouteRequest(prompt="Hi", base_alone=True))

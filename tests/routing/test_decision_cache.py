@@ -24,9 +24,18 @@ from expertctl.settings import Home, Settings
 from expertctl.store.catalogue import RunHistory
 from expertctl.store.run_record import UsedExpert
 from tests.factories import write_base
-from tests.store.fixtures import DAY, NOW, HomeFixture, PackageFactory, fast, house, make_run, shop
+from tests.store.fixtures import (
+    DAY,
+    NOW,
+    HomeFixture,
+    PackageFactory,
+    fast,
+    make_run,
+    package_factory,
+    user_home,
+)
 
-__all__ = ["fast", "house", "shop"]
+__all__ = ["fast", "package_factory", "user_home"]
 
 SORT, DAYS = "Sort these numbers: 3, 1, 2", "Which day of the week is it?"
 SORTING: dict[str, Any] = {
@@ -41,11 +50,14 @@ SORTED = ["acme/sorting@1.0.0"]
 
 
 @pytest.fixture
-def planner(house: HomeFixture, shop: PackageFactory) -> Planner:
-    house.bases.add(shop.base_dir)
-    house.trust_keys("acme")
-    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/dates", **DATES))
-    return Planner.open(Settings(Home(house.root), encoder="lexical"))
+def planner(user_home: HomeFixture, package_factory: PackageFactory) -> Planner:
+    user_home.bases.add(package_factory.base_dir)
+    user_home.trust_keys("acme")
+    user_home.install(
+        package_factory.package("acme/sorting", **SORTING),
+        package_factory.package("acme/dates", **DATES),
+    )
+    return Planner.open(Settings(Home(user_home.root), encoder="lexical"))
 
 
 @pytest.fixture
@@ -133,10 +145,10 @@ def test_what_else_is_asked_counts(session: PlanningSession, changes: dict[str, 
 
 
 def test_each_base_is_remembered_apart(
-    session: PlanningSession, house: HomeFixture, tmp_path: Path
+    session: PlanningSession, user_home: HomeFixture, tmp_path: Path
 ) -> None:
     other = write_base(tmp_path / "other-base", layers=2, hidden=16, heads=2, kv_heads=1, seed=9)
-    house.bases.add(other)
+    user_home.bases.add(other)
     request = RouteRequest(prompt=SORT)
     assert session.plan_cached(request, base="other-base").experts == ()
     assert [e.ref for e in session.plan_cached(request, base="tiny-base").experts] == SORTED
@@ -152,11 +164,11 @@ def test_all_is_forgotten_when_vectors_change(session: PlanningSession) -> None:
 
 
 def test_all_is_forgotten_when_something_is_installed(
-    session: PlanningSession, house: HomeFixture, shop: PackageFactory
+    session: PlanningSession, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
     request = RouteRequest(prompt=SORT)
     session.plan_cached(request)
-    house.install(shop.package("acme/plurals", description="Writes plurals."))
+    user_home.install(package_factory.package("acme/plurals", description="Writes plurals."))
     assert not is_remembered(session.plan_cached(request))
 
 
@@ -190,11 +202,11 @@ def test_what_fades_with_time_is_seen_within_an_hour(planner: Planner) -> None:
 
 
 def test_all_is_forgotten_when_a_base_is_added(
-    session: PlanningSession, house: HomeFixture, tmp_path: Path
+    session: PlanningSession, user_home: HomeFixture, tmp_path: Path
 ) -> None:
     request = RouteRequest(prompt=SORT)
     session.plan_cached(request)
-    house.bases.add(
+    user_home.bases.add(
         write_base(tmp_path / "other-base", layers=2, hidden=16, heads=2, kv_heads=1, seed=9)
     )
     assert not is_remembered(session.plan_cached(request))

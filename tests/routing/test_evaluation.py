@@ -25,9 +25,16 @@ from expertctl.routing.request import RouteRequest
 from expertctl.settings import Home, Settings
 from tests.factories import write_base
 from tests.routing.evaluations import make_decision, make_evaluation, make_evaluation_of
-from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, make_key, shop
+from tests.store.fixtures import (
+    HomeFixture,
+    PackageFactory,
+    fast,
+    make_key,
+    package_factory,
+    user_home,
+)
 
-__all__ = ["fast", "house", "shop"]
+__all__ = ["fast", "package_factory", "user_home"]
 
 SORT, DAYS, HELLO = "Sort these numbers: 3, 1, 2", "Which day of the week is it?", "Hello there"
 SORTING = {"description": "Sorts numbers.", "routing": {"examples": [SORT], "keywords": ["sort"]}}
@@ -133,11 +140,14 @@ def test_plans_of_several_experts_are_counted() -> None:
 
 
 @pytest.fixture
-def planner(house: HomeFixture, shop: PackageFactory) -> Planner:
-    house.bases.add(shop.base_dir)
-    house.trust_keys("acme")
-    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/dates", **DATES))
-    return Planner.open(Settings(Home(house.root), encoder="lexical"))
+def planner(user_home: HomeFixture, package_factory: PackageFactory) -> Planner:
+    user_home.bases.add(package_factory.base_dir)
+    user_home.trust_keys("acme")
+    user_home.install(
+        package_factory.package("acme/sorting", **SORTING),
+        package_factory.package("acme/dates", **DATES),
+    )
+    return Planner.open(Settings(Home(user_home.root), encoder="lexical"))
 
 
 @pytest.fixture
@@ -210,19 +220,19 @@ def test_an_unknown_base_is_not_found(planner: Planner, data: LabelledPrompts) -
 
 
 def test_a_wanted_expert_that_nobody_vouches_for_is_warned_of(
-    planner: Planner, house: HomeFixture, shop: PackageFactory, tmp_path: Path
+    planner: Planner, user_home: HomeFixture, package_factory: PackageFactory, tmp_path: Path
 ) -> None:
-    house.install(shop.package("acme/raw", key=None), allow_unsigned=True)
+    user_home.install(package_factory.package("acme/raw", key=None), allow_unsigned=True)
     found = evaluate_routing(planner, labelled(tmp_path, (SORT, "acme/raw")))
     (warning,) = found.warnings
     assert warning.startswith("acme/raw@1.0.0 is never chosen: refused: unsigned")
 
 
 def test_a_wanted_expert_for_another_base_is_warned_of_where_no_base_suits(
-    planner: Planner, data: LabelledPrompts, house: HomeFixture, tmp_path: Path
+    planner: Planner, data: LabelledPrompts, user_home: HomeFixture, tmp_path: Path
 ) -> None:
     other = write_base(tmp_path / "other-base", layers=2, hidden=16, heads=2, kv_heads=1, seed=9)
-    house.bases.add(other)
+    user_home.bases.add(other)
     assert not any("never chosen" in w for w in evaluate_routing(planner, data).warnings)
     found = evaluate_routing(planner, data, base="other-base")
     assert sum("is never chosen: refused:" in warning for warning in found.warnings) == 2
@@ -230,31 +240,33 @@ def test_a_wanted_expert_for_another_base_is_warned_of_where_no_base_suits(
 
 
 def test_a_wanted_expert_for_the_demo_is_warned_of_once_there_is_a_real_base(
-    house: HomeFixture, shop: PackageFactory, tmp_path: Path
+    user_home: HomeFixture, package_factory: PackageFactory, tmp_path: Path
 ) -> None:
-    house.trust_keys("acme")
-    house.bases.add(shop.base_dir, name=DEMO_BASE)
-    house.install(shop.package("acme/sorting", **SORTING))
-    planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
+    user_home.trust_keys("acme")
+    user_home.bases.add(package_factory.base_dir, name=DEMO_BASE)
+    user_home.install(package_factory.package("acme/sorting", **SORTING))
+    planner = Planner.open(Settings(Home(user_home.root), encoder="lexical"))
     data = labelled(tmp_path, (SORT, "acme/sorting"))
     assert evaluate_routing(planner, data).warnings == ()
-    house.bases.add(write_base(tmp_path / "real", layers=2, hidden=16, heads=2, kv_heads=1, seed=9))
+    user_home.bases.add(
+        write_base(tmp_path / "real", layers=2, hidden=16, heads=2, kv_heads=1, seed=9)
+    )
     (warning,) = evaluate_routing(planner, data).warnings
     assert warning.startswith("acme/sorting@1.0.0 is never chosen: refused:")
     assert evaluate_routing(planner, data, base=DEMO_BASE).warnings == ()
 
 
 def test_a_revoked_expert_is_never_chosen_and_said_to_be(
-    planner: Planner, data: LabelledPrompts, house: HomeFixture
+    planner: Planner, data: LabelledPrompts, user_home: HomeFixture
 ) -> None:
-    house.trust.revoke(make_key("acme").public.key_id)
+    user_home.trust.revoke(make_key("acme").public.key_id)
     found = evaluate_routing(planner, data)
     assert found.coverage.correct == 0
     assert any("acme/dates@1.0.0 is never chosen" in w and "revoked" in w for w in found.warnings)
 
 
 def test_evaluating_counts_as_no_use(
-    planner: Planner, data: LabelledPrompts, house: HomeFixture
+    planner: Planner, data: LabelledPrompts, user_home: HomeFixture
 ) -> None:
     before = [
         (e.ref, planner.catalogue.read_success_rates().find_rate(e.digest))
@@ -270,10 +282,10 @@ def test_evaluating_counts_as_no_use(
 
 
 def test_a_home_without_experts_leaves_every_prompt_to_the_base(
-    house: HomeFixture, shop: PackageFactory, tmp_path: Path
+    user_home: HomeFixture, package_factory: PackageFactory, tmp_path: Path
 ) -> None:
-    house.bases.add(shop.base_dir)
-    planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
+    user_home.bases.add(package_factory.base_dir)
+    planner = Planner.open(Settings(Home(user_home.root), encoder="lexical"))
     found = evaluate_routing(planner, labelled(tmp_path, (SORT, None)))
     assert (found.accuracy, found.experts, found.coverage) == (
         Proportion(1, 1),

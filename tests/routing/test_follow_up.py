@@ -7,16 +7,28 @@ from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.routing.request import RouteRequest
 from expertctl.routing.session import KEPT_REASON, PlanningSession, is_follow_up, plan_follow_up
 from tests.routing.test_planner import PLURALS, PROMPT, SORTING, named, planner, refs
-from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, make_key, shop
+from tests.store.fixtures import (
+    HomeFixture,
+    PackageFactory,
+    fast,
+    make_key,
+    package_factory,
+    user_home,
+)
 
-__all__ = ["fast", "house", "planner", "shop"]
+__all__ = ["fast", "package_factory", "planner", "user_home"]
 
 OTHER = "Guten Morgen"
 
 
 @pytest.fixture
-def before(house: HomeFixture, shop: PackageFactory, planner: Planner) -> PlannedPrompt:
-    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
+def before(
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
+) -> PlannedPrompt:
+    user_home.install(
+        package_factory.package("acme/sorting", **SORTING),
+        package_factory.package("acme/plurals", **PLURALS),
+    )
     force = (named("acme/plurals", 0.5), named("acme/sorting"))
     return planner.plan(RouteRequest(prompt=PROMPT, force=force))
 
@@ -53,17 +65,17 @@ def test_without_anybody_before_or_when_none_is_wanted_nobody_stays(
 
 
 def test_an_expert_that_may_not_be_used_any_more_is_named(
-    house: HomeFixture, planner: Planner, before: PlannedPrompt
+    user_home: HomeFixture, planner: Planner, before: PlannedPrompt
 ) -> None:
-    house.trust.revoke(make_key("acme").public.key_id)
+    user_home.trust.revoke(make_key("acme").public.key_id)
     with pytest.raises(RevokedError, match="acme/plurals"):
         follow(planner, before)
 
 
 def test_an_expert_that_is_gone_is_named_with_the_way_out(
-    house: HomeFixture, planner: Planner, before: PlannedPrompt
+    user_home: HomeFixture, planner: Planner, before: PlannedPrompt
 ) -> None:
-    house.store.remove(before.experts[0].stored)
+    user_home.store.remove(before.experts[0].stored)
     with pytest.raises(NotFoundError, match=r"acme/plurals@1\.0\.0") as caught:
         follow(planner, before)
     assert "start a new conversation" in caught.value.hint

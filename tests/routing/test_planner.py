@@ -26,9 +26,16 @@ from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverri
 from expertctl.settings import Home, Settings
 from tests.factories import make_route_request, write_base
 from tests.gpt2_base import write_gpt2
-from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, make_key, shop
+from tests.store.fixtures import (
+    HomeFixture,
+    PackageFactory,
+    fast,
+    make_key,
+    package_factory,
+    user_home,
+)
 
-__all__ = ["fast", "house", "shop"]
+__all__ = ["fast", "package_factory", "user_home"]
 
 PROMPT = "Sort these numbers in ascending order: 3, 1, 2"
 SORTING = {"description": "Sorts numbers in ascending order.", "routing": {"keywords": ["sort"]}}
@@ -36,10 +43,10 @@ PLURALS = {"description": "Writes plurals of English nouns.", "routing": {"keywo
 
 
 @pytest.fixture
-def planner(house: HomeFixture, shop: PackageFactory) -> Planner:
-    house.bases.add(shop.base_dir)
-    house.trust_keys("acme")
-    return Planner.open(Settings(Home(house.root), encoder="lexical"))
+def planner(user_home: HomeFixture, package_factory: PackageFactory) -> Planner:
+    user_home.bases.add(package_factory.base_dir)
+    user_home.trust_keys("acme")
+    return Planner.open(Settings(Home(user_home.root), encoder="lexical"))
 
 
 def named(text: str, weight: float = 1.0) -> ForcedExpert:
@@ -51,54 +58,63 @@ def refs(planned: PlannedPrompt) -> list[str]:
 
 
 def test_vectors_that_are_made_when_somebody_waits_are_told_of_once(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
     told: list[str] = []
-    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
+    user_home.install(
+        package_factory.package("acme/sorting", **SORTING),
+        package_factory.package("acme/plurals", **PLURALS),
+    )
     waited_for = replace(planner, notify=told.append)
     for _ in range(2):
         waited_for.plan(RouteRequest(prompt=PROMPT))
     assert told == ["computing the routing vectors of 2 experts with lexical, once"]
-    waited_for.index.remove([house.store.list_experts()[0].content_digest])
+    waited_for.index.remove([user_home.store.list_experts()[0].content_digest])
     waited_for.plan(RouteRequest(prompt=PROMPT))
     assert told[1:] == ["computing the routing vectors of 1 expert with lexical, once"]
 
 
 def test_vectors_that_another_process_made_are_not_told_of(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
     told: list[str] = []
     waited_for = replace(planner, notify=told.append)
-    house.install(shop.package("acme/sorting", **SORTING), index=house.index)
+    user_home.install(package_factory.package("acme/sorting", **SORTING), index=user_home.index)
     waited_for.plan(RouteRequest(prompt=PROMPT))
-    house.install(shop.package("acme/plurals", **PLURALS), index=house.index)
+    user_home.install(package_factory.package("acme/plurals", **PLURALS), index=user_home.index)
     waited_for.plan(RouteRequest(prompt=PROMPT))
     assert told == []
     waited_for.index.check_integrity()
 
 
 def test_the_prompt_finds_the_expert_for_it(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
-    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
+    user_home.install(
+        package_factory.package("acme/sorting", **SORTING),
+        package_factory.package("acme/plurals", **PLURALS),
+    )
     planned = planner.plan(RouteRequest(prompt=PROMPT))
     assert refs(planned) == ["acme/sorting@1.0.0"]
-    assert planned.base.name == shop.base_dir.name
+    assert planned.base.name == package_factory.base_dir.name
     assert planned.warnings == ()
 
 
 def test_named_experts_come_in_the_order_named(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
-    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
+    user_home.install(
+        package_factory.package("acme/sorting", **SORTING),
+        package_factory.package("acme/plurals", **PLURALS),
+    )
     force = (named("acme/plurals"), named("acme/sorting", 0.5))
     planned = planner.plan(RouteRequest(prompt=PROMPT, force=force))
     assert refs(planned) == ["acme/plurals@1.0.0", "acme/sorting@1.0.0"]
     assert [expert.weight for expert in planned.result.plan.experts] == [1.0, 0.5]
 
 
-def test_without_a_base_the_way_out_is_named(house: HomeFixture) -> None:
-    planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
+def test_without_a_base_the_way_out_is_named(user_home: HomeFixture) -> None:
+    planner = Planner.open(Settings(Home(user_home.root), encoder="lexical"))
     with pytest.raises(NotFoundError, match="no base model is known") as caught:
         planner.plan(RouteRequest(prompt=PROMPT))
     assert "base add" in caught.value.hint
@@ -115,25 +131,28 @@ def other(tmp_path: Path) -> Path:
 
 
 def test_the_experts_decide_which_base_answers(
-    house: HomeFixture, shop: PackageFactory, planner: Planner, other: Path
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner, other: Path
 ) -> None:
-    house.bases.add(other)
+    user_home.bases.add(other)
     assert planner.plan(RouteRequest(prompt=PROMPT)).base.name == "other-base"
-    house.install(shop.package("acme/sorting", **SORTING))
+    user_home.install(package_factory.package("acme/sorting", **SORTING))
     planned = planner.plan(RouteRequest(prompt=PROMPT))
-    assert (planned.base.name, refs(planned)) == (shop.base_dir.name, ["acme/sorting@1.0.0"])
+    assert (planned.base.name, refs(planned)) == (
+        package_factory.base_dir.name,
+        ["acme/sorting@1.0.0"],
+    )
     forced = RouteRequest(prompt="Hello", force=(named("acme/sorting"),))
-    assert planner.plan(forced).base.name == shop.base_dir.name
+    assert planner.plan(forced).base.name == package_factory.base_dir.name
 
 
 def test_a_base_that_the_engine_does_not_run_never_answers_by_itself(
-    house: HomeFixture, shop: PackageFactory, planner: Planner, tmp_path: Path
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner, tmp_path: Path
 ) -> None:
-    house.bases.add(write_gpt2(tmp_path / "gpt2"))
-    house.install(shop.package("acme/sorting", **SORTING))
+    user_home.bases.add(write_gpt2(tmp_path / "gpt2"))
+    user_home.install(package_factory.package("acme/sorting", **SORTING))
     alone = RouteRequest(prompt=PROMPT, base_alone=True)
     for request in (alone, RouteRequest(prompt=PROMPT)):
-        assert planner.plan(request).base.name == shop.base_dir.name
+        assert planner.plan(request).base.name == package_factory.base_dir.name
     compat = planner.plan(replace(alone, config=EngineConfig(engine="transformers")))
     assert compat.base.name == "gpt2"
     with pytest.raises(IncompatibleError, match="does not run the base gpt2") as caught:
@@ -142,22 +161,22 @@ def test_a_base_that_the_engine_does_not_run_never_answers_by_itself(
 
 
 def test_where_no_base_can_run_the_engine_that_could_is_named(
-    house: HomeFixture, tmp_path: Path
+    user_home: HomeFixture, tmp_path: Path
 ) -> None:
-    house.bases.add(write_gpt2(tmp_path / "gpt2"))
-    planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
+    user_home.bases.add(write_gpt2(tmp_path / "gpt2"))
+    planner = Planner.open(Settings(Home(user_home.root), encoder="lexical"))
     with pytest.raises(IncompatibleError) as caught:
         planner.plan(RouteRequest(prompt=PROMPT))
     assert "--engine transformers" in caught.value.hint
 
 
 def test_of_two_bases_the_one_with_the_better_expert_answers(
-    house: HomeFixture, shop: PackageFactory, planner: Planner, other: Path
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner, other: Path
 ) -> None:
-    house.bases.add(other)
-    house.install(
-        shop.package("acme/sorting", **SORTING),
-        shop.package("acme/plurals", base_dir=other, base=read_base(other), **PLURALS),
+    user_home.bases.add(other)
+    user_home.install(
+        package_factory.package("acme/sorting", **SORTING),
+        package_factory.package("acme/plurals", base_dir=other, base=read_base(other), **PLURALS),
     )
     assert refs(planner.plan(RouteRequest(prompt=PROMPT))) == ["acme/sorting@1.0.0"]
     planned = planner.plan(RouteRequest(prompt="Write plurals of English nouns: dog, ox"))
@@ -165,29 +184,32 @@ def test_of_two_bases_the_one_with_the_better_expert_answers(
 
 
 def test_the_base_alone_is_the_one_added_last(
-    planner: Planner, house: HomeFixture, other: Path
+    planner: Planner, user_home: HomeFixture, other: Path
 ) -> None:
-    house.bases.add(other)
+    user_home.bases.add(other)
     planned = planner.plan(RouteRequest(prompt=PROMPT, base_alone=True))
     assert (planned.base.name, refs(planned)) == ("other-base", [])
     assert planned.result.notes == ("the base answers alone, as asked",)
 
 
 def test_a_base_that_is_named_is_taken_whatever_the_experts_say(
-    house: HomeFixture, shop: PackageFactory, planner: Planner, other: Path
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner, other: Path
 ) -> None:
-    house.bases.add(other)
-    house.install(shop.package("acme/sorting", **SORTING))
+    user_home.bases.add(other)
+    user_home.install(package_factory.package("acme/sorting", **SORTING))
     planned = planner.plan(RouteRequest(prompt=PROMPT), base="other-base")
     assert (planned.base.name, refs(planned)) == ("other-base", [])
     assert "made for" in planned.result.candidates[0].reason
 
 
 def test_a_damaged_expert_is_left_out_and_said_so(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
-    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
-    damage(house, "acme/plurals")
+    user_home.install(
+        package_factory.package("acme/sorting", **SORTING),
+        package_factory.package("acme/plurals", **PLURALS),
+    )
+    damage(user_home, "acme/plurals")
     planned = planner.plan(RouteRequest(prompt=PROMPT))
     assert refs(planned) == ["acme/sorting@1.0.0"]
     assert len(planned.warnings) == 1
@@ -196,10 +218,13 @@ def test_a_damaged_expert_is_left_out_and_said_so(
 
 
 def test_a_damaged_expert_that_is_named_is_an_error(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
-    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
-    damage(house, "acme/plurals")
+    user_home.install(
+        package_factory.package("acme/sorting", **SORTING),
+        package_factory.package("acme/plurals", **PLURALS),
+    )
+    damage(user_home, "acme/plurals")
     with pytest.raises(DigestError, match=r"acme/plurals@1\.0\.0"):
         planner.plan(RouteRequest(prompt=PROMPT, force=(named("acme/plurals"),)))
     with pytest.raises(NotFoundError, match="acme/nothing is not installed"):
@@ -207,10 +232,13 @@ def test_a_damaged_expert_that_is_named_is_an_error(
 
 
 def test_a_damaged_record_is_said_so(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
-    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
-    (house.store.paths.refs / "local" / "acme" / "plurals" / "1.0.0").write_bytes(b"{x")
+    user_home.install(
+        package_factory.package("acme/sorting", **SORTING),
+        package_factory.package("acme/plurals", **PLURALS),
+    )
+    (user_home.store.paths.refs / "local" / "acme" / "plurals" / "1.0.0").write_bytes(b"{x")
     planned = planner.plan(RouteRequest(prompt=PROMPT))
     assert refs(planned) == ["acme/sorting@1.0.0"]
     told = "the record of acme/plurals@1.0.0 is damaged; see `expertctl doctor`"
@@ -220,27 +248,27 @@ def test_a_damaged_record_is_said_so(
 
 @pytest.mark.parametrize("gone", [".", "config.json"])
 def test_a_base_that_is_gone_is_told_with_the_way_out(
-    gone: str, planner: Planner, house: HomeFixture, other: Path
+    gone: str, planner: Planner, user_home: HomeFixture, other: Path
 ) -> None:
-    house.bases.add(other, name="my/base")
+    user_home.bases.add(other, name="my/base")
     (other / gone).resolve().rename(other.with_name("elsewhere"))
     with pytest.raises(BaseMismatchError, match="the base my/base is not what was") as caught:
         planner.plan(RouteRequest(prompt=PROMPT))
     assert "`expertctl base remove my/base --force` and add it again" in caught.value.hint
 
 
-def damage(house: HomeFixture, name: str) -> None:
-    expert = house.store.find(Reference.parse(name))
-    blob = house.store.blob_path(expert.find_file("expert.json").digest)
+def damage(user_home: HomeFixture, name: str) -> None:
+    expert = user_home.store.find(Reference.parse(name))
+    blob = user_home.store.blob_path(expert.find_file("expert.json").digest)
     blob.chmod(0o644)
     blob.write_bytes(blob.read_bytes().replace(b"1.0.0", b"1.0.1"))
 
 
 def test_what_a_revoked_key_signed_is_not_chosen_and_refused_when_named(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
-    house.install(shop.package("acme/sorting", **SORTING))
-    house.trust.revoke(make_key("acme").public.key_id)
+    user_home.install(package_factory.package("acme/sorting", **SORTING))
+    user_home.trust.revoke(make_key("acme").public.key_id)
     planned = planner.plan(RouteRequest(prompt=PROMPT))
     assert refs(planned) == []
     assert "revoked" in planned.result.candidates[0].reason
@@ -249,12 +277,12 @@ def test_what_a_revoked_key_signed_is_not_chosen_and_refused_when_named(
 
 
 def test_an_unsigned_expert_answers_only_when_it_is_named(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
-    package = shop.package("acme/sorting", key=None, **SORTING)
+    package = package_factory.package("acme/sorting", key=None, **SORTING)
     with pytest.raises(UnsignedError):
-        house.install(package)
-    house.install(package, allow_unsigned=True)
+        user_home.install(package)
+    user_home.install(package, allow_unsigned=True)
     assert refs(planner.plan(RouteRequest(prompt=PROMPT))) == []
     planned = planner.plan(RouteRequest(prompt=PROMPT, force=(named("acme/sorting"),)))
     assert refs(planned) == ["acme/sorting@1.0.0"]
@@ -268,9 +296,12 @@ def saved_plan(planner: Planner, **request: Any) -> Plan:
 
 
 def test_a_saved_plan_is_repeated_whatever_the_prompt(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
-    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
+    user_home.install(
+        package_factory.package("acme/sorting", **SORTING),
+        package_factory.package("acme/plurals", **PLURALS),
+    )
     force = (named("acme/plurals", 0.5), named("acme/sorting"))
     saved = saved_plan(
         planner, force=force, sampling=SamplingOverrides(temperature=0.9, stop=(";",))
@@ -291,17 +322,17 @@ def test_a_saved_plan_is_repeated_whatever_the_prompt(
 
 
 def test_a_saved_plan_of_the_base_alone_stays_that(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
     saved = saved_plan(planner, base_alone=True)
-    house.install(shop.package("acme/sorting", **SORTING))
+    user_home.install(package_factory.package("acme/sorting", **SORTING))
     assert refs(planner.replay(saved, RouteRequest(prompt=PROMPT))) == []
 
 
 def test_a_saved_plan_that_would_not_give_the_same_is_refused(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
-    house.install(shop.package("acme/sorting", **SORTING))
+    user_home.install(package_factory.package("acme/sorting", **SORTING))
     saved, request = saved_plan(planner), RouteRequest(prompt=PROMPT)
     [expert] = saved.experts
     edited = replace(saved, experts=(replace(expert, weight=0.5),))
@@ -320,26 +351,29 @@ def test_a_saved_plan_that_would_not_give_the_same_is_refused(
             planner.replay(saved, wanted)
     with pytest.raises(UsageError, match="forced and excluded"):
         planner.replay(saved, replace(request, exclude=(Reference.parse("acme/sorting"),)))
-    house.trust.revoke(make_key("acme").public.key_id)
+    user_home.trust.revoke(make_key("acme").public.key_id)
     with pytest.raises(RevokedError):
         planner.replay(saved, request)
 
 
 def test_a_saved_plan_of_what_is_not_installed_names_it(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
-    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
+    user_home.install(
+        package_factory.package("acme/sorting", **SORTING),
+        package_factory.package("acme/plurals", **PLURALS),
+    )
     saved = saved_plan(planner, force=(named("acme/plurals"), named("acme/sorting")))
-    house.store.remove(house.store.find(Reference.parse("acme/plurals")))
+    user_home.store.remove(user_home.store.find(Reference.parse("acme/plurals")))
     with pytest.raises(NotFoundError, match=r"acme/plurals@1\.0\.0 .* not installed") as caught:
         planner.replay(saved, RouteRequest(prompt=PROMPT))
     assert "expertctl install acme/plurals@1.0.0" in caught.value.hint
 
 
 def test_a_saved_plan_of_an_expert_with_another_content_names_it(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
-    house.install(shop.package("acme/sorting", **SORTING))
+    user_home.install(package_factory.package("acme/sorting", **SORTING))
     saved = saved_plan(planner)
     [expert] = saved.experts
     other = replace(saved, experts=(replace(expert, content_digest=Digest("9" * 64)),))
@@ -348,13 +382,13 @@ def test_a_saved_plan_of_an_expert_with_another_content_names_it(
 
 
 def test_an_expert_that_was_signed_anew_is_used_and_named(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
-    house.trust_keys("bob")
-    house.install(shop.package("acme/sorting", **SORTING))
+    user_home.trust_keys("bob")
+    user_home.install(package_factory.package("acme/sorting", **SORTING))
     saved = saved_plan(planner)
-    house.install(shop.package("acme/sorting", key="bob", **SORTING))
-    [now] = house.store.list_experts()
+    user_home.install(package_factory.package("acme/sorting", key="bob", **SORTING))
+    [now] = user_home.store.list_experts()
     [before] = saved.experts
     assert now.content_digest == before.content_digest
     assert now.package_digest != before.package_digest
@@ -368,20 +402,20 @@ def test_an_expert_that_was_signed_anew_is_used_and_named(
 
 
 def test_a_saved_plan_of_a_damaged_expert_names_it(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
-    house.install(shop.package("acme/sorting", **SORTING))
+    user_home.install(package_factory.package("acme/sorting", **SORTING))
     saved = saved_plan(planner)
-    damage(house, "acme/sorting")
+    damage(user_home, "acme/sorting")
     with pytest.raises(DigestError, match=r"acme/sorting@1\.0\.0: expert\.json"):
         planner.replay(saved, RouteRequest(prompt=PROMPT))
 
 
 @pytest.mark.parametrize("edit", [{"ref": "acme/other@1.0.0"}, {"kind": "ia3"}])
 def test_a_saved_plan_that_says_something_else_of_its_experts_was_edited(
-    edit: dict[str, Any], house: HomeFixture, shop: PackageFactory, planner: Planner
+    edit: dict[str, Any], user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
-    house.install(shop.package("acme/sorting", **SORTING))
+    user_home.install(package_factory.package("acme/sorting", **SORTING))
     saved = saved_plan(planner)
     [expert] = saved.experts
     edited = replace(saved, experts=(replace(expert, **edit),))
@@ -390,9 +424,12 @@ def test_a_saved_plan_that_says_something_else_of_its_experts_was_edited(
 
 
 def test_a_saved_plan_in_another_order_was_edited(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
-    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
+    user_home.install(
+        package_factory.package("acme/sorting", **SORTING),
+        package_factory.package("acme/plurals", **PLURALS),
+    )
     saved = saved_plan(planner, force=(named("acme/plurals"), named("acme/sorting")))
     edited = replace(saved, experts=saved.experts[::-1])
     with pytest.raises(IncompatibleError, match="the plan was edited"):
@@ -400,13 +437,15 @@ def test_a_saved_plan_in_another_order_was_edited(
 
 
 def test_a_saved_plan_with_requirements_is_repeated_in_its_order(
-    house: HomeFixture, shop: PackageFactory, planner: Planner
+    user_home: HomeFixture, package_factory: PackageFactory, planner: Planner
 ) -> None:
-    needy = shop.package("acme/sorting", composition={"requires": ["acme/plurals@^1"]}, **SORTING)
-    house.install(shop.package("acme/plurals", **PLURALS), needy)
+    needy = package_factory.package(
+        "acme/sorting", composition={"requires": ["acme/plurals@^1"]}, **SORTING
+    )
+    user_home.install(package_factory.package("acme/plurals", **PLURALS), needy)
     saved = saved_plan(planner)
     assert [e.ref for e in saved.experts] == ["acme/plurals@1.0.0", "acme/sorting@1.0.0"]
-    house.install(shop.package("acme/plurals", "1.1.0", **PLURALS))
+    user_home.install(package_factory.package("acme/plurals", "1.1.0", **PLURALS))
     again = planner.replay(saved, RouteRequest(prompt="Guten Morgen")).result.plan
     assert (again.identity, [e.ref for e in again.experts]) == (
         saved.identity,

@@ -20,9 +20,16 @@ from expertctl.store.base_record import StoredBase
 from expertctl.store.preference import CATCH_ALL, Flag, write_flags
 from expertctl.store.preference import FLAGS_FILE as FLAGGED_FILE
 from tests.factories import write_base
-from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, make_key, shop
+from tests.store.fixtures import (
+    HomeFixture,
+    PackageFactory,
+    fast,
+    make_key,
+    package_factory,
+    user_home,
+)
 
-__all__ = ["fast", "house", "shop"]
+__all__ = ["fast", "package_factory", "user_home"]
 
 SORT, DAYS = "Sort these numbers: 3, 1, 2", "Which day of the week is it?"
 SORTING = {"description": "Sorts numbers.", "routing": {"examples": [SORT], "keywords": ["sort"]}}
@@ -38,11 +45,14 @@ REQUESTS = [
 
 
 @pytest.fixture
-def planner(house: HomeFixture, shop: PackageFactory) -> Planner:
-    house.bases.add(shop.base_dir)
-    house.trust_keys("acme")
-    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/dates", **DATES))
-    return Planner.open(Settings(Home(house.root), encoder="lexical"))
+def planner(user_home: HomeFixture, package_factory: PackageFactory) -> Planner:
+    user_home.bases.add(package_factory.base_dir)
+    user_home.trust_keys("acme")
+    user_home.install(
+        package_factory.package("acme/sorting", **SORTING),
+        package_factory.package("acme/dates", **DATES),
+    )
+    return Planner.open(Settings(Home(user_home.root), encoder="lexical"))
 
 
 @pytest.fixture
@@ -87,10 +97,10 @@ def test_who_may_answer_is_worked_out_once_for_each_way_of_asking(
 
 
 def test_each_base_has_its_own(
-    planner: Planner, house: HomeFixture, made: list[str], tmp_path: Path
+    planner: Planner, user_home: HomeFixture, made: list[str], tmp_path: Path
 ) -> None:
     other = write_base(tmp_path / "other-base", layers=2, hidden=16, heads=2, kv_heads=1, seed=9)
-    house.bases.add(other)
+    user_home.bases.add(other)
     session = PlanningSession(planner)
     assert session.plan(REQUESTS[0], base="other-base").experts == ()
     assert [e.ref for e in session.plan(REQUESTS[0], base="tiny-base").experts] == [
@@ -111,46 +121,46 @@ def test_after_the_vectors_changed_it_is_worked_out_again(
 
 
 def test_what_comes_and_goes_meanwhile_is_seen(
-    planner: Planner, house: HomeFixture, shop: PackageFactory
+    planner: Planner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
     session = PlanningSession(planner)
     session.plan(REQUESTS[0])
     plurals = {"description": "Writes plurals.", "routing": {"examples": ["Plural of wolf"]}}
-    house.install(shop.package("acme/plurals", **plurals))
+    user_home.install(package_factory.package("acme/plurals", **plurals))
     request = RouteRequest(prompt="Plural of wolf")
     (plurals_,) = session.plan(request).experts
     assert plurals_.ref == "acme/plurals@1.0.0"
-    house.store.remove(plurals_.stored)
+    user_home.store.remove(plurals_.stored)
     assert session.plan(request).experts == ()
     session.check_integrity()
 
 
 def test_a_key_that_is_revoked_meanwhile_counts_at_once(
-    planner: Planner, house: HomeFixture
+    planner: Planner, user_home: HomeFixture
 ) -> None:
     session = PlanningSession(planner)
     assert session.plan_cached(REQUESTS[0]).experts != ()
-    house.trust.revoke(make_key("acme").public.key_id)
+    user_home.trust.revoke(make_key("acme").public.key_id)
     assert session.plan_cached(REQUESTS[0]).experts == ()
 
 
 def test_a_version_that_is_yanked_meanwhile_gives_way_at_once(
-    planner: Planner, house: HomeFixture, shop: PackageFactory
+    planner: Planner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    house.install(shop.package("acme/sorting", "1.1.0", **SORTING))
+    user_home.install(package_factory.package("acme/sorting", "1.1.0", **SORTING))
     session = PlanningSession(planner)
     assert [e.ref for e in session.plan_cached(REQUESTS[0]).experts] == ["acme/sorting@1.1.0"]
-    house.home.yanked.write_text(json.dumps({"local": {"acme/sorting@1.1.0": "wrong order"}}))
+    user_home.home.yanked.write_text(json.dumps({"local": {"acme/sorting@1.1.0": "wrong order"}}))
     assert [e.ref for e in session.plan_cached(REQUESTS[0]).experts] == ["acme/sorting@1.0.0"]
-    house.home.yanked.unlink()
+    user_home.home.yanked.unlink()
     assert [e.ref for e in session.plan_cached(REQUESTS[0]).experts] == ["acme/sorting@1.1.0"]
     session.check_integrity()
 
 
 def test_a_version_that_is_locked_meanwhile_is_taken_at_once(
-    planner: Planner, house: HomeFixture, shop: PackageFactory, tmp_path: Path
+    planner: Planner, user_home: HomeFixture, package_factory: PackageFactory, tmp_path: Path
 ) -> None:
-    house.install(shop.package("acme/sorting", "1.1.0", **SORTING))
+    user_home.install(package_factory.package("acme/sorting", "1.1.0", **SORTING))
     work = tmp_path / "work"
     work.mkdir()
     session = PlanningSession(replace(planner, folder=work))
@@ -171,11 +181,11 @@ def test_installed_experts_are_read_once_as_long_as_nothing_changes(planner: Pla
 
 
 def test_an_expert_from_a_file_is_planned_with_and_not_remembered(
-    planner: Planner, house: HomeFixture, shop: PackageFactory
+    planner: Planner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
     session = PlanningSession(planner)
     offered = session.inventory.experts[0]
-    house.store.remove(offered.stored)
+    user_home.store.remove(offered.stored)
     request = RouteRequest(prompt=SORT, seed=1, force=(ForcedExpert(offered.digest),))
     for _ in range(2):
         planned = session.plan_cached(request, files=[offered])
@@ -227,50 +237,54 @@ def test_what_is_flagged_while_experts_are_listed_counts_for_the_next_prompt(
 
 @pytest.mark.parametrize("again", [False, True], ids=["moved", "made the default"])
 def test_a_base_that_is_added_again_is_planned_with_at_once(
-    again: bool, planner: Planner, house: HomeFixture, shop: PackageFactory, tmp_path: Path
+    again: bool,
+    planner: Planner,
+    user_home: HomeFixture,
+    package_factory: PackageFactory,
+    tmp_path: Path,
 ) -> None:
-    other = Path(shutil.copytree(shop.base_dir, tmp_path / "other-base"))
+    other = Path(shutil.copytree(package_factory.base_dir, tmp_path / "other-base"))
     if again:
-        house.bases.add(other, name="other-base")
+        user_home.bases.add(other, name="other-base")
     session = PlanningSession(planner)
     before = session.plan_cached(REQUESTS[0]).base
-    added = house.bases.add(shop.base_dir if again else other, name="tiny-base")
+    added = user_home.bases.add(package_factory.base_dir if again else other, name="tiny-base")
     assert before != added
     assert session.plan_cached(REQUESTS[0]).base == added
 
 
 def test_files_of_a_base_with_another_time_are_read_once_more_only(
-    planner: Planner, house: HomeFixture, tmp_path: Path
+    planner: Planner, user_home: HomeFixture, tmp_path: Path
 ) -> None:
     directory = write_base(tmp_path / "here", layers=1, hidden=16, heads=2, kv_heads=1)
-    house.bases.add(directory)
+    user_home.bases.add(directory)
     session = PlanningSession(planner)
     before = session.plan_cached(REQUESTS[0], base="here").base
     (directory / "config.json").touch()
-    house.bases.check(before)
+    user_home.bases.check(before)
     now = session.plan_cached(REQUESTS[0], base="here").base
-    assert now == house.bases.find("here")
+    assert now == user_home.bases.find("here")
     assert now != before
 
 
 def test_an_expert_that_was_repaired_is_read_again(
-    planner: Planner, house: HomeFixture, shop: PackageFactory
+    planner: Planner, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
     session = PlanningSession(planner)
     (expert,) = session.plan_cached(REQUESTS[0]).experts
-    house.store.blob_path(expert.stored.find_file("expert.json").digest).unlink()
+    user_home.store.blob_path(expert.stored.find_file("expert.json").digest).unlink()
     session = PlanningSession(planner)
     assert session.plan_cached(REQUESTS[0]).experts == ()
-    house.install(shop.package("acme/sorting", **SORTING))
+    user_home.install(package_factory.package("acme/sorting", **SORTING))
     assert session.plan_cached(REQUESTS[0]).experts == (expert,)
 
 
 def test_eligible_experts_that_are_not_read_any_more_are_found(
-    planner: Planner, house: HomeFixture
+    planner: Planner, user_home: HomeFixture
 ) -> None:
     session = PlanningSession(planner)
     session.plan(REQUESTS[0])
-    house.store.remove(session.inventory.experts[0].stored)
+    user_home.store.remove(session.inventory.experts[0].stored)
     session.check_integrity()  # it has not looked since
     assert session._cached_inventory is not None
     mark, inventory = session._cached_inventory

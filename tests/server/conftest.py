@@ -37,8 +37,8 @@ def served(
     stock: ServedPackages, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerHarness]:
     """A server with the settings of everybody, for all tests of one file."""
-    house = stock.make_home(tmp_path_factory.mktemp("served") / "home")
-    with run_app(house) as one:
+    user_home = stock.make_home(tmp_path_factory.mktemp("served") / "home")
+    with run_app(user_home) as one:
         yield one
 
 
@@ -57,8 +57,8 @@ def make_served(stock: ServedPackages, tmp_path: Path) -> Iterator[MakeServed]:
             if chat_template != CHAT_TEMPLATE:
                 folder = tmp_path / f"packages-{count}"
                 packages = make_served_packages(folder, chat_template=chat_template)
-            house = packages.make_home(tmp_path / f"served-{count}")
-            return stack.enter_context(run_app(house, settings))
+            user_home = packages.make_home(tmp_path / f"served-{count}")
+            return stack.enter_context(run_app(user_home, settings))
 
         yield make
 

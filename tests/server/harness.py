@@ -62,10 +62,10 @@ class ServedPackages:
 
     def make_home(self, root: Path) -> HomeFixture:
         """A home in which all of it is installed."""
-        house = HomeFixture(root).trust_keys("acme")
-        house.bases.add(self.base_dir, name=BASE)
-        house.install(*self.packages.values())
-        return house
+        user_home = HomeFixture(root).trust_keys("acme")
+        user_home.bases.add(self.base_dir, name=BASE)
+        user_home.install(*self.packages.values())
+        return user_home
 
 
 def make_served_packages(
@@ -101,7 +101,7 @@ class ServerHarness:
 
     service: Service
     app: Starlette
-    house: HomeFixture
+    user_home: HomeFixture
     clients: list[TestClient] = field(default_factory=list)
 
     @property
@@ -124,16 +124,18 @@ class ServerHarness:
 
 
 @contextmanager
-def run_app(house: HomeFixture, settings: ServeSettings | None = None) -> Iterator[ServerHarness]:
+def run_app(
+    user_home: HomeFixture, settings: ServeSettings | None = None
+) -> Iterator[ServerHarness]:
     """Serve what is installed in a home; closed at the end, whatever happens."""
     chosen = settings or ServeSettings(engine=EngineConfig(memory_budget=64 << 20))
     chosen = replace(chosen, engine=replace(chosen.engine, base=BASE))
-    planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
+    planner = Planner.open(Settings(Home(user_home.root), encoder="lexical"))
     engine = ServingEngine(planner, chosen.engine)
     engine.start()
     try:
         service = build_service(engine, planner, chosen)
-        served = ServerHarness(service, create_app(service), house)
+        served = ServerHarness(service, create_app(service), user_home)
         yield served
         served.close()
     finally:
@@ -171,12 +173,12 @@ def run_routed_app(
     warmup: tuple[str, ...] = (),
 ) -> Iterator[ServerHarness]:
     """Serve it, with nothing else in the home."""
-    house = HomeFixture(root)
-    house.bases.add(write_routed_base(root.parent / "routed"), name=BASE)
+    user_home = HomeFixture(root)
+    user_home.bases.add(write_routed_base(root.parent / "routed"), name=BASE)
     batch = EngineConfig(
         memory_budget=budget, moe=moe, batching=BatchingConfig(rows=2, warm=warmup)
     )
-    with run_app(house, ServeSettings(engine=batch)) as one:
+    with run_app(user_home, ServeSettings(engine=batch)) as one:
         yield one
 
 

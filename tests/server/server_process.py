@@ -181,7 +181,7 @@ class SocketServer:
     """A server that runs."""
 
     url: str
-    house: HomeFixture
+    user_home: HomeFixture
 
     @property
     def base_url(self) -> str:
@@ -195,12 +195,12 @@ class SocketServer:
 
 
 @contextmanager
-def run_socket_server(house: HomeFixture, log: Path, *options: str) -> Iterator[SocketServer]:
+def run_socket_server(user_home: HomeFixture, log: Path, *options: str) -> Iterator[SocketServer]:
     """Serve what is installed in a home; ended by a signal, which must be enough."""
     command = [sys.executable, "-m", "expertctl", "serve", "--port", "0", "--json"]
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("EXPERT_")},
-        "EXPERT_HOME": str(house.root),
+        "EXPERT_HOME": str(user_home.root),
         "EXPERT_ENCODER": "lexical",
     }
     with (
@@ -216,7 +216,7 @@ def run_socket_server(house: HomeFixture, log: Path, *options: str) -> Iterator[
             assert process.stdout is not None
             head = process.stdout.readline()
             assert head, log.read_text()
-            yield SocketServer(json.loads(head)["url"], house)
+            yield SocketServer(json.loads(head)["url"], user_home)
         finally:
             process.send_signal(signal.SIGTERM)
             try:

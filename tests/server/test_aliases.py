@@ -121,13 +121,13 @@ def test_an_alias_of_an_expert_that_is_not_installed_is_refused(
 def test_an_alias_that_the_served_base_cannot_answer_ends_the_start(
     stock: ServedPackages, tmp_path: Path
 ) -> None:
-    house = stock.make_home(tmp_path / "home")
+    user_home = stock.make_home(tmp_path / "home")
     other = write_base(tmp_path / "other", seed=9, hidden_size=48)
-    house.bases.add(other, name="other")
+    user_home.bases.add(other, name="other")
     settings = ServeSettings(
         aliases={"q": "acme/sql"}, engine=EngineConfig(base="other", memory_budget=64 << 20)
     )
-    opening = EngineWorker(settings, Settings(Home(house.root), encoder="lexical"))
+    opening = EngineWorker(settings, Settings(Home(user_home.root), encoder="lexical"))
     told = SimpleQueue[ExpertError | None]()
     opening.start(told.put)
     error = told.get()
@@ -144,7 +144,7 @@ def test_an_expert_that_was_removed_since_is_missed_in_the_words_of_the_client(
     served = make_served(settings)
     body = {"model": "q", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
     assert served.client().post(path, json=body).status_code == 200
-    store = served.house.store
+    store = served.user_home.store
     store.remove(next(one for one in store.list_experts() if str(one.package) == "acme/sql"))
     answer = served.client().post(path, json=body)
     assert answer.status_code == 404

@@ -74,20 +74,20 @@ class SoakLoad:
                 await asyncio.gather(*callers)
 
 
-def come_and_go(house: HomeFixture, stock: ServedPackages) -> None:
+def come_and_go(user_home: HomeFixture, stock: ServedPackages) -> None:
     """Install an expert again that was removed."""
-    expert = next(e for e in house.store.list_experts() if str(e.package) == EXPERTS[2])
-    house.store.remove(expert)
-    house.install(stock.packages[EXPERTS[2]])
+    expert = next(e for e in user_home.store.list_experts() if str(e.package) == EXPERTS[2])
+    user_home.store.remove(expert)
+    user_home.install(stock.packages[EXPERTS[2]])
 
 
 def test_memory_is_flat_and_nothing_is_stuck(stock: ServedPackages, tmp_path: Path) -> None:
-    house = stock.make_home(tmp_path / "home")
-    with run_server(house.root, "--rows", "4", "--memory-budget", "8MiB") as server:
+    user_home = stock.make_home(tmp_path / "home")
+    with run_server(user_home.root, "--rows", "4", "--memory-budget", "8MiB") as server:
         load = SoakLoad(server)
         asyncio.run(load.run(REQUESTS // 4))
         for share in (2, 3):
-            come_and_go(house, stock)
+            come_and_go(user_home, stock)
             asyncio.run(load.run(share * REQUESTS // 4))
         asyncio.run(load.run(10**9))
         assert load.left > load.asked * LEAVES / 2

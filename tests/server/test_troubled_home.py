@@ -51,7 +51,7 @@ def test_an_expert_that_is_removed_while_it_answers_answers_to_the_end(
     make_served: MakeServed,
 ) -> None:
     served = make_served()
-    house = served.house
+    user_home = served.user_home
 
     async def listen() -> bytes:
         body = {**FORCED, "max_tokens": 200, "stream": True}
@@ -59,7 +59,7 @@ def test_an_expert_that_is_removed_while_it_answers_answers_to_the_end(
             assert (await listener.read_head())[0] == 200
             said = await listener.read_chunk()
             removing = asyncio.to_thread(
-                remove_expert, "acme/sql", store=house.store, catalogue=house.catalogue
+                remove_expert, "acme/sql", store=user_home.store, catalogue=user_home.catalogue
             )
             await removing
             while piece := await listener.read_chunk():
@@ -76,13 +76,13 @@ def test_an_expert_that_is_removed_while_it_answers_answers_to_the_end(
 def test_a_base_that_is_removed_is_told_and_comes_back(make_served: MakeServed) -> None:
     served = make_served()
     before = answered(served, FORCED)["text"]
-    house = served.house
-    directory = house.bases.find(BASE).path
-    remove_base(BASE, bases=house.bases, store=house.store, force=True)
+    user_home = served.user_home
+    directory = user_home.bases.find(BASE).path
+    remove_base(BASE, bases=user_home.bases, store=user_home.store, force=True)
     answer = served.client().post(INFER, json=FORCED)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
     assert "no base is called 'tiny'" in answer.json()["error"]["message"]
-    house.bases.add(directory, name=BASE)
+    user_home.bases.add(directory, name=BASE)
     assert answered(served, FORCED)["text"] == before
 
 
@@ -91,7 +91,7 @@ def test_a_full_disk_costs_no_answer_and_what_is_freed_is_used(
 ) -> None:
     """SQLite has no room there even for the index of a log; the catalogue is read without one."""
     served = make_served()
-    index = served.house.home.index
+    index = served.user_home.home.index
     answered(served, FORCED)
     with closing(sqlite3.connect(index)) as database:
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -115,7 +115,7 @@ def test_a_catalogue_that_another_process_holds_costs_no_answer(
     served = make_served()
     answered(served, FORCED)
     monkeypatch.setattr(locks, "BUSY_SECONDS", 0.01)
-    with closing(sqlite3.connect(served.house.home.index)) as other:
+    with closing(sqlite3.connect(served.user_home.home.index)) as other:
         other.execute("BEGIN EXCLUSIVE")
         document = answered(served, FORCED)
         other.rollback()

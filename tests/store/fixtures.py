@@ -149,14 +149,14 @@ class HomeFixture:
 
 
 @pytest.fixture(scope="session")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> PackageFactory:
+def package_factory(tmp_path_factory: pytest.TempPathFactory) -> PackageFactory:
     folder = tmp_path_factory.mktemp("shop")
     base_dir = write_base(folder / BASE_NAME, layers=1, hidden=16, heads=2, kv_heads=1)
     return PackageFactory(folder, base_dir, read_base(base_dir))
 
 
 @pytest.fixture
-def house(home: Path) -> HomeFixture:
+def user_home(home: Path) -> HomeFixture:
     return HomeFixture(home).trust_keys("acme")
 
 

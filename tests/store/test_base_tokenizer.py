@@ -15,9 +15,9 @@ from expertctl.package.read import read_package
 from expertctl.schema.manifest import Manifest
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base
-from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, package_factory, user_home
 
-__all__ = ["fast", "house", "shop"]
+__all__ = ["fast", "package_factory", "user_home"]
 
 KEPT = "tokenizer-digest.json"
 
@@ -28,8 +28,8 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def bases(house: HomeFixture) -> BaseStore:
-    return house.bases
+def bases(user_home: HomeFixture) -> BaseStore:
+    return user_home.bases
 
 
 def save_again(directory: Path) -> None:
@@ -168,23 +168,23 @@ def test_the_digest_goes_with_its_base(bases: BaseStore, directory: Path) -> Non
 
 
 @pytest.fixture
-def manifest(shop: PackageFactory) -> Manifest:
-    return read_package(shop.package()).manifest
+def manifest(package_factory: PackageFactory) -> Manifest:
+    return read_package(package_factory.package()).manifest
 
 
 def test_a_package_of_version_2_fits_the_base_that_was_saved_again(
-    manifest: Manifest, bases: BaseStore, shop: PackageFactory, tmp_path: Path
+    manifest: Manifest, bases: BaseStore, package_factory: PackageFactory, tmp_path: Path
 ) -> None:
     assert manifest.base.tokenizer_version == 2
-    again = Path(shutil.copytree(shop.base_dir, tmp_path / "again"))
+    again = Path(shutil.copytree(package_factory.base_dir, tmp_path / "again"))
     save_again(again)
     assert check_expert_base(manifest, bases.add(again).identity) == []
 
 
 def test_a_package_of_version_2_does_not_fit_another_tokenizer(
-    manifest: Manifest, bases: BaseStore, shop: PackageFactory, tmp_path: Path
+    manifest: Manifest, bases: BaseStore, package_factory: PackageFactory, tmp_path: Path
 ) -> None:
-    other = Path(shutil.copytree(shop.base_dir, tmp_path / "other"))
+    other = Path(shutil.copytree(package_factory.base_dir, tmp_path / "other"))
     retrain(other)
     with pytest.raises(BaseMismatchError, match="the tokenizer differs"):
         check_expert_base(manifest, bases.add(other).identity)

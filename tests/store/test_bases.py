@@ -31,8 +31,8 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def bases(house: HomeFixture) -> BaseStore:
-    return house.bases
+def bases(user_home: HomeFixture) -> BaseStore:
+    return user_home.bases
 
 
 def flip(path: Path) -> None:

@@ -19,8 +19,8 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def bases(house: HomeFixture) -> BaseStore:
-    return house.bases
+def bases(user_home: HomeFixture) -> BaseStore:
+    return user_home.bases
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["where it is", "copied"])

@@ -50,22 +50,24 @@ def test_nobody_else_may_read_it(catalogue: Catalogue) -> None:
 
 
 def test_experts_are_listed_and_forgotten_and_their_history_stays(
-    house: HomeFixture, shop: PackageFactory
+    user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    (one, two) = house.install(
-        shop.package("acme/one"), shop.package("acme/two"), catalogue=house.catalogue
+    (one, two) = user_home.install(
+        package_factory.package("acme/one"),
+        package_factory.package("acme/two"),
+        catalogue=user_home.catalogue,
     )
-    assert house.catalogue.list_refs() == ["acme/one@1.0.0", "acme/two@1.0.0"]
-    record_use(house.catalogue, one.expert.content_digest)
-    house.catalogue.remove(one.expert)
-    assert house.catalogue.list_refs() == ["acme/two@1.0.0"]
-    house.catalogue.rebuild([(one.expert, house.store.read_manifest(one.expert))])
-    assert house.catalogue.list_refs() == ["acme/one@1.0.0"]
-    usage = house.catalogue.history.read_usage_counts().get(one.expert.content_digest)
+    assert user_home.catalogue.list_refs() == ["acme/one@1.0.0", "acme/two@1.0.0"]
+    record_use(user_home.catalogue, one.expert.content_digest)
+    user_home.catalogue.remove(one.expert)
+    assert user_home.catalogue.list_refs() == ["acme/two@1.0.0"]
+    user_home.catalogue.rebuild([(one.expert, user_home.store.read_manifest(one.expert))])
+    assert user_home.catalogue.list_refs() == ["acme/one@1.0.0"]
+    usage = user_home.catalogue.history.read_usage_counts().get(one.expert.content_digest)
     assert usage is not None
     assert usage.uses == 1
-    assert two.expert.ref not in house.catalogue.list_refs()
-    house.catalogue.check_integrity()
+    assert two.expert.ref not in user_home.catalogue.list_refs()
+    user_home.catalogue.check_integrity()
 
 
 @pytest.mark.parametrize("sidecars", [False, True])

@@ -31,10 +31,10 @@ class Sweep:
     def __init__(self, template: HomeFixture, action: Action, folder: Path) -> None:
         self.template, self.action, self.folder = template, action, folder
         self.before = content(template)
-        house = self.fresh()
-        self.whole = run_with_fault(lambda: self.action(house))
+        user_home = self.fresh()
+        self.whole = run_with_fault(lambda: self.action(user_home))
         assert not self.whole.errors, self.whole.trace
-        self.after = content(house)
+        self.after = content(user_home)
         assert self.after != self.before
 
     def fresh(self) -> HomeFixture:
@@ -47,16 +47,16 @@ class Sweep:
         return HomeFixture(folder)
 
     def at(self, step: int, fault: Fault) -> tuple[HomeFixture, FaultResult]:
-        house = self.fresh()
-        return house, run_with_fault(lambda: self.action(house), at=step, fault=fault)
+        user_home = self.fresh()
+        return user_home, run_with_fault(lambda: self.action(user_home), at=step, fault=fault)
 
     def steps(self) -> list[tuple[int, DiskStep]]:
         return list(enumerate(self.whole.steps, start=1))
 
 
-def content(house: HomeFixture) -> dict[str, bytes]:
+def content(user_home: HomeFixture) -> dict[str, bytes]:
     """What is installed: every ref and the bytes of every file that it names."""
-    store = house.store
+    store = user_home.store
     return {
         f"{expert.ref} {file.path}": store.blob_path(file.digest).read_bytes()
         for expert in store.list_experts()
@@ -64,15 +64,15 @@ def content(house: HomeFixture) -> dict[str, bytes]:
     }
 
 
-def settle(house: HomeFixture) -> None:
+def settle(user_home: HomeFixture) -> None:
     """Collect everything that a killed process left, whatever its age."""
-    with house.store.begin_transaction() as changes:
+    with user_home.store.begin_transaction() as changes:
         changes.collect_garbage(age=0)
 
 
-def exact(house: HomeFixture) -> None:
+def exact(user_home: HomeFixture) -> None:
     """Nothing is in the store but what is installed."""
-    store = house.store
+    store = user_home.store
     needed = {file.digest.hex for e in store.list_experts() for file in e.layers}
     assert {path.name for path in store.paths.blobs.iterdir()} == needed
     assert list(store.paths.staging.iterdir()) == []
@@ -80,25 +80,27 @@ def exact(house: HomeFixture) -> None:
     assert len(files) == len(store.list_experts())
 
 
-def assert_whole(house: HomeFixture, sweep: Sweep, states: list[dict[str, bytes]]) -> None:
-    now = house.store.scan()
+def assert_whole(user_home: HomeFixture, sweep: Sweep, states: list[dict[str, bytes]]) -> None:
+    now = user_home.store.scan()
     assert now.damaged == ()
-    house.check_integrity()
-    assert content(house) in states
-    sweep.action(house)
-    settle(house)
-    house.check_integrity()
-    exact(house)
-    assert content(house) == sweep.after
+    user_home.check_integrity()
+    assert content(user_home) in states
+    sweep.action(user_home)
+    settle(user_home)
+    user_home.check_integrity()
+    exact(user_home)
+    assert content(user_home) == sweep.after
 
 
 @pytest.fixture
-def template(fast: Path, shop: PackageFactory) -> HomeFixture:
+def template(fast: Path, package_factory: PackageFactory) -> HomeFixture:
     """A house with two experts, one of which shares a file with those that come."""
-    house = HomeFixture(fast / "template").trust_keys("acme", "other")
-    house.install(shop.package("acme/old"), shop.package("acme/kept", seed=5))
-    house.install(shop.package("acme/signed-anew"))
-    return house
+    user_home = HomeFixture(fast / "template").trust_keys("acme", "other")
+    user_home.install(
+        package_factory.package("acme/old"), package_factory.package("acme/kept", seed=5)
+    )
+    user_home.install(package_factory.package("acme/signed-anew"))
+    return user_home
 
 
 @dataclass(frozen=True)
@@ -123,15 +125,17 @@ class CrashScene:
         }
         return Sweep(self.template, actions[name], self.folder)
 
-    def _import(self, house: HomeFixture) -> object:
-        return install_set(self.together, store=house.store, bases=house.bases, trust=house.trust)
+    def _import(self, user_home: HomeFixture) -> object:
+        return install_set(
+            self.together, store=user_home.store, bases=user_home.bases, trust=user_home.trust
+        )
 
 
 @pytest.fixture
-def scene(template: HomeFixture, shop: PackageFactory, fast: Path) -> CrashScene:
+def scene(template: HomeFixture, package_factory: PackageFactory, fast: Path) -> CrashScene:
     chain = (
-        shop.package("acme/leaf", seed=2, composition={"requires": ["acme/root"]}),
-        shop.package("acme/root", seed=3),
+        package_factory.package("acme/leaf", seed=2, composition={"requires": ["acme/root"]}),
+        package_factory.package("acme/root", seed=3),
     )
     names = ["acme/leaf:1.0.0", "acme/root:1.0.0"]
     files = {
@@ -139,16 +143,16 @@ def scene(template: HomeFixture, shop: PackageFactory, fast: Path) -> CrashScene
     }
     return CrashScene(
         template=template,
-        new=shop.package("acme/new", seed=1),
+        new=package_factory.package("acme/new", seed=1),
         chain=chain,
         together=write_frame(make_archive(list_set_members(files)), fast / "two.experts"),
-        signed=shop.package("acme/signed-anew", key="other"),
+        signed=package_factory.package("acme/signed-anew", key="other"),
         folder=fast / "copy",
     )
 
 
-def remove_old(house: HomeFixture) -> None:
-    store = house.store
+def remove_old(user_home: HomeFixture) -> None:
+    store = user_home.store
     for expert in store.list_experts():
         if expert.ref == "acme/old@1.0.0":
             store.remove(expert)
@@ -174,9 +178,9 @@ def killed_at_any_step(name: str, scene: CrashScene) -> None:
     sweep = scene.sweep(name)
     assert len(sweep.steps()) >= 8
     for step, _ in sweep.steps():
-        house, ended = sweep.at(step, "kill")
+        user_home, ended = sweep.at(step, "kill")
         assert ended.killed, step
-        assert_whole(house, sweep, states_of(sweep))
+        assert_whole(user_home, sweep, states_of(sweep))
 
 
 @pytest.mark.parametrize("name", ["install", "re-sign"])
@@ -191,9 +195,9 @@ def killed_in_any_write(name: str, scene: CrashScene) -> None:
     writes = [n for n, step in sweep.steps() if step.kind == "write"]
     assert len(writes) >= 3
     for step in writes:
-        house, ended = sweep.at(step, "torn")
+        user_home, ended = sweep.at(step, "torn")
         assert ended.killed, step
-        assert_whole(house, sweep, states_of(sweep))
+        assert_whole(user_home, sweep, states_of(sweep))
 
 
 @pytest.mark.parametrize("name", ["install", "re-sign", "remove"])
@@ -213,9 +217,9 @@ def test_an_input_output_error_at_any_step_changes_nothing(
 def refused_at_any_step(name: str, scene: CrashScene, fault: Fault, error: type[Exception]) -> None:
     sweep = scene.sweep(name)
     for step, _ in sweep.steps():
-        house, ended = sweep.at(step, fault)
+        user_home, ended = sweep.at(step, fault)
         assert ended.completed_or_raised(error), ended.trace
-        assert_whole(house, sweep, states_of(sweep))
+        assert_whole(user_home, sweep, states_of(sweep))
 
 
 @pytest.mark.parametrize("name", ["install two", "import two"])
@@ -229,9 +233,9 @@ def test_of_experts_that_are_given_together_all_are_installed_or_none(
 def all_or_none_at_any_step(name: str, scene: CrashScene, fault: Fault) -> None:
     sweep = scene.sweep(name)
     for step, _ in sweep.steps():
-        house, ended = sweep.at(step, fault)
+        user_home, ended = sweep.at(step, fault)
         assert ended.completed_or_raised(DiskFullError, StoreError), ended.trace
-        assert_whole(house, sweep, [sweep.before, sweep.after])
+        assert_whole(user_home, sweep, [sweep.before, sweep.after])
 
 
 def test_the_steps_that_are_counted_are_all_there_are(scene: CrashScene) -> None:
@@ -264,50 +268,57 @@ def test_a_ref_is_published_only_after_its_blobs_are_flushed(scene: CrashScene) 
 @pytest.mark.parametrize("fault", ["kill", "full", "error"])
 @pytest.mark.parametrize("copied", [False, True], ids=["where it is", "copied"])
 def test_adding_a_base_succeeds_wholly_or_not_at_all(
-    copied: bool, fault: Fault, shop: PackageFactory, fast: Path, lean: SpawnedProcess
+    copied: bool, fault: Fault, package_factory: PackageFactory, fast: Path, lean: SpawnedProcess
 ) -> None:
-    lean(added_at_any_step, copied, fault, shop, HomeFixture(fast / "home"))
+    lean(added_at_any_step, copied, fault, package_factory, HomeFixture(fast / "home"))
 
 
-def added_at_any_step(copied: bool, fault: Fault, shop: PackageFactory, house: HomeFixture) -> None:
-    add = house.bases.add_copy if copied else house.bases.add
-    whole = run_with_fault(lambda: add(shop.base_dir, name="one"))
+def added_at_any_step(
+    copied: bool, fault: Fault, package_factory: PackageFactory, user_home: HomeFixture
+) -> None:
+    add = user_home.bases.add_copy if copied else user_home.bases.add
+    whole = run_with_fault(lambda: add(package_factory.base_dir, name="one"))
     assert not whole.errors, whole.trace
     for step in range(1, len(whole.steps) + 1):
-        shutil.rmtree(house.root, ignore_errors=True)
-        ended = run_with_fault(lambda: add(shop.base_dir, name="one"), at=step, fault=fault)
+        shutil.rmtree(user_home.root, ignore_errors=True)
+        ended = run_with_fault(
+            lambda: add(package_factory.base_dir, name="one"), at=step, fault=fault
+        )
         assert ended.completed_or_raised(StoreError, DiskFullError), ended.trace
-        house.bases.check_integrity()
-        assert [base.name for base in house.bases.list_bases()] in ([], ["one"])
-        assert add(shop.base_dir, name="one").identity.arch == shop.base.identity.arch
-        house.bases.check_integrity()
-        assert {path.name for path in house.home.bases.iterdir()} == {"lock", "one"}
+        user_home.bases.check_integrity()
+        assert [base.name for base in user_home.bases.list_bases()] in ([], ["one"])
+        assert (
+            add(package_factory.base_dir, name="one").identity.arch
+            == package_factory.base.identity.arch
+        )
+        user_home.bases.check_integrity()
+        assert {path.name for path in user_home.home.bases.iterdir()} == {"lock", "one"}
 
 
 @pytest.mark.parametrize("fault", ["kill", "error"])
 def test_removing_a_base_succeeds_wholly_or_not_at_all(
-    fault: Fault, shop: PackageFactory, fast: Path
+    fault: Fault, package_factory: PackageFactory, fast: Path
 ) -> None:
-    house = HomeFixture(fast / "home")
-    base = house.bases.add_copy(shop.base_dir)
-    shutil.copytree(house.root, fast / "template")
-    whole = run_with_fault(lambda: house.bases.remove(base))
-    assert house.bases.list_bases() == []
+    user_home = HomeFixture(fast / "home")
+    base = user_home.bases.add_copy(package_factory.base_dir)
+    shutil.copytree(user_home.root, fast / "template")
+    whole = run_with_fault(lambda: user_home.bases.remove(base))
+    assert user_home.bases.list_bases() == []
     for step in range(1, len(whole.steps) + 1):
-        shutil.rmtree(house.root)
-        shutil.copytree(fast / "template", house.root)
-        run_with_fault(lambda: house.bases.remove(base), at=step, fault=fault)
-        house.bases.check_integrity()
-        for left in house.bases.list_bases():
-            house.bases.remove(left)
-        assert house.bases.add_copy(shop.base_dir).identity == base.identity
+        shutil.rmtree(user_home.root)
+        shutil.copytree(fast / "template", user_home.root)
+        run_with_fault(lambda: user_home.bases.remove(base), at=step, fault=fault)
+        user_home.bases.check_integrity()
+        for left in user_home.bases.list_bases():
+            user_home.bases.remove(left)
+        assert user_home.bases.add_copy(package_factory.base_dir).identity == base.identity
 
 
 def test_collecting_garbage_can_be_killed_at_any_step(
-    template: HomeFixture, shop: PackageFactory, fast: Path
+    template: HomeFixture, package_factory: PackageFactory, fast: Path
 ) -> None:
     killed = run_with_fault(
-        lambda: template.install(shop.package("acme/new", seed=1)), at=25, fault="kill"
+        lambda: template.install(package_factory.package("acme/new", seed=1)), at=25, fault="kill"
     )
     assert killed.killed
     assert list(template.store.paths.staging.iterdir())

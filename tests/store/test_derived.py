@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from expertctl.digest import Digest
 from expertctl.install.doctor import Finding, examine_store
 from expertctl.store.disk import DerivedData
-from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, package_factory, user_home
 
-__all__ = ["fast", "house", "shop"]
+__all__ = ["fast", "package_factory", "user_home"]
 
 PACKAGE, OTHER, KEY = (Digest.compute(text) for text in (b"package", b"other", b"key"))
 DATA = bytes(range(200))
@@ -90,33 +90,35 @@ def test_nobody_else_may_read_or_write_it(derived: DerivedData) -> None:
 
 
 def test_gc_removes_what_was_derived_from_packages_that_are_gone(
-    house: HomeFixture, shop: PackageFactory
+    user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    house.install(shop.package())
-    [expert] = house.store.list_experts()
-    derived = DerivedData(house.store.paths.derived)
+    user_home.install(package_factory.package())
+    [expert] = user_home.store.list_experts()
+    derived = DerivedData(user_home.store.paths.derived)
     for package in (expert.content_digest, OTHER):
         derived.write(package, KEY, DATA)
     gone = derived.root / OTHER.hex
-    told = house.store.find_garbage()
+    told = user_home.store.find_garbage()
     assert (told.folders, told.size) == ((gone,), 32 + len(DATA))
     assert gone.exists()
-    assert house.store.collect_garbage() == told
+    assert user_home.store.collect_garbage() == told
     assert not gone.exists()
     assert derived.read(expert.content_digest, KEY, size=len(DATA)) == DATA
-    house.store.remove(expert)
-    house.store.collect_garbage()
+    user_home.store.remove(expert)
+    user_home.store.collect_garbage()
     assert list(derived.root.iterdir()) == []
 
 
-def findings(house: HomeFixture) -> tuple[Finding, ...]:
+def findings(user_home: HomeFixture) -> tuple[Finding, ...]:
     return examine_store(
-        house.store, bases=house.bases, trust=house.trust, catalogue=house.catalogue
+        user_home.store, bases=user_home.bases, trust=user_home.trust, catalogue=user_home.catalogue
     ).findings
 
 
-def test_doctor_has_nothing_to_say_about_it(house: HomeFixture, shop: PackageFactory) -> None:
-    house.install(shop.package())
-    before = findings(house)
-    DerivedData(house.store.paths.derived).write(OTHER, KEY, DATA)
-    assert findings(house) == before
+def test_doctor_has_nothing_to_say_about_it(
+    user_home: HomeFixture, package_factory: PackageFactory
+) -> None:
+    user_home.install(package_factory.package())
+    before = findings(user_home)
+    DerivedData(user_home.store.paths.derived).write(OTHER, KEY, DATA)
+    assert findings(user_home) == before

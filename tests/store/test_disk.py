@@ -58,28 +58,30 @@ def protect(folder: Path) -> None:
 
 
 def test_a_full_disk_is_told_and_changes_nothing(
-    small_disk: Path, shop: PackageFactory, house: HomeFixture
+    small_disk: Path, package_factory: PackageFactory, user_home: HomeFixture
 ) -> None:
     full = HomeFixture(small_disk / "home").trust_keys("acme")
-    full.install(shop.package("acme/first"), catalogue=full.catalogue)
+    full.install(package_factory.package("acme/first"), catalogue=full.catalogue)
     before = full.read_files()
     free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
     filler = small_disk / "filler"
     filler.write_bytes(b"x" * (free - 8192))
     with pytest.raises(DiskFullError) as error:
-        full.install(shop.package("acme/second", seed=3))
+        full.install(package_factory.package("acme/second", seed=3))
     assert "free some space" in error.value.hint
     assert full.read_files() == before
     assert full.refs() == ["acme/first@1.0.0"]
     filler.unlink()
-    full.install(shop.package("acme/second", seed=3), catalogue=full.catalogue)
+    full.install(package_factory.package("acme/second", seed=3), catalogue=full.catalogue)
     assert full.refs() == ["acme/first@1.0.0", "acme/second@1.0.0"]
     full.check_integrity()
 
 
-def test_an_expert_can_be_removed_from_a_full_disk(small_disk: Path, shop: PackageFactory) -> None:
+def test_an_expert_can_be_removed_from_a_full_disk(
+    small_disk: Path, package_factory: PackageFactory
+) -> None:
     full = HomeFixture(small_disk / "home").trust_keys("acme")
-    (done,) = full.install(shop.package("acme/first"))
+    (done,) = full.install(package_factory.package("acme/first"))
     with pytest.raises(OSError, match="No space"):
         (small_disk / "filler").write_bytes(b"x" * (256 << 10))
     freed = full.store.remove(done.expert)
@@ -87,9 +89,11 @@ def test_an_expert_can_be_removed_from_a_full_disk(small_disk: Path, shop: Packa
     assert full.refs() == []
 
 
-def test_experts_are_used_from_a_full_disk(small_disk: Path, shop: PackageFactory) -> None:
+def test_experts_are_used_from_a_full_disk(
+    small_disk: Path, package_factory: PackageFactory
+) -> None:
     full = HomeFixture(small_disk / "home").trust_keys("acme")
-    (done,) = full.install(shop.package("acme/first"))
+    (done,) = full.install(package_factory.package("acme/first"))
     filler, leases = small_disk / "filler", full.store.paths.leases
     with pytest.raises(OSError, match="No space"):
         filler.write_bytes(b"x" * (256 << 10))
@@ -106,11 +110,11 @@ def test_experts_are_used_from_a_full_disk(small_disk: Path, shop: PackageFactor
 
 
 def test_what_is_known_of_experts_is_read_from_a_full_disk(
-    small_disk: Path, shop: PackageFactory
+    small_disk: Path, package_factory: PackageFactory
 ) -> None:
     """Whoever closed the catalogue last removed its log, and there is no room for another."""
     full = HomeFixture(small_disk / "home").trust_keys("acme")
-    (done,) = full.install(shop.package("acme/first"), catalogue=full.catalogue)
+    (done,) = full.install(package_factory.package("acme/first"), catalogue=full.catalogue)
     digest = done.expert.content_digest
     assert record_use(full.catalogue, digest)
     index = full.home.index
@@ -132,69 +136,71 @@ def test_what_is_known_of_experts_is_read_from_a_full_disk(
 
 
 def test_a_limit_on_file_size_is_told_and_changes_nothing(
-    house: HomeFixture, shop: PackageFactory
+    user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    house.install(shop.package("acme/first"))
-    file, before = shop.package("acme/second", seed=3), house.read_files()
+    user_home.install(package_factory.package("acme/first"))
+    file, before = package_factory.package("acme/second", seed=3), user_home.read_files()
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
-        house.install(file)
+        user_home.install(file)
 
     ended = run_with_fault(limited)
     assert ended.errors[0] == "DiskFullError", ended.trace
-    assert house.read_files() == before
-    house.install(file)
-    house.check_integrity()
+    assert user_home.read_files() == before
+    user_home.install(file)
+    user_home.check_integrity()
 
 
 def test_a_file_system_without_room_for_a_folder_is_told(
-    small_disk: Path, shop: PackageFactory
+    small_disk: Path, package_factory: PackageFactory
 ) -> None:
     (small_disk / "filler").write_bytes(b"x" * (200 << 10))
     with pytest.raises(OSError, match="No space"):
         (small_disk / "rest").write_bytes(b"x" * (100 << 10))
     full = HomeFixture(small_disk / "home")
     with pytest.raises(DiskFullError):
-        full.bases.add_copy(shop.base_dir)
+        full.bases.add_copy(package_factory.base_dir)
     assert full.bases.list_bases() == []
 
 
 def test_a_store_that_may_not_be_written_is_read_and_refuses_the_rest(
-    public: Path, shop: PackageFactory
+    public: Path, package_factory: PackageFactory
 ) -> None:
-    house = HomeFixture(public / "home").trust_keys("acme")
-    (done,) = house.install(shop.package("acme/first"), catalogue=house.catalogue)
-    house.bases.add_copy(shop.base_dir, name="base")
-    record_use(house.catalogue, done.expert.content_digest)
+    user_home = HomeFixture(public / "home").trust_keys("acme")
+    (done,) = user_home.install(
+        package_factory.package("acme/first"), catalogue=user_home.catalogue
+    )
+    user_home.bases.add_copy(package_factory.base_dir, name="base")
+    record_use(user_home.catalogue, done.expert.content_digest)
     package = public / "second.expert"
-    package.write_bytes(shop.package("acme/second", seed=3).read_bytes())
+    package.write_bytes(package_factory.package("acme/second", seed=3).read_bytes())
     package.chmod(0o644)
-    before = house.read_files()
-    protect(house.root)
-    (house.root / "trust.json").chmod(0o444)
+    before = user_home.read_files()
+    protect(user_home.root)
+    (user_home.root / "trust.json").chmod(0o444)
 
     def use() -> None:
         powerless()
-        (expert,) = house.store.list_experts()
-        with house.store.lease_experts([expert]):
-            assert house.store.read_manifest(expert).name == "acme/first"
-        house.store.check_integrity()
-        house.bases.check(house.bases.find("base"))
-        house.store.find_garbage()
+        (expert,) = user_home.store.list_experts()
+        with user_home.store.lease_experts([expert]):
+            assert user_home.store.read_manifest(expert).name == "acme/first"
+        user_home.store.check_integrity()
+        user_home.bases.check(user_home.bases.find("base"))
+        user_home.store.find_garbage()
 
     def refuse(action: str) -> None:
         powerless()
-        (expert,) = house.store.list_experts()
+        (expert,) = user_home.store.list_experts()
         match action:
             case "install":
-                house.install(package)
+                user_home.install(package)
             case "remove":
-                house.store.remove(expert)
+                user_home.store.remove(expert)
             case "gc":
-                house.store.collect_garbage()
+                user_home.store.collect_garbage()
             case "base":
-                house.bases.remove(house.bases.find("base"))
+                user_home.bases.remove(user_home.bases.find("base"))
 
     ended = run_with_fault(use)
     assert not ended.errors, ended.trace
@@ -202,21 +208,23 @@ def test_a_store_that_may_not_be_written_is_read_and_refuses_the_rest(
         ended = run_with_fault(lambda action=action: refuse(action))
         assert ended.errors[0] == "StoreError", ended.trace
         assert "is read-only" in ended.trace, ended.trace
-    assert house.read_files() == before
+    assert user_home.read_files() == before
 
 
 def test_the_history_is_read_and_not_written_where_nothing_may_be_written(
-    public: Path, shop: PackageFactory
+    public: Path, package_factory: PackageFactory
 ) -> None:
-    house = HomeFixture(public / "home").trust_keys("acme")
-    (done,) = house.install(shop.package("acme/first"), catalogue=house.catalogue)
+    user_home = HomeFixture(public / "home").trust_keys("acme")
+    (done,) = user_home.install(
+        package_factory.package("acme/first"), catalogue=user_home.catalogue
+    )
     digest = done.expert.content_digest
-    record_use(house.catalogue, digest)
-    protect(house.root)
+    record_use(user_home.catalogue, digest)
+    protect(user_home.root)
 
     def use() -> None:
         powerless()
-        catalogue = house.catalogue
+        catalogue = user_home.catalogue
         usage = catalogue.history.read_usage_counts().get(digest)
         assert usage is not None
         assert usage.uses == 1
@@ -229,33 +237,33 @@ def test_the_history_is_read_and_not_written_where_nothing_may_be_written(
     assert not ended.errors, ended.trace
 
 
-def test_a_read_only_file_system_is_told(small_disk: Path, shop: PackageFactory) -> None:
-    house = HomeFixture(small_disk / "home").trust_keys("acme")
-    (done,) = house.install(shop.package("acme/first"))
+def test_a_read_only_file_system_is_told(small_disk: Path, package_factory: PackageFactory) -> None:
+    user_home = HomeFixture(small_disk / "home").trust_keys("acme")
+    (done,) = user_home.install(package_factory.package("acme/first"))
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(StoreError, match="is read-only") as error:
-        house.install(shop.package("acme/second", seed=3))
+        user_home.install(package_factory.package("acme/second", seed=3))
     assert "EXPERT_HOME" in error.value.hint
     with pytest.raises(StoreError, match="is read-only"):
-        house.store.remove(done.expert)
-    with house.store.lease_experts([done.expert]):
-        house.store.check_integrity()
-    assert not record_use(house.catalogue, done.expert.content_digest)
+        user_home.store.remove(done.expert)
+    with user_home.store.lease_experts([done.expert]):
+        user_home.store.check_integrity()
+    assert not record_use(user_home.catalogue, done.expert.content_digest)
 
 
 def test_blobs_on_another_file_system_are_copied_there(
-    small_disk: Path, house: HomeFixture, shop: PackageFactory
+    small_disk: Path, user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    (house.home.store / "blobs").mkdir(parents=True)
-    (house.home.store / "blobs" / "sha256").symlink_to(small_disk)
-    (done,) = house.install(shop.package("acme/first"))
-    house.check_integrity()
+    (user_home.home.store / "blobs").mkdir(parents=True)
+    (user_home.home.store / "blobs" / "sha256").symlink_to(small_disk)
+    (done,) = user_home.install(package_factory.package("acme/first"))
+    user_home.check_integrity()
     assert {path.name for path in small_disk.iterdir()} == {
         file.digest.hex for file in done.expert.layers
     }
 
 
-def test_a_home_that_is_a_file_is_told(tmp_path: Path, shop: PackageFactory) -> None:
+def test_a_home_that_is_a_file_is_told(tmp_path: Path, package_factory: PackageFactory) -> None:
     (tmp_path / "home").write_text("")
     store = Store(Home(tmp_path / "home").store)
     assert store.list_experts() == []
@@ -280,18 +288,20 @@ def test_each_refusal_has_its_error(number: int, error: type[Exception]) -> None
         raise OSError(number, os.strerror(number), "/a/file")
 
 
-def test_what_nobody_here_may_clear_counts_as_in_use(public: Path, shop: PackageFactory) -> None:
-    house = HomeFixture(public / "home").trust_keys("acme")
-    house.install(shop.package("acme/first"))
-    folder = house.store.paths.staging / "left"
+def test_what_nobody_here_may_clear_counts_as_in_use(
+    public: Path, package_factory: PackageFactory
+) -> None:
+    user_home = HomeFixture(public / "home").trust_keys("acme")
+    user_home.install(package_factory.package("acme/first"))
+    folder = user_home.store.paths.staging / "left"
     folder.mkdir()
     (folder / "lock").touch()
     os.utime(folder, (0, 0))
-    protect(house.root)
+    protect(user_home.root)
 
     def look() -> None:
         powerless()
-        assert house.store.find_garbage().folders == ()
+        assert user_home.store.find_garbage().folders == ()
 
     ended = run_with_fault(look)
     assert not ended.errors, ended.trace

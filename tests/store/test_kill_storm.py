@@ -28,14 +28,14 @@ PROGRAM = "from expertctl.cli.app import main; main()"
 SIGKILL = -9
 
 
-def command(house: HomeFixture, *words: object, call: str = "", at: int = 0) -> int:
+def command(user_home: HomeFixture, *words: object, call: str = "", at: int = 0) -> int:
     """Run one command; kill it when it makes the ``at``-th call of that name."""
     tracer = ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"trace={call}"]
     tracer += ["-e", f"inject={call}:signal=SIGKILL:when={at}"]
     program = [sys.executable, "-B", "-c", PROGRAM, *map(str, words)]
     environment = {
         **os.environ,
-        "EXPERT_HOME": str(house.root),
+        "EXPERT_HOME": str(user_home.root),
         "EXPERT_ENCODER": "lexical",
         "OMP_NUM_THREADS": "1",
     }
@@ -50,9 +50,9 @@ def command(house: HomeFixture, *words: object, call: str = "", at: int = 0) -> 
     return result.returncode
 
 
-def diagnose(house: HomeFixture) -> Diagnosis:
+def diagnose(user_home: HomeFixture) -> Diagnosis:
     return examine_store(
-        house.store, bases=house.bases, trust=house.trust, catalogue=house.catalogue
+        user_home.store, bases=user_home.bases, trust=user_home.trust, catalogue=user_home.catalogue
     )
 
 
@@ -63,25 +63,31 @@ def strace_works() -> bool:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_killed_at_every_system_call_the_next_command_works(
-    call: str, shop: PackageFactory, fast: Path
+    call: str, package_factory: PackageFactory, fast: Path
 ) -> None:
     if not strace_works():
         pytest.skip("tracing is not allowed here")
     template = HomeFixture(fast / "template").trust_keys("acme")
-    template.install(shop.package("acme/old"), catalogue=template.catalogue, index=template.index)
-    file = shop.package("acme/new", seed=1)
+    template.install(
+        package_factory.package("acme/old"), catalogue=template.catalogue, index=template.index
+    )
+    file = package_factory.package("acme/new", seed=1)
     for at in range(1, 1000):
         shutil.rmtree(fast / "home", ignore_errors=True)
         shutil.copytree(template.root, fast / "home")
-        house = HomeFixture(fast / "home")
-        code = command(house, "install", file, call=call, at=at)
-        assert house.refs() in (["acme/old@1.0.0"], ["acme/new@1.0.0", "acme/old@1.0.0"])
-        house.check_integrity()
-        (done,) = house.install(file, catalogue=house.catalogue, index=house.index)
+        user_home = HomeFixture(fast / "home")
+        code = command(user_home, "install", file, call=call, at=at)
+        assert user_home.refs() in (["acme/old@1.0.0"], ["acme/new@1.0.0", "acme/old@1.0.0"])
+        user_home.check_integrity()
+        (done,) = user_home.install(file, catalogue=user_home.catalogue, index=user_home.index)
         assert not any("not indexed" in warning for warning in done.warnings)
-        assert house.refs() == house.catalogue.list_refs() == ["acme/new@1.0.0", "acme/old@1.0.0"]
-        house.check_integrity()
-        assert diagnose(house).healthy
+        assert (
+            user_home.refs()
+            == user_home.catalogue.list_refs()
+            == ["acme/new@1.0.0", "acme/old@1.0.0"]
+        )
+        user_home.check_integrity()
+        assert diagnose(user_home).healthy
         if code != SIGKILL:
             assert code == 0
             assert at > 1 or call in {"ftruncate", "rmdir", "fdatasync"}

@@ -30,13 +30,13 @@ SIGNERS = st.sampled_from(["acme", "other", None])
 class StoreMachine(RuleBasedStateMachine):
     """``model`` says which seed and signer each installed ref has."""
 
-    shop: PackageFactory
+    package_factory: PackageFactory
     folder: Path
 
     @initialize()
     def begin(self) -> None:
         self.root = Path(tempfile.mkdtemp(dir=self.folder))
-        self.house = HomeFixture(self.root).trust_keys("acme", "other")
+        self.user_home = HomeFixture(self.root).trust_keys("acme", "other")
         self.model: dict[str, tuple[int, str | None]] = {}
 
     def teardown(self) -> None:
@@ -45,10 +45,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, version=VERSIONS, seed=SEEDS, key=SIGNERS)
     def install(self, name: str, version: str, seed: int, key: str | None) -> None:
-        ref, file = f"{name}@{version}", self.shop.package(name, version, key=key, seed=seed)
+        ref, file = (
+            f"{name}@{version}",
+            self.package_factory.package(name, version, key=key, seed=seed),
+        )
         old = self.model.get(ref)
         try:
-            (done,) = self.house.install(file, allow_unsigned=True)
+            (done,) = self.user_home.install(file, allow_unsigned=True)
         except ChangedVersionError:
             assert old is not None
             assert old[0] != seed
@@ -62,7 +65,7 @@ class StoreMachine(RuleBasedStateMachine):
     def remove(self, name: str, version: str) -> None:
         ref = f"{name}@{version}"
         try:
-            self.house.store.remove(self.house.store.find(Reference.parse(ref)))
+            self.user_home.store.remove(self.user_home.store.find(Reference.parse(ref)))
         except NotFoundError:
             assert ref not in self.model
         else:
@@ -73,29 +76,30 @@ class StoreMachine(RuleBasedStateMachine):
     def damage_and_install_again(self, data: Any) -> None:
         ref = data.draw(st.sampled_from(sorted(self.model)))
         seed, key = self.model[ref]
-        expert = self.house.store.find(Reference.parse(ref))
+        expert = self.user_home.store.find(Reference.parse(ref))
         file = data.draw(st.sampled_from(expert.layers))
-        self.house.store.blob_path(file.digest).unlink()
+        self.user_home.store.blob_path(file.digest).unlink()
         for other, (its_seed, its_key) in self.model.items():
             name, version = other.split("@")
-            self.house.install(
-                self.shop.package(name, version, key=its_key, seed=its_seed), allow_unsigned=True
+            self.user_home.install(
+                self.package_factory.package(name, version, key=its_key, seed=its_seed),
+                allow_unsigned=True,
             )
         assert self.model[ref] == (seed, key)
 
     @rule()
     def collect(self) -> None:
-        assert self.house.store.collect_garbage().blobs == ()
+        assert self.user_home.store.collect_garbage().blobs == ()
 
     @invariant()
     def the_store_is_what_the_model_says(self) -> None:
-        if not hasattr(self, "house"):
+        if not hasattr(self, "user_home"):
             return
-        store = self.house.store
-        assert set(self.house.refs()) == set(self.model)
+        store = self.user_home.store
+        assert set(self.user_home.refs()) == set(self.model)
         for expert in store.list_experts():
             seed, key = self.model[expert.ref]
-            made = self.shop.read_contents(
+            made = self.package_factory.read_contents(
                 str(expert.package), str(expert.version), key=key, seed=seed
             )
             assert expert.package_digest == made.package_digest
@@ -115,10 +119,10 @@ def outcome(old: tuple[int, str | None] | None, new: tuple[int, str | None]) -> 
     ("examples", "steps"), [(12, 12), pytest.param(100, 40, marks=pytest.mark.all)]
 )
 def test_the_store_agrees_with_a_dictionary(
-    examples: int, steps: int, shop: PackageFactory, fast: Path
+    examples: int, steps: int, package_factory: PackageFactory, fast: Path
 ) -> None:
     run_state_machine_as_test(
-        type("OneShop", (StoreMachine,), {"shop": shop, "folder": fast}),
+        type("OneShop", (StoreMachine,), {"package_factory": package_factory, "folder": fast}),
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,

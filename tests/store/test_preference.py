@@ -22,9 +22,9 @@ from expertctl.store.preference import (
 )
 from expertctl.store.refs import StoredExpert
 from tests.routing.experts import make_installed, make_manifest
-from tests.store.fixtures import HomeFixture, PackageFactory, house, shop
+from tests.store.fixtures import HomeFixture, PackageFactory, package_factory, user_home
 
-__all__ = ["house", "shop"]
+__all__ = ["package_factory", "user_home"]
 
 SQL = PackageName("acme", "sql")
 HUB = "hub.example"
@@ -190,9 +190,12 @@ def test_a_damaged_record_of_yanks_has_none(tmp_path: Path, text: str) -> None:
 
 
 def test_what_a_registry_says_replaces_what_it_said_before_of_that_package_only(
-    house: HomeFixture,
+    user_home: HomeFixture,
 ) -> None:
-    path, other = house.home.yanked, make_installed(make_manifest("acme/x"), registry=HUB).stored
+    path, other = (
+        user_home.home.yanked,
+        make_installed(make_manifest("acme/x"), registry=HUB).stored,
+    )
     key = HUB, SQL
 
     def said(versions: dict[Version, str], *experts: StoredExpert) -> dict[str, dict[str, str]]:
@@ -200,7 +203,7 @@ def test_what_a_registry_says_replaces_what_it_said_before_of_that_package_only(
             path,
             {key: versions},
             installed=lambda: experts,
-            locked=house.store.begin_transaction,
+            locked=user_home.store.begin_transaction,
         )
         return dict(json.loads(path.read_text()))
 
@@ -212,11 +215,13 @@ def test_what_a_registry_says_replaces_what_it_said_before_of_that_package_only(
 
 
 def test_a_store_finds_the_version_that_is_preferred(
-    house: HomeFixture, shop: PackageFactory
+    user_home: HomeFixture, package_factory: PackageFactory
 ) -> None:
-    house.install(shop.package("acme/sql", "1.0.0"), shop.package("acme/sql", "1.1.0"))
-    house.home.yanked.write_text(json.dumps({"local": {"acme/sql@1.1.0": ""}}))
-    store = replace(house.store, preference=read_preference(house.home))
+    user_home.install(
+        package_factory.package("acme/sql", "1.0.0"), package_factory.package("acme/sql", "1.1.0")
+    )
+    user_home.home.yanked.write_text(json.dumps({"local": {"acme/sql@1.1.0": ""}}))
+    store = replace(user_home.store, preference=read_preference(user_home.home))
     assert store.find(Reference.parse("acme/sql")).ref == "acme/sql@1.0.0"
     assert store.find(Reference.parse("acme/sql@1.1.0")).ref == "acme/sql@1.1.0"
     with pytest.raises(NotFoundError):

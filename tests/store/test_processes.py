@@ -43,46 +43,55 @@ def together(actions: Sequence[Callable[[], object]]) -> list[str]:
     return [told[number] for number in range(len(actions))]
 
 
-def test_of_many_installs_of_one_package_one_installs_it(fast: Path, shop: PackageFactory) -> None:
-    house, file = HomeFixture(fast).trust_keys("acme"), shop.package()
-    said = together([lambda: house.install(file)[0].outcome] * 6)
+def test_of_many_installs_of_one_package_one_installs_it(
+    fast: Path, package_factory: PackageFactory
+) -> None:
+    user_home, file = HomeFixture(fast).trust_keys("acme"), package_factory.package()
+    said = together([lambda: user_home.install(file)[0].outcome] * 6)
     assert sorted(said) == ["already installed"] * 5 + ["installed"]
-    assert house.refs() == ["acme/sql@1.0.0"]
-    assert list(house.store.paths.staging.iterdir()) == []
-    house.check_integrity()
+    assert user_home.refs() == ["acme/sql@1.0.0"]
+    assert list(user_home.store.paths.staging.iterdir()) == []
+    user_home.check_integrity()
 
 
-def test_of_two_contents_for_one_version_one_wins(fast: Path, shop: PackageFactory) -> None:
-    house = HomeFixture(fast).trust_keys("acme")
-    files = [shop.package(seed=seed) for seed in (0, 1)]
-    said = together([lambda f=file: house.install(f)[0].outcome for file in files * 2])
+def test_of_two_contents_for_one_version_one_wins(
+    fast: Path, package_factory: PackageFactory
+) -> None:
+    user_home = HomeFixture(fast).trust_keys("acme")
+    files = [package_factory.package(seed=seed) for seed in (0, 1)]
+    said = together([lambda f=file: user_home.install(f)[0].outcome for file in files * 2])
     assert said.count("installed") == 1
     assert sum(text.startswith("ChangedVersionError") for text in said) == 2
-    house.check_integrity()
+    user_home.check_integrity()
 
 
-def test_different_packages_install_side_by_side(fast: Path, shop: PackageFactory) -> None:
-    house = HomeFixture(fast).trust_keys("acme")
-    files = [shop.package(f"acme/expert{n}", seed=n) for n in range(6)]
+def test_different_packages_install_side_by_side(
+    fast: Path, package_factory: PackageFactory
+) -> None:
+    user_home = HomeFixture(fast).trust_keys("acme")
+    files = [package_factory.package(f"acme/expert{n}", seed=n) for n in range(6)]
     said = together(
-        [lambda f=file: house.install(f, catalogue=house.catalogue)[0].warnings for file in files]
+        [
+            lambda f=file: user_home.install(f, catalogue=user_home.catalogue)[0].warnings
+            for file in files
+        ]
     )
     assert all("not indexed" not in text for text in said), said
-    assert len(house.refs()) == 6
-    assert house.catalogue.list_refs() == house.refs()
-    house.check_integrity()
+    assert len(user_home.refs()) == 6
+    assert user_home.catalogue.list_refs() == user_home.refs()
+    user_home.check_integrity()
 
 
-def look(house: HomeFixture) -> set[str]:
+def look(user_home: HomeFixture) -> set[str]:
     """Read all that is installed; return the refs that stayed until they were read."""
-    now, seen = house.store.scan(), set()
+    now, seen = user_home.store.scan(), set()
     assert now.damaged == ()
     for expert in now.experts:
         try:
-            with house.store.lease_experts([expert]):
-                sizes = [house.store.blob_path(f.digest).stat().st_size for f in expert.layers]
+            with user_home.store.lease_experts([expert]):
+                sizes = [user_home.store.blob_path(f.digest).stat().st_size for f in expert.layers]
                 assert sizes == [file.size for file in expert.layers]
-                assert house.store.read_manifest(expert).ref == expert.ref
+                assert user_home.store.read_manifest(expert).ref == expert.ref
                 seen.add(expert.ref)
         except NotFoundError:
             continue
@@ -90,26 +99,29 @@ def look(house: HomeFixture) -> set[str]:
 
 
 def test_readers_gc_and_removals_beside_installs_lose_nothing(
-    fast: Path, shop: PackageFactory
+    fast: Path, package_factory: PackageFactory
 ) -> None:
-    house = HomeFixture(fast).trust_keys("acme")
-    kept = shop.package("acme/kept")
-    house.install(kept)
+    user_home = HomeFixture(fast).trust_keys("acme")
+    kept = package_factory.package("acme/kept")
+    user_home.install(kept)
     done = fast / "done"
-    files = [shop.package("acme/comes-and-goes"), shop.package("acme/goes", seed=4)]
+    files = [
+        package_factory.package("acme/comes-and-goes"),
+        package_factory.package("acme/goes", seed=4),
+    ]
 
     def change() -> str:
         for _ in range(12):
             for file in files:
-                house.install(file)
+                user_home.install(file)
             for name in ("acme/comes-and-goes", "acme/goes"):
-                house.store.remove(house.store.find(Reference.parse(name)))
+                user_home.store.remove(user_home.store.find(Reference.parse(name)))
         done.touch()
         return "changed"
 
     def collect() -> str:
         while not done.exists():
-            with house.store.begin_transaction() as changes:
+            with user_home.store.begin_transaction() as changes:
                 changes.collect_garbage(age=0)
         return "collected"
 
@@ -117,26 +129,26 @@ def test_readers_gc_and_removals_beside_installs_lose_nothing(
         rounds = 0
         while not done.exists() or rounds == 0:
             rounds += 1
-            seen = look(house)
+            seen = look(user_home)
             assert "acme/kept@1.0.0" in seen
         return "read"
 
     assert together([change, collect, read]) == ["changed", "collected", "read"]
-    assert house.refs() == ["acme/kept@1.0.0"]
-    house.store.collect_garbage()
-    house.check_integrity()
-    (expert,) = house.store.list_experts()
-    names = {path.name for path in house.store.paths.blobs.iterdir()}
+    assert user_home.refs() == ["acme/kept@1.0.0"]
+    user_home.store.collect_garbage()
+    user_home.check_integrity()
+    (expert,) = user_home.store.list_experts()
+    names = {path.name for path in user_home.store.paths.blobs.iterdir()}
     assert names == {file.digest.hex for file in expert.layers}
 
 
-def test_a_base_added_by_many_is_there_once(fast: Path, shop: PackageFactory) -> None:
-    house = HomeFixture(fast)
-    said = together([lambda: house.bases.add(shop.base_dir).name] * 3)
-    said += together([lambda: house.bases.add_copy(shop.base_dir).name] * 3)
-    assert set(said) == {shop.base_dir.name}
-    assert len(house.bases.list_bases()) == 1
-    house.bases.check_integrity()
+def test_a_base_added_by_many_is_there_once(fast: Path, package_factory: PackageFactory) -> None:
+    user_home = HomeFixture(fast)
+    said = together([lambda: user_home.bases.add(package_factory.base_dir).name] * 3)
+    said += together([lambda: user_home.bases.add_copy(package_factory.base_dir).name] * 3)
+    assert set(said) == {package_factory.base_dir.name}
+    assert len(user_home.bases.list_bases()) == 1
+    user_home.bases.check_integrity()
 
 
 def test_a_store_that_is_locked_for_too_long_is_told(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from expertctl.store.quantised_cache import (
 from expertctl.store.quantised_file import QuantisedLayout, QuantisedPiece, iterate_pieces
 from tests.factories import write_base
 from tests.store.fault_injection import Fault, run_with_fault
-from tests.store.fixtures import HomeFixture, house
+from tests.store.fixtures import HomeFixture, user_home
 
-__all__ = ["house"]
+__all__ = ["user_home"]
 
 pytestmark = pytest.mark.all
 
@@ -46,8 +46,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bases(house: HomeFixture) -> BaseStore:
-    return house.bases
+def bases(user_home: HomeFixture) -> BaseStore:
+    return user_home.bases
 
 
 @pytest.fixture
@@ -372,7 +372,7 @@ def test_a_copy_that_is_given_up_goes_and_who_has_it_open_reads_on(
 
 
 def test_a_copy_is_not_cut_where_it_lies_by_who_removes_or_replaces_it(
-    house: HomeFixture, bases: BaseStore, copies: QuantisedCache
+    user_home: HomeFixture, bases: BaseStore, copies: QuantisedCache
 ) -> None:
     """Whoever has it mapped would be killed."""
     stream(copies)
@@ -383,7 +383,7 @@ def test_a_copy_is_not_cut_where_it_lies_by_who_removes_or_replaces_it(
         assert copy.is_whole()
         again = copies.path("int8").stat().st_ino
         copies.path("int8").rename(copies.path("int8").with_name("int8-0"))
-        collect_garbage(house.store, bases)
+        collect_garbage(user_home.store, bases)
         assert copy.is_whole()
         assert os.fstat(copy.handle).st_ino != again
 
@@ -456,14 +456,17 @@ def test_what_cannot_be_kept_is_noted(
 
 
 def test_the_doctor_tells_of_copies_that_are_not_used(
-    house: HomeFixture, copies: QuantisedCache
+    user_home: HomeFixture, copies: QuantisedCache
 ) -> None:
     write(copies)
     write(copies, scheme="int4")
 
     def findings() -> tuple[Finding, ...]:
         found = examine_store(
-            house.store, bases=house.bases, trust=house.trust, catalogue=house.catalogue
+            user_home.store,
+            bases=user_home.bases,
+            trust=user_home.trust,
+            catalogue=user_home.catalogue,
         )
         assert found.healthy, "a run makes it again"
         return tuple(f for f in found.findings if "quantised" in f.problem)
@@ -479,7 +482,7 @@ def test_the_doctor_tells_of_copies_that_are_not_used(
 
 
 def test_garbage_of_bases_is_told_and_collected(
-    house: HomeFixture, bases: BaseStore, base: StoredBase, copies: QuantisedCache
+    user_home: HomeFixture, bases: BaseStore, base: StoredBase, copies: QuantisedCache
 ) -> None:
     write(copies)
     old = copies.path("int4").with_name("int4-0")
@@ -492,11 +495,11 @@ def test_garbage_of_bases_is_told_and_collected(
     (removed / "quantised" / "int8-1").write_bytes(b"123")
     (bases.folder / "mine").mkdir()
     (bases.folder / "mine" / "notes").write_text("not ours")
-    found = find_garbage(house.store, bases)
+    found = find_garbage(user_home.store, bases)
     assert (found.folders, found.copies, found.size) == ((staged, removed), (old,), 15)
     assert staged.exists()
-    assert collect_garbage(house.store, bases) == found
-    assert find_garbage(house.store, bases).size == 0
+    assert collect_garbage(user_home.store, bases) == found
+    assert find_garbage(user_home.store, bases).size == 0
     assert read(copies) == DATA
     names = {path.name for path in bases.folder.iterdir()}
     assert names == {"tiny", "lock", "mine"}
@@ -504,20 +507,24 @@ def test_garbage_of_bases_is_told_and_collected(
 
 @pytest.mark.parametrize("scheme", ["float32", "bfloat16", "int8", "int4"])
 def test_copies_of_every_scheme_are_known_for_what_they_are(
-    scheme: str, house: HomeFixture, bases: BaseStore, base: StoredBase, copies: QuantisedCache
+    scheme: str, user_home: HomeFixture, bases: BaseStore, base: StoredBase, copies: QuantisedCache
 ) -> None:
     write(copies, scheme=scheme)
     old = copies.path(scheme).with_name(f"{scheme}-1")
     old.write_bytes(b"12345")
     assert copies.find_problems() == {old: "another version of expertctl made it"}
-    assert collect_garbage(house.store, bases).copies == (old,)
+    assert collect_garbage(user_home.store, bases).copies == (old,)
     assert read(copies, scheme) == DATA
     bases.remove(base)
     assert not copies.path(scheme).exists()
 
 
 def test_of_what_lies_among_the_copies_only_what_has_their_names_goes(
-    house: HomeFixture, bases: BaseStore, base: StoredBase, copies: QuantisedCache, tmp_path: Path
+    user_home: HomeFixture,
+    bases: BaseStore,
+    base: StoredBase,
+    copies: QuantisedCache,
+    tmp_path: Path,
 ) -> None:
     write(copies)
     place, mine = copies.path("int8").parent, tmp_path / "mine"
@@ -528,14 +535,14 @@ def test_of_what_lies_among_the_copies_only_what_has_their_names_goes(
     (mine / "notes").write_text("not ours")
     (place / "int4-1").symlink_to(mine)
     odd = (place / "int4-0", place / "int4-1")
-    assert find_garbage(house.store, bases).copies == odd
-    assert collect_garbage(house.store, bases).copies == odd
+    assert find_garbage(user_home.store, bases).copies == odd
+    assert collect_garbage(user_home.store, bases).copies == odd
     assert sorted(path.name for path in place.iterdir()) == [copies.path("int8").name, "lost+found"]
     assert (mine / "notes").read_text() == "not ours"
     assert read(copies) == DATA
     bases.remove(base)
     assert [path.name for path in place.iterdir()] == ["lost+found"]
-    assert (find_garbage(house.store, bases).folders, bases.list_bases()) == ((), [])
+    assert (find_garbage(user_home.store, bases).folders, bases.list_bases()) == ((), [])
 
 
 @pytest.fixture
@@ -548,7 +555,11 @@ def documents(tmp_path: Path) -> Path:
 
 
 def test_a_collector_empties_nothing_to_which_a_link_leads(
-    house: HomeFixture, bases: BaseStore, base: StoredBase, copies: QuantisedCache, documents: Path
+    user_home: HomeFixture,
+    bases: BaseStore,
+    base: StoredBase,
+    copies: QuantisedCache,
+    documents: Path,
 ) -> None:
     """Whoever may put a link into such a folder must not choose what is removed."""
     write(copies)
@@ -563,8 +574,8 @@ def test_a_collector_empties_nothing_to_which_a_link_leads(
     (bases.folder / "left").symlink_to(only_copies)
     (bases.folder / ".new-fedcba9876543210").write_text("no folder")
     (bases.folder / ".new-notes").mkdir()
-    assert find_garbage(house.store, bases).folders == ()
-    assert collect_garbage(house.store, bases).folders == ()
+    assert find_garbage(user_home.store, bases).folders == ()
+    assert collect_garbage(user_home.store, bases).folders == ()
     bases.add(base.path)  # whoever changes a base looks for what was left, too
     assert (documents / "letter").read_text() == "not ours"
     assert all(link.is_symlink() for link in links)
@@ -574,7 +585,7 @@ def test_a_collector_empties_nothing_to_which_a_link_leads(
 
 
 def test_nothing_is_removed_where_others_may_write(
-    house: HomeFixture, bases: BaseStore, base: StoredBase, copies: QuantisedCache
+    user_home: HomeFixture, bases: BaseStore, base: StoredBase, copies: QuantisedCache
 ) -> None:
     """They could swap a folder for a link while it is emptied."""
     write(copies)
@@ -586,17 +597,17 @@ def test_nothing_is_removed_where_others_may_write(
     assert read(copies) is None
     why = "others may write its folder, until you `chmod go-w` it"
     assert copies.find_problems() == dict.fromkeys((folder / "int4-0", copies.path("int8")), why)
-    found = find_garbage(house.store, bases)
+    found = find_garbage(user_home.store, bases)
     assert (found.folders, found.copies) == ((), ())
-    assert collect_garbage(house.store, bases).copies == ()
+    assert collect_garbage(user_home.store, bases).copies == ()
     bases.remove(base)
     assert sorted(folder.iterdir()) == before
-    assert find_garbage(house.store, bases).folders == ()
+    assert find_garbage(user_home.store, bases).folders == ()
     assert bases.list_bases() == []
 
 
 def test_a_disk_may_be_mounted_where_the_bases_are(
-    house: HomeFixture, bases: BaseStore, base: StoredBase, monkeypatch: pytest.MonkeyPatch
+    user_home: HomeFixture, bases: BaseStore, base: StoredBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has a folder of root's own, empty or not to be read."""
     lost, others = bases.folder / "lost+found", bases.folder / "others"
@@ -610,14 +621,14 @@ def test_a_disk_may_be_mounted_where_the_bases_are(
         return list_folder(self)
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    assert find_garbage(house.store, bases).folders == ()
-    assert collect_garbage(house.store, bases).folders == ()
+    assert find_garbage(user_home.store, bases).folders == ()
+    assert collect_garbage(user_home.store, bases).folders == ()
     assert lost.is_dir()
     assert others.is_dir()
 
 
 def test_a_base_whose_folder_is_a_link_goes_and_what_else_lies_there_stays(
-    house: HomeFixture, bases: BaseStore, directory: Path, documents: Path
+    user_home: HomeFixture, bases: BaseStore, directory: Path, documents: Path
 ) -> None:
     base = bases.add_copy(directory, name="moved")
     home, copies = bases.folder / "moved", QuantisedCache(bases, base)
@@ -629,7 +640,7 @@ def test_a_base_whose_folder_is_a_link_goes_and_what_else_lies_there_stays(
     bases.remove(bases.find("moved"))
     assert [path.name for path in documents.iterdir()] == ["letter"]
     assert not home.is_symlink()
-    assert find_garbage(house.store, bases).folders == ()
+    assert find_garbage(user_home.store, bases).folders == ()
 
 
 @pytest.fixture
@@ -644,7 +655,11 @@ def elsewhere(copies: QuantisedCache, tmp_path: Path) -> Path:
 
 
 def test_copies_are_kept_where_their_folder_leads(
-    house: HomeFixture, bases: BaseStore, base: StoredBase, copies: QuantisedCache, elsewhere: Path
+    user_home: HomeFixture,
+    bases: BaseStore,
+    base: StoredBase,
+    copies: QuantisedCache,
+    elsewhere: Path,
 ) -> None:
     write(copies)
     assert (elsewhere / copies.path("int8").name).read_bytes().startswith(DATA)
@@ -653,7 +668,7 @@ def test_copies_are_kept_where_their_folder_leads(
     (elsewhere / "int4-0").write_bytes(b"123")
     staged = elsewhere / ".new-0123456789abcdef"
     staged.mkdir()
-    found = collect_garbage(house.store, bases)
+    found = collect_garbage(user_home.store, bases)
     place = bases.copies_folder(base)
     assert (found.folders, found.copies) == ((place / staged.name,), (place / "int4-0",))
     assert read(copies) == DATA
@@ -708,7 +723,7 @@ def test_a_place_that_cannot_keep_copies_is_told_once(
 
 
 def test_what_others_remove_meanwhile_stops_no_collector(
-    house: HomeFixture, copies: QuantisedCache, tmp_path: Path
+    user_home: HomeFixture, copies: QuantisedCache, tmp_path: Path
 ) -> None:
     write(copies)
     place, failed = copies.path("int8").parent, []
@@ -720,8 +735,8 @@ def test_what_others_remove_meanwhile_stops_no_collector(
                 folder.mkdir()
                 (folder / "part").write_bytes(b"123")
                 folder.rename(place / folder.name)  # whole: another one may remove it at once
-                find_garbage(house.store, house.bases)
-                collect_garbage(house.store, house.bases)
+                find_garbage(user_home.store, user_home.bases)
+                collect_garbage(user_home.store, user_home.bases)
         except Exception as error:  # noqa: BLE001  # of a thread, for the test to see
             failed.append(error)
 
@@ -735,6 +750,6 @@ def test_what_others_remove_meanwhile_stops_no_collector(
     assert read(copies) == DATA
 
 
-def test_garbage_without_any_base_is_none(house: HomeFixture) -> None:
-    assert find_garbage(house.store, house.bases).size == 0
-    assert collect_garbage(house.store, house.bases).folders == ()
+def test_garbage_without_any_base_is_none(user_home: HomeFixture) -> None:
+    assert find_garbage(user_home.store, user_home.bases).size == 0
+    assert collect_garbage(user_home.store, user_home.bases).folders == ()

@@ -18,18 +18,18 @@ def killed(*_: object) -> None:
 
 
 @pytest.fixture
-def installed(house: HomeFixture, shop: PackageFactory) -> HomeFixture:
-    house.install(shop.package())
-    return house
+def installed(user_home: HomeFixture, package_factory: PackageFactory) -> HomeFixture:
+    user_home.install(package_factory.package())
+    return user_home
 
 
 def test_blobs_that_are_repaired_are_seen_though_the_ref_stays(
-    installed: HomeFixture, shop: PackageFactory
+    installed: HomeFixture, package_factory: PackageFactory
 ) -> None:
     (expert,) = installed.store.list_experts()
     installed.store.blob_path(expert.find_file("expert.json").digest).unlink()
     before = installed.store.revision()
-    (again,) = installed.install(shop.package())
+    (again,) = installed.install(package_factory.package())
     assert again.outcome == "already installed"
     assert installed.store.revision() != before
 
@@ -37,18 +37,18 @@ def test_blobs_that_are_repaired_are_seen_though_the_ref_stays(
 @pytest.mark.parametrize(
     "change",
     [
-        lambda house, _: house.store.remove(house.store.list_experts()[0]),
-        lambda house, package: house.install(package),
+        lambda user_home, _: user_home.store.remove(user_home.store.list_experts()[0]),
+        lambda user_home, package: user_home.install(package),
     ],
     ids=["removing", "installing"],
 )
 def test_whoever_is_killed_before_the_folder_is_flushed_is_seen(
     change: Callable[[HomeFixture, Path], object],
     installed: HomeFixture,
-    shop: PackageFactory,
+    package_factory: PackageFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    package, before = shop.package("acme/other"), installed.store.revision()
+    package, before = package_factory.package("acme/other"), installed.store.revision()
     monkeypatch.setattr(transaction, "sync_folder", killed)
     with pytest.raises(ProcessKilledError):
         change(installed, package)

@@ -9,15 +9,15 @@ from expertctl.errors import ConflictError, DiskFullError, StoreError
 from expertctl.store.bases import BaseStore
 from expertctl.store.quantised_cache import MAX_PROFILE_BYTES, UsageProfileFile
 from tests.store.fault_injection import Fault, run_with_fault
-from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, package_factory, user_home
 from tests.store.test_processes import together
 
-__all__ = ["fast", "house", "shop"]
+__all__ = ["fast", "package_factory", "user_home"]
 
 
 @pytest.fixture
-def habits(house: HomeFixture, shop: PackageFactory) -> UsageProfileFile:
-    return UsageProfileFile(house.bases, house.bases.add(shop.base_dir))
+def habits(user_home: HomeFixture, package_factory: PackageFactory) -> UsageProfileFile:
+    return UsageProfileFile(user_home.bases, user_home.bases.add(package_factory.base_dir))
 
 
 def put(habits: UsageProfileFile, data: bytes) -> None:
@@ -115,9 +115,9 @@ def test_whatever_step_goes_wrong_the_old_or_the_new_is_there(
         assert names == kept, "nothing half written is left"
 
 
-def test_of_many_processes_no_change_is_lost(fast: Path, shop: PackageFactory) -> None:
+def test_of_many_processes_no_change_is_lost(fast: Path, package_factory: PackageFactory) -> None:
     bases = HomeFixture(fast).bases
-    base = bases.add(shop.base_dir)
+    base = bases.add(package_factory.base_dir)
 
     def count() -> None:
         for _ in range(10):

@@ -13,29 +13,29 @@ from expertctl.trust.trust_store import TrustStore
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> SoakHome:
+def soak_home(tmp_path_factory: pytest.TempPathFactory) -> SoakHome:
     folder: Path = tmp_path_factory.mktemp("soak")
     (folder / "packages").mkdir()
     return make_soak_home(folder / "home", folder / "packages")
 
 
-def test_there_are_experts_of_every_kind(house: SoakHome) -> None:
-    store = Store(house.home.store)
+def test_there_are_experts_of_every_kind(soak_home: SoakHome) -> None:
+    store = Store(soak_home.home.store)
     kinds = {store.read_manifest(expert).kind for expert in store.list_experts()}
     assert kinds == {"lora", "dora", "ia3", "soft_prompt"}
-    assert len(house.expert_names) >= 12
-    assert set(house.packages) <= set(house.expert_names)
+    assert len(soak_home.expert_names) >= 12
+    assert set(soak_home.packages) <= set(soak_home.expert_names)
 
 
-def test_the_other_version_of_each_can_be_installed(house: SoakHome) -> None:
-    store, bases = Store(house.home.store), BaseStore(house.home.bases)
-    others = [versions[VERSIONS[1]] for versions in house.packages.values()]
-    install_files(others, store=store, bases=bases, trust=TrustStore(house.home.trust))
+def test_the_other_version_of_each_can_be_installed(soak_home: SoakHome) -> None:
+    store, bases = Store(soak_home.home.store), BaseStore(soak_home.home.bases)
+    others = [versions[VERSIONS[1]] for versions in soak_home.packages.values()]
+    install_files(others, store=store, bases=bases, trust=TrustStore(soak_home.home.trust))
     own = [expert for expert in store.list_experts() if expert.package.namespace == NAMESPACE]
-    assert len(own) == 2 * len(house.packages)
+    assert len(own) == 2 * len(soak_home.packages)
     digests = {expert.content_digest for expert in own}
     assert len(digests) == len(own), "each version is an expert of its own"
 
 
-def test_there_are_prompts_that_suit_the_starter(house: SoakHome) -> None:
-    assert len(list_prompts(house)) >= 9
+def test_there_are_prompts_that_suit_the_starter(soak_home: SoakHome) -> None:
+    assert len(list_prompts(soak_home)) >= 9

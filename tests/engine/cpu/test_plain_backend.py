@@ -144,7 +144,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ReferenceModel:
 
 
 @pytest.fixture
-def desk(model: ReferenceModel) -> PlainPool:
+def plain_pool(model: ReferenceModel) -> PlainPool:
     return PlainPool(model.directory)
 
 
@@ -162,77 +162,79 @@ def test_a_text_that_goes_on_from_another_has_the_scores_of_transformers(
     arch: str, config: dict[str, Any], oracle: MakeReferenceModel
 ) -> None:
     model = oracle(arch, max_position_embeddings=256, **config)
-    desk = PlainPool(model.directory)
-    assert desk.turn(IDS[:50], IDS[50:53])[0] == 0
+    plain_pool = PlainPool(model.directory)
+    assert plain_pool.turn(IDS[:50], IDS[50:53])[0] == 0
     for ids in (IDS[:70], [*IDS[:40], *IDS[:9]], IDS[:33], IDS[:64]):
-        reused, rows = desk.turn(ids, [1, 2, 3])
+        reused, rows = plain_pool.turn(ids, [1, 2, 3])
         assert reused in (53, 40, 32, 63)
         assert_same_logits(rows, model.compute_logits([*ids, 1, 2, 3])[len(ids) - 1 :])
 
 
-def test_texts_on_shared_pages_take_turns(desk: PlainPool, model: ReferenceModel) -> None:
-    desk.turn(IDS[:40])
+def test_texts_on_shared_pages_take_turns(plain_pool: PlainPool, model: ReferenceModel) -> None:
+    plain_pool.turn(IDS[:40])
     texts = ([*IDS[:38], *IDS[60:75]], [*IDS[:33], *IDS[20:40]], IDS[7:30])
     with ExitStack() as stack:
         loans: list[KVAllocation[PagedKVCache]] = [
-            stack.enter_context(desk.pool.allocate(desk.wanted(text))) for text in texts
+            stack.enter_context(plain_pool.pool.allocate(plain_pool.wanted(text))) for text in texts
         ]
         assert [loan.reused for loan in loans] == [38, 33, 0]
-        sessions = [desk.model.start_session(loan.cache, BASE_ONLY) for loan in loans]
+        sessions = [plain_pool.model.start_session(loan.cache, BASE_ONLY) for loan in loans]
         rows: list[list[AnyArray]] = []
         for text, loan, session in zip(texts, loans, sessions, strict=True):
             rows.append([session.prefill(text[loan.reused : len(text) - 8]).logits])
         for step in range(8):
             tokens = [text[len(text) - 8 + step] for text in texts]
-            logits = desk.model.step(list(zip(sessions, tokens, strict=True)))
+            logits = plain_pool.model.step(list(zip(sessions, tokens, strict=True)))
             assert (logits.shape, logits.dtype) == ((3, 61), np.float32)
             for got, row in zip(rows, logits, strict=True):
                 got.append(row)
-        desk.pool.check_integrity()
+        plain_pool.pool.check_integrity()
     for text, got in zip(texts, rows, strict=True):
         found = torch.from_numpy(np.stack(got))
         assert_same_logits(found, model.compute_logits(text)[len(text) - 9 :])
 
 
-def test_a_step_that_fails_reads_no_token_of_any_text(desk: PlainPool) -> None:
+def test_a_step_that_fails_reads_no_token_of_any_text(plain_pool: PlainPool) -> None:
     with ExitStack() as stack:
         loans = [
-            stack.enter_context(desk.pool.allocate(desk.wanted(IDS[:9], room=room, cache_key=None)))
+            stack.enter_context(
+                plain_pool.pool.allocate(plain_pool.wanted(IDS[:9], room=room, cache_key=None))
+            )
             for room in (3, 0)
         ]
-        sessions = [desk.model.start_session(loan.cache, BASE_ONLY) for loan in loans]
+        sessions = [plain_pool.model.start_session(loan.cache, BASE_ONLY) for loan in loans]
         for session in sessions:
             session.prefill(IDS[:9])
         with pytest.raises(BudgetError):
-            desk.model.step([(session, 1) for session in sessions])
+            plain_pool.model.step([(session, 1) for session in sessions])
         assert [loan.cache.length for loan in loans] == [9, 9]
         with pytest.raises(IncompatibleError):
-            desk.model.step([(sessions[0], 1), (sessions[1], 61)])
+            plain_pool.model.step([(sessions[0], 1), (sessions[1], 61)])
         assert [loan.cache.length for loan in loans] == [9, 9]
 
 
-def test_a_text_gets_pages_as_it_grows(desk: PlainPool, model: ReferenceModel) -> None:
-    wanted = desk.wanted(IDS[:30], room=50, initial_tokens=31)
-    with desk.pool.allocate(wanted) as loan:
-        session = desk.model.start_session(loan.cache, BASE_ONLY)
-        assert desk.budget.used == desk.backend.kv_bytes(32)
+def test_a_text_gets_pages_as_it_grows(plain_pool: PlainPool, model: ReferenceModel) -> None:
+    wanted = plain_pool.wanted(IDS[:30], room=50, initial_tokens=31)
+    with plain_pool.pool.allocate(wanted) as loan:
+        session = plain_pool.model.start_session(loan.cache, BASE_ONLY)
+        assert plain_pool.budget.used == plain_pool.backend.kv_bytes(32)
         rows = [session.prefill(IDS[:30]).logits]
         rows += [session.decode(token).logits for token in IDS[30:70]]
-        assert desk.budget.used == desk.backend.kv_bytes(70)
+        assert plain_pool.budget.used == plain_pool.backend.kv_bytes(70)
     found = torch.from_numpy(np.stack(rows))
     assert_same_logits(found, model.compute_logits(IDS[:70])[29:])
 
 
-def test_a_soft_prompt_is_reused_with_what_follows_it(desk: PlainPool) -> None:
+def test_a_soft_prompt_is_reused_with_what_follows_it(plain_pool: PlainPool) -> None:
     soft = np.random.default_rng(2).standard_normal((21, 32)).astype(np.float32) * 0.3
     plan = CompiledPlan({}, soft, soft.nbytes)
-    desk.turn(IDS[:30], plan=plan)
-    reused, rows = desk.turn(IDS[:40], [1, 2], plan)
+    plain_pool.turn(IDS[:30], plan=plan)
+    reused, rows = plain_pool.turn(IDS[:40], [1, 2], plan)
     assert reused == 30
-    alone, again = desk.turn(IDS[:40], [1, 2], plan, cache_key=None)
+    alone, again = plain_pool.turn(IDS[:40], [1, 2], plan, cache_key=None)
     assert alone == 0
     assert_same_logits(rows, again)
-    assert not torch.allclose(rows, desk.turn(IDS[:40], [1, 2], cache_key=None)[1])
+    assert not torch.allclose(rows, plain_pool.turn(IDS[:40], [1, 2], cache_key=None)[1])
 
 
 @pytest.fixture
@@ -245,23 +247,23 @@ def traced() -> Iterator[None]:
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_batch_needs_no_more_memory_than_was_announced(rows: int, tmp_path: Path) -> None:
-    desk = PlainPool(write_base(tmp_path / "b", vocab=9000, max_position_embeddings=256))
+    plain_pool = PlainPool(write_base(tmp_path / "b", vocab=9000, max_position_embeddings=256))
     delta = LinearDelta(
         a=np.ones((4, 32), np.float32), b=np.ones((32, 4), np.float32),
         input_scale=np.ones(32, np.float32), output_scale=np.ones(32, np.float32),
     )  # fmt: skip
     plan = CompiledPlan({"model.layers.0.self_attn.o_proj": delta}, None, 0)
     with ExitStack() as stack:
-        wanted = [desk.wanted(IDS, room=20, cache_key=None) for _ in range(rows)]
-        loans = [stack.enter_context(desk.pool.allocate(each)) for each in wanted]
-        sessions = [desk.model.start_session(loan.cache, plan) for loan in loans]
+        wanted = [plain_pool.wanted(IDS, room=20, cache_key=None) for _ in range(rows)]
+        loans = [stack.enter_context(plain_pool.pool.allocate(each)) for each in wanted]
+        sessions = [plain_pool.model.start_session(loan.cache, plan) for loan in loans]
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
         for session in sessions:
             session.prefill(IDS)
-        desk.model.step([(session, 1) for session in sessions])
+        plain_pool.model.step([(session, 1) for session in sessions])
         peak = tracemalloc.get_traced_memory()[1] - before
-    assert peak <= desk.backend.buffer_bytes(120, width=4, rows=rows)
+    assert peak <= plain_pool.backend.buffer_bytes(120, width=4, rows=rows)
 
 
 RUN = """

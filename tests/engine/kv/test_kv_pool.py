@@ -128,61 +128,61 @@ class BlockPoolHarness:
 
 
 @pytest.fixture(params=[FLOAT32_PAGES, ROW_PAGES], ids=lambda layout: layout.name)
-def desk(request: pytest.FixtureRequest) -> BlockPoolHarness:
+def pool_harness(request: pytest.FixtureRequest) -> BlockPoolHarness:
     return BlockPoolHarness(layout=request.param)
 
 
-def test_a_text_finds_the_rows_of_one_that_began_as_it_does(desk: BlockPoolHarness) -> None:
-    assert desk.turn(TEXT, (7, 8, 9)) == 0
-    assert desk.turn((*TEXT, 7, 8, 9, 10, 11)) == 43
-    assert desk.turn((*TEXT, 7, 5)) == 41
-    assert desk.turn((*TEXT[:20], 5)) == 20
-    assert desk.turn((*TEXT[:16], 5)) == 16
-    assert desk.turn((5, *TEXT)) == 0
+def test_a_text_finds_the_rows_of_one_that_began_as_it_does(pool_harness: BlockPoolHarness) -> None:
+    assert pool_harness.turn(TEXT, (7, 8, 9)) == 0
+    assert pool_harness.turn((*TEXT, 7, 8, 9, 10, 11)) == 43
+    assert pool_harness.turn((*TEXT, 7, 5)) == 41
+    assert pool_harness.turn((*TEXT[:20], 5)) == 20
+    assert pool_harness.turn((*TEXT[:16], 5)) == 16
+    assert pool_harness.turn((5, *TEXT)) == 0
 
 
-def test_at_least_one_token_is_always_read(desk: BlockPoolHarness) -> None:
-    desk.turn(TEXT)
-    assert desk.turn(TEXT) == 39
-    assert desk.turn(TEXT[:32]) == 31
-    assert desk.turn(TEXT[:17]) == 16
-    assert desk.turn(TEXT[:1]) == 0
+def test_at_least_one_token_is_always_read(pool_harness: BlockPoolHarness) -> None:
+    pool_harness.turn(TEXT)
+    assert pool_harness.turn(TEXT) == 39
+    assert pool_harness.turn(TEXT[:32]) == 31
+    assert pool_harness.turn(TEXT[:17]) == 16
+    assert pool_harness.turn(TEXT[:1]) == 0
 
 
-def test_rows_that_were_never_written_are_not_found(desk: BlockPoolHarness) -> None:
+def test_rows_that_were_never_written_are_not_found(pool_harness: BlockPoolHarness) -> None:
     """The last token of an answer that reached its limit was drawn, not read."""
-    wanted = desk.wanted(TEXT)
-    with desk.pool.allocate(wanted) as loan:
-        write(loan.cache, desk.rest(wanted, loan))
+    wanted = pool_harness.wanted(TEXT)
+    with pool_harness.pool.allocate(wanted) as loan:
+        write(loan.cache, pool_harness.rest(wanted, loan))
         loan.complete((*TEXT, 33, 34))
-    assert desk.turn((*TEXT, 33, 34, 35)) == len(TEXT)
+    assert pool_harness.turn((*TEXT, 33, 34, 35)) == len(TEXT)
 
 
 @pytest.mark.parametrize("virtual", [1, 15, 16, 17, 40])
 def test_rows_of_a_soft_prompt_are_found_with_the_first_token_or_not_at_all(virtual: int) -> None:
-    desk = BlockPoolHarness()
-    assert desk.turn(TEXT, virtual_tokens=virtual) == 0
-    assert desk.turn((*TEXT, 1, 2), virtual_tokens=virtual) == 40
-    assert desk.turn((*TEXT[:3], 1, 2), virtual_tokens=virtual) == 3
-    assert desk.turn((1, 2, 3), virtual_tokens=virtual) == 0
-    assert desk.turn(TEXT[:1], virtual_tokens=virtual) == 0
-    assert desk.turn(TEXT) == 0
+    pool_harness = BlockPoolHarness()
+    assert pool_harness.turn(TEXT, virtual_tokens=virtual) == 0
+    assert pool_harness.turn((*TEXT, 1, 2), virtual_tokens=virtual) == 40
+    assert pool_harness.turn((*TEXT[:3], 1, 2), virtual_tokens=virtual) == 3
+    assert pool_harness.turn((1, 2, 3), virtual_tokens=virtual) == 0
+    assert pool_harness.turn(TEXT[:1], virtual_tokens=virtual) == 0
+    assert pool_harness.turn(TEXT) == 0
 
 
-def test_another_plan_is_a_miss_that_takes_nothing_away(desk: BlockPoolHarness) -> None:
-    desk.turn(TEXT)
-    assert desk.turn(TEXT, identity=OTHER_PLAN) == 0
-    assert desk.turn(TEXT) == 39
-    assert desk.turn(TEXT, identity=OTHER_PLAN) == 39
+def test_another_plan_is_a_miss_that_takes_nothing_away(pool_harness: BlockPoolHarness) -> None:
+    pool_harness.turn(TEXT)
+    assert pool_harness.turn(TEXT, identity=OTHER_PLAN) == 0
+    assert pool_harness.turn(TEXT) == 39
+    assert pool_harness.turn(TEXT, identity=OTHER_PLAN) == 39
 
 
-def test_owners_never_meet(desk: BlockPoolHarness) -> None:
-    desk.turn(TEXT, cache_key="a")
-    assert desk.turn(TEXT, cache_key="b") == 0
-    assert desk.turn(TEXT, cache_key=None) == 0
-    assert desk.turn(TEXT, cache_key="") == 0
-    assert desk.turn(TEXT, cache_key="a") == 39
-    assert desk.turn(TEXT, cache_key="b") == 39
+def test_owners_never_meet(pool_harness: BlockPoolHarness) -> None:
+    pool_harness.turn(TEXT, cache_key="a")
+    assert pool_harness.turn(TEXT, cache_key="b") == 0
+    assert pool_harness.turn(TEXT, cache_key=None) == 0
+    assert pool_harness.turn(TEXT, cache_key="") == 0
+    assert pool_harness.turn(TEXT, cache_key="a") == 39
+    assert pool_harness.turn(TEXT, cache_key="b") == 39
 
 
 class Colliding(int):
@@ -192,272 +192,285 @@ class Colliding(int):
         return 7
 
 
-def test_tokens_are_compared_and_not_only_their_hash(desk: BlockPoolHarness) -> None:
+def test_tokens_are_compared_and_not_only_their_hash(pool_harness: BlockPoolHarness) -> None:
     one, other = (tuple(Colliding(n) for n in range(start, start + 20)) for start in (0, 50))
     assert hash(one[:16]) == hash(other[:16])
-    desk.turn(one)
-    assert desk.turn(other) == 0
-    assert desk.turn((*one[:16], *other)) == 16
+    pool_harness.turn(one)
+    assert pool_harness.turn(other) == 0
+    assert pool_harness.turn((*one[:16], *other)) == 16
 
 
-def test_a_text_that_fails_leaves_nothing_and_takes_nothing_away(desk: BlockPoolHarness) -> None:
-    desk.turn(TEXT)
+def test_a_text_that_fails_leaves_nothing_and_takes_nothing_away(
+    pool_harness: BlockPoolHarness,
+) -> None:
+    pool_harness.turn(TEXT)
     longer = (*TEXT, *range(20))
-    borrowed = desk.pool.allocate(desk.wanted(longer))
+    borrowed = pool_harness.pool.allocate(pool_harness.wanted(longer))
     loan = borrowed.__enter__()
     write(loan.cache, [0] * 24)  # rows that are wrong
     failure = ZeroDivisionError()
     assert not borrowed.__exit__(type(failure), failure, None)
-    assert desk.budget.used == 3 * BYTES
-    assert desk.turn(longer) == len(TEXT)
-    assert desk.turn(TEXT) == 39
+    assert pool_harness.budget.used == 3 * BYTES
+    assert pool_harness.turn(longer) == len(TEXT)
+    assert pool_harness.turn(TEXT) == 39
 
 
 def test_texts_that_run_at_once_share_pages_and_write_only_their_own(
-    desk: BlockPoolHarness,
+    pool_harness: BlockPoolHarness,
 ) -> None:
-    desk.turn(TEXT)
+    pool_harness.turn(TEXT)
     texts = [(*TEXT[:36], *range(start, start + 30)) for start in (0, 50, 0)]
     with ExitStack() as stack:
-        wants = [desk.wanted(text) for text in texts]
-        loans = [stack.enter_context(desk.pool.allocate(wanted)) for wanted in wants]
+        wants = [pool_harness.wanted(text) for text in texts]
+        loans = [stack.enter_context(pool_harness.pool.allocate(wanted)) for wanted in wants]
         assert [loan.reused for loan in loans] == [36] * 3
         tables = [[page.ctypes.data for page in loan.cache._pages] for loan in loans]
         assert all(table[:2] == tables[0][:2] for table in tables)
         assert len({page for table in tables for page in table}) == 2 + 3 * 3
         for steps in range(30):  # in turns
             for wanted, loan in zip(wants, loans, strict=True):
-                write(loan.cache, desk.rest(wanted, loan)[:1])
-                assert read(loan.cache)[36 + steps :] == desk.all_marks(wanted)[36 + steps :][:1]
+                write(loan.cache, pool_harness.rest(wanted, loan)[:1])
+                assert (
+                    read(loan.cache)[36 + steps :]
+                    == pool_harness.all_marks(wanted)[36 + steps :][:1]
+                )
         for text, loan in zip(texts, loans, strict=True):
             loan.complete(text)
-        desk.pool.check_integrity()
-    assert [desk.turn(text) for text in texts] == [65] * 3
-    assert desk.turn(TEXT) == 39
+        pool_harness.pool.check_integrity()
+    assert [pool_harness.turn(text) for text in texts] == [65] * 3
+    assert pool_harness.turn(TEXT) == 39
 
 
-def test_a_text_finds_the_whole_pages_of_a_prompt_that_runs(desk: BlockPoolHarness) -> None:
-    first = desk.wanted(TEXT, room=30)
-    with desk.pool.allocate(first) as running:
-        write(running.cache, desk.rest(first, running)[:31])
-        assert desk.turn(TEXT[:31], cache_key="another chat") == 0
-        second = desk.wanted((*TEXT[:35], 5))
-        with desk.pool.allocate(second) as loan:
-            desk.check(second, loan)
+def test_a_text_finds_the_whole_pages_of_a_prompt_that_runs(pool_harness: BlockPoolHarness) -> None:
+    first = pool_harness.wanted(TEXT, room=30)
+    with pool_harness.pool.allocate(first) as running:
+        write(running.cache, pool_harness.rest(first, running)[:31])
+        assert pool_harness.turn(TEXT[:31], cache_key="another chat") == 0
+        second = pool_harness.wanted((*TEXT[:35], 5))
+        with pool_harness.pool.allocate(second) as loan:
+            pool_harness.check(second, loan)
             assert loan.reused == 16
-            write(running.cache, desk.rest(first, running, [7] * 30))
-            write(loan.cache, desk.rest(second, loan))
-            assert desk.turn((*TEXT, *[7] * 20)) == 32, "an answer is not shared before it ends"
-            assert read(running.cache) == desk.all_marks(first, [7] * 30)
-            assert read(loan.cache) == desk.all_marks(second)
-            desk.pool.check_integrity()
+            write(running.cache, pool_harness.rest(first, running, [7] * 30))
+            write(loan.cache, pool_harness.rest(second, loan))
+            assert pool_harness.turn((*TEXT, *[7] * 20)) == 32, (
+                "an answer is not shared before it ends"
+            )
+            assert read(running.cache) == pool_harness.all_marks(first, [7] * 30)
+            assert read(loan.cache) == pool_harness.all_marks(second)
+            pool_harness.pool.check_integrity()
         running.complete((*TEXT, *[7] * 30))
-    assert desk.turn((*TEXT, *[7] * 30)) == 69
+    assert pool_harness.turn((*TEXT, *[7] * 30)) == 69
 
 
 def test_what_two_texts_that_run_wrote_alike_is_one_page_from_then_on(
-    desk: BlockPoolHarness,
+    pool_harness: BlockPoolHarness,
 ) -> None:
-    wants = [desk.wanted(TEXT, room=0), desk.wanted((*TEXT[:35], 5), room=0)]
+    wants = [pool_harness.wanted(TEXT, room=0), pool_harness.wanted((*TEXT[:35], 5), room=0)]
     with ExitStack() as stack:
-        loans = [stack.enter_context(desk.pool.allocate(wanted)) for wanted in wants]
+        loans = [stack.enter_context(pool_harness.pool.allocate(wanted)) for wanted in wants]
         for wanted, loan in zip(wants, loans, strict=True):
-            write(loan.cache, desk.rest(wanted, loan))
+            write(loan.cache, pool_harness.rest(wanted, loan))
         tables = [loan.cache.table for loan in loans]
-        assert desk.budget.used == 6 * BYTES
-        with desk.pool.allocate(desk.wanted(TEXT[:33], room=0)) as third:
+        assert pool_harness.budget.used == 6 * BYTES
+        with pool_harness.pool.allocate(pool_harness.wanted(TEXT[:33], room=0)) as third:
             assert third.reused == 32
-            assert desk.budget.used == desk.pool.nbytes == (2 + 3) * BYTES
+            assert pool_harness.budget.used == pool_harness.pool.nbytes == (2 + 3) * BYTES
         assert [loan.cache.table for loan in loans] == tables, "what reads them looks there"
         for wanted, loan in zip(wants, loans, strict=True):
             loan.cache.check_integrity()
-            assert read(loan.cache) == desk.all_marks(wanted)
+            assert read(loan.cache) == pool_harness.all_marks(wanted)
         loans[1].cache.rewind(31)
         assert loans[1].cache.length == 32, "what several texts share is not written again"
-        desk.pool.check_integrity()
-    assert desk.budget.used == desk.pool.nbytes == 2 * BYTES
+        pool_harness.pool.check_integrity()
+    assert pool_harness.budget.used == pool_harness.pool.nbytes == 2 * BYTES
 
 
 def test_a_prompt_that_fails_leaves_the_pages_that_others_began_with(
-    desk: BlockPoolHarness,
+    pool_harness: BlockPoolHarness,
 ) -> None:
-    longer = desk.wanted((*TEXT, *range(30)))
-    borrowed = desk.pool.allocate(longer)
+    longer = pool_harness.wanted((*TEXT, *range(30)))
+    borrowed = pool_harness.pool.allocate(longer)
     running = borrowed.__enter__()
-    write(running.cache, desk.rest(longer, running)[:20])
-    with desk.pool.allocate(desk.wanted(TEXT)) as loan:
+    write(running.cache, pool_harness.rest(longer, running)[:20])
+    with pool_harness.pool.allocate(pool_harness.wanted(TEXT)) as loan:
         assert loan.reused == 16
         write(running.cache, [0] * 30)  # rows that are wrong
         failure = ZeroDivisionError()
         assert not borrowed.__exit__(type(failure), failure, None)
-        desk.pool.check_integrity()
-        write(loan.cache, desk.rest(desk.wanted(TEXT), loan))
+        pool_harness.pool.check_integrity()
+        write(loan.cache, pool_harness.rest(pool_harness.wanted(TEXT), loan))
         loan.complete(TEXT)
-    assert desk.turn(longer.ids) == len(TEXT)
+    assert pool_harness.turn(longer.ids) == len(TEXT)
 
 
-def test_texts_of_a_key_that_is_forgotten_share_nothing_any_more(desk: BlockPoolHarness) -> None:
-    first = desk.wanted(TEXT)
-    with desk.pool.allocate(first) as running:
-        write(running.cache, desk.rest(first, running))
-        with desk.pool.allocate(first) as second:
+def test_texts_of_a_key_that_is_forgotten_share_nothing_any_more(
+    pool_harness: BlockPoolHarness,
+) -> None:
+    first = pool_harness.wanted(TEXT)
+    with pool_harness.pool.allocate(first) as running:
+        write(running.cache, pool_harness.rest(first, running))
+        with pool_harness.pool.allocate(first) as second:
             assert second.reused == 32
-            desk.pool.forget("chat")
-            desk.pool.check_integrity()
-            assert desk.turn(TEXT) == 0
-            desk.pool.check_integrity()
-    assert desk.budget.used == desk.pool.nbytes == 3 * BYTES
+            pool_harness.pool.forget("chat")
+            pool_harness.pool.check_integrity()
+            assert pool_harness.turn(TEXT) == 0
+            pool_harness.pool.check_integrity()
+    assert pool_harness.budget.used == pool_harness.pool.nbytes == 3 * BYTES
 
 
-def test_what_two_texts_wrote_alike_is_kept_once(desk: BlockPoolHarness) -> None:
+def test_what_two_texts_wrote_alike_is_kept_once(pool_harness: BlockPoolHarness) -> None:
     with ExitStack() as stack:
-        wants = [desk.wanted(TEXT), desk.wanted((*TEXT[:37], 5))]
-        loans = [stack.enter_context(desk.pool.allocate(wanted)) for wanted in wants]
+        wants = [pool_harness.wanted(TEXT), pool_harness.wanted((*TEXT[:37], 5))]
+        loans = [stack.enter_context(pool_harness.pool.allocate(wanted)) for wanted in wants]
         for wanted, loan in zip(wants, loans, strict=True):
-            write(loan.cache, desk.rest(wanted, loan))
+            write(loan.cache, pool_harness.rest(wanted, loan))
             loan.complete(wanted.ids)
-        assert desk.budget.used == 6 * BYTES
-    assert desk.budget.used == desk.pool.nbytes == 4 * BYTES
-    desk.turn((*TEXT[:37], 5, 6, 7))
-    assert desk.budget.used == 4 * BYTES  # the shorter end went into the longer one
+        assert pool_harness.budget.used == 6 * BYTES
+    assert pool_harness.budget.used == pool_harness.pool.nbytes == 4 * BYTES
+    pool_harness.turn((*TEXT[:37], 5, 6, 7))
+    assert pool_harness.budget.used == 4 * BYTES  # the shorter end went into the longer one
 
 
-def test_room_that_was_not_needed_is_given_back(desk: BlockPoolHarness) -> None:
-    wanted = desk.wanted(TEXT, room=200)
-    with desk.pool.allocate(wanted) as loan:
-        assert desk.budget.used == 15 * BYTES
-        write(loan.cache, desk.rest(wanted, loan))
+def test_room_that_was_not_needed_is_given_back(pool_harness: BlockPoolHarness) -> None:
+    wanted = pool_harness.wanted(TEXT, room=200)
+    with pool_harness.pool.allocate(wanted) as loan:
+        assert pool_harness.budget.used == 15 * BYTES
+        write(loan.cache, pool_harness.rest(wanted, loan))
         loan.complete(TEXT)
-    assert desk.budget.used == desk.pool.nbytes == 3 * BYTES
+    assert pool_harness.budget.used == pool_harness.pool.nbytes == 3 * BYTES
 
 
 def test_pages_that_a_text_gets_as_it_grows_are_in_the_ledger_and_go_with_it(
-    desk: BlockPoolHarness,
+    pool_harness: BlockPoolHarness,
 ) -> None:
-    wanted = replace(desk.wanted(TEXT, room=100), initial_tokens=len(TEXT) + 1)
-    with desk.pool.allocate(wanted) as loan:
-        assert desk.budget.reserved_bytes("kv") == 3 * BYTES
-        write(loan.cache, desk.rest(wanted, loan, range(60)))
-        assert desk.budget.reserved_bytes("kv") == 7 * BYTES
-        desk.pool.check_integrity()
+    wanted = replace(pool_harness.wanted(TEXT, room=100), initial_tokens=len(TEXT) + 1)
+    with pool_harness.pool.allocate(wanted) as loan:
+        assert pool_harness.budget.reserved_bytes("kv") == 3 * BYTES
+        write(loan.cache, pool_harness.rest(wanted, loan, range(60)))
+        assert pool_harness.budget.reserved_bytes("kv") == 7 * BYTES
+        pool_harness.pool.check_integrity()
         loan.complete((*TEXT, *range(60)))
-    assert desk.budget.reserved_bytes("kv") == desk.pool.cached_bytes == 7 * BYTES
-    desk.pool.forget("chat")
-    assert desk.budget.used == 0
+    assert pool_harness.budget.reserved_bytes("kv") == pool_harness.pool.cached_bytes == 7 * BYTES
+    pool_harness.pool.forget("chat")
+    assert pool_harness.budget.used == 0
 
 
 def test_a_text_that_grows_puts_out_what_is_kept_and_then_stays_as_it_is() -> None:
-    desk = BlockPoolHarness(pages=4)
-    desk.turn(range(20), cache_key="other")
-    wanted = replace(desk.wanted(TEXT[:16], room=100), initial_tokens=17)
-    with desk.pool.allocate(wanted) as loan:
-        assert desk.budget.reserved_bytes("kv") == 4 * BYTES
+    pool_harness = BlockPoolHarness(pages=4)
+    pool_harness.turn(range(20), cache_key="other")
+    wanted = replace(pool_harness.wanted(TEXT[:16], room=100), initial_tokens=17)
+    with pool_harness.pool.allocate(wanted) as loan:
+        assert pool_harness.budget.reserved_bytes("kv") == 4 * BYTES
         with pytest.raises(BudgetError):
-            write(loan.cache, desk.rest(wanted, loan, range(100)))
+            write(loan.cache, pool_harness.rest(wanted, loan, range(100)))
         assert loan.cache.length == 4 * KV_PAGE_TOKENS
-        assert desk.pool.cached_bytes == 0
-        desk.pool.check_integrity()
-    assert desk.budget.used == 0
+        assert pool_harness.pool.cached_bytes == 0
+        pool_harness.pool.check_integrity()
+    assert pool_harness.budget.used == 0
 
 
-def test_what_is_shared_is_paid_once(desk: BlockPoolHarness) -> None:
-    desk.turn(TEXT)
-    with desk.pool.allocate(desk.wanted((*TEXT, 1), room=0)):
-        assert desk.budget.used == 4 * BYTES
-        with desk.pool.allocate(desk.wanted((*TEXT[:35], 1), room=0)):
-            assert desk.budget.used == 5 * BYTES
-    assert desk.budget.used == 3 * BYTES
+def test_what_is_shared_is_paid_once(pool_harness: BlockPoolHarness) -> None:
+    pool_harness.turn(TEXT)
+    with pool_harness.pool.allocate(pool_harness.wanted((*TEXT, 1), room=0)):
+        assert pool_harness.budget.used == 4 * BYTES
+        with pool_harness.pool.allocate(pool_harness.wanted((*TEXT[:35], 1), room=0)):
+            assert pool_harness.budget.used == 5 * BYTES
+    assert pool_harness.budget.used == 3 * BYTES
 
 
 def test_a_page_and_its_copy_that_do_not_fit_are_one_that_is_read_again() -> None:
-    desk = BlockPoolHarness(pages=4)
-    desk.turn(TEXT)
-    assert desk.turn((*TEXT, 1), room=20) == 32
-    assert desk.budget.used == 3 * BYTES
-    desk = BlockPoolHarness(pages=2)
-    desk.turn(TEXT[:10], virtual_tokens=12)
-    assert desk.turn((*TEXT[:10], 1), virtual_tokens=12) == 4
-    desk = BlockPoolHarness(pages=2)
+    pool_harness = BlockPoolHarness(pages=4)
+    pool_harness.turn(TEXT)
+    assert pool_harness.turn((*TEXT, 1), room=20) == 32
+    assert pool_harness.budget.used == 3 * BYTES
+    pool_harness = BlockPoolHarness(pages=2)
+    pool_harness.turn(TEXT[:10], virtual_tokens=12)
+    assert pool_harness.turn((*TEXT[:10], 1), virtual_tokens=12) == 4
+    pool_harness = BlockPoolHarness(pages=2)
     # what is left without the copy has not even all virtual rows
-    desk.turn(TEXT[:5], virtual_tokens=20)
-    assert desk.turn((*TEXT[:5], 1), virtual_tokens=20) == 0
+    pool_harness.turn(TEXT[:5], virtual_tokens=20)
+    assert pool_harness.turn((*TEXT[:5], 1), virtual_tokens=20) == 0
 
 
-def test_what_is_kept_is_given_up_before_anything_is_refused(desk: BlockPoolHarness) -> None:
-    desk.turn(TEXT)
-    with desk.tiers.reserve_during(Tier.DEVICE, "base", desk.budget.limit, what="a base"):
-        assert desk.budget.reserved_bytes("kv") == 0
-    assert desk.turn(TEXT) == 0
+def test_what_is_kept_is_given_up_before_anything_is_refused(
+    pool_harness: BlockPoolHarness,
+) -> None:
+    pool_harness.turn(TEXT)
+    with pool_harness.tiers.reserve_during(
+        Tier.DEVICE, "base", pool_harness.budget.limit, what="a base"
+    ):
+        assert pool_harness.budget.reserved_bytes("kv") == 0
+    assert pool_harness.turn(TEXT) == 0
     with pytest.raises(BudgetError, match="KV cache of 16001"):
-        desk.turn(TEXT, room=16001 - len(TEXT))
-    assert desk.turn(TEXT) == 39, "what cannot fit makes nobody go"
+        pool_harness.turn(TEXT, room=16001 - len(TEXT))
+    assert pool_harness.turn(TEXT) == 39, "what cannot fit makes nobody go"
 
 
 def test_what_was_used_longest_ago_goes_first_and_ends_before_beginnings() -> None:
-    desk = BlockPoolHarness(pages=7)
-    desk.turn(TEXT, cache_key="old")
-    desk.turn(TEXT, cache_key="new")
-    with desk.tiers.reserve_during(Tier.DEVICE, "buffers", 2 * BYTES, what="buffers"):
-        assert desk.pool.nbytes == 5 * BYTES
-    assert desk.turn(TEXT[:32], cache_key="old") == 31
-    with desk.tiers.reserve_during(Tier.DEVICE, "buffers", 3 * BYTES, what="buffers"):
-        assert desk.pool.nbytes == 4 * BYTES
-    assert desk.turn(TEXT[:32], cache_key="old") == 31
-    assert desk.turn(TEXT, cache_key="new") == 32
+    pool_harness = BlockPoolHarness(pages=7)
+    pool_harness.turn(TEXT, cache_key="old")
+    pool_harness.turn(TEXT, cache_key="new")
+    with pool_harness.tiers.reserve_during(Tier.DEVICE, "buffers", 2 * BYTES, what="buffers"):
+        assert pool_harness.pool.nbytes == 5 * BYTES
+    assert pool_harness.turn(TEXT[:32], cache_key="old") == 31
+    with pool_harness.tiers.reserve_during(Tier.DEVICE, "buffers", 3 * BYTES, what="buffers"):
+        assert pool_harness.pool.nbytes == 4 * BYTES
+    assert pool_harness.turn(TEXT[:32], cache_key="old") == 31
+    assert pool_harness.turn(TEXT, cache_key="new") == 32
 
 
-def test_what_is_shared_by_a_text_that_runs_stays(desk: BlockPoolHarness) -> None:
-    desk.turn(TEXT)
-    with desk.pool.allocate(desk.wanted((*TEXT, 1))) as loan:
-        size = desk.budget.limit - 3 * BYTES
-        with desk.tiers.reserve_during(Tier.DEVICE, "buffers", size, what="buffers"):
-            desk.check(desk.wanted((*TEXT, 1)), loan)
-            assert desk.pool.nbytes == 3 * BYTES
+def test_what_is_shared_by_a_text_that_runs_stays(pool_harness: BlockPoolHarness) -> None:
+    pool_harness.turn(TEXT)
+    with pool_harness.pool.allocate(pool_harness.wanted((*TEXT, 1))) as loan:
+        size = pool_harness.budget.limit - 3 * BYTES
+        with pool_harness.tiers.reserve_during(Tier.DEVICE, "buffers", size, what="buffers"):
+            pool_harness.check(pool_harness.wanted((*TEXT, 1)), loan)
+            assert pool_harness.pool.nbytes == 3 * BYTES
         with pytest.raises(BudgetError):
-            desk.tiers.reserve(Tier.DEVICE, "buffers", size + 1, what="buffers")
+            pool_harness.tiers.reserve(Tier.DEVICE, "buffers", size + 1, what="buffers")
 
 
-def test_what_is_forgotten_is_gone(desk: BlockPoolHarness) -> None:
-    desk.turn(TEXT)
-    desk.turn(TEXT, cache_key="another chat")
-    desk.pool.forget("a third chat")
-    assert desk.budget.used == 6 * BYTES
-    desk.pool.forget("chat")
-    assert desk.budget.used == 3 * BYTES
-    assert desk.turn(TEXT) == 0
-    assert desk.turn(TEXT, cache_key="another chat") == 39
+def test_what_is_forgotten_is_gone(pool_harness: BlockPoolHarness) -> None:
+    pool_harness.turn(TEXT)
+    pool_harness.turn(TEXT, cache_key="another chat")
+    pool_harness.pool.forget("a third chat")
+    assert pool_harness.budget.used == 6 * BYTES
+    pool_harness.pool.forget("chat")
+    assert pool_harness.budget.used == 3 * BYTES
+    assert pool_harness.turn(TEXT) == 0
+    assert pool_harness.turn(TEXT, cache_key="another chat") == 39
 
 
 def test_a_text_that_runs_while_its_owner_is_forgotten_goes_on_and_leaves_nothing(
-    desk: BlockPoolHarness,
+    pool_harness: BlockPoolHarness,
 ) -> None:
-    desk.turn(TEXT)
-    longer = desk.wanted((*TEXT, 1, 2))
-    with desk.pool.allocate(longer) as loan:
-        desk.pool.forget("chat")
-        desk.pool.check_integrity()
-        desk.check(longer, loan)
-        desk.turn((9, *TEXT))
-        write(loan.cache, desk.rest(longer, loan))
+    pool_harness.turn(TEXT)
+    longer = pool_harness.wanted((*TEXT, 1, 2))
+    with pool_harness.pool.allocate(longer) as loan:
+        pool_harness.pool.forget("chat")
+        pool_harness.pool.check_integrity()
+        pool_harness.check(longer, loan)
+        pool_harness.turn((9, *TEXT))
+        write(loan.cache, pool_harness.rest(longer, loan))
         loan.complete(longer.ids)
-    assert desk.turn(longer.ids) == 0
-    assert desk.turn((9, *TEXT)) == 40
+    assert pool_harness.turn(longer.ids) == 0
+    assert pool_harness.turn((9, *TEXT)) == 40
 
 
-def test_after_clearing_only_what_runs_is_there(desk: BlockPoolHarness) -> None:
-    desk.turn(TEXT)
-    desk.turn(TEXT, cache_key="another chat")
-    with desk.pool.allocate(desk.wanted(TEXT)) as loan:
-        desk.pool.clear()
-        desk.check(desk.wanted(TEXT), loan)
-        assert desk.budget.used == desk.pool.nbytes == 3 * BYTES
-    desk.pool.clear()
-    assert desk.budget.used == desk.pool.nbytes == 0
-    assert desk.turn(TEXT, cache_key="another chat") == 0
+def test_after_clearing_only_what_runs_is_there(pool_harness: BlockPoolHarness) -> None:
+    pool_harness.turn(TEXT)
+    pool_harness.turn(TEXT, cache_key="another chat")
+    with pool_harness.pool.allocate(pool_harness.wanted(TEXT)) as loan:
+        pool_harness.pool.clear()
+        pool_harness.check(pool_harness.wanted(TEXT), loan)
+        assert pool_harness.budget.used == pool_harness.pool.nbytes == 3 * BYTES
+    pool_harness.pool.clear()
+    assert pool_harness.budget.used == pool_harness.pool.nbytes == 0
+    assert pool_harness.turn(TEXT, cache_key="another chat") == 0
 
 
-def test_pages_that_were_returned_cannot_be_written(desk: BlockPoolHarness) -> None:
-    with desk.pool.allocate(desk.wanted(TEXT)) as loan:
+def test_pages_that_were_returned_cannot_be_written(pool_harness: BlockPoolHarness) -> None:
+    with pool_harness.pool.allocate(pool_harness.wanted(TEXT)) as loan:
         cache = loan.cache
     assert not hasattr(loan, "cache")
     with pytest.raises(BudgetError):
@@ -465,10 +478,10 @@ def test_pages_that_were_returned_cannot_be_written(desk: BlockPoolHarness) -> N
 
 
 def test_float16_pages_take_half_and_are_found_as_well() -> None:
-    desk = BlockPoolHarness(layout=InterleavedPages(Scheme.FLOAT16))
-    desk.turn(TEXT)
-    assert desk.budget.used == 3 * BYTES // 2
-    assert desk.turn((*TEXT, 1)) == 40
+    pool_harness = BlockPoolHarness(layout=InterleavedPages(Scheme.FLOAT16))
+    pool_harness.turn(TEXT)
+    assert pool_harness.budget.used == 3 * BYTES // 2
+    assert pool_harness.turn((*TEXT, 1)) == 40
 
 
 def test_no_byte_is_there_that_is_not_in_the_ledger() -> None:
@@ -501,7 +514,7 @@ def test_no_byte_is_there_that_is_not_in_the_ledger() -> None:
 
 
 def test_memory_may_be_needed_by_another_thread_at_any_time() -> None:
-    desk, ended = BlockPoolHarness(pages=14), threading.Event()
+    pool_harness, ended = BlockPoolHarness(pages=14), threading.Event()
 
     def need_memory() -> None:
         pages = 0
@@ -509,9 +522,11 @@ def test_memory_may_be_needed_by_another_thread_at_any_time() -> None:
             pages = pages % 9 + 1
             with (
                 suppress(BudgetError),
-                desk.tiers.reserve_during(Tier.DEVICE, "buffers", pages * BYTES, what="buffers"),
+                pool_harness.tiers.reserve_during(
+                    Tier.DEVICE, "buffers", pages * BYTES, what="buffers"
+                ),
             ):
-                desk.tiers.check_integrity()
+                pool_harness.tiers.check_integrity()
 
     other = threading.Thread(target=need_memory)
     other.start()
@@ -520,13 +535,13 @@ def test_memory_may_be_needed_by_another_thread_at_any_time() -> None:
         for number in range(400):
             ids = (*TEXT[: number % 3 * 8], number % 4, *TEXT[: number % 40])
             with suppress(BudgetError):
-                found += desk.turn(ids, (1, 2))
+                found += pool_harness.turn(ids, (1, 2))
     finally:
         ended.set()
         other.join()
     assert 0 < found < 400 * len(TEXT)
-    desk.pool.clear()
-    assert desk.budget.used == 0
+    pool_harness.pool.clear()
+    assert pool_harness.budget.used == 0
 
 
 @dataclass(eq=False)
@@ -559,7 +574,7 @@ class Texts(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.desk = BlockPoolHarness(pages=self.pages)
+        self.pool_harness = BlockPoolHarness(pages=self.pages)
         self.completed: dict[tuple[str, Digest, int], set[tuple[int, ...]]] = {}
         self.open: list[PooledSequence] = []
 
@@ -581,22 +596,22 @@ class Texts(RuleBasedStateMachine):
         at_once: int | None,
     ) -> None:
         virtual = 0 if plan == PLAN else 18  # a plan has its soft prompt, or none
-        wanted = self.desk.wanted(
+        wanted = self.pool_harness.wanted(
             ids, room=len(answer) + spare, cache_key=key, identity=plan, virtual_tokens=virtual
         )
         if at_once is not None:
             first = virtual + len(ids) + at_once
             wanted = replace(wanted, initial_tokens=min(first, wanted.capacity))
         self.kept(wanted).update(self.shared_by_those_that_run(wanted))
-        before, stack = self.desk.budget.used, ExitStack()
+        before, stack = self.pool_harness.budget.used, ExitStack()
         try:
-            loan = stack.enter_context(self.desk.pool.allocate(wanted))
+            loan = stack.enter_context(self.pool_harness.pool.allocate(wanted))
         except BudgetError:
             assert self.pages < 400
             # what two that run wrote alike is one now; but what cannot fit makes nobody go
-            assert self.desk.budget.used <= before
+            assert self.pool_harness.budget.used <= before
             return
-        self.desk.check(wanted, loan)
+        self.pool_harness.check(wanted, loan)
         expected = max((common(ids, text) for text in self.kept(wanted)), default=0)
         expected = min(expected, len(ids) - 1)
         assert loan.reused == expected or (self.pages < 400 and loan.reused < expected)
@@ -605,7 +620,7 @@ class Texts(RuleBasedStateMachine):
     @rule(place=st.integers(0, 5), tokens=st.integers(1, 40))
     def write(self, place: int, tokens: int) -> None:
         for text in self.open[place : place + 1]:
-            rest = self.desk.rest(text.wanted, text.loan, text.answer)
+            rest = self.pool_harness.rest(text.wanted, text.loan, text.answer)
             try:
                 write(text.loan.cache, rest[:tokens])
             except BudgetError:  # it goes on, or ends, where it is
@@ -629,7 +644,7 @@ class Texts(RuleBasedStateMachine):
             everything = (*text.wanted.ids, *text.answer)
             assert (
                 read(text.loan.cache)
-                == self.desk.all_marks(text.wanted, text.answer)[: text.loan.cache.length]
+                == self.pool_harness.all_marks(text.wanted, text.answer)[: text.loan.cache.length]
             )
             if completes:
                 text.loan.complete(everything)
@@ -640,7 +655,7 @@ class Texts(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(["a", "b"]))
     def forget(self, key: str) -> None:
-        self.desk.pool.forget(key)
+        self.pool_harness.pool.forget(key)
         for text in self.open:
             text.is_forgotten |= text.wanted.cache_key == key
         for origin in self.completed:
@@ -649,29 +664,29 @@ class Texts(RuleBasedStateMachine):
 
     @rule(pages=st.integers(1, 10))
     def need_memory(self, pages: int) -> None:
-        used, kept = self.desk.budget.used, self.desk.pool.nbytes
+        used, kept = self.pool_harness.budget.used, self.pool_harness.pool.nbytes
         running = sum(text.loan.cache.nbytes for text in self.open)
         try:
-            with self.desk.tiers.reserve_during(
+            with self.pool_harness.tiers.reserve_during(
                 Tier.DEVICE, "buffers", pages * BYTES, what="buffers"
             ):
-                assert self.desk.budget.used <= self.desk.budget.limit
+                assert self.pool_harness.budget.used <= self.pool_harness.budget.limit
         except BudgetError:
-            assert self.desk.budget.used == used
-            assert running + pages * BYTES + kept > self.desk.budget.limit
+            assert self.pool_harness.budget.used == used
+            assert running + pages * BYTES + kept > self.pool_harness.budget.limit
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        self.desk.pool.check_integrity()
-        self.desk.tiers.check_integrity()
-        assert self.desk.budget.reserved_bytes("kv") == self.desk.pool.nbytes
+        self.pool_harness.pool.check_integrity()
+        self.pool_harness.tiers.check_integrity()
+        assert self.pool_harness.budget.reserved_bytes("kv") == self.pool_harness.pool.nbytes
 
     def teardown(self) -> None:
         for text in self.open:
             text.stack.close()
         for key in ("a", "b"):
-            self.desk.pool.forget(key)
-        assert self.desk.budget.used == 0
+            self.pool_harness.pool.forget(key)
+        assert self.pool_harness.budget.used == 0
 
     def shared_by_those_that_run(self, wanted: KVRequest) -> Iterator[tuple[int, ...]]:
         """The tokens in whole pages of prompts of the same owner and plan."""
@@ -712,47 +727,49 @@ TestTexts.settings = TestTextsInLittleMemory.settings = settings(
 
 
 def test_texts_one_after_the_other_leave_no_more_pages_than_may_be_kept() -> None:
-    desk = BlockPoolHarness(kept=5)
+    pool_harness = BlockPoolHarness(kept=5)
     for first in range(20):
-        desk.turn((first, *TEXT))  # three pages each
-        assert desk.pool.cached_bytes == desk.budget.used <= 5 * BYTES
-    assert desk.pool.cached_bytes == 5 * BYTES
+        pool_harness.turn((first, *TEXT))  # three pages each
+        assert pool_harness.pool.cached_bytes == pool_harness.budget.used <= 5 * BYTES
+    assert pool_harness.pool.cached_bytes == 5 * BYTES
 
 
 def test_the_newest_text_stays_and_of_the_one_before_it_the_beginning() -> None:
-    desk = BlockPoolHarness(kept=5)
-    desk.turn((1, *TEXT))
-    desk.turn((2, *TEXT))
-    assert desk.turn((2, *TEXT, 9)) == 41
-    assert desk.turn((1, *TEXT, 9)) == 32
+    pool_harness = BlockPoolHarness(kept=5)
+    pool_harness.turn((1, *TEXT))
+    pool_harness.turn((2, *TEXT))
+    assert pool_harness.turn((2, *TEXT, 9)) == 41
+    assert pool_harness.turn((1, *TEXT, 9)) == 32
 
 
 def test_a_text_that_runs_may_take_more_than_may_be_kept() -> None:
-    desk = BlockPoolHarness(kept=1)
-    wanted = desk.wanted(TEXT)
-    with desk.pool.allocate(wanted) as loan:
-        write(loan.cache, desk.rest(wanted, loan))
+    pool_harness = BlockPoolHarness(kept=1)
+    wanted = pool_harness.wanted(TEXT)
+    with pool_harness.pool.allocate(wanted) as loan:
+        write(loan.cache, pool_harness.rest(wanted, loan))
         loan.complete(TEXT)
-        assert desk.budget.used == 3 * BYTES
-        desk.pool.check_integrity()
-    assert desk.budget.used == desk.pool.cached_bytes == BYTES
-    assert desk.turn((*TEXT, 9)) == KV_PAGE_TOKENS  # of a text that is too long its beginning stays
+        assert pool_harness.budget.used == 3 * BYTES
+        pool_harness.pool.check_integrity()
+    assert pool_harness.budget.used == pool_harness.pool.cached_bytes == BYTES
+    assert (
+        pool_harness.turn((*TEXT, 9)) == KV_PAGE_TOKENS
+    )  # of a text that is too long its beginning stays
 
 
 def test_pages_that_a_text_shares_are_kept_beyond_the_limit_only_while_it_runs() -> None:
-    desk = BlockPoolHarness(kept=2)
-    desk.turn(TEXT[:32])
-    with desk.pool.allocate(desk.wanted((*TEXT, 1))) as loan:
+    pool_harness = BlockPoolHarness(kept=2)
+    pool_harness.turn(TEXT[:32])
+    with pool_harness.pool.allocate(pool_harness.wanted((*TEXT, 1))) as loan:
         assert loan.reused == 32
-        desk.turn((5, *TEXT))
-        assert desk.pool.cached_bytes <= 2 * BYTES
-        assert read(loan.cache) == desk.all_marks(desk.wanted((*TEXT, 1)))[:32]
-    desk.pool.check_integrity()
-    assert desk.pool.cached_bytes <= 2 * BYTES
+        pool_harness.turn((5, *TEXT))
+        assert pool_harness.pool.cached_bytes <= 2 * BYTES
+        assert read(loan.cache) == pool_harness.all_marks(pool_harness.wanted((*TEXT, 1)))[:32]
+    pool_harness.pool.check_integrity()
+    assert pool_harness.pool.cached_bytes <= 2 * BYTES
 
 
 def test_with_no_memory_for_it_nothing_is_kept() -> None:
-    desk = BlockPoolHarness(kept=0)
-    desk.turn(TEXT)
-    assert desk.turn((*TEXT, 7)) == 0
-    assert desk.budget.used == 0
+    pool_harness = BlockPoolHarness(kept=0)
+    pool_harness.turn(TEXT)
+    assert pool_harness.turn((*TEXT, 7)) == 0
+    assert pool_harness.budget.used == 0

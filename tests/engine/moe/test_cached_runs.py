@@ -27,9 +27,9 @@ from tests.engine.package_fixtures import EnginePackages, load_adapters
 from tests.engine.test_local_engine import planner, request, run
 from tests.engine.test_packed_runs import after
 from tests.factories import write_base, write_dora
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["fast", "house"]
+__all__ = ["fast", "user_home"]
 
 pytestmark = pytest.mark.all
 
@@ -58,9 +58,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer(
-    house: HomeFixture, budget: int, *experts: ForcedExpert, **route: object
+    user_home: HomeFixture, budget: int, *experts: ForcedExpert, **route: object
 ) -> tuple[RunResult, LocalEngine]:
-    engine = LocalEngine(planner(house), budget=budget, numpy_below=0)
+    engine = LocalEngine(planner(user_home), budget=budget, numpy_below=0)
     return run(engine, asked(*experts, **route)), engine
 
 
@@ -73,17 +73,17 @@ def asked(*experts: ForcedExpert, **route: object) -> RunRequest:
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 def test_a_base_answers_the_same_in_less_memory_than_it_takes(
-    dtype: str, base: Path, house: HomeFixture
+    dtype: str, base: Path, user_home: HomeFixture
 ) -> None:
-    house.bases.add(base)
-    whole, engine = answer(house, LARGE, dtype=dtype)
+    user_home.bases.add(base)
+    whole, engine = answer(user_home, LARGE, dtype=dtype)
     size = engine.budget.reserved_bytes("base")
     engine.close()
     assert whole.moe is not None
     assert whole.moe.residence.blocks == 4 * 32
     assert len(whole.generated.tokens) == 24
     budget = size * 9 // 10
-    partly, engine = answer(house, budget, dtype=dtype)
+    partly, engine = answer(user_home, budget, dtype=dtype)
     assert partly.generated.tokens == whole.generated.tokens
     assert partly.moe is not None
     residence, activity = partly.moe.residence, partly.moe.activity
@@ -107,22 +107,22 @@ def test_a_base_answers_the_same_in_less_memory_than_it_takes(
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_an_expert_changes_routed_experts_that_come_and_go(
-    kind: AdapterKind, base: Path, house: HomeFixture, tmp_path: Path
+    kind: AdapterKind, base: Path, user_home: HomeFixture, tmp_path: Path
 ) -> None:
     """Torch, with all of it in memory, says what kernels with a part of it must answer."""
-    house.bases.add(base)
+    user_home.bases.add(base)
     adapter = (kind, {"targets": CHANGED, "scale": 0.4, "seed": 7})
-    house.install(
+    user_home.install(
         EnginePackages(tmp_path / "market", base, read_base(base)).package(adapters=[adapter])
     )
-    oracle = LocalEngine(planner(house), budget=LARGE, numpy_below=LARGE)
+    oracle = LocalEngine(planner(user_home), budget=LARGE, numpy_below=LARGE)
     theirs, alone = run(oracle, asked(SQL, base_alone=False)), run(oracle, asked())
     size = oracle.budget.reserved_bytes("base")
     oracle.close()
     assert theirs.generated.tokens != alone.generated.tokens
     for budget in (LARGE, size * 8 // 10):
-        shutil.rmtree(house.store.paths.derived, ignore_errors=True)  # nobody knows its gains
-        ours, engine = answer(house, budget, SQL, base_alone=False)
+        shutil.rmtree(user_home.store.paths.derived, ignore_errors=True)  # nobody knows its gains
+        ours, engine = answer(user_home, budget, SQL, base_alone=False)
         assert ours.generated.tokens == theirs.generated.tokens
         assert engine.budget.peak <= budget
         engine.check_integrity()
@@ -155,9 +155,9 @@ def test_a_matrix_of_a_routed_expert_that_comes_and_goes_is_read_and_what_that_t
     assert more == make_expert_shape(config, partly.scheme).nbytes
 
 
-def test_a_result_tells_of_it_in_its_document(base: Path, house: HomeFixture) -> None:
-    house.bases.add(base)
-    result, engine = answer(house, LARGE)
+def test_a_result_tells_of_it_in_its_document(base: Path, user_home: HomeFixture) -> None:
+    user_home.bases.add(base)
+    result, engine = answer(user_home, LARGE)
     engine.close()
     told = result.to_json()["moe"]
     assert isinstance(told, dict)
@@ -165,25 +165,25 @@ def test_a_result_tells_of_it_in_its_document(base: Path, house: HomeFixture) ->
 
 
 def test_memory_for_less_than_one_layer_is_refused_with_a_way_out(
-    base: Path, house: HomeFixture
+    base: Path, user_home: HomeFixture
 ) -> None:
-    house.bases.add(base)
+    user_home.bases.add(base)
     config = read_model_config(base)
     assert config.experts is not None
     one_layer = 32 * 3 * 64 * config.experts.intermediate_size * 4
     with pytest.raises(BudgetError) as caught:
-        answer(house, one_layer // 2)
+        answer(user_home, one_layer // 2)
     assert "--memory-budget" in caught.value.hint
 
 
 def test_what_is_missing_is_left_out_where_that_was_asked_for(
-    base: Path, house: HomeFixture
+    base: Path, user_home: HomeFixture
 ) -> None:
-    house.bases.add(base)
-    whole, engine = answer(house, LARGE)
+    user_home.bases.add(base)
+    whole, engine = answer(user_home, LARGE)
     budget = engine.budget.reserved_bytes("base") * 8 // 10
     engine.close()
-    skipping, engine = answer(house, budget, moe_miss="skip", moe_skip_cap=1.0)
+    skipping, engine = answer(user_home, budget, moe_miss="skip", moe_skip_cap=1.0)
     engine.close()
     assert skipping.moe is not None
     told = skipping.moe.to_json()
@@ -192,7 +192,7 @@ def test_what_is_missing_is_left_out_where_that_was_asked_for(
         "at first none is there"
     )
     assert skipping.planned.result.plan.identity != whole.planned.result.plan.identity
-    capped, engine = answer(house, budget, moe_miss="skip", moe_skip_cap=0.0)
+    capped, engine = answer(user_home, budget, moe_miss="skip", moe_skip_cap=0.0)
     engine.close()
     assert capped.moe is not None
     assert capped.moe.activity.skipped_weight == 0
@@ -200,13 +200,13 @@ def test_what_is_missing_is_left_out_where_that_was_asked_for(
 
 
 def test_a_text_that_was_read_with_larger_gaps_is_no_start_under_a_smaller_cap(
-    base: Path, house: HomeFixture
+    base: Path, user_home: HomeFixture
 ) -> None:
-    house.bases.add(base)
-    whole, engine = answer(house, LARGE)
+    user_home.bases.add(base)
+    whole, engine = answer(user_home, LARGE)
     budget = engine.budget.reserved_bytes("base") * 8 // 10
     engine.close()
-    engine = LocalEngine(planner(house), budget=budget, numpy_below=0)
+    engine = LocalEngine(planner(user_home), budget=budget, numpy_below=0)
 
     def ask(cap: float) -> RunResult:
         return run(engine, replace(asked(moe_miss="skip", moe_skip_cap=cap), cache_key="chat"))
@@ -221,13 +221,13 @@ def test_a_text_that_was_read_with_larger_gaps_is_no_start_under_a_smaller_cap(
 
 
 def test_a_small_base_answers_with_the_same_bits_in_any_memory(
-    base: Path, house: HomeFixture
+    base: Path, user_home: HomeFixture
 ) -> None:
     """What is chosen by size alone must not depend on how much of a base fits."""
-    house.bases.add(base)
+    user_home.bases.add(base)
     results = []
     for budget in (LARGE, 64 << 20):
-        engine = LocalEngine(planner(house), budget=budget)
+        engine = LocalEngine(planner(user_home), budget=budget)
         results.append(run(engine, asked(dtype="bf16")))
         engine.close()
     whole, partly = results
@@ -244,15 +244,15 @@ def test_a_small_base_answers_with_the_same_bits_in_any_memory(
 @pytest.mark.parametrize("tokens", [None, 24])
 @pytest.mark.parametrize("dtype", ["bf16", "int4", pytest.param("float32", marks=pytest.mark.all)])
 def test_whoever_runs_in_a_memory_runs_in_a_larger_one(
-    dtype: Dtype, tokens: int | None, base: Path, house: HomeFixture
+    dtype: Dtype, tokens: int | None, base: Path, user_home: HomeFixture
 ) -> None:
     """Short texts, and one that is asked for without further wishes, which is as long as can be."""
-    house.bases.add(base)
+    user_home.bases.add(base)
     ran, wanted = [], asked(dtype=dtype)
     wishes = replace(wanted.route.sampling, max_tokens=tokens)
     wanted = replace(wanted, route=replace(wanted.route, sampling=wishes))
     for megabytes in range(20, 180, 4):
-        engine = LocalEngine(planner(house), budget=megabytes * 10**6)
+        engine = LocalEngine(planner(user_home), budget=megabytes * 10**6)
         try:
             result = run(engine, wanted, cancelled=after(3))
         except BudgetError:

@@ -12,9 +12,9 @@ from expertctl.engine_config import Dtype
 from expertctl.store.quantised_cache import QuantisedCache, open_quantised_cache
 from tests.engine.test_local_engine import planner, request, run
 from tests.factories import write_base
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["fast", "house"]
+__all__ = ["fast", "user_home"]
 
 pytestmark = pytest.mark.all
 
@@ -45,9 +45,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def answer(house: HomeFixture, budget: int, **route: object) -> tuple[RunResult, int]:
+def answer(user_home: HomeFixture, budget: int, **route: object) -> tuple[RunResult, int]:
     """Run in an engine of its own; return what its base took, too."""
-    engine = LocalEngine(planner(house), budget=budget, numpy_below=0)
+    engine = LocalEngine(planner(user_home), budget=budget, numpy_below=0)
     asked = request(route={"base_alone": True, **route})
     wishes = replace(asked.route.sampling, max_tokens=24)
     result = run(engine, replace(asked, route=replace(asked.route, sampling=wishes)))
@@ -62,8 +62,8 @@ def little(size: int) -> int:
     return size * 11 // 10
 
 
-def copies_at(house: HomeFixture, base: Path) -> QuantisedCache:
-    found = open_quantised_cache(house.bases, house.bases.add(base))
+def copies_at(user_home: HomeFixture, base: Path) -> QuantisedCache:
+    found = open_quantised_cache(user_home.bases, user_home.bases.add(base))
     assert found is not None
     return found
 
@@ -73,14 +73,14 @@ def copies_at(house: HomeFixture, base: Path) -> QuantisedCache:
     [("float32", False), ("float32", True), ("bf16", False), ("int8", False), ("int4", False)],
 )
 def test_tokens_are_the_same_read_mapped_and_whole(
-    dtype: Dtype, deterministic: bool, base: Path, house: HomeFixture
+    dtype: Dtype, deterministic: bool, base: Path, user_home: HomeFixture
 ) -> None:
-    copies = copies_at(house, base)
+    copies = copies_at(user_home, base)
     route = {"dtype": dtype, "deterministic": deterministic}
-    whole, size = answer(house, LARGE, **route)
+    whole, size = answer(user_home, LARGE, **route)
     budget = little(size)
     for cold in ("read", "map", "map", "direct"):
-        partly, _ = answer(house, budget, **route, moe_cold=cold)
+        partly, _ = answer(user_home, budget, **route, moe_cold=cold)
         assert partly.generated.tokens == whole.generated.tokens
         assert partly.planned.result.plan.identity == whole.planned.result.plan.identity
         assert partly.moe is not None
@@ -93,14 +93,14 @@ def test_tokens_are_the_same_read_mapped_and_whole(
 
 @pytest.mark.parametrize("cold", ["read", "map"])
 def test_a_copy_is_made_once_and_then_only_what_is_no_expert_is_read_to_begin(
-    cold: str, base: Path, house: HomeFixture
+    cold: str, base: Path, user_home: HomeFixture
 ) -> None:
-    copies, size = copies_at(house, base), answer(house, LARGE, dtype="float32")[1]
+    copies, size = copies_at(user_home, base), answer(user_home, LARGE, dtype="float32")[1]
     dtype = "int8" if cold == "read" else "float32"
     budget = little(size) if cold == "map" else little(size) // 4
-    first, _ = answer(house, budget, dtype=dtype, moe_cold=cold)
+    first, _ = answer(user_home, budget, dtype=dtype, moe_cold=cold)
     made = copies.path(dtype).stat()
-    again, _ = answer(house, budget, dtype=dtype, moe_cold=cold)
+    again, _ = answer(user_home, budget, dtype=dtype, moe_cold=cold)
     assert copies.path(dtype).stat().st_mtime_ns == made.st_mtime_ns
     assert again.generated.tokens == first.generated.tokens
     begun = []
@@ -112,21 +112,21 @@ def test_a_copy_is_made_once_and_then_only_what_is_no_expert_is_read_to_begin(
 
 
 def test_floats_that_are_only_read_have_no_copy_unless_it_is_shorter(
-    base: Path, house: HomeFixture
+    base: Path, user_home: HomeFixture
 ) -> None:
-    copies, size = copies_at(house, base), answer(house, LARGE, dtype="float32")[1]
+    copies, size = copies_at(user_home, base), answer(user_home, LARGE, dtype="float32")[1]
     for cold in ("read", "auto"):
-        answer(house, little(size), dtype="float32", moe_cold=cold)
+        answer(user_home, little(size), dtype="float32", moe_cold=cold)
     assert not copies.path("float32").exists()
-    answer(house, little(size) // 2, dtype="bf16")
+    answer(user_home, little(size) // 2, dtype="bf16")
     assert copies.path("bfloat16").stat().st_size < 0.75 * base_bytes(base)
 
 
-def test_the_same_memory_holds_more_of_compact_experts(base: Path, house: HomeFixture) -> None:
+def test_the_same_memory_holds_more_of_compact_experts(base: Path, user_home: HomeFixture) -> None:
     """Of bfloat16, whose experts take 11.5 of 16 bits here."""
-    copies_at(house, base)
-    size = answer(house, LARGE, dtype="bf16")[1]
-    partly, held = answer(house, little(size), dtype="bf16")
+    copies_at(user_home, base)
+    size = answer(user_home, LARGE, dtype="bf16")[1]
+    partly, held = answer(user_home, little(size), dtype="bf16")
     assert partly.moe is not None
     expert = 3 * 64 * 1152 * 2
     experts = partly.moe.residence.blocks * expert
@@ -139,31 +139,31 @@ def base_bytes(base: Path) -> int:
 
 
 def test_a_damaged_expert_is_told_in_the_run_that_needs_it_and_mended_by_the_next(
-    base: Path, house: HomeFixture
+    base: Path, user_home: HomeFixture
 ) -> None:
-    copies, size = copies_at(house, base), answer(house, LARGE, dtype="int8")[1]
+    copies, size = copies_at(user_home, base), answer(user_home, LARGE, dtype="int8")[1]
     budget, path = little(size), copies.path("int8")
-    whole, _ = answer(house, budget, dtype="int8")
+    whole, _ = answer(user_home, budget, dtype="int8")
     content = bytearray(path.read_bytes())
     for begin in range(len(content) // 2, len(content) - 8192, 8192):
         content[begin] ^= 1
     path.write_bytes(content)
-    damaged, _ = answer(house, budget, dtype="int8")
+    damaged, _ = answer(user_home, budget, dtype="int8")
     told = f"{path} is not used any more (it is damaged): made again next time"
     assert told in damaged.warnings
     assert damaged.generated.tokens == whole.generated.tokens
     assert not path.exists()
-    mended, _ = answer(house, budget, dtype="int8")
+    mended, _ = answer(user_home, budget, dtype="int8")
     assert mended.warnings == whole.warnings
     assert mended.generated.tokens == whole.generated.tokens
     copies.check_integrity()
 
 
 def test_what_is_found_damaged_in_a_later_run_of_an_engine_is_told_there(
-    base: Path, house: HomeFixture
+    base: Path, user_home: HomeFixture
 ) -> None:
-    copies, size = copies_at(house, base), answer(house, LARGE, dtype="int8")[1]
-    engine = LocalEngine(planner(house), budget=little(size), numpy_below=0)
+    copies, size = copies_at(user_home, base), answer(user_home, LARGE, dtype="int8")[1]
+    engine = LocalEngine(planner(user_home), budget=little(size), numpy_below=0)
     first = run(engine, request(route={"base_alone": True, "dtype": "int8"}))
     path = copies.path("int8")
     content = bytearray(path.read_bytes())

@@ -16,9 +16,9 @@ from expertctl.store.quantised_cache import UsageProfileFile
 from tests.engine.moe.test_expert_cache import EXPERTS, LAYERS, NUMBERS, Marked, config, new_cache
 from tests.engine.moe.test_start import list_cached_experts, use
 from tests.engine.moe.test_usage_store import ROUTED, file
-from tests.store.fixtures import fast, house, shop
+from tests.store.fixtures import fast, package_factory, user_home
 
-__all__ = ["config", "fast", "file", "house", "shop"]
+__all__ = ["config", "fast", "file", "package_factory", "user_home"]
 
 
 @dataclass

@@ -20,9 +20,9 @@ from tests.engine.moe.test_cached_runs import asked
 from tests.engine.moe.test_learnt_runs import base
 from tests.engine.test_interrupted_runs import Line, LineWatch, interrupted_at
 from tests.engine.test_local_engine import planner, run
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["base", "fast", "house"]
+__all__ = ["base", "fast", "user_home"]
 
 pytestmark = pytest.mark.all
 
@@ -39,12 +39,12 @@ FILES = {module.__file__ for module in BOOKS}
 
 
 @pytest.fixture
-def make(base: Path, house: HomeFixture) -> Callable[[], LocalEngine]:
+def make(base: Path, user_home: HomeFixture) -> Callable[[], LocalEngine]:
     """Make engines that have memory for four fifths of the base, and learn nothing."""
-    house.bases.add(base)
+    user_home.bases.add(base)
     size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     wishes = WarmupConfig(learns=False)
-    return lambda: LocalEngine(planner(house), budget=size * 8 // 10, numpy_below=0, moe=wishes)
+    return lambda: LocalEngine(planner(user_home), budget=size * 8 // 10, numpy_below=0, moe=wishes)
 
 
 @pytest.mark.parametrize("step", [23, pytest.param(3, marks=pytest.mark.all)])

@@ -25,9 +25,9 @@ from tests.engine.moe.fakes import at_once
 from tests.engine.moe.test_cached_runs import LARGE, asked
 from tests.engine.test_local_engine import planner, run
 from tests.factories import write_base
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["at_once", "fast", "house"]
+__all__ = ["at_once", "fast", "user_home"]
 
 pytestmark = pytest.mark.all
 
@@ -54,13 +54,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def answer(base: Path, house: HomeFixture) -> Answer:
+def answer(base: Path, user_home: HomeFixture) -> Answer:
     """Answer once with a new engine that has memory for four fifths of the base."""
-    house.bases.add(base)
+    user_home.bases.add(base)
     size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
 
     def once(wishes: WarmupConfig = FULL, **route: object) -> RunResult:
-        engine = LocalEngine(planner(house), budget=size * 8 // 10, numpy_below=0, moe=wishes)
+        engine = LocalEngine(planner(user_home), budget=size * 8 // 10, numpy_below=0, moe=wishes)
         result = run(engine, asked(**route))
         engine.check_integrity()
         assert engine.budget.peak <= engine.budget.limit
@@ -71,8 +71,8 @@ def answer(base: Path, house: HomeFixture) -> Answer:
     return once
 
 
-def file_of(house: HomeFixture) -> UsageProfileFile:
-    return UsageProfileFile(house.bases, house.bases.list_bases()[0])
+def file_of(user_home: HomeFixture) -> UsageProfileFile:
+    return UsageProfileFile(user_home.bases, user_home.bases.list_bases()[0])
 
 
 def hit_rate(result: RunResult) -> float:
@@ -82,10 +82,12 @@ def hit_rate(result: RunResult) -> float:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_what_was_learnt_makes_the_next_start_hit_more(answer: Answer, house: HomeFixture) -> None:
+def test_what_was_learnt_makes_the_next_start_hit_more(
+    answer: Answer, user_home: HomeFixture
+) -> None:
     """Of what the same text asks for: 0.906 without anything known, 0.951 after it."""
     cold = answer(NOT_LEARNT)
-    assert file_of(house).read() is None
+    assert file_of(user_home).read() is None
     first, second, third = answer(), answer(), answer()
     assert hit_rate(first) == hit_rate(cold), "nothing was known yet"
     assert hit_rate(second) > hit_rate(first) + 0.02
@@ -106,12 +108,12 @@ def test_who_is_there_from_the_start_is_hit(answer: Answer) -> None:
     assert min(hybrid, full) > none + 0.02
 
 
-def test_what_is_kept_is_what_was_asked_for(answer: Answer, house: HomeFixture) -> None:
+def test_what_is_kept_is_what_was_asked_for(answer: Answer, user_home: HomeFixture) -> None:
     first, second = answer(), answer()
     results = (first, second)
     tokens = sum(r.prompt_tokens + len(r.generated.tokens) - 1 for r in results)
     last = sum(len(r.generated.tokens) for r in results)
-    habits = load_learnt_usage(file_of(house))
+    habits = load_learnt_usage(file_of(user_home))
     assert habits is not None
     assert habits.state is not None
     assert second.moe is not None
@@ -128,18 +130,18 @@ def test_what_is_kept_is_what_was_asked_for(answer: Answer, house: HomeFixture) 
     ids=["empty", "zeros", "objects", "later version", "another base"],
 )
 def test_learnt_usage_that_is_invalid_is_left_out_with_a_note_and_made_anew(
-    data: bytes | None, answer: Answer, house: HomeFixture
+    data: bytes | None, answer: Answer, user_home: HomeFixture
 ) -> None:
     other = encode_learnt_usage(
         LearntUsage(
-            compute_base_digest(replace(house.bases.list_bases()[0].identity, weights=None))
+            compute_base_digest(replace(user_home.bases.list_bases()[0].identity, weights=None))
         )
     )
-    file_of(house).update(lambda _: other if data is None else data)
+    file_of(user_home).update(lambda _: other if data is None else data)
     result = answer()
     noted = [warning for warning in result.warnings if "the learnt usage is ignored" in warning]
     assert len(noted) == (0 if data is None else 1)
-    assert load_learnt_usage(file_of(house)) is not None
+    assert load_learnt_usage(file_of(user_home)) is not None
     assert not any("learnt" in warning for warning in answer().warnings)
 
 
@@ -154,32 +156,32 @@ def test_however_a_base_begins_its_answer_is_the_same(
     assert again.generated.tokens == first.generated.tokens
 
 
-def test_nothing_is_learnt_where_nobody_wants_it(answer: Answer, house: HomeFixture) -> None:
+def test_nothing_is_learnt_where_nobody_wants_it(answer: Answer, user_home: HomeFixture) -> None:
     answer()
-    before = file_of(house).read()
+    before = file_of(user_home).read()
     answer(NOT_LEARNT)
-    assert file_of(house).read() == before
+    assert file_of(user_home).read() == before
 
 
 def test_learnt_usage_that_cannot_be_written_costs_no_answer(
-    answer: Answer, house: HomeFixture
+    answer: Answer, user_home: HomeFixture
 ) -> None:
-    file_of(house).path.mkdir()
+    file_of(user_home).path.mkdir()
     result = answer()
     assert any("is not saved" in warning for warning in result.warnings)
     assert result.generated.tokens
 
 
 def test_those_that_are_pinned_have_a_slot_from_the_start(
-    answer: Answer, house: HomeFixture
+    answer: Answer, user_home: HomeFixture
 ) -> None:
     answer()
-    habits = load_learnt_usage(file_of(house))
+    habits = load_learnt_usage(file_of(user_home))
     assert habits is not None
     first = [habits.profile.rank_experts(layer.layer)[:2] for layer in habits.profile.layers]
     pinned = answer(WarmupConfig(warmup="full", pins=TopPins(2)))
     assert not any("pin" in warning for warning in pinned.warnings)
-    habits = load_learnt_usage(file_of(house))
+    habits = load_learnt_usage(file_of(user_home))
     assert habits is not None
     assert habits.state is not None
     for layer, experts in zip(habits.state.layers.values(), first, strict=True):
@@ -207,17 +209,17 @@ def test_a_profile_of_another_base_is_refused(answer: Answer, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("at_once")
 def test_a_base_that_is_whole_in_memory_is_learnt_from_for_when_it_is_not(
-    base: Path, house: HomeFixture, answer: Answer
+    base: Path, user_home: HomeFixture, answer: Answer
 ) -> None:
     """The same text asks for the same experts, wherever they are; so the next run hits more."""
-    house.bases.add(base)
+    user_home.bases.add(base)
     cold = answer(NOT_LEARNT)
-    engine = LocalEngine(planner(house), budget=LARGE, numpy_below=0)
+    engine = LocalEngine(planner(user_home), budget=LARGE, numpy_below=0)
     whole = run(engine, asked())
     engine.close()
     assert whole.moe is not None
     assert (whole.moe.residence.slots, whole.moe.fallback_rate) == (32, 0)
-    habits = load_learnt_usage(file_of(house))
+    habits = load_learnt_usage(file_of(user_home))
     assert habits is not None
     assert habits.state is None, "nobody needs a slot"
     tokens, last = (
@@ -235,9 +237,9 @@ def test_a_base_that_is_whole_in_memory_is_learnt_from_for_when_it_is_not(
 
 
 def test_a_base_that_is_left_gives_back_its_memory_though_it_was_learnt_from(
-    base: Path, house: HomeFixture, monkeypatch: pytest.MonkeyPatch
+    base: Path, user_home: HomeFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house.bases.add(base)
+    user_home.bases.add(base)
     size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     live = weakref.WeakSet[ExpertMemory]()
     most: list[int] = []
@@ -250,7 +252,7 @@ def test_a_base_that_is_left_gives_back_its_memory_though_it_was_learnt_from(
         most.append(len(live))
 
     monkeypatch.setattr(ExpertMemory, "__init__", counted)
-    engine = LocalEngine(planner(house), budget=size * 8 // 10, numpy_below=0, moe=FULL)
+    engine = LocalEngine(planner(user_home), budget=size * 8 // 10, numpy_below=0, moe=FULL)
     for skips in (False, True, False):
         run(engine, asked(**({"moe_miss": "skip", "moe_skip_cap": 0.2} if skips else {})))
     run(engine, asked(dtype="int4"))

@@ -11,16 +11,16 @@ from tests.engine.moe.test_cached_runs import LARGE, PARTS, SQL, answer, asked
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.test_local_engine import run
 from tests.factories import write_base
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["fast", "house"]
+__all__ = ["fast", "user_home"]
 
 pytestmark = pytest.mark.all
 EXPERTS = 16
 
 
 @pytest.fixture
-def size(house: HomeFixture, tmp_path: Path) -> int:
+def size(user_home: HomeFixture, tmp_path: Path) -> int:
     """What a small base takes, for which there is an expert that changes all of its experts."""
     base = write_base(
         tmp_path / "base",
@@ -34,23 +34,23 @@ def size(house: HomeFixture, tmp_path: Path) -> int:
         num_experts_per_tok=3,
         moe_intermediate_size=576,
     )
-    house.bases.add(base)
+    user_home.bases.add(base)
     names = (f"experts.{number}.{part}" for number in range(EXPERTS) for part in PARTS)
     adapter = ("lora", {"targets": ("q_proj", *names), "rank": 16, "scale": 0.4, "seed": 7})
-    house.install(
+    user_home.install(
         EnginePackages(tmp_path / "market", base, read_base(base)).package(adapters=[adapter])
     )
     return sum(file.stat().st_size for file in base.glob("*.safetensors"))
 
 
 def test_whoever_runs_an_expert_in_some_memory_runs_it_in_more(
-    house: HomeFixture, size: int
+    user_home: HomeFixture, size: int
 ) -> None:
-    right, engine = answer(house, LARGE, SQL, base_alone=False)
+    right, engine = answer(user_home, LARGE, SQL, base_alone=False)
     engine.close()
     slots = []
     for share in (18, 20, 22, 24):  # tenths: below, the expert itself has no room
-        result, engine = answer(house, size * share // 10, SQL, base_alone=False)
+        result, engine = answer(user_home, size * share // 10, SQL, base_alone=False)
         assert result.generated.tokens == right.generated.tokens
         assert engine.budget.peak <= engine.budget.limit
         assert result.moe is not None
@@ -61,8 +61,8 @@ def test_whoever_runs_an_expert_in_some_memory_runs_it_in_more(
     assert slots[-1] == EXPERTS
 
 
-def test_the_next_run_reads_no_base_anew_for_more_slots(house: HomeFixture, size: int) -> None:
-    first, engine = answer(house, size * 2, SQL, base_alone=False)
+def test_the_next_run_reads_no_base_anew_for_more_slots(user_home: HomeFixture, size: int) -> None:
+    first, engine = answer(user_home, size * 2, SQL, base_alone=False)
     alone = run(engine, asked())
     assert first.moe is not None
     assert alone.moe is not None
@@ -76,10 +76,10 @@ def test_the_next_run_reads_no_base_anew_for_more_slots(house: HomeFixture, size
 
 @pytest.mark.parametrize("share", [12, 16])
 def test_where_no_slot_would_do_the_base_alone_has_as_many_as_ever(
-    share: int, house: HomeFixture, size: int
+    share: int, user_home: HomeFixture, size: int
 ) -> None:
     budget = size * share // 10
-    alone, engine = answer(house, budget)
+    alone, engine = answer(user_home, budget)
     engine.close()
     with pytest.raises(BudgetError):
         run(engine, asked(SQL, base_alone=False))
@@ -94,9 +94,9 @@ def test_where_no_slot_would_do_the_base_alone_has_as_many_as_ever(
     engine.close()
 
 
-def test_fewer_slots_come_before_fewer_experts(house: HomeFixture, size: int) -> None:
+def test_fewer_slots_come_before_fewer_experts(user_home: HomeFixture, size: int) -> None:
     wanted = asked(SQL, base_alone=False)
-    result, engine = answer(house, size * 2, SQL, base_alone=False)
+    result, engine = answer(user_home, size * 2, SQL, base_alone=False)
     engine.close()
     fewer = run(engine, replace(wanted, on_budget="fewer"))
     assert fewer.dropped == ()

@@ -23,9 +23,9 @@ from tests.engine.moe.fakes import at_once
 from tests.engine.test_loaded_base import loaded, slot
 from tests.engine.test_local_engine import planner
 from tests.factories import write_base
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["at_once", "fast", "house"]
+__all__ = ["at_once", "fast", "user_home"]
 
 pytestmark = pytest.mark.all
 LAYERS, EXPERTS, USED = 3, 8, 2
@@ -49,10 +49,10 @@ def write_routed(folder: Path, **config: object) -> Path:
 
 
 @pytest.fixture
-def stocked(house: HomeFixture, tmp_path: Path) -> Planner:
-    house.bases.add(write_routed(tmp_path / "routed"), name="routed")
-    house.bases.add(write_base(tmp_path / "dense", head_dim=16), name="dense")
-    return planner(house)
+def stocked(user_home: HomeFixture, tmp_path: Path) -> Planner:
+    user_home.bases.add(write_routed(tmp_path / "routed"), name="routed")
+    user_home.bases.add(write_base(tmp_path / "dense", head_dim=16), name="dense")
+    return planner(user_home)
 
 
 def measured(
@@ -101,9 +101,9 @@ def test_all_ways_are_measured_and_counted(stocked: Planner) -> None:
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_a_way_to_hold_experts_takes_what_it_says(share: float, tmp_path: Path) -> None:
     """As in a run: with what is known of who follows whom."""
-    house = HomeFixture(tmp_path / "home")
-    stored = house.bases.add(write_routed(tmp_path / "base"))
-    base = open_base(house.bases, stored, LoadConfig(), rehash=False)
+    user_home = HomeFixture(tmp_path / "home")
+    stored = user_home.bases.add(write_routed(tmp_path / "base"))
+    base = open_base(user_home.bases, stored, LoadConfig(), rehash=False)
     backend = configure_backend(
         base,
         ResidencyCase(share, "exact"),

@@ -25,10 +25,10 @@ from expertctl.engine_config import WarmupConfig
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.store.quantised_cache import UsageProfileFile
 from tests.store.fault_injection import run_with_fault
-from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, package_factory, user_home
 from tests.store.test_processes import together
 
-__all__ = ["fast", "house", "shop"]
+__all__ = ["fast", "package_factory", "user_home"]
 
 EXPERTS = 8
 ROUTED = ExpertsConfig(
@@ -84,8 +84,8 @@ def used() -> CounterSource:
 
 
 @pytest.fixture
-def file(house: HomeFixture, shop: PackageFactory) -> UsageProfileFile:
-    return UsageProfileFile(house.bases, house.bases.add(shop.base_dir))
+def file(user_home: HomeFixture, package_factory: PackageFactory) -> UsageProfileFile:
+    return UsageProfileFile(user_home.bases, user_home.bases.add(package_factory.base_dir))
 
 
 def keeper(file: UsageProfileFile, **wishes: object) -> ExpertUsageStore:
@@ -309,9 +309,11 @@ def test_a_base_whose_experts_are_all_there_is_learnt_from_without_slots(
     assert keeper(file).plan_warmup(file.base, ROUTED).state == saved(1, 4), "who had a slot last"
 
 
-def test_of_several_processes_all_counts_are_kept(fast: Path, shop: PackageFactory) -> None:
+def test_of_several_processes_all_counts_are_kept(
+    fast: Path, package_factory: PackageFactory
+) -> None:
     bases = HomeFixture(fast).bases
-    file = UsageProfileFile(bases, bases.add(shop.base_dir))
+    file = UsageProfileFile(bases, bases.add(package_factory.base_dir))
 
     def answer() -> None:
         cache, owner = used(), keeper(file)

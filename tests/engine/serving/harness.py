@@ -59,7 +59,7 @@ def make_request(
 
 
 @pytest.fixture(scope="session")
-def market(tmp_path_factory: pytest.TempPathFactory) -> EnginePackages:
+def engine_packages(tmp_path_factory: pytest.TempPathFactory) -> EnginePackages:
     """Packages on a base that torch runs, and kernels where they are asked for."""
     folder = tmp_path_factory.mktemp("fitting")
     sizes = {"hidden": 48, "intermediate": 80, "head_dim": 16}
@@ -195,15 +195,15 @@ def open_engine_harness(
     home: Home, settings: EngineConfig = SETTINGS, *, numpy_below: int = NUMPY_MAX_BYTES
 ) -> Iterator[EngineHarness]:
     """Open a workshop; at its end nothing may be left."""
-    shop = EngineHarness(home, settings, numpy_below=numpy_below)
-    yield shop
-    shop.close()
+    harness = EngineHarness(home, settings, numpy_below=numpy_below)
+    yield harness
+    harness.close()
 
 
 @contextmanager
-def reserve_all_but(shop: EngineHarness, *, leaving: int) -> Iterator[None]:
+def reserve_all_but(harness: EngineHarness, *, leaving: int) -> Iterator[None]:
     """All memory but so many bytes is somebody else's; what could be evicted counts as free."""
-    tiers, budget = shop.runner.resources.tiers, shop.runner.budget
+    tiers, budget = harness.runner.resources.tiers, harness.runner.budget
     with tiers.lock:
         size = tiers._memory.count_available(budget) - leaving
         budget.reserve("base", size, what="others")
@@ -211,19 +211,21 @@ def reserve_all_but(shop: EngineHarness, *, leaving: int) -> Iterator[None]:
         yield
     finally:
         tiers.release(Tier.DEVICE, "base", size)
-        shop.scheduler.notify_freed()
+        harness.scheduler.notify_freed()
 
 
 @pytest.fixture(autouse=True)
-def known(house: InstalledHome, market: EnginePackages) -> None:
+def known(user_home: InstalledHome, engine_packages: EnginePackages) -> None:
     """The base and two experts are installed, for whoever imports this."""
-    house.bases.add(market.base_dir)
-    house.trust_keys("acme")
-    house.install(*(market.package(f"acme/{n}", seed=i) for i, n in enumerate(("sql", "go"))))
+    user_home.bases.add(engine_packages.base_dir)
+    user_home.trust_keys("acme")
+    user_home.install(
+        *(engine_packages.package(f"acme/{n}", seed=i) for i, n in enumerate(("sql", "go")))
+    )
 
 
 @pytest.fixture
-def shop(house: InstalledHome) -> Iterator[EngineHarness]:
+def harness(user_home: InstalledHome) -> Iterator[EngineHarness]:
     """A workshop as all settings are usual."""
-    with open_engine_harness(house.home) as shop:
-        yield shop
+    with open_engine_harness(user_home.home) as harness:
+        yield harness

@@ -13,9 +13,9 @@ from expertctl.errors import RateLimitError
 from expertctl.schema.strict_json import JsonObject
 from tests.engine.moe.test_learnt_runs import base
 from tests.engine.test_local_engine import planner
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["base", "fast", "house"]
+__all__ = ["base", "fast", "user_home"]
 PROFILE: JsonObject = {
     "num_prompts": 4,
     "num_experts": 32,
@@ -24,14 +24,14 @@ PROFILE: JsonObject = {
 
 
 @pytest.fixture
-def engine(base: Path, house: HomeFixture) -> Iterator[ServingEngine]:
-    stored = house.bases.add(base)
+def engine(base: Path, user_home: HomeFixture) -> Iterator[ServingEngine]:
+    stored = user_home.bases.add(base)
     settings = EngineConfig(
         memory_budget=stored.size * 8 // 10,
         moe=WarmupConfig(warmup="none", learns=False),
         batching=BatchingConfig(rows=2),
     )
-    engine = ServingEngine(planner(house), settings, numpy_below=0)
+    engine = ServingEngine(planner(user_home), settings, numpy_below=0)
     engine.start()
     yield engine
     engine.close()
@@ -49,10 +49,10 @@ def test_nothing_is_taken_over_once_the_engine_ended(engine: ServingEngine) -> N
 
 
 def test_a_control_call_that_fails_is_reported_only_to_its_caller() -> None:
-    board = Scheduler(queue=1, rows=1)
-    done = board.run_between_passes(lambda: [][0])
+    scheduler = Scheduler(queue=1, rows=1)
+    done = scheduler.run_between_passes(lambda: [][0])
     assert not done.done(), "it waits for the next pass"
-    board.control_queue.popleft()()
+    scheduler.control_queue.popleft()()
     with pytest.raises(IndexError):
         done.result()
-    board.check_integrity()
+    scheduler.check_integrity()

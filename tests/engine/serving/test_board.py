@@ -57,109 +57,111 @@ def caller(name: str = "one", **options: object) -> QueuedCaller:
     return QueuedCaller(RequestState(job, events.append), events)
 
 
-def entered(board: Scheduler, name: str = "one", **options: object) -> QueuedCaller:
+def entered(scheduler: Scheduler, name: str = "one", **options: object) -> QueuedCaller:
     one = caller(name, **options)
-    board.enqueue(one.ticket)
+    scheduler.enqueue(one.ticket)
     return one
 
 
-def ready(board: Scheduler, name: str = "one") -> QueuedCaller:
+def ready(scheduler: Scheduler, name: str = "one") -> QueuedCaller:
     """A job that only waits for a row."""
-    one = entered(board, name)
-    assert board.take_next() is one.ticket
-    board.mark_loading(one.ticket)
+    one = entered(scheduler, name)
+    assert scheduler.take_next() is one.ticket
+    scheduler.mark_loading(one.ticket)
     one.pin()
-    board.mark_ready(one.ticket)
+    scheduler.mark_ready(one.ticket)
     return one
 
 
 @pytest.fixture
-def board() -> Scheduler:
+def scheduler() -> Scheduler:
     return Scheduler(queue=QUEUE, rows=ROWS)
 
 
-def test_a_job_goes_from_stage_to_stage_and_its_end_is_told_once(board: Scheduler) -> None:
-    one = ready(board)
-    board.mark_running(one.ticket)
-    board.release(one.ticket)
+def test_a_job_goes_from_stage_to_stage_and_its_end_is_told_once(scheduler: Scheduler) -> None:
+    one = ready(scheduler)
+    scheduler.mark_running(one.ticket)
+    scheduler.release(one.ticket)
     for _ in range(2):
-        board.finish(one.ticket, JobFinished(()))
+        scheduler.finish(one.ticket, JobFinished(()))
     assert one.events == [JobFinished(())]
-    assert (one.pinned, board.requests, board.totals.finished) == (0, (), 1)
-    board.fail(one.ticket, ExpertError("late"))
+    assert (one.pinned, scheduler.requests, scheduler.totals.finished) == (0, (), 1)
+    scheduler.fail(one.ticket, ExpertError("late"))
     assert one.events == [JobFinished(())]
-    assert board.totals.failed == 0
-    board.check_integrity()
+    assert scheduler.totals.failed == 0
+    scheduler.check_integrity()
 
 
-def test_no_more_are_prepared_than_there_may_soon_be_rows_for(board: Scheduler) -> None:
-    board = Scheduler(queue=9, rows=ROWS)
-    callers = [entered(board, str(n)) for n in range(9)]
-    prepared = [board.take_next() for _ in range(9)]
+def test_no_more_are_prepared_than_there_may_soon_be_rows_for(scheduler: Scheduler) -> None:
+    scheduler = Scheduler(queue=9, rows=ROWS)
+    callers = [entered(scheduler, str(n)) for n in range(9)]
+    prepared = [scheduler.take_next() for _ in range(9)]
     wanted = [one.ticket for one in callers[: MAX_PREPARED_AHEAD + ROWS]]
     assert [ticket for ticket in prepared if ticket is not None] == wanted
-    board.free_rows = 0
+    scheduler.free_rows = 0
     for ticket in wanted[:3]:
-        board.fail(ticket, ExpertError("no"))
-    nobody_yet = board.take_next()
+        scheduler.fail(ticket, ExpertError("no"))
+    nobody_yet = scheduler.take_next()
     assert nobody_yet is not None
-    assert board.take_next() is None
+    assert scheduler.take_next() is None
 
 
-def test_a_job_that_ended_while_it_was_loaded_keeps_nothing_pinned(board: Scheduler) -> None:
-    one = entered(board)
-    board.take_next()
-    board.mark_loading(one.ticket)
-    board.fail(one.ticket, ExpertError("the engine ended"))
+def test_a_job_that_ended_while_it_was_loaded_keeps_nothing_pinned(scheduler: Scheduler) -> None:
+    one = entered(scheduler)
+    scheduler.take_next()
+    scheduler.mark_loading(one.ticket)
+    scheduler.fail(one.ticket, ExpertError("the engine ended"))
     one.pin()
-    board.mark_ready(one.ticket)
-    assert (one.pinned, list(board.ready), board.preparing_count) == (0, [], 0)
-    board.check_integrity()
+    scheduler.mark_ready(one.ticket)
+    assert (one.pinned, list(scheduler.ready), scheduler.preparing_count) == (0, [], 0)
+    scheduler.check_integrity()
 
 
-def test_what_waits_is_called_off_at_once_and_what_runs_is_told_to_stop(board: Scheduler) -> None:
-    first, second = ready(board, "first"), entered(board, "second")
+def test_what_waits_is_called_off_at_once_and_what_runs_is_told_to_stop(
+    scheduler: Scheduler,
+) -> None:
+    first, second = ready(scheduler, "first"), entered(scheduler, "second")
     for name in ("first", "second", "unknown"):
-        board.cancel(name)
+        scheduler.cancel(name)
     [failed] = second.events
     assert isinstance(failed, JobFailed)
     assert isinstance(failed.error, CancelledError)
     assert first.events == []
     assert first.ticket.find_stop_reason() == "cancelled"
-    assert board.totals.cancelled == 1
-    board.check_integrity()
+    assert scheduler.totals.cancelled == 1
+    scheduler.check_integrity()
 
 
-def test_an_error_is_told_without_the_frames_that_it_came_through(board: Scheduler) -> None:
-    one = entered(board)
-    board.take_next()
+def test_an_error_is_told_without_the_frames_that_it_came_through(scheduler: Scheduler) -> None:
+    one = entered(scheduler)
+    scheduler.take_next()
     try:
         try:
             raise ValueError("a foreign one")
         except ValueError as error:
             raise BudgetError("too much") from error
     except BudgetError as error:
-        board.fail(one.ticket, error)
+        scheduler.fail(one.ticket, error)
     [failed] = one.events
     assert isinstance(failed, JobFailed)
     assert (failed.error.__traceback__, failed.error.__cause__) == (None, None)
 
 
-def test_a_full_line_refuses_and_counts_it(board: Scheduler) -> None:
+def test_a_full_line_refuses_and_counts_it(scheduler: Scheduler) -> None:
     for number in range(QUEUE):
-        entered(board, str(number))
+        entered(scheduler, str(number))
     with pytest.raises(RateLimitError, match="4 jobs are waiting"):
-        entered(board, "more")
-    assert board.totals.refused == 1
-    board.check_integrity()
+        entered(scheduler, "more")
+    assert scheduler.totals.refused == 1
+    scheduler.check_integrity()
 
 
-def test_a_job_that_is_not_to_be_remembered_is_not_counted(board: Scheduler) -> None:
-    one = ready(board)
+def test_a_job_that_is_not_to_be_remembered_is_not_counted(scheduler: Scheduler) -> None:
+    one = ready(scheduler)
     one.ticket.job = replace(one.ticket.job, remember=False)
-    board.mark_running(one.ticket)
-    board.finish(one.ticket, JobFinished(()))
-    assert board.totals.finished == 0
+    scheduler.mark_running(one.ticket)
+    scheduler.finish(one.ticket, JobFinished(()))
+    assert scheduler.totals.finished == 0
     assert one.events == [JobFinished(())]
 
 
@@ -168,7 +170,7 @@ class Boards(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.board = Scheduler(queue=QUEUE, rows=ROWS)
+        self.scheduler = Scheduler(queue=QUEUE, rows=ROWS)
         self.callers: list[QueuedCaller] = []
         self.counts = {"refused": 0, "failed": 0, "cancelled": 0, "finished": 0}
         self.asked: set[str] = set()
@@ -186,23 +188,23 @@ class Boards(RuleBasedStateMachine):
 
     @rule(priority=st.integers(0, 9), texts=st.integers(1, ROWS), owner=st.just("a"))
     def enter(self, priority: int, texts: int, owner: str) -> None:
-        board, name = self.board, str(len(self.callers))
+        scheduler, name = self.scheduler, str(len(self.callers))
         one = caller(name, priority=priority, answers=texts, owner=owner)
-        if board.is_closing or self._has_no_place_for(owner):
+        if scheduler.is_closing or self._has_no_place_for(owner):
             with pytest.raises(RateLimitError) as refused:
-                board.enqueue(one.ticket)
+                scheduler.enqueue(one.ticket)
             assert 1 <= refused.value.retry_after <= 60
             self.counts["refused"] += 1
             return
-        board.enqueue(one.ticket)
+        scheduler.enqueue(one.ticket)
         self.callers.append(one)
 
     @rule()
     def prepare(self) -> None:
         held = len(self.of("preparing", "loading", "ready"))
         waiting = [one.ticket for one in self.of("waiting")]
-        ticket = self.board.take_next()
-        if not waiting or held >= MAX_PREPARED_AHEAD + self.board.free_rows:
+        ticket = self.scheduler.take_next()
+        if not waiting or held >= MAX_PREPARED_AHEAD + self.scheduler.free_rows:
             assert ticket is None
             return
         assert ticket in waiting
@@ -211,21 +213,21 @@ class Boards(RuleBasedStateMachine):
     @precondition(lambda self: self.has("preparing"))
     @rule(data=st.data())
     def load(self, data: st.DataObject) -> None:
-        self.board.mark_loading(self.one_of(data, "preparing").ticket)
-        assert self.board.is_loading
+        self.scheduler.mark_loading(self.one_of(data, "preparing").ticket)
+        assert self.scheduler.is_loading
 
     @precondition(lambda self: self.has("loading"))
     @rule(data=st.data())
     def find_too_little(self, data: st.DataObject) -> None:
-        self.board.mark_waiting_for_memory(self.one_of(data, "loading").ticket)
+        self.scheduler.mark_waiting_for_memory(self.one_of(data, "loading").ticket)
 
     @precondition(lambda self: self.has("loading"))
     @rule(data=st.data())
     def bring(self, data: st.DataObject) -> None:
         one = self.one_of(data, "loading")
         one.pin()
-        self.board.mark_ready(one.ticket)
-        assert self.board.ready[-1] is one.ticket
+        self.scheduler.mark_ready(one.ticket)
+        assert self.scheduler.ready[-1] is one.ticket
 
     @precondition(lambda self: self.given_up)
     @rule(data=st.data())
@@ -233,31 +235,31 @@ class Boards(RuleBasedStateMachine):
         one = data.draw(st.sampled_from(self.given_up))
         self.given_up.remove(one)
         one.pin()
-        self.board.mark_ready(one.ticket)
+        self.scheduler.mark_ready(one.ticket)
 
     @precondition(lambda self: self.has("ready"))
     @rule(data=st.data())
     def send_back(self, data: st.DataObject) -> None:
-        one, freed = self.one_of(data, "ready"), self.board.freed_count
-        self.board.requeue(one.ticket)
-        assert self.board.freed_count > freed  # who waits for memory looks again
+        one, freed = self.one_of(data, "ready"), self.scheduler.freed_count
+        self.scheduler.requeue(one.ticket)
+        assert self.scheduler.freed_count > freed  # who waits for memory looks again
 
     @precondition(lambda self: self.has("ready"))
     @rule()
     def begin(self) -> None:
-        first = self.board.ready[0]
-        self.board.mark_running(first)
+        first = self.scheduler.ready[0]
+        self.scheduler.mark_running(first)
         assert first.stage == "running"
 
     @rule(free=st.integers(0, ROWS))
     def count_rows(self, free: int) -> None:
-        self.board.free_rows = free
+        self.scheduler.free_rows = free
 
     @rule(data=st.data())
     def call_off(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from([*self.callers, caller("unknown")]))
         waited = one.ticket.stage == "waiting" and one in self.callers
-        self.board.cancel(one.ticket.job.id)
+        self.scheduler.cancel(one.ticket.job.id)
         if waited:
             self.counts["cancelled"] += 1
             assert one.ticket.stage == "ended"
@@ -267,7 +269,7 @@ class Boards(RuleBasedStateMachine):
     def fail(self, data: st.DataObject, error: type[ExpertError]) -> None:
         one = self.one_of(data, "preparing", "loading", "ready", "running")
         self._note_given_up(one)
-        self.board.fail(one.ticket, error("no"))
+        self.scheduler.fail(one.ticket, error("no"))
         self.counts["cancelled" if error is CancelledError else "failed"] += 1
 
     @precondition(lambda self: self.has("running", "concluding"))
@@ -275,22 +277,22 @@ class Boards(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         one = self.one_of(data, "running", "concluding")
         one.ticket.stage = "concluding"
-        self.board.release(one.ticket)
-        self.board.finish(one.ticket, JobFinished(()))
+        self.scheduler.release(one.ticket)
+        self.scheduler.finish(one.ticket, JobFinished(()))
         self.counts["cancelled" if one.ticket.is_cancelled else "finished"] += 1
 
     @precondition(lambda self: self.has("ended"))
     @rule(data=st.data())
     def end_again(self, data: st.DataObject) -> None:
         one = self.one_of(data, "ended")
-        self.board.fail(one.ticket, ExpertError("late"))
-        self.board.finish(one.ticket, JobFinished(()))
+        self.scheduler.fail(one.ticket, ExpertError("late"))
+        self.scheduler.finish(one.ticket, JobFinished(()))
 
     @rule()
     def close(self) -> None:
         self.counts["cancelled"] += len(self.of("waiting"))
-        self.board.close(seconds=0)
-        assert not len(self.board.queue)
+        self.scheduler.close(seconds=0)
+        assert not len(self.scheduler.queue)
         assert all(one.ticket.is_cancelled for one in self.callers if not one.events)
 
     @rule()
@@ -298,8 +300,8 @@ class Boards(RuleBasedStateMachine):
         for one in self.callers:
             self._note_given_up(one)
         self.counts["failed"] += len([one for one in self.callers if not one.events])
-        self.board.fail_all(ExpertError("the engine ended"))
-        assert self.board.is_done
+        self.scheduler.fail_all(ExpertError("the engine ended"))
+        assert self.scheduler.is_done
 
     def _has_no_place_for(self, owner: str) -> bool:
         """All places are taken, or the owner's share of them among those who ask."""
@@ -313,12 +315,12 @@ class Boards(RuleBasedStateMachine):
 
     @invariant()
     def all_is_well(self) -> None:
-        self.board.check_integrity()
-        assert self.board.estimate_wait() >= 0
+        self.scheduler.check_integrity()
+        assert self.scheduler.estimate_wait() >= 0
 
     @invariant()
     def who_is_here_has_heard_no_end_and_who_is_not_has_heard_one(self) -> None:
-        here = set(map(id, self.board.requests))
+        here = set(map(id, self.scheduler.requests))
         for one in self.callers:
             assert len(one.events) == (id(one.ticket) not in here)
             assert (one.ticket.stage == "ended") == bool(one.events)
@@ -331,7 +333,7 @@ class Boards(RuleBasedStateMachine):
 
     @invariant()
     def the_totals_are_what_was_seen(self) -> None:
-        totals = self.board.totals
+        totals = self.scheduler.totals
         assert {name: getattr(totals, name) for name in self.counts} == self.counts
 
 

@@ -48,27 +48,29 @@ from expertctl.settings import Home, Settings
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.serving.harness import (
     adapt_batching,
+    engine_packages,
     make_request,
-    market,
     open_engine_harness,
 )
 from tests.server.harness import write_routed_base
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["fast", "house", "market"]
+__all__ = ["engine_packages", "fast", "user_home"]
 
 NAMES = ("sql", "go", "rust", "lisp")
 
 
 @pytest.fixture(autouse=True)
-def known(house: HomeFixture, market: EnginePackages) -> None:
-    house.bases.add(market.base_dir)
-    house.trust_keys("acme")
-    house.install(*(market.package(f"acme/{name}", seed=n) for n, name in enumerate(NAMES)))
+def known(user_home: HomeFixture, engine_packages: EnginePackages) -> None:
+    user_home.bases.add(engine_packages.base_dir)
+    user_home.trust_keys("acme")
+    user_home.install(
+        *(engine_packages.package(f"acme/{name}", seed=n) for n, name in enumerate(NAMES))
+    )
 
 
-def planner(house: HomeFixture) -> Planner:
-    return Planner.open(Settings(Home(house.root), encoder="lexical"))
+def planner(user_home: HomeFixture) -> Planner:
+    return Planner.open(Settings(Home(user_home.root), encoder="lexical"))
 
 
 @pytest.fixture
@@ -82,8 +84,10 @@ def numpy_below(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def engine(house: HomeFixture, settings: EngineConfig, numpy_below: int) -> Iterator[ServingEngine]:
-    engine = ServingEngine(planner(house), settings, numpy_below=numpy_below)
+def engine(
+    user_home: HomeFixture, settings: EngineConfig, numpy_below: int
+) -> Iterator[ServingEngine]:
+    engine = ServingEngine(planner(user_home), settings, numpy_below=numpy_below)
     engine.start()
     try:
         yield engine
@@ -138,9 +142,9 @@ class EventReader:
         return "".join(event.text for event in self.events if isinstance(event, OutputDelta))
 
 
-def alone(house: HomeFixture, wanted: RunRequest, numpy_below: int) -> RunResult:
+def alone(user_home: HomeFixture, wanted: RunRequest, numpy_below: int) -> RunResult:
     """What `run` answers."""
-    engine = LocalEngine(planner(house), budget=32 << 20, numpy_below=numpy_below)
+    engine = LocalEngine(planner(user_home), budget=32 << 20, numpy_below=numpy_below)
     stream = engine.run(wanted)
     result = yield_of(stream)
     assert isinstance(result, RunResult)
@@ -156,14 +160,14 @@ def yield_of(stream: Generator[str, None, RunResult]) -> RunResult:
 
 
 def test_jobs_with_different_plans_get_what_each_gets_alone(
-    engine: ServingEngine, house: HomeFixture, numpy_below: int
+    engine: ServingEngine, user_home: HomeFixture, numpy_below: int
 ) -> None:
     wanted = [request(f"Sort: {n}, 1", name) for n, name in enumerate(NAMES)]
     wanted += [request("Sort: 9, 1"), request("Say it", "sql", "go")]
     readers = [EventReader(engine, job(one)) for one in wanted]
     for one, reader in zip(wanted, readers, strict=True):
         [result] = reader.end().results
-        expected = alone(house, one, numpy_below)
+        expected = alone(user_home, one, numpy_below)
         assert result.generated.tokens == expected.generated.tokens
         assert result.generated.text == expected.generated.text == reader.text
         assert result.planned.result.plan.identity == expected.planned.result.plan.identity
@@ -173,14 +177,14 @@ def test_jobs_with_different_plans_get_what_each_gets_alone(
 
 
 def test_several_answers_to_one_prompt_have_seeds_of_their_own_and_the_first_is_that_of_a_run(
-    engine: ServingEngine, house: HomeFixture, numpy_below: int
+    engine: ServingEngine, user_home: HomeFixture, numpy_below: int
 ) -> None:
     wanted = request("Sort: 3, 1", "sql", temperature=1.5, max_tokens=16)
     reader = EventReader(engine, job(wanted, answers=3))
     results = reader.end().results
     assert [len(result.generated.tokens) for result in results] == [16, 16, 16]
     assert len({result.generated.tokens for result in results}) == 3
-    assert results[0].generated.tokens == alone(house, wanted, numpy_below).generated.tokens
+    assert results[0].generated.tokens == alone(user_home, wanted, numpy_below).generated.tokens
     for number, result in enumerate(results):
         pieces = [e for e in reader.events if isinstance(e, OutputDelta) and e.number == number]
         assert "".join(piece.text for piece in pieces) == result.generated.text
@@ -199,9 +203,9 @@ def test_more_jobs_than_rows_are_all_answered_in_turn(engine: ServingEngine) -> 
     assert engine.take_snapshot().waiting == engine.take_snapshot().running == 0
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_again(house: HomeFixture) -> None:
+def test_a_full_queue_refuses_and_says_when_to_come_again(user_home: HomeFixture) -> None:
     engine = ServingEngine(
-        planner(house),
+        planner(user_home),
         EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=1, queue=2)),
     )
     engine.start()
@@ -234,9 +238,9 @@ def test_a_cancelled_text_ends_where_it_is_and_frees_its_row(engine: ServingEngi
     assert engine.take_snapshot().totals.cancelled == 1
 
 
-def test_a_job_that_is_cancelled_while_it_waits_never_begins(house: HomeFixture) -> None:
+def test_a_job_that_is_cancelled_while_it_waits_never_begins(user_home: HomeFixture) -> None:
     engine = ServingEngine(
-        planner(house),
+        planner(user_home),
         EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=1, queue=8)),
     )
     engine.start()
@@ -317,9 +321,9 @@ def test_the_experts_are_told_with_those_that_are_in_memory(engine: ServingEngin
     assert in_memory() == before | {"acme/sql@1.0.0"}
 
 
-def test_what_a_job_would_wait_is_known_before_it_comes(house: HomeFixture) -> None:
+def test_what_a_job_would_wait_is_known_before_it_comes(user_home: HomeFixture) -> None:
     engine = ServingEngine(
-        planner(house), EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=1))
+        planner(user_home), EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=1))
     )
     engine.start()
     assert engine.estimate_wait() == 0
@@ -360,9 +364,9 @@ def test_another_base_is_refused(engine: ServingEngine) -> None:
         engine.submit(job(replace(request(), base="other")), lambda _: None)
 
 
-def test_closing_lets_what_is_here_end_within_its_time(house: HomeFixture) -> None:
+def test_closing_lets_what_is_here_end_within_its_time(user_home: HomeFixture) -> None:
     engine = ServingEngine(
-        planner(house), EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=1))
+        planner(user_home), EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=1))
     )
     engine.start()
     readers = [EventReader(engine, job(request(f"Sort: {n}", "sql"))) for n in range(3)]
@@ -371,9 +375,11 @@ def test_closing_lets_what_is_here_end_within_its_time(house: HomeFixture) -> No
     engine.check_integrity()
 
 
-def test_closing_at_once_calls_off_what_is_here_and_takes_nothing_more(house: HomeFixture) -> None:
+def test_closing_at_once_calls_off_what_is_here_and_takes_nothing_more(
+    user_home: HomeFixture,
+) -> None:
     engine = ServingEngine(
-        planner(house), EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=1))
+        planner(user_home), EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=1))
     )
     engine.start()
     first, second = EventReader(engine, job(ENDLESS)), EventReader(engine, job(ENDLESS))
@@ -388,8 +394,8 @@ def test_closing_at_once_calls_off_what_is_here_and_takes_nothing_more(house: Ho
     engine.check_integrity()
 
 
-def bytes_at_rest(house: HomeFixture, settings: EngineConfig) -> int:
-    engine = ServingEngine(planner(house), settings)
+def bytes_at_rest(user_home: HomeFixture, settings: EngineConfig) -> int:
+    engine = ServingEngine(planner(user_home), settings)
     engine.start()
     try:
         snapshot = engine.take_snapshot()
@@ -399,10 +405,10 @@ def bytes_at_rest(house: HomeFixture, settings: EngineConfig) -> int:
 
 
 def test_a_job_that_could_not_have_its_memory_even_alone_is_refused_alone(
-    house: HomeFixture, settings: EngineConfig
+    user_home: HomeFixture, settings: EngineConfig
 ) -> None:
-    budget = bytes_at_rest(house, settings) + (300 << 10)
-    engine = ServingEngine(planner(house), replace(settings, memory_budget=budget))
+    budget = bytes_at_rest(user_home, settings) + (300 << 10)
+    engine = ServingEngine(planner(user_home), replace(settings, memory_budget=budget))
     engine.start()
     try:
         with pytest.raises(BudgetError, match="of 512 tokens"):
@@ -413,9 +419,9 @@ def test_a_job_that_could_not_have_its_memory_even_alone_is_refused_alone(
         engine.close()
 
 
-def peak_of(house: HomeFixture, settings: EngineConfig, wanted: RunRequest) -> int:
+def peak_of(user_home: HomeFixture, settings: EngineConfig, wanted: RunRequest) -> int:
     """What a job takes that is alone."""
-    engine = ServingEngine(planner(house), settings)
+    engine = ServingEngine(planner(user_home), settings)
     engine.start()
     try:
         EventReader(engine, job(wanted)).end()
@@ -425,11 +431,11 @@ def peak_of(house: HomeFixture, settings: EngineConfig, wanted: RunRequest) -> i
 
 
 def test_plans_that_do_not_fit_together_are_answered_one_after_the_other(
-    house: HomeFixture, settings: EngineConfig
+    user_home: HomeFixture, settings: EngineConfig
 ) -> None:
     """Room for the plan of one expert, its loading, and little more."""
-    budget = peak_of(house, settings, request("Sort: 1", "sql"))
-    engine = ServingEngine(planner(house), replace(settings, memory_budget=budget))
+    budget = peak_of(user_home, settings, request("Sort: 1", "sql"))
+    engine = ServingEngine(planner(user_home), replace(settings, memory_budget=budget))
     engine.start()
     try:
         readers = [
@@ -446,18 +452,18 @@ def test_plans_that_do_not_fit_together_are_answered_one_after_the_other(
 
 
 def test_prompts_that_warm_up_bring_their_experts_before_the_first_job(
-    house: HomeFixture, settings: EngineConfig
+    user_home: HomeFixture, settings: EngineConfig
 ) -> None:
     told = list[str]()
     warm = adapt_batching(settings, warm=("sql sql", "word " * 9000))
-    engine = ServingEngine(planner(house), warm, tell=told.append)
+    engine = ServingEngine(planner(user_home), warm, tell=told.append)
     engine.start()
     try:
         snapshot = engine.take_snapshot()
         assert snapshot.totals.finished == 0  # nobody asked
         assert snapshot.counts.prompt_tokens > 0
         assert snapshot.traffic["device"].loads >= 1
-        assert planner(house).catalogue.history.read_usage_counts() == {}
+        assert planner(user_home).catalogue.history.read_usage_counts() == {}
         loading, memory, said = told
         assert memory.startswith("memory: ")
         assert loading.startswith("loading ")
@@ -468,23 +474,25 @@ def test_prompts_that_warm_up_bring_their_experts_before_the_first_job(
 
 
 def test_a_deadline_within_several_answers_gives_those_that_began(
-    house: HomeFixture, settings: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    user_home: HomeFixture, settings: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another job has the row that the second answer waits for."""
     endless = make_request("Sort: 1", max_tokens=100_000)
-    with open_engine_harness(Home(house.root), adapt_batching(settings, rows=2)) as shop:
-        other = shop.submit_until_ready(endless)
-        shop.loop.run_pass()
+    with open_engine_harness(
+        Home(user_home.root), adapt_batching(settings, rows=2)
+    ) as package_factory:
+        other = package_factory.submit_until_ready(endless)
+        package_factory.loop.run_pass()
         deadline = time.monotonic() + 1000
-        asked = shop.submit_until_ready(endless, answers=2, deadline=deadline)
-        shop.step_until(lambda: asked.has_started)
+        asked = package_factory.submit_until_ready(endless, answers=2, deadline=deadline)
+        package_factory.step_until(lambda: asked.has_started)
         monkeypatch.setattr(request_module, "now", lambda: deadline)
-        shop.finish(asked)
+        package_factory.finish(asked)
         assert [one.generated.finish_reason for one in asked.results] == ["timeout"]
         assert not other.is_over
-        shop.scheduler.cancel(other.ticket.job.id)
-        shop.finish(other)
-        shop.check_idle()
+        package_factory.scheduler.cancel(other.ticket.job.id)
+        package_factory.finish(other)
+        package_factory.check_idle()
 
 
 def test_a_bug_in_a_pass_ends_its_jobs_and_the_next_is_answered(
@@ -506,12 +514,12 @@ def test_a_bug_in_a_pass_ends_its_jobs_and_the_next_is_answered(
     assert EventReader(engine, job(request())).end().results[0].generated.tokens
 
 
-def breakable(house: HomeFixture) -> tuple[ServingEngine, list[str], list[bool]]:
+def breakable(user_home: HomeFixture) -> tuple[ServingEngine, list[str], list[bool]]:
     """An engine that was started, what it tells, and whether it said that it broke."""
     told, broken = list[str](), list[bool]()
     settings = EngineConfig(memory_budget=32 << 20, batching=BatchingConfig(rows=1))
     engine = ServingEngine(
-        planner(house), settings, tell=told.append, on_failure=lambda: broken.append(True)
+        planner(user_home), settings, tell=told.append, on_failure=lambda: broken.append(True)
     )
     engine.start()
     return engine, told, broken
@@ -520,9 +528,9 @@ def breakable(house: HomeFixture) -> tuple[ServingEngine, list[str], list[bool]]
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("where", ["a step", "loading"])
 def test_a_device_that_fails_ends_the_engine_with_its_way_out(
-    where: str, house: HomeFixture, monkeypatch: pytest.MonkeyPatch
+    where: str, user_home: HomeFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, told_all, broken = breakable(house)
+    engine, told_all, broken = breakable(user_home)
     press = engine._loop
     assert press is not None
 
@@ -549,13 +557,13 @@ def test_a_device_that_fails_ends_the_engine_with_its_way_out(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_start_that_is_called_off_while_the_base_is_read_leaves_nothing(
-    house: HomeFixture, settings: EngineConfig
+    user_home: HomeFixture, settings: EngineConfig
 ) -> None:
     def call_off(text: str) -> None:
         if text.startswith("loading "):
             starting._runner.stop()
 
-    starting = ServingEngine(planner(house), settings, tell=call_off, numpy_below=0)
+    starting = ServingEngine(planner(user_home), settings, tell=call_off, numpy_below=0)
     with pytest.raises(CancelledError):
         starting.start()
     starting.close()
@@ -564,12 +572,12 @@ def test_a_start_that_is_called_off_while_the_base_is_read_leaves_nothing(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_device_that_fails_while_all_is_warmed_up_fails_the_start(
-    house: HomeFixture, monkeypatch: pytest.MonkeyPatch
+    user_home: HomeFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = EngineConfig(
         memory_budget=32 << 20, batching=BatchingConfig(rows=1, warm=("Hello", "there"))
     )
-    engine = ServingEngine(planner(house), settings)
+    engine = ServingEngine(planner(user_home), settings)
     error = RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel")
     monkeypatch.setattr(engine._runner.resources, "load_plan", Mock(side_effect=error))
     monkeypatch.setattr(model_runner, "translate_errors", lambda _: translate_device_errors())
@@ -581,12 +589,12 @@ def test_a_device_that_fails_while_all_is_warmed_up_fails_the_start(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_routed_experts_in_disorder_answer_nobody(house: HomeFixture, tmp_path: Path) -> None:
+def test_routed_experts_in_disorder_answer_nobody(user_home: HomeFixture, tmp_path: Path) -> None:
     """A pass that failed left the table of experts half written; whoever asks next is not told."""
-    house.bases.add(write_routed_base(tmp_path / "routed"), name="routed")
+    user_home.bases.add(write_routed_base(tmp_path / "routed"), name="routed")
     broken = list[bool]()
     settings = EngineConfig(base="routed", memory_budget=64 << 20, batching=BatchingConfig(rows=1))
-    engine = ServingEngine(planner(house), settings, on_failure=lambda: broken.append(True))
+    engine = ServingEngine(planner(user_home), settings, on_failure=lambda: broken.append(True))
     engine.start()
     assert EventReader(engine, job(request())).end().results[0].generated.tokens
     cache = engine._runner.model.experts
@@ -606,8 +614,8 @@ def test_routed_experts_in_disorder_answer_nobody(house: HomeFixture, tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_ends_unforeseen_leaves_nobody_waiting(house: HomeFixture) -> None:
-    engine, told, broken = breakable(house)
+def test_an_engine_that_ends_unforeseen_leaves_nobody_waiting(user_home: HomeFixture) -> None:
+    engine, told, broken = breakable(user_home)
     readers = [EventReader(engine, job(ENDLESS)) for _ in range(4)]
     while not isinstance(readers[0].next(), OutputDelta):
         pass

@@ -15,28 +15,28 @@ from tests.engine.moe.test_learnt_runs import base
 from tests.engine.serving.harness import make_request, open_engine_harness
 from tests.engine.serving.test_engine import EventReader, job
 from tests.engine.test_local_engine import planner
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["base", "fast", "house"]
+__all__ = ["base", "fast", "user_home"]
 
 pytestmark = pytest.mark.all
 
 
 @pytest.mark.parametrize("learns", [True, False])
 def test_what_was_answered_is_learnt_unless_nobody_wants_that(
-    learns: bool, base: Path, house: HomeFixture
+    learns: bool, base: Path, user_home: HomeFixture
 ) -> None:
-    stored = house.bases.add(base)
+    stored = user_home.bases.add(base)
     settings = EngineConfig(
         memory_budget=stored.size * 8 // 10,
         moe=WarmupConfig(warmup="full", learns=learns),
         batching=BatchingConfig(rows=2, warm=("Sort these numbers: 41, 17, 23",)),
     )
     told: list[str] = []
-    engine = ServingEngine(planner(house), settings, tell=told.append, numpy_below=0)
+    engine = ServingEngine(planner(user_home), settings, tell=told.append, numpy_below=0)
     engine.start()
     engine.close()
-    habits = load_learnt_usage(UsageProfileFile(house.bases, stored))
+    habits = load_learnt_usage(UsageProfileFile(user_home.bases, stored))
     assert (habits is not None) == learns
     if habits is not None:
         assert habits.profile.is_usable
@@ -45,30 +45,33 @@ def test_what_was_answered_is_learnt_unless_nobody_wants_that(
 
 
 def test_what_was_wished_in_vain_is_told_to_who_runs_the_server_and_to_no_caller(
-    base: Path, house: HomeFixture
+    base: Path, user_home: HomeFixture
 ) -> None:
-    stored = house.bases.add(base)
+    stored = user_home.bases.add(base)
     wishes = WarmupConfig(pins=TopPins(2), learns=False)
     settings = EngineConfig(memory_budget=stored.size * 8 // 10, moe=wishes)
-    with open_engine_harness(house.home, settings, numpy_below=0) as shop:
-        (result,) = shop.answer(make_request(max_tokens=2)).results
+    with open_engine_harness(user_home.home, settings, numpy_below=0) as package_factory:
+        (result,) = package_factory.answer(make_request(max_tokens=2)).results
         assert not any("pins no expert" in warning for warning in result.warnings)
-        assert sum("warning: --moe-pin pins no expert" in line for line in shop.messages) == 1
-        shop.runner.resources._derived._notes.append("what a full disk says")
-        (result,) = shop.answer(make_request(max_tokens=2)).results
+        assert (
+            sum("warning: --moe-pin pins no expert" in line for line in package_factory.messages)
+            == 1
+        )
+        package_factory.runner.resources._derived._notes.append("what a full disk says")
+        (result,) = package_factory.answer(make_request(max_tokens=2)).results
         assert "what a full disk says" not in result.warnings
-        assert shop.messages[-1] == "warning: what a full disk says"
+        assert package_factory.messages[-1] == "warning: what a full disk says"
 
 
 def test_a_base_that_is_whole_in_memory_tells_who_is_asked_for_and_is_learnt_from(
-    base: Path, house: HomeFixture
+    base: Path, user_home: HomeFixture
 ) -> None:
     """Whoever begins to observe anew, or nothing, takes nothing from what is learnt."""
-    stored = house.bases.add(base)
+    stored = user_home.bases.add(base)
     settings = EngineConfig(
         memory_budget=LARGE, batching=BatchingConfig(warm=("Sort these numbers: 41, 17, 23",))
     )
-    engine = ServingEngine(planner(house), settings, numpy_below=0)
+    engine = ServingEngine(planner(user_home), settings, numpy_below=0)
     engine.start()
     counters = engine._runner.model.counters
     assert counters is not None
@@ -89,7 +92,7 @@ def test_a_base_that_is_whole_in_memory_tells_who_is_asked_for_and_is_learnt_fro
     with pytest.raises(IncompatibleError, match="all of them are in memory"):
         engine.apply_profile(None, ProfileOptions(exchange=0.1))
     engine.close()
-    habits = load_learnt_usage(UsageProfileFile(house.bases, stored))
+    habits = load_learnt_usage(UsageProfileFile(user_home.bases, stored))
     assert habits is not None
     learnt = [sum(layer.hits.values()) for layer in habits.profile.layers]
     assert learnt == [a + layer.hits for a, layer in zip(asked, own.layers.values(), strict=True)]

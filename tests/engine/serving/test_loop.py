@@ -13,16 +13,16 @@ from expertctl.errors import BudgetError, CancelledError
 from tests.engine.serving.harness import (
     ENDLESS_TOKENS,
     EngineHarness,
+    engine_packages,
+    harness,
     known,
     make_request,
-    market,
     open_engine_harness,
     reserve_all_but,
-    shop,
 )
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["fast", "house", "known", "market", "shop"]
+__all__ = ["engine_packages", "fast", "harness", "known", "user_home"]
 
 
 class StepClock:
@@ -36,42 +36,42 @@ class StepClock:
 
 
 def test_each_answer_has_the_time_from_its_job_to_its_own_first_token(
-    shop: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = StepClock()
     monkeypatch.setattr(time, "perf_counter", clock)
-    other = shop.submit(make_request("Sort: 1", "go", max_tokens=ENDLESS_TOKENS))
-    shop.step_until(lambda: other.has_started)
+    other = harness.submit(make_request("Sort: 1", "go", max_tokens=ENDLESS_TOKENS))
+    harness.step_until(lambda: other.has_started)
     clock.now = 2000.0
-    job = shop.submit_until_ready(
+    job = harness.submit_until_ready(
         make_request("Sort: 2", "sql", max_tokens=ENDLESS_TOKENS), answers=2
     )
     clock.now = 2001.0
-    shop.step_until(lambda: job.has_started)
+    harness.step_until(lambda: job.has_started)
     clock.now = 2003.0
-    shop.loop.run_pass()  # there is one row for two answers
-    shop.scheduler.cancel(other.ticket.job.id)
+    harness.loop.run_pass()  # there is one row for two answers
+    harness.scheduler.cancel(other.ticket.job.id)
     clock.now = 2007.0
-    shop.loop.run_pass()
+    harness.loop.run_pass()
     clock.now = 2011.0
-    shop.step_until(lambda: any(isinstance(e, OutputDelta) and e.number for e in job.events))
+    harness.step_until(lambda: any(isinstance(e, OutputDelta) and e.number for e in job.events))
     clock.now = 2020.0
-    shop.scheduler.cancel(job.ticket.job.id)
-    shop.finish(other, job)
+    harness.scheduler.cancel(job.ticket.job.id)
+    harness.finish(other, job)
     first, second = (result.timings_ms for result in job.results)
     assert (first["ttft"], second["ttft"]) == (1_000.0, 11_000.0)
     assert (first["queue"], second["queue"]) == (1_000.0, 11_000.0)
     assert first["total"] == second["total"] == 20_000.0
 
 
-def test_a_bug_in_a_pass_ends_the_texts_of_that_pass_and_no_other(shop: EngineHarness) -> None:
+def test_a_bug_in_a_pass_ends_the_texts_of_that_pass_and_no_other(harness: EngineHarness) -> None:
     texts = [
-        shop.submit_until_ready(make_request(f"Sort: {n}", "sql", max_tokens=ENDLESS_TOKENS))
+        harness.submit_until_ready(make_request(f"Sort: {n}", "sql", max_tokens=ENDLESS_TOKENS))
         for n in range(2)
     ]
-    shop.loop.run_pass()
-    waiting = shop.submit_until_ready(make_request("Sort: 9", "go"))
-    model = shop.loop.batch._model
+    harness.loop.run_pass()
+    waiting = harness.submit_until_ready(make_request("Sort: 9", "go"))
+    model = harness.loop.batch._model
 
     class Broken:
         prefill_parts = 1
@@ -82,226 +82,226 @@ def test_a_bug_in_a_pass_ends_the_texts_of_that_pass_and_no_other(shop: EngineHa
         def step(self, _: Any) -> Any:
             raise ZeroDivisionError
 
-    shop.loop.batch._model = Broken()  # type: ignore[assignment]  # steps are all that is asked
-    shop.step_until(lambda: all(text.is_over for text in texts))
-    shop.loop.batch._model = model
+    harness.loop.batch._model = Broken()  # type: ignore[assignment]  # steps are all that is asked
+    harness.step_until(lambda: all(text.is_over for text in texts))
+    harness.loop.batch._model = model
     assert [text.error.message for text in texts] == ["the server failed to answer this"] * 2
-    assert "ZeroDivisionError" in shop.messages[-1]
-    shop.finish(waiting)
+    assert "ZeroDivisionError" in harness.messages[-1]
+    harness.finish(waiting)
     assert waiting.results[0].generated.tokens
-    assert (shop.scheduler.totals.failed, shop.scheduler.totals.finished) == (2, 1)
-    shop.check_idle()
+    assert (harness.scheduler.totals.failed, harness.scheduler.totals.finished) == (2, 1)
+    harness.check_idle()
 
 
 def test_a_text_that_a_bug_keeps_from_beginning_ends_its_own_job(
-    shop: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = shop.submit_until_ready(make_request("Sort: 1", "sql", max_tokens=ENDLESS_TOKENS))
-    shop.loop.run_pass()
-    bad = shop.submit_until_ready(make_request("Sort: 2", "go"))
+    good = harness.submit_until_ready(make_request("Sort: 1", "sql", max_tokens=ENDLESS_TOKENS))
+    harness.loop.run_pass()
+    bad = harness.submit_until_ready(make_request("Sort: 2", "go"))
 
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
     with monkeypatch.context() as broken:
         broken.setattr(PlainModel, "prepare", fail)
-        shop.loop.run_pass()
+        harness.loop.run_pass()
     assert bad.error.message == "the server failed to answer this"
-    assert "a text could not begin" in shop.messages[-1]
+    assert "a text could not begin" in harness.messages[-1]
     assert not any(isinstance(event, JobStarted) for event in bad.events)
-    assert [text.ticket for text in shop.loop.batch.sequences] == [good.ticket]
-    shop.scheduler.cancel(good.ticket.job.id)
-    shop.finish(good)
+    assert [text.ticket for text in harness.loop.batch.sequences] == [good.ticket]
+    harness.scheduler.cancel(good.ticket.job.id)
+    harness.finish(good)
     assert good.results[0].generated.tokens
-    shop.check_idle()
+    harness.check_idle()
 
 
 def test_keys_and_values_that_do_not_fit_beside_others_wait_until_those_end(
-    shop: EngineHarness,
+    harness: EngineHarness,
 ) -> None:
-    first = shop.submit_until_ready(make_request("Sort: 1", max_tokens=ENDLESS_TOKENS))
-    shop.loop.run_pass()
-    second = shop.submit_until_ready(make_request("Sort: 2", max_tokens=ENDLESS_TOKENS))
-    with reserve_all_but(shop, leaving=1000):
-        shop.loop.run_pass()
+    first = harness.submit_until_ready(make_request("Sort: 1", max_tokens=ENDLESS_TOKENS))
+    harness.loop.run_pass()
+    second = harness.submit_until_ready(make_request("Sort: 2", max_tokens=ENDLESS_TOKENS))
+    with reserve_all_but(harness, leaving=1000):
+        harness.loop.run_pass()
         assert not second.events
         assert second.ticket.stage == "ready"
-        shop.scheduler.cancel(first.ticket.job.id)
-        shop.step_until(lambda: second.has_started)
+        harness.scheduler.cancel(first.ticket.job.id)
+        harness.step_until(lambda: second.has_started)
         assert first.ticket.outputs
-        shop.scheduler.cancel(second.ticket.job.id)
-        shop.finish(second)
-    shop.check_idle()
+        harness.scheduler.cancel(second.ticket.job.id)
+        harness.finish(second)
+    harness.check_idle()
 
 
-def test_those_that_only_wait_give_back_what_is_pinned_for_them(shop: EngineHarness) -> None:
-    first = shop.submit_until_ready(make_request("Sort: 1", max_tokens=ENDLESS_TOKENS))
-    second = shop.submit_until_ready(make_request("Sort: 2", "go"))
-    experts = shop.runner.budget.reserved_bytes("experts")
-    wanted = _bytes_to_begin(shop, first.ticket)
-    with reserve_all_but(shop, leaving=wanted - 1):
-        shop.loop.run_pass()
+def test_those_that_only_wait_give_back_what_is_pinned_for_them(harness: EngineHarness) -> None:
+    first = harness.submit_until_ready(make_request("Sort: 1", max_tokens=ENDLESS_TOKENS))
+    second = harness.submit_until_ready(make_request("Sort: 2", "go"))
+    experts = harness.runner.budget.reserved_bytes("experts")
+    wanted = _bytes_to_begin(harness, first.ticket)
+    with reserve_all_but(harness, leaving=wanted - 1):
+        harness.loop.run_pass()
         assert second.ticket.stage != "ready"
-        shop.step_until(lambda: bool(first.events))
+        harness.step_until(lambda: bool(first.events))
         assert isinstance(first.events[0], JobStarted)
-        assert shop.runner.budget.reserved_bytes("experts") < experts
-        shop.scheduler.cancel(first.ticket.job.id)
-        shop.step_until(lambda: first.is_over)
-    shop.finish(second)
+        assert harness.runner.budget.reserved_bytes("experts") < experts
+        harness.scheduler.cancel(first.ticket.job.id)
+        harness.step_until(lambda: first.is_over)
+    harness.finish(second)
     assert second.results[0].generated.tokens
-    shop.check_idle()
+    harness.check_idle()
 
 
-def test_what_fits_beside_nobody_is_refused_when_nothing_runs(shop: EngineHarness) -> None:
-    alone = shop.submit_until_ready(make_request("Sort: 1", max_tokens=ENDLESS_TOKENS))
-    with reserve_all_but(shop, leaving=1000):
-        shop.finish(alone)
+def test_what_fits_beside_nobody_is_refused_when_nothing_runs(harness: EngineHarness) -> None:
+    alone = harness.submit_until_ready(make_request("Sort: 1", max_tokens=ENDLESS_TOKENS))
+    with reserve_all_but(harness, leaving=1000):
+        harness.finish(alone)
     assert isinstance(alone.error, BudgetError)
-    assert shop.answer(make_request("Sort: 2")).results[0].generated.tokens
-    shop.check_idle()
+    assert harness.answer(make_request("Sort: 2")).results[0].generated.tokens
+    harness.check_idle()
 
 
-def test_a_job_that_is_called_off_before_its_row_is_free_gets_none(shop: EngineHarness) -> None:
-    one = shop.submit_until_ready(make_request("Sort: 1", "sql"))
-    shop.scheduler.cancel(one.ticket.job.id)
-    shop.loop.run_pass()
+def test_a_job_that_is_called_off_before_its_row_is_free_gets_none(harness: EngineHarness) -> None:
+    one = harness.submit_until_ready(make_request("Sort: 1", "sql"))
+    harness.scheduler.cancel(one.ticket.job.id)
+    harness.loop.run_pass()
     assert isinstance(one.error, CancelledError)
-    assert shop.loop.batch.sequences == ()
-    shop.check_idle()
+    assert harness.loop.batch.sequences == ()
+    harness.check_idle()
 
 
 def test_a_job_that_is_called_off_between_two_answers_ends_with_those_that_began(
-    shop: EngineHarness,
+    harness: EngineHarness,
 ) -> None:
-    other = shop.submit_until_ready(make_request("Sort: 1", max_tokens=ENDLESS_TOKENS))
-    shop.loop.run_pass()
-    job = shop.submit_until_ready(
+    other = harness.submit_until_ready(make_request("Sort: 1", max_tokens=ENDLESS_TOKENS))
+    harness.loop.run_pass()
+    job = harness.submit_until_ready(
         make_request("Sort: 2", "sql", max_tokens=ENDLESS_TOKENS), answers=2
     )
-    shop.loop.run_pass()
+    harness.loop.run_pass()
     for one in (job, other):
-        shop.scheduler.cancel(one.ticket.job.id)
-    shop.finish(job, other)
+        harness.scheduler.cancel(one.ticket.job.id)
+    harness.finish(job, other)
     assert [result.generated.finish_reason for result in job.results] == ["cancelled"]
-    shop.check_idle()
+    harness.check_idle()
 
 
-def test_answers_of_one_job_read_its_prompt_once(house: HomeFixture) -> None:
+def test_answers_of_one_job_read_its_prompt_once(user_home: HomeFixture) -> None:
     wanted = make_request("one two three four five " * 20, "sql")
-    with open_engine_harness(house.home, numpy_below=0) as shop:
-        job = shop.answer(wanted, answers=4)
+    with open_engine_harness(user_home.home, numpy_below=0) as harness:
+        job = harness.answer(wanted, answers=4)
         first, *others = (result.generated.prefill_tokens for result in job.results)
         assert first == job.results[0].prompt_tokens > 2 * KV_PAGE_TOKENS
         assert all(0 < read <= KV_PAGE_TOKENS for read in others), (
             "what fills no page is not shared"
         )
-        kept = shop.runner.resources.get_kv_store(shop.runner.base.backend).cached_bytes
+        kept = harness.runner.resources.get_kv_store(harness.runner.base.backend).cached_bytes
         assert kept == 0, "nobody asks with its key again"
-        shop.check_idle()
+        harness.check_idle()
 
 
 def test_a_job_that_reads_for_its_other_answers_keeps_no_row_from_others(
-    house: HomeFixture,
+    user_home: HomeFixture,
 ) -> None:
-    with open_engine_harness(house.home, numpy_below=0) as shop:
-        long = shop.submit_until_ready(
+    with open_engine_harness(user_home.home, numpy_below=0) as harness:
+        long = harness.submit_until_ready(
             make_request("one two three four five " * 16, "sql"), answers=2
         )
-        other = shop.submit_until_ready(make_request("Sort: 2", "go"))
-        shop.loop.run_pass()
-        assert [text.ticket for text in shop.loop.batch.sequences] == [long.ticket, other.ticket]
-        shop.finish(long, other)
+        other = harness.submit_until_ready(make_request("Sort: 2", "go"))
+        harness.loop.run_pass()
+        assert [text.ticket for text in harness.loop.batch.sequences] == [long.ticket, other.ticket]
+        harness.finish(long, other)
 
 
 def test_a_job_that_is_called_off_ends_though_its_next_answer_lacks_memory(
-    shop: EngineHarness,
+    harness: EngineHarness,
 ) -> None:
-    other = shop.submit_until_ready(make_request("Sort: 2", "go", max_tokens=ENDLESS_TOKENS))
-    shop.loop.run_pass()
-    job = shop.submit_until_ready(
+    other = harness.submit_until_ready(make_request("Sort: 2", "go", max_tokens=ENDLESS_TOKENS))
+    harness.loop.run_pass()
+    job = harness.submit_until_ready(
         make_request("Sort: 1", "go", max_tokens=ENDLESS_TOKENS), answers=2
     )
-    wanted = _bytes_to_begin(shop, job.ticket)
-    with reserve_all_but(shop, leaving=wanted + wanted // 2):
-        shop.loop.run_pass()
-        shop.loop.run_pass()
+    wanted = _bytes_to_begin(harness, job.ticket)
+    with reserve_all_but(harness, leaving=wanted + wanted // 2):
+        harness.loop.run_pass()
+        harness.loop.run_pass()
         assert (job.ticket.started_count, job.ticket.stage) == (1, "ready")
-        shop.scheduler.cancel(job.ticket.job.id)
-        shop.loop.run_pass()
-        shop.loop.run_pass()
-        shop.step_until(lambda: job.is_over)
+        harness.scheduler.cancel(job.ticket.job.id)
+        harness.loop.run_pass()
+        harness.loop.run_pass()
+        harness.step_until(lambda: job.is_over)
         assert not other.is_over
-    shop.scheduler.cancel(other.ticket.job.id)
-    shop.finish(other)
-    shop.check_idle()
+    harness.scheduler.cancel(other.ticket.job.id)
+    harness.finish(other)
+    harness.check_idle()
 
 
-def pages(shop: EngineHarness, count: int) -> int:
+def pages(harness: EngineHarness, count: int) -> int:
     """The bytes of so many pages."""
-    return count * shop.runner.base.kv_bytes(KV_PAGE_TOKENS)
+    return count * harness.runner.base.kv_bytes(KV_PAGE_TOKENS)
 
 
-def test_texts_that_grow_take_memory_from_those_that_began_last(house: HomeFixture) -> None:
+def test_texts_that_grow_take_memory_from_those_that_began_last(user_home: HomeFixture) -> None:
     asked = [
         make_request(f"Sort: {n}", name, max_tokens=400) for n, name in enumerate(("sql", "go"))
     ]
-    with open_engine_harness(house.home, numpy_below=0) as shop:
-        alone = [shop.answer(one).results[0].generated.tokens for one in asked]
+    with open_engine_harness(user_home.home, numpy_below=0) as harness:
+        alone = [harness.answer(one).results[0].generated.tokens for one in asked]
         assert all(len(tokens) > 2 * INITIAL_ANSWER_TOKENS for tokens in alone), "they grow"
-        first, second = (shop.submit_until_ready(one) for one in asked)
-        shop.loop.run_pass()
-        with reserve_all_but(shop, leaving=pages(shop, 24)):
-            shop.finish(first)
-            assert shop.scheduler.totals.paused >= 1
+        first, second = (harness.submit_until_ready(one) for one in asked)
+        harness.loop.run_pass()
+        with reserve_all_but(harness, leaving=pages(harness, 24)):
+            harness.finish(first)
+            assert harness.scheduler.totals.paused >= 1
             assert not second.is_over
-            shop.finish(second)
+            harness.finish(second)
         together = [caller.results[0].generated for caller in (first, second)]
         assert [one.tokens for one in together] == alone
         assert [one.prefill_tokens for one in together] == [
             caller.results[0].prompt_tokens for caller in (first, second)
         ]
-        shop.check_idle()
+        harness.check_idle()
 
 
-def test_a_text_that_pauses_ends_when_it_is_called_off(house: HomeFixture) -> None:
+def test_a_text_that_pauses_ends_when_it_is_called_off(user_home: HomeFixture) -> None:
     asked = [
         make_request(f"Sort: {n}", name, max_tokens=400) for n, name in enumerate(("sql", "go"))
     ]
-    with open_engine_harness(house.home, numpy_below=0) as shop:
-        first, second = (shop.submit_until_ready(one) for one in asked)
-        shop.loop.run_pass()
-        with reserve_all_but(shop, leaving=pages(shop, 24)):
-            shop.step_until(lambda: shop.scheduler.totals.paused == 1)
-            shop.scheduler.cancel(second.ticket.job.id)
-            shop.finish(second)
+    with open_engine_harness(user_home.home, numpy_below=0) as harness:
+        first, second = (harness.submit_until_ready(one) for one in asked)
+        harness.loop.run_pass()
+        with reserve_all_but(harness, leaving=pages(harness, 24)):
+            harness.step_until(lambda: harness.scheduler.totals.paused == 1)
+            harness.scheduler.cancel(second.ticket.job.id)
+            harness.finish(second)
             assert second.results[0].generated.finish_reason == "cancelled"
             assert len(second.results[0].generated.tokens) >= INITIAL_ANSWER_TOKENS
             assert not first.is_over
-            shop.finish(first)
-        shop.check_idle()
+            harness.finish(first)
+        harness.check_idle()
 
 
-def test_nobody_begins_while_a_text_pauses(house: HomeFixture) -> None:
+def test_nobody_begins_while_a_text_pauses(user_home: HomeFixture) -> None:
     asked = [
         make_request(f"Sort: {n}", name, max_tokens=400) for n, name in enumerate(("sql", "go"))
     ]
-    with open_engine_harness(house.home, numpy_below=0) as shop:
-        first, second = (shop.submit_until_ready(one) for one in asked)
-        shop.loop.run_pass()
-        with reserve_all_but(shop, leaving=pages(shop, 24)):
-            shop.step_until(lambda: shop.scheduler.totals.paused == 1)
-            third = shop.submit(make_request("Sort: 9", "go", max_tokens=2))
-            shop.finish(first)
+    with open_engine_harness(user_home.home, numpy_below=0) as harness:
+        first, second = (harness.submit_until_ready(one) for one in asked)
+        harness.loop.run_pass()
+        with reserve_all_but(harness, leaving=pages(harness, 24)):
+            harness.step_until(lambda: harness.scheduler.totals.paused == 1)
+            third = harness.submit(make_request("Sort: 9", "go", max_tokens=2))
+            harness.finish(first)
             assert not third.has_started
-            shop.finish(second, third)
-        shop.check_idle()
+            harness.finish(second, third)
+        harness.check_idle()
 
 
-def _bytes_to_begin(shop: EngineHarness, ticket: RequestState) -> int:
+def _bytes_to_begin(harness: EngineHarness, ticket: RequestState) -> int:
     """What a text takes when it begins: its first keys and values, and wider buffers."""
-    base, rows = shop.runner.base, shop.runner.rows
+    base, rows = harness.runner.base, harness.runner.rows
     assert ticket.prepared is not None
-    prompt, held = ticket.prepared.prompt, shop.runner.budget.reserved_bytes("buffers")
+    prompt, held = ticket.prepared.prompt, harness.runner.budget.reserved_bytes("buffers")
     wider = max(base.buffer_bytes(prompt.capacity, rows=rows) - held, 0)
     first = min(prompt.capacity, prompt.virtual + len(prompt.ids) + INITIAL_ANSWER_TOKENS)
     return base.kv_bytes(first) + wider

@@ -23,15 +23,15 @@ from tests.engine.serving.harness import (
     SETTINGS,
     EngineHarness,
     SubmittedRequest,
+    engine_packages,
     known,
     make_request,
-    market,
     open_engine_harness,
     reserve_all_but,
 )
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["fast", "house", "known", "market"]
+__all__ = ["engine_packages", "fast", "known", "user_home"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 TOLERANCE = 1e-4
@@ -62,9 +62,9 @@ def scores(caller: SubmittedRequest) -> PromptLogprobs:
     return found
 
 
-def load(market: EnginePackages) -> Any:
+def load(engine_packages: EnginePackages) -> Any:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        market.base_dir, dtype=torch.float32
+        engine_packages.base_dir, dtype=torch.float32
     )
     return model.eval()
 
@@ -80,91 +80,91 @@ def assert_scores(caller: SubmittedRequest, model: Any, ids: Sequence[int]) -> N
 
 @BACKENDS
 def test_prompts_are_scored_beside_each_other_each_with_its_expert(
-    house: HomeFixture, market: EnginePackages, numpy_below: int
+    user_home: HomeFixture, engine_packages: EnginePackages, numpy_below: int
 ) -> None:
-    adapted = {None: load(market)}
+    adapted = {None: load(engine_packages)}
     for seed, name in enumerate(("sql", "go")):
-        folder = market.package(f"acme/{name}", seed=seed).with_suffix(".files")
-        adapted[name] = peft.PeftModel.from_pretrained(load(market), str(folder)).eval()
-    with open_engine_harness(house.home, SETTINGS, numpy_below=numpy_below) as shop:
+        folder = engine_packages.package(f"acme/{name}", seed=seed).with_suffix(".files")
+        adapted[name] = peft.PeftModel.from_pretrained(load(engine_packages), str(folder)).eval()
+    with open_engine_harness(user_home.home, SETTINGS, numpy_below=numpy_below) as harness:
         callers = {
-            name: shop.submit_until_ready(
+            name: harness.submit_until_ready(
                 scoring(LONG[n:], *filter(None, [name])), prompt_logprobs=1
             )
             for n, name in enumerate(adapted)
         }
-        shop.finish(*callers.values())
+        harness.finish(*callers.values())
         for n, (name, caller) in enumerate(callers.items()):
             assert_scores(caller, adapted[name], LONG[n:])
             assert caller.results[0].generated.tokens == ()
             assert caller.results[0].generated.finish_reason == "length"
-        shop.check_idle()
+        harness.check_idle()
 
 
 @BACKENDS
 def test_a_prompt_is_scored_whole_although_an_earlier_text_began_so(
-    house: HomeFixture, market: EnginePackages, numpy_below: int
+    user_home: HomeFixture, engine_packages: EnginePackages, numpy_below: int
 ) -> None:
-    model = load(market)
-    with open_engine_harness(house.home, numpy_below=numpy_below) as shop:
-        shop.answer(scoring(LONG, written=3, cache_key="a"))
-        again = shop.answer(scoring(LONG, written=3, cache_key="a"))
+    model = load(engine_packages)
+    with open_engine_harness(user_home.home, numpy_below=numpy_below) as harness:
+        harness.answer(scoring(LONG, written=3, cache_key="a"))
+        again = harness.answer(scoring(LONG, written=3, cache_key="a"))
         assert again.results[0].kv_reused_tokens > 0
-        scored = shop.answer(scoring(LONG, written=3, cache_key="a"), prompt_logprobs=2)
+        scored = harness.answer(scoring(LONG, written=3, cache_key="a"), prompt_logprobs=2)
         assert scored.results[0].kv_reused_tokens == 0
         assert scored.results[0].generated.tokens == again.results[0].generated.tokens
         assert_scores(scored, model, LONG)
-        later = shop.answer(scoring(LONG, written=3, cache_key="a"))
+        later = harness.answer(scoring(LONG, written=3, cache_key="a"))
         assert later.results[0].kv_reused_tokens > 0
 
 
 @BACKENDS
 def test_only_the_first_of_several_answers_tells_the_scores(
-    house: HomeFixture, market: EnginePackages, numpy_below: int
+    user_home: HomeFixture, engine_packages: EnginePackages, numpy_below: int
 ) -> None:
-    with open_engine_harness(house.home, numpy_below=numpy_below) as shop:
-        caller = shop.answer(scoring(LONG, written=3), prompt_logprobs=1, answers=2)
-        assert_scores(caller, load(market), LONG)
+    with open_engine_harness(user_home.home, numpy_below=numpy_below) as harness:
+        caller = harness.answer(scoring(LONG, written=3), prompt_logprobs=1, answers=2)
+        assert_scores(caller, load(engine_packages), LONG)
         first, second = caller.results
         assert first.generated.tokens == second.generated.tokens
 
 
 def test_a_prompt_whose_reading_pauses_loses_no_score(
-    house: HomeFixture, market: EnginePackages
+    user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    with open_engine_harness(house.home, numpy_below=0) as shop:
-        shop.loop.batch._clock = lambda: 0.0  # chunks and steps take turns one to one
-        first = shop.submit_until_ready(make_request("Sort: 1", "sql", max_tokens=300))
-        shop.step_until(lambda: is_before_the_end_of_a_page(shop))
-        second = shop.submit_until_ready(scoring(LONG), prompt_logprobs=1)
-        shop.runner.resources.tiers.clear()
-        shop.loop.run_pass()
-        with reserve_all_but(shop, leaving=0):
-            shop.loop.run_pass()
-            assert shop.scheduler.totals.paused == 1
+    with open_engine_harness(user_home.home, numpy_below=0) as harness:
+        harness.loop.batch._clock = lambda: 0.0  # chunks and steps take turns one to one
+        first = harness.submit_until_ready(make_request("Sort: 1", "sql", max_tokens=300))
+        harness.step_until(lambda: is_before_the_end_of_a_page(harness))
+        second = harness.submit_until_ready(scoring(LONG), prompt_logprobs=1)
+        harness.runner.resources.tiers.clear()
+        harness.loop.run_pass()
+        with reserve_all_but(harness, leaving=0):
+            harness.loop.run_pass()
+            assert harness.scheduler.totals.paused == 1
             assert not second.has_started
-        shop.finish(first)
-        shop.finish(second)
-        assert_scores(second, load(market), LONG)
-        shop.check_idle()
+        harness.finish(first)
+        harness.finish(second)
+        assert_scores(second, load(engine_packages), LONG)
+        harness.check_idle()
 
 
 def test_a_prompt_is_scored_beside_a_text_that_is_written(
-    house: HomeFixture, market: EnginePackages
+    user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    with open_engine_harness(house.home, numpy_below=0) as shop:
-        first = shop.submit_until_ready(make_request("Sort: 1", "sql", max_tokens=300))
-        shop.step_until(lambda: bool(shop.loop.batch.sequences))
-        second = shop.submit_until_ready(scoring(LONG), prompt_logprobs=1)
-        shop.finish(second)
-        assert_scores(second, load(market), LONG)
-        shop.finish(first)
-        shop.check_idle()
+    with open_engine_harness(user_home.home, numpy_below=0) as harness:
+        first = harness.submit_until_ready(make_request("Sort: 1", "sql", max_tokens=300))
+        harness.step_until(lambda: bool(harness.loop.batch.sequences))
+        second = harness.submit_until_ready(scoring(LONG), prompt_logprobs=1)
+        harness.finish(second)
+        assert_scores(second, load(engine_packages), LONG)
+        harness.finish(first)
+        harness.check_idle()
 
 
-def is_before_the_end_of_a_page(shop: EngineHarness) -> bool:
+def is_before_the_end_of_a_page(harness: EngineHarness) -> bool:
     """Whether the only text fills the last of its pages with the next token."""
-    [text] = shop.loop.batch.sequences or [None]
+    [text] = harness.loop.batch.sequences or [None]
     if text is None or len(text.writer.tokens) < INITIAL_ANSWER_TOKENS + KV_PAGE_TOKENS:
         return False
     reading: Any = text.session
@@ -172,28 +172,28 @@ def is_before_the_end_of_a_page(shop: EngineHarness) -> bool:
     return length % KV_PAGE_TOKENS == KV_PAGE_TOKENS - 1
 
 
-def test_memory_for_scores_is_held_while_a_prompt_is_scored(house: HomeFixture) -> None:
-    with open_engine_harness(house.home, numpy_below=0) as shop:
-        shop.answer(scoring(LONG))
-        before = shop.runner.budget.reserved_bytes("buffers")
-        caller = shop.submit_until_ready(scoring(LONG, written=40), prompt_logprobs=5)
-        shop.loop.run_pass()
-        assert shop.runner.budget.reserved_bytes("buffers") >= before + len(LONG) * 2 * 5 * 8
-        shop.finish(caller)
-        assert shop.runner.budget.reserved_bytes("buffers") == before
-        shop.check_idle()
+def test_memory_for_scores_is_held_while_a_prompt_is_scored(user_home: HomeFixture) -> None:
+    with open_engine_harness(user_home.home, numpy_below=0) as harness:
+        harness.answer(scoring(LONG))
+        before = harness.runner.budget.reserved_bytes("buffers")
+        caller = harness.submit_until_ready(scoring(LONG, written=40), prompt_logprobs=5)
+        harness.loop.run_pass()
+        assert harness.runner.budget.reserved_bytes("buffers") >= before + len(LONG) * 2 * 5 * 8
+        harness.finish(caller)
+        assert harness.runner.budget.reserved_bytes("buffers") == before
+        harness.check_idle()
 
 
-def test_scores_for_which_there_is_no_memory_fail_their_job_alone(house: HomeFixture) -> None:
+def test_scores_for_which_there_is_no_memory_fail_their_job_alone(user_home: HomeFixture) -> None:
     settings = EngineConfig(
         memory_budget=SETTINGS.memory_budget, batching=BatchingConfig(rows=2, queue=4)
     )
-    with open_engine_harness(house.home, settings, numpy_below=0) as shop:
-        shop.answer(scoring(LONG))
-        caller = shop.submit_until_ready(scoring(LONG), prompt_logprobs=5)
-        with reserve_all_but(shop, leaving=30_000):
-            shop.finish(caller)
+    with open_engine_harness(user_home.home, settings, numpy_below=0) as harness:
+        harness.answer(scoring(LONG))
+        caller = harness.submit_until_ready(scoring(LONG), prompt_logprobs=5)
+        with reserve_all_but(harness, leaving=30_000):
+            harness.finish(caller)
         assert isinstance(caller.error, BudgetError)
         assert "the log-probabilities of a prompt" in caller.error.message
-        assert shop.answer(scoring(LONG)).results
-        shop.check_idle()
+        assert harness.answer(scoring(LONG)).results
+        harness.check_idle()

@@ -26,80 +26,80 @@ from tests.engine.serving.harness import (
 )
 from tests.engine.serving.test_engine import EventReader, job
 from tests.engine.test_local_engine import planner
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["base", "device", "fast", "house"]
+__all__ = ["base", "device", "fast", "user_home"]
 
 
 def test_what_becomes_of_experts_after_an_answer_is_not_told_of_it(
-    base: Path, house: HomeFixture
+    base: Path, user_home: HomeFixture
 ) -> None:
     """The first of two answers ends while the other is not begun; both are told together."""
-    stored = house.bases.add(base)
+    stored = user_home.bases.add(base)
     settings = EngineConfig(memory_budget=stored.size * 8 // 10, batching=BatchingConfig(rows=1))
     found = []
     for texts in (1, 2):
-        with open_engine_harness(house.home, settings, numpy_below=0) as shop:
-            at_first = requests(shop)
-            results = shop.answer(make_request(max_tokens=9), answers=texts).results
+        with open_engine_harness(user_home.home, settings, numpy_below=0) as harness:
+            at_first = requests(harness)
+            results = harness.answer(make_request(max_tokens=9), answers=texts).results
             found.append([result.moe.activity for result in results if result.moe is not None])
-            asked = requests(shop) - at_first
-            assert shop.runner.model.experts is not None
+            asked = requests(harness) - at_first
+            assert harness.runner.model.experts is not None
             there = re.compile(r"\d\d of 128 routed experts fit into memory")
-            assert sum(there.fullmatch(line) is not None for line in shop.messages) == 1
+            assert sum(there.fullmatch(line) is not None for line in harness.messages) == 1
     (alone,), (first, second) = found
     assert first.requests == alone.requests > 0
     assert first.requests + second.requests == asked
 
 
-def requests(shop: EngineHarness) -> int:
-    routed = shop.runner.model.routed
+def requests(harness: EngineHarness) -> int:
+    routed = harness.runner.model.routed
     assert routed is not None
     return routed.activity.requests
 
 
 @pytest.mark.parametrize("while_doing", ["a pass", "loading"])
 def test_where_a_base_lies_is_told_to_who_runs_the_server_and_to_no_caller(
-    while_doing: str, base: Path, house: HomeFixture, tmp_path: Path
+    while_doing: str, base: Path, user_home: HomeFixture, tmp_path: Path
 ) -> None:
     """Its file is replaced under a server; what is missing of it cannot be read any more."""
     elsewhere = Path(shutil.copytree(base, tmp_path / "elsewhere"))
-    stored = house.bases.add(elsewhere, name="moved")
+    stored = user_home.bases.add(elsewhere, name="moved")
     (weights,) = elsewhere.glob("*.safetensors")
     if while_doing == "loading":  # the gains of DoRA read the experts that it changes
-        market = EnginePackages(tmp_path / "market", elsewhere, read_base(elsewhere))
+        engine_packages = EnginePackages(tmp_path / "market", elsewhere, read_base(elsewhere))
         options = {"targets": ("experts.3.down_proj",), "rank": 2, "seed": 1}
-        house.trust_keys("acme")
-        house.install(market.package("acme/gains", adapters=[("dora", options)]))
+        user_home.trust_keys("acme")
+        user_home.install(engine_packages.package("acme/gains", adapters=[("dora", options)]))
     experts = ["gains"] if while_doing == "loading" else []
     settings = EngineConfig(
         base="moved", memory_budget=stored.size // 2, batching=BatchingConfig(rows=1)
     )
-    with open_engine_harness(house.home, settings, numpy_below=0) as shop:
+    with open_engine_harness(user_home.home, settings, numpy_below=0) as harness:
         os.utime(weights, ns=(0, 0))
-        before = len(shop.messages)
+        before = len(harness.messages)
         for _ in range(2):
             asked = make_request("Sort these: 7, 5, 3, 1, 9", *experts, max_tokens=40)
-            refused = shop.answer(asked).error
+            refused = harness.answer(asked).error
             assert isinstance(refused, IncompatibleError), "no caller tries that again by itself"
             assert refused.message == (
                 "the files of moved were changed or damaged while it is served"
             )
             assert "restart the server" in refused.hint
-        assert shop.messages[before:] == [
+        assert harness.messages[before:] == [
             f"error: {weights}: it changed while the base was in memory; load the base again"
         ]
 
 
 @pytest.mark.usefixtures("device")
 def test_what_a_device_has_still_to_tell_is_reset_too(
-    base: Path, house: HomeFixture, monkeypatch: pytest.MonkeyPatch
+    base: Path, user_home: HomeFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of an answer: what was asked for before the reset is not observed after it."""
-    house.bases.add(base)
+    user_home.bases.add(base)
     monkeypatch.setattr(devices, "find_free_bytes", lambda: LARGE + devices.LIBRARY_RESERVE)
     settings = EngineConfig(device="cuda", batching=BatchingConfig(rows=1))
-    engine = ServingEngine(planner(house), settings)
+    engine = ServingEngine(planner(user_home), settings)
     engine.start()
     reader = EventReader(engine, job(make_request("Sort: 9, 8, 7", max_tokens=ENDLESS_TOKENS)))
     while not isinstance(reader.next(), OutputDelta):

@@ -14,14 +14,14 @@ from expertctl.engine.serving.memory_report import (
 from tests.engine.serving.harness import (
     SETTINGS,
     adapt_batching,
+    engine_packages,
     known,
     make_request,
-    market,
     open_engine_harness,
 )
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["fast", "house", "known", "market"]
+__all__ = ["engine_packages", "fast", "known", "user_home"]
 
 MB = 10**6
 
@@ -59,14 +59,18 @@ def test_where_the_system_does_not_tell_only_the_budget_is_stated() -> None:
     assert said.startswith("memory: the budget is 2 kB: 269 B for the base")
 
 
-def test_a_server_keeps_no_more_of_earlier_requests_than_it_was_told(house: HomeFixture) -> None:
+def test_a_server_keeps_no_more_of_earlier_requests_than_it_was_told(
+    user_home: HomeFixture,
+) -> None:
     settings = adapt_batching(SETTINGS, kept_kv=100_000)
-    with open_engine_harness(house.home, settings) as shop:
-        assert any(line.startswith("memory: ") and "100.0 kB" in line for line in shop.messages)
-        keeper = shop.runner.resources.get_kv_store(shop.runner.base.backend)
+    with open_engine_harness(user_home.home, settings) as package_factory:
+        assert any(
+            line.startswith("memory: ") and "100.0 kB" in line for line in package_factory.messages
+        )
+        keeper = package_factory.runner.resources.get_kv_store(package_factory.runner.base.backend)
         for number in range(8):
             wanted = replace(make_request(f"Sort: {number}"), cache_key="chat")
-            assert shop.answer(wanted).results
+            assert package_factory.answer(wanted).results
             assert keeper.cached_bytes <= 100_000
         assert keeper.cached_bytes > 0
         keeper.check_integrity()

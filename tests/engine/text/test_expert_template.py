@@ -15,30 +15,30 @@ from expertctl.engine.text.tokenizer_files import TemplateSource
 from expertctl.errors import DigestError, IncompatibleError, InvalidPackageError
 from expertctl.reference import Reference
 from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
-from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.engine.test_local_engine import planner, run
 from tests.factories import make_package
-from tests.store.fixtures import HomeFixture, fast, house, make_key
+from tests.store.fixtures import HomeFixture, fast, make_key, user_home
 
-__all__ = ["fast", "house", "market"]
+__all__ = ["engine_packages", "fast", "user_home"]
 
 FILE = "chat.jinja"
 ASKING = "Q: {{ messages[-1].content }}\nA:"
 
 
 @pytest.fixture(autouse=True)
-def known(house: HomeFixture, market: EnginePackages) -> None:
-    house.bases.add(market.base_dir)
-    house.trust_keys("acme")
+def known(user_home: HomeFixture, engine_packages: EnginePackages) -> None:
+    user_home.bases.add(engine_packages.base_dir)
+    user_home.trust_keys("acme")
 
 
 @pytest.fixture
-def engine(house: HomeFixture) -> LocalEngine:
-    return LocalEngine(planner(house), budget=8 << 20)
+def engine(user_home: HomeFixture) -> LocalEngine:
+    return LocalEngine(planner(user_home), budget=8 << 20)
 
 
 @pytest.fixture
-def package(market: EnginePackages, tmp_path: Path) -> Any:
+def package(engine_packages: EnginePackages, tmp_path: Path) -> Any:
     """Make a package with a chat template: ``package("acme/sql", ASKING, seed=2)``."""
 
     def make(name: str, template: str | bytes, *, key: str | None = "acme", seed: int = 1) -> Path:
@@ -49,8 +49,8 @@ def package(market: EnginePackages, tmp_path: Path) -> Any:
         return make_package(
             tmp_path,
             name,
-            base_dir=market.base_dir,
-            base=market.base,
+            base_dir=engine_packages.base_dir,
+            base=engine_packages.base,
             key=None if key is None else make_key(key),
             lora={"seed": seed, "scale": 0.4},
             decoding={"chat_template": FILE},
@@ -70,20 +70,20 @@ def named(name: str, weight: float = 1.0) -> ForcedExpert:
 
 
 def test_the_template_of_the_only_expert_is_used_from_store_and_file(
-    engine: LocalEngine, house: HomeFixture, package: Any
+    engine: LocalEngine, user_home: HomeFixture, package: Any
 ) -> None:
     path = package("acme/asking", ASKING)
     from_file = ask(engine, FileExpert(path))
     assert from_file.prompt_tokens == len("Q: Hello\nA:")
-    house.install(path)
+    user_home.install(path)
     installed = ask(engine, named("acme/asking"))
     assert installed.prompt_tokens == from_file.prompt_tokens
     assert installed.generated.tokens == from_file.generated.tokens
     assert not any("chat_template" in warning for warning in installed.warnings)
 
 
-def test_a_message_cannot_forge_control_tokens_through_it(market: EnginePackages) -> None:
-    tokenizer = Tokenizer.open(market.base_dir)
+def test_a_message_cannot_forge_control_tokens_through_it(engine_packages: EnginePackages) -> None:
+    tokenizer = Tokenizer.open(engine_packages.base_dir)
     message = ConversationMessage("user", "<|im_end|>")
     prompt = encode_chat(tokenizer, [message], template=source_of(ASKING))
     assert tokenizer.control_ids.isdisjoint(prompt.ids)
@@ -98,13 +98,13 @@ def source_of(text: str) -> TemplateSource:
 
 
 def test_two_equal_templates_are_one_and_two_different_ones_none(
-    engine: LocalEngine, house: HomeFixture, package: Any, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, package: Any, engine_packages: EnginePackages
 ) -> None:
-    house.install(
+    user_home.install(
         package("acme/one", ASKING, seed=1),
         package("acme/two", ASKING, seed=2),
         package("acme/three", "{{ messages[-1].content }}", seed=3),
-        market.package("acme/plain", seed=4),
+        engine_packages.package("acme/plain", seed=4),
     )
     asking = len("Q: Hello\nA:")
     assert ask(engine, named("acme/one"), named("acme/two")).prompt_tokens == asking
@@ -120,9 +120,9 @@ def test_two_equal_templates_are_one_and_two_different_ones_none(
 
 
 def test_an_expert_of_weight_zero_is_left_out_with_its_template(
-    engine: LocalEngine, house: HomeFixture, package: Any, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, package: Any, engine_packages: EnginePackages
 ) -> None:
-    house.install(package("acme/one", ASKING), market.package("acme/plain", seed=4))
+    user_home.install(package("acme/one", ASKING), engine_packages.package("acme/plain", seed=4))
     left_out = ask(engine, named("acme/one", 0.0), named("acme/plain"))
     assert left_out.prompt_tokens == ask(engine, named("acme/plain")).prompt_tokens
 
@@ -144,20 +144,20 @@ def test_a_hostile_template_ends_the_run_and_nothing_else(
     error: type[Exception],
     said: str,
     engine: LocalEngine,
-    house: HomeFixture,
+    user_home: HomeFixture,
     package: Any,
 ) -> None:
-    house.install(package("acme/bad", template))
+    user_home.install(package("acme/bad", template))
     with pytest.raises(error, match=said):
         ask(engine, named("acme/bad"))
     engine.check_integrity()
 
 
 def test_a_template_changed_in_the_store_is_refused(
-    engine: LocalEngine, house: HomeFixture, package: Any
+    engine: LocalEngine, user_home: HomeFixture, package: Any
 ) -> None:
-    [installed] = house.install(package("acme/asking", ASKING))
-    blob = house.store.blob_path(installed.expert.find_file(FILE).digest)
+    [installed] = user_home.install(package("acme/asking", ASKING))
+    blob = user_home.store.blob_path(installed.expert.find_file(FILE).digest)
     blob.chmod(0o644)
     blob.write_text(ASKING.replace("Q", "X"))
     with pytest.raises(DigestError, match=FILE):
@@ -165,7 +165,7 @@ def test_a_template_changed_in_the_store_is_refused(
 
 
 def test_nothing_is_read_of_experts_without_a_template(
-    engine: LocalEngine, house: HomeFixture
+    engine: LocalEngine, user_home: HomeFixture
 ) -> None:
     asked = RunRequest(message=UserMessage(prompt="x"), route=RouteRequest(prompt="x"))
 

@@ -27,11 +27,11 @@ from expertctl.routing.request import ForcedExpert, SamplingOverrides
 from expertctl.schema.validation import find_problems
 from expertctl.settings import Home, Settings
 from tests.engine.compat_models import KINDS, NATIVE, CompatModel, write_model
-from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.factories import make_route_request
-from tests.store.fixtures import HomeFixture, fast, house, make_key
+from tests.store.fixtures import HomeFixture, fast, make_key, user_home
 
-__all__ = ["fast", "house", "market"]
+__all__ = ["engine_packages", "fast", "user_home"]
 
 TOKENS = 8
 PROMPT = "Sort: 3, 1, 2"
@@ -51,8 +51,10 @@ def gpt2(models: dict[str, CompatModel]) -> CompatModel:
     return models["gpt2"]
 
 
-def engine_of(house: HomeFixture, *, budget: int = 32 << 20) -> LocalEngine:
-    return LocalEngine(Planner.open(Settings(Home(house.root), encoder="lexical")), budget=budget)
+def engine_of(user_home: HomeFixture, *, budget: int = 32 << 20) -> LocalEngine:
+    return LocalEngine(
+        Planner.open(Settings(Home(user_home.root), encoder="lexical")), budget=budget
+    )
 
 
 def request(*experts: NamedExpert, prompt: str = PROMPT, **options: Any) -> RunRequest:
@@ -95,12 +97,12 @@ def until_end(tokens: list[int]) -> tuple[int, ...]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arch", ["gpt2", "gpt_neox", "gemma"])
 def test_the_tokens_are_those_that_transformers_generates_with_peft(
-    arch: str, kind: str, models: dict[str, CompatModel], house: HomeFixture, tmp_path: Path
+    arch: str, kind: str, models: dict[str, CompatModel], user_home: HomeFixture, tmp_path: Path
 ) -> None:
     model = models[arch]
-    house.bases.add(model.directory)
-    house.install(model.make_package(kind, tmp_path, key=make_key("acme")))
-    engine = engine_of(house)
+    user_home.bases.add(model.directory)
+    user_home.install(model.make_package(kind, tmp_path, key=make_key("acme")))
+    engine = engine_of(user_home)
     result = run(engine, request(SQL))
     ids = prompt_ids()
     assert result.prompt_tokens == len(ids)
@@ -110,11 +112,11 @@ def test_the_tokens_are_those_that_transformers_generates_with_peft(
 
 @pytest.mark.parametrize("arch", NATIVE)
 def test_both_engines_give_the_same_tokens_where_both_can_run(
-    arch: str, models: dict[str, CompatModel], house: HomeFixture, tmp_path: Path
+    arch: str, models: dict[str, CompatModel], user_home: HomeFixture, tmp_path: Path
 ) -> None:
     model = models[arch]
-    house.bases.add(model.directory)
-    engine = engine_of(house)
+    user_home.bases.add(model.directory)
+    engine = engine_of(user_home)
     for kind in ("lora", "dora", "ia3", "p_tuning"):
         path = model.make_package(kind, tmp_path, name=f"acme/{kind.replace('_', '-')}")
         expert = FileExpert(path)
@@ -128,10 +130,10 @@ def test_both_engines_give_the_same_tokens_where_both_can_run(
 
 
 def test_the_base_alone_answers_and_sampling_is_our_own(
-    gpt2: CompatModel, house: HomeFixture
+    gpt2: CompatModel, user_home: HomeFixture
 ) -> None:
-    house.bases.add(gpt2.directory)
-    engine = engine_of(house)
+    user_home.bases.add(gpt2.directory)
+    engine = engine_of(user_home)
     alone = {"base_alone": True}
     result = run(engine, request(route=alone))
     ids = prompt_ids()
@@ -145,11 +147,11 @@ def test_the_base_alone_answers_and_sampling_is_our_own(
 
 
 def test_what_was_borrowed_is_given_back_and_the_cost_was_entered(
-    gpt2: CompatModel, house: HomeFixture, tmp_path: Path
+    gpt2: CompatModel, user_home: HomeFixture, tmp_path: Path
 ) -> None:
-    house.bases.add(gpt2.directory)
-    house.install(gpt2.make_package("lora", tmp_path, key=make_key("acme")))
-    engine = engine_of(house)
+    user_home.bases.add(gpt2.directory)
+    user_home.install(gpt2.make_package("lora", tmp_path, key=make_key("acme")))
+    engine = engine_of(user_home)
     result = run(engine, request(SQL))
     held = result.memory.held
     weights = sum(parameter.nbytes for parameter in gpt2.model.parameters())
@@ -161,14 +163,14 @@ def test_what_was_borrowed_is_given_back_and_the_cost_was_entered(
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_loaded(
-    gpt2: CompatModel, house: HomeFixture, tmp_path: Path
+    gpt2: CompatModel, user_home: HomeFixture, tmp_path: Path
 ) -> None:
-    house.bases.add(gpt2.directory)
-    house.install(gpt2.make_package("lora", tmp_path, key=make_key("acme")))
-    peak = run(engine_of(house), request(SQL)).memory.peak
-    assert run(engine_of(house, budget=peak), request(SQL)).generated.tokens
+    user_home.bases.add(gpt2.directory)
+    user_home.install(gpt2.make_package("lora", tmp_path, key=make_key("acme")))
+    peak = run(engine_of(user_home), request(SQL)).memory.peak
+    assert run(engine_of(user_home, budget=peak), request(SQL)).generated.tokens
     for budget, what in ((1 << 12, "the base gpt2"), (peak - 1, "acme/sql")):
-        small = engine_of(house, budget=budget)
+        small = engine_of(user_home, budget=budget)
         with pytest.raises(BudgetError, match=what) as caught:
             run(small, request(SQL))
         assert "--memory-budget" in caught.value.hint
@@ -176,24 +178,24 @@ def test_what_cannot_fit_is_refused_before_anything_is_loaded(
 
 
 def test_two_named_experts_are_refused(
-    gpt2: CompatModel, house: HomeFixture, tmp_path: Path
+    gpt2: CompatModel, user_home: HomeFixture, tmp_path: Path
 ) -> None:
-    house.bases.add(gpt2.directory)
+    user_home.bases.add(gpt2.directory)
     paths = [gpt2.make_package("lora", tmp_path, name=f"acme/{name}") for name in ("one", "two")]
-    house.install(*paths, allow_unsigned=True)
+    user_home.install(*paths, allow_unsigned=True)
     two = [ForcedExpert(Reference.parse(f"acme/{name}")) for name in ("one", "two")]
     with pytest.raises(IncompatibleError, match="2 experts cannot run together") as caught:
-        run(engine_of(house), request(*two))
+        run(engine_of(user_home), request(*two))
     assert "name one" in caught.value.hint
 
 
 def test_of_several_that_routing_finds_the_best_answers_and_the_rest_is_named(
-    gpt2: CompatModel, house: HomeFixture, tmp_path: Path
+    gpt2: CompatModel, user_home: HomeFixture, tmp_path: Path
 ) -> None:
-    house.bases.add(gpt2.directory)
+    user_home.bases.add(gpt2.directory)
     for name, priority in (("first", 1), ("second", 0)):
         composition = {"role": name, "composes_with": ["first", "second"]}
-        house.install(
+        user_home.install(
             gpt2.make_package(
                 "lora",
                 tmp_path,
@@ -205,9 +207,9 @@ def test_of_several_that_routing_finds_the_best_answers_and_the_rest_is_named(
             )
         )
     wanted = request(prompt="Sort these numbers in ascending order: 3, 1, 2")
-    planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
+    planner = Planner.open(Settings(Home(user_home.root), encoder="lexical"))
     assert len(planner.plan(wanted.route).experts) == 2
-    result = run(engine_of(house), wanted)
+    result = run(engine_of(user_home), wanted)
     assert [expert.ref for expert in result.planned.experts] == ["acme/first@1.0.0"]
     assert "acme/second@1.0.0 was left out: --engine transformers runs one expert" in (
         result.warnings
@@ -215,12 +217,12 @@ def test_of_several_that_routing_finds_the_best_answers_and_the_rest_is_named(
 
 
 def test_a_plan_is_repeated_under_its_own_engine_and_refused_under_the_other(
-    models: dict[str, CompatModel], house: HomeFixture, tmp_path: Path
+    models: dict[str, CompatModel], user_home: HomeFixture, tmp_path: Path
 ) -> None:
     model = models["qwen3"]
-    house.bases.add(model.directory)
-    house.install(model.make_package("lora", tmp_path, key=make_key("acme")))
-    engine = engine_of(house)
+    user_home.bases.add(model.directory)
+    user_home.install(model.make_package("lora", tmp_path, key=make_key("acme")))
+    engine = engine_of(user_home)
     for name, other in (("native", "transformers"), ("transformers", "native")):
         first = run(engine, request(SQL, route={"engine": name}))
         saved = SavedPlan(first.planned.result.plan)
@@ -232,19 +234,19 @@ def test_a_plan_is_repeated_under_its_own_engine_and_refused_under_the_other(
 
 
 def test_a_foreign_base_is_refused_by_the_engine_of_our_own(
-    gpt2: CompatModel, house: HomeFixture
+    gpt2: CompatModel, user_home: HomeFixture
 ) -> None:
-    house.bases.add(gpt2.directory)
+    user_home.bases.add(gpt2.directory)
     with pytest.raises(IncompatibleError, match="does not run the base gpt2") as caught:
-        run(engine_of(house), request(route={"engine": "native", "base_alone": True}))
+        run(engine_of(user_home), request(route={"engine": "native", "base_alone": True}))
     assert "--engine transformers" in caught.value.hint
 
 
 def test_an_unsigned_file_is_used_with_a_warning_and_a_strangers_is_refused(
-    gpt2: CompatModel, house: HomeFixture, tmp_path: Path
+    gpt2: CompatModel, user_home: HomeFixture, tmp_path: Path
 ) -> None:
-    house.bases.add(gpt2.directory)
-    engine = engine_of(house)
+    user_home.bases.add(gpt2.directory)
+    engine = engine_of(user_home)
     unsigned = gpt2.make_package("lora", tmp_path / "a")
     result = run(engine, request(FileExpert(unsigned)))
     assert any("unsigned" in warning for warning in result.warnings)
@@ -254,20 +256,22 @@ def test_an_unsigned_file_is_used_with_a_warning_and_a_strangers_is_refused(
     engine.check_integrity()
 
 
-def test_a_revoked_key_is_refused(gpt2: CompatModel, house: HomeFixture, tmp_path: Path) -> None:
-    house.bases.add(gpt2.directory)
-    house.install(gpt2.make_package("lora", tmp_path, key=make_key("acme")))
-    house.trust.revoke(make_key("acme").public.key_id)
+def test_a_revoked_key_is_refused(
+    gpt2: CompatModel, user_home: HomeFixture, tmp_path: Path
+) -> None:
+    user_home.bases.add(gpt2.directory)
+    user_home.install(gpt2.make_package("lora", tmp_path, key=make_key("acme")))
+    user_home.trust.revoke(make_key("acme").public.key_id)
     with pytest.raises(RevokedError):
-        run(engine_of(house), request(SQL))
+        run(engine_of(user_home), request(SQL))
 
 
 def test_weights_changed_in_the_store_are_refused_before_the_base_is_loaded(
-    gpt2: CompatModel, house: HomeFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpt2: CompatModel, user_home: HomeFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house.bases.add(gpt2.directory)
-    [installed] = house.install(gpt2.make_package("lora", tmp_path, key=make_key("acme")))
-    blob = house.store.blob_path(installed.expert.find_file("adapter_model.safetensors").digest)
+    user_home.bases.add(gpt2.directory)
+    [installed] = user_home.install(gpt2.make_package("lora", tmp_path, key=make_key("acme")))
+    blob = user_home.store.blob_path(installed.expert.find_file("adapter_model.safetensors").digest)
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
     blob.chmod(0o644)
@@ -278,46 +282,46 @@ def test_weights_changed_in_the_store_are_refused_before_the_base_is_loaded(
 
     monkeypatch.setattr("expertctl.engine.torch.compat_engine.load_model", loaded)
     with pytest.raises(DigestError, match=r"acme/sql@1\.0\.0"):
-        run(engine_of(house), request(SQL))
+        run(engine_of(user_home), request(SQL))
 
 
-def test_a_base_changed_on_disk_is_refused(house: HomeFixture, tmp_path: Path) -> None:
+def test_a_base_changed_on_disk_is_refused(user_home: HomeFixture, tmp_path: Path) -> None:
     model = write_model(tmp_path, "gpt2")
-    house.bases.add(model.directory)
+    user_home.bases.add(model.directory)
     weights = model.directory / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
     for verify in (False, True):
         with pytest.raises(BaseMismatchError, match=r"model\.safetensors"):
-            run(engine_of(house), request(verify_base=verify, route={"base_alone": True}))
+            run(engine_of(user_home), request(verify_base=verify, route={"base_alone": True}))
 
 
 def test_an_expert_for_another_base_is_refused(
-    gpt2: CompatModel, house: HomeFixture, market: EnginePackages
+    gpt2: CompatModel, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.bases.add(market.base_dir)
-    house.bases.add(gpt2.directory)
-    house.install(market.package())
+    user_home.bases.add(engine_packages.base_dir)
+    user_home.bases.add(gpt2.directory)
+    user_home.install(engine_packages.package())
     with pytest.raises(BaseMismatchError):
-        run(engine_of(house), request(SQL, base="gpt2"))
+        run(engine_of(user_home), request(SQL, base="gpt2"))
     allowed = request(SQL, base="gpt2", route={"allow_base_mismatch": True})
     with pytest.raises(IncompatibleError, match="does not fit the base"):
-        run(engine_of(house), allowed)
+        run(engine_of(user_home), allowed)
 
 
-def test_a_prompt_beyond_the_context_is_refused(gpt2: CompatModel, house: HomeFixture) -> None:
-    house.bases.add(gpt2.directory)
+def test_a_prompt_beyond_the_context_is_refused(gpt2: CompatModel, user_home: HomeFixture) -> None:
+    user_home.bases.add(gpt2.directory)
     with pytest.raises(UsageError, match="the context of the base is 96"):
-        run(engine_of(house), request(prompt="x" * 100, route={"base_alone": True}))
+        run(engine_of(user_home), request(prompt="x" * 100, route={"base_alone": True}))
 
 
 def test_virtual_tokens_count_against_the_context(
-    gpt2: CompatModel, house: HomeFixture, tmp_path: Path
+    gpt2: CompatModel, user_home: HomeFixture, tmp_path: Path
 ) -> None:
-    house.bases.add(gpt2.directory)
+    user_home.bases.add(gpt2.directory)
     package = gpt2.make_package("prompt_tuning", tmp_path)
-    engine = engine_of(house)
+    engine = engine_of(user_home)
     fitting = "x" * (96 - 5 - 1 - len(prompt_ids("")))
     result = run(engine, request(FileExpert(package), prompt=fitting))
     assert result.prompt_tokens == 96 - 5 - 1
@@ -328,11 +332,11 @@ def test_virtual_tokens_count_against_the_context(
 
 @pytest.mark.parametrize("way", ["fewer", "queue"])
 def test_other_ways_with_a_budget_are_refused(
-    way: str, gpt2: CompatModel, house: HomeFixture
+    way: str, gpt2: CompatModel, user_home: HomeFixture
 ) -> None:
-    house.bases.add(gpt2.directory)
+    user_home.bases.add(gpt2.directory)
     with pytest.raises(UsageError, match=way):
-        run(engine_of(house), request(on_budget=way))
+        run(engine_of(user_home), request(on_budget=way))
 
 
 def test_a_token_that_the_base_does_not_have_is_refused(gpt2: CompatModel) -> None:

@@ -22,12 +22,12 @@ from expertctl.package.model_config import read_model_config
 from expertctl.routing.plan import SavedPlan
 from expertctl.routing.request import ForcedExpert, RouteRequest, check_request
 from expertctl.settings import Home
-from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.engine.test_local_engine import SQL, known, planner, request, run
 from tests.engine.test_runtime_kinds import OPTIONS, expert, install
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["fast", "house", "install", "known", "market"]
+__all__ = ["engine_packages", "fast", "install", "known", "user_home"]
 
 FREE = 8 << 20
 ON_CUDA = {"device": "cuda"}
@@ -42,8 +42,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def engine(house: HomeFixture) -> LocalEngine:
-    return LocalEngine(planner(house), device="cuda")
+def engine(user_home: HomeFixture) -> LocalEngine:
+    return LocalEngine(planner(user_home), device="cuda")
 
 
 def asked(*experts: ForcedExpert, **options: object) -> RouteRequest:
@@ -51,11 +51,11 @@ def asked(*experts: ForcedExpert, **options: object) -> RouteRequest:
 
 
 def test_a_run_gives_the_tokens_of_a_processor_and_says_what_ran_it(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package())
+    user_home.install(engine_packages.package())
     there = run(engine, request(SQL, route=ON_CUDA))
-    here = run(LocalEngine(planner(house), budget=FREE), request(SQL))
+    here = run(LocalEngine(planner(user_home), budget=FREE), request(SQL))
     assert there.generated.tokens == here.generated.tokens
     assert there.numerics.backend == "cuda"
     assert there.planned.result.plan.identity != here.planned.result.plan.identity
@@ -64,21 +64,21 @@ def test_a_run_gives_the_tokens_of_a_processor_and_says_what_ran_it(
 
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_an_expert_of_each_kind_answers_as_on_a_processor(
-    kind: str, engine: LocalEngine, house: HomeFixture, install: Callable[..., None]
+    kind: str, engine: LocalEngine, user_home: HomeFixture, install: Callable[..., None]
 ) -> None:
     install(kind)
     there = run(engine, request(expert(kind), route=ON_CUDA))
-    here = run(LocalEngine(planner(house), budget=FREE), request(expert(kind)))
+    here = run(LocalEngine(planner(user_home), budget=FREE), request(expert(kind)))
     alone = run(engine, request(route={**ON_CUDA, "base_alone": True}))
     assert there.generated.tokens == here.generated.tokens != alone.generated.tokens
 
 
 def test_each_memory_has_a_ledger_of_its_own(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    [installed] = house.install(market.package())
+    [installed] = user_home.install(engine_packages.package())
     result = run(engine, request(SQL, route=ON_CUDA))
-    held, config = result.memory.held, read_model_config(market.base_dir)
+    held, config = result.memory.held, read_model_config(engine_packages.base_dir)
     tokens = result.prompt_tokens + 6
     assert held["kv"] == 2 * config.layers * config.kv_heads * config.head_dim * 4 * (tokens + 1)
     assert held["base"] == CudaBackend(config, "float32").weight_bytes
@@ -92,21 +92,24 @@ def test_each_memory_has_a_ledger_of_its_own(
 
 
 def test_what_a_run_needs_is_known_to_the_byte_before(
-    house: HomeFixture, market: EnginePackages
+    user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package())
-    peak = run(LocalEngine(planner(house), device="cuda"), request(SQL, route=ON_CUDA)).memory.peak
-    exact = LocalEngine(planner(house), budget=peak, device="cuda")
+    user_home.install(engine_packages.package())
+    peak = run(
+        LocalEngine(planner(user_home), device="cuda"), request(SQL, route=ON_CUDA)
+    ).memory.peak
+    exact = LocalEngine(planner(user_home), budget=peak, device="cuda")
     assert run(exact, request(SQL, route=ON_CUDA)).memory.peak == peak
     with pytest.raises(BudgetError):
         run(
-            LocalEngine(planner(house), budget=peak - 1, device="cuda"), request(SQL, route=ON_CUDA)
+            LocalEngine(planner(user_home), budget=peak - 1, device="cuda"),
+            request(SQL, route=ON_CUDA),
         )
 
 
-def test_a_budget_is_at_most_what_the_device_has_free(house: HomeFixture) -> None:
-    assert LocalEngine(planner(house), budget=1 << 40, device="cuda").budget.limit == FREE
-    assert LocalEngine(planner(house), budget=1 << 20, device="cuda").budget.limit == 1 << 20
+def test_a_budget_is_at_most_what_the_device_has_free(user_home: HomeFixture) -> None:
+    assert LocalEngine(planner(user_home), budget=1 << 40, device="cuda").budget.limit == FREE
+    assert LocalEngine(planner(user_home), budget=1 << 20, device="cuda").budget.limit == 1 << 20
 
 
 def test_a_text_that_was_kept_is_not_read_again(engine: LocalEngine) -> None:
@@ -138,9 +141,9 @@ def test_what_is_kept_in_each_dtype_is_counted_once(engine: LocalEngine) -> None
 
 
 def test_a_traced_run_says_the_same_and_tells_each_layer(
-    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+    engine: LocalEngine, user_home: HomeFixture, engine_packages: EnginePackages
 ) -> None:
-    house.install(market.package())
+    user_home.install(engine_packages.package())
     wanted = request(SQL, route=ON_CUDA)
     plain, traced = run(engine, wanted), run(engine, replace(wanted, trace=True))
     assert traced.generated.tokens == plain.generated.tokens
@@ -150,29 +153,31 @@ def test_a_traced_run_says_the_same_and_tells_each_layer(
 
 
 def test_fewer_experts_are_counted_without_what_lies_in_the_other_memory(
-    house: HomeFixture, install: Callable[..., None]
+    user_home: HomeFixture, install: Callable[..., None]
 ) -> None:
     install("lora")
     wanted = request(expert("lora"), route=ON_CUDA, on_budget="fewer")
-    peak = run(LocalEngine(planner(house), device="cuda"), wanted).memory.peak
-    result = run(LocalEngine(planner(house), budget=peak, device="cuda"), wanted)
+    peak = run(LocalEngine(planner(user_home), device="cuda"), wanted).memory.peak
+    result = run(LocalEngine(planner(user_home), budget=peak, device="cuda"), wanted)
     assert result.dropped == ()
 
 
 def test_a_plan_of_one_device_is_refused_on_the_other(
-    engine: LocalEngine, house: HomeFixture
+    engine: LocalEngine, user_home: HomeFixture
 ) -> None:
-    here = run(LocalEngine(planner(house), budget=FREE), request(route={"base_alone": True}))
+    here = run(LocalEngine(planner(user_home), budget=FREE), request(route={"base_alone": True}))
     saved = SavedPlan(here.planned.result.plan)
     with pytest.raises(IncompatibleError, match="device"):
         run(engine, request(route=ON_CUDA, saved=saved))
 
 
-def test_an_engine_answers_on_its_own_device_alone(engine: LocalEngine, house: HomeFixture) -> None:
+def test_an_engine_answers_on_its_own_device_alone(
+    engine: LocalEngine, user_home: HomeFixture
+) -> None:
     with pytest.raises(UsageError, match="computes on cuda, not on cpu"):
         run(engine, request())
     with pytest.raises(UsageError, match="computes on cpu, not on cuda"):
-        run(LocalEngine(planner(house), budget=FREE), request(route=ON_CUDA))
+        run(LocalEngine(planner(user_home), budget=FREE), request(route=ON_CUDA))
 
 
 @pytest.mark.parametrize(
@@ -193,13 +198,13 @@ def test_what_a_device_cannot_do_is_refused(options: dict[str, object], named: s
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 def test_weights_take_what_was_announced(
-    dtype: str, market: EnginePackages, tmp_path: Path
+    dtype: str, engine_packages: EnginePackages, tmp_path: Path
 ) -> None:
-    config = read_model_config(market.base_dir)
+    config = read_model_config(engine_packages.base_dir)
     on_cuda = LoadConfig("bf16" if dtype == "bf16" else "float32", EngineConfig(device="cuda"))
     backend, warnings = choose_backend(config, on_cuda)
     assert warnings == ()
-    model = backend.load(LoadContext(directory=market.base_dir, home=Home(tmp_path)),
+    model = backend.load(LoadContext(directory=engine_packages.base_dir, home=Home(tmp_path)),
                          progress=lambda _: None)  # fmt: skip
     assert backend.name == "cuda"
     assert model.nbytes == backend.weight_bytes
@@ -238,9 +243,9 @@ def test_a_device_that_is_full_refuses_a_run_and_answers_the_next(
 
 
 def test_without_a_device_no_engine_is_made(
-    house: HomeFixture, monkeypatch: pytest.MonkeyPatch
+    user_home: HomeFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "is_cuda_available", lambda: False)
     with pytest.raises(NotFoundError) as refused:
-        LocalEngine(planner(house), device="cuda")
+        LocalEngine(planner(user_home), device="cuda")
     assert "--device cpu" in refused.value.hint

@@ -29,9 +29,9 @@ from tests.engine.moe.fakes import at_once
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.test_local_engine import planner, request, run
 from tests.factories import write_base
-from tests.store.fixtures import HomeFixture, fast, house
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["at_once", "fast", "house"]
+__all__ = ["at_once", "fast", "user_home"]
 
 pytestmark = pytest.mark.all
 
@@ -82,22 +82,24 @@ def asked(*experts: ForcedExpert, **route: object) -> RunRequest:
 
 
 def answer(
-    house: HomeFixture,
+    user_home: HomeFixture,
     budget: int,
     *experts: ForcedExpert,
     moe: WarmupConfig | None = None,
     **route: object,
 ) -> tuple[RunResult, LocalEngine]:
-    engine = LocalEngine(planner(house), budget=budget, device="cuda", moe=moe or WarmupConfig())
+    engine = LocalEngine(
+        planner(user_home), budget=budget, device="cuda", moe=moe or WarmupConfig()
+    )
     return run(engine, asked(*experts, **route)), engine
 
 
 @pytest.mark.parametrize("dtype", get_args(Dtype)[:2])
 def test_a_base_answers_the_same_in_less_memory_than_it_wants(
-    dtype: Dtype, base: Path, house: HomeFixture, size: int
+    dtype: Dtype, base: Path, user_home: HomeFixture, size: int
 ) -> None:
-    house.bases.add(base)
-    whole, engine = answer(house, FREE, dtype=dtype)
+    user_home.bases.add(base)
+    whole, engine = answer(user_home, FREE, dtype=dtype)
     held = engine.budget.reserved_bytes("base")
     engine.close()
     assert held == size if dtype == "float32" else held < size
@@ -105,7 +107,7 @@ def test_a_base_answers_the_same_in_less_memory_than_it_wants(
     assert whole.moe is not None
     assert whole.moe.residence.blocks == 3 * 12
     budget = held * {"float32": 85, "bf16": 115}[dtype] // 100  # buffers are not half as large
-    partly, engine = answer(house, budget, dtype=dtype)
+    partly, engine = answer(user_home, budget, dtype=dtype)
     assert partly.generated.tokens == whole.generated.tokens
     assert partly.moe is not None
     assert whole.moe.activity.requests == partly.moe.activity.requests > 0
@@ -124,31 +126,31 @@ def test_a_base_answers_the_same_in_less_memory_than_it_wants(
     assert engine.budget.used == 0
 
 
-def test_it_answers_as_on_a_processor(base: Path, house: HomeFixture) -> None:
-    house.bases.add(base)
-    there, engine = answer(house, FREE)
+def test_it_answers_as_on_a_processor(base: Path, user_home: HomeFixture) -> None:
+    user_home.bases.add(base)
+    there, engine = answer(user_home, FREE)
     engine.close()
-    here = LocalEngine(planner(house), budget=FREE, numpy_below=FREE)
+    here = LocalEngine(planner(user_home), budget=FREE, numpy_below=FREE)
     assert run(here, asked(device="cpu")).generated.tokens == there.generated.tokens
     here.close()
 
 
 @pytest.mark.parametrize("targets", [ATTENTION, ROUTED], ids=["attention", "routed experts"])
 def test_an_expert_changes_attention_and_routed_experts_that_come_and_go(
-    targets: tuple[str, ...], base: Path, house: HomeFixture, tmp_path: Path, size: int
+    targets: tuple[str, ...], base: Path, user_home: HomeFixture, tmp_path: Path, size: int
 ) -> None:
-    house.bases.add(base)
+    user_home.bases.add(base)
     adapter = ("lora", {"targets": targets, "scale": 0.4, "seed": 7})
-    house.install(
+    user_home.install(
         EnginePackages(tmp_path / "market", base, read_base(base)).package(adapters=[adapter])
     )
-    oracle = LocalEngine(planner(house), budget=FREE, numpy_below=FREE)
+    oracle = LocalEngine(planner(user_home), budget=FREE, numpy_below=FREE)
     theirs = run(oracle, asked(SQL, device="cpu"))
     alone = run(oracle, asked(device="cpu"))
     oracle.close()
     assert theirs.generated.tokens != alone.generated.tokens
     for budget in (FREE, size * 95 // 100):
-        ours, engine = answer(house, budget, SQL)
+        ours, engine = answer(user_home, budget, SQL)
         assert ours.generated.tokens == theirs.generated.tokens
         assert engine.budget.peak <= budget
         engine.check_integrity()
@@ -159,14 +161,14 @@ def test_an_expert_changes_attention_and_routed_experts_that_come_and_go(
 
 
 def test_what_is_missing_is_left_out_where_that_was_asked_for(
-    base: Path, house: HomeFixture, size: int
+    base: Path, user_home: HomeFixture, size: int
 ) -> None:
-    house.bases.add(base)
+    user_home.bases.add(base)
     wishes = WarmupConfig(warmup="none", learns=False)
     budget = size * 85 // 100
-    whole, engine = answer(house, FREE, moe=wishes)
+    whole, engine = answer(user_home, FREE, moe=wishes)
     engine.close()
-    skipping, engine = answer(house, budget, moe=wishes, moe_miss="skip", moe_skip_cap=1.0)
+    skipping, engine = answer(user_home, budget, moe=wishes, moe_miss="skip", moe_skip_cap=1.0)
     engine.close()
     assert skipping.moe is not None
     assert skipping.moe.to_json()["miss"] == "skip"
@@ -174,7 +176,7 @@ def test_what_is_missing_is_left_out_where_that_was_asked_for(
         "at first none is there"
     )
     assert skipping.planned.result.plan.identity != whole.planned.result.plan.identity
-    capped, engine = answer(house, budget, moe=wishes, moe_miss="skip", moe_skip_cap=0.0)
+    capped, engine = answer(user_home, budget, moe=wishes, moe_miss="skip", moe_skip_cap=0.0)
     engine.close()
     assert capped.moe is not None
     assert capped.moe.activity.skipped_weight == 0
@@ -182,11 +184,11 @@ def test_what_is_missing_is_left_out_where_that_was_asked_for(
 
 
 def test_what_is_held_is_what_was_announced_in_both_memories(
-    base: Path, house: HomeFixture, size: int
+    base: Path, user_home: HomeFixture, size: int
 ) -> None:
-    house.bases.add(base)
+    user_home.bases.add(base)
     budget = size * 85 // 100
-    _, engine = answer(house, budget)
+    _, engine = answer(user_home, budget)
     held = engine.budget.reserved_bytes("base")
     backend, _ = choose_backend(
         read_model_config(base), LoadConfig(engine=EngineConfig(device="cuda"), memory_limit=budget)
@@ -218,14 +220,14 @@ def test_what_is_held_is_what_was_announced_in_both_memories(
 
 
 def test_what_libraries_keep_is_paid_before_slots_are_given_out(
-    base: Path, house: HomeFixture, size: int, monkeypatch: pytest.MonkeyPatch
+    base: Path, user_home: HomeFixture, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the usual stream and two owners of graphs; of one where all experts are there."""
-    house.bases.add(base)
+    user_home.bases.add(base)
     budget, kept, blocks = size * 105 // 100, 2 * ONE, list[int]()
     for workspace in (0, kept):
         monkeypatch.setattr(devices, "get_workspace_bytes", lambda workspace=workspace: workspace)
-        result, engine = answer(house, budget)
+        result, engine = answer(user_home, budget)
         assert result.moe is not None
         residence, held = result.moe.residence, engine.budget.reserved_bytes("base")
         backend, _ = choose_backend(
@@ -257,17 +259,17 @@ def test_a_copy_that_a_device_cannot_do_is_told_with_its_way_out_and_the_next_ru
     kind: type[ExpertError],
     said: str,
     base: Path,
-    house: HomeFixture,
+    user_home: HomeFixture,
     size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    house.bases.add(base)
+    user_home.bases.add(base)
 
     def fail(*_: object, **__: object) -> None:
         raise error
 
     for budget in (FREE, size * 85 // 100):  # all are brought; those who are missing
-        engine = LocalEngine(planner(house), budget=budget, device="cuda")
+        engine = LocalEngine(planner(user_home), budget=budget, device="cuda")
         with monkeypatch.context() as broken:
             broken.setattr(CopyStream, "copy", fail)
             with pytest.raises(kind, match=said) as told:
@@ -281,13 +283,13 @@ def test_a_copy_that_a_device_cannot_do_is_told_with_its_way_out_and_the_next_ru
 
 @pytest.mark.usefixtures("at_once")
 def test_what_is_learnt_of_a_base_says_who_comes_first(
-    base: Path, house: HomeFixture, size: int
+    base: Path, user_home: HomeFixture, size: int
 ) -> None:
-    house.bases.add(base)
+    user_home.bases.add(base)
     budget, loads = size * 85 // 100, []
     full: Warmup = "full"
     for _ in range(2):
-        result, engine = answer(house, budget, moe=WarmupConfig(warmup=full))
+        result, engine = answer(user_home, budget, moe=WarmupConfig(warmup=full))
         assert engine.take_notes() == ()
         engine.close()
         assert result.moe is not None
@@ -297,13 +299,13 @@ def test_what_is_learnt_of_a_base_says_who_comes_first(
 
 @pytest.mark.usefixtures("at_once")
 def test_what_a_base_that_is_whole_was_asked_for_says_who_comes_first(
-    base: Path, house: HomeFixture, size: int
+    base: Path, user_home: HomeFixture, size: int
 ) -> None:
-    house.bases.add(base)
+    user_home.bases.add(base)
     full, misses = WarmupConfig(warmup="full"), list[int]()
     for budget in (size * 85 // 100, FREE, size * 85 // 100):
         wishes = full if misses else replace(full, learns=False)
-        result, engine = answer(house, budget, moe=wishes)
+        result, engine = answer(user_home, budget, moe=wishes)
         engine.close()
         assert engine.take_notes() == ()
         assert result.moe is not None
@@ -312,11 +314,11 @@ def test_what_a_base_that_is_whole_was_asked_for_says_who_comes_first(
 
 
 def test_memory_for_less_than_one_layer_is_refused_with_a_way_out(
-    base: Path, house: HomeFixture
+    base: Path, user_home: HomeFixture
 ) -> None:
-    house.bases.add(base)
+    user_home.bases.add(base)
     with pytest.raises(BudgetError) as caught:
-        answer(house, 6 * ONE)
+        answer(user_home, 6 * ONE)
     assert "--memory-budget" in caught.value.hint
 
 

@@ -91,7 +91,7 @@ class SequenceCacheHarness:
 
 
 @pytest.fixture
-def desk(shared_oracle: ReferenceModel) -> SequenceCacheHarness:
+def cache_harness(shared_oracle: ReferenceModel) -> SequenceCacheHarness:
     return SequenceCacheHarness(shared_oracle.load_decoder())
 
 
@@ -118,316 +118,341 @@ def test_a_turn_on_kept_rows_scores_as_one_that_reads_everything(
     arch: str, config: dict[str, Any], chunk: int, oracle: MakeReferenceModel
 ) -> None:
     model = oracle(arch, **config)
-    desk = SequenceCacheHarness(model.load_decoder())
-    desk.turn(FIRST, ANSWER, chunk=chunk)
+    cache_harness = SequenceCacheHarness(model.load_decoder())
+    cache_harness.turn(FIRST, ANSWER, chunk=chunk)
     second = [*FIRST, *ANSWER, 7, 8, 9, 10, 11]
-    reused, rows = desk.turn(second, [12, 13], chunk=chunk)
+    reused, rows = cache_harness.turn(second, [12, 13], chunk=chunk)
     assert reused == len(FIRST) + len(ANSWER)
-    fresh = SequenceCacheHarness(desk.decoder).turn(second, [12, 13])[1]
+    fresh = SequenceCacheHarness(cache_harness.decoder).turn(second, [12, 13])[1]
     assert_same_logits(rows, fresh)
     assert_same_logits(rows, model.compute_logits([*second, 12, 13])[len(second) - 1 :])
 
 
-def test_token_by_token_the_numbers_are_equal_to_the_bit(desk: SequenceCacheHarness) -> None:
-    desk.turn(FIRST, chunk=1)
-    _, rows = desk.turn([*FIRST, 5, 6], chunk=1)
-    _, fresh = SequenceCacheHarness(desk.decoder).turn([*FIRST, 5, 6], chunk=1)
+def test_token_by_token_the_numbers_are_equal_to_the_bit(
+    cache_harness: SequenceCacheHarness,
+) -> None:
+    cache_harness.turn(FIRST, chunk=1)
+    _, rows = cache_harness.turn([*FIRST, 5, 6], chunk=1)
+    _, fresh = SequenceCacheHarness(cache_harness.decoder).turn([*FIRST, 5, 6], chunk=1)
     assert torch.equal(rows, fresh)
 
 
-def test_the_longest_common_beginning_is_reused(desk: SequenceCacheHarness) -> None:
-    desk.turn(FIRST, ANSWER)
+def test_the_longest_common_beginning_is_reused(cache_harness: SequenceCacheHarness) -> None:
+    cache_harness.turn(FIRST, ANSWER)
     changed = [*FIRST[:5], 50, 51, 52]
-    reused, rows = desk.turn(changed)
+    reused, rows = cache_harness.turn(changed)
     assert reused == 5
-    assert_same_logits(rows, SequenceCacheHarness(desk.decoder).turn(changed)[1])
-    assert desk.turn([60, *FIRST])[0] == 0
+    assert_same_logits(rows, SequenceCacheHarness(cache_harness.decoder).turn(changed)[1])
+    assert cache_harness.turn([60, *FIRST])[0] == 0
 
 
-def test_at_least_one_token_is_always_read(desk: SequenceCacheHarness) -> None:
-    desk.turn(FIRST, ANSWER)
-    assert desk.turn(FIRST)[0] == len(FIRST) - 1
-    assert desk.turn(FIRST[:1])[0] == 0
+def test_at_least_one_token_is_always_read(cache_harness: SequenceCacheHarness) -> None:
+    cache_harness.turn(FIRST, ANSWER)
+    assert cache_harness.turn(FIRST)[0] == len(FIRST) - 1
+    assert cache_harness.turn(FIRST[:1])[0] == 0
 
 
 @pytest.mark.parametrize("virtual", [0, 2])
 def test_rows_that_were_never_written_are_not_reused(
-    desk: SequenceCacheHarness, virtual: int
+    cache_harness: SequenceCacheHarness, virtual: int
 ) -> None:
     """The last token of an answer that reached its limit was drawn, not read."""
-    with desk.slots.allocate(desk.wanted(FIRST, virtual_tokens=virtual)) as loan:
-        desk.decoder.prefill([*[50] * virtual, *FIRST], loan.cache)
+    with cache_harness.slots.allocate(cache_harness.wanted(FIRST, virtual_tokens=virtual)) as loan:
+        cache_harness.decoder.prefill([*[50] * virtual, *FIRST], loan.cache)
         loan.complete((*FIRST, 33))
-    desk.check()
-    with desk.slots.allocate(desk.wanted([*FIRST, 33, 34], virtual_tokens=virtual)) as loan:
+    cache_harness.check()
+    with cache_harness.slots.allocate(
+        cache_harness.wanted([*FIRST, 33, 34], virtual_tokens=virtual)
+    ) as loan:
         assert loan.reused == len(FIRST)
 
 
 def test_virtual_tokens_stand_before_the_first_and_are_reused_with_it(
-    desk: SequenceCacheHarness,
+    cache_harness: SequenceCacheHarness,
 ) -> None:
     soft, prompt = [50, 51, 52], [1, 2, 3, 4]
-    with desk.slots.allocate(desk.wanted(prompt, virtual_tokens=3, room=7)) as loan:
-        desk.decoder.prefill([*soft, *prompt], loan.cache)
+    with cache_harness.slots.allocate(
+        cache_harness.wanted(prompt, virtual_tokens=3, room=7)
+    ) as loan:
+        cache_harness.decoder.prefill([*soft, *prompt], loan.cache)
         loan.complete((*prompt,))
     longer = [*prompt, 5, 6]
-    with desk.slots.allocate(desk.wanted(longer, virtual_tokens=3, room=7)) as loan:
+    with cache_harness.slots.allocate(
+        cache_harness.wanted(longer, virtual_tokens=3, room=7)
+    ) as loan:
         assert (loan.reused, loan.cache.length) == (4, 7)
-        rows = desk.decoder.prefill(longer[loan.reused :], loan.cache).logits
-    fresh = KVCache(desk.decoder.config, 9)
-    assert_same_logits(rows, desk.decoder.prefill([*soft, *longer], fresh).logits)
+        rows = cache_harness.decoder.prefill(longer[loan.reused :], loan.cache).logits
+    fresh = KVCache(cache_harness.decoder.config, 9)
+    assert_same_logits(rows, cache_harness.decoder.prefill([*soft, *longer], fresh).logits)
 
 
 def test_another_plan_under_the_same_key_is_a_miss_that_takes_nothing_away(
-    desk: SequenceCacheHarness,
+    cache_harness: SequenceCacheHarness,
 ) -> None:
-    desk.turn(FIRST)
-    assert desk.turn(FIRST, identity=OTHER_PLAN)[0] == 0
-    assert desk.turn(FIRST)[0] == len(FIRST) - 1
-    assert desk.turn(FIRST, identity=OTHER_PLAN)[0] == len(FIRST) - 1
-    assert desk.budget.used == 2 * (len(FIRST) + 4) * ROW
+    cache_harness.turn(FIRST)
+    assert cache_harness.turn(FIRST, identity=OTHER_PLAN)[0] == 0
+    assert cache_harness.turn(FIRST)[0] == len(FIRST) - 1
+    assert cache_harness.turn(FIRST, identity=OTHER_PLAN)[0] == len(FIRST) - 1
+    assert cache_harness.budget.used == 2 * (len(FIRST) + 4) * ROW
 
 
-def test_two_keys_never_see_each_others_rows(desk: SequenceCacheHarness) -> None:
-    desk.turn(FIRST, cache_key="a")
-    assert desk.turn(FIRST, cache_key="b")[0] == 0
-    assert desk.turn(FIRST, cache_key=None)[0] == 0
-    assert desk.turn(FIRST, cache_key="")[0] == 0
-    assert desk.turn(FIRST, cache_key="b")[0] > 0
-    assert desk.turn(FIRST, cache_key="a")[0] > 0
+def test_two_keys_never_see_each_others_rows(cache_harness: SequenceCacheHarness) -> None:
+    cache_harness.turn(FIRST, cache_key="a")
+    assert cache_harness.turn(FIRST, cache_key="b")[0] == 0
+    assert cache_harness.turn(FIRST, cache_key=None)[0] == 0
+    assert cache_harness.turn(FIRST, cache_key="")[0] == 0
+    assert cache_harness.turn(FIRST, cache_key="b")[0] > 0
+    assert cache_harness.turn(FIRST, cache_key="a")[0] > 0
 
 
-def test_two_who_take_turns_each_find_what_they_said(desk: SequenceCacheHarness) -> None:
+def test_two_who_take_turns_each_find_what_they_said(cache_harness: SequenceCacheHarness) -> None:
     said: dict[str, list[int]] = {"a": [], "b": []}
     for turn in range(3):
         for key, token in (("a", 20), ("b", 30)):
             before, ids = len(said[key]), [*said[key], *range(token, token + 6)]
-            reused, rows = desk.turn(ids, [token + turn], cache_key=key)
+            reused, rows = cache_harness.turn(ids, [token + turn], cache_key=key)
             assert reused == before
             assert_same_logits(
-                rows, SequenceCacheHarness(desk.decoder).turn(ids, [token + turn])[1]
+                rows, SequenceCacheHarness(cache_harness.decoder).turn(ids, [token + turn])[1]
             )
             said[key] = [*ids, token + turn]
-    assert desk.budget.used == sum(len(ids) + 3 for ids in said.values()) * ROW
+    assert cache_harness.budget.used == sum(len(ids) + 3 for ids in said.values()) * ROW
 
 
 def test_of_many_texts_of_one_key_the_one_that_agrees_furthest_is_found(
-    desk: SequenceCacheHarness,
+    cache_harness: SequenceCacheHarness,
 ) -> None:
     texts = [[*FIRST[:3], token, token, token, token, token, token] for token in (20, 30, 40)]
     for ids in texts:
-        desk.turn(ids)
+        cache_harness.turn(ids)
     for ids in texts:
         longer = [*ids, 7, 8]
-        reused, rows = desk.turn(longer)
+        reused, rows = cache_harness.turn(longer)
         assert reused == len(ids)
-        assert_same_logits(rows, SequenceCacheHarness(desk.decoder).turn(longer)[1])
+        assert_same_logits(rows, SequenceCacheHarness(cache_harness.decoder).turn(longer)[1])
 
 
 def test_a_text_that_only_begins_alike_leaves_the_other_where_it_is(
-    desk: SequenceCacheHarness,
+    cache_harness: SequenceCacheHarness,
 ) -> None:
-    desk.turn(FIRST, ANSWER)
+    cache_harness.turn(FIRST, ANSWER)
     other = [*FIRST[:4], 50, 51, 52]
-    reused, rows = desk.turn(other, room=len(FIRST))
+    reused, rows = cache_harness.turn(other, room=len(FIRST))
     assert reused == 4
-    assert_same_logits(rows, SequenceCacheHarness(desk.decoder).turn(other)[1])
-    assert desk.turn([*FIRST, *ANSWER, 9])[0] == len(FIRST) + len(ANSWER)
-    assert desk.turn([*other, 9])[0] == len(other)
+    assert_same_logits(rows, SequenceCacheHarness(cache_harness.decoder).turn(other)[1])
+    assert cache_harness.turn([*FIRST, *ANSWER, 9])[0] == len(FIRST) + len(ANSWER)
+    assert cache_harness.turn([*other, 9])[0] == len(other)
 
 
-def test_a_text_that_goes_on_takes_the_place_of_the_one_before(desk: SequenceCacheHarness) -> None:
-    desk.turn(FIRST, ANSWER)
+def test_a_text_that_goes_on_takes_the_place_of_the_one_before(
+    cache_harness: SequenceCacheHarness,
+) -> None:
+    cache_harness.turn(FIRST, ANSWER)
     said_again = [*FIRST, 9, 10]
-    assert desk.turn(said_again)[0] == len(FIRST)
-    assert desk.budget.used == (len(said_again) + 4) * ROW
-    assert desk.turn([*FIRST, *ANSWER])[0] == len(FIRST)
+    assert cache_harness.turn(said_again)[0] == len(FIRST)
+    assert cache_harness.budget.used == (len(said_again) + 4) * ROW
+    assert cache_harness.turn([*FIRST, *ANSWER])[0] == len(FIRST)
 
 
-def test_a_text_that_says_all_of_another_takes_its_place(desk: SequenceCacheHarness) -> None:
-    with desk.slots.allocate(desk.wanted([*FIRST, 5])) as longer:
-        desk.turn_with_others(FIRST)
-        desk.decoder.prefill([*FIRST, 5], longer.cache)
+def test_a_text_that_says_all_of_another_takes_its_place(
+    cache_harness: SequenceCacheHarness,
+) -> None:
+    with cache_harness.slots.allocate(cache_harness.wanted([*FIRST, 5])) as longer:
+        cache_harness.turn_with_others(FIRST)
+        cache_harness.decoder.prefill([*FIRST, 5], longer.cache)
         longer.complete([*FIRST, 5])
-    desk.check()
-    assert desk.budget.used == (len(FIRST) + 5) * ROW
+    cache_harness.check()
+    assert cache_harness.budget.used == (len(FIRST) + 5) * ROW
 
 
 def test_of_too_many_texts_the_longest_unused_goes(shared_oracle: ReferenceModel) -> None:
-    desk = SequenceCacheHarness(shared_oracle.load_decoder(), most=2)
+    cache_harness = SequenceCacheHarness(shared_oracle.load_decoder(), most=2)
     for key in "abac":
-        desk.turn(FIRST, cache_key=key)
-    assert desk.budget.used == 2 * (len(FIRST) + 4) * ROW
-    assert [desk.turn(FIRST, cache_key=key)[0] > 0 for key in "acb"] == [True, True, False]
+        cache_harness.turn(FIRST, cache_key=key)
+    assert cache_harness.budget.used == 2 * (len(FIRST) + 4) * ROW
+    assert [cache_harness.turn(FIRST, cache_key=key)[0] > 0 for key in "acb"] == [True, True, False]
 
 
-def test_others_who_need_memory_have_it_from_the_longest_unused(desk: SequenceCacheHarness) -> None:
+def test_others_who_need_memory_have_it_from_the_longest_unused(
+    cache_harness: SequenceCacheHarness,
+) -> None:
     for key in "abcb":
-        desk.turn(FIRST, cache_key=key)
+        cache_harness.turn(FIRST, cache_key=key)
     size = (len(FIRST) + 4) * ROW
-    room = desk.budget.limit - 2 * size
-    with desk.tiers.reserve_during(Tier.DEVICE, "base", room + 1, what="a base"):
-        assert desk.budget.reserved_bytes("kv") == desk.slots.cached_bytes == size
-    assert [desk.turn(FIRST, cache_key=key)[0] > 0 for key in "bc"] == [True, False]
+    room = cache_harness.budget.limit - 2 * size
+    with cache_harness.tiers.reserve_during(Tier.DEVICE, "base", room + 1, what="a base"):
+        assert cache_harness.budget.reserved_bytes("kv") == cache_harness.slots.cached_bytes == size
+    assert [cache_harness.turn(FIRST, cache_key=key)[0] > 0 for key in "bc"] == [True, False]
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_generation_that_does_not_complete_leaves_nothing(
-    desk: SequenceCacheHarness, kept: bool
+    cache_harness: SequenceCacheHarness, kept: bool
 ) -> None:
     if kept:
-        desk.turn(FIRST)
-    borrowed = desk.slots.allocate(desk.wanted([*FIRST, 5]))
+        cache_harness.turn(FIRST)
+    borrowed = cache_harness.slots.allocate(cache_harness.wanted([*FIRST, 5]))
     loan = borrowed.__enter__()
-    desk.decoder.prefill([5], loan.cache)
+    cache_harness.decoder.prefill([5], loan.cache)
     failure = ZeroDivisionError()
     assert not borrowed.__exit__(type(failure), failure, None)
-    assert desk.budget.used == 0
-    assert desk.turn([*FIRST, 5])[0] == 0
+    assert cache_harness.budget.used == 0
+    assert cache_harness.turn([*FIRST, 5])[0] == 0
 
 
-def test_while_in_use_an_entry_is_nobody_elses(desk: SequenceCacheHarness) -> None:
-    desk.turn(FIRST)
-    with desk.slots.allocate(desk.wanted(FIRST)) as mine:
-        with desk.slots.allocate(desk.wanted(FIRST)) as other:
+def test_while_in_use_an_entry_is_nobody_elses(cache_harness: SequenceCacheHarness) -> None:
+    cache_harness.turn(FIRST)
+    with cache_harness.slots.allocate(cache_harness.wanted(FIRST)) as mine:
+        with cache_harness.slots.allocate(cache_harness.wanted(FIRST)) as other:
             assert (mine.reused, other.reused) == (len(FIRST) - 1, 0)
             assert other.cache is not mine.cache
-        assert desk.budget.used == (len(FIRST) + 4) * ROW
+        assert cache_harness.budget.used == (len(FIRST) + 4) * ROW
 
 
 def test_a_longer_text_moves_into_a_larger_cache_and_scores_the_same(
-    desk: SequenceCacheHarness,
+    cache_harness: SequenceCacheHarness,
 ) -> None:
-    desk.turn(FIRST, room=0)
+    cache_harness.turn(FIRST, room=0)
     longer = [*FIRST, 20, 21, 22]
-    reused, rows = desk.turn(longer, [23], room=9)
+    reused, rows = cache_harness.turn(longer, [23], room=9)
     assert reused == len(FIRST)
-    assert desk.budget.used == (len(longer) + 9) * ROW
-    assert_same_logits(rows, SequenceCacheHarness(desk.decoder).turn(longer, [23])[1])
+    assert cache_harness.budget.used == (len(longer) + 9) * ROW
+    assert_same_logits(rows, SequenceCacheHarness(cache_harness.decoder).turn(longer, [23])[1])
 
 
-def test_a_shorter_text_holds_no_more_than_it_asks_for(desk: SequenceCacheHarness) -> None:
-    desk.turn(FIRST, ANSWER, room=50)
+def test_a_shorter_text_holds_no_more_than_it_asks_for(cache_harness: SequenceCacheHarness) -> None:
+    cache_harness.turn(FIRST, ANSWER, room=50)
     shorter = [*FIRST, 9]
-    reused, rows = desk.turn(shorter, room=2)
+    reused, rows = cache_harness.turn(shorter, room=2)
     assert reused == len(FIRST)
-    assert desk.budget.used == (len(shorter) + 2) * ROW
-    assert_same_logits(rows, SequenceCacheHarness(desk.decoder).turn(shorter)[1])
+    assert cache_harness.budget.used == (len(shorter) + 2) * ROW
+    assert_same_logits(rows, SequenceCacheHarness(cache_harness.decoder).turn(shorter)[1])
 
 
 def test_where_both_caches_do_not_fit_the_text_is_read_again(shared_oracle: ReferenceModel) -> None:
-    desk = SequenceCacheHarness(shared_oracle.load_decoder(), tokens=30)
-    desk.turn(FIRST, room=0)
+    cache_harness = SequenceCacheHarness(shared_oracle.load_decoder(), tokens=30)
+    cache_harness.turn(FIRST, room=0)
     longer = [*FIRST, 20, 21]
-    reused, rows = desk.turn(longer, room=6)
+    reused, rows = cache_harness.turn(longer, room=6)
     assert reused == 0
-    assert_same_logits(rows, SequenceCacheHarness(desk.decoder).turn(longer)[1])
+    assert_same_logits(rows, SequenceCacheHarness(cache_harness.decoder).turn(longer)[1])
 
 
 def test_no_expert_is_evicted_for_a_moment_with_two_caches(shared_oracle: ReferenceModel) -> None:
-    desk = SequenceCacheHarness(shared_oracle.load_decoder(), tokens=50)
-    desk.turn(FIRST, room=0)
+    cache_harness = SequenceCacheHarness(shared_oracle.load_decoder(), tokens=50)
+    cache_harness.turn(FIRST, room=0)
     key = (Tier.RAM, Digest.compute(b"an expert"))
     expert = CacheRequest(key=key, nbytes=20 * ROW, description="an expert", load=object)
-    with desk.tiers.pin([expert]):
+    with cache_harness.tiers.pin([expert]):
         pass
-    assert desk.turn([*FIRST, 20, 21], room=6)[0] == 0
-    assert desk.tiers.contains(key)
+    assert cache_harness.turn([*FIRST, 20, 21], room=6)[0] == 0
+    assert cache_harness.tiers.contains(key)
 
 
 def test_no_expert_is_evicted_for_a_copy_where_kept_texts_can_go(
     shared_oracle: ReferenceModel,
 ) -> None:
-    desk = SequenceCacheHarness(shared_oracle.load_decoder(), tokens=60)
+    cache_harness = SequenceCacheHarness(shared_oracle.load_decoder(), tokens=60)
     key = (Tier.RAM, Digest.compute(b"an expert"))
     expert = CacheRequest(key=key, nbytes=29 * ROW, description="an expert", load=object)
-    with desk.tiers.pin([expert]):
+    with cache_harness.tiers.pin([expert]):
         pass
-    desk.turn(FIRST, room=0, cache_key="another chat")
-    desk.turn(FIRST, room=0)
-    assert desk.turn([*FIRST, 20], room=0)[0] == len(FIRST)
-    assert desk.tiers.contains(key)
-    assert desk.turn(FIRST, room=0, cache_key="another chat")[0] == 0
+    cache_harness.turn(FIRST, room=0, cache_key="another chat")
+    cache_harness.turn(FIRST, room=0)
+    assert cache_harness.turn([*FIRST, 20], room=0)[0] == len(FIRST)
+    assert cache_harness.tiers.contains(key)
+    assert cache_harness.turn(FIRST, room=0, cache_key="another chat")[0] == 0
 
 
-def test_what_is_kept_is_given_up_before_anything_is_refused(desk: SequenceCacheHarness) -> None:
-    desk.turn(FIRST)
-    everything = desk.budget.limit
-    with desk.tiers.reserve_during(Tier.DEVICE, "base", everything, what="a base"):
-        assert desk.budget.reserved_bytes("kv") == 0
-    assert desk.turn(FIRST)[0] == 0
+def test_what_is_kept_is_given_up_before_anything_is_refused(
+    cache_harness: SequenceCacheHarness,
+) -> None:
+    cache_harness.turn(FIRST)
+    everything = cache_harness.budget.limit
+    with cache_harness.tiers.reserve_during(Tier.DEVICE, "base", everything, what="a base"):
+        assert cache_harness.budget.reserved_bytes("kv") == 0
+    assert cache_harness.turn(FIRST)[0] == 0
     with pytest.raises(BudgetError, match="KV cache of 2000"):
-        desk.turn(FIRST, room=1988)
-    assert desk.budget.used == 0
+        cache_harness.turn(FIRST, room=1988)
+    assert cache_harness.budget.used == 0
 
 
-def test_what_is_forgotten_is_gone(desk: SequenceCacheHarness) -> None:
-    desk.turn(FIRST)
-    desk.turn(FIRST, identity=OTHER_PLAN)
-    desk.turn(FIRST, cache_key="another chat")
-    desk.slots.forget("a third chat")
-    assert desk.budget.used == 3 * (len(FIRST) + 4) * ROW
-    desk.slots.forget("chat")
-    assert desk.budget.used == (len(FIRST) + 4) * ROW
-    assert desk.turn(FIRST)[0] == 0
-    assert desk.turn(FIRST, cache_key="another chat")[0] > 0
+def test_what_is_forgotten_is_gone(cache_harness: SequenceCacheHarness) -> None:
+    cache_harness.turn(FIRST)
+    cache_harness.turn(FIRST, identity=OTHER_PLAN)
+    cache_harness.turn(FIRST, cache_key="another chat")
+    cache_harness.slots.forget("a third chat")
+    assert cache_harness.budget.used == 3 * (len(FIRST) + 4) * ROW
+    cache_harness.slots.forget("chat")
+    assert cache_harness.budget.used == (len(FIRST) + 4) * ROW
+    assert cache_harness.turn(FIRST)[0] == 0
+    assert cache_harness.turn(FIRST, cache_key="another chat")[0] > 0
 
 
 def test_a_text_that_runs_while_its_key_is_forgotten_leaves_nothing(
-    desk: SequenceCacheHarness,
+    cache_harness: SequenceCacheHarness,
 ) -> None:
-    with desk.slots.allocate(desk.wanted(FIRST)) as loan:
-        desk.decoder.prefill(FIRST, loan.cache)
-        desk.slots.forget("chat")
+    with cache_harness.slots.allocate(cache_harness.wanted(FIRST)) as loan:
+        cache_harness.decoder.prefill(FIRST, loan.cache)
+        cache_harness.slots.forget("chat")
         loan.complete(FIRST)
-    desk.check()
-    assert desk.budget.used == 0
+    cache_harness.check()
+    assert cache_harness.budget.used == 0
 
 
 @pytest.mark.parametrize(("key", "stays"), [("chat", 0), ("another chat", len(FIRST) + 4)])
 def test_where_there_is_no_memory_after_all_nothing_stays_entered(
     key: str, stays: int, shared_oracle: ReferenceModel
 ) -> None:
-    desk = SequenceCacheHarness(shared_oracle.load_decoder())
+    cache_harness = SequenceCacheHarness(shared_oracle.load_decoder())
 
     def make(wanted: KVRequest) -> KVCache:
         if wanted.capacity > len(FIRST) + 4:
             raise MemoryError
         return FLOAT32_CACHE.make(wanted)
 
-    desk.slots = SequenceKVCache(desk.tiers, KVCacheFactory(make, FLOAT32_CACHE.nbytes))
-    desk.turn(FIRST)
-    wanted = desk.wanted([*FIRST, 5], cache_key=key)
-    with pytest.raises(MemoryError), desk.slots.allocate(wanted):
+    cache_harness.slots = SequenceKVCache(
+        cache_harness.tiers, KVCacheFactory(make, FLOAT32_CACHE.nbytes)
+    )
+    cache_harness.turn(FIRST)
+    wanted = cache_harness.wanted([*FIRST, 5], cache_key=key)
+    with pytest.raises(MemoryError), cache_harness.slots.allocate(wanted):
         pass
-    desk.check()
-    assert desk.budget.used == stays * ROW
+    cache_harness.check()
+    assert cache_harness.budget.used == stays * ROW
 
 
-def test_memory_may_be_needed_by_another_thread_at_any_time(desk: SequenceCacheHarness) -> None:
+def test_memory_may_be_needed_by_another_thread_at_any_time(
+    cache_harness: SequenceCacheHarness,
+) -> None:
     ended = threading.Event()
 
     def need_memory() -> None:
         tokens = 0
         while not ended.is_set():
             tokens = tokens % 950 + 50
-            with desk.tiers.reserve_during(Tier.DEVICE, "buffers", tokens * ROW, what="buffers"):
-                desk.tiers.check_integrity()
+            with cache_harness.tiers.reserve_during(
+                Tier.DEVICE, "buffers", tokens * ROW, what="buffers"
+            ):
+                cache_harness.tiers.check_integrity()
 
     other = threading.Thread(target=need_memory)
     other.start()
     try:
         for number in range(60):
             ids = [*FIRST[: number % 5 + 1], number % 4]
-            with suppress(BudgetError), desk.slots.allocate(desk.wanted(ids)) as loan:
-                desk.decoder.prefill(ids[loan.reused :], loan.cache)
+            with (
+                suppress(BudgetError),
+                cache_harness.slots.allocate(cache_harness.wanted(ids)) as loan,
+            ):
+                cache_harness.decoder.prefill(ids[loan.reused :], loan.cache)
                 loan.complete(ids)
     finally:
         ended.set()
         other.join()
-    desk.check()
-    desk.slots.clear()
-    assert desk.budget.used == 0
+    cache_harness.check()
+    cache_harness.slots.clear()
+    assert cache_harness.budget.used == 0
 
 
 Origin = tuple[str | None, Digest]
@@ -657,18 +682,18 @@ TestChats.settings = TestChatsInMuchMemory.settings = settings(
 def test_texts_one_after_the_other_leave_no_more_rows_than_may_be_kept(
     shared_oracle: ReferenceModel,
 ) -> None:
-    desk = SequenceCacheHarness(shared_oracle.load_decoder(), kept_tokens=30)
+    cache_harness = SequenceCacheHarness(shared_oracle.load_decoder(), kept_tokens=30)
     for first in range(5):
-        desk.turn((first, 1, 2, 3, 4, 5, 6, 7))  # 12 rows each
-        assert desk.slots.cached_bytes <= 30 * ROW
-    assert desk.slots.cached_bytes == 24 * ROW
-    assert desk.turn((3, 1, 2, 3, 4, 5, 6, 7))[0] == 7
-    assert desk.turn((0, 1, 2, 3, 4, 5, 6, 7))[0] == 0
+        cache_harness.turn((first, 1, 2, 3, 4, 5, 6, 7))  # 12 rows each
+        assert cache_harness.slots.cached_bytes <= 30 * ROW
+    assert cache_harness.slots.cached_bytes == 24 * ROW
+    assert cache_harness.turn((3, 1, 2, 3, 4, 5, 6, 7))[0] == 7
+    assert cache_harness.turn((0, 1, 2, 3, 4, 5, 6, 7))[0] == 0
 
 
 def test_a_text_that_is_longer_than_what_may_be_kept_is_answered_and_not_kept(
     shared_oracle: ReferenceModel,
 ) -> None:
-    desk = SequenceCacheHarness(shared_oracle.load_decoder(), kept_tokens=5)
-    desk.turn((1, 2, 3, 4, 5, 6))
-    assert desk.slots.cached_bytes == desk.budget.used == 0
+    cache_harness = SequenceCacheHarness(shared_oracle.load_decoder(), kept_tokens=5)
+    cache_harness.turn((1, 2, 3, 4, 5, 6))
+    assert cache_harness.slots.cached_bytes == cache_harness.budget.used == 0

@@ -45,9 +45,9 @@ class KilledClientScene:
 
     def home(self, root: Path) -> HomeFixture:
         """A home that knows it."""
-        house = HomeFixture(root)
-        house.trust.add_registry(self.known)
-        return house
+        user_home = HomeFixture(root)
+        user_home.trust.add_registry(self.known)
+        return user_home
 
     def continued(self) -> int:
         """How often a blob was asked for from its middle on."""
@@ -82,15 +82,15 @@ class ClientKillMachine:
     """Installs into some homes, killed by a clock with a seed."""
 
     scene: KilledClientScene
-    zygote: CommandForkServer
+    forkserver: CommandForkServer
     homes: list[HomeFixture]
     clock: random.Random
     kills: int = 0
     stages: Counter[str] = field(default_factory=Counter)
     """What was there after each kill."""
 
-    def install(self, house: HomeFixture, seconds: float | None = None) -> int:
-        return self.zygote.run(house.root, "install", "acme/top", seconds=seconds)
+    def install(self, user_home: HomeFixture, seconds: float | None = None) -> int:
+        return self.forkserver.run(user_home.root, "install", "acme/top", seconds=seconds)
 
     def rage(self, kills: int) -> None:
         """Kill within the time that an install takes that is not killed, as it is by now."""
@@ -98,33 +98,33 @@ class ClientKillMachine:
         for number in range(kills * 10):
             if self.kills == kills:
                 return
-            house = self.homes[number % len(self.homes)]
+            user_home = self.homes[number % len(self.homes)]
             begun = time.monotonic()
-            code = self.install(house, self.clock.uniform(0, longest) if number else None)
-            assert code in {0, KILLED_EXIT_CODE}, self.zygote.log.read_text()
+            code = self.install(user_home, self.clock.uniform(0, longest) if number else None)
+            assert code in {0, KILLED_EXIT_CODE}, self.forkserver.log.read_text()
             if code == KILLED_EXIT_CODE:
                 self.kills += 1
-                self.stages.update(stages_of(house))
+                self.stages.update(stages_of(user_home))
             else:
                 longest = max(time.monotonic() - begun, longest * 0.8)
-            look(house)
-            if house.refs() == REFS:
-                empty(house)
+            look(user_home)
+            if user_home.refs() == REFS:
+                empty(user_home)
         raise AssertionError(f"only {self.stages} were killed in time")
 
     def end(self) -> None:
         """Install everywhere, undisturbed."""
-        for house in self.homes:
-            assert self.install(house) == 0, self.zygote.log.read_text()
-            assert house.refs() == REFS
-            house.check_integrity()
+        for user_home in self.homes:
+            assert self.install(user_home) == 0, self.forkserver.log.read_text()
+            assert user_home.refs() == REFS
+            user_home.check_integrity()
 
 
-def stages_of(house: HomeFixture) -> set[str]:
+def stages_of(user_home: HomeFixture) -> set[str]:
     """How far an install came; one that has whole blobs may be in the middle of another."""
-    if house.refs():
-        return {"all there" if house.refs() == REFS else "some there"}
-    registries = house.home.registries
+    if user_home.refs():
+        return {"all there" if user_home.refs() == REFS else "some there"}
+    registries = user_home.home.registries
     found = {
         "half a blob": any(p.stat().st_size for p in (registries / "partial").glob("*.part")),
         "some blobs": any((registries / "arrived").glob("*")),
@@ -132,22 +132,22 @@ def stages_of(house: HomeFixture) -> set[str]:
     return {stage for stage, is_so in found.items() if is_so} or {"no blob"}
 
 
-def look(house: HomeFixture) -> None:
+def look(user_home: HomeFixture) -> None:
     """Only whole experts are there, each with what it requires."""
-    store: Store = house.store
+    store: Store = user_home.store
     store.check_integrity()
-    there = house.refs()
+    there = user_home.refs()
     assert there == REFS[: len(there)]
     for expert in store.list_experts():
         for file in expert.layers:
             assert hash_file(store.paths.blob(file.digest)) == (file.size, file.digest)
 
 
-def empty(house: HomeFixture) -> None:
+def empty(user_home: HomeFixture) -> None:
     """Remove every expert; what was downloaded for others stays."""
-    for ref in reversed(house.refs()):
-        house.store.remove(
-            next(expert for expert in house.store.list_experts() if expert.ref == ref)
+    for ref in reversed(user_home.refs()):
+        user_home.store.remove(
+            next(expert for expert in user_home.store.list_experts() if expert.ref == ref)
         )
 
 

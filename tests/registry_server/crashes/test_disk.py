@@ -105,10 +105,10 @@ class FullDiskScene:
         """Install all that was published into a new home elsewhere."""
         address = RegistryAddress.parse(self.host)
         buyer = InstallClient.create(self.folder / name)
-        buyer.house.trust.add_registry(KnownRegistry(address.host, address.url, self.key))
+        buyer.user_home.trust.add_registry(KnownRegistry(address.host, address.url, self.key))
         buyer = replace(buyer, settings=replace(buyer.settings, registry=address.host))
         buyer.install(*self.published)
-        buyer.house.check_integrity()
+        buyer.user_home.check_integrity()
         return buyer.refs()
 
 

@@ -149,12 +149,12 @@ def installed(storm: KillScenario, root: Path) -> None:
         address = RegistryAddress.parse(f"127.0.0.1:{server.port}")
         known = KnownRegistry(address.host, address.url, registry.index_key.public)
         buyer = InstallClient.create(root)
-        buyer.house.trust.add_registry(known)
-        buyer = InstallClient(buyer.house, replace(buyer.settings, registry=address.host))
+        buyer.user_home.trust.add_registry(known)
+        buyer = InstallClient(buyer.user_home, replace(buyer.settings, registry=address.host))
         newest = {str(parcel.package): parcel.ref for parcel in storm.packages}
         buyer.install(*newest)
         assert buyer.refs() == sorted(newest.values())
-        buyer.house.check_integrity()
+        buyer.user_home.check_integrity()
 
 
 def survive(storm: KillScenario, folder: Path, *, kills: int, seed: int) -> None:

@@ -10,13 +10,13 @@ from oras.client import OrasClient
 from expertctl.digest import Digest
 from expertctl.package.read import read_package
 from tests.cli.command_runner import CommandRunner, expertctl
-from tests.registry.live_registry import PackageWorkspace, tiny_base, trust, workshop
+from tests.registry.live_registry import PackageWorkspace, tiny_base, trust, workspace
 from tests.registry_server.interop.tools import USER, InteropRegistry, exchange
 from tests.registry_server.oci.images import random_bytes
 
 pytestmark = pytest.mark.all
 
-__all__ = ["exchange", "expertctl", "tiny_base", "trust", "workshop"]
+__all__ = ["exchange", "expertctl", "tiny_base", "trust", "workspace"]
 
 REFUSED = "Issue with|Issue retrieving session|Cannot respond to request for authentication"
 FILES = {"weights.bin": random_bytes(3_000_000), "empty": b"", "notes.md": b"# Notes\n"}
@@ -70,15 +70,15 @@ def test_files_come_back_as_they_went(
 
 def test_a_package_is_pulled_blob_by_blob(
     exchange: InteropRegistry,
-    workshop: PackageWorkspace,
+    workspace: PackageWorkspace,
     expertctl: CommandRunner,
     home: Path,
     tmp_path: Path,
 ) -> None:
     exchange.log_in(home)
-    public = workshop.key.public.pem().decode()
+    public = workspace.key.public.pem().decode()
     exchange.send_request("POST", "/api/v1/namespaces/acme/keys", public_key=public)
-    path = workshop.package()
+    path = workspace.package()
     expertctl("publish", path, "--registry", exchange.host)
     contents = read_package(path)
     target = f"{exchange.host}/acme/sql@{contents.package_digest}"

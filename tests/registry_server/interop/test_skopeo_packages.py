@@ -14,7 +14,7 @@ from expertctl.store.store import Store
 from expertctl.trust.keys import PrivateKey
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.registry.docker_registry import DockerRegistry, docker_registry
-from tests.registry.live_registry import PackageWorkspace, tiny_base, trust, workshop
+from tests.registry.live_registry import PackageWorkspace, tiny_base, trust, workspace
 from tests.registry_server.interop.tools import (
     InteropRegistry,
     Skopeo,
@@ -26,15 +26,17 @@ from tests.registry_server.interop.tools import (
 pytestmark = pytest.mark.all
 
 __all__ = [
-    "docker_registry", "exchange", "expertctl", "skopeo", "tiny_base", "trust", "workshop",
+    "docker_registry", "exchange", "expertctl", "skopeo", "tiny_base", "trust", "workspace",
 ]  # fmt: skip
 
 
 @pytest.fixture
-def publisher(exchange: InteropRegistry, home: Path, workshop: PackageWorkspace) -> InteropRegistry:
+def publisher(
+    exchange: InteropRegistry, home: Path, workspace: PackageWorkspace
+) -> InteropRegistry:
     """The registry, where the person of the workshop is logged in and may sign acme/*."""
     exchange.log_in(home)
-    public = workshop.key.public.pem().decode()
+    public = workspace.key.public.pem().decode()
     answer = exchange.send_request("POST", "/api/v1/namespaces/acme/keys", public_key=public)
     assert answer.is_success, answer.text
     return exchange
@@ -74,10 +76,10 @@ def reader(tmp_path: Path, expertctl: CommandRunner, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def published(
-    publisher: InteropRegistry, workshop: PackageWorkspace, expertctl: CommandRunner
+    publisher: InteropRegistry, workspace: PackageWorkspace, expertctl: CommandRunner
 ) -> PackageContents:
     """``acme/sql@1.0.0``, published with the command."""
-    path = workshop.package()
+    path = workspace.package()
     expertctl("publish", path, "--registry", publisher.host)
     return read_package(path)
 
@@ -128,13 +130,13 @@ def test_an_expert_of_debians_registry_is_published_by_copying_it(
     publisher: InteropRegistry,
     docker_registry: DockerRegistry,
     skopeo: Skopeo,
-    workshop: PackageWorkspace,
+    workspace: PackageWorkspace,
     expertctl: CommandRunner,
     reader: OtherHome,
     home: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path, host = workshop.package(), docker_registry.address.host
+    path, host = workspace.package(), docker_registry.address.host
     monkeypatch.setenv("EXPERT_HOME", str(home))
     expertctl("publish", path, "--registry", host)
     skopeo.log_in(publisher)
@@ -165,11 +167,11 @@ def archive(path: Path, expertctl: CommandRunner) -> str:
 def test_copying_an_archive_to_a_version_publishes_it(
     publisher: InteropRegistry,
     skopeo: Skopeo,
-    workshop: PackageWorkspace,
+    workspace: PackageWorkspace,
     expertctl: CommandRunner,
     reader: OtherHome,
 ) -> None:
-    path = workshop.package()
+    path = workspace.package()
     image, target = archive(path, expertctl), f"docker://{publisher.host}/acme/sql:1.0.0"
     skopeo.log_in(publisher)
     skopeo.copy(image, target)
@@ -191,12 +193,12 @@ def test_copying_an_archive_to_a_version_publishes_it(
 def test_an_archive_under_another_name_is_refused(
     publisher: InteropRegistry,
     skopeo: Skopeo,
-    workshop: PackageWorkspace,
+    workspace: PackageWorkspace,
     expertctl: CommandRunner,
     place: str,
     said: str,
 ) -> None:
-    image = archive(workshop.package(), expertctl)
+    image = archive(workspace.package(), expertctl)
     skopeo.log_in(publisher)
     assert said in skopeo.copy(image, f"docker://{publisher.host}/{place}", code=1)
     assert publisher.list_versions(place.partition(":")[0]) == []
@@ -206,11 +208,11 @@ def test_an_archive_under_another_name_is_refused(
 def test_an_archive_that_nobody_of_the_namespace_signed_is_refused(
     publisher: InteropRegistry,
     skopeo: Skopeo,
-    workshop: PackageWorkspace,
+    workspace: PackageWorkspace,
     expertctl: CommandRunner,
     key: PrivateKey | None,
 ) -> None:
-    image = archive(workshop.package(key=key), expertctl)
+    image = archive(workspace.package(key=key), expertctl)
     skopeo.log_in(publisher)
     said = skopeo.copy(image, f"docker://{publisher.host}/acme/sql:1.0.0", code=1)
     assert "sign" in said
@@ -221,10 +223,10 @@ def test_another_content_never_takes_the_place_of_a_version(
     published: PackageContents,
     publisher: InteropRegistry,
     skopeo: Skopeo,
-    workshop: PackageWorkspace,
+    workspace: PackageWorkspace,
     expertctl: CommandRunner,
 ) -> None:
-    other = workshop.package(output=workshop.folder / "other.expert", lora={"seed": 3})
+    other = workspace.package(output=workspace.folder / "other.expert", lora={"seed": 3})
     skopeo.log_in(publisher)
     image, target = archive(other, expertctl), f"docker://{publisher.host}/acme/sql:1.0.0"
     assert "other content" in skopeo.copy(image, target, code=1)

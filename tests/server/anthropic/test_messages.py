@@ -28,7 +28,7 @@ def said(message: Message) -> str:
 
 def by_engine(served: ServerHarness, prompt: str, *, max_tokens: int) -> Any:
     """What `run` answers, greedily, with the base alone."""
-    planner = Planner.open(Settings(Home(served.house.root), encoder="lexical"))
+    planner = Planner.open(Settings(Home(served.user_home.root), encoder="lexical"))
     wishes = SamplingOverrides(temperature=0.0, max_tokens=max_tokens)
     request = RunRequest(
         message=UserMessage(prompt=prompt),

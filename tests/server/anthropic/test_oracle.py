@@ -23,7 +23,7 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def engine(served: ServerHarness) -> Iterator[LocalEngine]:
-    planner = Planner.open(Settings(Home(served.house.root), encoder="lexical"))
+    planner = Planner.open(Settings(Home(served.user_home.root), encoder="lexical"))
     engine = LocalEngine(planner, budget=64 << 20)
     yield engine
     engine.close()

@@ -204,7 +204,7 @@ class _Breaking:
 def test_an_error_on_the_way_is_the_last_event(scripted: ServerHarness) -> None:
     jobs: Any = _Breaking(scripted)
     app = create_app(replace(scripted.service, jobs=jobs))
-    with make_client(ServerHarness(scripted.service, app, scripted.house)) as client:
+    with make_client(ServerHarness(scripted.service, app, scripted.user_home)) as client:
         stream = client.messages.create(messages=HI, stream=True, **ASK)
         assert next(iter(stream)).type == "message_start"
         with pytest.raises(anthropic.APIStatusError, match="is gone") as failed:

@@ -50,7 +50,7 @@ def refusal(served: ServerHarness, body: Any) -> tuple[int, dict[str, str]]:
 
 def run(served: ServerHarness, message: UserMessage, *experts: str, **wishes: Any) -> RunResult:
     """What `expertctl run` answers."""
-    planner = Planner.open(Settings(Home(served.house.root), encoder="lexical"))
+    planner = Planner.open(Settings(Home(served.user_home.root), encoder="lexical"))
     wished = SamplingOverrides(max_tokens=12, **wishes)
     request = RunRequest(
         message=message,

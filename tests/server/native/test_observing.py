@@ -308,8 +308,11 @@ def test_what_was_counted_is_a_profile_of_the_same_base(client: TestClient) -> N
 
 
 def test_what_was_learnt_is_named_by_the_base(routed: ServerHarness, client: TestClient) -> None:
-    base = routed.house.bases.find(BASE)
-    file, digest = UsageProfileFile(routed.house.bases, base), compute_base_digest(base.identity)
+    base = routed.user_home.bases.find(BASE)
+    file, digest = (
+        UsageProfileFile(routed.user_home.bases, base),
+        compute_base_digest(base.identity),
+    )
     by_name = {"profile": BASE, "pin": 1}
     missing = client.post("/moe", json=by_name)
     assert missing.status_code == 404
@@ -322,7 +325,7 @@ def test_what_was_learnt_is_named_by_the_base(routed: ServerHarness, client: Tes
     damaged = client.post("/moe", json=by_name)
     assert damaged.status_code == 422
     assert "cannot be read" in damaged.json()["error"]["message"]
-    assert str(routed.house.root) not in damaged.text, "where it lies concerns nobody out there"
+    assert str(routed.user_home.root) not in damaged.text, "where it lies concerns nobody out there"
     assert client.get("/moe").json()["guide"] == told["guide"]
     file.remove()
 

@@ -24,7 +24,7 @@ def test_a_route_is_that_of_the_command_line(served: ServerHarness) -> None:
     assert answer.status_code == 200
     found = answer.json()
     assert find_problems(found, "route") == []
-    planner = Planner.open(Settings(Home(served.house.root), encoder="lexical"))
+    planner = Planner.open(Settings(Home(served.user_home.root), encoder="lexical"))
     force = (parse_forced("acme/sql:0.5"), parse_forced("acme/json"))
     request = RouteRequest(prompt=PROMPT, force=force, seed=3)
     expected = planner.plan(request, base=BASE).result.to_json()
@@ -110,7 +110,7 @@ def test_experts_are_those_that_are_installed(make_served: MakeServed) -> None:
     found = client.get("/v1/experts").json()
     assert found["base"] == BASE
     assert [one["name"] for one in found["experts"]] == sorted(EXPERTS)
-    stored = {one.ref: one for one in Store(served.house.root / "store").scan().experts}
+    stored = {one.ref: one for one in Store(served.user_home.root / "store").scan().experts}
     for one in found["experts"]:
         expert = stored[one["ref"]]
         assert one["content_digest"] == str(expert.content_digest)

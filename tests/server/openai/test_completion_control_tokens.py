@@ -43,9 +43,9 @@ def coder_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def coder(coder_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerHarness]:
-    house = HomeFixture(tmp_path_factory.mktemp("coder-home") / "home").trust_keys("acme")
-    house.bases.add(coder_dir, name=BASE)
-    with run_app(house) as one:
+    user_home = HomeFixture(tmp_path_factory.mktemp("coder-home") / "home").trust_keys("acme")
+    user_home.bases.add(coder_dir, name=BASE)
+    with run_app(user_home) as one:
         yield one
 
 

@@ -28,9 +28,9 @@ def test_the_suite_of_a_client_for_javascript_passes(tmp_path: Path, name: str) 
     suite = tmp_path / "suite"
     shutil.copytree(SUITES / name, suite, ignore=shutil.ignore_patterns("node_modules"))
     subprocess.run(["npm", "ci", "--silent", "--no-audit", "--no-fund"], cwd=suite, check=True)
-    house = make_scripted_packages(tmp_path / "stock").make_home(tmp_path / "home")
-    secret = ApiKeyStore(house.home.api_keys).create("node", now=time.time()).secret
-    with run_socket_server(house, tmp_path / "log") as server:
+    user_home = make_scripted_packages(tmp_path / "stock").make_home(tmp_path / "home")
+    secret = ApiKeyStore(user_home.home.api_keys).create("node", now=time.time()).secret
+    with run_socket_server(user_home, tmp_path / "log") as server:
         told = {
             "EXPERT_TEST_URL": server.base_url,
             "EXPERT_TEST_KEY": secret,

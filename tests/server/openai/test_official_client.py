@@ -241,10 +241,10 @@ def test_the_client_comes_again_by_itself_when_it_was_told_to(narrow: SocketServ
 def test_keys_are_demanded_where_there_are_some_and_have_limits(
     scripts: ServedPackages, tmp_path: Path
 ) -> None:
-    house = scripts.make_home(tmp_path / "home")
-    keys = ApiKeyStore(house.home.api_keys)
+    user_home = scripts.make_home(tmp_path / "home")
+    keys = ApiKeyStore(user_home.home.api_keys)
     ann = keys.create("ann", now=time.time(), requests_per_minute=2).secret
-    with run_socket_server(house, tmp_path / "log") as server:
+    with run_socket_server(user_home, tmp_path / "log") as server:
         with client_of(server, api_key="wrong") as client:
             with pytest.raises(openai.AuthenticationError) as refused:
                 client.chat.completions.create(model="tiny", messages=HI)
@@ -257,16 +257,16 @@ def test_keys_are_demanded_where_there_are_some_and_have_limits(
 
 
 def test_greedy_answers_are_those_of_run(stock: ServedPackages, tmp_path: Path) -> None:
-    house = stock.make_home(tmp_path / "home")
+    user_home = stock.make_home(tmp_path / "home")
     plans = [(), ("acme/sql",), ("acme/json", "acme/dates")]
-    with run_socket_server(house, tmp_path / "log") as server, client_of(server) as client:
+    with run_socket_server(user_home, tmp_path / "log") as server, client_of(server) as client:
         answers = [
             client.chat.completions.create(
                 model="+".join(plan) or "tiny", messages=HI, temperature=0, max_tokens=24
             )
             for plan in plans
         ]
-    planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
+    planner = Planner.open(Settings(Home(user_home.root), encoder="lexical"))
     engine = LocalEngine(planner, budget=64 << 20)
     for plan, answer in zip(plans, answers, strict=True):
         result = run(engine, plan)

@@ -27,10 +27,10 @@ def test_the_suite_of_other_clients_for_python_passes(tmp_path: Path) -> None:
     install = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     subprocess.run([python, *install, "-r", SUITE / "requirements.txt"], check=True)
-    house = make_scripted_packages(tmp_path / "stock").make_home(tmp_path / "home")
-    secret = ApiKeyStore(house.home.api_keys).create("other", now=time.time()).secret
+    user_home = make_scripted_packages(tmp_path / "stock").make_home(tmp_path / "home")
+    secret = ApiKeyStore(user_home.home.api_keys).create("other", now=time.time()).secret
     (tmp_path / "llm").mkdir()
-    with run_socket_server(house, tmp_path / "log", "--alias", "gpt-4o-mini=tiny") as server:
+    with run_socket_server(user_home, tmp_path / "log", "--alias", "gpt-4o-mini=tiny") as server:
         told = {
             "EXPERT_TEST_URL": server.base_url,
             "EXPERT_TEST_KEY": secret,

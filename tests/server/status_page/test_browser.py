@@ -236,9 +236,9 @@ def test_names_are_text_whatever_they_say(server: HomeServerProcess, tab: Browse
 def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HomeServerProcess]:
     """A server whose base has more routed experts than its memory."""
     folder = tmp_path_factory.mktemp("routed")
-    house = HomeFixture(folder / "home")
-    house.bases.add(write_routed_base(folder / "base"), name=BASE)
-    with run_home_server(house.root, "--moe-miss", "skip") as server:
+    user_home = HomeFixture(folder / "home")
+    user_home.bases.add(write_routed_base(folder / "base"), name=BASE)
+    with run_home_server(user_home.root, "--moe-miss", "skip") as server:
         yield server
 
 

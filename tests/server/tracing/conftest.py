@@ -56,8 +56,11 @@ def traced(
     stock: ServedPackages, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TracedServer]:
     """A server for all tests of a file, which closes it when it has asked all it wants."""
-    house = stock.make_home(tmp_path_factory.mktemp("traced") / "home")
-    with run_collector() as one, run_app(house, replace(SETTINGS, traces=one.address)) as served:
+    user_home = stock.make_home(tmp_path_factory.mktemp("traced") / "home")
+    with (
+        run_collector() as one,
+        run_app(user_home, replace(SETTINGS, traces=one.address)) as served,
+    ):
         made = TracedServer(served, one)
         made.tracing.open()
         yield made
@@ -73,8 +76,8 @@ def make_traced(
 
         def make(address: str | None = None) -> TracedServer:
             settings = replace(SETTINGS, traces=address or collector.address)
-            house = stock.make_home(tmp_path / "home")
-            made = TracedServer(stack.enter_context(run_app(house, settings)), collector)
+            user_home = stock.make_home(tmp_path / "home")
+            made = TracedServer(stack.enter_context(run_app(user_home, settings)), collector)
             made.tracing.open()
             stack.callback(made.tracing.close, seconds=0.01)
             return made

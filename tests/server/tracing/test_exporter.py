@@ -166,10 +166,10 @@ print(sorted(name for name in sys.modules if name.startswith("opentelemetry"))[:
 def test_nothing_of_opentelemetry_is_imported_by_default(
     stock: ServedPackages, tmp_path: Path, words: list[str], imported: str
 ) -> None:
-    house = stock.make_home(tmp_path / "home")
+    user_home = stock.make_home(tmp_path / "home")
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, *words],
-        env={"EXPERT_HOME": str(house.root), "EXPERT_ENCODER": "lexical", "PATH": ""},
+        env={"EXPERT_HOME": str(user_home.root), "EXPERT_ENCODER": "lexical", "PATH": ""},
         capture_output=True,
         text=True,
         check=True,
