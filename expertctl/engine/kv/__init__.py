@@ -1,1 +1,1 @@
-"""Attention keys and values: contiguous and paged caches, and the prefix cache."""
+"""Attention keys and values: what caches have in common, paged caches, and the prefix cache."""
