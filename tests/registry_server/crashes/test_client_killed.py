@@ -160,11 +160,11 @@ def survive(
         "PYTHONFAULTHANDLER": "1",  # a crash of the command itself is told in the log
     }
     with run_fork_server(tmp_path / "said.txt", **environment) as copies:
-        houses = [scene.home(tmp_path / f"home-{number}") for number in range(homes)]
-        storm = ClientKillMachine(scene, copies, houses, random.Random(seed))
-        storm.rage(kills)
-        storm.end()
-    return storm.stages
+        homes = [scene.home(tmp_path / f"home-{number}") for number in range(homes)]
+        machine = ClientKillMachine(scene, copies, homes, random.Random(seed))
+        machine.rage(kills)
+        machine.end()
+    return machine.stages
 
 
 def test_an_install_that_is_killed_leaves_whole_experts(

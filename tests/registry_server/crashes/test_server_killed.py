@@ -66,9 +66,9 @@ def prepared(
 
 
 @contextmanager
-def opened(storm: KillScenario) -> Iterator[Registry]:
+def opened(scenario: KillScenario) -> Iterator[Registry]:
     """The registry of a server that is down."""
-    registry = open_registry(ServerSettings(data=storm.data, limits=LIMITS))
+    registry = open_registry(ServerSettings(data=scenario.data, limits=LIMITS))
     try:
         yield registry
     finally:
@@ -101,18 +101,18 @@ def tags(connection: Connection) -> dict[str, str]:
     return {f"{name}@{tag}": digest for name, tag, digest in rows}
 
 
-def admin_of(registry: Registry, storm: KillScenario) -> Identity:
+def admin_of(registry: Registry, scenario: KillScenario) -> Identity:
     with registry.database.read() as connection:
-        found = accounts.find_identity(connection, storm.token)
+        found = accounts.find_identity(connection, scenario.token)
     assert found is not None
     return found
 
 
-def indexed(registry: Registry, storm: KillScenario) -> dict[str, Digest]:
+def indexed(registry: Registry, scenario: KillScenario) -> dict[str, Digest]:
     """What the signed indexes of all packages say."""
     with registry.database.read() as connection:
         names = connection.execute(select(PACKAGES.c.name)).scalars().all()
-    identity = admin_of(registry, storm)
+    identity = admin_of(registry, scenario)
     return {
         f"acme/{name}@{release.version}": release.forms[-1].package_digest
         for name in names
@@ -120,67 +120,69 @@ def indexed(registry: Registry, storm: KillScenario) -> dict[str, Digest]:
     }
 
 
-def look(storm: KillScenario, *, whole: float) -> None:
+def look(scenario: KillScenario, *, whole: float) -> None:
     """Compare a server that is down with what publishers were told; read a part of it whole."""
-    with opened(storm) as registry:
+    with opened(scenario) as registry:
         registry.check_integrity()
-        index = indexed(registry, storm)
+        index = indexed(registry, scenario)
         with registry.database.read() as connection:
             assert versions(connection) == tags(connection)
             assert versions(connection) == {ref: str(digest) for ref, digest in index.items()}
-        assert storm.ledger.acknowledged.items() <= index.items()
+        assert scenario.ledger.acknowledged.items() <= index.items()
         some = random.Random(len(index)).sample(sorted(index), int(len(index) * whole))
         for ref in some:
             pull_package(registry, PackageName.parse(ref.partition("@")[0]), index[ref])
 
 
-def collected(storm: KillScenario) -> None:
+def collected(scenario: KillScenario) -> None:
     """Remove all that nothing needs; then nothing more is there than the packages have."""
-    with opened(storm) as registry:
+    with opened(scenario) as registry:
         remove_garbage(registry, now=FAR_FUTURE)
         kept = {str(blob.digest) for blob in registry.storage.list_blobs()}
-    needed = {str(digest) for parcel in storm.packages for digest, _ in parcel.blobs}
+    needed = {str(digest) for parcel in scenario.packages for digest, _ in parcel.blobs}
     assert kept == needed
 
 
-def installed(storm: KillScenario, root: Path) -> None:
+def installed(scenario: KillScenario, root: Path) -> None:
     """Install every package by its name, as somebody who has only the signed index."""
-    with run_server(storm.data) as server, opened(storm) as registry:
+    with run_server(scenario.data) as server, opened(scenario) as registry:
         address = RegistryAddress.parse(f"127.0.0.1:{server.port}")
         known = KnownRegistry(address.host, address.url, registry.index_key.public)
         buyer = InstallClient.create(root)
         buyer.user_home.trust.add_registry(known)
         buyer = InstallClient(buyer.user_home, replace(buyer.settings, registry=address.host))
-        newest = {str(parcel.package): parcel.ref for parcel in storm.packages}
+        newest = {str(parcel.package): parcel.ref for parcel in scenario.packages}
         buyer.install(*newest)
         assert buyer.refs() == sorted(newest.values())
         buyer.user_home.check_integrity()
 
 
-def survive(storm: KillScenario, folder: Path, *, kills: int, seed: int) -> None:
-    for number, _ in enumerate(storm.run(kills=kills, seed=seed, folder=folder)):
+def survive(scenario: KillScenario, folder: Path, *, kills: int, seed: int) -> None:
+    for number, _ in enumerate(scenario.run(kills=kills, seed=seed, folder=folder)):
         if number % 2:
-            look(storm, whole=0.1)
-    assert storm.ledger.acknowledged == {p.ref: p.contents.package_digest for p in storm.packages}
-    look(storm, whole=1.0)
-    collected(storm)
-    look(storm, whole=1.0)
+            look(scenario, whole=0.1)
+    assert scenario.ledger.acknowledged == {
+        p.ref: p.contents.package_digest for p in scenario.packages
+    }
+    look(scenario, whole=1.0)
+    collected(scenario)
+    look(scenario, whole=1.0)
 
 
 def test_a_server_that_is_killed_keeps_what_it_acknowledged(
     tmp_path: Path, home: Path, template: PackageTemplate
 ) -> None:
-    storm = prepared(tmp_path, home, template, count=40, names=4)
-    survive(storm, tmp_path, kills=6, seed=1)
-    installed(storm, tmp_path / "buyer")
+    scenario = prepared(tmp_path, home, template, count=40, names=4)
+    survive(scenario, tmp_path, kills=6, seed=1)
+    installed(scenario, tmp_path / "buyer")
 
 
 @pytest.mark.all
 def test_two_hundred_publishes_outlive_a_server_that_is_killed_all_the_time(
     tmp_path: Path, home: Path, template: PackageTemplate
 ) -> None:
-    storm = prepared(tmp_path, home, template, count=200, names=10)
-    survive(storm, tmp_path, kills=25, seed=2)
-    assert len(storm.ledger.interrupted) > 1
-    assert storm.ledger.interrupted.total() > 10
-    installed(storm, tmp_path / "buyer")
+    scenario = prepared(tmp_path, home, template, count=200, names=10)
+    survive(scenario, tmp_path, kills=25, seed=2)
+    assert len(scenario.ledger.interrupted) > 1
+    assert scenario.ledger.interrupted.total() > 10
+    installed(scenario, tmp_path / "buyer")

@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> CreatedRegistry:
     return made
 
 
-def storm(tell: Callable[[signal.Signals], object]) -> None:
+def send_signals(tell: Callable[[signal.Signals], object]) -> None:
     """Send both signals in turns, as fast as that goes, from before the end until after it."""
     ended = time.monotonic() + STORM_SECONDS
     while time.monotonic() < ended:
@@ -77,7 +77,7 @@ def test_signals_that_come_together_end_it(number: int, made: CreatedRegistry) -
     with run_server(made.settings.data, "--workers", "2") as server:
         processes = family(server)
         assert len(processes) == 3
-        storm(server.process.send_signal)
+        send_signals(server.process.send_signal)
         ends_well(server, processes)
 
 
@@ -118,7 +118,7 @@ def test_an_upload_that_runs_is_finished_whatever_is_told(made: CreatedRegistry)
     with run_server(made.settings.data, "--workers", "2") as server, server.socket() as connection:
         processes = family(server)
         connection.sendall(head.encode() + blob[:200_000])
-        storm(lambda number: tell_all(processes, number))
+        send_signals(lambda number: tell_all(processes, number))
         await_refusal(server)
         connection.sendall(blob[200_000:])
         assert connection.recv(1000).startswith(b"HTTP/1.1 201")
@@ -135,5 +135,5 @@ def test_a_reload_renews_the_workers_and_an_end_meanwhile_is_not_lost(
         server.process.send_signal(signal.SIGHUP)
         while not (new := [x for x in parent.children() if x != old]):
             continue
-        storm(server.process.send_signal)
+        send_signals(server.process.send_signal)
         ends_well(server, [old, *new])

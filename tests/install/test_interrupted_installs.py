@@ -55,7 +55,9 @@ def install(
     return 0
 
 
-def storm(buyer: InstallClient, publisher: PublishingRegistry, *, kills: int, seed: int) -> None:
+def kill_repeatedly(
+    buyer: InstallClient, publisher: PublishingRegistry, *, kills: int, seed: int
+) -> None:
     """Kill so many installs; after each only whole experts are there, with what they require."""
     moments, user_home = random.Random(seed), buyer.user_home
     killed = 0
@@ -79,14 +81,14 @@ def storm(buyer: InstallClient, publisher: PublishingRegistry, *, kills: int, se
 def test_a_killed_install_leaves_whole_experts_and_goes_on(
     buyer: InstallClient, stocked: PublishingRegistry
 ) -> None:
-    storm(buyer, stocked, kills=12, seed=1)
+    kill_repeatedly(buyer, stocked, kills=12, seed=1)
 
 
 @pytest.mark.all
 def test_two_hundred_killed_installs_leave_whole_experts(
     buyer: InstallClient, stocked: PublishingRegistry
 ) -> None:
-    storm(buyer, stocked, kills=200, seed=2)
+    kill_repeatedly(buyer, stocked, kills=200, seed=2)
 
 
 def test_a_home_that_was_killed_keeps_nothing_of_it_in_the_way(
