@@ -36,7 +36,7 @@ KERNELS_PROGRAM = """
 import os
 from pathlib import Path
 
-from expertctl.engine.kernels.jit import use_kernel_cache
+from expertctl.engine.kernels.jit import load_kernels, use_kernel_cache
 from expertctl.engine.kernels import layer_operations, lora, packed_matrix, quantisation
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import load_pool_functions
@@ -44,15 +44,19 @@ from expertctl.settings import Home
 
 use_kernel_cache(Home(Path(os.environ["EXPERT_HOME"])))
 weights, numbers = Scheme.BFLOAT16, Scheme.FLOAT16
-packed_matrix.embedding_kernel(weights)
-quantisation.activation_kernel(weights)
-lora.gemm_kernel(weights)
-layer_operations.rms_norm_kernel()
-layer_operations.rope_table_kernel()
-layer_operations.rope_kv_write_kernel(numbers)
-layer_operations.prefill_attention_kernel(numbers)
-layer_operations.decode_attention_kernel(numbers)
-layer_operations.swiglu_kernel()
+load_kernels(
+    [
+        packed_matrix.embedding_kernel(weights),
+        quantisation.activation_kernel(weights),
+        lora.gemm_kernel(weights),
+        layer_operations.rms_norm_kernel(),
+        layer_operations.rope_table_kernel(),
+        layer_operations.rope_kv_write_kernel(numbers),
+        layer_operations.prefill_attention_kernel(numbers),
+        layer_operations.decode_attention_kernel(numbers),
+        layer_operations.swiglu_kernel(),
+    ]
+)
 load_pool_functions()
 """
 PROMPT = "Sort these numbers: 41, 17, 23, 15"

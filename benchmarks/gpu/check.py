@@ -210,7 +210,10 @@ def read_driver_version() -> str | None:
     if (tool := shutil.which("nvidia-smi")) is None:
         return None
     command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:  # the driver hangs
+        return None
     return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout else None
 
 
@@ -325,7 +328,10 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
-        "--prepare", type=Path, metavar="DIR", help="only download what a GPU machine lacks"
+        "--prepare",
+        type=Path,
+        metavar="DIR",
+        help="only download what a GPU machine lacks; wheels in DIR are replaced",
     )
     source.add_argument(
         "--packages", type=Path, metavar="DIR", help="install what --prepare downloaded, and use it"

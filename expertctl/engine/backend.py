@@ -66,6 +66,8 @@ class LoadConfig:
     """Bytes that a run needs besides the base; routed-expert slots leave them free."""
     rows: int = 1
     """Number of sequences decoded at once."""
+    home: Home | None = None
+    """Where compiled kernels are cached, to tell whether numba is needed."""
     choose_warmup: PlanWarmup = plan_cold_start
     """Chooses the initial routed experts where not all of them fit into memory."""
 

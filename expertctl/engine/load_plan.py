@@ -14,6 +14,7 @@ import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -41,6 +42,7 @@ from expertctl.engine.adapters.load import (
 )
 from expertctl.engine.backend import Backend, LoadConfig, LoadContext, RunnableModel
 from expertctl.engine.cpu.plain_backend import PlainBackend
+from expertctl.engine.kernels.jit import has_stored_code
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.moe.cache_plan import fits_in_memory
 from expertctl.engine.text.tokenizer import Tokenizer
@@ -52,6 +54,7 @@ from expertctl.package.tensor_file import ADAPTER_LIMITS, LENGTH_BYTES
 from expertctl.package.verify import accept_unsigned, verify_contents
 from expertctl.routing.numerics import SMALL_BASE, choose_dtype
 from expertctl.schema.manifest import Manifest
+from expertctl.settings import Home
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.refs import StoredExpert
@@ -100,7 +103,7 @@ class MemoryEstimate:
     nbytes: int = 0
     width: int = 0
     uses_experts: bool = False
-    """Whether the plan uses bytes of its experts in place."""
+    """Whether the plan uses bytes of an expert in place; then none of them is evicted."""
 
 
 def estimate_plan_memory(
@@ -310,16 +313,32 @@ def _choose_packed_backend(config: ModelConfig, load_config: LoadConfig) -> "Pac
 
     Raises:
         IncompatibleError: for sizes that the kernels do not support.
-        NotFoundError: when numba is not installed.
+        NotFoundError: when numba is missing or cannot be imported.
     """
-    if find_spec("numba") is None:
+    if (problem := _find_numba_problem(load_config.home)) is not None:
         raise NotFoundError(
-            "the kernels of the processor need numba, which is not installed",
+            f"the kernels of the processor need numba, which {problem}",
             hint="pip install 'expertctl[engine]'",
         )
     from expertctl.engine.cpu.backend import PackedBackend
 
     return PackedBackend.choose(config, load_config)
+
+
+def _find_numba_problem(home: Home | None) -> str | None:
+    """Return why numba cannot compile kernels, as far as it has to.
+
+    Where kernels are stored it may not have to, so that its import is not tried.
+    """
+    if find_spec("numba") is None:
+        return "is not installed"
+    if home is None or has_stored_code(home):
+        return None
+    try:
+        import_module("numba")
+    except (ImportError, OSError) as error:  # OSError: a library cannot be loaded
+        return f"cannot be imported: {error}"
+    return None
 
 
 class BaseSlot:

@@ -28,12 +28,11 @@ from expertctl.engine.moe.usage_store import SAVE_INTERVAL
 from expertctl.engine.preparation import (
     Files,
     PreparedRequest,
-    check_budget,
+    estimate_most_bytes,
     find_missing_headroom,
     hint_minimum_memory,
     list_base_needs,
     list_expert_files,
-    list_needs,
     open_planned_base,
     plan_request,
     prepare_for_base,
@@ -265,6 +264,7 @@ class LocalEngine:
             progress=self._progress,
             tell=self._tell,
             warmup=self._warmup,
+            check=lambda: self._progress(0),
         )
 
     def _check_device(self, request: RunRequest) -> None:
@@ -343,7 +343,7 @@ class LocalEngine:
         if request.on_budget != "queue":
             return self._admission.acquire(sum(need.size for need in list_base_needs(prepared)))
         limit = self.budget.limit
-        size = check_budget(list_needs(self._planner, prepared, files), limit)
+        size = estimate_most_bytes(self._planner, prepared, files, limit=limit)
         return self._admission.wait_in_queue(size, limit=limit, tell=self._tell)
 
     def _pause(self) -> None:

@@ -193,11 +193,32 @@ def list_needs(
 ) -> list[MemoryNeed]:
     """Return the least memory of a run, alone in a batch of ``rows`` rows, in order of need.
 
-    The buffers widen for the plan once it is compiled; installed experts that it does not use in
-    place can be evicted for that.
-
     Raises:
         IncompatibleError: when an expert does not fit the base.
+    """
+    return _list_needs(planner, prepared, files, rows)[0]
+
+
+def estimate_most_bytes(
+    planner: Planner, prepared: PreparedRequest, files: Files, *, limit: int
+) -> int:
+    """Return the bytes of a run that evicts nothing, at most ``limit``.
+
+    Raises:
+        BudgetError: when even the least memory does not fit.
+        IncompatibleError: when an expert does not fit the base.
+    """
+    needs, evictable = _list_needs(planner, prepared, files, 1)
+    return min(limit, check_budget(needs, limit) + evictable)
+
+
+def _list_needs(
+    planner: Planner, prepared: PreparedRequest, files: Files, rows: int
+) -> tuple[list[MemoryNeed], int]:
+    """Return the least memory of a run, and the bytes that it may take besides.
+
+    The buffers widen for the plan once it is compiled; installed experts that it does not use in
+    place can be evicted for that, and are where memory is short.
     """
     experts = prepared.planned.result.plan.experts
     outlines = _read_outlines(planner, prepared, files)
@@ -213,16 +234,14 @@ def list_needs(
     evictable = [] if plan.uses_experts else [s for s in here if s.content_digest not in in_files]
     least = prepared.buffer_bytes(rows=rows)
     widening = prepared.buffer_bytes(width=plan.width, rows=rows) - least
-    return [
+    evicted = min(widening, sum(source.nbytes for source in evictable))
+    needs = [
         *list_base_needs(prepared, rows=rows),
         *(MemoryNeed("experts", source.nbytes, source.manifest.ref) for source in here),
         MemoryNeed("experts", plan.nbytes, f"the plan of {names}"),
-        MemoryNeed(
-            "buffers",
-            max(0, widening - sum(source.nbytes for source in evictable)),
-            f"the buffers of {tokens} tokens",
-        ),
+        MemoryNeed("buffers", widening - evicted, f"the buffers of {tokens} tokens"),
     ]
+    return needs, evicted
 
 
 def find_missing_headroom(
@@ -304,7 +323,9 @@ def open_planned_base(
         from expertctl.engine.torch.compat_base import open_compat_base
 
         return open_compat_base(bases, planned.base, dtype=load_config.dtype, rehash=rehash)
-    load_config = replace(load_config, memory_limit=memory_limit, headroom=headroom, rows=rows)
+    load_config = replace(
+        load_config, memory_limit=memory_limit, headroom=headroom, rows=rows, home=planner.home
+    )
     if usage_store is not None:
         choose = partial(usage_store.plan_warmup, planned.base)
         load_config = replace(load_config, choose_warmup=choose)

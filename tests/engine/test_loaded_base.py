@@ -164,6 +164,28 @@ def test_numpy_runs_a_large_base_where_numba_is_missing_and_says_so(
     assert error.value.hint == "pip install 'expertctl[engine]'"
 
 
+def test_numpy_runs_a_large_base_where_numba_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library for another numpy is found, and fails."""
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('needs another numpy')")
+    for name in [name for name in sys.modules if name.split(".")[0] == "numba"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    config, home = (
+        read_model_config(write_base(tmp_path / "base", **SIZES)),
+        Home(tmp_path / "home"),
+    )
+    backend, warnings = choose_backend(config, LoadConfig(home=home), numpy_below=0)
+    assert backend == PlainBackend(config, "float32")
+    assert "cannot be imported: needs another numpy" in "".join(warnings)
+    stored = home.kernels / "a" / "norm.code"
+    stored.parent.mkdir(parents=True)
+    stored.touch()
+    assert choose_backend(config, LoadConfig(home=home), numpy_below=0)[0].name == "packed"
+
+
 def test_one_base_is_loaded_once(tmp_path: Path, bases: BaseStore) -> None:
     directory = write_base(tmp_path / "b")
     base = added(bases, directory)

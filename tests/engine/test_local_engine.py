@@ -11,6 +11,9 @@ from expertctl.engine.generation import CancelCheck, never_cancelled
 from expertctl.engine.load_plan import read_local_outline
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.preparation import (
+    Files,
+    PreparedRequest,
+    estimate_most_bytes,
     list_expert_files,
     list_needs,
     open_planned_base,
@@ -225,19 +228,38 @@ def test_a_base_changed_on_disk_is_refused(user_home: HomeFixture, tmp_path: Pat
         run(LocalEngine(planner(user_home), budget=8 << 20), request(base="mine"))
 
 
-def find_least_budget(user_home: HomeFixture, asked: RunRequest) -> int:
-    """Return the estimate of a request's memory, in which it is answered; one byte less refuses."""
+def prepare_alone(
+    user_home: HomeFixture, asked: RunRequest
+) -> tuple[Planner, PreparedRequest, Files]:
     home = planner(user_home)
     files = {path: read_local_outline(path, trust=home.trust) for path in list_expert_files(asked)}
     planned = plan_request(PlanningSession(home), asked, files)
-    prepared = prepare_for_base(
-        open_planned_base(home, asked, planned), home, asked, planned, files
-    )
+    base = open_planned_base(home, asked, planned)
+    return home, prepare_for_base(base, home, asked, planned, files), files
+
+
+def find_least_budget(user_home: HomeFixture, asked: RunRequest) -> int:
+    """Return the estimate of a request's memory, in which it is answered; one byte less refuses."""
+    home, prepared, files = prepare_alone(user_home, asked)
     least = sum(need.size for need in list_needs(home, prepared, files))
     with pytest.raises(BudgetError):
         run(LocalEngine(home, budget=least - 1), asked)
     assert run(LocalEngine(home, budget=least), asked).memory.peak == least
     return least
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_most_that_a_run_takes_is_what_it_takes_with_room_for_all(
+    count: int, user_home: HomeFixture, engine_packages: EnginePackages
+) -> None:
+    names = ["acme/one", "acme/two"][:count]
+    user_home.install(*(engine_packages.package(name, seed=n) for n, name in enumerate(names)))
+    asked, room = request(*(ForcedExpert(Reference.parse(name)) for name in names)), 64 << 20
+    home, prepared, files = prepare_alone(user_home, asked)
+    most = estimate_most_bytes(home, prepared, files, limit=room)
+    assert run(LocalEngine(home, budget=room), asked).memory.peak == most
+    least = sum(need.size for need in list_needs(home, prepared, files))
+    assert estimate_most_bytes(home, prepared, files, limit=least) == least
 
 
 def test_a_run_fits_exactly_and_with_one_byte_less_says_what_does_not(

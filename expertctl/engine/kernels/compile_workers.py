@@ -1,29 +1,47 @@
 """Compiling functions in several processes at once: numba and LLVM hold the interpreter's lock.
 
 A worker is an interpreter that compiles what it reads from its standard input, until that ends. It
-starts with the environment and the working directory of its parent, so it compiles the same code;
-it imports nothing from the working directory. Whatever goes wrong in a worker, its functions are
-not among the results, and the caller compiles them itself.
+starts with the environment and the working directory of its parent, so it compiles the same code,
+and in a process group of its own, so that Ctrl-C at a terminal reaches only the parent. Whatever
+goes wrong in a worker, its functions are not among the results, and the caller compiles them.
 """
 
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Generator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from queue import SimpleQueue
+from collections.abc import Generator, Mapping
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import BinaryIO
 
 from expertctl.engine.kernels.source import SOURCES_DIGEST, FunctionSource, compile_source
+from expertctl.engine.memory.host import count_usable_cores, find_unused_bytes
 
 MAX_WORKERS = 8
-"""Each takes about 150 MB of memory."""
+WORKER_BYTES = 150 << 20
+"""Memory of a worker, about."""
 MIN_FUNCTIONS = 3
 """Fewer are compiled sooner by the caller: a worker starts in a second."""
+_PATIENCE = 120.0
+"""Seconds without any result after which workers are given up."""
 _PROGRAM = f"from {__name__} import serve; serve()"
+_Job = tuple[str, FunctionSource]
+_Result = tuple[str, bytes] | None
+"""A name and its code; None when a worker has no more."""
+
+
+def choose_worker_count(functions: int) -> int:
+    """Return how many workers compile so many functions; 0 where the caller is as fast.
+
+    Each has a core and memory that nothing else uses.
+    """
+    unused = find_unused_bytes()
+    fitting = MAX_WORKERS if unused is None else unused // WORKER_BYTES
+    count = min(functions, count_usable_cores(), fitting, MAX_WORKERS)
+    is_frozen = getattr(sys, "frozen", False) or not sys.executable
+    return 0 if functions < MIN_FUNCTIONS or count < 2 or is_frozen else count
 
 
 def compile_in_workers(
@@ -34,67 +52,69 @@ def compile_in_workers(
     A worker whose sources of kernels are others compiles nothing. Closing the iterator ends the
     workers.
     """
-    count = min(workers, len(sources), MAX_WORKERS)
-    if count < 2 or len(sources) < MIN_FUNCTIONS or not sys.executable:
+    jobs, results = SimpleQueue[_Job](), SimpleQueue[_Result]()
+    for job in sources.items():
+        jobs.put(job)
+    threads: list[Thread] = []
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        # too many processes or threads, or too little memory: fewer workers, or none
+        with suppress(OSError, RuntimeError):
+            for _ in range(workers):
+                processes.append(_start_worker())
+                thread = Thread(target=_feed_worker, args=(processes[-1], jobs, results))
+                thread.start()
+                threads.append(thread)
+        left = len(threads)
+        while left:
+            result = results.get(timeout=_PATIENCE)
+            if result is None:
+                left -= 1
+            else:
+                yield result
+    except Empty:
         return
-    with _start_workers(count) as idle, ThreadPoolExecutor(count) as threads:
-        jobs = {
-            threads.submit(_compile_in_worker, idle, source): name
-            for name, source in sources.items()
-        }
-        try:
-            for job in as_completed(jobs):
-                if (code := job.result()) is not None:
-                    yield jobs[job], code
-        finally:
-            for job in jobs:
-                job.cancel()
-            _kill_all(idle.workers)  # a thread that waits for one ends
-
-
-@dataclass(frozen=True, slots=True)
-class _IdleWorkers:
-    """All workers, and a queue of those that have nothing to do."""
-
-    workers: list[subprocess.Popen[bytes]]
-    queue: "SimpleQueue[subprocess.Popen[bytes]]"
-
-
-@contextmanager
-def _start_workers(count: int) -> Iterator[_IdleWorkers]:
-    idle = _IdleWorkers([], SimpleQueue())
-    try:
-        with suppress(OSError):  # too many processes or too little memory: fewer workers, or none
-            for _ in range(count):
-                worker = subprocess.Popen(  # noqa: S603  # this interpreter, with our own program
-                    [sys.executable, "-P", "-c", _PROGRAM],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                )
-                idle.workers.append(worker)
-                with suppress(OSError):
-                    _send(worker, SOURCES_DIGEST)
-                idle.queue.put(worker)
-        yield idle
     finally:
-        _kill_all(idle.workers)
-        _close_all(idle.workers)
+        _end_workers(processes, threads)
 
 
-def _compile_in_worker(idle: _IdleWorkers, source: FunctionSource) -> bytes | None:
-    """Return the code of a function, or None if it could not be compiled in a worker."""
-    if not idle.workers:
-        return None
-    worker = idle.queue.get()
+def _start_worker() -> subprocess.Popen[bytes]:
+    options = ["-I"] if sys.flags.isolated else ["-P"]  # nothing from the working directory
+    return subprocess.Popen(  # noqa: S603  # this interpreter, with our own program
+        [sys.executable, *options, "-c", _PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+    )
+
+
+def _feed_worker(
+    worker: subprocess.Popen[bytes], jobs: SimpleQueue[_Job], results: SimpleQueue[_Result]
+) -> None:
+    """Have a worker compile jobs until there are none, or until it fails."""
     try:
-        _send(worker, source)
-        assert worker.stdout is not None
-        code: bytes | None = pickle.load(worker.stdout)  # noqa: S301  # written by our own process
-    except (OSError, EOFError, pickle.PickleError):
-        return None
+        _send(worker, SOURCES_DIGEST)
+        while True:
+            job = jobs.get_nowait()
+            try:
+                code = _compile_in(worker, job[1])
+            except BaseException:
+                jobs.put(job)  # for the others
+                raise
+            if code is not None:
+                results.put((job[0], code))
+    except (Empty, OSError, EOFError, ValueError, pickle.PickleError):
+        pass
     finally:
-        idle.queue.put(worker)
+        results.put(None)
+
+
+def _compile_in(worker: subprocess.Popen[bytes], source: FunctionSource) -> bytes | None:
+    """Return the code of a function, or None if it cannot be compiled."""
+    _send(worker, source)
+    assert worker.stdout is not None
+    code: bytes | None = pickle.load(worker.stdout)  # noqa: S301  # written by our own process
     return code
 
 
@@ -104,15 +124,14 @@ def _send(worker: subprocess.Popen[bytes], message: object) -> None:
     worker.stdin.flush()
 
 
-def _kill_all(workers: list[subprocess.Popen[bytes]]) -> None:
-    for worker in workers:
+def _end_workers(processes: list[subprocess.Popen[bytes]], threads: list[Thread]) -> None:
+    """Kill workers, and wait for them and for the threads that read from them."""
+    for worker in processes:
         worker.kill()
-
-
-def _close_all(workers: list[subprocess.Popen[bytes]]) -> None:
-    """Wait for ended workers, and close their pipes; what was not sent any more is dropped."""
-    for worker in workers:
-        with suppress(OSError), worker:
+    for thread in threads:
+        thread.join()
+    for worker in processes:
+        with suppress(OSError), worker:  # closes its pipes; what was not sent is dropped
             pass
 
 

@@ -27,11 +27,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from expertctl.engine.kernels.machine_code import CompiledFunction, identify_processor, load_code
 from expertctl.engine.kernels.source import SOURCES_DIGEST, FunctionSource, compile_source
-from expertctl.engine.memory.host import count_usable_cores
 from expertctl.files import make_folders, write_atomic
 from expertctl.messages import Notify, ignore_notification
 from expertctl.settings import Home
@@ -43,6 +42,8 @@ COMPILING_WITHOUT_CACHE = "compiling kernels, not cached: other users can write 
 _SUFFIX = ".code"
 _LOCK_TIMEOUT = 60.0
 """Seconds to wait for another process that compiles code for the same folder."""
+_LOCK_POLL = 1.0
+"""Seconds between two looks whether waiting goes on."""
 _UNUSED_DAYS = 30
 """Days without use after which the code of another version is removed."""
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -62,6 +63,11 @@ class _CacheState:
 
 _CACHE = _CacheState()
 _LOCK = threading.RLock()
+
+
+def has_stored_code(home: Home) -> bool:
+    """Return whether code is stored below a home, whatever it was compiled from."""
+    return any(home.kernels.glob(f"*/*{_SUFFIX}"))
 
 
 def use_kernel_cache(
@@ -141,6 +147,8 @@ def load_functions(sources: Mapping[str, FunctionSource]) -> list[CompiledFuncti
 
     Raises as `load_function` does.
     """
+    if not sources:  # what is loaded needs no lock, which is held while others are compiled
+        return []
     with _LOCK:
         codes = _find_or_compile(sources)
         return [load_code(codes[name], arity=source.arity) for name, source in sources.items()]
@@ -157,19 +165,35 @@ def _find_or_compile(sources: Mapping[str, FunctionSource]) -> dict[str, bytes]:
     if not missing:
         return found
     _notify_once(COMPILING_MORE if any(folder.glob(f"*{_SUFFIX}")) else COMPILING)
-    lock = FileLock(folder.with_suffix(".lock"), timeout=_LOCK_TIMEOUT, mode=0o600)
+    lock = FileLock(folder.with_suffix(".lock"), mode=0o600)
+    is_held = _acquire(lock)
     try:
-        lock.acquire()
-    except OSError:  # a hung process holds the lock, or the folder is gone
-        return {**found, **dict(_compile(missing))}
-    try:
-        found |= _read_all(folder, missing)  # another process has compiled them meanwhile
+        found |= _read_all(folder, missing)  # another process may have compiled them meanwhile
         for name, code in _compile({n: s for n, s in missing.items() if n not in found}):
-            _write_code(folder, name, code)
+            if is_held:
+                _write_code(folder, name, code)
             found[name] = code
         return found
     finally:
-        lock.release()
+        if is_held:
+            lock.release()
+
+
+def _acquire(lock: FileLock) -> bool:
+    """Wait for the lock of a folder; False if a hung process holds it, or the folder is gone."""
+    deadline = time.monotonic() + _LOCK_TIMEOUT
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            lock.acquire(timeout=max(0.0, min(_LOCK_POLL, left)))
+        except Timeout:
+            if left <= 0:
+                return False
+            _check_continues()
+        except OSError:
+            return False
+        else:
+            return True
 
 
 def _read_all(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
@@ -184,10 +208,10 @@ def _read_all(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
 
 def _compile(sources: Mapping[str, FunctionSource]) -> Iterator[tuple[str, bytes]]:
     """Yield the name and the code of functions as they are compiled, on all usable cores."""
-    from expertctl.engine.kernels.compile_workers import compile_in_workers
+    from expertctl.engine.kernels.compile_workers import choose_worker_count, compile_in_workers
 
     left = dict(sources)
-    with closing(compile_in_workers(sources, workers=count_usable_cores())) as compiled:
+    with closing(compile_in_workers(sources, workers=choose_worker_count(len(left)))) as compiled:
         for name, code in compiled:
             _check_continues()
             del left[name]

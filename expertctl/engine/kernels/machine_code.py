@@ -44,7 +44,9 @@ class CompiledFunction:
     """
 
     address: int
+    """Address of the entry point."""
     call: Callable[..., int]
+    """Calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +110,26 @@ def _map_image(image: CodeImage) -> int:
 
 def _make_refusal() -> KernelsUnavailableError:
     reason = os.strerror(ctypes.get_errno())
-    return KernelsUnavailableError(f"this process may not run compiled kernels: {reason}")
+    return KernelsUnavailableError(
+        f"this process may not run compiled kernels: {reason}",
+        hint="allow the process to make memory executable",
+    )
 
 
 def find_library_function(name: str) -> int:
     """Return the address of a function of the C library.
 
     Raises:
-        AttributeError: when the process does not have it.
+        KernelsUnavailableError: when the process does not have it.
     """
-    address = ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value
+    try:
+        function = getattr(ctypes.CDLL(None), name)
+    except AttributeError as error:
+        raise KernelsUnavailableError(
+            f"compiled kernels need {name}, which this C library does not have",
+            hint="use another EXPERT_HOME for this machine",
+        ) from error
+    address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
     return address
 

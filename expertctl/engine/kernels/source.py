@@ -40,7 +40,7 @@ def compile_source(source: FunctionSource) -> bytes:
     try:
         compiler = import_module(_COMPILER)
         function = getattr(import_module(source.module), source.function)
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a library cannot be loaded
         raise KernelsUnavailableError(
             f"kernels must be compiled for this machine, and numba cannot be imported: {error}",
             hint="pip install 'expertctl[engine]'",
@@ -52,8 +52,9 @@ def compile_source(source: FunctionSource) -> bytes:
 
 
 def _hash_sources() -> str:
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
+    """Hash all that compiled code depends on: kernels, and the layout of arrays."""
+    digest, folder = hashlib.sha256(), Path(__file__).parent
+    for source in (*sorted(folder.rglob("*.py")), folder.parent / "arrays.py"):
         digest.update(hashlib.sha256(source.read_bytes()).digest())
     return digest.hexdigest()
 

@@ -1,7 +1,9 @@
 """Functions are compiled in several processes, and whatever happens there, none is missing."""
 
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,8 @@ from typing import Any
 import pytest
 
 from expertctl.engine.kernels import compile_workers, jit
-from expertctl.engine.kernels.compile_workers import compile_in_workers
-from expertctl.engine.kernels.jit import load_functions
+from expertctl.engine.kernels.compile_workers import choose_worker_count, compile_in_workers
+from expertctl.engine.kernels.jit import load_functions, load_kernels
 from expertctl.engine.kernels.layer_operations import (
     rms_norm_kernel,
     rope_kv_write_kernel,
@@ -31,7 +33,8 @@ def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> jit._CacheState:
     folder.mkdir(mode=0o700)
     state = jit._CacheState(folder)
     monkeypatch.setattr(jit, "_CACHE", state)
-    monkeypatch.setattr(jit, "count_usable_cores", lambda: 2)
+    monkeypatch.setattr(compile_workers, "count_usable_cores", lambda: 2)
+    monkeypatch.setattr(compile_workers, "find_unused_bytes", lambda: None)
     return state
 
 
@@ -83,21 +86,97 @@ def test_all_missing_functions_are_compiled_by_workers_and_stored(
 
 
 @pytest.mark.parametrize(
-    ("sources", "cores"),
-    [(SOURCES, 1), (dict(list(SOURCES.items())[:2]), 2)],
-    ids=["one core", "two functions"],
+    ("functions", "cores", "unused", "workers"),
+    [
+        (3, 2, None, 2),
+        (20, 64, None, compile_workers.MAX_WORKERS),
+        (20, 64, 3 * compile_workers.WORKER_BYTES, 3),
+        (4, 64, None, 4),
+        (20, 1, None, 0),
+        (20, 64, compile_workers.WORKER_BYTES, 0),
+        (2, 64, None, 0),
+    ],
 )
-def test_where_it_is_not_worth_it_no_worker_starts(
-    sources: dict[str, FunctionSource],
+def test_each_worker_has_a_core_and_memory_or_there_is_none(
+    functions: int,
     cores: int,
+    unused: int | None,
+    workers: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compile_workers, "count_usable_cores", lambda: cores)
+    monkeypatch.setattr(compile_workers, "find_unused_bytes", lambda: unused)
+    assert choose_worker_count(functions) == workers
+
+
+@pytest.mark.parametrize(("name", "value"), [("executable", ""), ("frozen", True)])
+def test_a_program_that_is_no_interpreter_starts_no_worker(
+    name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, name, value, raising=False)
+    assert choose_worker_count(20) == 0
+
+
+def test_on_one_core_the_process_compiles_itself(
     own: list[str],
     started: list[subprocess.Popen[bytes]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(jit, "count_usable_cores", lambda: cores)
-    assert len(load_functions(sources)) == len(sources)
-    assert own == functions(sources)
+    monkeypatch.setattr(compile_workers, "count_usable_cores", lambda: 1)
+    assert len(load_functions(SOURCES)) == len(SOURCES)
+    assert own == functions(SOURCES)
     assert started == []
+
+
+def test_one_worker_that_ends_leaves_its_work_to_the_other(
+    own: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, starts = compile_workers._PROGRAM, iter(["pass"])
+    start = compile_workers._start_worker
+
+    def start_one_that_ends() -> subprocess.Popen[bytes]:
+        monkeypatch.setattr(compile_workers, "_PROGRAM", next(starts, program))
+        return start()
+
+    monkeypatch.setattr(compile_workers, "_start_worker", start_one_that_ends)
+    assert len(dict(compile_in_workers(SOURCES, workers=2))) == len(SOURCES)
+    assert own == []
+
+
+def test_workers_that_say_nothing_are_given_up(
+    own: list[str], started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_workers, "_PROGRAM", "import time; time.sleep(600)")
+    monkeypatch.setattr(compile_workers, "_PATIENCE", 0.2)
+    assert len(load_functions(SOURCES)) == len(SOURCES)
+    assert own == functions(SOURCES)
+    assert all(worker.returncode is not None for worker in started)
+
+
+def test_an_interrupt_at_the_terminal_does_not_reach_workers(
+    started: list[subprocess.Popen[bytes]],
+) -> None:
+    compiled = compile_in_workers(SOURCES, workers=2)
+    next(compiled)
+    assert all(os.getpgid(worker.pid) == worker.pid != os.getpgrp() for worker in started)
+    compiled.close()
+    assert all(worker.returncode is not None for worker in started)
+
+
+def test_what_is_loaded_waits_for_no_compilation() -> None:
+    kernel = rms_norm_kernel()
+    assert kernel.address
+    done = threading.Event()
+
+    def load() -> None:
+        load_kernels([kernel])
+        done.set()
+
+    with jit._LOCK:  # as while others are compiled
+        thread = threading.Thread(target=load)
+        thread.start()
+        assert done.wait(60)
+    thread.join()
 
 
 def _end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +198,11 @@ def _have_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_workers.subprocess, "Popen", refuse)
 
 
-def _have_no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "")
+def _have_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(compile_workers.Thread, "start", refuse)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +212,7 @@ def _have_no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         _write_nonsense,
         _have_other_sources,
         _have_no_processes,
-        _have_no_interpreter,
+        _have_no_threads,
     ],
 )
 def test_whatever_goes_wrong_in_workers_the_process_compiles_itself(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from expertctl.engine.kernels.machine_code import ENTRY_POINT, CodeImage, find_library_function
+from expertctl.errors import KernelsUnavailableError
 
 _START = b"\x7fELF\x02\x01"
 """64 bits, little endian."""
@@ -120,7 +121,7 @@ def _read_relocations(
 def _check_function(name: str, addend: int) -> str:
     try:
         find_library_function(name)
-    except AttributeError:
+    except KernelsUnavailableError:
         raise UnsupportedObjectError(f"the C library has no '{name}'") from None
     _require(addend == 0, f"'{name}' is not called")
     return name
