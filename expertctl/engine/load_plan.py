@@ -42,7 +42,6 @@ from expertctl.engine.adapters.load import (
 )
 from expertctl.engine.backend import Backend, LoadConfig, LoadContext, RunnableModel
 from expertctl.engine.cpu.plain_backend import PlainBackend
-from expertctl.engine.kernels.jit import has_stored_code
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.moe.cache_plan import fits_in_memory
 from expertctl.engine.text.tokenizer import Tokenizer
@@ -330,6 +329,8 @@ def _find_numba_problem(home: Home | None) -> str | None:
 
     Where kernels are stored it may not have to, so that its import is not tried.
     """
+    from expertctl.engine.kernels.jit import has_stored_code  # hashes the sources of kernels
+
     if find_spec("numba") is None:
         return "is not installed"
     if home is None or has_stored_code(home):

@@ -20,6 +20,7 @@ from expertctl.engine.cpu.base_loader import (
     uses_quantised_copy,
 )
 from expertctl.engine.cpu.decoder import DecodeRow, PackedDecoder
+from expertctl.engine.cpu.decoder_program import list_common_sources
 from expertctl.engine.cpu.packed_base import (
     PackedBase,
     make_expert_shape,
@@ -29,7 +30,7 @@ from expertctl.engine.cpu.packed_base import (
 from expertctl.engine.cpu.program_cache import ADAPTER_SCHEMES, ThreadTuner, estimate_buffer_bytes
 from expertctl.engine.decoding import LayerTimer, PrefillResult
 from expertctl.engine.generation import DecoderSession, DecodeSession
-from expertctl.engine.kernels.jit import use_kernel_cache
+from expertctl.engine.kernels.jit import compile_missing, use_kernel_cache
 from expertctl.engine.kernels.packed_format import PlanPacking, Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache
@@ -224,6 +225,7 @@ class PackedBackend:
             InvalidPackageError: if the tensors do not match the configuration.
         """
         use_kernel_cache(context.home, notify=context.tell, check=context.check)
+        compile_missing(list_common_sources(self.scheme, self.kv_scheme))
         base = load_packed_base(
             context.directory,
             self.config,

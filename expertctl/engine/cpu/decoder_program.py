@@ -35,9 +35,10 @@ from expertctl.engine.kernels.layer_operations import (
     swiglu_arguments,
     swiglu_kernel,
 )
-from expertctl.engine.kernels.lora import AdapterBatchTable
+from expertctl.engine.kernels.lora import AdapterBatchTable, gemm_kernel
 from expertctl.engine.kernels.packed_format import (
     ATTENTION_INPUTS,
+    FLOAT_SCHEMES,
     MLP_INPUTS,
     SHARED_GATE,
     SHARED_INPUTS,
@@ -49,11 +50,40 @@ from expertctl.engine.kernels.packed_matrix import (
     PackedMatrix,
     embedding_arguments,
     embedding_kernel,
+    interleave_kernel,
 )
 from expertctl.engine.kernels.program import Program, ProgramBuilder
+from expertctl.engine.kernels.quantisation import activation_kernel, int4_kernel
+from expertctl.engine.kernels.source import FunctionSource
+from expertctl.engine.kernels.thread_pool import POOL_SOURCES
 from expertctl.engine.moe.routed_experts import RoutedExperts
 from expertctl.engine.moe.routed_operations import RoutedOperations
 from expertctl.package.model_config import ModelConfig
+
+
+def list_common_sources(scheme: Scheme, numbers: Scheme) -> dict[str, FunctionSource]:
+    """Return the functions that a base needs without adapters, to compile them together.
+
+    ``scheme`` is that of its matrices, ``numbers`` that of keys and values. A function that is not
+    listed is compiled when a program needs it.
+    """
+    kernels = [
+        gemm_kernel(scheme),
+        prefill_attention_kernel(numbers),
+        decode_attention_kernel(numbers),
+        rope_kv_write_kernel(numbers),
+        swiglu_kernel(),
+        interleave_kernel(scheme),
+        embedding_kernel(scheme),
+        rms_norm_kernel(),
+        rope_table_kernel(),
+    ]
+    if scheme not in FLOAT_SCHEMES:
+        kernels.append(activation_kernel(scheme))
+    if scheme is Scheme.INT4:
+        kernels.append(int4_kernel())
+    return {**{kernel.name: kernel.source for kernel in kernels}, **POOL_SOURCES}
+
 
 _LAYER_BYTES, _SCHEME_BYTES, _SCALES_BYTES = 10 << 10, 6 << 10, 11 << 10
 _ROUTED_BYTES, _ROUTED_SCHEME_BYTES, _LANES_BYTES = 12 << 10, 3 << 10, 26 << 10

@@ -154,6 +154,20 @@ def load_functions(sources: Mapping[str, FunctionSource]) -> list[CompiledFuncti
         return [load_code(codes[name], arity=source.arity) for name, source in sources.items()]
 
 
+def compile_missing(sources: Mapping[str, FunctionSource]) -> None:
+    """Compile functions that are needed soon, all at the same time, if they are not stored.
+
+    Raises as `load_function` does.
+    """
+    with _LOCK:
+        folder = _CACHE.folder
+        if folder is None:  # then they are compiled when they are needed
+            return
+        missing = {n: s for n, s in sources.items() if not (folder / f"{n}{_SUFFIX}").exists()}
+        if missing:
+            _find_or_compile(missing)
+
+
 def _find_or_compile(sources: Mapping[str, FunctionSource]) -> dict[str, bytes]:
     """Return the machine code of functions; several processes may do so at once."""
     folder = _CACHE.folder

@@ -125,7 +125,7 @@ def _pack_float_rows(stored: AnyArray, part: PackedMatrix) -> None:
     layout = part.scheme.layout
     missing = -part.columns % layout.columns
     filled = np.pad(stored, ((0, 0), (0, missing))) if missing else np.ascontiguousarray(stored)
-    _interleave_rows(_interleave_kernel(part.scheme), filled, part, flipped_bits=0)
+    _interleave_rows(interleave_kernel(part.scheme), filled, part, flipped_bits=0)
 
 
 def _pack_quantised_rows(numbers: AnyArray, part: PackedMatrix) -> None:
@@ -135,7 +135,7 @@ def _pack_quantised_rows(numbers: AnyArray, part: PackedMatrix) -> None:
     kernel = int4_kernel() if part.scheme is Scheme.INT4 else activation_kernel(part.scheme)
     kernel(0, len(rows), arguments.ctypes.data)
     part.scales[...] = steps.scales.reshape(part.blocks, LANES, -1).transpose(0, 2, 1)
-    _interleave_rows(_interleave_kernel(part.scheme), steps.data, part, flipped_bits=_SIGN_BITS)
+    _interleave_rows(interleave_kernel(part.scheme), steps.data, part, flipped_bits=_SIGN_BITS)
 
 
 def _interleave_rows(
@@ -148,7 +148,7 @@ def _interleave_rows(
 
 
 @cache
-def _interleave_kernel(scheme: Scheme) -> Kernel:
+def interleave_kernel(scheme: Scheme) -> Kernel:
     """Return the kernel that interleaves rows; one item is a block of sixteen."""
     match scheme:
         case Scheme.FLOAT16:

@@ -72,18 +72,23 @@ class PoolFunctions:
     """Post a number at a mailbox and wake the thread that waits there."""
 
 
+_ARITIES = {
+    "run_single_threaded": 4,
+    "run_threaded": 6,
+    "serve_worker": 2,
+    "initialise_mailbox": 1,
+    "post_message": 2,
+}
+POOL_SOURCES = {
+    f"pool {name}": FunctionSource(_CODE, name, arity, {}) for name, arity in _ARITIES.items()
+}
+"""The functions of `PoolFunctions`, in order."""
+
+
 @cache
 def load_pool_functions() -> PoolFunctions:
     """Return the functions, compiled or loaded from the cache."""
-    arities = {
-        "run_single_threaded": 4,
-        "run_threaded": 6,
-        "serve_worker": 2,
-        "initialise_mailbox": 1,
-        "post_message": 2,
-    }
-    sources = {f"pool {name}": FunctionSource(_CODE, name, n, {}) for name, n in arities.items()}
-    return PoolFunctions(*(loaded.call for loaded in load_functions(sources)))
+    return PoolFunctions(*(loaded.call for loaded in load_functions(POOL_SOURCES)))
 
 
 def set_operation_buffer(shared: AnyArray, buffer: int) -> None:
