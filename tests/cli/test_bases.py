@@ -195,12 +195,12 @@ def test_after_compiling_in_advance_a_server_compiles_nothing(
     environment = {**os.environ, "EXPERT_HOME": str(user_home.root), "EXPERT_DTYPE": "int8"}
     add = [sys.executable, "-m", "expertctl", "base", "add", str(directory), "--compile"]
     subprocess.run(add, check=True, env=environment, capture_output=True)
-    kept = sorted(user_home.home.kernels.rglob("*.kept"))
+    kept = sorted(user_home.home.kernels.rglob("*.code"))
     served = subprocess.run(
         [sys.executable, "-c", _SERVE], check=True, env=environment, capture_output=True, text=True
     )
     assert "compiling" not in served.stdout
-    assert sorted(user_home.home.kernels.rglob("*.kept")) == kept != []
+    assert sorted(user_home.home.kernels.rglob("*.code")) == kept != []
 
 
 _SERVE = """

@@ -25,7 +25,7 @@ def running() -> Path:
 
 @pytest.fixture
 def least(workspace: RunWorkspace, expertctl: Expertctl) -> int:
-    """The smallest budget that all of it fits into."""
+    """A budget in which nothing has to be evicted."""
     memory = expertctl("run", PROMPT, "--expert", "acme/sorting", "--json", *QUIET).document[
         "memory"
     ]
@@ -99,5 +99,7 @@ def test_a_queued_run_goes_on_when_there_is_room(
     words = ("run", PROMPT, "--expert", "acme/sorting", *QUIET, "--json", "--memory-budget", least)
     outcome = expertctl(*words, "--on-budget", "queue")
     assert outcome.code == 0, outcome.err
-    assert "queue" not in json.loads(outcome.out)["timings_ms"]
-    assert expertctl(*words[:-1], least - 1, "--on-budget", "queue").code == 7
+    document = json.loads(outcome.out)
+    assert "queue" not in document["timings_ms"]
+    without_experts = least - document["memory"]["experts"]
+    assert expertctl(*words[:-1], without_experts, "--on-budget", "queue").code == 7
