@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from expertctl.engine.moe.cache_plan import CachePlan, adapt_plan, select_pinned
 from expertctl.engine.moe.layer_slots import EMPTY_SLOT, LayerSlots
 from expertctl.engine.moe.profile_codecs import load_document, parse_document
-from expertctl.engine.moe.swap_policy import ExpertScores
 from expertctl.engine.moe.usage_profile import UsageProfile, cap_count
 from expertctl.engine_config import COLD_START, DEFAULT_WARMUP, Pins, TopPins, WarmupConfig
 from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
@@ -37,6 +36,7 @@ from expertctl.schema.strict_json import JsonObject
 
 if TYPE_CHECKING:
     from expertctl.engine.moe.expert_cache import ExpertCache
+    from expertctl.engine.moe.swap_policy import ExpertScores
 
 STATE_VERSION = 1
 
@@ -304,7 +304,7 @@ class ProfileUpdate:
     """New pins and scores of a base in memory, by layer."""
 
     pinned: tuple[frozenset[int], ...]
-    scores: tuple[ExpertScores, ...]
+    scores: "tuple[ExpertScores, ...]"
     rate: float
 
     def apply(self, cache: "ExpertCache") -> None:
