@@ -62,7 +62,8 @@ def compile_in_workers(
         with suppress(OSError, RuntimeError):
             for _ in range(workers):
                 processes.append(_start_worker())
-                thread = Thread(target=_feed_worker, args=(processes[-1], jobs, results))
+                work = processes[-1], jobs, results
+                thread = Thread(target=_feed_worker, args=work, daemon=True)
                 thread.start()
                 threads.append(thread)
         left = len(threads)
@@ -94,18 +95,18 @@ def _feed_worker(
 ) -> None:
     """Have a worker compile jobs until there are none, or until it fails."""
     try:
-        _send(worker, SOURCES_DIGEST)
-        while True:
-            job = jobs.get_nowait()
-            try:
-                code = _compile_in(worker, job[1])
-            except BaseException:
-                jobs.put(job)  # for the others
-                raise
-            if code is not None:
-                results.put((job[0], code))
-    except (Empty, OSError, EOFError, ValueError, pickle.PickleError):
-        pass
+        # Empty: no job is left; all others: the worker has ended, or writes something else
+        with suppress(Empty, OSError, EOFError, ValueError, pickle.PickleError):
+            _send(worker, SOURCES_DIGEST)
+            while True:
+                job = jobs.get_nowait()
+                try:
+                    code = _compile_in(worker, job[1])
+                except BaseException:
+                    jobs.put(job)  # for the others
+                    raise
+                if code is not None:
+                    results.put((job[0], code))
     finally:
         results.put(None)
 

@@ -21,7 +21,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -96,7 +96,7 @@ class Kernel:
 
     @property
     def address(self) -> int:
-        """The address of the code; errors as `load_function`."""
+        """The address of the code; errors as `load_functions`."""
         return self._require_code().address
 
     def __call__(self, first: int, last: int, arguments: int) -> None:
@@ -110,14 +110,14 @@ class Kernel:
 
 
 def load_kernel(name: str, module: str, function: str, **parameters: object) -> Kernel:
-    """Return a kernel that is loaded or compiled when it is needed; see `load_function`."""
+    """Return a kernel that is loaded or compiled when it is needed; see `load_functions`."""
     return Kernel(name, FunctionSource(module, function, 3, parameters))
 
 
 def load_kernels(kernels: Iterable[Kernel]) -> None:
     """Load several kernels; missing ones are compiled at the same time.
 
-    Raises as `load_function` does.
+    Raises as `load_functions` does.
     """
     wanted = {kernel.name: kernel for kernel in kernels if kernel.code is None}
     loaded = load_functions({name: kernel.source for name, kernel in wanted.items()})
@@ -125,27 +125,15 @@ def load_kernels(kernels: Iterable[Kernel]) -> None:
         kernel.code = code
 
 
-def load_function(
-    name: str, module: str, function: str, *, arity: int, **parameters: object
-) -> CompiledFunction:
-    """Return a compiled function of ``arity`` int64s.
-
-    The name identifies the code: two functions that differ must have different names. ``module``
-    is imported only to compile. Its ``function`` is compiled, or with ``parameters`` the function
-    that it returns for them.
-
-    Raises:
-        KernelsUnavailableError: when it must be compiled and numba cannot be imported.
-        IncompatibleError: when it must be compiled and its sources have changed since the start.
-    """
-    [loaded] = load_functions({name: FunctionSource(module, function, arity, parameters)})
-    return loaded
-
-
 def load_functions(sources: Mapping[str, FunctionSource]) -> list[CompiledFunction]:
     """Return functions by their names, in order; missing ones are compiled at the same time.
 
-    Raises as `load_function` does.
+    The name identifies the code: two functions that differ must have different names. The modules
+    of the sources are imported only to compile.
+
+    Raises:
+        KernelsUnavailableError: when one must be compiled and numba cannot be imported.
+        IncompatibleError: when one must be compiled and its sources have changed since the start.
     """
     if not sources:  # what is loaded needs no lock, which is held while others are compiled
         return []
@@ -157,7 +145,7 @@ def load_functions(sources: Mapping[str, FunctionSource]) -> list[CompiledFuncti
 def compile_missing(sources: Mapping[str, FunctionSource]) -> None:
     """Compile functions that are needed soon, all at the same time, if they are not stored.
 
-    Raises as `load_function` does.
+    Raises as `load_functions` does.
     """
     with _LOCK:
         folder = _CACHE.folder
@@ -183,10 +171,12 @@ def _find_or_compile(sources: Mapping[str, FunctionSource]) -> dict[str, bytes]:
     is_held = _acquire(lock)
     try:
         found |= _read_all(folder, missing)  # another process may have compiled them meanwhile
-        for name, code in _compile({n: s for n, s in missing.items() if n not in found}):
-            if is_held:
-                _write_code(folder, name, code)
-            found[name] = code
+        left = {n: s for n, s in missing.items() if n not in found}
+        with closing(_compile(left)) as compiled:  # whatever interrupts this ends the workers
+            for name, code in compiled:
+                if is_held:
+                    _write_code(folder, name, code)
+                found[name] = code
         return found
     finally:
         if is_held:
@@ -220,7 +210,7 @@ def _read_all(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
     return found
 
 
-def _compile(sources: Mapping[str, FunctionSource]) -> Iterator[tuple[str, bytes]]:
+def _compile(sources: Mapping[str, FunctionSource]) -> Generator[tuple[str, bytes]]:
     """Yield the name and the code of functions as they are compiled, on all usable cores."""
     from expertctl.engine.kernels.compile_workers import choose_worker_count, compile_in_workers
 

@@ -19,9 +19,10 @@ from expertctl.engine.kernels.jit import (
     COMPILING,
     COMPILING_MORE,
     COMPILING_WITHOUT_CACHE,
-    load_function,
+    load_functions,
     use_kernel_cache,
 )
+from expertctl.engine.kernels.machine_code import CompiledFunction
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.errors import IncompatibleError, KernelsUnavailableError
 from expertctl.settings import Home
@@ -39,6 +40,13 @@ def make_multiple(factor: int) -> Callable[[int], int]:
         return factor * number
 
     return multiply
+
+
+def load_function(
+    name: str, module: str, function: str, *, arity: int, **parameters: object
+) -> CompiledFunction:
+    [loaded] = load_functions({name: source.FunctionSource(module, function, arity, parameters)})
+    return loaded
 
 
 def load_triple(name: str = "triple") -> Callable[..., int]:
