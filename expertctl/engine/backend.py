@@ -5,17 +5,16 @@ that are used together come from the same backend. `load_plan.choose_backend` ch
 module imports neither numba nor torch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from expertctl.digest import Progress, ignore_progress
+from expertctl.digest import Progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
-from expertctl.engine.arrays import AnyArray, FloatArray
-from expertctl.engine.decoding import LayerTimer, PrefillResult
-from expertctl.engine.generation import DecodeSession
+from expertctl.engine.arrays import FloatArray
+from expertctl.engine.generation import DecodeSession, SteppedModel
 from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.moe.cache_plan import CachePlan
@@ -81,7 +80,7 @@ class LoadConfig:
         )
 
 
-class RunnableModel(Protocol):
+class RunnableModel(SteppedModel, Protocol):
     """A base in memory that can be run; its weights are read-only."""
 
     @property
@@ -102,31 +101,9 @@ class RunnableModel(Protocol):
         cache: KVCacheBase,
         plan: CompiledPlan,
         *,
-        progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> DecodeSession:
-        """Start or continue a sequence; ``progress`` counts tokens of its prompt and may raise.
-
-        ``scores`` gets the logits of every prompt position that is read.
-        """
-
-    @property
-    def prefill_parts(self) -> int:
-        """Number of parts into which `prefill` splits a pass; 1 where it cannot be split."""
-
-    def prefill(
-        self, reading: DecodeSession, ids: Sequence[int], *, between_layers: Callable[[], None]
-    ) -> PrefillResult:
-        """Read a part of a prompt; call ``between_layers`` between the parts of a pass.
-
-        The callback may call `step` with other sequences; neither result changes by a bit.
-        """
-
-    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> AnyArray:
-        """Read one more token of each sequence; return logits, float32 [sequences, vocab].
-
-        The logits of a sequence are the same as when it runs alone.
-        """
+        """Start or continue a sequence; ``scores`` gets the logits of its prompt positions."""
 
     def matrix(self, module: str) -> FloatArray:
         """Return the weights [out, in] of a linear layer, by its module name."""
@@ -146,9 +123,6 @@ class RunnableModel(Protocol):
     @property
     def experts(self) -> "ExpertCache | None":
         """The owner of expert slots, which applies profiles; None where all are in memory."""
-
-    def time_layers(self, times: LayerTimer) -> AbstractContextManager[None]:
-        """Add the time of each part to ``times`` inside a ``with`` block."""
 
     def free_buffers(self) -> None:
         """Free the tensors shared by all steps of one generation; they count as `buffer_bytes`."""

@@ -1,23 +1,22 @@
-"""Generate one text: prefill, then one token at a time, as pieces of text that never change.
+"""The parts of a generation: a session reads tokens, a writer makes logits into final text.
 
 Stop strings: text is held back while it could still become one, and ends before the first. The
 first is the one that is complete first; of those that end at the same character, the longest. So
 the answer does not depend on how the text was split into pieces, and no extra token is generated to
-decide. A token that ends the text is not part of it. Timings exclude the time taken by the consumer
-of the pieces.
+decide. A token that ends the text is not part of it.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.arrays import AnyArray
-from expertctl.engine.decoding import DecodeResult, PrefillResult
+from expertctl.engine.decoding import DecodeResult, LayerTimer, PrefillResult
 from expertctl.engine.kv.kv_cache import KVCacheBase, rewind_on_error
 from expertctl.engine.sampling import (
     REPETITION_WINDOW,
@@ -123,10 +122,6 @@ def never_cancelled() -> bool:
     return False
 
 
-class _CancelledError(Exception):
-    """Reading of the prompt was cancelled."""
-
-
 class DecodeSession(Protocol):
     """A model in the middle of one sequence, with its plan and its KV cache."""
 
@@ -135,6 +130,35 @@ class DecodeSession(Protocol):
 
     def decode(self, token: int) -> DecodeResult:
         """Read one more token."""
+
+
+class SteppedModel(Protocol):
+    """A model that reads the tokens of several sequences, each with its own plan."""
+
+    @property
+    def prefill_parts(self) -> int:
+        """Number of parts into which `prefill` splits a pass; 1 where it cannot be split."""
+
+    def prefill(
+        self,
+        reading: DecodeSession,
+        ids: Sequence[int],
+        *,
+        between_layers: Callable[[], None] | None = None,
+    ) -> PrefillResult:
+        """Read a part of a prompt; call ``between_layers`` between the parts of a pass.
+
+        The callback may call `step` with other sequences; neither result changes by a bit.
+        """
+
+    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> AnyArray:
+        """Read one more token of each sequence; return logits, float32 [sequences, vocab].
+
+        The logits of a sequence are the same as when it runs alone.
+        """
+
+    def time_layers(self, times: LayerTimer) -> AbstractContextManager[None]:
+        """Add the time of each part to ``times`` inside a ``with`` block."""
 
 
 class TextDecoder(Protocol[CacheIn, DeltasIn]):
@@ -147,7 +171,6 @@ class TextDecoder(Protocol[CacheIn, DeltasIn]):
         deltas: DeltasIn,
         *,
         soft_prompt: AnyArray | None = None,
-        progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> PrefillResult:
         """Read a prompt after the tokens in the cache."""
@@ -164,19 +187,17 @@ class DecoderSession(Generic[Cache, PlanDeltas]):
     cache: Cache
     deltas: PlanDeltas
     soft_prompt: AnyArray | None = None
-    progress: Progress = ignore_progress
     scores: RecordLogits | None = None
     """Gets the logits of every prompt position that is read."""
 
     def prefill(self, ids: Sequence[int]) -> PrefillResult:
-        """Read a prompt after the tokens in the cache; ``progress`` counts tokens and may raise."""
+        """Read a prompt after the tokens in the cache."""
         first = self.soft_prompt if self.cache.length == 0 else None
         return self.decoder.prefill(
             ids,
             self.cache,
             self.deltas,
             soft_prompt=first,
-            progress=self.progress,
             scores=self.scores,
         )
 
@@ -193,6 +214,31 @@ def step_sequentially(sequences: Sequence[tuple[DecodeSession, int]]) -> AnyArra
     caches = [reading.cache for reading, _ in sequences if isinstance(reading, DecoderSession)]
     with rewind_on_error(caches):
         return np.stack([reading.decode(token).logits for reading, token in sequences])
+
+
+@dataclass(frozen=True, slots=True)
+class SequentialModel:
+    """Runs sessions of any kind one after the other; it neither interrupts nor times layers."""
+
+    prefill_parts = 1
+
+    def prefill(
+        self,
+        reading: DecodeSession,
+        ids: Sequence[int],
+        *,
+        between_layers: Callable[[], None] | None = None,
+    ) -> PrefillResult:
+        """Read a part of a prompt."""
+        return reading.prefill(ids)
+
+    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> AnyArray:
+        """Read one more token of each sequence in turn."""
+        return step_sequentially(texts)
+
+    def time_layers(self, times: LayerTimer) -> AbstractContextManager[None]:
+        """Time nothing."""
+        return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,71 +269,6 @@ class GenerationOutput:
         return self.prefill_tokens / self.prefill_ms * 1e3 if self.prefill_ms else 0.0
 
 
-def generate_text(
-    session: DecodeSession,
-    ids: Sequence[int],
-    writer: "OutputWriter",
-    cancelled: CancelCheck = never_cancelled,
-) -> Generator[str, None, GenerationOutput]:
-    """Yield text as it becomes final; return the complete output at the end.
-
-    ``ids`` are the tokens still to be read; `stop_when_cancelled` may end the prefill early.
-    """
-    started = time.perf_counter()
-    try:
-        prefilled = session.prefill(ids)
-    except _CancelledError:
-        return _build_cancelled_output(measure_elapsed_ms(started))
-    piece, first_ms = writer.take_logits(prefilled.logits), measure_elapsed_ms(started)
-    decode_ms, steps = 0.0, 0
-    while True:
-        if piece:
-            yield piece
-        if writer.finish_reason is not None:
-            break
-        if cancelled():
-            piece = writer.stop()
-            continue
-        started = time.perf_counter()
-        piece = writer.take_logits(session.decode(writer.tokens[-1]).logits)
-        decode_ms, steps = decode_ms + measure_elapsed_ms(started), steps + 1
-    return GenerationOutput(
-        text="".join(writer.pieces),
-        tokens=tuple(writer.tokens),
-        finish_reason=writer.finish_reason,
-        prefill_tokens=prefilled.tokens,
-        prefill_ms=prefilled.ms,
-        first_token_ms=first_ms,
-        decode_ms=decode_ms,
-        decode_steps=steps,
-        stopped_by=writer.stopped_by,
-    )
-
-
-def stop_when_cancelled(cancelled: CancelCheck) -> Progress:
-    """Return a progress callback that ends the prefill of a cancelled request."""
-
-    def check(_: int) -> None:
-        if cancelled():
-            raise _CancelledError
-
-    return check
-
-
-def _build_cancelled_output(ms: float) -> GenerationOutput:
-    """Return the output of a request cancelled during prefill."""
-    return GenerationOutput(
-        text="",
-        tokens=(),
-        finish_reason="cancelled",
-        prefill_tokens=0,
-        prefill_ms=ms,
-        first_token_ms=ms,
-        decode_ms=0.0,
-        decode_steps=0,
-    )
-
-
 class OutputWriter:
     """Turns logits into tokens and text, and detects the end of the text."""
 
@@ -302,6 +283,7 @@ class OutputWriter:
         end_ids: frozenset[int] = frozenset(),
     ) -> None:
         """Start a text; ``end_ids`` end it in addition to those of the base."""
+        self.tokenizer = tokenizer
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.finish_reason: FinishReason | None = None

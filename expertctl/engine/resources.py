@@ -22,11 +22,11 @@ from expertctl.engine.adapters.load import LoadedAdapter
 from expertctl.engine.backend import Backend, KVCacheStore, LoadContext, RunnableModel
 from expertctl.engine.context_window import FittedPrompt
 from expertctl.engine.generation import (
+    DEFAULT_STOP_RULES,
     CancelCheck,
     GenerationOutput,
     OutputWriter,
-    generate_text,
-    stop_when_cancelled,
+    StopRules,
 )
 from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest
 from expertctl.engine.load_plan import BaseSlot, OpenBase
@@ -35,7 +35,10 @@ from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.engine.moe.usage_store import ExpertUsageStore
 from expertctl.engine.preparation import Files, PreparedRequest
-from expertctl.engine.result import BytesRead, GenerationTrace, TracedSession
+from expertctl.engine.result import BytesRead, GenerationTrace, TracedModel
+from expertctl.engine.running_batch import TextConsumer, generate_text
+from expertctl.engine.running_sequence import Owner, RunningSequence
+from expertctl.engine.text.prompt import PromptLogprobs
 from expertctl.engine_config import DEFAULT_WARMUP, WarmupConfig
 from expertctl.messages import Notify
 from expertctl.routing.plan import Plan
@@ -81,19 +84,43 @@ class LoadedModel:
         trace: GenerationTrace | None = None,
     ) -> Generator[str, None, GenerationOutput]:
         """Yield text as it becomes final; return the complete output at the end."""
-        tokenizer, most = self.base.tokenizer, prompt.max_tokens
-        reading = self.model.start_session(
-            self.kv.cache, self.plan, progress=stop_when_cancelled(cancelled)
-        )
-        if trace is not None:
-            reading = TracedSession(reading, self.model.time_layers, trace)
-        writer = OutputWriter(
-            tokenizer, plan.params, seed=plan.seed, max_tokens=most, end_ids=prompt.end_ids
-        )
-        generated = yield from generate_text(reading, prompt.ids[self.reused :], writer, cancelled)
+        sequence = self.start_sequence(TextConsumer(cancelled), prompt, plan)
+        model = self.model if trace is None else TracedModel(self.model, trace)
+        generated = yield from generate_text(model, sequence)
         if generated.finish_reason != "cancelled":
             self.kv.complete((*prompt.ids, *generated.tokens))
         return generated
+
+    def start_sequence(
+        self,
+        owner: Owner,
+        prompt: FittedPrompt,
+        plan: Plan,
+        *,
+        number: int = 0,
+        rules: StopRules = DEFAULT_STOP_RULES,
+        logprobs: int | None = None,
+        scores: PromptLogprobs | None = None,
+    ) -> RunningSequence[Owner]:
+        """Start an answer, whose prompt is read from the end of the reused KV."""
+        record = None if scores is None else scores.record
+        return RunningSequence(
+            owner,
+            self.model.start_session(self.kv.cache, self.plan, scores=record),
+            OutputWriter(
+                self.base.tokenizer,
+                plan.params,
+                seed=plan.seed + number,
+                max_tokens=prompt.max_tokens,
+                rules=rules,
+                end_ids=prompt.end_ids,
+            ),
+            cache=self.kv.cache,
+            unread=prompt.ids[self.reused :],
+            number=number,
+            logprobs=logprobs,
+            scores=scores,
+        )
 
 
 class ResourceManager:

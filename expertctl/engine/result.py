@@ -14,16 +14,14 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Literal, Self
 
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.backend import BackendName
-from expertctl.engine.decoding import DecodeResult, LayerTimer, PrefillResult
-from expertctl.engine.generation import DecodeSession, GenerationOutput
+from expertctl.engine.decoding import LayerTimer, PrefillResult
+from expertctl.engine.generation import DecodeSession, GenerationOutput, SteppedModel
 from expertctl.engine.memory.budget import PURPOSES, MemoryBudget, Purpose
 from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.routing.planner import DroppedExpert, PlannedPrompt
 from expertctl.schema.strict_json import JsonObject, JsonValue
-
-LayerTiming = Callable[[LayerTimer], AbstractContextManager[None]]
-"""Makes a model add the time of its layers to a timer inside a ``with`` block."""
 
 
 @dataclass(slots=True)
@@ -125,32 +123,43 @@ class GenerationTrace:
 
 
 @dataclass(frozen=True, slots=True)
-class TracedSession:
-    """A session whose layers are timed and whose allocations are counted."""
+class TracedModel:
+    """A model whose layers are timed and whose allocations are counted."""
 
-    session: DecodeSession
-    timing: LayerTiming
+    model: SteppedModel
     trace: GenerationTrace
 
-    def prefill(self, ids: Sequence[int]) -> PrefillResult:
-        """Read a prompt."""
-        with self.timing(self.trace.prefill):
-            return self.session.prefill(ids)
+    @property
+    def prefill_parts(self) -> int:
+        """Number of parts of a pass."""
+        return self.model.prefill_parts
 
-    def decode(self, token: int) -> DecodeResult:
-        """Read one more token."""
+    def prefill(
+        self,
+        reading: DecodeSession,
+        ids: Sequence[int],
+        *,
+        between_layers: Callable[[], None] | None = None,
+    ) -> PrefillResult:
+        """Read a part of a prompt."""
+        with self.time_layers(self.trace.prefill):
+            return self.model.prefill(reading, ids, between_layers=between_layers)
+
+    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> AnyArray:
+        """Read one more token of each sequence."""
         if self.trace.timed_steps > len(self.trace.allocations):
-            return self._decode_counting(token)
-        with self.timing(self.trace.decode):
-            result = self.session.decode(token)
+            with count_allocations() as found:
+                logits = self.model.step(texts)
+            self.trace.allocations.append(found)
+            return logits
+        with self.time_layers(self.trace.decode):
+            logits = self.model.step(texts)
         self.trace.timed_steps += 1
-        return result
+        return logits
 
-    def _decode_counting(self, token: int) -> DecodeResult:
-        with count_allocations() as found:
-            result = self.session.decode(token)
-        self.trace.allocations.append(found)
-        return result
+    def time_layers(self, times: LayerTimer) -> AbstractContextManager[None]:
+        """Add the time of each part to ``times`` inside a ``with`` block."""
+        return self.model.time_layers(times)
 
 
 @dataclass(frozen=True, slots=True)

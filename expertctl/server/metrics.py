@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 
 from expertctl.engine.moe.counters import CounterSnapshot, LayerCounts, RoutedExpertStats
 from expertctl.engine.result import RunResult
-from expertctl.engine.serving.running_batch import KV_BLOCK_TOKENS, EngineSnapshot
+from expertctl.engine.serving.request import KV_BLOCK_TOKENS, EngineSnapshot
 from expertctl.errors import ExpertError
 
 Family = CounterMetricFamily | GaugeMetricFamily

@@ -17,7 +17,7 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.routing import BaseRoute
 
-from expertctl.engine.serving.running_batch import AdapterStatus
+from expertctl.engine.serving.request import AdapterStatus
 from expertctl.http.errors import FieldError
 from expertctl.http.operation import Operation
 from expertctl.routing.request import LIMITS

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from expertctl import __version__
-from expertctl.engine.serving.running_batch import EngineSnapshot
+from expertctl.engine.serving.request import EngineSnapshot
 from expertctl.http.errors import RETRY_SECONDS
 from expertctl.http.openapi import ApiDescription, build_openapi
 from expertctl.http.operation import NO_STORE, Operation, Reply

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from msgspec import Struct
 
 from expertctl.engine.result import RunResult
+from expertctl.engine.running_sequence import OutputDelta
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.request import (
     GenerationJob,
@@ -26,7 +27,6 @@ from expertctl.engine.serving.request import (
     JobFailed,
     JobFinished,
     JobStarted,
-    OutputDelta,
     TokenSink,
 )
 from expertctl.errors import ExpertError

@@ -23,7 +23,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from expertctl import __version__
-from expertctl.engine.serving.running_batch import AdapterStatus, EngineSnapshot, ExpertJobCounts
+from expertctl.engine.serving.request import AdapterStatus, EngineSnapshot, ExpertJobCounts
 from expertctl.errors import UnknownAddressError
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.service import Service

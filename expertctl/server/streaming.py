@@ -29,13 +29,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from expertctl.engine.result import RunResult
+from expertctl.engine.running_sequence import OutputDelta, SampledToken
 from expertctl.engine.serving.request import (
     GenerationJob,
     JobEvent,
     JobFailed,
     JobFinished,
-    OutputDelta,
-    SampledToken,
     TokenSink,
 )
 from expertctl.engine.text.prompt import PromptLogprobs

@@ -45,13 +45,13 @@ from expertctl import __version__
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult, StageSpan
 from expertctl.engine.result_builder import POST_STAGE
+from expertctl.engine.running_sequence import OutputDelta
 from expertctl.engine.serving.request import (
     GenerationJob,
     JobEvent,
     JobFailed,
     JobFinished,
     JobStarted,
-    OutputDelta,
     TokenSink,
 )
 from expertctl.errors import CancelledError, ExpertError, UsageError

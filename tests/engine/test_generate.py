@@ -17,10 +17,12 @@ from expertctl.engine.generation import (
     DecoderSession,
     GenerationOutput,
     OutputWriter,
+    SequentialModel,
     StopRules,
-    generate_text,
     step_sequentially,
 )
+from expertctl.engine.running_batch import TextConsumer, generate_text
+from expertctl.engine.running_sequence import RunningSequence
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine.torch.decoder import Decoder
 from expertctl.engine.torch.sequence_cache import KVCache
@@ -65,7 +67,9 @@ class TinyModel:
         ids = self.tokenizer.encode(PROMPT)
         cache = KVCache(self.decoder.config, len(ids) + max_tokens)
         writer = OutputWriter(self.tokenizer, params, seed=seed, max_tokens=max_tokens, rules=rules)
-        return generate_text(DecoderSession(self.decoder, cache, {}), ids, writer)
+        session = DecoderSession(self.decoder, cache, {})
+        sequence = RunningSequence(TextConsumer(), session, writer, cache=cache, unread=ids)
+        return generate_text(SequentialModel(), sequence)
 
 
 def open_model(directory: Path) -> TinyModel:

@@ -343,11 +343,15 @@ class PackedModel:
         return 1 if self.base.config.experts is not None else self.base.config.layers
 
     def prefill(
-        self, reading: DecodeSession, ids: Sequence[int], *, between_layers: Callable[[], None]
+        self,
+        reading: DecodeSession,
+        ids: Sequence[int],
+        *,
+        between_layers: Callable[[], None] | None = None,
     ) -> PrefillResult:
         """Process part of a prompt; ``between_layers`` may call `step` with other sequences."""
         assert isinstance(reading, DecoderSession), "a session of another backend"
-        if self.prefill_parts == 1:
+        if between_layers is None or self.prefill_parts == 1:
             return reading.prefill(ids)
         assert isinstance(reading.cache, PagedKVCache)
         soft_prompt = reading.soft_prompt if reading.cache.length == 0 else None
@@ -356,7 +360,6 @@ class PackedModel:
             reading.cache,
             reading.deltas,
             soft_prompt=soft_prompt,
-            progress=reading.progress,
             scores=reading.scores,
             between_layers=between_layers,
         )
@@ -370,12 +373,11 @@ class PackedModel:
         cache: KVCacheBase,
         plan: CompiledPlan,
         *,
-        progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> DecodeSession:
         """Start or continue a sequence."""
         assert isinstance(cache, PagedKVCache)
-        return DecoderSession(self.decoder, cache, plan.packed, plan.soft_prompt, progress, scores)
+        return DecoderSession(self.decoder, cache, plan.packed, plan.soft_prompt, scores)
 
     @property
     def read_bytes(self) -> int:

@@ -174,12 +174,11 @@ class PlainModel:
         cache: KVCacheBase,
         plan: CompiledPlan,
         *,
-        progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> DecodeSession:
         """Start or continue a sequence."""
         assert isinstance(cache, PagedKVCache)
-        return DecoderSession(self.decoder, cache, plan.deltas, plan.soft_prompt, progress, scores)
+        return DecoderSession(self.decoder, cache, plan.deltas, plan.soft_prompt, scores)
 
     @property
     def prefill_parts(self) -> int:
@@ -187,7 +186,11 @@ class PlainModel:
         return 1
 
     def prefill(
-        self, reading: DecodeSession, ids: Sequence[int], *, between_layers: Callable[[], None]
+        self,
+        reading: DecodeSession,
+        ids: Sequence[int],
+        *,
+        between_layers: Callable[[], None] | None = None,
     ) -> PrefillResult:
         """Read a part of a prompt at once."""
         return reading.prefill(ids)

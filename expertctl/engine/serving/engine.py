@@ -27,6 +27,9 @@ from expertctl.engine.serving.loop import EngineLoop, FailureCallback
 from expertctl.engine.serving.model_runner import ModelRunner
 from expertctl.engine.serving.processor import RequestProcessor
 from expertctl.engine.serving.request import (
+    KV_BLOCK_TOKENS,
+    AdapterStatus,
+    EngineSnapshot,
     GenerationJob,
     JobEvent,
     JobFailed,
@@ -34,7 +37,6 @@ from expertctl.engine.serving.request import (
     RequestState,
     TokenSink,
 )
-from expertctl.engine.serving.running_batch import KV_BLOCK_TOKENS, AdapterStatus, EngineSnapshot
 from expertctl.engine.serving.scheduler import POLL_SECONDS, Scheduler
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine.text.tokenizer import Tokenizer
@@ -187,7 +189,7 @@ class ServingEngine:
                 kv_kept_limit=house.cached_kv_limit,
                 kv_block=house.base.kv_bytes(KV_BLOCK_TOKENS),
                 traffic={t.value: replace(n) for t, n in house.resources.tiers.traffic.items()},
-                running_plans=tuple(text.ticket.refs for text in texts),
+                running_plans=tuple(text.owner.refs for text in texts),
                 waiting_plans=tuple(ticket.refs for ticket in (*prepared, *board.queue)),
                 routed=routed,
                 observed=observed,

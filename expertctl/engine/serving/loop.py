@@ -12,20 +12,14 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 
 from expertctl.engine.adapters.compile import BASE_ONLY
-from expertctl.engine.generation import OutputWriter
 from expertctl.engine.moe.usage_store import SAVE_INTERVAL
 from expertctl.engine.resources import LoadedModel
 from expertctl.engine.result_builder import GenerationContext
+from expertctl.engine.running_batch import MIN_CHUNK, MIN_CHUNK_FROM_DISK, RunningBatch
+from expertctl.engine.running_sequence import RunningSequence
 from expertctl.engine.serving.model_runner import ModelRunner
 from expertctl.engine.serving.processor import RequestProcessor
-from expertctl.engine.serving.request import (
-    MIN_CHUNK,
-    MIN_CHUNK_FROM_DISK,
-    JobStarted,
-    RequestState,
-    RunningSequence,
-)
-from expertctl.engine.serving.running_batch import RunningBatch
+from expertctl.engine.serving.request import JobStarted, RequestState
 from expertctl.engine.serving.scheduler import POLL_SECONDS, Scheduler
 from expertctl.engine.text.prompt import PromptLogprobs
 from expertctl.errors import BudgetError, CancelledError, DeviceError, ExpertError
@@ -36,6 +30,9 @@ BUSY_SAVE_SECONDS = 600.0
 """Interval for saving expert usage while sequences are decoded, which wait for it."""
 _RETRY_SECONDS = 0.05
 """Delay before a sequence that lacked memory is retried, while others are decoded."""
+
+
+_JobSequence = RunningSequence[RequestState]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +58,13 @@ class EngineLoop:
         """Start without sequences, with a loaded base; fatal errors call ``on_failure``."""
         # each chunk may read experts from the disk: few large chunks read them least often
         least = MIN_CHUNK if runner.model.experts is None else MIN_CHUNK_FROM_DISK
-        self.batch = RunningBatch(runner.model, rows=runner.rows, min_chunk=least)
+        self.batch = RunningBatch[RequestState](runner.model, rows=runner.rows, min_chunk=least)
         self._runner, self._scheduler = runner, scheduler
         self._processor, self._tell = processor, tell
-        self._resources: dict[RunningSequence, _SequenceResources] = {}
+        self._resources: dict[_JobSequence, _SequenceResources] = {}
         self._memory_wait: tuple[RequestState | None, float] = None, 0.0
         """The job that lacked memory because of others, and when to retry it."""
-        self._paused: list[RunningSequence] = []
+        self._paused: list[_JobSequence] = []
         """Sequences that gave their memory to others, the one started first in front."""
         self._on_failure = on_failure
         self._thread = threading.Thread(target=self._run, name="press", daemon=True)
@@ -173,7 +170,7 @@ class EngineLoop:
         """
         shares = self._runner.base.backend.name != "cuda"
         reading = (
-            {text.ticket for text in self._resources if text.is_prefilling} if shares else set()
+            {text.owner for text in self._resources if text.is_prefilling} if shares else set()
         )
         with self._scheduler.lock:
             ready = (
@@ -211,7 +208,15 @@ class EngineLoop:
             ticket.timer.end_stage("load")
             if number == 0:
                 ticket.emit(JobStarted(plan, len(prompt.ids), ready.reused))
-            text = _build_sequence(ticket, ready, number, scores)
+            text = ready.start_sequence(
+                ticket,
+                prompt,
+                plan,
+                number=number,
+                rules=ticket.job.stop_rules,
+                logprobs=ticket.job.logprobs,
+                scores=scores,
+            )
             made_with = memory.loads, memory.bytes_moved, self._runner.threads
             # the job's other sequences may still wait for rows
             clock = deepcopy(ticket.timer)
@@ -228,7 +233,7 @@ class EngineLoop:
 
     def _reclaim_memory(self, ticket: RequestState | None) -> bool:
         """Take memory from ready jobs and, if idle, from buffers; False if neither has any."""
-        started = {text.ticket for text in (*self._resources, *self._paused)}
+        started = {text.owner for text in (*self._resources, *self._paused)}
         with self._scheduler.lock:
             others = [
                 one for one in self._scheduler.ready if one is not ticket and one not in started
@@ -258,14 +263,14 @@ class EngineLoop:
             self._runner.model.check_integrity()  # or the engine ends: answers would be wrong
         for text in over:
             if text.error is not None:
-                self._fail(text.ticket, text.error)
+                self._fail(text.owner, text.error)
             elif text in self._resources:  # else another sequence of its job failed
                 self._finish(text)
         self._update_free_rows()
 
     def _resume_paused(self) -> None:
         """Resume paused sequences, the one started first in front; cancelled ones end."""
-        for text, why in [(text, text.ticket.find_stop_reason()) for text in self._paused]:
+        for text, why in [(text, text.owner.find_stop_reason()) for text in self._paused]:
             if why is not None:
                 self._paused.remove(text)
                 text.stop(why)
@@ -276,9 +281,9 @@ class EngineLoop:
             self._scheduler.is_short = bool(self._paused)
         self._update_free_rows()
 
-    def _resume(self, text: RunningSequence) -> bool:
+    def _resume(self, text: _JobSequence) -> bool:
         """Allocate KV for a paused sequence; False while there is no memory."""
-        ticket, written = text.ticket, text.writer.tokens
+        ticket, written = text.owner, text.writer.tokens
         prepared, memory = ticket.prepared, ticket.memory
         assert prepared is not None
         assert memory is not None
@@ -315,14 +320,14 @@ class EngineLoop:
             self._pause(last)
         elif not self._wait_for_loading():
             error = BudgetError("there is not enough memory for the rest of an answer")
-            self._fail(last.ticket, error)
+            self._fail(last.owner, error)
 
-    def _pause(self, text: RunningSequence) -> None:
+    def _pause(self, text: _JobSequence) -> None:
         """Remove a sequence from the batch; its KV is kept until the memory is needed."""
-        assert text.ticket.prepared is not None
+        assert text.owner.prepared is not None
         self.batch.remove(text)
         resources = self._resources.pop(text)
-        resources.ready.kv.complete((*text.ticket.prepared.prompt.ids, *text.writer.tokens))
+        resources.ready.kv.complete((*text.owner.prepared.prompt.ids, *text.writer.tokens))
         text.pause()
         resources.stack.close()
         self._paused.insert(0, text)  # those paused earlier were started later
@@ -332,9 +337,9 @@ class EngineLoop:
             self._scheduler.notify_freed()
         self._update_free_rows()
 
-    def _finish(self, text: RunningSequence) -> None:
+    def _finish(self, text: _JobSequence) -> None:
         """Store an answer, and keep its KV if it is complete."""
-        ticket, generated = text.ticket, text.build_output()
+        ticket, generated = text.owner, text.build_output()
         assert ticket.prepared is not None
         resources = self._resources.pop(text, None)  # none while it is paused
         if resources is not None:
@@ -359,8 +364,8 @@ class EngineLoop:
         Raises:
             DeviceError: when it was the cause, since it ends all other jobs, too.
         """
-        self._paused = [text for text in self._paused if text.ticket is not ticket]
-        for text in [text for text in self._resources if text.ticket is ticket]:
+        self._paused = [text for text in self._paused if text.owner is not ticket]
+        for text in [text for text in self._resources if text.owner is ticket]:
             self.batch.remove(text)
             self._resources.pop(text).stack.close()
         self._forget_own_cache(ticket)
@@ -391,32 +396,6 @@ def _close_context(context: GenerationContext) -> GenerationContext:
 
 def _make_internal_error() -> ExpertError:
     return ExpertError("the server failed to answer this", hint="its log says why")
-
-
-def _build_sequence(
-    ticket: RequestState, ready: LoadedModel, number: int, scores: PromptLogprobs | None
-) -> RunningSequence:
-    """Return an answer of a job, whose prompt is read from the end of the reused KV."""
-    assert ticket.prepared is not None
-    plan, prompt = ticket.prepared.planned.result.plan, ticket.prepared.prompt
-    tokenizer, take = ready.base.tokenizer, None if scores is None else scores.record
-    return RunningSequence(
-        ticket,
-        number,
-        ready.model.start_session(ready.kv.cache, ready.plan, scores=take),
-        OutputWriter(
-            tokenizer,
-            plan.params,
-            seed=plan.seed + number,
-            max_tokens=prompt.max_tokens,
-            rules=ticket.job.stop_rules,
-            end_ids=prompt.end_ids,
-        ),
-        cache=ready.kv.cache,
-        unread=prompt.ids[ready.reused :],
-        tokenizer=tokenizer,
-        scores=scores,
-    )
 
 
 def _create_prompt_scores(ticket: RequestState) -> PromptLogprobs | None:

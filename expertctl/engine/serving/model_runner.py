@@ -48,8 +48,7 @@ from expertctl.engine.serving.memory_report import (
     describe_context_limit,
     describe_memory,
 )
-from expertctl.engine.serving.request import LoadedPlan
-from expertctl.engine.serving.running_batch import AdapterStatus
+from expertctl.engine.serving.request import AdapterStatus, LoadedPlan
 from expertctl.engine.text.prompt import PromptLogprobs, UserMessage, prompt_logprob_bytes
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import (

@@ -23,8 +23,7 @@ from expertctl.engine.result_builder import (
     record_result,
 )
 from expertctl.engine.serving.model_runner import ModelRunner
-from expertctl.engine.serving.request import JobFinished, RequestState
-from expertctl.engine.serving.running_batch import AdapterStatus
+from expertctl.engine.serving.request import AdapterStatus, JobFinished, RequestState
 from expertctl.engine.serving.scheduler import POLL_SECONDS, Scheduler
 from expertctl.engine.text.answer_format import FormatCheck, ignore_truncation
 from expertctl.errors import (

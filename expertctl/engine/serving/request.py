@@ -1,45 +1,26 @@
-"""Jobs of the serving engine: their events, their state, and their running sequences.
+"""Jobs of the serving engine: their events, their state, and what is counted about them."""
 
-Chunked prefill (Agrawal et al. 2024, Sarathi-Serve) delays the other sequences of a batch by one
-chunk between two tokens. The cost of a chunk depends on the base, on the processor and, for a long
-prompt, on how much of it was read before: then even a few tokens cost several decode steps. So the
-chunk size follows from measured times, and where a model can be interrupted between layers, other
-sequences step there (`is_step_due`): chunks stay large enough to be efficient, and no gap is longer
-than a few layers and a step. There are few sizes, because the thread count is tuned for each size
-separately.
-"""
-
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass, field, replace
 from time import monotonic as now
 from typing import Literal
 
-import numpy as np
-
 from expertctl.engine.adapters.compile import CompiledPlan
-from expertctl.engine.decoding import PREFILL_CHUNK, PrefillResult
-from expertctl.engine.generation import (
-    DEFAULT_STOP_RULES,
-    DecodeSession,
-    GenerationOutput,
-    OutputWriter,
-    StopRules,
-    measure_elapsed_ms,
-)
-from expertctl.engine.kv.kv_cache import KVCacheBase
+from expertctl.engine.generation import DEFAULT_STOP_RULES, GenerationOutput, StopRules
+from expertctl.engine.memory.adapter_cache import TierTraffic
+from expertctl.engine.memory.budget import Purpose
+from expertctl.engine.moe.counters import CounterSnapshot, RoutedExpertStats
 from expertctl.engine.preparation import PreparedRequest
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import BytesRead, RunResult
 from expertctl.engine.result_builder import GenerationContext, StageTimer
-from expertctl.engine.sampling import Scores
+from expertctl.engine.running_batch import StepCounters
+from expertctl.engine.running_sequence import OutputDelta, StopReason
 from expertctl.engine.text.answer_format import FormatCheck
-from expertctl.engine.text.prompt import PromptLogprobs
-from expertctl.engine.text.tokenizer import Tokenizer
-from expertctl.errors import BudgetError, CancelledError, ExpertError, TimedOutError
+from expertctl.errors import CancelledError, ExpertError, TimedOutError
 from expertctl.reference import Reference
+from expertctl.routing.candidate import InstalledExpert
 from expertctl.routing.plan import Plan
 from expertctl.routing.planner import PlannedPrompt
 from expertctl.routing.request import ForcedExpert
@@ -79,23 +60,6 @@ class GenerationJob:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token, its text as far as it has one, and its log-probability."""
-
-    token: int
-    text: str
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """A token of an answer, and the likeliest ones at its position, in descending order."""
-
-    chosen: TokenLogprob
-    likeliest: tuple[TokenLogprob, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class JobStarted:
     """The plan is made and the prompt is being read."""
 
@@ -103,22 +67,6 @@ class JobStarted:
     prompt_tokens: int
     reused_tokens: int
     """Tokens of the prompt whose KV was reused."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
-    """New final text, the number of its answer, and its tokens if requested.
-
-    The text may be empty where there are tokens: theirs is not final yet. The log-probabilities of
-    the prompt come once, with the first delta of the first answer, even if that is empty.
-    """
-
-    number: int
-    text: str
-    sampled: tuple[SampledToken, ...] = ()
-    token_count: int = 0
-    """Number of tokens of this answer so far."""
-    prompt: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +91,6 @@ TokenSink = Callable[[JobEvent], None]
 
 
 RequestStage = Literal["waiting", "preparing", "loading", "ready", "running", "concluding", "ended"]
-StopReason = Literal["cancelled", "timeout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,223 +197,113 @@ class RequestState:
             memory.pins.close()
 
 
-STEPS_BETWEEN_STEPS = 0.8
-"""Time of a prompt between two steps, in decode steps; the rest absorbs variation."""
-STEPS_A_CHUNK = 1.0
-"""Maximum decode steps for a whole chunk where it cannot be interrupted."""
-STEPS_A_LAYER = 0.4
-"""Maximum decode steps for one layer of a chunk: the shortest time that can be chosen."""
-MIN_CHUNK = 4
-"""Minimum tokens per pass, whatever the time, so that every prompt makes progress."""
-MIN_CHUNK_FROM_DISK = 128
-"""The same where not all routed experts are in memory: each chunk may read most of them."""
-FIRST_CHUNK = 8
-"""Size of a prompt's first chunk, before any measurement."""
-CHUNK_SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, PREFILL_CHUNK)
-MAX_GROWTH = 2.0
-"""Maximum growth from one chunk to the next: one short measurement is not reliable."""
+MAX_COUNTED_EXPERTS = 1_000
+OTHER_EXPERTS = "other"
+"""Name for all experts that are not counted separately; references always contain a slash."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """A part of a prompt that was read in one pass: its tokens and seconds."""
+@dataclass(slots=True)
+class ExpertJobCounts:
+    """Number of jobs per expert, for a bounded number of experts.
 
-    tokens: int
-    seconds: float
-
-
-def choose_chunk_size(
-    last: PrefillChunk | None,
-    step_seconds: Sequence[float],
-    *,
-    parts: int = 1,
-    min_tokens: int = MIN_CHUNK,
-) -> int:
-    """Return the number of prompt tokens to read next, beside sequences being decoded.
-
-    ``last`` is the last chunk of the same prompt, without the steps of others; ``step_seconds`` are
-    the times of recent steps; ``parts`` is the number of parts of a pass. The result is one of
-    `CHUNK_SIZES`, or ``min_tokens`` where that is larger.
+    Users may install experts of any name, and versions come and go: the first ``limit`` that answer
+    are counted separately, all others together.
     """
-    if last is None or not last.tokens or not step_seconds:
-        return max(FIRST_CHUNK, min_tokens)
-    steps = max(STEPS_A_CHUNK, STEPS_A_LAYER * parts)
-    allowed, most = steps * median(step_seconds), MAX_GROWTH * last.tokens
-    fitting = most if last.seconds <= 0 else min(most, last.tokens * allowed / last.seconds)
-    sizes = [size for size in CHUNK_SIZES if size <= fitting]
-    return max(sizes[-1] if sizes else CHUNK_SIZES[0], min_tokens)
+
+    limit: int = MAX_COUNTED_EXPERTS
+    _jobs: dict[str, int] = field(default_factory=dict)
+
+    def count(self, refs: Iterable[str]) -> None:
+        """Count a job once for each expert of its plan."""
+        for ref in sorted(set(refs)):
+            is_known = ref in self._jobs or len(self._jobs) < self.limit
+            name = ref if is_known else OTHER_EXPERTS
+            self._jobs[name] = self._jobs.get(name, 0) + 1
+
+    def get(self, ref: str) -> int:
+        """Return the number of jobs of an expert; 0 where it is not counted separately."""
+        return self._jobs.get(ref, 0)
+
+    def copy(self) -> "ExpertJobCounts":
+        """Return a copy of the counts."""
+        return ExpertJobCounts(self.limit, dict(self._jobs))
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        """Yield references and counts."""
+        return iter(self._jobs.items())
 
 
-def is_step_due(*, waited: float, part: float, step_seconds: Sequence[float]) -> bool:
-    """Return whether other sequences step before the next part of a pass.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterStatus:
+    """Status of one version of an expert on a server."""
 
-    They have ``waited`` so many seconds; the last part took ``part``, and so will the next.
-    """
-    return not step_seconds or waited + part > STEPS_BETWEEN_STEPS * median(step_seconds)
-
-
-PrefillFunction = Callable[[DecodeSession, Sequence[int]], PrefillResult]
-
-
-def prefill_whole(session: DecodeSession, ids: Sequence[int]) -> PrefillResult:
-    """Read a part of a prompt without interruption."""
-    return session.prefill(ids)
+    expert: InstalledExpert
+    fits: bool
+    """Whether it was made for the served base."""
+    in_memory: bool
+    """Whether its weights are in memory for the next job that uses it."""
 
 
-class RunningSequence:
-    """One answer in its row of the batch: its prompt is read in chunks, then it is decoded."""
-
-    def __init__(
-        self,
-        ticket: RequestState,
-        number: int,
-        session: DecodeSession,
-        writer: OutputWriter,
-        *,
-        cache: KVCacheBase,
-        unread: Sequence[int],
-        tokenizer: Tokenizer,
-        scores: PromptLogprobs | None = None,
-    ) -> None:
-        """Start with ``unread`` tokens of the prompt, at least one.
-
-        ``scores`` is filled in by ``session``, and reported with the first delta.
-        """
-        self.ticket, self.number, self.writer = ticket, number, writer
-        self.resume(session, cache, unread)
-        self.served = 0
-        """The pass in which it was served last."""
-        self.last_chunk: PrefillChunk | None = None
-        """The last chunk of its prompt."""
-        self.error: ExpertError | None = None
-        """The error that ended it."""
-        self.scores = scores
-        self._untold = scores
-        self._tokenizer, self._is_again = tokenizer, False
-        self._begun = time.perf_counter()
-        self._prefilled, self._prefill_ms = 0, 0.0
-        self._first_ms: float | None = None
-        self._decode_ms, self._steps = 0.0, 0
-
-    def resume(self, session: DecodeSession, cache: KVCacheBase, unread: Sequence[int]) -> None:
-        """Use a cache with all tokens but ``unread``, of which there is at least one."""
-        assert unread, "at least one token is read, for its scores"
-        self.session, self.room, self._unread = session, cache, list(unread)
-
-    def pause(self) -> None:
-        """Release its cache; tokens read again later count as decoding time."""
-        del self.session, self.room
-        self._unread, self._is_again = [], bool(self.writer.tokens)
-
-    def reserve_next_token(self) -> bool:
-        """Allocate memory for the next token; return whether there is enough."""
-        try:
-            self.room.ensure_capacity(1)
-        except BudgetError:
-            return False
-        return True
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether part of its prompt is still unread."""
-        return bool(self._unread)
-
-    @property
-    def unread_count(self) -> int:
-        """Number of unread prompt tokens."""
-        return len(self._unread)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it has finished or failed."""
-        return self.writer.finish_reason is not None or self.error is not None
-
-    @property
-    def next_input_token(self) -> int:
-        """The token to read in the next decode step."""
-        return self.writer.tokens[-1]
-
-    def prefill_chunk(self, max_tokens: int, *, prefill: PrefillFunction = prefill_whole) -> None:
-        """Read up to ``max_tokens`` of the prompt; after its last, sample the first of the answer.
-
-        Raises:
-            ExpertError: when its scores are not numbers.
-        """
-        result = prefill(self.session, self._unread[:max_tokens])  # it counts as unread meanwhile
-        self._unread = self._unread[max_tokens:]
-        if self._is_again:
-            self._decode_ms += result.ms
-        else:
-            self._prefilled += result.tokens
-            self._prefill_ms += result.ms
-        if self._unread:
-            return
-        if self.writer.max_tokens == 0:
-            self.writer.end_empty()
-            self._emit("", ())
-        else:
-            self.take_logits(result.logits)
-        self._first_ms = self._first_ms or measure_elapsed_ms(self._begun)
-
-    def record_step(self, ms: float) -> None:
-        """Count a decode step of this sequence."""
-        self._decode_ms, self._steps = self._decode_ms + ms, self._steps + 1
-
-    def take_logits(self, logits: Scores) -> None:
-        """Sample the next token from logits [vocab], and report the text that became final.
-
-        Raises:
-            IncompatibleError: when they are not numbers.
-        """
-        wanted, known = self.ticket.job.logprobs, len(self.writer.tokens)
-        text = self.writer.take_logits(logits)
-        drawn: tuple[SampledToken, ...] = ()
-        if wanted is not None and len(self.writer.tokens) > known:
-            drawn = (_build_sampled_token(self.writer.tokens[-1], logits, wanted, self._tokenizer),)
-        self._emit(text, drawn)
-
-    def stop(self, why: StopReason) -> None:
-        """End it here."""
-        self._unread = []
-        self._emit(self.writer.stop(why), ())
-
-    def build_output(self) -> GenerationOutput:
-        """Return the output, once it has ended."""
-        reason, first_ms = self.writer.finish_reason, self._first_ms
-        assert reason is not None, "a text that goes on is not generated"
-        return GenerationOutput(
-            text="".join(self.writer.pieces),
-            tokens=tuple(self.writer.tokens),
-            finish_reason=reason,
-            prefill_tokens=self._prefilled,
-            prefill_ms=self._prefill_ms,
-            first_token_ms=measure_elapsed_ms(self._begun) if first_ms is None else first_ms,
-            decode_ms=self._decode_ms,
-            decode_steps=self._steps,
-            stopped_by=self.writer.stopped_by,
-        )
-
-    def _emit(self, text: str, sampled: tuple[SampledToken, ...]) -> None:
-        prompt = self._untold if self.scores is not None and self.scores.is_complete else None
-        if text or sampled or prompt is not None:
-            self.ticket.emit(
-                OutputDelta(self.number, text, sampled, len(self.writer.tokens), prompt)
-            )
-        if prompt is not None:
-            self._untold = None
+KV_BLOCK_TOKENS = 16
+"""Tokens of a KV block; packed bases have pages of this size."""
 
 
-def _build_sampled_token(
-    token: int, logits: Scores, top_count: int, tokenizer: Tokenizer
-) -> SampledToken:
-    """Return a token with its probability from the model, before temperature and penalties."""
-    scores = logits.astype(np.float64)
-    best = scores.max()
-    scores -= best + np.log(np.exp(scores - best).sum())
-    top = np.argpartition(scores, -top_count)[-top_count:].tolist() if top_count else []
-    order = sorted(top, key=lambda other: (-scores[other], other))
+@dataclass(slots=True)
+class JobTotals:
+    """Counts of jobs so far."""
 
-    def likely(one: int) -> TokenLogprob:
-        return TokenLogprob(one, tokenizer.decode([one]), float(scores[one]))
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    """Jobs refused because the queue was full."""
+    paused: int = 0
+    """Sequences that gave their memory to earlier ones, and resumed later."""
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    experts: ExpertJobCounts = field(default_factory=ExpertJobCounts)
+    """Number of answered jobs per expert."""
 
-    return SampledToken(likely(token), tuple(likely(one) for one in order))
+    def copy(self) -> "JobTotals":
+        """Return a copy of the counts."""
+        return replace(self, experts=self.experts.copy())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSnapshot:
+    """State of the engine at one moment; sizes in bytes, counts since the start."""
+
+    waiting: int
+    """Jobs in the queue."""
+    preparing: int
+    """Jobs that are being planned or loaded, or are ready for a row."""
+    running: int
+    """Sequences in the batch."""
+    rows: int
+    """Maximum number of sequences."""
+    totals: JobTotals
+    counts: StepCounters
+    held: Mapping[Purpose, int]
+    limit: int
+    peak: int
+    kv_limit: int
+    """Memory available to KV beside everything else that is held."""
+    kv_in_use: int
+    """KV of running sequences; `held` includes kept KV."""
+    kv_kept_limit: int
+    """Maximum kept KV."""
+    kv_block: int
+    """Bytes of a block of `KV_BLOCK_TOKENS` tokens."""
+    traffic: Mapping[str, TierTraffic]
+    """By tier."""
+    running_plans: tuple[tuple[str, ...], ...]
+    """The experts of each sequence in the batch."""
+    waiting_plans: tuple[tuple[str, ...], ...]
+    """The experts of each prepared job, and those that jobs in the queue request."""
+    routed: RoutedExpertStats | None = None
+    """Routed-expert statistics; None where the base has no such experts."""
+    observed: CounterSnapshot | None = None
+    """Counts of routed experts, layer by layer; None where nothing is counted."""
+    resident_experts: Mapping[int, int] = field(default_factory=dict)
+    """Number of experts with a slot, by layer number; empty where none needs one."""

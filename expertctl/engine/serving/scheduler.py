@@ -24,8 +24,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from expertctl.engine.serving.request import JobFailed, JobFinished, RequestState
-from expertctl.engine.serving.running_batch import JobTotals
+from expertctl.engine.serving.request import JobFailed, JobFinished, JobTotals, RequestState
 from expertctl.errors import CancelledError, ExpertError, RateLimitError
 
 AGING_SECONDS = 10.0

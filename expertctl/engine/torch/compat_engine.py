@@ -15,7 +15,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,14 +36,15 @@ from expertctl.engine.context_window import FittedPrompt
 from expertctl.engine.decoding import DecodeResult, PrefillResult
 from expertctl.engine.generation import (
     CancelCheck,
-    DecodeSession,
     GenerationOutput,
     OutputWriter,
-    generate_text,
+    SequentialModel,
     measure_elapsed_ms,
 )
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
-from expertctl.engine.result import GenerationTrace, TracedSession
+from expertctl.engine.result import GenerationTrace, TracedModel
+from expertctl.engine.running_batch import TextConsumer, generate_text
+from expertctl.engine.running_sequence import RunningSequence
 from expertctl.engine.torch.compat_base import CompatBase, load_model
 from expertctl.errors import IncompatibleError, UsageError
 from expertctl.package.adapter import PEFT_PREFIX, truncate_problems
@@ -291,6 +292,9 @@ class TransformersSession:
         logits = self._run_model(1, input_ids=self._check_tokens([token]))
         return DecodeResult(logits, position, measure_elapsed_ms(started))
 
+    def ensure_capacity(self, tokens: int) -> None:
+        """Do nothing: transformers allocates its own cache."""
+
     def _run_model(self, tokens: int, **inputs: Tensor) -> AnyArray:
         """Run the model over tokens after those already read; return logits [vocab], float32."""
         self._length += tokens
@@ -361,10 +365,12 @@ class CompatLoadedModel:
         writer = OutputWriter(
             self.base.tokenizer, plan.params, seed=plan.seed, max_tokens=prompt.max_tokens
         )
-        reading: DecodeSession = self.reading
-        if trace is not None:
-            reading = TracedSession(reading, lambda _: nullcontext(), trace)
-        return (yield from generate_text(reading, prompt.ids, writer, cancelled))
+        sequence = RunningSequence(
+            TextConsumer(cancelled), self.reading, writer, cache=self.reading, unread=prompt.ids
+        )
+        model = SequentialModel()
+        traced = model if trace is None else TracedModel(model, trace)
+        return (yield from generate_text(traced, sequence, max_chunk=len(prompt.ids)))
 
 
 @contextmanager

@@ -348,13 +348,12 @@ class CudaModel:
         cache: KVCacheBase,
         plan: CompiledPlan,
         *,
-        progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> DecodeSession:
         """Start or continue a sequence."""
         assert isinstance(cache, StaticKVRow)
         deltas, before = plan.torch_deltas, plan.soft_prompt
-        return DecoderSession(self.decoder, cache, deltas, before, progress, scores)
+        return DecoderSession(self.decoder, cache, deltas, before, scores)
 
     @property
     def prefill_parts(self) -> int:
@@ -362,7 +361,11 @@ class CudaModel:
         return 1
 
     def prefill(
-        self, reading: DecodeSession, ids: Sequence[int], *, between_layers: Callable[[], None]
+        self,
+        reading: DecodeSession,
+        ids: Sequence[int],
+        *,
+        between_layers: Callable[[], None] | None = None,
     ) -> PrefillResult:
         """Read a part of a prompt at once."""
         return reading.prefill(ids)

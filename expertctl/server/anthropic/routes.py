@@ -18,13 +18,8 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute
 
 from expertctl.engine.result import RunResult
-from expertctl.engine.serving.request import (
-    JobEvent,
-    JobFailed,
-    JobFinished,
-    JobStarted,
-    OutputDelta,
-)
+from expertctl.engine.running_sequence import OutputDelta
+from expertctl.engine.serving.request import JobEvent, JobFailed, JobFinished, JobStarted
 from expertctl.http.operation import Operation, ParsedBody, Reply
 from expertctl.server.anthropic.message_request import (
     CountRequest,

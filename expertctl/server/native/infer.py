@@ -20,6 +20,7 @@ from starlette.types import Scope
 
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
+from expertctl.engine.running_sequence import OutputDelta
 from expertctl.engine.serving.request import (
     DEFAULT_PRIORITY,
     CheckFunction,
@@ -28,7 +29,6 @@ from expertctl.engine.serving.request import (
     JobFailed,
     JobFinished,
     JobStarted,
-    OutputDelta,
     TokenSink,
 )
 from expertctl.engine.text.answer_format import FormatCheck

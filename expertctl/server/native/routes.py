@@ -22,7 +22,7 @@ from expertctl.engine.moe.counters import CounterMode
 from expertctl.engine.moe.usage_store import Observation
 from expertctl.engine.moe.warmup import ProfileOptions
 from expertctl.engine.request import RunRequest
-from expertctl.engine.serving.running_batch import AdapterStatus
+from expertctl.engine.serving.request import AdapterStatus
 from expertctl.errors import ExpertError, RateLimitError, UsageError
 from expertctl.http.errors import FieldError
 from expertctl.http.operation import Arrival, Operation, ParsedBody, Reply

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec import UNSET
 
 from expertctl.engine.result import RunResult
-from expertctl.engine.serving.request import SampledToken
+from expertctl.engine.running_sequence import SampledToken
 from expertctl.server.openai.chat_request import MAX_CALLS_PER_ANSWER, ChatCall
 from expertctl.server.openai.completion_request import CompletionCall
 from expertctl.server.openai.conversation import CalledFunction, ToolCall

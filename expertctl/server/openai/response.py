@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from expertctl.engine.generation import FinishReason
 from expertctl.engine.result import RunResult
-from expertctl.engine.serving.request import SampledToken, TokenLogprob
+from expertctl.engine.running_sequence import SampledToken, TokenLogprob
 from expertctl.engine.text.prompt import PromptLogprobs
 from expertctl.engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from expertctl.http.openapi import make_reference

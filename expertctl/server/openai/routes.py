@@ -15,14 +15,8 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute
 
 from expertctl.engine.result import RunResult
-from expertctl.engine.serving.request import (
-    JobEvent,
-    JobFailed,
-    JobFinished,
-    JobStarted,
-    OutputDelta,
-    SampledToken,
-)
+from expertctl.engine.running_sequence import OutputDelta, SampledToken
+from expertctl.engine.serving.request import JobEvent, JobFailed, JobFinished, JobStarted
 from expertctl.engine.text.prompt import PromptLogprobs
 from expertctl.http.operation import Operation, ParsedBody, Reply
 from expertctl.http.request_body import run_in_turn

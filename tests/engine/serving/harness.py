@@ -13,6 +13,7 @@ from expertctl.engine.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.memory.adapter_cache import Tier
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
+from expertctl.engine.running_sequence import OutputDelta
 from expertctl.engine.serving.loop import EngineLoop
 from expertctl.engine.serving.model_runner import ModelRunner
 from expertctl.engine.serving.processor import RequestProcessor
@@ -21,7 +22,6 @@ from expertctl.engine.serving.request import (
     JobEvent,
     JobFailed,
     JobFinished,
-    OutputDelta,
     RequestState,
 )
 from expertctl.engine.serving.scheduler import Scheduler

@@ -14,16 +14,9 @@ from expertctl.engine.decoding import PREFILL_CHUNK, DecodeResult, PrefillResult
 from expertctl.engine.generation import DecodeSession, OutputWriter
 from expertctl.engine.kv.kv_cache import KVCacheBase
 from expertctl.engine.request import RunRequest
-from expertctl.engine.serving.request import (
-    FIRST_CHUNK,
-    MIN_CHUNK,
-    GenerationJob,
-    JobEvent,
-    OutputDelta,
-    RequestState,
-    RunningSequence,
-)
-from expertctl.engine.serving.running_batch import RunningBatch
+from expertctl.engine.running_batch import FIRST_CHUNK, MIN_CHUNK, RunningBatch
+from expertctl.engine.running_sequence import OutputDelta, RunningSequence
+from expertctl.engine.serving.request import GenerationJob, JobEvent, RequestState
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.errors import ExpertError, IncompatibleError
@@ -92,12 +85,16 @@ class ScriptedModel:
         self.stepped_at: list[float] = []
 
     def prefill(
-        self, reading: DecodeSession, ids: Sequence[int], *, between_layers: Callable[[], None]
+        self,
+        reading: DecodeSession,
+        ids: Sequence[int],
+        *,
+        between_layers: Callable[[], None] | None = None,
     ) -> PrefillResult:
         assert isinstance(reading, Alphabet)
         seconds = reading.cost(ids)
         for part in range(self.prefill_parts):
-            if part:
+            if part and between_layers is not None:
                 between_layers()
             self.clock.now += seconds / self.prefill_parts
         return reading.read(ids)
@@ -118,11 +115,13 @@ class BatchHarness:
     log: list[tuple[str, list[int]]] = field(default_factory=list)
     events: dict[str, list[JobEvent]] = field(default_factory=dict)
 
-    def batch(self, rows: int = 4, **options: Any) -> RunningBatch:
+    def batch(self, rows: int = 4, **options: Any) -> RunningBatch[RequestState]:
         clock = self.model.clock
         return RunningBatch(self.model, rows=rows, clock=clock, **options)  # type: ignore[arg-type]  # of a model only this is needed
 
-    def text(self, name: str, prompt: Sequence[int] = (A,), **options: Any) -> RunningSequence:
+    def text(
+        self, name: str, prompt: Sequence[int] = (A,), **options: Any
+    ) -> RunningSequence[RequestState]:
         message = UserMessage(prompt=name)
         job = GenerationJob(
             id=name, request=RunRequest(message=message, route=RouteRequest(prompt=name))
@@ -131,12 +130,10 @@ class BatchHarness:
         most, room = options.pop("max_tokens", 100), KVCacheBase(options.pop("room", 1000))
         return RunningSequence(
             RequestState(job, events.append),
-            0,
             Alphabet(self.log, name, self.model.clock, **options),
             OutputWriter(self.tokenizer, GREEDY, seed=0, max_tokens=most),
             cache=room,
             unread=prompt,
-            tokenizer=self.tokenizer,
         )
 
     def said(self, name: str) -> str:
@@ -161,7 +158,7 @@ def test_a_pass_reads_one_prompt_and_then_writes_one_letter_of_every_text(
     assert [text.build_output().text for text in over] == ["bcd"]
     assert over[0].build_output().finish_reason == "length"
     assert bench.said("two") == "gh"
-    assert [text.ticket.job.id for text in batch.sequences] == ["two"]
+    assert [text.owner.job.id for text in batch.sequences] == ["two"]
     batch.check_integrity()
 
 
@@ -185,7 +182,7 @@ def test_prompts_are_read_in_turns_and_shorter_stretches_beside_texts_that_are_w
 def test_a_prompt_is_read_whole_whatever_its_length(bench: BatchHarness) -> None:
     batch, prompt = bench.batch(), [A + n % 20 for n in range(2 * PREFILL_CHUNK + 7)]
     batch.add(bench.text("long", prompt, max_tokens=1))
-    over: list[RunningSequence] = []
+    over: list[RunningSequence[RequestState]] = []
     while not over:
         over = batch.run_pass()
     assert [token for _, ids in bench.log for token in ids] == prompt
@@ -218,7 +215,7 @@ def test_a_step_that_fails_ends_all_that_took_part_and_leaves_who_is_read(
     reader = bench.text("two", [A] * 1000)
     batch.add(reader)
     [over] = batch.run_pass()
-    assert (over.ticket.job.id, over.error) == ("one", bench.model.error)
+    assert (over.owner.job.id, over.error) == ("one", bench.model.error)
     assert batch.sequences == (reader,)
 
 
@@ -228,7 +225,7 @@ def test_a_text_that_is_called_off_ends_before_another_token_of_it_is_read(
     batch, text = bench.batch(), bench.text("one")
     batch.add(text)
     batch.run_pass()
-    text.ticket.is_cancelled = True
+    text.owner.is_cancelled = True
     assert batch.run_pass() == [text]
     assert text.build_output().finish_reason == "cancelled"
     assert text.build_output().text == bench.said("one") == "bc"
@@ -239,7 +236,7 @@ def test_a_text_whose_prompt_is_being_read_can_be_called_off(bench: BatchHarness
     batch, text = bench.batch(), bench.text("one", [A] * (2 * PREFILL_CHUNK))
     batch.add(text)
     batch.run_pass()
-    text.ticket.is_cancelled = True
+    text.owner.is_cancelled = True
     assert batch.run_pass() == [text]
     assert text.build_output().text == ""
     assert len(bench.log) == 1
@@ -363,7 +360,7 @@ def test_a_stream_goes_on_while_a_chunk_is_read_and_may_end_there(bench: BatchHa
         batch.run_pass()
     batch.add(bench.text("long", [A] * 64, max_tokens=1, token_seconds=10 * TOKEN))
     over = batch.run_pass()
-    assert [text.ticket.job.id for text in over] == ["stream"]
+    assert [text.owner.job.id for text in over] == ["stream"]
     assert over[0].build_output().text == "bcdefghijklm"
     assert over[0].build_output().finish_reason == "length"
     batch.check_integrity()
@@ -383,15 +380,14 @@ def test_a_stream_that_is_called_off_is_not_stepped_while_a_chunk_is_read(
 
     class Leaving(Alphabet):
         def cost(self, ids: Sequence[int]) -> float:
-            stream.ticket.is_cancelled = True
+            stream.owner.is_cancelled = True
             seen.append(clock.now)
             return super().cost(ids)
 
     batch.sequences[1].session = Leaving([], "long", clock, token_seconds=10 * TOKEN)
-    batch.run_pass()
+    assert batch.run_pass() == [stream]
     assert seen
     assert len(model.steps) == steps
-    assert batch.run_pass() == [stream]
 
 
 def test_a_long_prompt_that_is_called_off_midway_leaves_the_stream(bench: BatchHarness) -> None:
@@ -403,7 +399,7 @@ def test_a_long_prompt_that_is_called_off_midway_leaves_the_stream(bench: BatchH
     long = bench.text("long", [A] * 5000, token_seconds=TOKEN)
     batch.add(long)
     batch.run_pass()
-    long.ticket.is_cancelled = True
+    long.owner.is_cancelled = True
     assert batch.run_pass() == [long]
     assert long.build_output().finish_reason == "cancelled"
     assert batch.sequences == (stream,)

@@ -2,14 +2,14 @@
 
 import pytest
 
-from expertctl.engine.serving.request import (
+from expertctl.engine.running_batch import (
     CHUNK_SIZES,
     FIRST_CHUNK,
     MIN_CHUNK,
-    PrefillChunk,
     choose_chunk_size,
     is_step_due,
 )
+from expertctl.engine.running_sequence import PrefillChunk
 
 STEPS = (0.010, 0.012, 0.011)
 

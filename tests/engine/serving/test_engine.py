@@ -17,6 +17,7 @@ from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
+from expertctl.engine.running_sequence import OutputDelta
 from expertctl.engine.serving import model_runner
 from expertctl.engine.serving import request as request_module
 from expertctl.engine.serving.engine import ServingEngine
@@ -26,7 +27,6 @@ from expertctl.engine.serving.request import (
     JobFailed,
     JobFinished,
     JobStarted,
-    OutputDelta,
 )
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine.torch.devices import translate_device_errors
@@ -503,6 +503,8 @@ def test_a_bug_in_a_pass_ends_its_jobs_and_the_next_is_answered(
     model = press.batch._model
 
     class Broken:
+        prefill = staticmethod(model.prefill)
+
         def step(self, texts: Any) -> Any:
             press.batch._model = model
             raise ZeroDivisionError
@@ -539,7 +541,8 @@ def test_a_device_that_fails_ends_the_engine_with_its_way_out(
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel")
 
     if where == "a step":
-        monkeypatch.setattr(press.batch, "_model", SimpleNamespace(step=where_it_broke))
+        broken_model = SimpleNamespace(step=where_it_broke, prefill=press.batch._model.prefill)
+        monkeypatch.setattr(press.batch, "_model", broken_model)
     else:
         monkeypatch.setattr(engine._runner.resources, "load_plan", where_it_broke)
     readers = [EventReader(engine, job(request())) for _ in range(3)]

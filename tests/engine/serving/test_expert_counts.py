@@ -1,6 +1,6 @@
 """How often experts answered: each apart, as long as they are not too many."""
 
-from expertctl.engine.serving.running_batch import OTHER_EXPERTS, ExpertJobCounts
+from expertctl.engine.serving.request import OTHER_EXPERTS, ExpertJobCounts
 
 
 def test_an_expert_counts_once_for_each_job() -> None:

@@ -7,8 +7,9 @@ import pytest
 
 from expertctl.engine.cpu.plain_backend import PlainModel
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS
+from expertctl.engine.running_sequence import OutputDelta
 from expertctl.engine.serving.model_runner import INITIAL_ANSWER_TOKENS
-from expertctl.engine.serving.request import JobStarted, OutputDelta, RequestState
+from expertctl.engine.serving.request import JobStarted, RequestState
 from expertctl.errors import BudgetError, CancelledError
 from tests.engine.serving.harness import (
     ENDLESS_TOKENS,
@@ -109,7 +110,7 @@ def test_a_text_that_a_bug_keeps_from_beginning_ends_its_own_job(
     assert bad.error.message == "the server failed to answer this"
     assert "a text could not begin" in harness.messages[-1]
     assert not any(isinstance(event, JobStarted) for event in bad.events)
-    assert [text.ticket for text in harness.loop.batch.sequences] == [good.ticket]
+    assert [text.owner for text in harness.loop.batch.sequences] == [good.ticket]
     harness.scheduler.cancel(good.ticket.job.id)
     harness.finish(good)
     assert good.results[0].generated.tokens
@@ -209,7 +210,7 @@ def test_a_job_that_reads_for_its_other_answers_keeps_no_row_from_others(
         )
         other = harness.submit_until_ready(make_request("Sort: 2", "go"))
         harness.loop.run_pass()
-        assert [text.ticket for text in harness.loop.batch.sequences] == [long.ticket, other.ticket]
+        assert [text.owner for text in harness.loop.batch.sequences] == [long.ticket, other.ticket]
         harness.finish(long, other)
 
 

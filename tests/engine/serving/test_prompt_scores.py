@@ -11,8 +11,8 @@ import transformers
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS
 from expertctl.engine.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.request import RunRequest
+from expertctl.engine.running_sequence import OutputDelta
 from expertctl.engine.serving.model_runner import INITIAL_ANSWER_TOKENS
-from expertctl.engine.serving.request import OutputDelta
 from expertctl.engine.text.prompt import PromptLogprobs, RawPrompt, UserMessage
 from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import BudgetError

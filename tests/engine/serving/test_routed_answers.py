@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from expertctl.engine.running_sequence import OutputDelta
 from expertctl.engine.serving.engine import ServingEngine
-from expertctl.engine.serving.request import OutputDelta
 from expertctl.engine.torch import devices
 from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import IncompatibleError

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from expertctl.engine.result import RunResult
-from expertctl.engine.serving.request import JobFinished, JobStarted, OutputDelta
+from expertctl.engine.running_sequence import OutputDelta
+from expertctl.engine.serving.request import JobFinished, JobStarted
 from expertctl.schema.strict_json import JsonObject
 from expertctl.server.anthropic.message_request import MessageCall
 from expertctl.server.anthropic.message_response import build_message

@@ -11,13 +11,8 @@ from anthropic.types import RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
-from expertctl.engine.serving.request import (
-    GenerationJob,
-    JobEvent,
-    JobFailed,
-    OutputDelta,
-    TokenSink,
-)
+from expertctl.engine.running_sequence import OutputDelta
+from expertctl.engine.serving.request import GenerationJob, JobEvent, JobFailed, TokenSink
 from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import StoreError
 from expertctl.server.app import create_app

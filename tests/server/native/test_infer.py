@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
-from expertctl.engine.serving.request import GenerationJob, JobFailed, OutputDelta, TokenSink
+from expertctl.engine.running_sequence import OutputDelta
+from expertctl.engine.serving.request import GenerationJob, JobFailed, TokenSink
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import ExpertError, UsageError

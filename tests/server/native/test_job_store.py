@@ -17,7 +17,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from expertctl.engine.serving.request import JobFailed, JobFinished, OutputDelta
+from expertctl.engine.running_sequence import OutputDelta
+from expertctl.engine.serving.request import JobFailed, JobFinished
 from expertctl.errors import CancelledError, ExpertError, NotFoundError, TimedOutError
 from expertctl.schema.strict_json import JsonObject
 from expertctl.server.native.jobs import JobStore, StoredJob

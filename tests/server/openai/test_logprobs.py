@@ -4,7 +4,7 @@ import msgspec
 from openai.types.chat.chat_completion import ChoiceLogprobs
 from openai.types.completion_choice import Logprobs
 
-from expertctl.engine.serving.request import SampledToken, TokenLogprob
+from expertctl.engine.running_sequence import SampledToken, TokenLogprob
 from expertctl.server.openai.response import (
     TokenOffsets,
     build_chat_logprobs,

@@ -1,7 +1,8 @@
 """Numbers of a snapshot, by subject."""
 
 from expertctl.engine.memory.adapter_cache import TierTraffic
-from expertctl.engine.serving.running_batch import EngineSnapshot, JobTotals, StepCounters
+from expertctl.engine.running_batch import StepCounters
+from expertctl.engine.serving.request import EngineSnapshot, JobTotals
 from expertctl.server.status_page import FirstTokenTotals, build_figures
 
 SQL, DATES = "acme/sql@1.0.0", "acme/dates@1.0.0"
