@@ -166,31 +166,33 @@ class ServingEngine:
     def take_snapshot(self) -> EngineSnapshot:
         """Return the current state of the engine."""
         assert self._loop is not None, "start comes first"
-        board, house, batch = self._scheduler, self._runner, self._loop.batch
+        scheduler, runner, batch = self._scheduler, self._runner, self._loop.batch
         # before the lock, which submitting takes: reading a device can take long
-        routed, counters = house.model.routed, house.model.counters
+        routed, counters = runner.model.routed, runner.model.counters
         observed = None if counters is None else counters.observed_snapshot()
-        with board.lock:
-            memory, texts = house.memory, batch.sequences
-            prepared = [t for t in board.requests if t.stage in {"preparing", "loading", "ready"}]
+        with scheduler.lock:
+            memory, sequences = runner.memory, batch.sequences
+            prepared = [
+                t for t in scheduler.requests if t.stage in {"preparing", "loading", "ready"}
+            ]
             other_bytes = sum(size for purpose, size in memory.held.items() if purpose != "kv")
             return EngineSnapshot(
-                waiting=len(board.queue),
+                waiting=len(scheduler.queue),
                 preparing=len(prepared),
-                running=len(texts),
+                running=len(sequences),
                 rows=batch.rows,
-                totals=board.totals.copy(),
+                totals=scheduler.totals.copy(),
                 counts=replace(batch.counts),
                 held=memory.held,
                 limit=memory.budget,
                 peak=memory.peak,
                 kv_limit=memory.budget - other_bytes,
-                kv_in_use=house.kv_in_use,
-                kv_kept_limit=house.cached_kv_limit,
-                kv_block=house.base.kv_bytes(KV_BLOCK_TOKENS),
-                traffic={t.value: replace(n) for t, n in house.resources.tiers.traffic.items()},
-                running_plans=tuple(text.owner.refs for text in texts),
-                waiting_plans=tuple(ticket.refs for ticket in (*prepared, *board.queue)),
+                kv_in_use=runner.kv_in_use,
+                kv_kept_limit=runner.cached_kv_limit,
+                kv_block=runner.base.kv_bytes(KV_BLOCK_TOKENS),
+                traffic={t.value: replace(n) for t, n in runner.resources.tiers.traffic.items()},
+                running_plans=tuple(one.owner.refs for one in sequences),
+                waiting_plans=tuple(state.refs for state in (*prepared, *scheduler.queue)),
                 routed=routed,
                 observed=observed,
                 resident_experts=self._count_resident_experts(),

@@ -67,7 +67,7 @@ class EngineLoop:
         self._paused: list[_JobSequence] = []
         """Sequences that gave their memory to others, the one started first in front."""
         self._on_failure = on_failure
-        self._thread = threading.Thread(target=self._run, name="press", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -127,41 +127,41 @@ class EngineLoop:
     def _fail_expired(self) -> None:
         """Fail jobs without a row that are cancelled or past their deadline."""
         with self._scheduler.lock:
-            late = [ticket for ticket in self._scheduler.queue if ticket.find_stop_reason()]
-            for ticket in late:
-                self._scheduler.queue.remove(ticket)
+            late = [state for state in self._scheduler.queue if state.find_stop_reason()]
+            for state in late:
+                self._scheduler.queue.remove(state)
             late += [
                 t for t in self._scheduler.ready if not t.started_count and t.find_stop_reason()
             ]
-        for ticket in late:
-            self._fail_if_raises(ticket, ticket.check_active)
+        for state in late:
+            self._fail_if_raises(state, state.check_active)
 
-    def _fail_if_raises(self, ticket: RequestState, why: Callable[[], None]) -> None:
+    def _fail_if_raises(self, state: RequestState, why: Callable[[], None]) -> None:
         try:
             why()
         except ExpertError as error:
-            self._scheduler.fail(ticket, error)
+            self._scheduler.fail(state, error)
 
     def _start_sequences(self) -> None:
         """Start sequences of ready jobs, as far as there are rows and memory."""
-        while self.batch.free and (ticket := self._choose_ready()) is not None:
+        while self.batch.free and (state := self._choose_ready()) is not None:
             was_loading = self._scheduler.is_loading
             try:
-                self._start_sequence(ticket)
+                self._start_sequence(state)
             except BudgetError as error:
                 if self.batch.sequences:
-                    self._memory_wait = ticket, time.monotonic() + _RETRY_SECONDS
+                    self._memory_wait = state, time.monotonic() + _RETRY_SECONDS
                     return  # a running sequence will end and release the missing memory
-                if self._reclaim_memory(ticket):
+                if self._reclaim_memory(state):
                     continue
                 if self._wait_for_loading() or was_loading:
                     return  # check for other jobs, and for deadlines
-                self._fail(ticket, error)
+                self._fail(state, error)
             except ExpertError as error:
-                self._fail(ticket, error)
+                self._fail(state, error)
             except Exception:  # noqa: BLE001  # a bug ends one job and is logged; others continue
-                self._tell(f"error: a text could not begin\n{traceback.format_exc()}")
-                self._fail(ticket, _make_internal_error())
+                self._tell(f"error: a sequence could not start\n{traceback.format_exc()}")
+                self._fail(state, _make_internal_error())
 
     def _choose_ready(self) -> RequestState | None:
         """Return the job that gets the next row; None while it waits for memory.
@@ -170,73 +170,75 @@ class EngineLoop:
         """
         shares = self._runner.base.backend.name != "cuda"
         reading = (
-            {text.owner for text in self._resources if text.is_prefilling} if shares else set()
+            {sequence.owner for sequence in self._resources if sequence.is_prefilling}
+            if shares
+            else set()
         )
         with self._scheduler.lock:
             ready = (
                 one for one in self._scheduler.ready if one.find_stop_reason() or one not in reading
             )
-            ticket = next(ready, None)
+            state = next(ready, None)
         lacked, until = self._memory_wait
         if (
-            ticket is None
-            or ticket is not lacked
-            or ticket.find_stop_reason()
+            state is None
+            or state is not lacked
+            or state.find_stop_reason()
             or not self.batch.sequences
         ):
-            return ticket
-        return ticket if time.monotonic() >= until else None
+            return state
+        return state if time.monotonic() >= until else None
 
-    def _start_sequence(self, ticket: RequestState) -> None:
+    def _start_sequence(self, state: RequestState) -> None:
         """Start the next sequence of a job; a cancelled one keeps those that it has."""
-        if ticket.started_count and ticket.find_stop_reason():
-            self._scheduler.mark_running(ticket)
-            self._conclude(ticket)
+        if state.started_count and state.find_stop_reason():
+            self._scheduler.mark_running(state)
+            self._conclude(state)
             return
-        ticket.check_active()
-        prepared, memory, number = ticket.prepared, ticket.memory, ticket.started_count
+        state.check_active()
+        prepared, memory, number = state.prepared, state.memory, state.started_count
         assert prepared is not None
         assert memory is not None
         plan, prompt = prepared.planned.result.plan, prepared.prompt
-        ticket.timer.end_stage("queue")
+        state.timer.end_stage("queue")
         with ExitStack() as stack:
-            scores = _create_prompt_scores(ticket) if number == 0 else None
+            scores = _create_prompt_scores(state) if number == 0 else None
             lending = self._runner.open_sequence(
-                prepared, memory, cache_key=ticket.cache_key, scores=scores
+                prepared, memory, cache_key=state.cache_key, scores=scores
             )
             ready = stack.enter_context(lending)
-            ticket.timer.end_stage("load")
+            state.timer.end_stage("load")
             if number == 0:
-                ticket.emit(JobStarted(plan, len(prompt.ids), ready.reused))
-            text = ready.start_sequence(
-                ticket,
+                state.emit(JobStarted(plan, len(prompt.ids), ready.reused))
+            sequence = ready.start_sequence(
+                state,
                 prompt,
                 plan,
                 number=number,
-                rules=ticket.job.stop_rules,
-                logprobs=ticket.job.logprobs,
+                rules=state.job.stop_rules,
+                logprobs=state.job.logprobs,
                 scores=scores,
             )
             made_with = memory.loads, memory.bytes_moved, self._runner.threads
             # the job's other sequences may still wait for rows
-            clock = deepcopy(ticket.timer)
-            ticket.contexts[number] = GenerationContext(
+            clock = deepcopy(state.timer)
+            state.contexts[number] = GenerationContext(
                 prepared, ready, *made_with, clock, ready.routed
             )
-            self._resources[text] = _SequenceResources(ready, stack.pop_all())
-        self.batch.add(text)
+            self._resources[sequence] = _SequenceResources(ready, stack.pop_all())
+        self.batch.add(sequence)
         self._update_free_rows()  # first: the loader must see that a sequence holds memory
-        ticket.started_count += 1
+        state.started_count += 1
         self._memory_wait = None, 0.0
-        if ticket.started_count == ticket.job.answers:
-            self._scheduler.mark_running(ticket)
+        if state.started_count == state.job.answers:
+            self._scheduler.mark_running(state)
 
-    def _reclaim_memory(self, ticket: RequestState | None) -> bool:
+    def _reclaim_memory(self, state: RequestState | None) -> bool:
         """Take memory from ready jobs and, if idle, from buffers; False if neither has any."""
-        started = {text.owner for text in (*self._resources, *self._paused)}
+        started = {sequence.owner for sequence in (*self._resources, *self._paused)}
         with self._scheduler.lock:
             others = [
-                one for one in self._scheduler.ready if one is not ticket and one not in started
+                one for one in self._scheduler.ready if one is not state and one not in started
             ]
         for other in others:
             self._scheduler.requeue(other)
@@ -261,51 +263,55 @@ class EngineLoop:
             self._tell(f"error: a pass failed\n{traceback.format_exc()}")
             over = self.batch.fail_all(_make_internal_error())
             self._runner.model.check_integrity()  # or the engine ends: answers would be wrong
-        for text in over:
-            if text.error is not None:
-                self._fail(text.owner, text.error)
-            elif text in self._resources:  # else another sequence of its job failed
-                self._finish(text)
+        for sequence in over:
+            if sequence.error is not None:
+                self._fail(sequence.owner, sequence.error)
+            elif sequence in self._resources:  # else another sequence of its job failed
+                self._finish(sequence)
         self._update_free_rows()
 
     def _resume_paused(self) -> None:
         """Resume paused sequences, the one started first in front; cancelled ones end."""
-        for text, why in [(text, text.owner.find_stop_reason()) for text in self._paused]:
+        for sequence, why in [
+            (sequence, sequence.owner.find_stop_reason()) for sequence in self._paused
+        ]:
             if why is not None:
-                self._paused.remove(text)
-                text.stop(why)
-                self._finish(text)
+                self._paused.remove(sequence)
+                sequence.stop(why)
+                self._finish(sequence)
         while self._paused and self.batch.free and self._resume(self._paused[0]):
             self.batch.add(self._paused.pop(0))
         with self._scheduler.lock:
             self._scheduler.is_short = bool(self._paused)
         self._update_free_rows()
 
-    def _resume(self, text: _JobSequence) -> bool:
+    def _resume(self, sequence: _JobSequence) -> bool:
         """Allocate KV for a paused sequence; False while there is no memory."""
-        ticket, written = text.owner, text.writer.tokens
-        prepared, memory = ticket.prepared, ticket.memory
+        state, written = sequence.owner, sequence.writer.tokens
+        prepared, memory = state.prepared, state.memory
         assert prepared is not None
         assert memory is not None
         with ExitStack() as stack:
-            scores = None if text.scores is None or text.scores.is_complete else text.scores
+            scores = (
+                None if sequence.scores is None or sequence.scores.is_complete else sequence.scores
+            )
             lending = self._runner.open_sequence(
-                prepared, memory, cache_key=ticket.cache_key, generated=written, scores=scores
+                prepared, memory, cache_key=state.cache_key, generated=written, scores=scores
             )
             try:
                 ready = stack.enter_context(lending)
             except BudgetError as error:
                 if not (
-                    self.batch.sequences or self._reclaim_memory(ticket) or self._wait_for_loading()
+                    self.batch.sequences or self._reclaim_memory(state) or self._wait_for_loading()
                 ):
-                    self._fail(ticket, error)
+                    self._fail(state, error)
                 return False
             ids = (*prepared.prompt.ids, *written)
             reading = ready.model.start_session(
                 ready.kv.cache, ready.plan, scores=None if scores is None else scores.record
             )
-            text.resume(reading, ready.kv.cache, ids[ready.reused :])
-            self._resources[text] = _SequenceResources(ready, stack.pop_all())
+            sequence.resume(reading, ready.kv.cache, ids[ready.reused :])
+            self._resources[sequence] = _SequenceResources(ready, stack.pop_all())
         return True
 
     def _free_memory(self) -> None:
@@ -322,62 +328,62 @@ class EngineLoop:
             error = BudgetError("there is not enough memory for the rest of an answer")
             self._fail(last.owner, error)
 
-    def _pause(self, text: _JobSequence) -> None:
+    def _pause(self, sequence: _JobSequence) -> None:
         """Remove a sequence from the batch; its KV is kept until the memory is needed."""
-        assert text.owner.prepared is not None
-        self.batch.remove(text)
-        resources = self._resources.pop(text)
-        resources.ready.kv.complete((*text.owner.prepared.prompt.ids, *text.writer.tokens))
-        text.pause()
+        assert sequence.owner.prepared is not None
+        self.batch.remove(sequence)
+        resources = self._resources.pop(sequence)
+        resources.ready.kv.complete((*sequence.owner.prepared.prompt.ids, *sequence.writer.tokens))
+        sequence.pause()
         resources.stack.close()
-        self._paused.insert(0, text)  # those paused earlier were started later
+        self._paused.insert(0, sequence)  # those paused earlier were started later
         with self._scheduler.lock:
             self._scheduler.is_short = True
             self._scheduler.totals.paused += 1
             self._scheduler.notify_freed()
         self._update_free_rows()
 
-    def _finish(self, text: _JobSequence) -> None:
+    def _finish(self, sequence: _JobSequence) -> None:
         """Store an answer, and keep its KV if it is complete."""
-        ticket, generated = text.owner, text.build_output()
-        assert ticket.prepared is not None
-        resources = self._resources.pop(text, None)  # none while it is paused
+        state, generated = sequence.owner, sequence.build_output()
+        assert state.prepared is not None
+        resources = self._resources.pop(sequence, None)  # none while it is paused
         if resources is not None:
             if generated.finish_reason in {"stop", "length"}:
-                resources.ready.kv.complete((*ticket.prepared.prompt.ids, *generated.tokens))
+                resources.ready.kv.complete((*state.prepared.prompt.ids, *generated.tokens))
             resources.stack.close()
-        ticket.outputs[text.number] = generated
-        ticket.contexts[text.number] = _close_context(ticket.contexts[text.number])
-        self._conclude(ticket)
+        state.outputs[sequence.number] = generated
+        state.contexts[sequence.number] = _close_context(state.contexts[sequence.number])
+        self._conclude(state)
 
-    def _conclude(self, ticket: RequestState) -> None:
+    def _conclude(self, state: RequestState) -> None:
         """Pass a job to the processor when its sequences have ended and none is left to start."""
-        if len(ticket.outputs) == ticket.started_count and ticket not in self._scheduler.ready:
-            ticket.stage = "concluding"
-            self._forget_own_cache(ticket)
-            self._scheduler.release(ticket)
-            self._processor.conclude(ticket)
+        if len(state.outputs) == state.started_count and state not in self._scheduler.ready:
+            state.stage = "concluding"
+            self._forget_own_cache(state)
+            self._scheduler.release(state)
+            self._processor.conclude(state)
 
-    def _fail(self, ticket: RequestState, error: ExpertError) -> None:
+    def _fail(self, state: RequestState, error: ExpertError) -> None:
         """Fail a job with all its sequences.
 
         Raises:
             DeviceError: when it was the cause, since it ends all other jobs, too.
         """
-        self._paused = [text for text in self._paused if text.owner is not ticket]
-        for text in [text for text in self._resources if text.owner is ticket]:
-            self.batch.remove(text)
-            self._resources.pop(text).stack.close()
-        self._forget_own_cache(ticket)
+        self._paused = [sequence for sequence in self._paused if sequence.owner is not state]
+        for sequence in [sequence for sequence in self._resources if sequence.owner is state]:
+            self.batch.remove(sequence)
+            self._resources.pop(sequence).stack.close()
+        self._forget_own_cache(state)
         self._memory_wait = None, 0.0
-        self._processor.fail(ticket, error)
+        self._processor.fail(state, error)
         if isinstance(error, DeviceError):
             raise copy(error)
 
-    def _forget_own_cache(self, ticket: RequestState) -> None:
+    def _forget_own_cache(self, state: RequestState) -> None:
         """Drop KV that the answers of a job shared and no other request uses."""
-        if ticket.own_key is not None:
-            self._runner.resources.forget(ticket.own_key)
+        if state.own_key is not None:
+            self._runner.resources.forget(state.own_key)
 
     def _update_free_rows(self) -> None:
         with self._scheduler.lock:
@@ -398,9 +404,9 @@ def _make_internal_error() -> ExpertError:
     return ExpertError("the server failed to answer this", hint="its log says why")
 
 
-def _create_prompt_scores(ticket: RequestState) -> PromptLogprobs | None:
+def _create_prompt_scores(state: RequestState) -> PromptLogprobs | None:
     """Return the recorder of a prompt's log-probabilities, if they are requested."""
-    top, prepared = ticket.job.prompt_logprobs, ticket.prepared
+    top, prepared = state.job.prompt_logprobs, state.prepared
     assert prepared is not None
     if top is None:
         return None

@@ -56,7 +56,7 @@ class RequestProcessor:
         """Start without threads, which are created on demand."""
         self._planner, self._runner, self._scheduler, self._tell = planner, runner, scheduler, tell
         self._session = PlanningSession(planner)
-        self._planning = ThreadPoolExecutor(1, thread_name_prefix="desk")
+        self._planning = ThreadPoolExecutor(1, thread_name_prefix="planner")
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._checking = ThreadPoolExecutor(CHECK_WORKERS, thread_name_prefix="checker")
         self._last_reported = ""
@@ -91,21 +91,21 @@ class RequestProcessor:
 
     def prepare_next(self) -> None:
         """Start preparing jobs, as many as there may soon be rows for."""
-        while (ticket := self._scheduler.take_next()) is not None:
-            self._planning.submit(self._run_guarded, ticket, self._plan)
+        while (state := self._scheduler.take_next()) is not None:
+            self._planning.submit(self._run_guarded, state, self._plan)
 
-    def load_again(self, ticket: RequestState) -> None:
+    def load_again(self, state: RequestState) -> None:
         """Load again what a ready job released."""
-        self._loading.submit(self._run_guarded, ticket, self._load_experts)
+        self._loading.submit(self._run_guarded, state, self._load_experts)
 
-    def conclude(self, ticket: RequestState) -> None:
+    def conclude(self, state: RequestState) -> None:
         """Check the answers of a job, record them, and notify the caller."""
-        for context in ticket.contexts.values():
+        for context in state.contexts.values():
             context.clock.restart_stage()
-        if ticket.job.check is None:
-            self._planning.submit(self._run_guarded, ticket, self._check_and_record)
+        if state.job.check is None:
+            self._planning.submit(self._run_guarded, state, self._check_and_record)
         else:
-            self._checking.submit(self._run_guarded, ticket, self._check)
+            self._checking.submit(self._run_guarded, state, self._check)
 
     def close(self) -> None:
         """End the threads, once queued work is done."""
@@ -113,55 +113,55 @@ class RequestProcessor:
         self._checking.shutdown()
         self._planning.shutdown()
 
-    def _run_guarded(self, ticket: RequestState, work: Callable[[RequestState], None]) -> None:
+    def _run_guarded(self, state: RequestState, work: Callable[[RequestState], None]) -> None:
         """Run a stage of a job; an error fails this job only, a failed device all jobs."""
         try:
-            work(ticket)
+            work(state)
         except DeviceError as error:
-            self.fail(ticket, error)
+            self.fail(state, error)
             self._scheduler.stop_with_error(error)
         except ExpertError as error:
-            self.fail(ticket, error)
+            self.fail(state, error)
         except Exception:  # noqa: BLE001  # a bug ends one job and is logged; the server goes on
             self._tell(f"error: a job failed\n{traceback.format_exc()}")
-            self.fail(ticket, ExpertError("the server failed to answer this"))
+            self.fail(state, ExpertError("the server failed to answer this"))
         self.prepare_next()
 
-    def _plan(self, ticket: RequestState) -> None:
-        ticket.timer.end_stage("queue")
-        ticket.check_active()
-        request = ticket.job.request
-        ticket.planned = self._plan_request(request)
-        ticket.prepared = self._runner.prepare(request, ticket.planned)
-        ticket.planned = ticket.prepared.planned  # possibly with fewer experts
-        ticket.timer.end_stage("route")
-        self._loading.submit(self._run_guarded, ticket, self._load_experts)
+    def _plan(self, state: RequestState) -> None:
+        state.timer.end_stage("queue")
+        state.check_active()
+        request = state.job.request
+        state.planned = self._plan_request(request)
+        state.prepared = self._runner.prepare(request, state.planned)
+        state.planned = state.prepared.planned  # possibly with fewer experts
+        state.timer.end_stage("route")
+        self._loading.submit(self._run_guarded, state, self._load_experts)
 
     def _plan_request(self, request: RunRequest) -> PlannedPrompt:
         return plan_request(self._session, request, self._runner.get_files(request))
 
-    def _load_experts(self, ticket: RequestState) -> None:
+    def _load_experts(self, state: RequestState) -> None:
         """Load the experts; where memory is missing, queue again behind jobs that may find it."""
-        assert ticket.prepared is not None
-        ticket.check_active()
-        ticket.timer.end_stage("queue")
-        seen, again = self._scheduler.freed_count, ticket.missing_at_freed_count is not None
-        if ticket.missing_at_freed_count == seen and self._wait_for_memory(seen):
+        assert state.prepared is not None
+        state.check_active()
+        state.timer.end_stage("queue")
+        seen, again = self._scheduler.freed_count, state.missing_at_freed_count is not None
+        if state.missing_at_freed_count == seen and self._wait_for_memory(seen):
             # no memory was released yet
-            self._loading.submit(self._run_guarded, ticket, self._load_experts)
+            self._loading.submit(self._run_guarded, state, self._load_experts)
             return
-        self._scheduler.mark_loading(ticket)
+        self._scheduler.mark_loading(state)
         try:
-            ticket.memory = self._runner.load_plan(ticket.prepared, again=again)
+            state.memory = self._runner.load_plan(state.prepared, again=again)
         except BudgetError:
-            ticket.missing_at_freed_count = seen
-            self._scheduler.mark_waiting_for_memory(ticket)
+            state.missing_at_freed_count = seen
+            self._scheduler.mark_waiting_for_memory(state)
             if not (self._wait_for_memory(seen) or self._free_buffers()):
                 raise
-            self._loading.submit(self._run_guarded, ticket, self._load_experts)
+            self._loading.submit(self._run_guarded, state, self._load_experts)
             return
-        ticket.timer.end_stage("load")
-        self._scheduler.mark_ready(ticket)
+        state.timer.end_stage("load")
+        self._scheduler.mark_ready(state)
 
     def _wait_for_memory(self, freed_count: int) -> bool:
         """Wait a while for memory; return False when no job holds any that could be released."""
@@ -196,14 +196,14 @@ class RequestProcessor:
             scheduler.condition.wait_for(lambda: freed.done() or scheduler.is_done, _REST_SECONDS)
         return freed.done() and freed.result()
 
-    def fail(self, ticket: RequestState, error: ExpertError) -> None:
+    def fail(self, state: RequestState, error: ExpertError) -> None:
         """Fail a job without a sequence in the batch, and soon count it against its experts."""
         if isinstance(error, DeviceError):  # its traceback is soon lost
             trace = "".join(traceback.format_exception(error))
             self._tell(f"error: {error.message}; {error.hint}\n{trace}")
         error = self._redact_error(error)
-        planned = ticket.planned if ticket.job.remember else None
-        if self._scheduler.fail(ticket, error) and not (
+        planned = state.planned if state.job.remember else None
+        if self._scheduler.fail(state, error) and not (
             planned is None or isinstance(error, NoAnswerError)
         ):
             catalogue = self._planner.catalogue
@@ -243,40 +243,40 @@ class RequestProcessor:
             hint="the server's log names the file",
         )
 
-    def _check_and_record(self, ticket: RequestState) -> None:
-        self._record_results(self._check_answers(ticket), ticket)
+    def _check_and_record(self, state: RequestState) -> None:
+        self._record_results(self._check_answers(state), state)
 
-    def _check(self, ticket: RequestState) -> None:
-        forms = self._check_answers(ticket)
-        self._planning.submit(self._run_guarded, ticket, partial(self._record_results, forms))
+    def _check(self, state: RequestState) -> None:
+        forms = self._check_answers(state)
+        self._planning.submit(self._run_guarded, state, partial(self._record_results, forms))
 
-    def _check_answers(self, ticket: RequestState) -> Mapping[int, FormatCheck]:
-        forms = {n: self._check_answer(ticket, ticket.outputs[n]) for n in sorted(ticket.outputs)}
-        for context in ticket.contexts.values():
+    def _check_answers(self, state: RequestState) -> Mapping[int, FormatCheck]:
+        forms = {n: self._check_answer(state, state.outputs[n]) for n in sorted(state.outputs)}
+        for context in state.contexts.values():
             context.clock.end_stage("post")
         return forms
 
-    def _record_results(self, forms: Mapping[int, FormatCheck], ticket: RequestState) -> None:
-        results = tuple(self._build_result(ticket, n, form) for n, form in forms.items())
-        self._scheduler.finish(ticket, JobFinished(results))
+    def _record_results(self, forms: Mapping[int, FormatCheck], state: RequestState) -> None:
+        results = tuple(self._build_result(state, n, form) for n, form in forms.items())
+        self._scheduler.finish(state, JobFinished(results))
 
-    def _check_answer(self, ticket: RequestState, generated: GenerationOutput) -> FormatCheck:
+    def _check_answer(self, state: RequestState, generated: GenerationOutput) -> FormatCheck:
         """Check the format of an answer, by the job's check or as its prompt requires."""
-        job = ticket.job
-        if ticket.find_stop_reason():
+        job = state.job
+        if state.find_stop_reason():
             return FormatCheck(None)
         if job.check is not None and generated.finish_reason not in {"cancelled", "timeout"}:
             found = job.check(generated.text)
             if isinstance(found, FormatCheck):
                 return ignore_truncation(found, finish_reason=generated.finish_reason)
             generated = replace(generated, text=found)
-        assert ticket.prepared is not None
-        return check_answer(generated, ticket.prepared.planned, job.request.route.prompt)
+        assert state.prepared is not None
+        return check_answer(generated, state.prepared.planned, job.request.route.prompt)
 
-    def _build_result(self, ticket: RequestState, number: int, form: FormatCheck) -> RunResult:
-        job, context = ticket.job, ticket.contexts[number]
+    def _build_result(self, state: RequestState, number: int, form: FormatCheck) -> RunResult:
+        job, context = state.job, state.contexts[number]
         job_id = job.id if number == 0 else f"{job.id}-{number}"
-        generated, memory = ticket.outputs[number], self._runner.memory
+        generated, memory = state.outputs[number], self._runner.memory
         result = build_result(job.request, context, generated, form, memory, job_id=job_id)
         if not job.remember:
             return result

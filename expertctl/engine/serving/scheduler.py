@@ -208,7 +208,7 @@ class Scheduler:
         self.is_closing = False
         self.is_short = False
         """Whether sequences are paused because of missing memory: then no other one starts."""
-        self._tickets: dict[str, RequestState] = {}
+        self._states: dict[str, RequestState] = {}
         self._preparing = 0
         self._job_seconds = 1.0
 
@@ -216,25 +216,25 @@ class Scheduler:
     def requests(self) -> tuple[RequestState, ...]:
         """All jobs that have not ended."""
         with self.lock:
-            return tuple(self._tickets.values())
+            return tuple(self._states.values())
 
     @property
     def preparing_count(self) -> int:
         """Number of jobs being planned or loaded."""
         return self._preparing
 
-    def enqueue(self, ticket: RequestState) -> None:
+    def enqueue(self, state: RequestState) -> None:
         """Add a new job to the queue.
 
         Raises:
             RateLimitError: when it or the owner's share of it is full, or the engine is ending.
         """
         with self.lock:
-            assert ticket.job.id not in self._tickets, "a job has an id of its own"
-            if self.is_closing or not self.queue.add(ticket, now=time.monotonic()):
+            assert state.job.id not in self._states, "a job has an id of its own"
+            if self.is_closing or not self.queue.add(state, now=time.monotonic()):
                 self.totals.refused += 1
                 raise self._make_rate_limit_error()
-            self._tickets[ticket.job.id] = ticket
+            self._states[state.job.id] = state
             self.condition.notify_all()
 
     def run_between_passes(self, call: Callable[[], None]) -> Future[None]:
@@ -271,70 +271,70 @@ class Scheduler:
             now = time.monotonic()
             if not self._can_prepare(now):
                 return None
-            ticket = self.queue.take(now=now)
-            if ticket is not None:
-                ticket.stage, ticket.left_queue_at = "preparing", now
+            state = self.queue.take(now=now)
+            if state is not None:
+                state.stage, state.left_queue_at = "preparing", now
                 self._preparing += 1
-            return ticket
+            return state
 
-    def mark_loading(self, ticket: RequestState) -> None:
+    def mark_loading(self, state: RequestState) -> None:
         """Mark a job as loading, so that it may take memory."""
         with self.lock:
-            ticket.stage = "loading"
+            state.stage = "loading"
 
-    def mark_waiting_for_memory(self, ticket: RequestState) -> None:
+    def mark_waiting_for_memory(self, state: RequestState) -> None:
         """Mark a job as waiting for memory; it holds none."""
         with self.lock:
-            ticket.stage = "preparing"
-            if ticket.memory_missing_since is None:
-                ticket.memory_missing_since = time.monotonic()
+            state.stage = "preparing"
+            if state.memory_missing_since is None:
+                state.memory_missing_since = time.monotonic()
             self.condition.notify_all()
 
     @property
     def is_loading(self) -> bool:
         """Whether a job is taking memory, which it may soon release."""
-        return any(ticket.stage == "loading" for ticket in self.requests)
+        return any(state.stage == "loading" for state in self.requests)
 
-    def mark_ready(self, ticket: RequestState) -> None:
+    def mark_ready(self, state: RequestState) -> None:
         """Mark a job as ready for rows; everything but its KV is in memory."""
         with self.lock:
-            is_here = ticket.job.id in self._tickets
+            is_here = state.job.id in self._states
             if is_here:
                 self._preparing -= 1
-                ticket.stage, ticket.memory_missing_since = "ready", None
-                self.ready.append(ticket)
+                state.stage, state.memory_missing_since = "ready", None
+                self.ready.append(state)
                 self.condition.notify_all()
         if not is_here:  # it ended meanwhile
-            self.release(ticket)
+            self.release(state)
 
-    def requeue(self, ticket: RequestState) -> None:
+    def requeue(self, state: RequestState) -> None:
         """Prepare a ready job again; its memory is free for others meanwhile."""
         with self.lock:
-            self.ready.remove(ticket)
-            ticket.stage = "preparing"
+            self.ready.remove(state)
+            state.stage = "preparing"
             self._preparing += 1
-            self.release(ticket)
+            self.release(state)
 
     def estimate_wait(self, job_id: str | None = None) -> float:
         """Estimate the wait of a job in seconds; without an id, of a new job."""
         with self.lock:
-            ticket = None if job_id is None else self._tickets.get(job_id)
-            if ticket is not None and ticket.stage != "waiting":
+            state = None if job_id is None else self._states.get(job_id)
+            if state is not None and state.stage != "waiting":
                 return 0.0
-            ahead = self.queue.count_ahead(ticket, now=time.monotonic())
+            ahead = self.queue.count_ahead(state, now=time.monotonic())
             if ahead + self._preparing + len(self.ready) < self.free_rows:
                 return 0.0
             return (1 + ahead) * self._job_seconds / self._rows
 
-    def mark_running(self, ticket: RequestState) -> None:
+    def mark_running(self, state: RequestState) -> None:
         """Mark a ready job as running: all its sequences have rows."""
         with self.lock:
-            self.ready.remove(ticket)
-            ticket.stage = "running"
+            self.ready.remove(state)
+            state.stage = "running"
 
-    def release(self, ticket: RequestState) -> None:
+    def release(self, state: RequestState) -> None:
         """Unpin the plan of a job, and wake threads that wait for memory."""
-        ticket.release()
+        state.release()
         self.notify_freed()
 
     def notify_freed(self) -> None:
@@ -346,108 +346,108 @@ class Scheduler:
     def cancel(self, job_id: str) -> None:
         """Cancel a job; one that is in the queue ends at once."""
         with self.lock:
-            ticket = self._tickets.get(job_id)
-            if ticket is None:
+            state = self._states.get(job_id)
+            if state is None:
                 return
-            ticket.is_cancelled = True
-            waits = self.queue.remove(ticket)
+            state.is_cancelled = True
+            waits = self.queue.remove(state)
             self.condition.notify_all()
         if waits:
-            self.fail(ticket, CancelledError("the job was cancelled"))
+            self.fail(state, CancelledError("the job was cancelled"))
 
-    def fail(self, ticket: RequestState, error: ExpertError) -> bool:
+    def fail(self, state: RequestState, error: ExpertError) -> bool:
         """Fail a job without a sequence in the batch; return False when it had ended."""
         with self.lock:  # a thread that needs memory finds the job here, or its memory free
-            if not self._remove(ticket):
+            if not self._remove(state):
                 return False
             if isinstance(error, CancelledError):
                 self.totals.cancelled += 1
             else:
                 self.totals.failed += 1
-            self.release(ticket)
+            self.release(state)
         error.__cause__ = error.__context__ = None  # their frames hold the prompt, and experts
-        ticket.emit(JobFailed(error.with_traceback(None)))
+        state.emit(JobFailed(error.with_traceback(None)))
         return True
 
-    def finish(self, ticket: RequestState, finished: JobFinished) -> None:
+    def finish(self, state: RequestState, finished: JobFinished) -> None:
         """End a job with its answers."""
         with self.lock:
-            if not self._remove(ticket):
+            if not self._remove(state):
                 return
-            if ticket.job.remember:
-                self._count_finished(ticket, finished)
-        ticket.emit(finished)
+            if state.job.remember:
+                self._count_finished(state, finished)
+        state.emit(finished)
 
     def close(self, *, seconds: float) -> None:
         """Accept no more jobs; wait so long for current ones, then cancel them."""
         until = time.monotonic() + seconds
         with self.lock:
             self.is_closing = True
-            while self._tickets and (left := until - time.monotonic()) > 0:
+            while self._states and (left := until - time.monotonic()) > 0:
                 self.condition.wait(left)
-        for ticket in self.requests:
-            self.cancel(ticket.job.id)
+        for state in self.requests:
+            self.cancel(state.job.id)
 
     def fail_all(self, error: ExpertError) -> None:
         """Accept no more jobs, and fail all current ones."""
         with self.lock:
             self.is_closing = True
-            for ticket in self.queue:
-                self.queue.remove(ticket)
-        for ticket in self.requests:
-            ticket.is_cancelled = True
-            self.fail(ticket, error)
+            for state in self.queue:
+                self.queue.remove(state)
+        for state in self.requests:
+            state.is_cancelled = True
+            self.fail(state, error)
 
     @property
     def is_done(self) -> bool:
         """Whether no job is left and none will come."""
-        return self.is_closing and not self._tickets
+        return self.is_closing and not self._states
 
     def check_integrity(self) -> None:
         """Assert the invariants."""
         with self.lock:
             self.queue.check_integrity()
-            stages = [ticket.stage for ticket in self._tickets.values()]
+            stages = [state.stage for state in self._states.values()]
             assert "ended" not in stages
             assert stages.count("waiting") == len(self.queue)
             assert stages.count("preparing") + stages.count("loading") == self._preparing
-            assert all(ticket.job.id in self._tickets for ticket in self.ready)
-            assert all(ticket.memory is None for ticket in self.queue)
+            assert all(state.job.id in self._states for state in self.ready)
+            assert all(state.memory is None for state in self.queue)
 
     def _can_prepare(self, now: float) -> bool:
         """Return whether a job may be prepared: not too far ahead, nor starving blocked jobs."""
-        tickets = self._tickets.values()
-        waits = [t.memory_missing_since for t in tickets if t.memory_missing_since is not None]
-        checked = sum(t.stage == "concluding" and t.job.check is not None for t in tickets)
+        states = self._states.values()
+        waits = [t.memory_missing_since for t in states if t.memory_missing_since is not None]
+        checked = sum(t.stage == "concluding" and t.job.check is not None for t in states)
         ahead = self._preparing + len(self.ready) - self.free_rows
         waited = (now - min(waits, default=now)) % ROUND_SECONDS
         is_drained = PATIENCE_SECONDS <= waited < PATIENCE_SECONDS + DRAIN_SECONDS
         is_held = is_drained or self.is_short
         return ahead < MAX_PREPARED_AHEAD and checked <= self._rows and not is_held
 
-    def _remove(self, ticket: RequestState) -> bool:
+    def _remove(self, state: RequestState) -> bool:
         """Remove a job; return False when it was removed already."""
-        if self._tickets.pop(ticket.job.id, None) is None:
+        if self._states.pop(state.job.id, None) is None:
             return False
-        if ticket.stage in {"preparing", "loading"}:
+        if state.stage in {"preparing", "loading"}:
             self._preparing -= 1
-        if ticket in self.ready:
-            self.ready.remove(ticket)
-        ticket.stage = "ended"
+        if state in self.ready:
+            self.ready.remove(state)
+        state.stage = "ended"
         self.condition.notify_all()
         return True
 
-    def _count_finished(self, ticket: RequestState, finished: JobFinished) -> None:
+    def _count_finished(self, state: RequestState, finished: JobFinished) -> None:
         results, totals = finished.results, self.totals
-        if ticket.is_cancelled:
+        if state.is_cancelled:
             totals.cancelled += 1
         else:
             totals.finished += 1
         totals.prompt_tokens += sum(result.prompt_tokens for result in results)
         totals.reused_tokens += sum(result.kv_reused_tokens for result in results)
-        totals.experts.count(ticket.refs)
+        totals.experts.count(state.refs)
         totals.generated_tokens += sum(len(result.generated.tokens) for result in results)
-        took = time.monotonic() - ticket.left_queue_at
+        took = time.monotonic() - state.left_queue_at
         self._job_seconds = _AVERAGE_DECAY * self._job_seconds + (1 - _AVERAGE_DECAY) * took
 
     def _make_rate_limit_error(self) -> RateLimitError:

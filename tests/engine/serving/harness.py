@@ -71,7 +71,7 @@ def engine_packages(tmp_path_factory: pytest.TempPathFactory) -> EnginePackages:
 class SubmittedRequest:
     """One who asked for something, and what was told."""
 
-    ticket: RequestState
+    state: RequestState
     events: list[JobEvent] = field(default_factory=list)
 
     @property
@@ -116,24 +116,24 @@ class EngineHarness:
         )
         events = list[JobEvent]()
         caller = SubmittedRequest(RequestState(job, events.append), events)
-        self.scheduler.enqueue(caller.ticket)
+        self.scheduler.enqueue(caller.state)
         self.processor.prepare_next()
         return caller
 
     def submit_until_ready(self, wanted: RunRequest, **options: Any) -> SubmittedRequest:
         """Put a job into the line, and wait until it lacks nothing but a row."""
         caller = self.submit(wanted, **options)
-        self.wait(lambda: caller.ticket.stage == "ready" or caller.is_over)
+        self.wait(lambda: caller.state.stage == "ready" or caller.is_over)
         assert not caller.is_over, caller.events
         return caller
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        """Let the threads of the desk go on until something is so."""
+        """Let the threads of the planner go on until something is so."""
         with self.scheduler.lock:
             assert self.scheduler.condition.wait_for(condition, MAX_WAIT_SECONDS)
 
     def step_until(self, condition: Callable[[], bool]) -> None:
-        """Take turns of the press until something is so."""
+        """Take turns of the loop until something is so."""
         until = time.monotonic() + MAX_WAIT_SECONDS
         while not condition():
             assert time.monotonic() < until, (self.messages, self.scheduler.requests)

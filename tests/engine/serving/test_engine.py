@@ -490,7 +490,7 @@ def test_a_deadline_within_several_answers_gives_those_that_began(
         package_factory.finish(asked)
         assert [one.generated.finish_reason for one in asked.results] == ["timeout"]
         assert not other.is_over
-        package_factory.scheduler.cancel(other.ticket.job.id)
+        package_factory.scheduler.cancel(other.state.job.id)
         package_factory.finish(other)
         package_factory.check_idle()
 
@@ -498,18 +498,18 @@ def test_a_deadline_within_several_answers_gives_those_that_began(
 def test_a_bug_in_a_pass_ends_its_jobs_and_the_next_is_answered(
     engine: ServingEngine,
 ) -> None:
-    press = engine._loop
-    assert press is not None
-    model = press.batch._model
+    loop = engine._loop
+    assert loop is not None
+    model = loop.batch._model
 
     class Broken:
         prefill = staticmethod(model.prefill)
 
         def step(self, texts: Any) -> Any:
-            press.batch._model = model
+            loop.batch._model = model
             raise ZeroDivisionError
 
-    press.batch._model = Broken()  # type: ignore[assignment]
+    loop.batch._model = Broken()  # type: ignore[assignment]
     with pytest.raises(ExpertError, match="the server failed"):
         EventReader(engine, job(request())).end()
     assert engine.is_working
@@ -533,16 +533,16 @@ def test_a_device_that_fails_ends_the_engine_with_its_way_out(
     where: str, user_home: HomeFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, told_all, broken = breakable(user_home)
-    press = engine._loop
-    assert press is not None
+    loop = engine._loop
+    assert loop is not None
 
     def where_it_broke(*_: Any) -> Any:
         with translate_device_errors():
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel")
 
     if where == "a step":
-        broken_model = SimpleNamespace(step=where_it_broke, prefill=press.batch._model.prefill)
-        monkeypatch.setattr(press.batch, "_model", broken_model)
+        broken_model = SimpleNamespace(step=where_it_broke, prefill=loop.batch._model.prefill)
+        monkeypatch.setattr(loop.batch, "_model", broken_model)
     else:
         monkeypatch.setattr(engine._runner.resources, "load_plan", where_it_broke)
     readers = [EventReader(engine, job(request())) for _ in range(3)]
@@ -550,7 +550,7 @@ def test_a_device_that_fails_ends_the_engine_with_its_way_out(
         with pytest.raises(DeviceError, match="the CUDA device failed") as told:
             reader.end()
         assert "restart" in told.value.hint
-    press.join()
+    loop.join()
     assert (engine.is_working, broken) == (False, [True])
     log = "".join(told_all)
     assert "in where_it_broke" in log, "not in a thread that was told of it"

@@ -51,13 +51,13 @@ def test_each_answer_has_the_time_from_its_job_to_its_own_first_token(
     harness.step_until(lambda: job.has_started)
     clock.now = 2003.0
     harness.loop.run_pass()  # there is one row for two answers
-    harness.scheduler.cancel(other.ticket.job.id)
+    harness.scheduler.cancel(other.state.job.id)
     clock.now = 2007.0
     harness.loop.run_pass()
     clock.now = 2011.0
     harness.step_until(lambda: any(isinstance(e, OutputDelta) and e.number for e in job.events))
     clock.now = 2020.0
-    harness.scheduler.cancel(job.ticket.job.id)
+    harness.scheduler.cancel(job.state.job.id)
     harness.finish(other, job)
     first, second = (result.timings_ms for result in job.results)
     assert (first["ttft"], second["ttft"]) == (1_000.0, 11_000.0)
@@ -108,10 +108,10 @@ def test_a_text_that_a_bug_keeps_from_beginning_ends_its_own_job(
         broken.setattr(PlainModel, "prepare", fail)
         harness.loop.run_pass()
     assert bad.error.message == "the server failed to answer this"
-    assert "a text could not begin" in harness.messages[-1]
+    assert "a sequence could not start" in harness.messages[-1]
     assert not any(isinstance(event, JobStarted) for event in bad.events)
-    assert [text.owner for text in harness.loop.batch.sequences] == [good.ticket]
-    harness.scheduler.cancel(good.ticket.job.id)
+    assert [text.owner for text in harness.loop.batch.sequences] == [good.state]
+    harness.scheduler.cancel(good.state.job.id)
     harness.finish(good)
     assert good.results[0].generated.tokens
     harness.check_idle()
@@ -126,11 +126,11 @@ def test_keys_and_values_that_do_not_fit_beside_others_wait_until_those_end(
     with reserve_all_but(harness, leaving=1000):
         harness.loop.run_pass()
         assert not second.events
-        assert second.ticket.stage == "ready"
-        harness.scheduler.cancel(first.ticket.job.id)
+        assert second.state.stage == "ready"
+        harness.scheduler.cancel(first.state.job.id)
         harness.step_until(lambda: second.has_started)
-        assert first.ticket.outputs
-        harness.scheduler.cancel(second.ticket.job.id)
+        assert first.state.outputs
+        harness.scheduler.cancel(second.state.job.id)
         harness.finish(second)
     harness.check_idle()
 
@@ -139,14 +139,14 @@ def test_those_that_only_wait_give_back_what_is_pinned_for_them(harness: EngineH
     first = harness.submit_until_ready(make_request("Sort: 1", max_tokens=ENDLESS_TOKENS))
     second = harness.submit_until_ready(make_request("Sort: 2", "go"))
     experts = harness.runner.budget.reserved_bytes("experts")
-    wanted = _bytes_to_begin(harness, first.ticket)
+    wanted = _bytes_to_begin(harness, first.state)
     with reserve_all_but(harness, leaving=wanted - 1):
         harness.loop.run_pass()
-        assert second.ticket.stage != "ready"
+        assert second.state.stage != "ready"
         harness.step_until(lambda: bool(first.events))
         assert isinstance(first.events[0], JobStarted)
         assert harness.runner.budget.reserved_bytes("experts") < experts
-        harness.scheduler.cancel(first.ticket.job.id)
+        harness.scheduler.cancel(first.state.job.id)
         harness.step_until(lambda: first.is_over)
     harness.finish(second)
     assert second.results[0].generated.tokens
@@ -164,7 +164,7 @@ def test_what_fits_beside_nobody_is_refused_when_nothing_runs(harness: EngineHar
 
 def test_a_job_that_is_called_off_before_its_row_is_free_gets_none(harness: EngineHarness) -> None:
     one = harness.submit_until_ready(make_request("Sort: 1", "sql"))
-    harness.scheduler.cancel(one.ticket.job.id)
+    harness.scheduler.cancel(one.state.job.id)
     harness.loop.run_pass()
     assert isinstance(one.error, CancelledError)
     assert harness.loop.batch.sequences == ()
@@ -181,7 +181,7 @@ def test_a_job_that_is_called_off_between_two_answers_ends_with_those_that_began
     )
     harness.loop.run_pass()
     for one in (job, other):
-        harness.scheduler.cancel(one.ticket.job.id)
+        harness.scheduler.cancel(one.state.job.id)
     harness.finish(job, other)
     assert [result.generated.finish_reason for result in job.results] == ["cancelled"]
     harness.check_idle()
@@ -210,7 +210,7 @@ def test_a_job_that_reads_for_its_other_answers_keeps_no_row_from_others(
         )
         other = harness.submit_until_ready(make_request("Sort: 2", "go"))
         harness.loop.run_pass()
-        assert [text.owner for text in harness.loop.batch.sequences] == [long.ticket, other.ticket]
+        assert [text.owner for text in harness.loop.batch.sequences] == [long.state, other.state]
         harness.finish(long, other)
 
 
@@ -222,17 +222,17 @@ def test_a_job_that_is_called_off_ends_though_its_next_answer_lacks_memory(
     job = harness.submit_until_ready(
         make_request("Sort: 1", "go", max_tokens=ENDLESS_TOKENS), answers=2
     )
-    wanted = _bytes_to_begin(harness, job.ticket)
+    wanted = _bytes_to_begin(harness, job.state)
     with reserve_all_but(harness, leaving=wanted + wanted // 2):
         harness.loop.run_pass()
         harness.loop.run_pass()
-        assert (job.ticket.started_count, job.ticket.stage) == (1, "ready")
-        harness.scheduler.cancel(job.ticket.job.id)
+        assert (job.state.started_count, job.state.stage) == (1, "ready")
+        harness.scheduler.cancel(job.state.job.id)
         harness.loop.run_pass()
         harness.loop.run_pass()
         harness.step_until(lambda: job.is_over)
         assert not other.is_over
-    harness.scheduler.cancel(other.ticket.job.id)
+    harness.scheduler.cancel(other.state.job.id)
     harness.finish(other)
     harness.check_idle()
 
@@ -273,7 +273,7 @@ def test_a_text_that_pauses_ends_when_it_is_called_off(user_home: HomeFixture) -
         harness.loop.run_pass()
         with reserve_all_but(harness, leaving=pages(harness, 24)):
             harness.step_until(lambda: harness.scheduler.totals.paused == 1)
-            harness.scheduler.cancel(second.ticket.job.id)
+            harness.scheduler.cancel(second.state.job.id)
             harness.finish(second)
             assert second.results[0].generated.finish_reason == "cancelled"
             assert len(second.results[0].generated.tokens) >= INITIAL_ANSWER_TOKENS
@@ -298,11 +298,11 @@ def test_nobody_begins_while_a_text_pauses(user_home: HomeFixture) -> None:
         harness.check_idle()
 
 
-def _bytes_to_begin(harness: EngineHarness, ticket: RequestState) -> int:
+def _bytes_to_begin(harness: EngineHarness, state: RequestState) -> int:
     """What a text takes when it begins: its first keys and values, and wider buffers."""
     base, rows = harness.runner.base, harness.runner.rows
-    assert ticket.prepared is not None
-    prompt, held = ticket.prepared.prompt, harness.runner.budget.reserved_bytes("buffers")
+    assert state.prepared is not None
+    prompt, held = state.prepared.prompt, harness.runner.budget.reserved_bytes("buffers")
     wider = max(base.buffer_bytes(prompt.capacity, rows=rows) - held, 0)
     first = min(prompt.capacity, prompt.virtual + len(prompt.ids) + INITIAL_ANSWER_TOKENS)
     return base.kv_bytes(first) + wider

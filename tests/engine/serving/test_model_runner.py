@@ -97,7 +97,7 @@ def test_keys_and_values_that_do_not_fit_leave_the_buffers_as_they_were(
     harness: EngineHarness,
 ) -> None:
     job = harness.submit_until_ready(make_request("Sort: 1", max_tokens=300))
-    user_home, prepared, memory = harness.runner, job.ticket.prepared, job.ticket.memory
+    user_home, prepared, memory = harness.runner, job.state.prepared, job.state.memory
     assert prepared is not None
     assert memory is not None
     before = user_home.memory.held

@@ -41,7 +41,7 @@ def damage(user_home: HomeFixture, name: str) -> None:
 
 
 def lacks_memory(caller: SubmittedRequest) -> bool:
-    return caller.ticket.memory_missing_since is not None
+    return caller.state.memory_missing_since is not None
 
 
 def test_an_expert_whose_bytes_changed_fails_its_own_job_and_is_remembered(
@@ -142,11 +142,11 @@ def test_an_expert_that_finds_no_memory_comes_again_when_some_is_given_back(
     with reserve_all_but(harness, leaving=1000):
         second = harness.submit(make_request("Sort: 2", "go"))
         harness.wait(lambda: lacks_memory(second))
-        assert (second.events, second.ticket.memory) == ([], None)
+        assert (second.events, second.state.memory) == ([], None)
     harness.step_until(lambda: second.is_over)
     assert second.results[0].generated.tokens
     assert not lacks_memory(second)
-    harness.scheduler.cancel(first.ticket.job.id)
+    harness.scheduler.cancel(first.state.job.id)
     harness.finish(first)
     harness.check_idle()
 
@@ -157,11 +157,11 @@ def test_a_job_that_waits_for_memory_can_be_called_off(harness: EngineHarness) -
     with reserve_all_but(harness, leaving=1000):
         second = harness.submit(make_request("Sort: 2", "go"))
         harness.wait(lambda: lacks_memory(second))
-        harness.scheduler.cancel(second.ticket.job.id)
+        harness.scheduler.cancel(second.state.job.id)
         harness.wait(lambda: second.is_over)
     assert isinstance(second.error, CancelledError)
     assert not first.is_over
-    harness.scheduler.cancel(first.ticket.job.id)
+    harness.scheduler.cancel(first.state.job.id)
     harness.finish(first)
     harness.check_idle()
 
@@ -195,21 +195,21 @@ def test_whoever_waits_for_memory_is_not_overtaken_for_ever(
         large = harness.submit(make_request("Sort: 2", "go"))
         harness.wait(lambda: lacks_memory(large))
         small = harness.submit(make_request("Sort: 3"))
-        assert small.ticket.stage == "waiting"
-    harness.step_until(lambda: small.ticket.stage != "waiting")
-    assert large.ticket.planned is not None
+        assert small.state.stage == "waiting"
+    harness.step_until(lambda: small.state.stage != "waiting")
+    assert large.state.planned is not None
     assert not lacks_memory(large)
-    harness.scheduler.cancel(first.ticket.job.id)
+    harness.scheduler.cancel(first.state.job.id)
     harness.finish(first, large, small)
     harness.check_idle()
 
 
 def test_a_job_that_failed_is_kept_by_nobody(harness: EngineHarness) -> None:
     job = harness.answer(make_request("word " * 9000, "sql"))
-    failed_id, job.ticket = job.ticket.job.id, harness.answer(make_request()).ticket
+    failed_id, job.state = job.state.job.id, harness.answer(make_request()).state
     gc.collect()  # who works keeps what they did last until the next job
-    tickets = [one for one in gc.get_objects() if type(one) is RequestState]
-    assert failed_id not in {ticket.job.id for ticket in tickets}
+    states = [one for one in gc.get_objects() if type(one) is RequestState]
+    assert failed_id not in {state.job.id for state in states}
     assert isinstance(job.error, UsageError)  # the caller has it still
 
 

@@ -152,7 +152,7 @@ def test_room_is_for_an_answer_as_long_as_the_expert_says(routed_setup: RoutedEx
         routed_setup.user_home.home, routed_setup.settings(20), numpy_below=0
     ) as harness:
         asked = harness.submit(wanted)
-        harness.step_until(lambda: asked.is_over or asked.ticket.stage == "running")
+        harness.step_until(lambda: asked.is_over or asked.state.stage == "running")
         assert not asked.is_over, asked.events
         assert harness.runner.base.backend.cache is not None, "not all slots"
 

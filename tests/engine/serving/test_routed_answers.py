@@ -107,9 +107,9 @@ def test_what_a_device_has_still_to_tell_is_reset_too(
     found = Future[list[int]]()
 
     def between_two_passes() -> None:
-        press, model = engine._loop, engine._runner.model
-        assert press is not None
-        assert press.batch.run_pass() == [], "a pass of an answer that goes on"
+        loop, model = engine._loop, engine._runner.model
+        assert loop is not None
+        assert loop.batch.run_pass() == [], "a pass of an answer that goes on"
         assert engine.observe(reset=True).document.layers[0].hits == {}
         assert model.routed is not None  # it asks the device for all that was not told yet
         found.set_result([layer.requests for layer in engine.get_observation().document.layers])
