@@ -51,5 +51,13 @@ WARNING_PREFIX = "warning: "
 """Begins a sentence that is a warning."""
 
 
+CountProgress = Callable[[int, int], None]
+"""Called with the number of items done, and of all."""
+
+
+def ignore_count(done: int, total: int) -> None:
+    """Ignore the numbers."""
+
+
 def ignore_notification(_: str) -> None:
     """Ignore the sentence."""

@@ -7,7 +7,8 @@ import typer
 
 from expertctl.cli.base_profile import open_base_store, plan, profile_app, read_routed_config
 from expertctl.cli.help import CommandGroup
-from expertctl.cli.output import JsonFlag, emit, format_table, note, show_progress, warn
+from expertctl.cli.output import JsonFlag, emit, format_table, note, warn
+from expertctl.cli.progress import show_loading, show_progress
 from expertctl.errors import ExpertError
 from expertctl.install.installed_experts import remove_base
 from expertctl.settings import format_size, load_settings
@@ -81,9 +82,11 @@ def _compile_kernels(base: StoredBase, *, as_json: bool) -> bool:
         return False
     with guard_engine_import(as_json=as_json):
         from expertctl.engine.offline import compile_ahead
-    with show_progress("compiling", None, as_json=as_json):
+    with show_loading("compiling", as_json=as_json) as report:
         planner = Planner.open(settings, notify=note)
-        found = compile_ahead(planner, base, config, notify=note)
+        found = compile_ahead(
+            planner, base, config, kernel_progress=report.report_kernels, notify=note
+        )
     note(
         "the kernels of `run` and `serve` are compiled"
         if found

@@ -23,10 +23,9 @@ from expertctl.cli.output import (
     format_table,
     make_printable,
     note,
-    show_counter,
-    show_progress,
     warn,
 )
+from expertctl.cli.progress import show_counter, show_progress
 from expertctl.cli.run_options import (
     AdapterDtypeOption,
     DtypeOption,

@@ -21,9 +21,9 @@ from expertctl.cli.output import (
     format_table,
     make_printable,
     note,
-    show_counter,
     warn,
 )
+from expertctl.cli.progress import show_counter
 from expertctl.cli.run_options import (
     DeviceOption,
     DtypeOption,

@@ -32,11 +32,11 @@ from expertctl.cli.output import (
     open_answer_stream,
     print_json,
     print_message,
-    show_progress,
     terminal_width,
     warn,
 )
 from expertctl.cli.process import OK, CancellationFlag, TerminatedError, get_exit_code
+from expertctl.cli.progress import show_loading
 from expertctl.cli.prompt_input import (
     ChatInput,
     PromptInput,
@@ -265,7 +265,7 @@ class _ChatSession:
         """Print the answer as it is generated; a progress bar shows loading before its start."""
         pieces = self.conversation.send(prompt, cancelled=cancelled)
         try:
-            with show_progress("reading", None, as_json=self._as_json) as self._loading.report:
+            with show_loading("reading", as_json=self._as_json) as self._loading.report:
                 piece = next(pieces)
             with open_answer_stream() as shown:
                 while True:

@@ -11,10 +11,10 @@ from expertctl.cli.output import (
     format_count,
     format_table,
     make_note_once,
-    show_progress,
     truncate,
 )
 from expertctl.cli.process import FAILURE, UNREACHABLE, UNTRUSTED
+from expertctl.cli.progress import show_progress
 from expertctl.errors import ExpertError, OfflineError
 from expertctl.install.doctor import (
     Diagnosis,

@@ -11,14 +11,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertctl.cli.output import note, show_progress, warn, write_file
+from expertctl.cli.output import note, warn, write_file
 from expertctl.cli.process import restore_collections
+from expertctl.cli.progress import LoadingBar, show_progress
 from expertctl.errors import ConflictError, ExpertError, NotFoundError
 from expertctl.settings import Settings
 from expertctl.store.preference import find_working_folder
 
 if TYPE_CHECKING:
-    from expertctl.digest import Progress
     from expertctl.engine.local_engine import LocalEngine
     from expertctl.engine_config import EngineConfig
     from expertctl.routing.planner import Planner
@@ -79,7 +79,10 @@ def _install_starter(planner: "Planner", unfinished: Path, *, as_json: bool) -> 
 
 
 def open_engine(
-    planner: "Planner", config: "EngineConfig", *, progress: "Progress"
+    planner: "Planner",
+    config: "EngineConfig",
+    *,
+    progress: "LoadingBar | LoadingProgress",
 ) -> "LocalEngine":
     """Open the engine with nothing loaded."""
     try:
@@ -87,7 +90,9 @@ def open_engine(
     except ModuleNotFoundError as error:
         raise build_missing_engine_error(error) from error
     restore_collections()
-    return LocalEngine.from_config(planner, config, progress=progress, tell=note)
+    return LocalEngine.from_config(
+        planner, config, progress=progress, kernel_progress=progress.report_kernels, tell=note
+    )
 
 
 @contextmanager
@@ -199,7 +204,7 @@ class LoadingProgress:
 
     def __init__(self) -> None:
         """Start without a progress bar."""
-        self.report: Progress | None = None
+        self.report: LoadingBar | None = None
         self.is_cancelled: Callable[[], bool] = lambda: False
 
     def __call__(self, count: int) -> None:
@@ -212,6 +217,11 @@ class LoadingProgress:
             raise LoadingCancelledError
         if self.report is not None:
             self.report(count)
+
+    def report_kernels(self, done: int, total: int) -> None:
+        """Show how many kernels are compiled."""
+        if self.report is not None:
+            self.report.report_kernels(done, total)
 
 
 def save_plan(path: Path, document: dict[str, object]) -> None:

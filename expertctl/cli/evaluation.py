@@ -13,8 +13,9 @@ import typer
 
 from expertctl.cli.engine import guard_engine_import, open_planner, resolve_base
 from expertctl.cli.help import expand_flags
-from expertctl.cli.output import JsonFlag, emit, format_table, note, quote, show_counter, warn
+from expertctl.cli.output import JsonFlag, emit, format_table, note, quote, warn
 from expertctl.cli.process import FAILURE
+from expertctl.cli.progress import show_counter
 from expertctl.cli.run_options import (
     Base,
     EngineFlags,

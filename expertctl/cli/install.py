@@ -10,15 +10,8 @@ import typer
 
 from expertctl.cli.connection import add_package_suggestions
 from expertctl.cli.installed import build_expert_document
-from expertctl.cli.output import (
-    JsonFlag,
-    emit,
-    make_note_once,
-    note,
-    print_message,
-    show_progress,
-    warn,
-)
+from expertctl.cli.output import JsonFlag, emit, make_note_once, note, print_message, warn
+from expertctl.cli.progress import show_progress
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.install.candidate import ReleaseAge, Requirement
 from expertctl.install.doctor import reindex as make_again

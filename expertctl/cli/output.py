@@ -17,32 +17,22 @@ import os
 import re
 import sys
 import textwrap
-import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import Annotated, TextIO
 
 import typer
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.errors import DiskFullError, ExpertError, NotFoundError
 from expertctl.files import NO_SPACE_ERRORS, write_to_path
 from expertctl.messages import WARNING_PREFIX, replace_unsafe
 
-if TYPE_CHECKING:
-    from rich.progress import FileSizeColumn
-
-
 _MIN_WIDTH = 20
 """Fewest columns of folded text."""
-LINE_SECONDS = 10.0
-"""Seconds between two lines of progress where there is no terminal."""
-_MAX_LINES = 60
-"""Most progress lines in the first ten minutes; later ones come less and less often."""
 _GAP, _BELOW_INDENT = "  ", "    "
 _UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?i?B|ms|s|%)(?!\w))")
 """The space between a number and its unit, where no line is broken."""
@@ -247,96 +237,6 @@ def quote(text: str) -> str:
     """Return the first 300 characters as a JSON string, so that spaces and line ends show."""
     cut = text if len(text) <= _QUOTED_CHARACTERS else f"{text[:_QUOTED_CHARACTERS]}…"
     return json.dumps(cut, ensure_ascii=False)
-
-
-@contextmanager
-def show_progress(label: str, total: int | None, *, as_json: bool = False) -> Iterator[Progress]:
-    """Show a progress bar on stderr while bytes are handled; only on a terminal.
-
-    Yields a callable that takes the number of bytes just handled.
-    """
-    with _show_bar(label, total, in_bytes=True, as_json=as_json) as report:
-        yield report
-
-
-@contextmanager
-def show_counter(label: str, total: int, *, as_json: bool) -> Iterator[Progress]:
-    """Show a progress bar while items are handled one by one; lines where there is no terminal."""
-    if not (VERBOSITY.is_quiet or sys.stderr.isatty()):
-        yield make_line_reporter(label, total)
-        return
-    with _show_bar(label, total, in_bytes=False, as_json=as_json) as report:
-        yield report
-
-
-def make_line_reporter(
-    label: str, total: int, *, clock: Callable[[], float] = time.monotonic
-) -> Progress:
-    """Return a progress callback that prints a line at most every `LINE_SECONDS`.
-
-    After ten minutes, a line follows when another sixtieth of the elapsed time has passed.
-    """
-    start = printed_at = clock()
-    done = 0
-
-    def report(count: int) -> None:
-        nonlocal printed_at, done
-        done += count
-        now = clock()
-        spent = now - start
-        if now - printed_at < max(LINE_SECONDS, spent / _MAX_LINES) or done >= total:
-            return
-        printed_at = now
-        left = f", about {_format_duration(spent / done * (total - done))} left" if done else ""
-        note(f"{label}: {done} of {total}{left}")
-
-    return report
-
-
-def _format_duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-@contextmanager
-def _show_bar(
-    label: str, total: int | None, *, in_bytes: bool, as_json: bool
-) -> Iterator[Progress]:
-    if as_json or VERBOSITY.is_quiet or not sys.stderr.isatty():
-        yield ignore_progress
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-    from rich.progress import Progress as Bars
-
-    amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    amount_columns = (
-        (amount, TimeRemainingColumn())
-        if total
-        else (_build_read_size_column(), TimeElapsedColumn())
-    )
-    columns = (TextColumn("{task.description}"), BarColumn(), *amount_columns)
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(label, total=total)
-        yield lambda count: bars.update(task, advance=count)
-
-
-def _build_read_size_column() -> "FileSizeColumn":
-    """Return a column with the bytes read; it is empty before the first byte."""
-    from rich.progress import FileSizeColumn, Task
-    from rich.text import Text
-
-    class ReadSizeColumn(FileSizeColumn):
-        def render(self, task: Task) -> Text:
-            return super().render(task) if task.completed else Text("")
-
-    return ReadSizeColumn()
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:

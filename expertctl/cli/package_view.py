@@ -9,14 +9,8 @@ from typing import Annotated
 
 import typer
 
-from expertctl.cli.output import (
-    JsonFlag,
-    emit,
-    format_table,
-    print_message,
-    show_progress,
-    truncate,
-)
+from expertctl.cli.output import JsonFlag, emit, format_table, print_message, truncate
+from expertctl.cli.progress import show_progress
 from expertctl.digest import FileDigest, Progress
 from expertctl.messages import to_single_line
 from expertctl.package.adapter import KIND_NAMES, AdapterSpec, Dora, Ia3, Lora, SoftPrompt

@@ -11,7 +11,7 @@ import typer
 from expertctl.cli.engine import find_base_or_folder
 from expertctl.cli.evaluation import MetricOption, measure_build
 from expertctl.cli.help import expand_flags
-from expertctl.cli.output import JsonFlag, emit, note, print_message, show_progress, warn
+from expertctl.cli.output import JsonFlag, emit, note, print_message, warn
 from expertctl.cli.package_view import (
     PackageTarget,
     build_built_document,
@@ -23,6 +23,7 @@ from expertctl.cli.package_view import (
     read_target,
     show_reading_progress,
 )
+from expertctl.cli.progress import show_progress
 from expertctl.errors import ExpertError, UsageError
 from expertctl.files import write_atomic
 from expertctl.install.installed_experts import (

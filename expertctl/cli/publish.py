@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.connection import RegistryOption, connect, connect_for_namespaces
-from expertctl.cli.output import JsonFlag, emit, format_table, note, show_progress
+from expertctl.cli.output import JsonFlag, emit, format_table, note
 from expertctl.cli.package_view import show_reading_progress
+from expertctl.cli.progress import show_progress
 from expertctl.errors import ExpertError, UsageError, combine_errors
 from expertctl.reference import Reference, Version
 from expertctl.registry import api_client

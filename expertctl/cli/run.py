@@ -22,11 +22,11 @@ from expertctl.cli.output import (
     open_answer_stream,
     print_json,
     print_message,
-    show_progress,
     terminal_width,
     warn,
 )
 from expertctl.cli.process import INTERRUPTED, CancellationFlag
+from expertctl.cli.progress import show_loading
 from expertctl.cli.prompt_input import load_saved_plan, read_input, read_prompt
 from expertctl.cli.run_options import (
     Base,
@@ -153,7 +153,7 @@ def _generate(
     From then on a signal ends generation early, and the text so far is kept.
     """
     planner, ending = open_planner(settings, as_json=as_json), CancellationFlag()
-    with show_progress("loading", None, as_json=as_json) as report:
+    with show_loading("loading", as_json=as_json) as report:
         engine = open_engine(planner, request.route.config, progress=report)
         answer = _AnswerIterator(engine.run(request, cancelled=ending))
         answer.advance()

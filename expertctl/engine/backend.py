@@ -5,7 +5,6 @@ that are used together come from the same backend. `load_plan.choose_backend` ch
 module imports neither numba nor torch.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from expertctl.engine_config import (
     Dtype,
     EngineConfig,
 )
-from expertctl.messages import Notify, ignore_notification
+from expertctl.messages import CountProgress, Notify, ignore_count, ignore_notification
 from expertctl.package.model_config import ModelConfig
 from expertctl.settings import Home
 from expertctl.store.quantised_cache import QuantisedCache
@@ -48,8 +47,8 @@ class LoadContext:
     copies: QuantisedCache | None = None
     threads: int = 1
     tell: Notify = ignore_notification
-    check: Callable[[], None] | None = None
-    """Called before each kernel is compiled; an exception that it raises ends the compilation."""
+    kernel_progress: CountProgress = ignore_count
+    """Gets the numbers of kernels compiled and to compile; its exceptions end the compilation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,13 @@ from expertctl.engine.result_builder import (
 )
 from expertctl.engine_config import DEFAULT_WARMUP, DeviceName, EngineConfig, WarmupConfig
 from expertctl.errors import DigestError, UsageError
-from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
+from expertctl.messages import (
+    WARNING_PREFIX,
+    CountProgress,
+    Notify,
+    ignore_count,
+    ignore_notification,
+)
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.routing.session import PlanningSession
 
@@ -71,6 +77,7 @@ class LocalEngine:
         *,
         budget: int | None = None,
         progress: Progress = ignore_progress,
+        kernel_progress: CountProgress = ignore_count,
         tell: Notify = ignore_notification,
         numpy_below: int = NUMPY_MAX_BYTES,
         device: DeviceName = "cpu",
@@ -79,9 +86,10 @@ class LocalEngine:
         """Start with nothing loaded; ``budget`` applies to the memory of ``device``.
 
         ``progress`` counts bytes of experts and bases, none while a run is queued; an exception
-        that it raises ends the run. ``tell`` gets messages for the user during a run. Bases of
-        fewer bytes than ``numpy_below`` run in numpy. ``moe`` configures the warm-up of routed
-        experts. The budget and the warm-up in the ``config`` of a request are not read.
+        that it raises ends the run. ``kernel_progress`` counts compiled kernels. ``tell`` gets
+        messages for the user during a run. Bases of fewer bytes than ``numpy_below`` run in numpy.
+        ``moe`` configures the warm-up of routed experts. The budget and the warm-up in the
+        ``config`` of a request are not read.
 
         Raises:
             NotFoundError: when there is no such device.
@@ -98,6 +106,7 @@ class LocalEngine:
         self._registration = EngineRegistration(planner.home.engines, self.budget)
         self._admission = MemoryAdmission(planner.store.paths.running, pause=self._pause)
         self._planner, self._progress, self._tell = planner, progress, tell
+        self._kernel_progress = kernel_progress
         self._session = PlanningSession(planner)
         self._resources = self._create_resources()
 
@@ -108,6 +117,7 @@ class LocalEngine:
         config: EngineConfig,
         *,
         progress: Progress = ignore_progress,
+        kernel_progress: CountProgress = ignore_count,
         tell: Notify = ignore_notification,
         numpy_below: int = NUMPY_MAX_BYTES,
     ) -> Self:
@@ -116,6 +126,7 @@ class LocalEngine:
             planner,
             budget=config.memory_budget,
             progress=progress,
+            kernel_progress=kernel_progress,
             tell=tell,
             numpy_below=numpy_below,
             device=config.device,
@@ -264,8 +275,12 @@ class LocalEngine:
             progress=self._progress,
             tell=self._tell,
             warmup=self._warmup,
-            check=lambda: self._progress(0),
+            kernel_progress=self._report_kernels,
         )
+
+    def _report_kernels(self, done: int, total: int) -> None:
+        self._progress(0)  # which may end the run
+        self._kernel_progress(done, total)
 
     def _check_device(self, request: RunRequest) -> None:
         wanted = request.route.config.device

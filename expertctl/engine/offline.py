@@ -31,7 +31,13 @@ from expertctl.engine.serving.request import GenerationJob, JobEvent, JobFailed,
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import BudgetError, DeviceError
-from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
+from expertctl.messages import (
+    WARNING_PREFIX,
+    CountProgress,
+    Notify,
+    ignore_count,
+    ignore_notification,
+)
 from expertctl.package.model_config import read_model_config
 from expertctl.routing.candidate import InstalledExpert, explain_misfit
 from expertctl.routing.numerics import choose_dtype
@@ -56,7 +62,7 @@ def compile_ahead(
     base: StoredBase,
     config: EngineConfig,
     *,
-    progress: Progress = ignore_progress,
+    kernel_progress: CountProgress = ignore_count,
     notify: Notify = ignore_notification,
 ) -> bool:
     """Run and serve a base; return whether kernels run it.
@@ -67,7 +73,9 @@ def compile_ahead(
         ExpertError: as a run does.
     """
     with without_usage_history(planner) as unseen:
-        engine = LocalEngine.from_config(unseen, config, progress=progress, tell=notify)
+        engine = LocalEngine.from_config(
+            unseen, config, kernel_progress=kernel_progress, tell=notify
+        )
         try:
             result = _run_once(engine, base, config, ())
             if result.numerics.backend != "packed":

@@ -4,7 +4,7 @@ The certain needs of a run are reserved before anything is read. Its experts are
 remaining memory while the base is read, and its plan comes last.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -40,7 +40,7 @@ from expertctl.engine.running_batch import TextConsumer, generate_text
 from expertctl.engine.running_sequence import Owner, RunningSequence
 from expertctl.engine.text.prompt import PromptLogprobs
 from expertctl.engine_config import DEFAULT_WARMUP, WarmupConfig
-from expertctl.messages import Notify
+from expertctl.messages import CountProgress, Notify, ignore_count
 from expertctl.routing.plan import Plan
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.store.disk import DerivedData
@@ -136,12 +136,12 @@ class ResourceManager:
         tell: Notify,
         warmup: WarmupConfig = DEFAULT_WARMUP,
         cached_kv_limit: int | None = None,
-        check: Callable[[], None] | None = None,
+        kernel_progress: CountProgress = ignore_count,
     ) -> None:
         """Start with nothing in memory; ``ram`` is the budget of experts, where it is separate.
 
-        ``check`` is called before each kernel is compiled; an exception that it raises ends the
-        compilation. ``warmup`` configures routed experts where not all of them fit.
+        ``kernel_progress`` gets the numbers of kernels compiled and to compile; its exceptions end
+        the compilation. ``warmup`` configures routed experts where not all of them fit.
         ``cached_kv_limit`` limits the bytes of KV kept between requests; None: all memory that
         nothing else needs.
         """
@@ -153,7 +153,7 @@ class ResourceManager:
         )
         self._prefetch = AdapterPrefetcher[LoadedAdapter](self.tiers)
         self._kv_stores: dict[str, KVCacheStore] = {}
-        self._cached_kv_limit, self._check = cached_kv_limit, check
+        self._cached_kv_limit, self._kernel_progress = cached_kv_limit, kernel_progress
         self._derived = DerivedData(planner.store.paths.derived)
         self._copies: QuantisedCache | None = None
         self._planner, self._progress, self._tell = planner, progress, tell
@@ -266,7 +266,7 @@ class ResourceManager:
             home=self._planner.home,
             threads=threads,
             tell=self._tell,
-            check=self._check,
+            kernel_progress=self._kernel_progress,
         )
 
     def load_base(self, base: OpenBase, *, threads: int) -> RunnableModel:

@@ -274,16 +274,21 @@ def _is_decoding(sequence: RunningSequence[Owner]) -> bool:
     return not (sequence.is_prefilling or sequence.has_ended or sequence.owner.find_stop_reason())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextConsumer:
     """The owner of one sequence, who takes pieces of its text between two passes."""
 
     cancelled: CancelCheck = never_cancelled
     pieces: list[str] = field(default_factory=list)
+    _is_cancelled: bool = False
+
+    def check_cancelled(self) -> None:
+        """Ask whether the text is still needed; that holds until the next time."""
+        self._is_cancelled = self.cancelled()
 
     def find_stop_reason(self) -> StopReason | None:
         """Return why the sequence must stop; None if it may continue."""
-        return "cancelled" if self.cancelled() else None
+        return "cancelled" if self._is_cancelled else None
 
     def emit(self, event: OutputDelta) -> None:
         """Take new text."""
@@ -299,8 +304,8 @@ def generate_text(
 ) -> Generator[str, None, GenerationOutput]:
     """Run a batch of one row: yield text as it becomes final, return the output.
 
-    Timings exclude the time taken by the consumer of the pieces. ``max_chunk`` limits the tokens of
-    a pass.
+    The consumer is asked before each chunk of the prompt and each token whether it is cancelled.
+    Timings exclude the time that it takes. ``max_chunk`` limits the tokens of a pass.
 
     Raises:
         ExpertError: when a pass fails, or its memory does not suffice.
@@ -309,6 +314,7 @@ def generate_text(
     batch.add(sequence)
     pieces = sequence.owner.pieces
     while batch.sequences:
+        sequence.owner.check_cancelled()
         if sequence.is_prefilling:
             batch.run_prefill()
         else:

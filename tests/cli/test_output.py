@@ -2,27 +2,21 @@
 
 import io
 import json
-import math
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.cli.output import (
-    _build_read_size_column,
     emit,
     fail,
     fold,
     format_table,
-    make_line_reporter,
     make_printable,
     note,
-    show_progress,
 )
 from expertctl.errors import UsageError
 from expertctl.settings import format_size
@@ -147,29 +141,6 @@ def test_sizes_are_shown_in_powers_of_a_thousand(size: int, text: str) -> None:
     assert format_size(size) == text
 
 
-def test_progress_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stream, as_json, silent in [
-        (OutputTerminal(), False, False),
-        (OutputTerminal(), True, True),
-        (io.StringIO(), False, True),
-    ]:
-        monkeypatch.setattr(sys, "stderr", stream)
-        with show_progress("hashing", 10, as_json=as_json) as advance:
-            advance(10)
-        assert (stream.getvalue() == "") == silent
-
-
-def test_a_bar_shows_no_question_marks_where_nobody_knows_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stream = OutputTerminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    with show_progress("loading", None) as advance:
-        advance(5_200_000_000)
-    assert "5.2 GB" in stream.getvalue()
-    assert "?" not in stream.getvalue().replace("?25", ""), "but in what hides the cursor"
-
-
 def test_lines_of_several_threads_are_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Downloads side by side report that they try again; a progress bar keeps half lines back."""
     pieces: list[str] = []
@@ -183,50 +154,3 @@ def test_lines_of_several_threads_are_written_whole(monkeypatch: pytest.MonkeyPa
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(note, (f"{n}: trying again" for n in range(40))))
     assert sorted(pieces) == sorted(f"{n}: trying again\n" for n in range(40))
-
-
-@pytest.mark.parametrize(("completed", "told"), [(0, ""), (1, "1 byte"), (2_500_000, "2.5 MB")])
-def test_a_bar_tells_no_size_before_the_first_byte(completed: int, told: str) -> None:
-    task: Any = SimpleNamespace(completed=completed)
-    assert str(_build_read_size_column().render(task)) == told
-
-
-def test_without_a_terminal_a_line_now_and_then_tells_the_progress(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    now = 0.0
-    report = make_line_reporter("evaluating", 400, clock=lambda: now)
-    for number in range(1, 401):
-        now = float(number)
-        report(1)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 39
-    assert lines[0] == "evaluating: 10 of 400, about 6 min left"
-    assert lines[-1] == "evaluating: 390 of 400, about 10 s left"
-
-
-def test_hours_of_work_tell_fewer_lines_an_hour(capsys: pytest.CaptureFixture[str]) -> None:
-    """60 lines in 600 s, then one each sixtieth: 61 / 60 to the power of n is 86400 / 600."""
-    now = 0.0
-    report = make_line_reporter("evaluating", 86_400 + 1, clock=lambda: now)
-    for number in range(1, 86_401):
-        now = float(number)
-        report(1)
-    expected = 60 + math.log(86_400 / 600, 61 / 60)
-    assert expected - 10 < len(capsys.readouterr().err.splitlines()) <= expected
-
-
-def test_the_first_answer_may_take_long(capsys: pytest.CaptureFixture[str]) -> None:
-    now = 0.0
-    report = make_line_reporter("evaluating", 2, clock=lambda: now)
-    for number in range(25):
-        now = float(number)
-        report(0)
-    assert capsys.readouterr().err.splitlines() == ["evaluating: 0 of 2"] * 2
-
-
-def test_what_is_done_quickly_tells_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    report = make_line_reporter("evaluating", 400, clock=lambda: 0.0)
-    for _ in range(400):
-        report(1)
-    assert capsys.readouterr().err == ""

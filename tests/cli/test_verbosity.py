@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from expertctl.cli import app
-from expertctl.cli.output import VERBOSITY, make_note_once, note, show_counter, warn
+from expertctl.cli.output import VERBOSITY, make_note_once, note, warn
+from expertctl.cli.progress import show_counter
 from expertctl.cli.verbosity import _remove_secrets
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.registry.live_registry import (
@@ -121,7 +122,7 @@ def test_quiet_keeps_warnings_and_hides_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(VERBOSITY, "is_quiet", True)
-    monkeypatch.setattr("expertctl.cli.output.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("expertctl.cli.progress.LINE_SECONDS", 0.0)
     with show_counter("measuring", 3, as_json=False) as report:
         report(1)
     note("a note")

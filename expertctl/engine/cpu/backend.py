@@ -224,7 +224,7 @@ class PackedBackend:
         Raises:
             InvalidPackageError: if the tensors do not match the configuration.
         """
-        use_kernel_cache(context.home, notify=context.tell, check=context.check)
+        use_kernel_cache(context.home, notify=context.tell, progress=context.kernel_progress)
         compile_missing(list_common_sources(self.scheme, self.kv_scheme))
         base = load_packed_base(
             context.directory,

@@ -21,7 +21,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -32,7 +32,7 @@ from filelock import FileLock, Timeout
 from expertctl.engine.kernels.machine_code import CompiledFunction, identify_processor, load_code
 from expertctl.engine.kernels.source import SOURCES_DIGEST, FunctionSource, compile_source
 from expertctl.files import make_folders, write_atomic
-from expertctl.messages import Notify, ignore_notification
+from expertctl.messages import CountProgress, Notify, ignore_count, ignore_notification
 from expertctl.settings import Home
 
 COMPILING = "compiling kernels for this machine; later runs load them from the cache"
@@ -58,7 +58,7 @@ class _CacheState:
     folder: Path | None = None
     notify: Notify = ignore_notification
     notified: bool = True
-    check: Callable[[], None] | None = None
+    progress: CountProgress = ignore_count
 
 
 _CACHE = _CacheState()
@@ -71,16 +71,17 @@ def has_stored_code(home: Home) -> bool:
 
 
 def use_kernel_cache(
-    home: Home, *, notify: Notify = ignore_notification, check: Callable[[], None] | None = None
+    home: Home, *, notify: Notify = ignore_notification, progress: CountProgress = ignore_count
 ) -> Path | None:
     """Cache compiled code below a home from now on; return the folder, or None if it is not safe.
 
-    ``notify`` is called once with a sentence when something must be compiled. ``check`` is called
-    before each function is compiled or loaded; its exceptions propagate.
+    ``notify`` is called once with a sentence when something must be compiled. ``progress``
+    is called with the numbers of functions compiled and to compile, and with zeros before each that
+    is loaded; its exceptions propagate.
     """
     with _LOCK:
         folder = _CACHE.folder = _prepare_folder(home)
-        _CACHE.notify, _CACHE.notified, _CACHE.check = notify, False, check
+        _CACHE.notify, _CACHE.notified, _CACHE.progress = notify, False, progress
         if folder is not None:
             _remove_stale_folders(folder)
         return folder
@@ -193,7 +194,7 @@ def _acquire(lock: FileLock) -> bool:
         except Timeout:
             if left <= 0:
                 return False
-            _check_continues()
+            _CACHE.progress(0, 0)
         except OSError:
             return False
         else:
@@ -204,7 +205,7 @@ def _read_all(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
     """Return the code that is stored, by name."""
     found = dict[str, bytes]()
     for name in names:
-        _check_continues()
+        _CACHE.progress(0, 0)
         if (stored := _read_code(folder, name)) is not None:
             found[name] = stored
     return found
@@ -214,20 +215,16 @@ def _compile(sources: Mapping[str, FunctionSource]) -> Generator[tuple[str, byte
     """Yield the name and the code of functions as they are compiled, on all usable cores."""
     from expertctl.engine.kernels.compile_workers import choose_worker_count, compile_in_workers
 
-    left = dict(sources)
-    with closing(compile_in_workers(sources, workers=choose_worker_count(len(left)))) as compiled:
+    left, total = dict(sources), len(sources)
+    _CACHE.progress(0, total)
+    with closing(compile_in_workers(sources, workers=choose_worker_count(total))) as compiled:
         for name, code in compiled:
-            _check_continues()
             del left[name]
+            _CACHE.progress(total - len(left), total)
             yield name, code
-    for name, source in left.items():
-        _check_continues()
+    for done, (name, source) in enumerate(left.items(), start=total - len(left)):
+        _CACHE.progress(done, total)
         yield name, compile_source(source)
-
-
-def _check_continues() -> None:
-    if _CACHE.check is not None:
-        _CACHE.check()
 
 
 def _read_code(folder: Path, name: str) -> bytes | None:

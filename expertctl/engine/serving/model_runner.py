@@ -99,7 +99,7 @@ class ModelRunner:
             tell=tell,
             warmup=config.moe,
             cached_kv_limit=self.cached_kv_limit,
-            check=self._check_stopped,
+            kernel_progress=lambda *_: self._check_stopped(),
         )
         self._planner, self._numpy_below, self._tell = planner, numpy_below, tell
         self._registration = EngineRegistration(planner.home.engines, self.budget)

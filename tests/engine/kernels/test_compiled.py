@@ -118,16 +118,31 @@ def test_a_check_that_raises_ends_compiling_before_the_next_kernel(place: Home) 
     class StoppedError(Exception):
         pass
 
-    def check() -> None:
+    def check(*_: int) -> None:
         if files(place):
             raise StoppedError
 
-    use_kernel_cache(place, check=check)
+    use_kernel_cache(place, progress=check)
     assert load_triple()(14) == 42
     with pytest.raises(StoppedError):
         load_triple("another")
     use_kernel_cache(place)
     assert load_triple("another")(14) == 42
+
+
+def test_progress_counts_the_functions_that_are_compiled(place: Home) -> None:
+    seen: list[tuple[int, int]] = []
+    use_kernel_cache(place, progress=lambda *counts: seen.append(counts))
+    names = ("one", "two", "three")
+    wanted = dict.fromkeys(names, source.FunctionSource(__name__, "triple", 1, {}))
+    load_functions(wanted)
+    counted = [counts for counts in seen if counts[1]]
+    assert counted[0] == (0, 3)
+    assert {total for _, total in counted} == {3}
+    assert [done for done, _ in counted] == sorted(done for done, _ in counted)
+    seen.clear()
+    load_functions(wanted)
+    assert set(seen) == {(0, 0)}, "nothing is compiled again"
 
 
 def test_nobody_is_told_before_something_is_compiled(place: Home) -> None:

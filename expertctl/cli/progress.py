@@ -1,0 +1,176 @@
+"""Progress of long work on stderr: bars on a terminal, lines now and then elsewhere."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from expertctl.cli.output import VERBOSITY, note
+from expertctl.digest import Progress, ignore_progress
+
+if TYPE_CHECKING:
+    from rich.progress import FileSizeColumn, TaskID
+    from rich.progress import Progress as Bars
+
+LINE_SECONDS = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
+_MAX_LINES = 60
+"""Most progress lines in the first ten minutes; later ones come less and less often."""
+
+
+@contextmanager
+def show_progress(label: str, total: int | None, *, as_json: bool = False) -> Iterator[Progress]:
+    """Show a progress bar on stderr while bytes are handled; only on a terminal.
+
+    Yields a callable that takes the number of bytes just handled.
+    """
+    with _show_bar(label, total, in_bytes=True, as_json=as_json) as report:
+        yield report
+
+
+class LoadingBar:
+    """The progress of loading: bytes, and in between kernels that are compiled."""
+
+    def __init__(self, report: Progress) -> None:
+        """Report to what `show_progress` yields."""
+        self._report, self._compiled = report, 0
+        self._lines: Progress = ignore_progress
+
+    def __call__(self, count: int) -> None:
+        """Count loaded bytes."""
+        self._report(count)
+
+    def report_kernels(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` kernels are compiled; lines where there is no terminal.
+
+        Nothing is shown for 0 of 0.
+        """
+        if not total:
+            return
+        if isinstance(self._report, _Bar):
+            self._report.show_items("compiling kernels", done, total)
+            return
+        if not done:
+            self._compiled, self._lines = 0, make_line_reporter("compiling kernels", total)
+        self._lines(done - self._compiled)
+        self._compiled = done
+
+
+@contextmanager
+def show_loading(label: str, *, as_json: bool) -> Iterator[LoadingBar]:
+    """Show a progress bar on stderr while a base and its experts are loaded; see `LoadingBar`."""
+    with show_progress(label, None, as_json=as_json) as report:
+        yield LoadingBar(report)
+
+
+@contextmanager
+def show_counter(label: str, total: int, *, as_json: bool) -> Iterator[Progress]:
+    """Show a progress bar while items are handled one by one; lines where there is no terminal."""
+    if not (VERBOSITY.is_quiet or sys.stderr.isatty()):
+        yield make_line_reporter(label, total)
+        return
+    with _show_bar(label, total, in_bytes=False, as_json=as_json) as report:
+        yield report
+
+
+def make_line_reporter(
+    label: str, total: int, *, clock: Callable[[], float] = time.monotonic
+) -> Progress:
+    """Return a progress callback that prints a line at most every `LINE_SECONDS`.
+
+    After ten minutes, a line follows when another sixtieth of the elapsed time has passed.
+    """
+    start = printed_at = clock()
+    done = 0
+
+    def report(count: int) -> None:
+        nonlocal printed_at, done
+        done += count
+        now = clock()
+        spent = now - start
+        if now - printed_at < max(LINE_SECONDS, spent / _MAX_LINES) or done >= total:
+            return
+        printed_at = now
+        left = f", about {_format_duration(spent / done * (total - done))} left" if done else ""
+        note(f"{label}: {done} of {total}{left}")
+
+    return report
+
+
+def _format_duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+@contextmanager
+def _show_bar(
+    label: str, total: int | None, *, in_bytes: bool, as_json: bool
+) -> Iterator[Progress]:
+    if as_json or VERBOSITY.is_quiet or not sys.stderr.isatty():
+        yield ignore_progress
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import Progress as Bars
+
+    amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
+    amount_columns = (
+        (amount, TimeRemainingColumn())
+        if total
+        else (_build_read_size_column(), TimeElapsedColumn())
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), *amount_columns)
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(label, total=total)
+        yield _Bar(bars, task, label)
+
+
+@dataclass(slots=True)
+class _Bar:
+    """One bar on a terminal."""
+
+    bars: "Bars"
+    task: "TaskID"
+    label: str
+    _bytes: int = 0
+
+    def __call__(self, count: int) -> None:
+        """Advance it."""
+        self._bytes += count
+        self.bars.update(self.task, advance=count)
+
+    def show_items(self, what: str, done: int, total: int) -> None:
+        """Show items of another kind, until all are done."""
+        if done < total:
+            text, known, completed = f"{what}, {done} of {total}", total, done
+        else:
+            text, known, completed = self.label, None, self._bytes
+        self.bars.update(
+            self.task,
+            description=text,
+            total=known,
+            completed=completed,
+            items=done < total,
+            refresh=True,
+        )
+
+
+def _build_read_size_column() -> "FileSizeColumn":
+    """Return a column with the bytes read; it is empty before the first byte, and for items."""
+    from rich.progress import FileSizeColumn, Task
+    from rich.text import Text
+
+    class ReadSizeColumn(FileSizeColumn):
+        def render(self, task: Task) -> Text:
+            is_shown = task.completed and not task.fields.get("items")
+            return super().render(task) if is_shown else Text("")
+
+    return ReadSizeColumn()
