@@ -17,10 +17,8 @@ from expertctl.engine.generation import CancelCheck, never_cancelled
 from expertctl.engine.load_plan import NUMPY_MAX_BYTES, read_local_outline
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.memory.budget import MemoryBudget, find_budget_limit
-from expertctl.engine.memory.host import choose_thread_count, find_default_budget
+from expertctl.engine.memory.host import choose_thread_count
 from expertctl.engine.memory.process_registry import (
-    EngineRegistration,
-    MemoryAdmission,
     MemoryLease,
     sleep_before_retry,
 )
@@ -95,7 +93,6 @@ class LocalEngine:
             NotFoundError: when there is no such device.
         """
         self._device = device
-        self.budget = MemoryBudget(find_budget_limit(budget, device))
         self._numpy_below, self._warmup = numpy_below, moe
         self._turn = threading.Lock()
         self._current_answer: object | None = None
@@ -103,12 +100,10 @@ class LocalEngine:
         self._needs_check = False
         self._headroom = 0
         """Bytes that a run needed besides its base, when routed-expert slots left too little."""
-        self._registration = EngineRegistration(planner.home.engines, self.budget)
-        self._admission = MemoryAdmission(planner.store.paths.running, pause=self._pause)
         self._planner, self._progress, self._tell = planner, progress, tell
         self._kernel_progress = kernel_progress
         self._session = PlanningSession(planner)
-        self._resources = self._create_resources()
+        self._resources = self._create_resources(find_budget_limit(budget, device))
 
     @classmethod
     def from_config(
@@ -164,7 +159,7 @@ class LocalEngine:
         with ExitStack() as stack:
             self._check_device(request)
             stack.enter_context(self._claim_turn())
-            stack.enter_context(self._registration.mark_answering())
+            stack.enter_context(self._resources.registration.mark_answering())
             stack.enter_context(self._report_notes_on_error())
             stack.enter_context(translate_errors(self._device))
             self.tiers.begin_request()
@@ -190,7 +185,7 @@ class LocalEngine:
             ready = stack.enter_context(borrowed)
             lease.resize(self.budget.used)
             refs = tuple(expert.ref for expert in prepared.planned.result.plan.experts)
-            self._registration.publish(base=prepared.base.stored.name, experts=refs)
+            self._resources.registration.publish(base=prepared.base.stored.name, experts=refs)
             clock.end_stage("load")
             routed = ready.routed
             loads = self.tiers.traffic[Tier.RAM].loads - loads
@@ -220,11 +215,15 @@ class LocalEngine:
         """
         with self._claim_turn():
             self._resources.close()
-            self._registration.close()
 
     def take_notes(self) -> tuple[str, ...]:
         """Return, once, warnings about data that could not be saved; a result includes them."""
         return self._resources.take_notes()
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """The memory limit, and what is reserved."""
+        return self._resources.budget
 
     @property
     def tiers(self) -> AdapterCache:
@@ -266,14 +265,14 @@ class LocalEngine:
                 self._tell(f"{WARNING_PREFIX}{note}")
             raise
 
-    def _create_resources(self) -> ResourceManager:
-        ram = None if self._device == "cpu" else MemoryBudget(find_default_budget())
+    def _create_resources(self, limit: int) -> ResourceManager:
         return ResourceManager(
             self._planner,
-            self.budget,
-            ram=ram,
+            MemoryBudget(limit),
+            device=self._device,
             progress=self._progress,
             tell=self._tell,
+            pause=self._pause,
             warmup=self._warmup,
             kernel_progress=self._report_kernels,
         )
@@ -291,11 +290,10 @@ class LocalEngine:
             )
 
     def _reset(self) -> None:
-        """Free what can be found; start again with a new budget and new, empty owners."""
+        """Free what can be found; start again with new, empty owners."""
         with suppress(AssertionError, KeyError, ValueError, RuntimeError):  # of a device, too
             self._resources.close()
-        self.budget = self._registration.budget = MemoryBudget(self.budget.limit)
-        self._resources = self._create_resources()
+        self._resources = self._create_resources(self.budget.limit)
 
     def _open_files(self, request: RunRequest, stack: ExitStack) -> Files:
         """Read the files that a request names, or only outlines where loading may have to wait."""
@@ -355,11 +353,11 @@ class LocalEngine:
         self, request: RunRequest, prepared: PreparedRequest, files: Files
     ) -> AbstractContextManager[MemoryLease]:
         """Reserve memory among the runs of this home; wait for it if the request says so."""
+        admission, limit = self._resources.admission, self.budget.limit
         if request.on_budget != "queue":
-            return self._admission.acquire(sum(need.size for need in list_base_needs(prepared)))
-        limit = self.budget.limit
+            return admission.acquire(sum(need.size for need in list_base_needs(prepared)))
         size = estimate_most_bytes(self._planner, prepared, files, limit=limit)
-        return self._admission.wait_in_queue(size, limit=limit, tell=self._tell)
+        return admission.wait_in_queue(size, limit=limit, tell=self._tell)
 
     def _pause(self) -> None:
         """Wait for a moment in the queue, unless the answer was cancelled."""

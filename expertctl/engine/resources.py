@@ -4,12 +4,12 @@ The certain needs of a run are reserved before anything is read. Its experts are
 remaining memory while the base is read, and its plan comes last.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from expertctl.digest import Digest, Progress
+from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan
 from expertctl.engine.adapters.experts import (
     CompileTarget,
@@ -32,6 +32,12 @@ from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest
 from expertctl.engine.load_plan import BaseSlot, OpenBase
 from expertctl.engine.memory.adapter_cache import AdapterCache, AdapterPrefetcher, Tier
 from expertctl.engine.memory.budget import MemoryBudget
+from expertctl.engine.memory.host import find_default_budget
+from expertctl.engine.memory.process_registry import (
+    EngineRegistration,
+    MemoryAdmission,
+    sleep_before_retry,
+)
 from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.engine.moe.usage_store import ExpertUsageStore
 from expertctl.engine.preparation import Files, PreparedRequest
@@ -39,8 +45,8 @@ from expertctl.engine.result import BytesRead, GenerationTrace, TracedModel
 from expertctl.engine.running_batch import TextConsumer, generate_text
 from expertctl.engine.running_sequence import Owner, RunningSequence
 from expertctl.engine.text.prompt import PromptLogprobs
-from expertctl.engine_config import DEFAULT_WARMUP, WarmupConfig
-from expertctl.messages import CountProgress, Notify, ignore_count
+from expertctl.engine_config import DEFAULT_WARMUP, DeviceName, WarmupConfig
+from expertctl.messages import CountProgress, Notify, ignore_count, ignore_notification
 from expertctl.routing.plan import Plan
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.store.disk import DerivedData
@@ -124,33 +130,40 @@ class LoadedModel:
 
 
 class ResourceManager:
-    """The one owner of what runs leave in memory; used by one run at a time."""
+    """The one owner of what an engine holds in memory, and of what other processes see of it.
+
+    It is used by one run at a time.
+    """
 
     def __init__(
         self,
         planner: Planner,
         budget: MemoryBudget,
         *,
-        ram: MemoryBudget | None = None,
-        progress: Progress,
-        tell: Notify,
+        device: DeviceName = "cpu",
+        progress: Progress = ignore_progress,
+        tell: Notify = ignore_notification,
+        pause: Callable[[], None] = sleep_before_retry,
         warmup: WarmupConfig = DEFAULT_WARMUP,
         cached_kv_limit: int | None = None,
         kernel_progress: CountProgress = ignore_count,
     ) -> None:
-        """Start with nothing in memory; ``ram`` is the budget of experts, where it is separate.
+        """Start with nothing in memory; ``budget`` is in the memory of ``device``.
 
+        On CUDA experts have a budget of their own, in the memory of the host. ``pause`` is called
+        between two attempts to get a lease; an exception that it raises ends the waiting.
         ``kernel_progress`` gets the numbers of kernels compiled and to compile; its exceptions end
         the compilation. ``warmup`` configures routed experts where not all of them fit.
         ``cached_kv_limit`` limits the bytes of KV kept between requests; None: all memory that
         nothing else needs.
         """
         self.usage_store = ExpertUsageStore(planner.bases, warmup)
-        self.tiers = AdapterCache(ram=ram or budget, device=budget)
-        self._budget, self._base_slot = (
-            budget,
-            BaseSlot(self.tiers, on_drop=self.usage_store.stop_observing),
-        )
+        self.budget = budget
+        ram = budget if device == "cpu" else MemoryBudget(find_default_budget())
+        self.tiers = AdapterCache(ram=ram, device=budget)
+        self.registration = EngineRegistration(planner.home.engines, budget)
+        self.admission = MemoryAdmission(planner.store.paths.running, pause=pause)
+        self._base_slot = BaseSlot(self.tiers, on_drop=self.usage_store.stop_observing)
         self._prefetch = AdapterPrefetcher[LoadedAdapter](self.tiers)
         self._kv_stores: dict[str, KVCacheStore] = {}
         self._cached_kv_limit, self._kernel_progress = cached_kv_limit, kernel_progress
@@ -181,11 +194,14 @@ class ResourceManager:
 
     def close(self) -> None:
         """Free everything; what others may depend on is freed last."""
-        self.usage_store.stop_observing()
-        self._base_slot.unload()
-        self.tiers.clear()
-        for kv_store in self._kv_stores.values():
-            kv_store.clear()
+        try:
+            self.usage_store.stop_observing()
+            self._base_slot.unload()
+            self.tiers.clear()
+            for kv_store in self._kv_stores.values():
+                kv_store.clear()
+        finally:
+            self.registration.close()
 
     @property
     def bytes_moved(self) -> BytesRead:
@@ -208,10 +224,10 @@ class ResourceManager:
         for kv_store in self._kv_stores.values():
             kv_store.check_integrity()
             kv_store.check_idle()
-        assert self._budget.reserved_bytes("kv") == sum(
+        assert self.budget.reserved_bytes("kv") == sum(
             kv_store.nbytes for kv_store in self._kv_stores.values()
         )
-        assert self._budget.reserved_bytes("base") == self._base_slot.nbytes
+        assert self.budget.reserved_bytes("base") == self._base_slot.nbytes
 
     @property
     def is_consistent(self) -> bool:

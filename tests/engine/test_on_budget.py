@@ -136,7 +136,7 @@ class BudgetPauseError(BaseException):
 
 
 def waiting(engine: LocalEngine, user_home: HomeFixture, pause: Callable[[], None]) -> LocalEngine:
-    engine._admission = MemoryAdmission(user_home.store.paths.running, pause=pause)
+    engine._resources.admission = MemoryAdmission(user_home.store.paths.running, pause=pause)
     return engine
 
 

@@ -25,7 +25,7 @@ from expertctl.engine.kv.kv_cache import KVRequest
 from expertctl.engine.load_plan import OpenBase, open_base
 from expertctl.engine.memory.adapter_cache import Tier
 from expertctl.engine.memory.budget import MemoryBudget, find_budget_limit
-from expertctl.engine.memory.host import choose_thread_count, find_default_budget
+from expertctl.engine.memory.host import choose_thread_count
 from expertctl.engine.moe.bench_result import (
     CounterSample,
     HitRateTimeline,
@@ -340,8 +340,7 @@ def _load_model(
     residents = ResourceManager(
         bench.planner,
         MemoryBudget(bench.limit),
-        ram=None if config.engine.device == "cpu" else MemoryBudget(find_default_budget()),
-        progress=ignore_progress,
+        device=config.engine.device,
         tell=bench.tell,
         warmup=COLD_START,
     )

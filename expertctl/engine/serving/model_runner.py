@@ -19,12 +19,9 @@ from expertctl.engine.memory.adapter_cache import Tier
 from expertctl.engine.memory.budget import MemoryBudget, choose_kv_cache_limit, find_budget_limit
 from expertctl.engine.memory.host import (
     choose_thread_count,
-    find_default_budget,
     find_resident_bytes,
 )
 from expertctl.engine.memory.process_registry import (
-    EngineRegistration,
-    MemoryAdmission,
     MemoryLease,
 )
 from expertctl.engine.moe.usage_profile import UsageProfile
@@ -87,14 +84,13 @@ class ModelRunner:
     ) -> None:
         """Start without a base in memory."""
         self.config, self.rows = config, config.batching.rows
-        self.budget = MemoryBudget(find_budget_limit(config.memory_budget, config.device))
-        self.cached_kv_limit = choose_kv_cache_limit(config.batching.kept_kv, self.budget.limit)
+        limit = find_budget_limit(config.memory_budget, config.device)
+        self.cached_kv_limit = choose_kv_cache_limit(config.batching.kept_kv, limit)
         """Maximum bytes of KV kept for later requests."""
-        ram = None if config.device == "cpu" else MemoryBudget(find_default_budget())
         self.resources = ResourceManager(
             planner,
-            self.budget,
-            ram=ram,
+            MemoryBudget(limit),
+            device=config.device,
             progress=lambda _: self._check_stopped(),
             tell=tell,
             warmup=config.moe,
@@ -102,8 +98,7 @@ class ModelRunner:
             kernel_progress=lambda *_: self._check_stopped(),
         )
         self._planner, self._numpy_below, self._tell = planner, numpy_below, tell
-        self._registration = EngineRegistration(planner.home.engines, self.budget)
-        self._admission_control = MemoryAdmission(planner.store.paths.running)
+        self.budget = self.resources.budget
         self._stack = ExitStack()
         self._files: Files = {}
         self._files_stack = ExitStack()
@@ -143,7 +138,7 @@ class ModelRunner:
             self._tell(f"{held.blocks} of {held.total} routed experts fit into memory")
         if note := describe_context_limit(base, limit=self.budget.limit, rows=self.rows):
             self._tell(f"{WARNING_PREFIX}{note}")
-        self._seat = self._stack.enter_context(self._admission_control.acquire(self.budget.limit))
+        self._seat = self._stack.enter_context(self.resources.admission.acquire(self.budget.limit))
         with ThreadPoolExecutor(1, thread_name_prefix="warming") as thread:
             thread.submit(self._warm_up, planned).result()
         if self.config.batching.tell_memory:
@@ -304,7 +299,7 @@ class ModelRunner:
             tokens = wanted.virtual_tokens + len(wanted.ids) - kv.cache.length
             self.model.prepare(kv.cache, memory.plan, tokens=tokens, rows=self.rows)
             refs = (expert.ref for expert in prepared.planned.result.plan.experts)
-            self._registration.publish(base=self.base.stored.name, experts=tuple(refs))
+            self.resources.registration.publish(base=self.base.stored.name, experts=tuple(refs))
             yield LoadedModel(self.base, self.model, kv, memory.plan)
 
     def get_adapter_status(self, expert: InstalledExpert) -> AdapterStatus:
@@ -367,7 +362,6 @@ class ModelRunner:
         self._files_stack.close()
         self.resources.close()
         self.report_notes()
-        self._registration.close()
         self._stack.close()
         self._is_stopped = False  # kernels that others compile do not check it
 
