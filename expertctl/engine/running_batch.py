@@ -148,21 +148,31 @@ class RunningBatch(Generic[Owner]):
         self._sequences.append(sequence)
 
     def run_pass(self) -> list[RunningSequence[Owner]]:
-        """Run one pass; return the sequences that ended or failed, which are removed."""
-        return [*self.run_prefill(), *self.run_decode()]
+        """Run one pass; return the sequences that ended or failed, which are removed.
 
-    def run_prefill(self) -> list[RunningSequence[Owner]]:
+        If it raises, all sequences are still in the batch.
+        """
+        self.run_prefill()
+        self.run_decode()
+        return self.remove_ended()
+
+    def run_prefill(self) -> None:
         """Run the first half of a pass, which reads a chunk of one prompt."""
         self._pass += 1
         self._stop_expired()
         self._prefill_next()
-        return self._remove_ended()
 
-    def run_decode(self) -> list[RunningSequence[Owner]]:
+    def run_decode(self) -> None:
         """Run the second half of a pass, which decodes one token of every sequence."""
         self._stop_expired()
         self._decode_step()
-        return self._remove_ended()
+
+    def remove_ended(self) -> list[RunningSequence[Owner]]:
+        """Remove the sequences that ended or failed, and return them."""
+        over = [one for one in self._sequences if one.has_ended]
+        if over:
+            self._sequences = [one for one in self._sequences if not one.has_ended]
+        return over
 
     def fail_all(self, error: ExpertError) -> list[RunningSequence[Owner]]:
         """Fail all sequences, and return them."""
@@ -180,12 +190,6 @@ class RunningBatch(Generic[Owner]):
         assert len(self._sequences) <= self.rows
         assert not any(sequence.has_ended for sequence in self._sequences)
         assert len({id(sequence.session) for sequence in self._sequences}) == len(self._sequences)
-
-    def _remove_ended(self) -> list[RunningSequence[Owner]]:
-        over = [one for one in self._sequences if one.has_ended]
-        if over:
-            self._sequences = [one for one in self._sequences if not one.has_ended]
-        return over
 
     def _stop_expired(self) -> None:
         """Stop sequences that are cancelled or past their deadline."""
@@ -319,6 +323,7 @@ def generate_text(
             batch.run_prefill()
         else:
             batch.run_decode()
+        batch.remove_ended()
         yield from pieces
         pieces.clear()
         if batch.blocked:

@@ -79,7 +79,7 @@ class ScriptedModel:
 
     def __init__(self) -> None:
         self.steps: list[list[str]] = []
-        self.error: ExpertError | None = None
+        self.error: Exception | None = None
         self.clock, self.step_seconds = ComputeClock(), 0.0
         self.prefill_parts = 1
         self.stepped_at: list[float] = []
@@ -217,6 +217,21 @@ def test_a_step_that_fails_ends_all_that_took_part_and_leaves_who_is_read(
     [over] = batch.run_pass()
     assert (over.owner.job.id, over.error) == ("one", bench.model.error)
     assert batch.sequences == (reader,)
+
+
+def test_a_pass_that_raises_loses_no_sequence(bench: BatchHarness) -> None:
+    batch = bench.batch()
+    running, short = bench.text("running"), bench.text("short", max_tokens=1)
+    batch.add(running)
+    batch.run_pass()
+    batch.add(short)
+    bench.model.error = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        batch.run_pass()
+    assert bench.said("short") == "b", "it ended in the first half of the pass"
+    error = ExpertError("a bug")
+    assert batch.fail_all(error) == [running, short]
+    assert batch.sequences == ()
 
 
 def test_a_text_that_is_called_off_ends_before_another_token_of_it_is_read(
