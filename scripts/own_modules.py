@@ -58,14 +58,14 @@ def run_measured() -> None:
     from expertctl.cli import app
 
     root = str(Path(expertctl.__file__).parent)
-    # The command imports the decoder only when it needs it, so the profiler finds it by its name.
+    # The command imports the engine only when it needs it, so the profiler finds it by its name.
     profiler: DepthProfiler | None = None
 
     def start(frame: FrameType, event: str, value: Any) -> None:
         nonlocal profiler
         if profiler is None:
             code = frame.f_code
-            if event != "call" or code.co_qualname != "DecoderSession.decode":
+            if event != "call" or code.co_qualname != "RunningBatch.run_decode":
                 return
             profiler = DepthProfiler(code, root)
         profiler(frame, event, value)

@@ -213,7 +213,10 @@ def step_sequentially(sequences: Sequence[tuple[DecodeSession, int]]) -> AnyArra
     """
     caches = [reading.cache for reading, _ in sequences if isinstance(reading, DecoderSession)]
     with rewind_on_error(caches):
-        return np.stack([reading.decode(token).logits for reading, token in sequences])
+        logits: list[AnyArray] = []
+        for reading, token in sequences:
+            logits.append(reading.decode(token).logits)
+        return np.stack(logits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import median
 from typing import Generic
 
+from expertctl.engine.arrays import AnyArray
 from expertctl.engine.decoding import PREFILL_CHUNK, PrefillResult
 from expertctl.engine.generation import (
     CancelCheck,
@@ -177,8 +177,7 @@ class RunningBatch(Generic[Owner]):
     def fail_all(self, error: ExpertError) -> list[RunningSequence[Owner]]:
         """Fail all sequences, and return them."""
         over, self._sequences = self._sequences, []
-        for sequence in over:
-            sequence.error = error
+        _fail(over, error)
         return over
 
     def remove(self, sequence: RunningSequence[Owner]) -> None:
@@ -217,7 +216,10 @@ class RunningBatch(Generic[Owner]):
                 min_tokens=self._min_chunk,
             )
             prefill = self._prefill_interleaved
-        self._run_guarded([sequence], partial(sequence.prefill_chunk, most, prefill))
+        try:
+            sequence.prefill_chunk(most, prefill)
+        except ExpertError as error:
+            _fail([sequence], error)
         stepped = self.counts.step_seconds - stepped
         seconds = self._clock() - start - stepped
         sequence.last_chunk = chunk = PrefillChunk(before - sequence.unread_count, seconds)
@@ -248,7 +250,12 @@ class RunningBatch(Generic[Owner]):
         if not sequences:
             return
         start = self._clock()
-        self._run_guarded(sequences, partial(self._decode_together, sequences))
+        try:
+            logits = self._model.step([(one.session, one.next_input_token) for one in sequences])
+        except ExpertError as error:
+            _fail(sequences, error)
+        else:
+            _sample(sequences, logits)
         seconds = self._clock() - start
         self._step_seconds.append(seconds)
         for sequence in sequences:
@@ -257,20 +264,19 @@ class RunningBatch(Generic[Owner]):
         self.counts.step_rows += len(sequences)
         self.counts.step_seconds += seconds
 
-    def _decode_together(self, sequences: Sequence[RunningSequence[Owner]]) -> None:
-        scores = self._model.step([(one.session, one.next_input_token) for one in sequences])
-        for sequence, logits in zip(sequences, scores, strict=True):
-            self._run_guarded([sequence], partial(sequence.take_logits, logits))
 
-    def _run_guarded(
-        self, sequences: Sequence[RunningSequence[Owner]], work: Callable[[], None]
-    ) -> None:
-        """Run work for sequences; if it fails, they fail with it."""
+def _sample(sequences: Sequence[RunningSequence[Owner]], logits: AnyArray) -> None:
+    """Sample the next token of each sequence, from logits [sequences, vocab]."""
+    for sequence, row in zip(sequences, logits, strict=True):
         try:
-            work()
+            sequence.take_logits(row)
         except ExpertError as error:
-            for sequence in sequences:
-                sequence.error = error
+            _fail([sequence], error)
+
+
+def _fail(sequences: Sequence[RunningSequence[Owner]], error: ExpertError) -> None:
+    for sequence in sequences:
+        sequence.error = error
 
 
 def _is_decoding(sequence: RunningSequence[Owner]) -> bool:

@@ -279,14 +279,12 @@ class PlainDecoder:
         return _PlainPass(start, tokens, cache.pages, self._rotations.slice(start, end), deltas)
 
     def _plan_queries(self, step: _PlainPass, *, begin: int) -> _Queries:
-        heads, windows = self.config.heads, set(self.config.windows)
-        return _Queries(
-            begin,
-            {
-                window: split_queries(step.start, step.tokens, window, heads=heads, begin=begin)
-                for window in windows
-            },
-        )
+        queries, heads = _Queries(begin, {}), self.config.heads
+        for window in set(self.config.windows):
+            queries.blocks[window] = split_queries(
+                step.start, step.tokens, window, heads=heads, begin=begin
+            )
+        return queries
 
     def _attend(
         self, x: AnyArray, layer: PlainLayer, number: int, step: _PlainPass, queries: _Queries
