@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from expertctl.cli.output import VERBOSITY, note
@@ -31,38 +30,60 @@ def show_progress(label: str, total: int | None, *, as_json: bool = False) -> It
 
 
 class LoadingBar:
-    """The progress of loading: bytes, and in between kernels that are compiled."""
+    """The progress of loading: bytes, and beside them the kernels that are compiled meanwhile.
 
-    def __init__(self, report: Progress) -> None:
-        """Report to what `show_progress` yields."""
-        self._report, self._compiled = report, 0
+    Bytes may be counted in several threads.
+    """
+
+    def __init__(self, bars: "Bars | None", label: str) -> None:
+        """Show bars; without a terminal, lines for kernels only."""
+        self._bars, self._compiled = bars, 0
+        self._bytes_task = None if bars is None else bars.add_task(label, total=None)
+        self._kernels_task: TaskID | None = None
         self._lines: Progress = ignore_progress
 
     def __call__(self, count: int) -> None:
         """Count loaded bytes."""
-        self._report(count)
+        if self._bars is not None and self._bytes_task is not None:
+            self._bars.update(self._bytes_task, advance=count)
 
     def report_kernels(self, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` kernels are compiled; lines where there is no terminal.
-
-        Nothing is shown for 0 of 0.
-        """
+        """Show that ``done`` of ``total`` kernels are compiled; nothing for 0 of 0."""
         if not total:
             return
-        if isinstance(self._report, _Bar):
-            self._report.show_items("compiling kernels", done, total)
+        if self._bars is not None:
+            self._show_kernels(self._bars, done, total)
             return
         if not done:
             self._compiled, self._lines = 0, make_line_reporter("compiling kernels", total)
         self._lines(done - self._compiled)
         self._compiled = done
 
+    def _show_kernels(self, bars: "Bars", done: int, total: int) -> None:
+        if self._kernels_task is not None and done in {0, total}:
+            bars.remove_task(self._kernels_task)
+            self._kernels_task = None
+        if done == total:
+            return
+        if self._kernels_task is None:
+            self._kernels_task = bars.add_task("compiling kernels", total=total, counts_items=True)
+        bars.update(self._kernels_task, completed=done, refresh=True)
+
 
 @contextmanager
 def show_loading(label: str, *, as_json: bool) -> Iterator[LoadingBar]:
-    """Show a progress bar on stderr while a base and its experts are loaded; see `LoadingBar`."""
-    with show_progress(label, None, as_json=as_json) as report:
-        yield LoadingBar(report)
+    """Show progress on stderr while a base and its experts are loaded; see `LoadingBar`."""
+    if as_json or VERBOSITY.is_quiet or not sys.stderr.isatty():
+        yield LoadingBar(None, label)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), _build_amount_column())
+    console = Console(stderr=True)
+    with Bars(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
+        yield LoadingBar(bars, label)
 
 
 @contextmanager
@@ -123,54 +144,23 @@ def _show_bar(
 
     amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
     amount_columns = (
-        (amount, TimeRemainingColumn())
-        if total
-        else (_build_read_size_column(), TimeElapsedColumn())
+        (amount, TimeRemainingColumn()) if total else (_build_amount_column(), TimeElapsedColumn())
     )
     columns = (TextColumn("{task.description}"), BarColumn(), *amount_columns)
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(label, total=total)
-        yield _Bar(bars, task, label)
+        yield lambda count: bars.update(task, advance=count)
 
 
-@dataclass(slots=True)
-class _Bar:
-    """One bar on a terminal."""
-
-    bars: "Bars"
-    task: "TaskID"
-    label: str
-    _bytes: int = 0
-
-    def __call__(self, count: int) -> None:
-        """Advance it."""
-        self._bytes += count
-        self.bars.update(self.task, advance=count)
-
-    def show_items(self, what: str, done: int, total: int) -> None:
-        """Show items of another kind, until all are done."""
-        if done < total:
-            text, known, completed = f"{what}, {done} of {total}", total, done
-        else:
-            text, known, completed = self.label, None, self._bytes
-        self.bars.update(
-            self.task,
-            description=text,
-            total=known,
-            completed=completed,
-            items=done < total,
-            refresh=True,
-        )
-
-
-def _build_read_size_column() -> "FileSizeColumn":
-    """Return a column with the bytes read; it is empty before the first byte, and for items."""
+def _build_amount_column() -> "FileSizeColumn":
+    """Return a column with the bytes read, empty before the first byte, or with items."""
     from rich.progress import FileSizeColumn, Task
     from rich.text import Text
 
-    class ReadSizeColumn(FileSizeColumn):
+    class AmountColumn(FileSizeColumn):
         def render(self, task: Task) -> Text:
-            is_shown = task.completed and not task.fields.get("items")
-            return super().render(task) if is_shown else Text("")
+            if task.fields.get("counts_items"):
+                return Text(f"{task.completed:.0f} of {task.total:.0f}")
+            return super().render(task) if task.completed else Text("")
 
-    return ReadSizeColumn()
+    return AmountColumn()

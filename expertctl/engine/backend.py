@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from expertctl.digest import Progress
+from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
 from expertctl.engine.arrays import FloatArray
 from expertctl.engine.generation import DecodeSession, SteppedModel
@@ -100,9 +100,13 @@ class RunnableModel(SteppedModel, Protocol):
         cache: KVCacheBase,
         plan: CompiledPlan,
         *,
+        progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> DecodeSession:
-        """Start or continue a sequence; ``scores`` gets the logits of its prompt positions."""
+        """Start or continue a sequence; ``progress`` counts tokens of its prompt and may raise.
+
+        ``scores`` gets the logits of every prompt position that is read.
+        """
 
     def matrix(self, module: str) -> FloatArray:
         """Return the weights [out, in] of a linear layer, by its module name."""

@@ -12,12 +12,12 @@ from expertctl.engine.cpu.backend import PackedBackend, PackedModel
 from expertctl.engine.cpu.base_loader import create_random_base
 from expertctl.engine.cpu.packed_base import TRY_TRANSFORMERS
 from expertctl.engine.kernels.jit import use_kernel_cache
+from expertctl.engine.loaded_model import LoadedModel
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.memory.adapter_cache import Tier
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.memory.host import find_default_budget, find_unused_bytes
 from expertctl.engine.request import NamedExpert, RunRequest
-from expertctl.engine.resources import LoadedModel
 from expertctl.engine.result_builder import GenerationContext
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import COLD_START, Dtype, EngineConfig

@@ -76,12 +76,16 @@ def fit_to_context(
 
     Raises:
         ContextLengthError: when it does not fit and may not be cut.
-        UsageError: when nothing of it would be left.
+        UsageError: when it has no tokens, or nothing of it would be left.
     """
     room = context - virtual
     least = min(1, max_tokens)
     free = max(least, min(max_tokens, room // 4))
     prompt = encode(messages)
+    if not prompt.ids:
+        raise UsageError(
+            "the prompt has no tokens", hint="give a prompt that is not empty, or another template"
+        )
     if len(prompt.ids) > room - (free if truncate and len(messages) > 1 else least):
         if not truncate:
             raise _make_context_error(messages, len(prompt.ids), context, virtual)

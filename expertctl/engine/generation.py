@@ -15,6 +15,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.decoding import DecodeResult, LayerTimer, PrefillResult
 from expertctl.engine.kv.kv_cache import KVCacheBase, rewind_on_error
@@ -171,6 +172,7 @@ class TextDecoder(Protocol[CacheIn, DeltasIn]):
         deltas: DeltasIn,
         *,
         soft_prompt: AnyArray | None = None,
+        progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> PrefillResult:
         """Read a prompt after the tokens in the cache."""
@@ -187,17 +189,19 @@ class DecoderSession(Generic[Cache, PlanDeltas]):
     cache: Cache
     deltas: PlanDeltas
     soft_prompt: AnyArray | None = None
+    progress: Progress = ignore_progress
     scores: RecordLogits | None = None
     """Gets the logits of every prompt position that is read."""
 
     def prefill(self, ids: Sequence[int]) -> PrefillResult:
-        """Read a prompt after the tokens in the cache."""
+        """Read a prompt after the tokens in the cache; ``progress`` counts tokens and may raise."""
         first = self.soft_prompt if self.cache.length == 0 else None
         return self.decoder.prefill(
             ids,
             self.cache,
             self.deltas,
             soft_prompt=first,
+            progress=self.progress,
             scores=self.scores,
         )
 
@@ -216,7 +220,7 @@ def step_sequentially(sequences: Sequence[tuple[DecodeSession, int]]) -> AnyArra
         logits: list[AnyArray] = []
         for reading, token in sequences:
             logits.append(reading.decode(token).logits)
-        return np.stack(logits)
+        return logits[0][None] if len(logits) == 1 else np.stack(logits)
 
 
 @dataclass(frozen=True, slots=True)

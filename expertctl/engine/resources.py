@@ -4,9 +4,8 @@ The certain needs of a run are reserved before anything is read. Its experts are
 remaining memory while the base is read, and its plan comes last.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from expertctl.digest import Digest, Progress, ignore_progress
@@ -20,16 +19,9 @@ from expertctl.engine.adapters.experts import (
 )
 from expertctl.engine.adapters.load import LoadedAdapter
 from expertctl.engine.backend import Backend, KVCacheStore, LoadContext, RunnableModel
-from expertctl.engine.context_window import FittedPrompt
-from expertctl.engine.generation import (
-    DEFAULT_STOP_RULES,
-    CancelCheck,
-    GenerationOutput,
-    OutputWriter,
-    StopRules,
-)
-from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest
+from expertctl.engine.kv.kv_cache import KVRequest
 from expertctl.engine.load_plan import BaseSlot, OpenBase
+from expertctl.engine.loaded_model import LoadedModel
 from expertctl.engine.memory.adapter_cache import AdapterCache, AdapterPrefetcher, Tier
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.memory.host import find_default_budget
@@ -38,16 +30,11 @@ from expertctl.engine.memory.process_registry import (
     MemoryAdmission,
     sleep_before_retry,
 )
-from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.engine.moe.usage_store import ExpertUsageStore
 from expertctl.engine.preparation import Files, PreparedRequest
-from expertctl.engine.result import BytesRead, GenerationTrace, TracedModel
-from expertctl.engine.running_batch import TextConsumer, generate_text
-from expertctl.engine.running_sequence import Owner, RunningSequence
-from expertctl.engine.text.prompt import PromptLogprobs
+from expertctl.engine.result import BytesRead
 from expertctl.engine_config import DEFAULT_WARMUP, DeviceName, WarmupConfig
 from expertctl.messages import CountProgress, Notify, ignore_count, ignore_notification
-from expertctl.routing.plan import Plan
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.store.disk import DerivedData
 from expertctl.store.quantised_cache import QuantisedCache, open_quantised_cache
@@ -57,82 +44,11 @@ if TYPE_CHECKING:
     from expertctl.engine.torch.compat_engine import CompatLoadedModel
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """All that a generation needs, in memory."""
-
-    base: OpenBase
-    model: RunnableModel
-    kv: KVAllocation[KVCacheBase]
-    plan: CompiledPlan
-
-    @property
-    def reused(self) -> int:
-        """Number of prompt tokens whose KV was reused."""
-        return self.kv.reused
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Warnings for the user about the base."""
-        return (*self.base.warnings, *self.model.warnings)
-
-    @property
-    def routed(self) -> RoutedExpertStats | None:
-        """Routed-expert statistics so far; None where the base has no such experts."""
-        return self.model.routed
-
-    def generate(
-        self,
-        prompt: FittedPrompt,
-        plan: Plan,
-        cancelled: CancelCheck,
-        *,
-        trace: GenerationTrace | None = None,
-    ) -> Generator[str, None, GenerationOutput]:
-        """Yield text as it becomes final; return the complete output at the end."""
-        sequence = self.start_sequence(TextConsumer(cancelled), prompt, plan)
-        model = self.model if trace is None else TracedModel(self.model, trace)
-        generated = yield from generate_text(model, sequence)
-        if generated.finish_reason != "cancelled":
-            self.kv.complete((*prompt.ids, *generated.tokens))
-        return generated
-
-    def start_sequence(
-        self,
-        owner: Owner,
-        prompt: FittedPrompt,
-        plan: Plan,
-        *,
-        number: int = 0,
-        rules: StopRules = DEFAULT_STOP_RULES,
-        logprobs: int | None = None,
-        scores: PromptLogprobs | None = None,
-    ) -> RunningSequence[Owner]:
-        """Start an answer, whose prompt is read from the end of the reused KV."""
-        record = None if scores is None else scores.record
-        return RunningSequence(
-            owner,
-            self.model.start_session(self.kv.cache, self.plan, scores=record),
-            OutputWriter(
-                self.base.tokenizer,
-                plan.params,
-                seed=plan.seed + number,
-                max_tokens=prompt.max_tokens,
-                rules=rules,
-                end_ids=prompt.end_ids,
-            ),
-            cache=self.kv.cache,
-            unread=prompt.ids[self.reused :],
-            number=number,
-            logprobs=logprobs,
-            scores=scores,
-        )
-
-
 class ResourceManager:
     """The one owner of what an engine holds in memory, and of what other processes see of it.
 
-    It is used by one run at a time.
+    A local run uses it from one thread. A server calls `load_plan` from its loader, and what
+    concerns KV, buffers and registration from its engine loop.
     """
 
     def __init__(

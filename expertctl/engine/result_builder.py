@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from expertctl.engine.generation import GenerationOutput
+from expertctl.engine.loaded_model import LoadedModel
 from expertctl.engine.moe.counters import RoutedExpertStats
 from expertctl.engine.preparation import PreparedRequest
 from expertctl.engine.request import RunRequest
-from expertctl.engine.resources import LoadedModel
 from expertctl.engine.result import BytesRead, GenerationTrace, MemoryUsage, RunResult, StageSpan
 from expertctl.engine.text.answer_format import (
     FormatCheck,

@@ -31,14 +31,14 @@ from expertctl.engine.generation import (
     never_cancelled,
 )
 from expertctl.engine.running_sequence import (
+    Consumer,
     OutputDelta,
-    Owner,
     PrefillChunk,
     PrefillFunction,
     RunningSequence,
     StopReason,
 )
-from expertctl.errors import ExpertError
+from expertctl.errors import CancelledError, ExpertError
 
 STEPS_BETWEEN_STEPS = 0.8
 """Time of a prompt between two steps, in decode steps; the rest absorbs variation."""
@@ -103,7 +103,7 @@ class StepCounters:
     step_seconds: float = 0.0
 
 
-class RunningBatch(Generic[Owner]):
+class RunningBatch(Generic[Consumer]):
     """The owner of the rows."""
 
     def __init__(
@@ -125,14 +125,14 @@ class RunningBatch(Generic[Owner]):
         self._step_seconds = deque[float](maxlen=RECENT_STEPS)
         self._stepped = self._part_begun = 0.0
         """When sequences last stepped or started to wait; when a part of a pass started."""
-        self.blocked: list[RunningSequence[Owner]] = []
+        self.blocked: list[RunningSequence[Consumer]] = []
         """Sequences that could not continue in the last pass because of missing memory."""
         self._model = model
-        self._sequences: list[RunningSequence[Owner]] = []
+        self._sequences: list[RunningSequence[Consumer]] = []
         self._pass = 0
 
     @property
-    def sequences(self) -> Sequence[RunningSequence[Owner]]:
+    def sequences(self) -> Sequence[RunningSequence[Consumer]]:
         """The sequences of the batch."""
         return tuple(self._sequences)
 
@@ -141,46 +141,38 @@ class RunningBatch(Generic[Owner]):
         """Number of free rows."""
         return self.rows - len(self._sequences)
 
-    def add(self, sequence: RunningSequence[Owner]) -> None:
+    def add(self, sequence: RunningSequence[Consumer]) -> None:
         """Add a sequence."""
         assert self.free > 0, "the caller has looked"
         sequence.served = self._pass
         self._sequences.append(sequence)
 
-    def run_pass(self) -> list[RunningSequence[Owner]]:
+    def run_pass(self) -> list[RunningSequence[Consumer]]:
         """Run one pass; return the sequences that ended or failed, which are removed.
 
         If it raises, all sequences are still in the batch.
         """
-        self.run_prefill()
-        self.run_decode()
-        return self.remove_ended()
+        self._prefill()
+        self._decode()
+        return self._remove_ended()
 
-    def run_prefill(self) -> None:
+    def run_prefill(self) -> list[RunningSequence[Consumer]]:
         """Run the first half of a pass, which reads a chunk of one prompt."""
-        self._pass += 1
-        self._stop_expired()
-        self._prefill_next()
+        self._prefill()
+        return self._remove_ended()
 
-    def run_decode(self) -> None:
+    def run_decode(self) -> list[RunningSequence[Consumer]]:
         """Run the second half of a pass, which decodes one token of every sequence."""
-        self._stop_expired()
-        self._decode_step()
+        self._decode()
+        return self._remove_ended()
 
-    def remove_ended(self) -> list[RunningSequence[Owner]]:
-        """Remove the sequences that ended or failed, and return them."""
-        over = [one for one in self._sequences if one.has_ended]
-        if over:
-            self._sequences = [one for one in self._sequences if not one.has_ended]
-        return over
-
-    def fail_all(self, error: ExpertError) -> list[RunningSequence[Owner]]:
+    def fail_all(self, error: ExpertError) -> list[RunningSequence[Consumer]]:
         """Fail all sequences, and return them."""
-        over, self._sequences = self._sequences, []
+        over, self._sequences, self.blocked = self._sequences, [], []
         _fail(over, error)
         return over
 
-    def remove(self, sequence: RunningSequence[Owner]) -> None:
+    def remove(self, sequence: RunningSequence[Consumer]) -> None:
         """Remove a sequence, if it is in the batch."""
         self._sequences = [other for other in self._sequences if other is not sequence]
 
@@ -190,10 +182,26 @@ class RunningBatch(Generic[Owner]):
         assert not any(sequence.has_ended for sequence in self._sequences)
         assert len({id(sequence.session) for sequence in self._sequences}) == len(self._sequences)
 
+    def _prefill(self) -> None:
+        self._pass += 1
+        self.blocked = []
+        self._stop_expired()
+        self._prefill_next()
+
+    def _decode(self) -> None:
+        self._stop_expired()
+        self._decode_step()
+
+    def _remove_ended(self) -> list[RunningSequence[Consumer]]:
+        over = [one for one in self._sequences if one.has_ended]
+        if over:
+            self._sequences = [one for one in self._sequences if not one.has_ended]
+        return over
+
     def _stop_expired(self) -> None:
         """Stop sequences that are cancelled or past their deadline."""
         for sequence in self._sequences:
-            why = sequence.owner.find_stop_reason()
+            why = sequence.consumer.find_stop_reason()
             if why is not None and not sequence.has_ended:
                 sequence.stop(why)
 
@@ -265,7 +273,7 @@ class RunningBatch(Generic[Owner]):
         self.counts.step_seconds += seconds
 
 
-def _sample(sequences: Sequence[RunningSequence[Owner]], logits: AnyArray) -> None:
+def _sample(sequences: Sequence[RunningSequence[Consumer]], logits: AnyArray) -> None:
     """Sample the next token of each sequence, from logits [sequences, vocab]."""
     for sequence, row in zip(sequences, logits, strict=True):
         try:
@@ -274,27 +282,39 @@ def _sample(sequences: Sequence[RunningSequence[Owner]], logits: AnyArray) -> No
             _fail([sequence], error)
 
 
-def _fail(sequences: Sequence[RunningSequence[Owner]], error: ExpertError) -> None:
+def _fail(sequences: Sequence[RunningSequence[Consumer]], error: ExpertError) -> None:
     for sequence in sequences:
         sequence.error = error
 
 
-def _is_decoding(sequence: RunningSequence[Owner]) -> bool:
+def _is_decoding(sequence: RunningSequence[Consumer]) -> bool:
     """Return whether a sequence waits for its next token."""
-    return not (sequence.is_prefilling or sequence.has_ended or sequence.owner.find_stop_reason())
+    return not (
+        sequence.is_prefilling or sequence.has_ended or sequence.consumer.find_stop_reason()
+    )
 
 
 @dataclass(slots=True)
 class TextConsumer:
-    """The owner of one sequence, who takes pieces of its text between two passes."""
+    """The consumer of one sequence, who takes pieces of its text between two passes."""
 
     cancelled: CancelCheck = never_cancelled
-    pieces: list[str] = field(default_factory=list)
-    _is_cancelled: bool = False
+    pieces: list[str] = field(default_factory=list, init=False)
+    _is_cancelled: bool = field(default=False, init=False)
 
     def check_cancelled(self) -> None:
         """Ask whether the text is still needed; that holds until the next time."""
-        self._is_cancelled = self.cancelled()
+        self._is_cancelled = self._is_cancelled or self.cancelled()
+
+    def check_prefill(self, _: int) -> None:
+        """Ask the same after each chunk of a prompt, as its progress.
+
+        Raises:
+            CancelledError: when the text is no longer needed.
+        """
+        self.check_cancelled()
+        if self._is_cancelled:
+            raise CancelledError("the prompt is no longer needed")
 
     def find_stop_reason(self) -> StopReason | None:
         """Return why the sequence must stop; None if it may continue."""
@@ -310,31 +330,34 @@ def generate_text(
     model: SteppedModel,
     sequence: RunningSequence[TextConsumer],
     *,
-    max_chunk: int = PREFILL_CHUNK,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Generator[str, None, GenerationOutput]:
     """Run a batch of one row: yield text as it becomes final, return the output.
 
-    The consumer is asked before each chunk of the prompt and each token whether it is cancelled.
-    Timings exclude the time that it takes. ``max_chunk`` limits the tokens of a pass.
+    The prompt is read at once: a decoder splits it. Whether the text is cancelled is asked before
+    each token, and during the prompt where its session has `TextConsumer.check_prefill` as
+    progress. Timings exclude the time that the consumer of the pieces takes.
 
     Raises:
         ExpertError: when a pass fails, or its memory does not suffice.
     """
-    batch = RunningBatch[TextConsumer](model, rows=1, max_chunk=max_chunk)
+    batch = RunningBatch[TextConsumer](model, rows=1, max_chunk=sequence.unread_count, clock=clock)
     batch.add(sequence)
-    pieces = sequence.owner.pieces
+    pieces = sequence.consumer.pieces
     while batch.sequences:
-        sequence.owner.check_cancelled()
         if sequence.is_prefilling:
             batch.run_prefill()
         else:
+            sequence.consumer.check_cancelled()
             batch.run_decode()
-        batch.remove_ended()
         yield from pieces
         pieces.clear()
         if batch.blocked:
-            sequence.room.ensure_capacity(1)  # nothing else can free memory: this raises
+            sequence.ensure_capacity()  # nothing else can free memory: this raises
     error, sequence.error = sequence.error, None
+    if isinstance(error, CancelledError) and sequence.consumer.find_stop_reason():
+        error = None  # raised by `check_prefill`
+        sequence.stop("cancelled")
     if error is None:
         return sequence.build_output()
     try:

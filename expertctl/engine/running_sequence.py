@@ -1,4 +1,4 @@
-"""One sequence: what it reports to its owner, and its state in a row of a batch."""
+"""One sequence: what it reports to its consumer, and its state in a row of a batch."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -74,8 +74,8 @@ class GrowingCache(Protocol):
         """
 
 
-class SequenceOwner(Protocol):
-    """Who wants a sequence: told of its text, asked whether it goes on."""
+class SequenceConsumer(Protocol):
+    """Receives the text of a sequence, and decides whether it continues."""
 
     def find_stop_reason(self) -> StopReason | None:
         """Return why the sequence must stop; None if it may continue."""
@@ -84,23 +84,21 @@ class SequenceOwner(Protocol):
         """Take new text."""
 
 
-Owner = TypeVar("Owner", bound=SequenceOwner)
-
-
+Consumer = TypeVar("Consumer", bound=SequenceConsumer)
 PrefillFunction = Callable[[DecodeSession, Sequence[int]], PrefillResult]
 """Reads a part of a prompt in a session."""
 
 
-class RunningSequence(Generic[Owner]):
+class RunningSequence(Generic[Consumer]):
     """One answer in its row of the batch: its prompt is read in chunks, then it is decoded."""
 
     def __init__(
         self,
-        owner: Owner,
+        consumer: Consumer,
         session: DecodeSession,
         writer: OutputWriter,
         *,
-        cache: GrowingCache,
+        cache: GrowingCache | None,
         unread: Sequence[int],
         number: int = 0,
         logprobs: int | None = None,
@@ -108,11 +106,11 @@ class RunningSequence(Generic[Owner]):
     ) -> None:
         """Start with ``unread`` tokens of the prompt, at least one.
 
-        ``number`` is that of the answer among those of its owner. With ``logprobs`` each token is
-        reported with so many of the likeliest. ``scores`` is filled in by ``session``, and reported
-        with the first delta.
+        A session that allocates its own memory has no ``cache``. ``number`` is that of the answer
+        among those of its consumer. With ``logprobs`` each token is reported with so many of the
+        likeliest. ``scores`` is filled in by ``session``, and reported with the first delta.
         """
-        self.owner, self.number, self.writer = owner, number, writer
+        self.consumer, self.number, self.writer = consumer, number, writer
         self.resume(session, cache, unread)
         self.served = 0
         """The pass in which it was served last."""
@@ -128,23 +126,34 @@ class RunningSequence(Generic[Owner]):
         self._first_ms: float | None = None
         self._decode_ms, self._steps = 0.0, 0
 
-    def resume(self, session: DecodeSession, cache: GrowingCache, unread: Sequence[int]) -> None:
+    def resume(
+        self, session: DecodeSession, cache: GrowingCache | None, unread: Sequence[int]
+    ) -> None:
         """Use a cache with all tokens but ``unread``, of which there is at least one."""
         assert unread, "at least one token is read, for its scores"
-        self.session, self.room, self._unread = session, cache, list(unread)
+        self.session, self.cache, self._unread = session, cache, list(unread)
 
     def pause(self) -> None:
         """Release its cache; tokens read again later count as decoding time."""
-        del self.session, self.room
+        del self.session, self.cache
         self._unread, self._is_again = [], bool(self.writer.tokens)
 
     def reserve_next_token(self) -> bool:
         """Allocate memory for the next token; return whether there is enough."""
         try:
-            self.room.ensure_capacity(1)
+            self.ensure_capacity()
         except BudgetError:
             return False
         return True
+
+    def ensure_capacity(self) -> None:
+        """Allocate memory for the next token.
+
+        Raises:
+            BudgetError: when there is not enough.
+        """
+        if self.cache is not None:
+            self.cache.ensure_capacity(1)
 
     @property
     def is_prefilling(self) -> bool:
@@ -166,11 +175,7 @@ class RunningSequence(Generic[Owner]):
         """The token to read in the next decode step."""
         return self.writer.tokens[-1]
 
-    def prefill_chunk(
-        self,
-        max_tokens: int,
-        prefill: PrefillFunction,
-    ) -> None:
+    def prefill_chunk(self, max_tokens: int, prefill: PrefillFunction) -> None:
         """Read up to ``max_tokens`` of the prompt; after its last, sample the first of the answer.
 
         Raises:
@@ -237,7 +242,7 @@ class RunningSequence(Generic[Owner]):
             self._unreported_scores if self.scores is not None and self.scores.is_complete else None
         )
         if text or sampled or prompt is not None:
-            self.owner.emit(
+            self.consumer.emit(
                 OutputDelta(self.number, text, sampled, len(self.writer.tokens), prompt)
             )
         if prompt is not None:

@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from expertctl.cli.progress import (
-    _build_read_size_column,
+    _build_amount_column,
     make_line_reporter,
     show_loading,
     show_progress,
@@ -49,7 +50,7 @@ def test_a_bar_shows_no_question_marks_where_nobody_knows_the_end(
 @pytest.mark.parametrize(("completed", "told"), [(0, ""), (1, "1 byte"), (2_500_000, "2.5 MB")])
 def test_a_bar_tells_no_size_before_the_first_byte(completed: int, told: str) -> None:
     task: Any = SimpleNamespace(completed=completed, fields={})
-    assert str(_build_read_size_column().render(task)) == told
+    assert str(_build_amount_column().render(task)) == told
 
 
 def test_without_a_terminal_a_line_now_and_then_tells_the_progress(
@@ -93,7 +94,7 @@ def test_what_is_done_quickly_tells_no_progress(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_shows_how_many_kernels_are_compiled_then_bytes_again(
+def test_a_terminal_shows_how_many_kernels_are_compiled_beside_the_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stream = Terminal()
@@ -101,15 +102,22 @@ def test_a_terminal_shows_how_many_kernels_are_compiled_then_bytes_again(
     with show_loading("loading", as_json=False) as bar:
         bar(2_500_000)
         bar.report_kernels(0, 0)
-        for done in range(24):
-            bar.report_kernels(done, 24)
-        compiling = stream.getvalue()
-        bar.report_kernels(24, 24)
-        bar(1_000_000)
-    after = stream.getvalue()[len(compiling) :]
-    assert all(f"compiling kernels, {done} of 24" in compiling for done in range(24))
-    assert "compiling" not in after.rpartition("loading")[2]
-    assert "3.5 MB" in after
+        for batch in (24, 2):
+            for done in range(batch):
+                bar.report_kernels(done, batch)
+                bar(1_000_000)
+            bar.report_kernels(batch, batch)
+        bars = bar._bars
+        assert bars is not None
+        bars.refresh()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert all(re.search(f"compiling kernels .* {done} of 24 ", shown) for done in range(24))
+    assert re.search("compiling kernels .* 1 of 2 ", shown)
+    last = shown.rpartition("loading")[2]
+    assert "compiling" not in last
+    assert "28.5 MB" in last
+    [loading] = bars.tasks
+    assert not loading.finished, "its end is unknown"
 
 
 def test_without_a_terminal_lines_count_the_kernels_of_each_batch(

@@ -56,6 +56,13 @@ def test_a_cut_prompt_keeps_its_beginning_and_the_template_and_says_so() -> None
     assert prompt.warnings == ("the prompt was cut: 3 of 10 characters were read",)
 
 
+def test_a_template_without_any_token_is_refused() -> None:
+    with pytest.raises(UsageError, match="the prompt has no tokens"):
+        fit_to_context(
+            talk("x"), lambda _: EncodedPrompt("", ()), context=9, max_tokens=1, truncate=True
+        )
+
+
 def test_a_template_larger_than_the_context_is_refused() -> None:
     with pytest.raises(UsageError, match="no part of the prompt fits"):
         fit("abc", context=4, max_tokens=1, truncate=True)

@@ -1,8 +1,8 @@
 """Generating: greedy equals transformers, streams equal wholes, ends where it must."""
 
 import json
-import sys
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,14 @@ class TinyModel:
         seed: int,
         max_tokens: int,
         rules: StopRules = DEFAULT_STOP_RULES,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> Generator[str, None, GenerationOutput]:
         ids = self.tokenizer.encode(PROMPT)
         cache = KVCache(self.decoder.config, len(ids) + max_tokens)
         writer = OutputWriter(self.tokenizer, params, seed=seed, max_tokens=max_tokens, rules=rules)
         session = DecoderSession(self.decoder, cache, {})
         sequence = RunningSequence(TextConsumer(), session, writer, cache=cache, unread=ids)
-        return generate_text(SequentialModel(), sequence)
+        return generate_text(SequentialModel(), sequence, clock=clock)
 
 
 def open_model(directory: Path) -> TinyModel:
@@ -253,15 +254,14 @@ def test_times_are_counted(model: TinyModel) -> None:
     assert run(model, max_tokens=1)[1].tokens_per_s == 0.0
 
 
-def test_the_time_of_the_reader_is_not_counted(
-    model: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_of_the_consumer_is_not_counted(model: TinyModel) -> None:
     clock = GenerationClock()
-    monkeypatch.setattr(sys.modules[generate_text.__module__], "time", clock)
-    stream = model.stream(params=GREEDY, seed=0, max_tokens=5)
+    stream = model.stream(params=GREEDY, seed=0, max_tokens=5, clock=clock)
     next(stream)
     clock.now += 1000.0
-    assert drain(stream)[1].decode_ms < 1000.0
+    result = drain(stream)[1]
+    assert result.decode_steps == 4
+    assert result.decode_ms == pytest.approx(4.0), "by this clock a step takes 1 ms"
 
 
 class GenerationClock:
@@ -269,9 +269,33 @@ class GenerationClock:
 
     now = 0.0
 
-    def perf_counter(self) -> float:
+    def __call__(self) -> float:
         self.now += 1e-3
         return self.now
+
+
+def test_a_text_cancelled_while_its_prompt_is_read_has_no_token(model: TinyModel) -> None:
+    answers = iter([True])
+    consumer = TextConsumer(lambda: next(answers, False))
+    ids = model.tokenizer.encode(PROMPT)
+    cache = KVCache(model.decoder.config, len(ids) + 5)
+    session = DecoderSession(model.decoder, cache, {}, progress=consumer.check_prefill)
+    writer = OutputWriter(model.tokenizer, GREEDY, seed=0, max_tokens=5)
+    sequence = RunningSequence(consumer, session, writer, cache=cache, unread=ids)
+    pieces, result = drain(generate_text(SequentialModel(), sequence))
+    assert (pieces, result.tokens, result.finish_reason) == ([], (), "cancelled")
+    assert cache.length == 0, "what was read of it is dropped"
+
+
+def test_a_text_whose_memory_ends_raises_and_keeps_its_pieces(model: TinyModel) -> None:
+    ids = model.tokenizer.encode(PROMPT)
+    cache = KVCache(model.decoder.config, len(ids) + 2)
+    session = DecoderSession(model.decoder, cache, {})
+    writer = OutputWriter(model.tokenizer, GREEDY, seed=0, max_tokens=9)
+    sequence = RunningSequence(TextConsumer(), session, writer, cache=cache, unread=ids)
+    with pytest.raises(BudgetError, match="1 more tokens do not fit"):
+        drain(generate_text(SequentialModel(), sequence))
+    assert len(writer.tokens) == 3
 
 
 def with_stop(text: str) -> Any:

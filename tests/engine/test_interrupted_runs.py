@@ -10,10 +10,16 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine import load_plan, local_engine, resources
+from expertctl.engine import (
+    load_plan,
+    local_engine,
+    resources,
+    running_batch,
+    running_sequence,
+)
 from expertctl.engine.kv import block_pool, kv_cache, radix_cache
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.memory import adapter_cache, budget
+from expertctl.engine.memory import adapter_cache, budget, process_registry
 from expertctl.engine.result import RunResult
 from expertctl.engine.torch import sequence_cache
 from expertctl.errors import UsageError
@@ -27,6 +33,7 @@ __all__ = ["fast", "home", "packed_packages", "user_home"]
 BOOKS: list[ModuleType] = [
     *(budget, budget, adapter_cache, adapter_cache, load_plan, resources),
     *(kv_cache, sequence_cache, block_pool, block_pool, radix_cache, local_engine),
+    *(running_batch, running_sequence, process_registry),
 ]
 FILES = {module.__file__ for module in BOOKS}
 SECONDS = 60

@@ -360,6 +360,7 @@ class PackedModel:
             reading.cache,
             reading.deltas,
             soft_prompt=soft_prompt,
+            progress=reading.progress,
             scores=reading.scores,
             between_layers=between_layers,
         )
@@ -373,11 +374,12 @@ class PackedModel:
         cache: KVCacheBase,
         plan: CompiledPlan,
         *,
+        progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> DecodeSession:
         """Start or continue a sequence."""
         assert isinstance(cache, PagedKVCache)
-        return DecoderSession(self.decoder, cache, plan.packed, plan.soft_prompt, scores)
+        return DecoderSession(self.decoder, cache, plan.packed, plan.soft_prompt, progress, scores)
 
     @property
     def read_bytes(self) -> int:

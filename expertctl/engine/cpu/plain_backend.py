@@ -174,11 +174,12 @@ class PlainModel:
         cache: KVCacheBase,
         plan: CompiledPlan,
         *,
+        progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> DecodeSession:
         """Start or continue a sequence."""
         assert isinstance(cache, PagedKVCache)
-        return DecoderSession(self.decoder, cache, plan.deltas, plan.soft_prompt, scores)
+        return DecoderSession(self.decoder, cache, plan.deltas, plan.soft_prompt, progress, scores)
 
     @property
     def prefill_parts(self) -> int:

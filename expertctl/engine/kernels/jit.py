@@ -225,6 +225,8 @@ def _compile(sources: Mapping[str, FunctionSource]) -> Generator[tuple[str, byte
     for done, (name, source) in enumerate(left.items(), start=total - len(left)):
         _CACHE.progress(done, total)
         yield name, compile_source(source)
+    if left:
+        _CACHE.progress(total, total)
 
 
 def _read_code(folder: Path, name: str) -> bytes | None:

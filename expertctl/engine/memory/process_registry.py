@@ -273,9 +273,10 @@ class EngineRegistration:
         self._write_record(answering=True)
 
     def close(self) -> None:
-        """Remove the record."""
-        self._claimed.close()
+        """Remove the record; what cannot be removed is removed with those of dead processes."""
         self._own = None
+        with suppress(OSError):
+            self._claimed.close()
 
     @property
     def _is_registered(self) -> bool:

@@ -191,7 +191,7 @@ class ServingEngine:
                 kv_kept_limit=runner.cached_kv_limit,
                 kv_block=runner.base.kv_bytes(KV_BLOCK_TOKENS),
                 traffic={t.value: replace(n) for t, n in runner.resources.tiers.traffic.items()},
-                running_plans=tuple(one.owner.refs for one in sequences),
+                running_plans=tuple(one.consumer.refs for one in sequences),
                 waiting_plans=tuple(state.refs for state in (*prepared, *scheduler.queue)),
                 routed=routed,
                 observed=observed,

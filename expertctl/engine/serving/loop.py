@@ -12,8 +12,8 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 
 from expertctl.engine.adapters.compile import BASE_ONLY
+from expertctl.engine.loaded_model import LoadedModel
 from expertctl.engine.moe.usage_store import SAVE_INTERVAL
-from expertctl.engine.resources import LoadedModel
 from expertctl.engine.result_builder import GenerationContext
 from expertctl.engine.running_batch import MIN_CHUNK, MIN_CHUNK_FROM_DISK, RunningBatch
 from expertctl.engine.running_sequence import RunningSequence
@@ -170,7 +170,7 @@ class EngineLoop:
         """
         shares = self._runner.base.backend.name != "cuda"
         reading = (
-            {sequence.owner for sequence in self._resources if sequence.is_prefilling}
+            {sequence.consumer for sequence in self._resources if sequence.is_prefilling}
             if shares
             else set()
         )
@@ -235,7 +235,7 @@ class EngineLoop:
 
     def _reclaim_memory(self, state: RequestState | None) -> bool:
         """Take memory from ready jobs and, if idle, from buffers; False if neither has any."""
-        started = {sequence.owner for sequence in (*self._resources, *self._paused)}
+        started = {sequence.consumer for sequence in (*self._resources, *self._paused)}
         with self._scheduler.lock:
             others = [
                 one for one in self._scheduler.ready if one is not state and one not in started
@@ -265,7 +265,7 @@ class EngineLoop:
             self._runner.model.check_integrity()  # or the engine ends: answers would be wrong
         for sequence in over:
             if sequence.error is not None:
-                self._fail(sequence.owner, sequence.error)
+                self._fail(sequence.consumer, sequence.error)
             elif sequence in self._resources:  # else another sequence of its job failed
                 self._finish(sequence)
         self._update_free_rows()
@@ -273,7 +273,7 @@ class EngineLoop:
     def _resume_paused(self) -> None:
         """Resume paused sequences, the one started first in front; cancelled ones end."""
         for sequence, why in [
-            (sequence, sequence.owner.find_stop_reason()) for sequence in self._paused
+            (sequence, sequence.consumer.find_stop_reason()) for sequence in self._paused
         ]:
             if why is not None:
                 self._paused.remove(sequence)
@@ -287,7 +287,7 @@ class EngineLoop:
 
     def _resume(self, sequence: _JobSequence) -> bool:
         """Allocate KV for a paused sequence; False while there is no memory."""
-        state, written = sequence.owner, sequence.writer.tokens
+        state, written = sequence.consumer, sequence.writer.tokens
         prepared, memory = state.prepared, state.memory
         assert prepared is not None
         assert memory is not None
@@ -326,14 +326,15 @@ class EngineLoop:
             self._pause(last)
         elif not self._wait_for_loading():
             error = BudgetError("there is not enough memory for the rest of an answer")
-            self._fail(last.owner, error)
+            self._fail(last.consumer, error)
 
     def _pause(self, sequence: _JobSequence) -> None:
         """Remove a sequence from the batch; its KV is kept until the memory is needed."""
-        assert sequence.owner.prepared is not None
+        prepared, written = sequence.consumer.prepared, sequence.writer.tokens
+        assert prepared is not None
         self.batch.remove(sequence)
         resources = self._resources.pop(sequence)
-        resources.ready.kv.complete((*sequence.owner.prepared.prompt.ids, *sequence.writer.tokens))
+        resources.ready.kv.complete((*prepared.prompt.ids, *written))
         sequence.pause()
         resources.stack.close()
         self._paused.insert(0, sequence)  # those paused earlier were started later
@@ -345,7 +346,7 @@ class EngineLoop:
 
     def _finish(self, sequence: _JobSequence) -> None:
         """Store an answer, and keep its KV if it is complete."""
-        state, generated = sequence.owner, sequence.build_output()
+        state, generated = sequence.consumer, sequence.build_output()
         assert state.prepared is not None
         resources = self._resources.pop(sequence, None)  # none while it is paused
         if resources is not None:
@@ -370,8 +371,8 @@ class EngineLoop:
         Raises:
             DeviceError: when it was the cause, since it ends all other jobs, too.
         """
-        self._paused = [sequence for sequence in self._paused if sequence.owner is not state]
-        for sequence in [sequence for sequence in self._resources if sequence.owner is state]:
+        self._paused = [sequence for sequence in self._paused if sequence.consumer is not state]
+        for sequence in [sequence for sequence in self._resources if sequence.consumer is state]:
             self.batch.remove(sequence)
             self._resources.pop(sequence).stack.close()
         self._forget_own_cache(state)

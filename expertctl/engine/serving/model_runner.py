@@ -15,6 +15,7 @@ from expertctl.engine.adapters.experts import open_local_expert
 from expertctl.engine.backend import RunnableModel, translate_errors
 from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest
 from expertctl.engine.load_plan import OpenBase
+from expertctl.engine.loaded_model import LoadedModel
 from expertctl.engine.memory.adapter_cache import Tier
 from expertctl.engine.memory.budget import MemoryBudget, choose_kv_cache_limit, find_budget_limit
 from expertctl.engine.memory.host import (
@@ -37,7 +38,7 @@ from expertctl.engine.preparation import (
     prepare_with_fewer_experts,
 )
 from expertctl.engine.request import RunRequest
-from expertctl.engine.resources import LoadedModel, ResourceManager, build_kv_request
+from expertctl.engine.resources import ResourceManager, build_kv_request
 from expertctl.engine.result import MemoryUsage
 from expertctl.engine.serving.memory_report import (
     AdapterHeadroom,

@@ -292,9 +292,6 @@ class TransformersSession:
         logits = self._run_model(1, input_ids=self._check_tokens([token]))
         return DecodeResult(logits, position, measure_elapsed_ms(started))
 
-    def ensure_capacity(self, tokens: int) -> None:
-        """Do nothing: transformers allocates its own cache."""
-
     def _run_model(self, tokens: int, **inputs: Tensor) -> AnyArray:
         """Run the model over tokens after those already read; return logits [vocab], float32."""
         self._length += tokens
@@ -366,11 +363,11 @@ class CompatLoadedModel:
             self.base.tokenizer, plan.params, seed=plan.seed, max_tokens=prompt.max_tokens
         )
         sequence = RunningSequence(
-            TextConsumer(cancelled), self.reading, writer, cache=self.reading, unread=prompt.ids
+            TextConsumer(cancelled), self.reading, writer, cache=None, unread=prompt.ids
         )
         model = SequentialModel()
         traced = model if trace is None else TracedModel(model, trace)
-        return (yield from generate_text(traced, sequence, max_chunk=len(prompt.ids)))
+        return (yield from generate_text(traced, sequence))
 
 
 @contextmanager

@@ -348,12 +348,13 @@ class CudaModel:
         cache: KVCacheBase,
         plan: CompiledPlan,
         *,
+        progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> DecodeSession:
         """Start or continue a sequence."""
         assert isinstance(cache, StaticKVRow)
         deltas, before = plan.torch_deltas, plan.soft_prompt
-        return DecoderSession(self.decoder, cache, deltas, before, scores)
+        return DecoderSession(self.decoder, cache, deltas, before, progress, scores)
 
     @property
     def prefill_parts(self) -> int:

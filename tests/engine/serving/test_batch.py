@@ -158,7 +158,7 @@ def test_a_pass_reads_one_prompt_and_then_writes_one_letter_of_every_text(
     assert [text.build_output().text for text in over] == ["bcd"]
     assert over[0].build_output().finish_reason == "length"
     assert bench.said("two") == "gh"
-    assert [text.owner.job.id for text in batch.sequences] == ["two"]
+    assert [text.consumer.job.id for text in batch.sequences] == ["two"]
     batch.check_integrity()
 
 
@@ -215,7 +215,7 @@ def test_a_step_that_fails_ends_all_that_took_part_and_leaves_who_is_read(
     reader = bench.text("two", [A] * 1000)
     batch.add(reader)
     [over] = batch.run_pass()
-    assert (over.owner.job.id, over.error) == ("one", bench.model.error)
+    assert (over.consumer.job.id, over.error) == ("one", bench.model.error)
     assert batch.sequences == (reader,)
 
 
@@ -234,13 +234,29 @@ def test_a_pass_that_raises_loses_no_sequence(bench: BatchHarness) -> None:
     assert batch.sequences == ()
 
 
+def test_a_pass_that_raises_leaves_no_sequence_blocked(bench: BatchHarness) -> None:
+    batch = bench.batch()
+    lacks = bench.text("one", [A], room=0)
+    batch.add(lacks)
+    batch.run_pass()
+    batch.run_pass()
+    assert batch.blocked == [lacks]
+    reader = bench.text("two", [A])
+    batch.add(reader)
+    reader.session = None  # type: ignore[assignment]  # reading it is a bug
+    with pytest.raises(AssertionError):
+        batch.run_pass()
+    batch.fail_all(ExpertError("a bug"))
+    assert batch.blocked == []
+
+
 def test_a_text_that_is_called_off_ends_before_another_token_of_it_is_read(
     bench: BatchHarness,
 ) -> None:
     batch, text = bench.batch(), bench.text("one")
     batch.add(text)
     batch.run_pass()
-    text.owner.is_cancelled = True
+    text.consumer.is_cancelled = True
     assert batch.run_pass() == [text]
     assert text.build_output().finish_reason == "cancelled"
     assert text.build_output().text == bench.said("one") == "bc"
@@ -251,7 +267,7 @@ def test_a_text_whose_prompt_is_being_read_can_be_called_off(bench: BatchHarness
     batch, text = bench.batch(), bench.text("one", [A] * (2 * PREFILL_CHUNK))
     batch.add(text)
     batch.run_pass()
-    text.owner.is_cancelled = True
+    text.consumer.is_cancelled = True
     assert batch.run_pass() == [text]
     assert text.build_output().text == ""
     assert len(bench.log) == 1
@@ -277,7 +293,7 @@ def test_a_text_without_memory_is_told_and_holds_up_nobody(bench: BatchHarness) 
         batch.run_pass()
     assert batch.blocked == [lacks]
     assert (bench.said("one"), bench.said("two")) == ("b", "ghi")
-    lacks.room.capacity = 1
+    lacks.cache.capacity = 1
     batch.run_pass()
     assert batch.blocked == []
     assert bench.said("one") == "bc"
@@ -375,7 +391,7 @@ def test_a_stream_goes_on_while_a_chunk_is_read_and_may_end_there(bench: BatchHa
         batch.run_pass()
     batch.add(bench.text("long", [A] * 64, max_tokens=1, token_seconds=10 * TOKEN))
     over = batch.run_pass()
-    assert [text.owner.job.id for text in over] == ["stream"]
+    assert [text.consumer.job.id for text in over] == ["stream"]
     assert over[0].build_output().text == "bcdefghijklm"
     assert over[0].build_output().finish_reason == "length"
     batch.check_integrity()
@@ -395,7 +411,7 @@ def test_a_stream_that_is_called_off_is_not_stepped_while_a_chunk_is_read(
 
     class Leaving(Alphabet):
         def cost(self, ids: Sequence[int]) -> float:
-            stream.owner.is_cancelled = True
+            stream.consumer.is_cancelled = True
             seen.append(clock.now)
             return super().cost(ids)
 
@@ -414,7 +430,7 @@ def test_a_long_prompt_that_is_called_off_midway_leaves_the_stream(bench: BatchH
     long = bench.text("long", [A] * 5000, token_seconds=TOKEN)
     batch.add(long)
     batch.run_pass()
-    long.owner.is_cancelled = True
+    long.consumer.is_cancelled = True
     assert batch.run_pass() == [long]
     assert long.build_output().finish_reason == "cancelled"
     assert batch.sequences == (stream,)

@@ -110,7 +110,7 @@ def test_a_text_that_a_bug_keeps_from_beginning_ends_its_own_job(
     assert bad.error.message == "the server failed to answer this"
     assert "a sequence could not start" in harness.messages[-1]
     assert not any(isinstance(event, JobStarted) for event in bad.events)
-    assert [text.owner for text in harness.loop.batch.sequences] == [good.state]
+    assert [text.consumer for text in harness.loop.batch.sequences] == [good.state]
     harness.scheduler.cancel(good.state.job.id)
     harness.finish(good)
     assert good.results[0].generated.tokens
@@ -210,7 +210,7 @@ def test_a_job_that_reads_for_its_other_answers_keeps_no_row_from_others(
         )
         other = harness.submit_until_ready(make_request("Sort: 2", "go"))
         harness.loop.run_pass()
-        assert [text.owner for text in harness.loop.batch.sequences] == [long.state, other.state]
+        assert [text.consumer for text in harness.loop.batch.sequences] == [long.state, other.state]
         harness.finish(long, other)
 
 
