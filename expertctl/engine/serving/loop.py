@@ -171,10 +171,7 @@ class EngineLoop:
 
         Answers of one job wait until its first one has read the prompt, where its KV is shared.
         """
-        shares = self._runner.base.backend.name != "cuda"
-        reading = (
-            {text.ticket for text in self._resources if text.is_prefilling} if shares else set()
-        )
+        reading = {text.ticket for text in self._resources if text.is_prefilling}
         with self._scheduler.lock:
             ready = (
                 one for one in self._scheduler.ready if one.find_stop_reason() or one not in reading
