@@ -252,6 +252,14 @@ def test_a_job_with_the_least_memory_is_answered_and_with_less_it_is_refused(
         assert harness.answer(wanted).results
 
 
+def test_a_server_without_memory_for_one_token_does_not_start(user_home: HomeFixture) -> None:
+    engine = ServingEngine(planner(user_home), replace(SETTINGS, memory_budget=280 << 10))
+    with pytest.raises(BudgetError, match="held: buffers"):
+        engine.start()
+    engine.close()
+    assert engine._runner.budget.used == 0
+
+
 def test_what_steps_hold_is_what_was_reserved_for_them(
     harness: EngineHarness, user_home: HomeFixture
 ) -> None:

@@ -324,6 +324,24 @@ def test_what_is_forgotten_is_neither_found_nor_kept(harness: StoreHarness) -> N
                 loan.complete(ids[: loan.cache.length])
 
 
+def test_rows_of_a_soft_prompt_are_reused_with_at_least_one_token(harness: StoreHarness) -> None:
+    """They are no tokens of the prompt, and are the same for one plan."""
+    soft = {"virtual_tokens": 4}
+    with harness.lend([1, 2, 3], **soft) as first:
+        write(first, [9, 9, 9])
+        with harness.lend([1, 2, 3], **soft) as loan:
+            assert (loan.reused, loan.cache.length) == (0, 0), "not all of its rows were written"
+        write(first, [9, 1, 2, 3])
+        with harness.lend([1, 2, 5], **soft) as loan:
+            assert (loan.reused, read(loan)) == (2, [9, 9, 9, 9, 1, 2])
+        first.complete([1, 2, 3])
+    with harness.lend([1, 2, 3, 4], **soft) as loan:
+        assert (loan.reused, read(loan)) == (3, [9, 9, 9, 9, 1, 2, 3])
+        loan.complete([1, 2, 3])
+    with harness.lend([7, 2, 3, 4], **soft) as loan:
+        assert (loan.reused, loan.cache.length) == (0, 0)
+
+
 @pytest.mark.parametrize("kept_rows", [0, 1, 2])
 def test_no_more_is_kept_than_may_be(kept_rows: int) -> None:
     harness = StoreHarness(config(), kept_rows=kept_rows)
