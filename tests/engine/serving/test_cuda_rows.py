@@ -214,6 +214,12 @@ def test_a_text_longer_than_the_rows_waits_for_the_others_and_has_them_all_to_it
         after = harness.answer(short[0])
         assert shape_of(harness) == usual
         check_answers(user_home, [*short, long, short[0]], [*running, waiting, after])
+        results = harness.answer(long, answers=3).results
+        assert shape_of(harness) == (rows, capacity), "more answers than long rows take turns"
+        assert len({result.generated.tokens for result in results}) == 1
+        assert [result.kv_reused_tokens for result in results[1:]] == [
+            results[0].prompt_tokens - 1
+        ] * 2
 
 
 def test_where_memory_is_short_rows_are_fewer_and_jobs_wait_for_them(
