@@ -69,8 +69,6 @@ class ServingEngine:
         ``on_failure`` is called if the engine ends by itself, after a bug or a device failure.
         Bases of fewer bytes than ``numpy_below`` run in numpy, row after row.
         """
-        if config.device == "cuda":  # CUDA steps are captured for one sequence
-            config = replace(config, batching=replace(config.batching, rows=1))
         self.config, batching = config, config.batching
         self._runner = ModelRunner(planner, config, tell=tell, numpy_below=numpy_below)
         self._scheduler = Scheduler(queue=batching.queue, rows=batching.rows)

@@ -168,12 +168,7 @@ class EngineLoop:
 
         Answers of one job wait until its first one has read the prompt, where its KV is shared.
         """
-        shares = self._runner.base.backend.name != "cuda"
-        reading = (
-            {sequence.consumer for sequence in self._resources if sequence.is_prefilling}
-            if shares
-            else set()
-        )
+        reading = {sequence.consumer for sequence in self._resources if sequence.is_prefilling}
         with self._scheduler.lock:
             ready = (
                 one for one in self._scheduler.ready if one.find_stop_reason() or one not in reading

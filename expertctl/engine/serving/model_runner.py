@@ -293,12 +293,17 @@ class ModelRunner:
         ids = (*wanted.ids, *generated)
         at_once = min(wanted.capacity, wanted.virtual_tokens + len(ids) + INITIAL_ANSWER_TOKENS)
         wanted = replace(wanted, ids=ids, initial_tokens=at_once, reuse=scores is None)
+        before = self._buffers, self._widest_request
         with (
             self._reserve_scoring(scores),
             self._allocate_widened(wanted, width=memory.plan.width) as kv,
         ):
             tokens = wanted.virtual_tokens + len(wanted.ids) - kv.cache.length
-            self.model.prepare(kv.cache, memory.plan, tokens=tokens, rows=self.rows)
+            try:
+                self.model.prepare(kv.cache, memory.plan, tokens=tokens, rows=self.rows)
+            except BudgetError:  # a device is full: freeing wide buffers would not help again
+                self._narrow_buffers(*before)
+                raise
             refs = (expert.ref for expert in prepared.planned.result.plan.experts)
             self.resources.registration.publish(base=self.base.stored.name, experts=tuple(refs))
             yield LoadedModel(self.base, self.model, kv, memory.plan)

@@ -8,6 +8,7 @@ tests run the same classes on a processor.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -17,10 +18,11 @@ from expertctl.engine.arrays import AnyArray, FloatArray
 from expertctl.engine.backend import BackendName, LoadConfig, LoadContext
 from expertctl.engine.base_files import is_routed_expert
 from expertctl.engine.decoding import LayerTimer, PrefillResult
-from expertctl.engine.generation import DecoderSession, DecodeSession, step_sequentially
+from expertctl.engine.generation import DecoderSession, DecodeSession
 from expertctl.engine.kv.kv_cache import KVCacheBase, KVRequest
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.moe.cache_plan import (
+    TYPICAL_SEQUENCE_TOKENS,
     CachePlan,
     estimate_cache_metadata_bytes,
     estimate_resident_bookkeeping_bytes,
@@ -34,6 +36,7 @@ from expertctl.engine.text.prompt import RecordLogits
 from expertctl.engine.torch import devices
 from expertctl.engine.torch.cuda_graph_decoder import (
     CudaGraphDecoder,
+    GraphStepRow,
     estimate_buffer_bytes,
     estimate_step_buffer_bytes,
 )
@@ -42,11 +45,7 @@ from expertctl.engine.torch.cuda_graph_step import (
     StaticKVRow,
     estimate_static_kv_bytes,
 )
-from expertctl.engine.torch.cuda_graphs import (
-    PERMANENT_ROWS,
-    estimate_graph_memory,
-    estimate_permanent_bytes,
-)
+from expertctl.engine.torch.cuda_graphs import estimate_graph_memory, estimate_permanent_bytes
 from expertctl.engine.torch.devices import translate_device_errors, use_torch_threads
 from expertctl.engine.torch.expert_stack import (
     StackShape,
@@ -63,11 +62,19 @@ from expertctl.engine.torch.stacked_experts import (
     open_stacked_experts,
 )
 from expertctl.engine.torch.stacked_mlp import estimate_host_selection_bytes
+from expertctl.engine.torch.static_kv_store import (
+    ArenaPlan,
+    StaticKVStore,
+    estimate_batch_bytes,
+    plan_arena,
+)
 from expertctl.engine.torch.weights import BaseWeights, load_base_weights, parse_torch_dtype
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import ModelConfig
 
 _FLOAT_BYTES = 4
+_BATCH_DIVISOR = 3
+"""Slots of routed experts leave at most this fraction (1 / n) of the memory for a batch."""
 _CAPTURE_STREAMS, _PIECEWISE_STREAMS = 2, 3
 """Products run on the default stream and on one stream for each owner of graphs."""
 
@@ -82,30 +89,59 @@ class CudaBackend:
     """The cache of routed experts, where not all of them are on the device."""
     start: WarmupPlan = field(default=WarmupPlan(), compare=False)
     """The routed experts to start with."""
+    rows: int = 1
+    """Maximum number of sequences in a batch."""
+    arena: ArenaPlan | None = None
+    """Shapes of the static cache of a batch; None: each sequence has one of its own."""
 
     @classmethod
     def choose(cls, config: ModelConfig, load_config: LoadConfig) -> "CudaBackend":
         """Return the backend for a base within the memory limit of the device.
 
-        The headroom is left for the needs of a run besides the base.
+        The headroom is left for the needs of a run besides the base. A batch gets a static cache in
+        what is left of the memory.
         """
-        whole, limit = cls(config, load_config.dtype), load_config.memory_limit
-        if config.experts is None or limit is None:
-            return whole
-        if fits_in_memory(whole.weight_bytes, limit, sequence_bytes=load_config.headroom):
-            return whole
+        rows, limit = load_config.rows, load_config.memory_limit
+        found = cls(config, load_config.dtype, rows=rows)
+        if config.experts is not None and limit is not None:
+            found = found._choose_cache(load_config, limit)
+        if rows == 1:
+            return found
+        arena = plan_arena(
+            rows=rows,
+            context=config.max_positions,
+            memory=None if limit is None else max(limit - found.weight_bytes, 0),
+            kv_bytes=found.kv_bytes,
+            buffer_bytes=partial(found.buffer_bytes, rows=rows),
+        )
+        return replace(found, arena=arena)
+
+    def _choose_cache(self, load_config: LoadConfig, limit: int) -> "CudaBackend":
+        """Return a copy that holds as many routed experts as fit into the memory."""
+        sequence_bytes = load_config.headroom
+        if self.rows > 1:
+            batch = estimate_batch_bytes(
+                self.rows,
+                min(TYPICAL_SEQUENCE_TOKENS // 2, self.config.max_positions),
+                kv_bytes=self.kv_bytes,
+                buffer_bytes=partial(self.buffer_bytes, rows=self.rows),
+            )
+            sequence_bytes = max(sequence_bytes, min(batch, limit // _BATCH_DIVISOR))
+        if fits_in_memory(self.weight_bytes, limit, sequence_bytes=sequence_bytes):
+            return self
+        assert self.config.experts is not None
         workspaces = _PIECEWISE_STREAMS * devices.get_workspace_bytes()
         plan = plan_cache(
-            layers=len(config.experts.layers),
-            experts=config.experts.count,
-            block_bytes=whole.stack_shape.nbytes,
-            other_bytes=whole.min_weight_bytes + whole.piecewise_bytes + workspaces,
+            layers=len(self.config.experts.layers),
+            experts=self.config.experts.count,
+            block_bytes=self.stack_shape.nbytes,
+            other_bytes=self.min_weight_bytes + self.piecewise_bytes + workspaces,
             limit=limit,
             miss=load_config.engine.moe_miss,
             cap=load_config.engine.moe_skip_cap,
-            sequence_bytes=load_config.headroom,
+            sequence_bytes=sequence_bytes,
         )
-        return replace(whole, cache=plan)
+        return replace(self, cache=plan)
 
     def with_warmup(self, start: PlanWarmup) -> "CudaBackend":
         """Return a copy whose slots and pins follow a profile, where not all experts fit.
@@ -146,8 +182,8 @@ class CudaBackend:
     @property
     def piecewise_bytes(self) -> int:
         """Bytes that piecewise steps keep between sequences: workspace and graph pool."""
-        graphs = estimate_graph_memory(self.config, self.stack_shape)
-        return estimate_permanent_bytes(self.config) + graphs
+        graphs = estimate_graph_memory(self.config, self.stack_shape, rows=self.rows)
+        return estimate_permanent_bytes(self.config, rows=self.rows) + graphs
 
     @property
     def min_weight_bytes(self) -> int:
@@ -177,7 +213,7 @@ class CudaBackend:
         return (
             estimate_cache_metadata_bytes(self.config.experts)
             + buffers
-            + estimate_host_selection_bytes(self.config, rows=PERMANENT_ROWS)
+            + estimate_host_selection_bytes(self.config, rows=self.rows)
         )
 
     @property
@@ -200,16 +236,18 @@ class CudaBackend:
     def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
         """Estimate the maximum bytes of a pass over so many tokens, besides weights and cache.
 
-        Sequences of a batch run one after the other. A step may run while graphs of another kind
-        hold as much; piecewise graphs count as `piecewise_bytes`.
+        In a batch each row may have a plan of its own, and steps depend on the capacity of the
+        static cache. A step may run while graphs of another kind hold as much; piecewise graphs
+        count as `piecewise_bytes`.
         """
+        capacity = tokens if self.arena is None else self.arena.choose_capacity(tokens)
         experts = None if self.config.experts is None else self.stack_shape
         captured = experts if self.cache is None else None
         graphs = estimate_step_buffer_bytes(
-            self.config, capacity=tokens, width=width, experts=captured
+            self.config, capacity=capacity, rows=rows, plans=rows, width=width, experts=captured
         )
         return graphs + estimate_buffer_bytes(
-            self.config, capacity=tokens, width=width, experts=experts
+            self.config, capacity=capacity, rows=rows, plans=rows, width=width, experts=experts
         )
 
     @property
@@ -223,10 +261,19 @@ class CudaBackend:
 
     def create_kv_store(
         self, tiers: AdapterCache, *, kept_limit: int | None = None
-    ) -> SequenceKVCache:
-        """Return a store of one-row static KV caches."""
-        kind = KVCacheFactory(self._create_row, lambda wanted: self.kv_bytes(wanted.capacity))
-        return SequenceKVCache(tiers, kind, cached_limit=kept_limit)
+    ) -> SequenceKVCache | StaticKVStore:
+        """Return the store of a batch, or of sequences with a one-row static cache each."""
+        if self.arena is None:
+            factory = KVCacheFactory(self._create_row, self._estimate_row_bytes)
+            return SequenceKVCache(tiers, factory, cached_limit=kept_limit)
+        return StaticKVStore(
+            tiers,
+            self.config,
+            self.arena,
+            dtype=parse_torch_dtype(self.dtype),
+            device=devices.CUDA,
+            cached_limit=kept_limit,
+        )
 
     @translate_device_errors()
     def load(self, context: LoadContext, *, progress: Progress = ignore_progress) -> "CudaModel":
@@ -246,7 +293,7 @@ class CudaBackend:
         )
         workspaces = self.workspace_bytes
         if self.config.experts is None:
-            decoder = CudaGraphDecoder(self.config, weights)
+            decoder = CudaGraphDecoder(self.config, weights, rows=self.rows)
             return CudaModel(decoder, weights, weights.nbytes, workspaces)
         experts = open_stacked_experts(
             self.config,
@@ -260,7 +307,7 @@ class CudaBackend:
         except BaseException:
             experts.close()
             raise
-        decoder = CudaGraphDecoder(self.config, weights, experts=experts)
+        decoder = CudaGraphDecoder(self.config, weights, experts=experts, rows=self.rows)
         return CudaModel(decoder, weights, weights.nbytes + read, workspaces, experts)
 
     def _load_experts(self, experts: StackedExperts, progress: Progress) -> int:
@@ -275,8 +322,9 @@ class CudaBackend:
 
     @translate_device_errors()
     def _create_row(self, request: KVRequest) -> StaticKVRow:
+        """Return a static cache for a sequence; bases of one data type share the store."""
         arena = StaticKVCache(
-            self.config,
+            request.config,
             rows=1,
             capacity=request.capacity,
             dtype=parse_torch_dtype(self.dtype),
@@ -284,10 +332,15 @@ class CudaBackend:
         )
         return arena.get_row(0)
 
+    def _estimate_row_bytes(self, request: KVRequest) -> int:
+        return estimate_static_kv_bytes(
+            request.config, capacity=request.capacity, dtype=parse_torch_dtype(self.dtype)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class CudaModel:
-    """A base in the memory of the device, which runs one sequence after the other."""
+    """A base in the memory of the device; steps decode the rows of a batch together."""
 
     decoder: CudaGraphDecoder
     weights: BaseWeights
@@ -306,7 +359,9 @@ class CudaModel:
             return held
         graphs = 0
         if not self.stacked_experts.is_whole:
-            graphs = estimate_graph_memory(self.decoder.config, self.stacked_experts.stack.shape)
+            graphs = estimate_graph_memory(
+                self.decoder.config, self.stacked_experts.stack.shape, rows=self.decoder.rows
+            )
         return held + self.stacked_experts.nbytes + self.decoder.permanent_bytes + graphs
 
     @property
@@ -341,7 +396,7 @@ class CudaModel:
     ) -> None:
         """Allocate the memory of steps and put the plan into its slot; graphs come later."""
         assert isinstance(cache, StaticKVRow)
-        self.decoder.prepare(cache, plan.torch_deltas)
+        self.decoder.prepare(cache, plan.torch_deltas, rows=rows)
 
     def start_session(
         self,
@@ -372,8 +427,8 @@ class CudaModel:
         return reading.prefill(ids)
 
     def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> AnyArray:
-        """Read one more token of each sequence, one after the other."""
-        return step_sequentially(texts)
+        """Read one more token of each sequence, in one pass over the weights."""
+        return self.decoder.step([_make_step_row(session, token) for session, token in texts])
 
     def time_layers(self, times: LayerTimer) -> AbstractContextManager[None]:
         """Add the time of each part to ``times`` inside a ``with`` block."""
@@ -402,3 +457,8 @@ class CudaModel:
         if self.stacked_experts is not None:
             self.stacked_experts.close()
         self.decoder.close()
+
+
+def _make_step_row(session: DecodeSession, token: int) -> GraphStepRow:
+    assert isinstance(session, DecoderSession), "a session of another backend"
+    return GraphStepRow(token, session.cache, session.deltas)

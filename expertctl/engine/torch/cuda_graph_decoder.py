@@ -3,10 +3,15 @@
 Prompts are read by the same `Decoder` as on a processor, in chunks, into a row of a
 `StaticKVCache`. A step decodes one token of each sequence: a bucket of rows, a bucket of visible
 positions, and plans in slots. There is one graph per combination, captured at its first use; on a
-processor the same function is called. Up to `MAX_GRAPH_KEYS` combinations are kept.
+processor the same function is called. Up to `MAX_GRAPH_KEYS` combinations are kept, in a batch up
+to `MAX_BATCH_GRAPH_KEYS`.
 Where routed experts may be missing, a step is piecewise, and some of its graphs are permanent. A
 sequence whose plan changes routed experts is decoded by the prompt decoder, token by token, since
 its plan has no slots.
+
+Slots are as many as one step needed different plans at most, so no step reads more of them. A plan
+that comes when all are filled takes the slot of the least recently used one; if that is still in
+the batch, the next step enlarges the slots.
 """
 
 import threading
@@ -66,6 +71,8 @@ from expertctl.package.model_config import ModelConfig
 
 MAX_GRAPH_KEYS = 8
 """Maximum number of step kinds with graphs: a growing answer leaves its shorter ones behind."""
+MAX_BATCH_GRAPH_KEYS = 24
+"""The same for a batch, whose number of rows changes as well."""
 MIN_CAPACITY = 256
 """Minimum number of visible positions of a step, if the cache has as many."""
 _FLOAT_BYTES = 4
@@ -89,14 +96,16 @@ class CudaGraphDecoder:
         weights: BaseWeights,
         *,
         experts: StackedExperts | None = None,
+        rows: int = 1,
         captures: bool = True,
         min_capacity: int = MIN_CAPACITY,
     ) -> None:
         """Run a base where its weights are; without ``captures`` steps are called directly.
 
-        ``experts`` holds the routed experts, which are not part of the weights.
+        ``experts`` holds the routed experts, which are not part of the weights. Steps are expected
+        to have at most ``rows`` rows; larger ones take more memory than what is permanent.
         """
-        self.config, self.device = config, weights.device
+        self.config, self.device, self.rows = config, weights.device, rows
         self.modules = frozenset(config.linear_shapes())
         stacked = (
             None if experts is None else build_stacked_layers(config, weights.tensors, experts)
@@ -106,11 +115,12 @@ class CudaGraphDecoder:
         self._one_more = GraphedStep(self._prompts.transformer, counts=counts)
         self._staged: PiecewiseStep | None = None
         if stacked is not None and not stacked.experts.is_whole:
-            self._staged = PiecewiseStep(config, self._one_more, stacked, captures=captures)
+            self._staged = PiecewiseStep(
+                config, self._one_more, stacked, rows=rows, captures=captures
+            )
         stages = 1 if self._staged is None else 2 * config.layers + 1  # upper bound
-        self.graphs = CUDAGraphPool(
-            weights.device, captures=captures, max_graphs=MAX_GRAPH_KEYS * stages
-        )
+        keys = MAX_GRAPH_KEYS if rows == 1 else MAX_BATCH_GRAPH_KEYS
+        self.graphs = CUDAGraphPool(weights.device, captures=captures, max_graphs=keys * stages)
         self._of_experts = frozenset(filter(is_routed_expert, self.modules))
         self._shortest = min_capacity
         self._lock = threading.Lock()
@@ -190,14 +200,17 @@ class CudaGraphDecoder:
             yield
 
     @translate_device_errors()
-    def prepare(self, cache: StaticKVRow, deltas: TorchDeltas = EMPTY_DELTAS) -> None:
-        """Prepare the steps of one sequence.
+    def prepare(
+        self, cache: StaticKVRow, deltas: TorchDeltas = EMPTY_DELTAS, *, rows: int = 1
+    ) -> None:
+        """Prepare the steps of one sequence, in a batch of up to ``rows`` rows.
 
         Raises:
             BudgetError: when the device is full.
+            IncompatibleError: when numbers of the plan are not finite.
         """
         with self._lock:
-            self._prepare_inputs(cache.arena, rows=1)
+            self._prepare_inputs(cache.arena, rows=min(rows, cache.arena.rows))
             if not self._has_expert_deltas(deltas):
                 self._assign_slots([deltas])
 

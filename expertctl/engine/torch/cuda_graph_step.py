@@ -15,6 +15,7 @@ leave NaN.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -86,13 +87,16 @@ _INT_BYTES, _FLOAT_BYTES = 8, 4
 
 
 class StaticInputs:
-    """Inputs and outputs of steps over one static cache, for up to ``rows`` sequences."""
+    """Inputs and outputs of steps over one static cache, for up to ``rows`` sequences.
+
+    They do not keep the static cache: its owner frees it, even between two steps.
+    """
 
     def __init__(self, config: ModelConfig, arena: StaticKVCache, *, rows: int) -> None:
         """Allocate the memory, once."""
         device, positions = arena.keys.device, arena.capacity + SCRATCH_ROWS
         pinned = device.type == "cuda"
-        self.arena, self.rows = arena, rows
+        self._arena, self._capacity, self.rows = ref(arena), arena.capacity, rows
         self.host = torch.zeros(_INPUTS, rows, dtype=torch.long, pin_memory=pinned)
         self.inputs = torch.zeros(_INPUTS, rows, dtype=torch.long, device=device)
         self.places = torch.arange(positions, device=device)
@@ -111,10 +115,15 @@ class StaticInputs:
         parts = (self.inputs, self.places, self.rotations, self.logits, self.asked)
         return sum(part.nbytes for part in parts)
 
+    @property
+    def arena(self) -> StaticKVCache | None:
+        """The static cache; None once it was freed."""
+        return self._arena()
+
     def clear_rows(self) -> None:
         """Mark every row as unused: it writes to a position that is never read."""
         self.host.zero_()
-        self.host[1].fill_(self.arena.capacity)
+        self.host[1].fill_(self._capacity)
 
     def set_row(self, row: int, *, token: int, position: int, slot: int) -> None:
         """Set the input of a row."""
@@ -241,12 +250,13 @@ class GraphedStep:
         self, inputs: StaticInputs, *, rows: int, length: int, plans: LoRASlots | None
     ) -> StepTensors:
         """Return the tensors shared by all layers, from the current inputs."""
-        config, positions = self.transformer.config, inputs.inputs[1, :rows]
+        config, positions, arena = self.transformer.config, inputs.inputs[1, :rows], inputs.arena
+        assert arena is not None, "the sequences of a step keep it"
         cos, sin = inputs.rotations.index_select(1, positions)[:, :, None]
         shape = (rows, config.kv_heads, 1, config.head_dim)
         keys = inputs.places[:length]
         return StepTensors(
-            arena=inputs.arena,
+            arena=arena,
             plans=StepPlans.build(inputs, rows=rows, plans=plans),
             length=length,
             cos=cos,

@@ -120,8 +120,6 @@ class CUDAGraphPool:
 
 StepRunner = Callable[[Hashable, Callable[[], None]], None]
 """Runs a function under a key, like `CUDAGraphPool.run`."""
-PERMANENT_ROWS = 1
-"""The workspace of so many rows is permanent; sequences of a base run one after the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,15 +146,16 @@ class PiecewiseStep:
         step: GraphedStep,
         layers: StackedLayers,
         *,
+        rows: int = 1,
         captures: bool = True,
     ) -> None:
-        """Split a step behind the routers of these layers, and allocate `PERMANENT_ROWS` rows."""
-        self._config, self._step, self._layers = config, step, layers
+        """Split a step behind the routers of these layers; ``rows`` rows of workspace stay."""
+        self._config, self._step, self._layers, self._rows = config, step, layers, rows
         self._model = step.transformer
         device = layers.experts.stack.device
         self.graphs = CUDAGraphPool(device, captures=captures)
         """The permanent graphs."""
-        self.room = StackedWorkspace(config, rows=PERMANENT_ROWS, device=device)
+        self.room = StackedWorkspace(config, rows=rows, device=device)
 
     def __call__(self, bucket: StepBucket, texts: Sequence[int], *, run: StepRunner) -> None:
         """Read a token in each of the first rows; ``texts`` are the rows in use.
@@ -183,8 +182,8 @@ class PiecewiseStep:
 
     def free_extra_buffers(self) -> None:
         """Free the part of the workspace that is not permanent."""
-        if len(self.room) > PERMANENT_ROWS:
-            self._replace_buffers(PERMANENT_ROWS)
+        if len(self.room) > self._rows:
+            self._replace_buffers(self._rows)
 
     def close(self) -> None:
         """Free the graphs."""
@@ -282,16 +281,16 @@ class PiecewiseStep:
         step.score(x, bucket.inputs, shared)
 
 
-def estimate_permanent_bytes(config: ModelConfig) -> int:
+def estimate_permanent_bytes(config: ModelConfig, *, rows: int = 1) -> int:
     """Return the device bytes that a `PiecewiseStep` keeps between sequences, without graphs."""
-    return estimate_stacked_workspace_bytes(config, rows=PERMANENT_ROWS)
+    return estimate_stacked_workspace_bytes(config, rows=rows)
 
 
-def estimate_graph_memory(config: ModelConfig, shape: StackShape) -> int:
+def estimate_graph_memory(config: ModelConfig, shape: StackShape, *, rows: int = 1) -> int:
     """Estimate the device memory that the permanent graphs keep, in bytes.
 
-    They share one pool, as large as the temporaries of the largest: copies of the experts that a
-    token uses.
+    They share one pool, as large as the temporaries of the largest: copies of the experts that the
+    tokens of ``rows`` rows use.
     """
     assert config.experts is not None, "a base with routed experts"
-    return PERMANENT_ROWS * estimate_stacked_step_bytes(config.experts, shape)
+    return rows * estimate_stacked_step_bytes(config.experts, shape)

@@ -25,6 +25,7 @@ from expertctl.settings import Home
 from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.engine.test_local_engine import SQL, known, planner, request, run
 from tests.engine.test_runtime_kinds import OPTIONS, expert, install
+from tests.factories import write_base
 from tests.store.fixtures import HomeFixture, fast, user_home
 
 __all__ = ["engine_packages", "fast", "install", "known", "user_home"]
@@ -138,6 +139,21 @@ def test_what_is_kept_in_each_dtype_is_counted_once(engine: LocalEngine) -> None
     assert run(engine, wanted[0]).kv_reused_tokens > 0
     engine.forget("chat in float32")
     engine.check_integrity()
+
+
+def test_bases_of_one_dtype_share_a_store_and_each_gets_a_cache_of_its_own_shape(
+    engine: LocalEngine, user_home: HomeFixture, tmp_path: Path
+) -> None:
+    user_home.bases.add(write_base(tmp_path / "wide", layers=3, kv_heads=4, tie=False, seed=4))
+    held = []
+    for name in ("market-base", "wide", "market-base"):
+        wanted = replace(request(route={**ON_CUDA, "base_alone": True}), base=name)
+        result = run(engine, wanted)
+        on_processor = replace(request(route={"base_alone": True}), base=name)
+        here = run(LocalEngine(planner(user_home), budget=FREE), on_processor)
+        assert result.generated.tokens == here.generated.tokens
+        held.append(result.memory.held["kv"])
+    assert held == [held[0], 3 * held[0], held[0]], "half as many layers again, twice the heads"
 
 
 def test_a_traced_run_says_the_same_and_tells_each_layer(

@@ -265,6 +265,27 @@ def test_a_damaged_plan_is_refused_and_reaches_no_other_row(model: ReferenceMode
         assert_same_logits(scores[number][None], alone(plain, number, good)[1:2])
 
 
+def test_a_damaged_plan_is_refused_before_it_stands_beside_others(model: ReferenceModel) -> None:
+    """What prepares a row says so, and the rows that run go on, with their plans in fewer slots."""
+    decoder, plain = decoder_of(model), model.load_decoder()
+    plans = plans_of(decoder.config)[1:3]
+    arena = arena_of(decoder, 3)
+    rows = [arena.get_row(number) for number in range(3)]
+    for number, plan in enumerate(plans):
+        decoder.prepare(rows[number], plan, rows=3)
+        decoder.prefill(prompt_of(number), rows[number], plan)
+    with pytest.raises(IncompatibleError, match="not a number"):
+        decoder.prepare(rows[2], damaged(plans[0]), rows=3)
+    before = decoder.nbytes
+    batch = list(zip(rows, plans, strict=False))
+    scores = decoder.step([GraphStepRow(token_of(n, 0), *pair) for n, pair in enumerate(batch)])
+    for number, plan in enumerate(plans):
+        assert_same_logits(scores[number][None], alone(plain, number, plan)[1:2])
+    assert decoder._room is not None
+    assert decoder._room.rows == 3
+    assert decoder.nbytes >= before
+
+
 def test_what_does_not_belong_to_the_base_is_refused_before_anything_is_read(
     model: ReferenceModel,
 ) -> None:

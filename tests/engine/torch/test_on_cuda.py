@@ -1,5 +1,9 @@
 """What only a CUDA device can show: capture, memory that does not grow, and whole runs."""
 
+import gc
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +17,7 @@ from expertctl.engine.torch.cuda_graph_decoder import (
     CudaGraphDecoder,
     GraphStepRow,
     estimate_buffer_bytes,
+    estimate_step_buffer_bytes,
 )
 from expertctl.engine.torch.cuda_graph_step import StaticKVCache
 from expertctl.engine.torch.devices import get_workspace_bytes
@@ -23,6 +28,7 @@ from expertctl.engine.torch.functional import (
 )
 from expertctl.engine.torch.reference import reference_attention
 from expertctl.engine.torch.weights import load_base_weights
+from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.package.model_config import ModelConfig, read_model_config
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.engine.conftest import (
@@ -31,9 +37,13 @@ from tests.engine.conftest import (
     build_reference_model,
     stack_logits,
 )
+from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.engine.random_experts import make_plan_form, make_random_expert, make_torch_plan
+from tests.engine.serving.harness import SETTINGS, make_request, open_engine_harness
+from tests.engine.torch.static_kv_harness import StoreHarness
+from tests.store.fixtures import HomeFixture, fast, user_home
 
-__all__ = ["expertctl"]
+__all__ = ["engine_packages", "expertctl", "fast", "user_home"]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -145,22 +155,31 @@ def test_a_step_allocates_nothing_on_the_device(model: ReferenceModel) -> None:
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
+@pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("capacity", [64, 1500])
-def test_no_more_is_taken_than_was_announced(capacity: int, model: ReferenceModel) -> None:
-    decoder = decoder_of(model)
-    config = decoder.config
-    row = arena_of(decoder, 1, capacity=capacity).get_row(0)
-    plan = plan_on(config, CUDA, "lora", 2)
-    decoder.decode(1, arena_of(decoder, 1).get_row(0), plan)  # libraries have their workspaces
+def test_no_more_is_taken_than_was_announced(
+    capacity: int, count: int, model: ReferenceModel
+) -> None:
+    decoder = decoder_of(model, rows=count)
+    config, arena = decoder.config, arena_of(decoder, count, capacity=capacity)
+    rows = [arena.get_row(number) for number in range(count)]
+    plans = [plan_on(config, CUDA, "lora", 2 + number) for number in range(count)]
+    decoder.decode(1, arena_of(decoder, 1).get_row(0), plans[0])  # libraries have their workspaces
     decoder.free_buffers()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    decoder.prefill([n % 61 for n in range(capacity - 20)], row, plan)
+    for row, plan in zip(rows, plans, strict=True):
+        decoder.prepare(row, plan, rows=count)
+        decoder.prefill([n % 61 for n in range(capacity - 20)], row, plan)
     for token in range(20):
-        decoder.decode(token, row, plan)
-    width = max(len(delta.a) for delta in plan.values() if delta.a is not None)
-    announced = estimate_buffer_bytes(config, capacity=capacity, width=width)
+        batch = zip(rows, plans, strict=True)
+        decoder.step([GraphStepRow(token, row, plan) for row, plan in batch])
+    width = max(len(delta.a) for plan in plans for delta in plan.values() if delta.a is not None)
+    sizes = {"capacity": capacity, "rows": count, "plans": count, "width": width}
+    announced = estimate_buffer_bytes(config, **sizes)
+    if count > 1:  # graphs of the steps before the slots grew may still be held
+        announced += estimate_step_buffer_bytes(config, **sizes)
     announced += STREAMS * get_workspace_bytes()  # torch lets go of one with the graphs that rest
     rounding = 2 << 20  # a block of the allocator
     assert torch.cuda.max_memory_allocated() - before <= announced + rounding
@@ -220,3 +239,67 @@ def test_a_traced_run_tells_each_layer(expertctl: CommandRunner) -> None:
     plain, traced = expertctl(*words).document, expertctl(*words, "--trace").document
     assert traced["text"] == plain["text"]
     assert traced["trace"]["token_ms"]["places"]["head"] > 0
+
+
+def read_in_rows(
+    decoder: CudaGraphDecoder, harness: StoreHarness, plans: Sequence[TorchDeltas]
+) -> Tensor:
+    """Scores of sequences that come one after the other into a batch, each with its plan."""
+    found = []
+    with ExitStack() as stack:
+        running = []
+        for number, plan in enumerate(plans):
+            ids = [(7 * number + 3 * place) % 61 for place in range(5 + number)]
+            loan = stack.enter_context(harness.lend(ids, capacity=60, cache_key=None))
+            decoder.prepare(loan.cache, plan, rows=len(plans))
+            decoder.prefill(ids, loan.cache, plan)
+            running.append((loan.cache, plan))
+            for turn in range(12):
+                rows = [GraphStepRow((n + turn) % 61, *each) for n, each in enumerate(running)]
+                found.append(torch.from_numpy(decoder.step(rows)))
+    return torch.cat(found)
+
+
+def test_rows_that_a_store_lends_are_captured_together_and_their_memory_is_given_back(
+    model: ReferenceModel,
+) -> None:
+    """Graphs that read it may stay; the next arena is read by others."""
+    captured = decoder_of(model, min_capacity=8, rows=3)
+    called = decoder_of(model, min_capacity=8, rows=3, captures=False)
+    config = captured.config
+    plans = [{}, plan_on(config, CUDA, "lora", 3), plan_on(config, CUDA, "ia3", 5)]
+    harness = StoreHarness(config, capacity=60, longest=60, device=CUDA)
+    first = read_in_rows(captured, harness, plans)
+    assert captured.graphs.captured > 2
+    for _ in range(2):
+        gc.collect()
+        before, size = torch.cuda.memory_allocated(), harness.store.nbytes
+        harness.store.clear()
+        assert harness.budget.used == 0
+        assert before - torch.cuda.memory_allocated() >= size > 0
+        assert float((read_in_rows(captured, harness, plans) - first).abs().max()) <= LIMIT
+    harness.store.clear()
+    assert float((read_in_rows(called, harness, plans) - first).abs().max()) <= LIMIT
+
+
+def test_a_server_decodes_rows_with_different_plans_as_a_processor_does_one(
+    user_home: HomeFixture, engine_packages: EnginePackages
+) -> None:
+    user_home.bases.add(engine_packages.base_dir)
+    user_home.trust_keys("acme")
+    user_home.install(*(engine_packages.package(f"acme/{n}", seed=i) for i, n in enumerate("ab")))
+    names: list[tuple[str, ...]] = [(), ("a",), ("b",), ("a", "b")]
+    wanted = [make_request(f"Sort: {n}, 1", *names[n % 4], max_tokens=24) for n in range(8)]
+    here = replace(SETTINGS, batching=BatchingConfig(rows=1))
+    with open_engine_harness(user_home.home, here) as harness:
+        expected = [harness.answer(one).results[0].generated.tokens for one in wanted]
+    there = EngineConfig(device="cuda", batching=BatchingConfig(rows=4))
+    with open_engine_harness(user_home.home, there) as harness:
+        callers = [harness.submit_until_ready(one) for one in wanted[:4]]
+        callers += [harness.submit(one) for one in wanted[4:]]
+        harness.finish(*callers)
+        counts = harness.loop.batch.counts
+        assert counts.step_rows > counts.steps
+        for caller, tokens in zip(callers, expected, strict=True):
+            assert caller.results[0].generated.tokens == tokens
+            assert caller.results[0].numerics.backend == "cuda"
