@@ -237,7 +237,7 @@ def test_weights_take_what_was_announced(
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(StaticKVCache, "__init__"), (CudaGraphDecoder, "prefill"), (CudaGraphDecoder, "decode")],
+    [(StaticKVCache, "__init__"), (CudaGraphDecoder, "prefill"), (CudaGraphDecoder, "step")],
 )
 def test_a_device_that_is_full_refuses_a_run_and_answers_the_next(
     owner: type, name: str, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
