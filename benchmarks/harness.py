@@ -60,7 +60,7 @@ def compare(
 
 
 def take_turns(runs: Mapping[str, Run], *, rounds: int) -> dict[str, list[Seconds]]:
-    """Measure several runs in turn, after one warm-up of each; the first one changes every round."""
+    """Measure several runs in turn, after one warm-up of each; the first one changes each round."""
     names = list(runs)
     for run in runs.values():
         run()
