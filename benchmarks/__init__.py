@@ -1,1 +1,1 @@
-"""Speed as a feature: each module measures ours and a rival, alternating, in one process tree."""
+"""Speed benchmarks: each module measures expertctl and a rival in turns, in one process tree."""

@@ -1,4 +1,4 @@
-"""Run every benchmark, one at a time, each in a process of its own; print one table."""
+"""Run every benchmark, one at a time, each in its own process, and print one table."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ NOT_BENCHMARKS = {
 
 
 def benchmark_names() -> list[str]:
-    """Return the modules that measure, sorted."""
+    """Return the names of the benchmark modules, sorted."""
     names = {path.stem for path in Path(__file__).parent.glob("*.py")}
     return sorted(names - NOT_BENCHMARKS)
 

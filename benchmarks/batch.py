@@ -1,7 +1,7 @@
-"""Tokens a second of sixteen texts in one batch: without experts, with one, with sixteen.
+"""Tokens per second of sixteen sequences in one batch: without experts, with one, with sixteen.
 
 A bf16 base in the shape of Qwen3-0.6B and different bf16 rank-16 LoRAs on all seven projections,
-random weights; PEFT gets the names of its adapters row by row (``adapter_names``).
+random weights. PEFT gets the names of its adapters row by row (``adapter_names``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ OURS = {"one": ONE_TEXT, "base": BASE_ONLY, "same": ONE_EXPERT, "many": MANY_EXP
 
 
 def measure(rounds: int) -> Sequence[Row]:
-    """Let all take turns, then compare."""
+    """Measure all workloads in turns, then compare them."""
     with ExitStack() as stack:
         mine = stack.enter_context(EngineProcess(open_ours(TEXTS)))
         runs = {name: mine.bind(task, WORKERS) for name, task in OURS.items()}

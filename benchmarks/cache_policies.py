@@ -1,16 +1,17 @@
-"""Cache hits of requests for routed experts, under our rule and under other cache policies.
+"""Hit rates of requests for routed experts and for experts, under several cache policies.
 
-A trace says which experts each token asks of each layer: int [tokens, layers, used]. Every layer
-has ``capacity`` slots, which begin empty for *LRU* and *Belady*, hold the best for the whole trace
-for *best static*, and the lowest ids for *ours*. *LRU* takes in each requested expert at once;
-*Belady*, which sees the future, takes in an expert only if it is requested again sooner than the
-one that it would evict, so that no rule has more hits. *LRU by token* counts the hits of a token
-before any of its misses evicts an expert. *Ours* are slots alone and the updates that runs use, at
-the pace that they choose, one token behind: the experts of the last token are in flight.
+A trace has the experts that each token requests in each layer: int [tokens, layers, used]. Every
+layer has ``capacity`` slots. They are empty at first for *LRU* and *Belady*, hold the best set for
+the whole trace for *best static*, and the lowest ids for *ours*. *LRU* admits each requested expert
+at once. *Belady*, which knows the future, admits an expert only if it is requested again sooner
+than the one that it would evict, so no policy has more hits. *LRU by token* counts the hits of a
+token before any of its misses evicts an expert. *Ours* has slots only, and the updates that runs
+use, at the intervals that runs choose and one token late: the experts of the last token are still
+being read.
 
-Requests drawn by popularity, and the share of them that cache policies would serve.
-
-Each policy keeps so many experts of one size, and takes in each requested one.
+The second part draws requests for experts by popularity, and computes the share of them that each
+policy would serve. Each policy keeps a number of experts of equal size, and admits each requested
+one.
 """
 
 from collections import Counter, OrderedDict
@@ -29,7 +30,7 @@ Tokens = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class CacheOutcome:
-    """Hits of our slots, [tokens, layers], and what they took."""
+    """Hits of our slots, [tokens, layers], with the number of swaps and updates."""
 
     hits: NDArray[np.int64]
     swaps: int
@@ -39,10 +40,10 @@ class CacheOutcome:
 def make_drifting_trace(
     tokens: int, *, layers: int, experts: int, used: int, skew: float, every: int, seed: int
 ) -> Trace:
-    """Return a trace by Zipf's law; a layer's popular experts are redrawn every so many tokens.
+    """Return a trace drawn from Zipf's law; each layer's popular experts change at intervals.
 
-    A token asks for ``used`` different experts, drawn one after the other. With ``every`` 0
-    favourites stay.
+    A token requests ``used`` different experts, drawn one after the other. ``every`` is the
+    interval in tokens; with 0 the popular experts stay the same.
     """
     rng = np.random.default_rng(seed)
     weights = -skew * np.log(np.arange(1, experts + 1))
@@ -75,12 +76,12 @@ def lru_by_token(trace: Trace, capacity: int) -> int:
 
 
 def belady(trace: Trace, capacity: int) -> int:
-    """Evict the expert that is requested again last, which no real rule can know."""
+    """Evict the expert whose next request is furthest in the future, as no real policy can."""
     return sum(_belady(layer, capacity) for layer in _split_by_layer(trace))
 
 
 def replay_our_policy(trace: Trace, capacity: int, *, experts: int) -> CacheOutcome:
-    """Update between tokens, as runs do."""
+    """Update the slots between tokens, as runs do."""
     tokens, layers, _ = trace.shape
     slots = [LayerSlots(experts=experts, capacity=capacity) for _ in range(layers)]
     for layer in slots:
@@ -148,7 +149,7 @@ def _belady(tokens: Tokens, capacity: int) -> int:
 
 
 def _find_next_uses(wanted: list[int]) -> list[int]:
-    """Return for each request when its expert is asked for again."""
+    """Return for each request the time of the next request for the same expert."""
     following, seen = [0] * len(wanted), dict[int, int]()
     for at in reversed(range(len(wanted))):
         following[at] = seen.get(wanted[at], len(wanted))
@@ -157,14 +158,14 @@ def _find_next_uses(wanted: list[int]) -> list[int]:
 
 
 def make_requests(count: int, *, experts: int, seed: int) -> list[int]:
-    """Return which expert each request wants, by Zipf's law with the exponent 1."""
+    """Return the number of the expert of each request, drawn from Zipf's law with exponent 1."""
     weights = 1 / np.arange(1, experts + 1)
     rng = np.random.default_rng(seed)
     return [int(n) for n in rng.choice(experts, size=count, p=weights / weights.sum())]
 
 
 def make_shifting_requests(count: int, *, experts: int, seed: int, every: int) -> list[int]:
-    """Return the same, with the popular experts drawn anew every so many requests."""
+    """Return the same, with popular experts drawn anew after every ``every`` requests."""
     rng = np.random.default_rng(seed)
     ranks = make_requests(count, experts=experts, seed=seed)
     orders = [rng.permutation(experts) for _ in range(-(-count // every))]
@@ -172,12 +173,12 @@ def make_shifting_requests(count: int, *, experts: int, seed: int, every: int) -
 
 
 def best_static_hit_rate(wanted: Sequence[int], capacity: int) -> float:
-    """Keep the experts that are wanted most often."""
+    """Keep the experts that are requested most often."""
     return sum(times for _, times in Counter(wanted).most_common(capacity)) / len(wanted)
 
 
 def lru_hit_rate(wanted: Sequence[int], capacity: int) -> float:
-    """Evict the expert that was wanted longest ago."""
+    """Evict the least recently requested expert."""
     there: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for number in wanted:
@@ -190,7 +191,7 @@ def lru_hit_rate(wanted: Sequence[int], capacity: int) -> float:
 
 
 def belady_hit_rate(wanted: Sequence[int], capacity: int) -> float:
-    """Evict the expert that is wanted again last, which no real rule can know."""
+    """Evict the expert whose next request is furthest in the future, as no real policy can."""
     following, seen = [0] * len(wanted), dict[int, int]()
     for at in reversed(range(len(wanted))):
         following[at] = seen.get(wanted[at], len(wanted))

@@ -1,4 +1,4 @@
-"""What decode and prefill have in common: the engines of one width, and the rows of one case."""
+"""Shared by `decode` and `prefill`: the engines of one data type, and the rows of one case."""
 
 import statistics
 import tempfile
@@ -21,7 +21,7 @@ THREADS = (1, 2)
 
 @dataclass(frozen=True, slots=True)
 class ComparisonTargets:
-    """What is asked for against each rival; None: nothing."""
+    """The target ratio for each rival; None for no target."""
 
     llama: str | None = None
     transformers: str | None = None
@@ -33,7 +33,7 @@ NO_TARGETS = ComparisonTargets()
 
 @dataclass(frozen=True, slots=True)
 class ComparisonCase:
-    """One task, of one width and with one number of threads."""
+    """One task, with one data type and one number of threads."""
 
     scheme: Scheme
     task: Decode | ReadPrompt
@@ -42,7 +42,7 @@ class ComparisonCase:
 
     @property
     def label(self) -> str:
-        """What the row is called."""
+        """The name of the row."""
         match self.task:
             case Decode(_, context):
                 what = f"decode behind {context} tokens"
@@ -52,7 +52,7 @@ class ComparisonCase:
 
 
 def measure_cases(cases: Sequence[ComparisonCase], *, rounds: int) -> list[Row]:
-    """Measure cases; those of one width behind each other, with all engines of that width open."""
+    """Measure cases, grouped by data type, with all engines of that data type open."""
     rows: list[Row] = []
     for scheme in dict.fromkeys(case.scheme for case in cases):
         mine = [case for case in cases if case.scheme is scheme]
@@ -69,7 +69,7 @@ def measure_cases(cases: Sequence[ComparisonCase], *, rounds: int) -> list[Row]:
 
 @contextmanager
 def _open_engines(scheme: Scheme) -> Iterator[dict[str, EngineProcess[Task]]]:
-    """Open all that are installed; memory is read by our own engine, from its own weights."""
+    """Open all engines that are installed; ours also measures memory, with its own weights."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         openers = {OURS: engines.open_ours(scheme, THREADS)}
         if engines.has_llama():
@@ -93,7 +93,7 @@ def _make_runs(case: ComparisonCase, opened: Mapping[str, EngineProcess[Task]]) 
 def make_rows(
     case: ComparisonCase, seconds: Mapping[str, Sequence[Seconds]], *, weight_bytes: int
 ) -> Iterator[Row]:
-    """Yield the rows of a case, by what each of those that took turns needed."""
+    """Yield the rows of a case, from the seconds of each engine."""
     yield _compare_with_llama(case, seconds)
     if case.scheme is Scheme.BFLOAT16:
         yield _compare_with_transformers(case, seconds)
@@ -102,7 +102,7 @@ def make_rows(
 
 
 def _compare_with_llama(case: ComparisonCase, seconds: Mapping[str, Sequence[Seconds]]) -> Row:
-    """Compare with the better of flash attention on and off."""
+    """Compare with llama.cpp, with flash attention or without: the faster one counts."""
     found = {
         name: statistics.median(seconds[name]) for name in LLAMA_LABELS.values() if name in seconds
     }
@@ -137,7 +137,7 @@ def _compare_rates(
 def _compare_with_memory(
     case: ComparisonCase, seconds: Mapping[str, Sequence[Seconds]], weight_bytes: int
 ) -> Row:
-    """Compare the bytes of weights that decoding reads with what only reading them reaches."""
+    """Compare the rate at which decoding reads weights with the rate of reading alone."""
     work = (case.task.tokens * weight_bytes / 1e9, weight_bytes / 1e9)
     return compare_rates(
         f"weights read, {case.label}", seconds[OURS], seconds[MEMORY_READ], work=work,

@@ -1,10 +1,10 @@
-"""What experts cost to decode with, beside the base alone and beside PEFT, and to compile.
+"""The cost of decoding with experts, against the base alone and PEFT, and of compiling them.
 
 Different bf16 rank-16 LoRAs on all seven projections of a bf16 base in the shape of Qwen3-0.6B,
-random weights. Below, ten experts of three kinds on a float32 base, for torch: what compiling them
-costs, and decoding a mixed chain beside ten LoRAs. There the vocabulary is small, since no expert
-touches it, and IA³ scales every projection, which is more than PEFT's own choice. All experts and
-gains are in memory before.
+random weights. In addition, ten experts of three kinds on a float32 base, for torch: the cost of
+compiling them, and of decoding with a mixed chain, compared with ten LoRAs. There the vocabulary is
+small, since no expert changes it, and IA³ scales every projection, which is more than PEFT's
+default. All experts and magnitude scales are in memory beforehand.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,11 +46,11 @@ from expertctl.engine.torch.sequence_cache import KVCache
 from expertctl.engine.torch.weights import BaseWeights
 
 TARGETS = {1: "<= 1.05", 2: "<= 1.08", 5: "<= 1.15", 10: "<= 1.25"}
-"""Experts, and how many times as long a token may take as with the base alone."""
+"""Numbers of experts, with the highest ratio of a token's time to that of the base alone."""
 AGAINST_PEFT, WORKERS = ">= 3", 2
 VOCAB = 1024
 PROMPT, TOKENS = 16, 4
-"""Tokens that are read before, and steps of decoding that are measured at a time."""
+"""Tokens of context, and the number of decode steps in one measurement."""
 WEIGHT = 0.8
 CPU = torch.device("cpu")
 PLAN_FORM = CompileSpec(list_module_shapes(), HIDDEN, TorchPlacement("cpu"))
@@ -58,12 +58,12 @@ MakeStep = Callable[[str], AdapterStep]
 
 
 def measure(rounds: int) -> Sequence[Row]:
-    """Decode with more and more experts, then compile and decode ten of three kinds."""
+    """Decode with increasing numbers of experts, then compile and decode ten of three kinds."""
     return [*_measure_experts(rounds), *_measure_kinds(rounds)]
 
 
 def _measure_experts(rounds: int) -> Iterator[Row]:
-    """Compare with the base alone, by time, and with PEFT, by tokens."""
+    """Compare the time with that of the base alone, and tokens per second with PEFT."""
     tasks = {count: DecodeTogether(count) for count in (0, *TARGETS)}
     with ExitStack() as stack:
         mine = stack.enter_context(EngineProcess(open_ours(max(TARGETS), together=tuple(TARGETS))))
@@ -97,7 +97,7 @@ def _compare_with_peft(
 
 
 def _measure_kinds(rounds: int) -> Sequence[Row]:
-    """Compile both plans, then decode with them in turn."""
+    """Compile both plans, then decode with them in turns."""
     torch.manual_seed(0)
     loras = [_make_expert(_make_lora) for _ in range(10)]
     mixed = [_make_expert(make) for make in (*(_make_lora, _make_ia3, _make_dora) * 3, _make_lora)]
@@ -161,7 +161,7 @@ def _make_decoder() -> Decoder:
 
 
 def _make_expert(make: MakeStep) -> WeightedAdapter:
-    """One expert of one kind on every layer; gains that are close to one, as those of training."""
+    """One expert of one kind on every layer; scales are close to one, as after training."""
     modules = {module: (make(module),) for module in PLAN_FORM.shapes}
     adapter = LoadedAdapter(f"bench/{make.__name__}@1.0.0", modules, (), 0, 0)
     return WeightedAdapter(adapter, WEIGHT, dict(_make_dora_scales(adapter)))

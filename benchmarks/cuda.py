@@ -1,9 +1,9 @@
 """Steps and prompts on a CUDA device: against its memory bandwidth, base alone and plans.
 
 The base has the shape of Qwen3-0.6B or Qwen3-4B with random weights in bfloat16. Plans are
-different bf16 rank-16 LoRAs on all seven projections. A step writes one token for each row; the
-bandwidth is that of a copy within the device, bytes read and written counted. Only the default
-device of a workload is CUDA: the same code runs on a processor.
+different bf16 rank-16 LoRAs on all seven projections. A step generates one token for each row; the
+bandwidth is that of a copy within the device, counting bytes read and written. The device of a
+workload is CUDA only by default: the same code runs on a processor.
 """
 
 import statistics
@@ -37,28 +37,28 @@ SHAPES = ("qwen3-0.6b", "qwen3-4b")
 RANK, EXPERTS, ROWS = 16, 10, 16
 _DTYPE = torch.bfloat16
 _SPARE_TOKENS = 64
-"""Room of a sequence beyond its prompt."""
+"""KV cache capacity of a sequence beyond its prompt, in tokens."""
 RunSeconds = dict[str, list[float]]
-"""The seconds of each turn, by the name of what ran."""
+"""The seconds of each turn, by the name of the workload."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaWorkload:
-    """A base with random weights, where it runs, and how much of it is measured."""
+    """A base with random weights, its device, and the amount of work to measure."""
 
     name: str
     config: ModelConfig
     device: torch.device = CUDA
     steps: int = 32
-    """Tokens that each row decodes behind its context."""
+    """Tokens that each row decodes after its context."""
     context: int = 128
     prompt: int = 512
     copy_bytes: int = 4 << 30
-    """Bytes of the copy that measures the bandwidth: many times the caches."""
+    """Bytes of the copy that measures the bandwidth: many times the size of the caches."""
 
     @property
     def capacity(self) -> int:
-        """Room for tokens of a row."""
+        """KV cache capacity of a row, in tokens."""
         return self.prompt + _SPARE_TOKENS
 
 
@@ -111,7 +111,7 @@ _CASE_LABELS = {
 def make_random_weights(
     config: ModelConfig, device: torch.device, dtype: torch.dtype = _DTYPE
 ) -> BaseWeights:
-    """Return random weights of a base on a device; their numbers keep activations small.
+    """Return random weights of a base on a device, scaled so that activations stay small.
 
     Matrices have the dtype, norms are float32, as in a base that is loaded from files.
     """
@@ -128,7 +128,7 @@ def make_random_weights(
 def compile_plan(
     config: ModelConfig, experts: Sequence[WeightedAdapter], device: torch.device
 ) -> TorchDeltas:
-    """Return the plan of experts that follow each other, on a device."""
+    """Return the plan of a chain of experts, on a device."""
     spec = CompileSpec(config.linear_shapes(), config.hidden_size, TorchPlacement(device.type))
     return fold_plan(experts, spec).compile().torch_deltas
 
@@ -151,7 +151,7 @@ def make_random_expert(config: ModelConfig, seed: int, *, device: torch.device) 
 def _decode(
     workload: CudaWorkload, decoder: CudaGraphDecoder, plans: Sequence[TorchDeltas]
 ) -> float:
-    """Return the seconds of all steps; graphs are captured and plans stacked before."""
+    """Return the seconds of all steps; graphs are captured and plans stacked beforehand."""
     decoder.free_buffers()  # or slots would stay as large as those of the largest plan so far
     arena = _make_kv_cache(workload, len(plans))
     rows = [arena.get_row(number) for number in range(len(plans))]
@@ -208,7 +208,7 @@ def _synchronize(workload: CudaWorkload) -> None:
 
 
 def _compare_with_bandwidth(workload: CudaWorkload, seconds: RunSeconds, *, nbytes: int) -> Row:
-    """Compare the bytes of the weights that steps read in a second with those of a copy."""
+    """Compare the rate at which steps read weights with that of a copy, in bytes per second."""
     rate = 2 * workload.copy_bytes / statistics.median(seconds["bandwidth"])
     rates = sorted(workload.steps * nbytes / taken for taken in seconds["base"])
     ours = statistics.median(rates)
@@ -235,7 +235,7 @@ def _compare_plans(workload: CudaWorkload, seconds: RunSeconds) -> Iterator[Row]
 
 
 def _compare_prompts(workload: CudaWorkload, seconds: RunSeconds) -> Iterator[Row]:
-    """Report the speed of prompts, and compare those with plans with that of the base alone."""
+    """Report the speed of prompts, and compare prompts with plans with those of the base alone."""
     config, length = workload.config, workload.prompt
     case = f"{workload.name} bf16, prompt of {length}"
     prompt = statistics.median(seconds["prompt"])

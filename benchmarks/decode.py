@@ -1,8 +1,8 @@
-"""Tokens a second where each is read on its own, against llama.cpp and transformers.
+"""Tokens per second of decoding one token at a time, against llama.cpp and transformers.
 
-A base in the shape of Qwen3-0.6B with random weights in three widths, the embedding in the same;
-llama.cpp with the better of flash attention on and off. Reading the weights and doing nothing,
-measured in the same run, is what memory allows.
+A base in the shape of Qwen3-0.6B with random weights in three data types, the embedding in the same
+one; llama.cpp with flash attention on or off, whichever is faster. The limit of the memory is
+measured in the same run, by reading the weights without computing.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ TARGETS = {
 
 
 def measure(rounds: int) -> Sequence[Row]:
-    """Decode in every width with one and two threads."""
+    """Decode in every data type with one and two threads."""
     cases = [
         ComparisonCase(scheme, TASK, threads, asked) for (scheme, threads), asked in TARGETS.items()
     ]

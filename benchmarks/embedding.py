@@ -1,7 +1,7 @@
-"""What the vector of a prompt costs, against sentence-transformers with the same weights.
+"""The time to encode a prompt, against sentence-transformers with the same weights.
 
-Both sides have one thread and give the same vector. Where ``OPENBLAS_CORETYPE`` names the kernels
-of our products, everything is measured once more with those that OpenBLAS takes by itself.
+Both sides have one thread and give the same vector. If ``OPENBLAS_CORETYPE`` names the kernels of
+our products, everything is measured once more with those that OpenBLAS chooses itself.
 """
 
 import expertctl.routing  # isort: skip  # noqa: F401  # loads numpy first, with one thread
@@ -29,9 +29,9 @@ PROMPT = (
     "Please write a short SQL query that lists all customers from Berlin who ordered more than "
     "three times last year, and sort them all by name please"
 )
-"""30 tokens, with those that begin and end a text."""
+"""30 tokens, including those that begin and end a text."""
 TEXTS = [" ".join(PROMPT.split()[i % 7 : i % 7 + 4 + i % 9]) + f" {i}" for i in range(64)]
-"""Short texts, as the examples of experts are."""
+"""Short texts, like the examples of experts."""
 
 RIVAL = "sentence-transformers"
 INSTALL = "pip install sentence-transformers"
@@ -43,7 +43,7 @@ Encode = Callable[[Sequence[str]], Vectors]
 
 
 def measure(rounds: int) -> Sequence[Row]:
-    """Compare prompts, batches and opening; then the table of token vectors with MiniLM."""
+    """Compare prompts, batches and opening the model; then the static token table with MiniLM."""
     found = find_minilm()
     if found is None:
         return [
@@ -81,7 +81,7 @@ def _compare_with_rival(directory: Path, rounds: int) -> Sequence[Row]:
 
 
 def _measure_static(directory: Path, rounds: int) -> Row:
-    """Compare one look-up for each token with our own forward pass."""
+    """Compare one table look-up per token with our own forward pass."""
     ours = open_minilm(directory)
     with tempfile.TemporaryDirectory() as folder:
         table = open_static_encoder(Path(folder, "table"), directory)
@@ -114,7 +114,7 @@ def _make_token_encoder(directory: Path) -> int:
 
 
 def _measure_in_subprocess(rounds: int) -> list[Row]:
-    """Measure in a process without the choice of kernels."""
+    """Measure in a process without a choice of kernels."""
     environment = {key: value for key, value in os.environ.items() if key != KERNELS}
     command = [sys.executable, "-m", "benchmarks.embedding", "--json", "--rounds", str(rounds)]
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout

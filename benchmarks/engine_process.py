@@ -1,7 +1,7 @@
-"""Engines that take turns, each in a process of its own that sleeps while another is measured.
+"""Engines that are measured in turns, each in its own process, which sleeps in between.
 
-So no engine's threads, allocator or caches are beside those of another, and each measures its own
-time, without that of the call between processes.
+So the threads, allocator and caches of one engine do not affect another. Each measures its own
+time, which excludes the call between processes.
 """
 
 import multiprocessing
@@ -16,14 +16,14 @@ from benchmarks.harness import Run, Seconds
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """Read a prompt of so many tokens and score the last of them."""
+    """Process a prompt of so many tokens, up to the logits of the last one."""
 
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Read so many tokens one after the other, behind a context that was read before."""
+    """Decode so many tokens one after the other, after a context that was processed before."""
 
     tokens: int
     context: int
@@ -31,7 +31,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class ReadMemory:
-    """Read the weights once and do nothing with them."""
+    """Read the weights once without computing."""
 
 
 Task = ReadPrompt | Decode | ReadMemory
@@ -40,13 +40,13 @@ AnyTask = TypeVar("AnyTask")
 
 
 class MeasuredEngine(Protocol[InputTask]):
-    """What is measured; ``about`` says what it is, in a line."""
+    """An engine that can be measured; ``about`` describes it in one line."""
 
     about: str
     weight_bytes: int
 
     def run(self, task: InputTask, threads: int) -> Seconds:
-        """Do a task; return how long it took."""
+        """Run a task; return the seconds it took."""
         ...
 
 
@@ -57,7 +57,7 @@ class EngineProcess(Generic[AnyTask]):
     """An engine in another process; use with ``with``."""
 
     def __init__(self, open_engine: Callable[[], MeasuredEngine[AnyTask]]) -> None:
-        """Describe it; ``open_engine`` is called in the other process, so it must be importable."""
+        """Describe the process; the child calls ``open_engine``, so it must be importable."""
         self.about, self.weight_bytes = "", 0
         self._open = open_engine
         context = multiprocessing.get_context("spawn")
@@ -66,7 +66,7 @@ class EngineProcess(Generic[AnyTask]):
         self._there = there
 
     def __enter__(self) -> "EngineProcess[AnyTask]":
-        """Start it and wait until its weights are in memory."""
+        """Start the process and wait until its weights are in memory."""
         self._process.start()
         self._there.close()
         self.about, self.weight_bytes = self._here.recv()
@@ -83,7 +83,7 @@ class EngineProcess(Generic[AnyTask]):
         self._process.join()
 
     def run(self, task: AnyTask, threads: int) -> Seconds:
-        """Have it do a task; return how long that took there."""
+        """Run a task in the process; return the seconds it took there."""
         self._here.send((task, threads))
         answer = self._here.recv()
         assert isinstance(answer, float)
@@ -95,7 +95,7 @@ class EngineProcess(Generic[AnyTask]):
 
 
 def make_prompt_ids(tokens: int, vocabulary: int) -> list[int]:
-    """Return a prompt that jumps about in the vocabulary."""
+    """Return a prompt with token ids scattered over the vocabulary."""
     return [7919 * (number + 1) % vocabulary for number in range(tokens)]
 
 

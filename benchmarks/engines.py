@@ -1,6 +1,6 @@
-"""The engines that decode and prefill compare, all with a base in the shape of Qwen3-0.6B.
+"""The engines that `decode` and `prefill` compare, all with a base in the shape of Qwen3-0.6B.
 
-Each is opened in a process of its own and imports only what it needs; weights are random.
+Each is opened in its own process and imports only what it needs; weights are random.
 """
 
 import ctypes
@@ -28,21 +28,21 @@ from expertctl.engine.kernels.packed_format import Scheme
 LLAMA_INSTALL = "pip install llama-cpp-python==0.3.36, built on this machine"
 TRANSFORMERS_INSTALL = "pip install transformers"
 CONTEXT = 1024
-"""Room for tokens in every engine."""
+"""KV cache capacity of every engine, in tokens."""
 
 
 def open_ours(scheme: Scheme, threads: Sequence[int]) -> OpenEngine:
-    """Return what opens our own engine, with a crew for each number of threads."""
+    """Return a function that opens our own engine, with a thread pool per number of threads."""
     return partial(_OurDenseEngine, scheme, tuple(threads))
 
 
 def open_llama(path: Path, scheme: Scheme, *, flash: bool) -> OpenEngine:
-    """Return what opens llama.cpp on a file of `write_gguf`."""
+    """Return a function that opens llama.cpp on a file of `write_gguf`."""
     return partial(_LlamaEngine, path, scheme, flash)
 
 
 def open_transformers() -> OpenEngine:
-    """Return what opens transformers in bfloat16."""
+    """Return a function that opens transformers in bfloat16."""
     return _TransformersDenseEngine
 
 
@@ -84,7 +84,7 @@ class _OurDenseEngine:
         self.about = f"ours, {scheme.value}"
 
     def run(self, task: Task, threads: int) -> Seconds:
-        """Do a task with so many workers; what comes out has to be numbers."""
+        """Run a task with so many workers; its results must be finite."""
         match task:
             case ReadMemory():
                 return time_action(lambda: self._reading.run(self._crews[threads]))()
@@ -100,7 +100,7 @@ class _OurDenseEngine:
                 return self._check_scores(self._make_reader(steps, threads))
 
     def _make_reader(self, steps: Sequence[Sequence[int]], threads: int) -> Callable[[], Any]:
-        """Return what reads some tokens in each step, and returns the last scores."""
+        """Return a function that processes tokens in each step, and returns the last logits."""
         decoder, cache = self._decoders[threads], self._cache
 
         def read() -> Any:
@@ -141,7 +141,7 @@ class _LlamaEngine:
         self.about = f"llama.cpp {version('llama-cpp-python')} {width_name(scheme)}: {facts}"
 
     def run(self, task: Task, threads: int) -> Seconds:
-        """Do a task with so many threads."""
+        """Run a task with so many threads."""
         self._library.llama_set_n_threads(self._context, threads, threads)
         self._library.llama_memory_clear(self._memory, False)
         match task:
@@ -158,7 +158,7 @@ class _LlamaEngine:
                 return time_action(lambda: [step() for step in steps])()
 
     def _make_reader(self, ids: Sequence[int]) -> Callable[[], None]:
-        """Return what reads tokens and waits for the scores of the last."""
+        """Return a function that processes tokens and waits for the logits of the last one."""
         library, held = self._library, (ctypes.c_int32 * len(ids))(*ids)
 
         def read() -> None:
@@ -188,7 +188,7 @@ class _TransformersDenseEngine:
         self.about = f"transformers {version('transformers')}, bfloat16, {attention} attention"
 
     def run(self, task: Task, threads: int) -> Seconds:
-        """Do a task with so many threads."""
+        """Run a task with so many threads."""
         from transformers import DynamicCache
 
         self._torch.set_num_threads(threads)

@@ -1,6 +1,6 @@
 """The engines that compose and batch compare: a base in bfloat16, with bfloat16 LoRAs of rank 16.
 
-Each expert is another one, on all seven projections; bases and experts have random weights.
+All experts are different and adapt all seven projections; bases and experts have random weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,34 +24,34 @@ from benchmarks.inputs import (
 
 PEFT_INSTALL = "pip install peft transformers"
 CONTEXT, TOKENS = 16, 8
-"""Tokens that are there before, and steps that are measured at a time."""
+"""Tokens of context, and the number of steps in one measurement."""
 LORA_SCALE, SPREAD = 2.0, 0.02
 THREADS = (2,)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTogether:
-    """Decode one text with the first so many experts active at once."""
+    """Decode one sequence with the first so many experts active at once."""
 
     experts: int
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """Decode so many texts in one batch: each has one of so many experts, or none has any."""
+    """Decode so many sequences in one batch: each with one of the experts, or all without."""
 
     texts: int
     experts: int
 
     @property
     def expert_indices(self) -> list[int]:
-        """Return which expert each text has; -1 where there is none."""
+        """Return the expert index of each sequence; -1 for none."""
         return [text % self.experts if self.experts else -1 for text in range(self.texts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerBatch:
-    """Read prompts of so many tokens in one batch, each with an expert of its own, and answer."""
+    """Process prompts in one batch, each with its own expert, and generate answers."""
 
     texts: int
     prompt: int
@@ -64,12 +64,12 @@ PeftTask = Task | AnswerBatch
 
 
 def open_ours(experts: int, *, together: Sequence[int] = ()) -> OpenEngine:
-    """Return what opens our engine with so many experts, and plans of the first so many."""
+    """Return a function that opens our engine with experts, and plans of the first so many."""
     return partial(_OurExpertEngine, experts, tuple(together))
 
 
 def open_peft(experts: int) -> Callable[[], MeasuredEngine[PeftTask]]:
-    """Return what opens transformers and PEFT with so many experts."""
+    """Return a function that opens transformers and PEFT with so many experts."""
     return partial(_PeftEngine, experts)
 
 
@@ -99,7 +99,7 @@ class _OurExpertEngine:
         self.about = "ours, bfloat16"
 
     def run(self, task: Task, threads: int) -> Seconds:
-        """Do a task with so many workers."""
+        """Run a task with so many workers."""
         match task:
             case DecodeTogether(experts):
                 plans = [self._together[experts] if experts else None]
@@ -127,7 +127,7 @@ class _OurExpertEngine:
 
 
 def check_experts(crew: Any, *, spread: float = SPREAD) -> None:
-    """Assert on two layers that experts do what the torch formulas say, and do something."""
+    """Assert on two layers that experts give the torch formulas' results, and have an effect."""
     import numpy as np
 
     from benchmarks.oracle import SEED, TOLERANCE, TorchReference, assert_same, make_small_config
@@ -161,7 +161,7 @@ def check_experts(crew: Any, *, spread: float = SPREAD) -> None:
 def _make_loras(
     count: int, modules: Mapping[str, tuple[int, int]] | None = None, *, spread: float = SPREAD
 ) -> list[Any]:
-    """Return experts as they are loaded, each with one LoRA on every projection."""
+    """Return experts in their loaded form, each with one LoRA on every projection."""
     import torch
 
     from expertctl.engine.adapters.compile import WeightedAdapter
@@ -227,7 +227,7 @@ class _PeftEngine:
         self.about = f"{versions}, bfloat16"
 
     def run(self, task: PeftTask, threads: int) -> Seconds:
-        """Do a task with so many threads."""
+        """Run a task with so many threads."""
         self._torch.set_num_threads(threads)
         match task:
             case DecodeTogether(experts):

@@ -1,8 +1,8 @@
-"""How long an expert takes from the SSD to the first product with it, and to change experts.
+"""The time from an expert on the SSD to the first product with it, and to switch experts.
 
-A rank-16 LoRA on all projections of a Qwen3-0.6B-shaped base, its file in the page cache, nothing
-of it in memory. Loading verifies every byte; the floor reads, hashes and copies the same bytes in
-the fewest calls; PEFT's ``load_adapter`` verifies nothing.
+A rank-16 LoRA on all projections of a base in the shape of Qwen3-0.6B, with its file in the page
+cache and nothing of it in the process. Loading verifies every byte; the floor reads, hashes and
+copies the same bytes in the fewest calls; PEFT's ``load_adapter`` verifies nothing.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ def measure(rounds: int) -> Sequence[Row]:
 
 
 def _compare_with_peft(one: Path, two: Path, rounds: int) -> list[Row]:
-    """3 times as fast is a ratio of at most a third."""
+    """A target of 3 times the speed is a ratio of at most a third."""
     model = _make_peft_model(one)
     model.load_adapter(str(two), adapter_name="two")
     cold = compare(
@@ -112,7 +112,7 @@ def _make_absent_rows() -> list[Row]:
 
 
 def _make_target() -> CompileTarget:
-    """The base's form; no expert here has DoRA, so nothing of the base is asked for."""
+    """The shape of the base; no expert here is a DoRA, so no weights of the base are needed."""
     form = CompileSpec(list_module_shapes(), HIDDEN)
     gains = DoraScaleSource(Digest.compute(b"base"), lambda _: np.empty(0), DerivedData(Path()))
     return CompileTarget(form, gains)
@@ -145,7 +145,7 @@ def _read_and_hash(path: Path) -> Run:
 
 @contextmanager
 def _make_switch_run(one: Path, two: Path, *, forget: bool) -> Iterator[Run]:
-    """Change between two experts in memory; ``forget`` their compiled plans each time."""
+    """Switch between two experts in memory; ``forget`` their compiled plans each time."""
     budget, target = MemoryBudget(BUDGET), _make_target()
     tiers, sources = (
         AdapterCache(ram=budget, device=budget),
@@ -165,7 +165,7 @@ def _make_switch_run(one: Path, two: Path, *, forget: bool) -> Iterator[Run]:
 
 
 def _make_peft_model(directory: Path) -> Any:
-    """A base of that shape whose weights are never touched, with one adapter."""
+    """A base of that shape whose weights are never accessed, with one adapter."""
     from peft import PeftModel
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -1,8 +1,8 @@
 """A GGUF file with random weights, so that llama.cpp runs a base of any shape without a download.
 
-Only what such a file needs is written: version 3, little-endian, architecture ``qwen3``, no
-vocabulary but its size. Matrices, the embedding too, are in one width; norms are float32 ones.
-The format is described in ggml's ``docs/gguf.md``, the blocks in ``ggml-common.h``.
+Only the required parts are written: version 3, little-endian, architecture ``qwen3``, no vocabulary
+except its size. Matrices, including the embedding, have one data type; norms are float32. The
+format is described in ggml's ``docs/gguf.md``, the blocks in ``ggml-common.h``.
 """
 
 import struct
@@ -42,7 +42,7 @@ _OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
 
 @dataclass(frozen=True, slots=True)
 class _GgmlType:
-    """A type of ggml: ``block_bytes`` for each ``block`` numbers of a row."""
+    """A type of ggml: ``block_bytes`` for each ``block`` of elements in a row."""
 
     name: str
     code: int
@@ -63,12 +63,12 @@ _STORAGE = {
 
 
 def width_name(scheme: Scheme) -> str:
-    """Return what llama.cpp calls the width of a scheme."""
+    """Return llama.cpp's name for the data type of a scheme."""
     return _STORAGE[scheme].name
 
 
 def write_gguf(path: Path, config: ModelConfig, scheme: Scheme, *, seed: int = 0) -> Path:
-    """Write a base with random weights; its head is its embedding."""
+    """Write a base with random weights and tied embeddings."""
     assert config.architecture == "qwen3", config.architecture
     assert config.tied, "the head is the embedding"
     drawn = _make_random_blocks(scheme, np.random.default_rng(seed))
@@ -124,7 +124,7 @@ def _make_header(
 def _iterate_tensor_entries(
     tensors: Sequence[tuple[str, tuple[int, ...]]], scheme: Scheme
 ) -> Iterator[bytes]:
-    """Yield name, dimensions from the innermost, type and place of every tensor."""
+    """Yield name, dimensions from the innermost, type and offset of every tensor."""
     offset = 0
     for name, shape in tensors:
         storage = _choose_storage(shape, scheme)
@@ -169,7 +169,7 @@ def _write_numbers(file: BinaryIO, shape: tuple[int, ...], scheme: Scheme, drawn
 
 
 def _make_random_blocks(scheme: Scheme, rng: np.random.Generator) -> Bytes:
-    """Return some blocks, which every matrix repeats: what is read costs the same."""
+    """Return some blocks, which every matrix repeats; reading them costs as much as any others."""
     storage = _STORAGE[scheme]
     blocks = _RANDOM_BYTES // storage.block_bytes
     if storage.block == 1:

@@ -1,9 +1,9 @@
-"""What a package with examples about everything takes from honest experts, flagged and not.
+"""Prompts that a package with examples of all subjects takes from other experts, flagged or not.
 
-Experts are made of intents of a data set in the layout of CLINC150, whose file ``EXPERT_INTENTS``
-names: five examples each, and beside them one package with 200 texts drawn from all intents. Ours
-is the router as it is, which flags that package; the rival is the same router without the flag.
-Figures are the percentage of test prompts that are answered rightly.
+Experts are made from the intents of a data set in the layout of CLINC150, in the file that
+``EXPERT_INTENTS`` names: five examples each, together with one package that has 200 texts drawn
+from all intents. Ours is the router as it is, which flags that package; the rival is the same
+router without the flag. Figures are the percentage of test prompts that are answered correctly.
 """
 
 import json
@@ -35,11 +35,11 @@ from expertctl.settings import Home, Settings
 
 INTENTS = "EXPERT_INTENTS"
 SIZES = (5, 20)
-"""How many honest experts there are."""
+"""The numbers of legitimate experts."""
 EXAMPLES, COPIED_EXAMPLES, PROMPTS = 5, 200, 100
 KINDS = ("theirs right", "other intents' left to the base", "out of scope left to the base")
 CASES = ("without", "plain", "flagged")
-"""The package about everything is absent, present but not flagged, or flagged."""
+"""The package of all subjects is absent, present without a flag, or flagged."""
 CATCH_ALL = "grabber/helper"
 DESCRIPTIONS = (
     "A helpful assistant for everything.",
@@ -52,7 +52,7 @@ DESCRIPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class IntentDataset:
-    """Utterances by intent, those of a test, and those that are of no intent at all."""
+    """Utterances by intent, those of a test, and out-of-scope ones."""
 
     texts: dict[str, list[str]]
     tests: list[tuple[str, str]]
@@ -71,7 +71,7 @@ class IntentDataset:
 
 @dataclass(frozen=True, slots=True)
 class IntentSample:
-    """Some intents, a package about everything, prompts for the former and two sorts of others."""
+    """Some intents, a package of all subjects, and three kinds of prompts."""
 
     honest: tuple[DescribedExpert, ...]
     catch_all: DescribedExpert
@@ -81,7 +81,7 @@ class IntentSample:
 
     @classmethod
     def sample(cls, intents: IntentDataset, size: int, number: int) -> Self:
-        """Draw with a seed of its own."""
+        """Draw with a separate seed."""
         draw = random.Random(1_000 * size + number)
         names = draw.sample(sorted(intents.texts), size)
         honest = tuple(_describe(n, draw.sample(intents.texts[n], EXAMPLES)) for n in names)
@@ -99,7 +99,7 @@ class IntentSample:
         )
 
     def score(self, choose: RoutePrompt) -> tuple[float, ...]:
-        """Return which percentage of each of `KINDS` is answered rightly."""
+        """Return the percentage of each of `KINDS` that is answered correctly."""
         theirs = [choose(prompt) == (name,) for prompt, name in self.honest_prompts]
         alone = [
             [choose(prompt) == () for prompt in left]
@@ -152,7 +152,7 @@ def make_rows(size: int, shares: Mapping[str, Sequence[tuple[float, ...]]]) -> l
 
 
 def _measure_case(home: Home, draw: IntentSample, *, case: str) -> tuple[float, ...]:
-    """Install nothing: experts are in memory, their vectors and flags in a folder of their own."""
+    """Install nothing: experts are in memory, their vectors and flags in a separate folder."""
     planner = Planner.open(Settings(home, encoder="minilm"))
     with tempfile.TemporaryDirectory() as folder:
         own = replace(planner, index=RoutingIndex(Path(folder), planner.index.encoder))

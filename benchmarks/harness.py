@@ -1,6 +1,6 @@
-"""Alternating measurement and the one document that every benchmark prints.
+"""Alternating measurement, and the document that every benchmark prints.
 
-The machine is shared and noisy, so two things are measured A B A B and only the ratio of their
+The machine is shared and noisy, so two workloads are measured A B A B and only the ratio of their
 medians counts; its spread is the quartiles of the ratios of neighbouring runs.
 """
 
@@ -22,7 +22,7 @@ Run = Callable[[], Seconds]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison; nothing is measured where the rival is not installed."""
+    """One comparison; nothing is measured if the rival is not installed."""
 
     case: str
     ours: float | None
@@ -60,7 +60,7 @@ def compare(
 
 
 def take_turns(runs: Mapping[str, Run], *, rounds: int) -> dict[str, list[Seconds]]:
-    """Measure several runs in turn, after one warm-up of each; another begins in every round."""
+    """Measure several runs in turn, after one warm-up of each; the first one changes each round."""
     names = list(runs)
     for run in runs.values():
         run()
@@ -82,7 +82,7 @@ def compare_rates(
     unit: str,
     target: str | None = None,
 ) -> Row:
-    """Compare what two did a second in runs of `take_turns`; ``work`` is what a run of each did."""
+    """Compare two rates per second in runs of `take_turns`; ``work`` is the work of one run."""
     rates = [
         [amount / seconds for seconds in side]
         for amount, side in zip(work, (ours, theirs), strict=True)
@@ -111,7 +111,7 @@ def compare_times(
     rival: str,
     target: str | None = None,
 ) -> Row:
-    """Compare how long a step of two took in runs of `take_turns`; a run had so many steps."""
+    """Compare the times per step of two workloads in runs of `take_turns`."""
     mine, other = (statistics.median(side) / steps for side in (ours, theirs))
     ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
     row = Row(
@@ -128,7 +128,7 @@ def compare_times(
 
 
 def judge(row: Row, target: str) -> Row:
-    """Say whether the ratio meets a target such as ``<= 1.5``."""
+    """Return whether the ratio meets a target such as ``<= 1.5``."""
     operator, bound = target.split()
     ratio = row.ratio
     met = ratio is not None and (
@@ -138,7 +138,7 @@ def judge(row: Row, target: str) -> Row:
 
 
 def make_absent_row(case: str, *, rival: str, install: str, target: str | None = None) -> Row:
-    """The row of a rival that is not installed, with the line that installs it."""
+    """The row of a rival that is not installed, with the command that installs it."""
     return Row(case, None, rival, None, "ms", "lower", None, None, target, False, install)
 
 
@@ -157,7 +157,7 @@ def main(name: str, measure: Callable[[int], Sequence[Row]], *, rounds: int) -> 
 
 
 def describe_machine() -> dict[str, object]:
-    """What the figures were measured on."""
+    """The machine and versions of the measurement."""
     threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
     return {
         "cpu": _read_cpu_name(),
@@ -168,7 +168,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def format_table(document: dict[str, object]) -> str:
-    """The document for a person."""
+    """The document as a table for people."""
     header = ("case", "ours", "theirs", "rival", "ratio", "spread", "target", "ok")
     lines = [header, *(_format_cells(row) for row in document["rows"])]  # type: ignore[attr-defined]  # rows is a list
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]

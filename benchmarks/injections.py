@@ -1,7 +1,7 @@
-"""Prompts that try to steer the router: ways to put another expert into somebody's prompt.
+"""Prompts that try to steer the router: ways to insert another expert into a user's prompt.
 
-A way turns a clean prompt and a target, the expert that shall be chosen instead, into a hostile
-prompt. Half of the ways are marked ``fresh``: no defence was made while looking at them.
+A way turns a clean prompt and a target, the expert that is to be chosen instead, into a hostile
+prompt. Half of the ways are held out: no defence was written with knowledge of them.
 """
 
 import random
@@ -29,7 +29,7 @@ _DIGRESSION = (
 
 @dataclass(frozen=True, slots=True)
 class InjectionTarget:
-    """An expert that an injection wants to be chosen."""
+    """An expert that an injection targets."""
 
     name: str
     keywords: tuple[str, ...]
@@ -57,7 +57,7 @@ class InjectionTechnique:
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """A hostile prompt beside the clean one."""
+    """A hostile prompt and its clean original."""
 
     kind: str
     is_held_out: bool
@@ -69,9 +69,9 @@ class Injection:
 def make_injections(
     prompts: Sequence[str], targets: Sequence[Sequence[InjectionTarget]], *, seed: int = 0
 ) -> list[Injection]:
-    """Return every way on every prompt, each with one of the targets that fit the prompt.
+    """Return every way applied to every prompt, each with one of the targets that fit the prompt.
 
-    Clean prompts end as sentences do, so that what follows in their line is another one.
+    Clean prompts end like sentences, so that text after them in the line is another sentence.
     """
     draw = random.Random(seed)
     return [
@@ -83,7 +83,7 @@ def make_injections(
 
 
 def _make_template(text: str) -> Callable[[str, InjectionTarget], str]:
-    """Return what fills a text: the prompt, and what is known of the target."""
+    """Return a function that fills a template with the prompt and facts about the target."""
 
     def write(prompt: str, target: InjectionTarget) -> str:
         words = target.keywords

@@ -1,6 +1,6 @@
-"""What the benchmarks work on: a base in the shape of Qwen3-0.6B, adapters with random weights.
+"""Inputs of the benchmarks: a base in the shape of Qwen3-0.6B, adapters with random weights.
 
-Adapters of the benchmarks as the store would offer them, once they are installed.
+The adapters can be used like installed ones of the store.
 """
 
 import json
@@ -47,7 +47,7 @@ def list_module_shapes() -> dict[str, tuple[int, int]]:
 
 
 def make_config_document(vocabulary: int = VOCABULARY) -> JsonObject:
-    """Return what ``config.json`` of the base says."""
+    """Return the content of the base's ``config.json``."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -73,7 +73,7 @@ def make_base_config(vocabulary: int = VOCABULARY) -> ModelConfig:
 
 
 def make_base_facts() -> BaseFacts:
-    """The base that the adapters are for, by made-up digests: no weights are needed here."""
+    """The base of the adapters, with made-up digests: no weights are needed here."""
     arch, tokenizer = Digest.compute(b"arch"), Digest.compute(b"tokenizer")
     identity = BaseIdentity("bench/qwen3-0.6b", None, arch, None, tokenizer)
     return BaseFacts(identity, list_module_shapes())
@@ -103,7 +103,7 @@ def write_lora(directory: Path, *, seed: int = 0, rank: int = RANK) -> Path:
 
 
 def write_package(directory: Path, output: Path, *, name: str, key: PrivateKey) -> BuildResult:
-    """Build and sign a package of an adapter that `write_lora` made."""
+    """Build and sign a package of an adapter written by `write_lora`."""
     overrides = ManifestOverrides(name=name, version="1.0.0", description="a benchmark's adapter")
     return build_package(plan_build(directory, overrides, base=make_base_facts()), output, key=key)
 
@@ -123,7 +123,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def make_source(directory: Path, *, base: str) -> ExpertSource:
-    """Offer the float32 LoRA of a directory, named after it; its files are hashed now."""
+    """Return the float32 LoRA of a directory as an installed expert; its files are hashed now."""
     files = {
         name: (directory / name, FileDigest(name, *hash_file(directory / name)))
         for name in (WEIGHTS, CONFIG)

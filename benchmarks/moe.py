@@ -1,15 +1,16 @@
-"""Bases of routed experts: decoding with some in memory, prompts, memory, and hits.
+"""Mixture-of-experts bases: decoding with some experts in memory, prompts, memory, and hit rates.
 
-The base has the shape of OLMoE-1B-7B, cut in layers, with random weights; each token of its
-vocabulary asks for the experts that a trace says: one drawn by Zipf's law (1.0, seed 0), or with
+The base has the shape of OLMoE-1B-7B, with fewer layers and random weights. Each token of its
+vocabulary requests the experts of a trace: one drawn from Zipf's law (1.0, seed 0), or with
 ``--trace`` one of a trained model, ``.npy`` with int16 [tokens, layers, used]. Every process has
-two threads. *From memory*: experts that are not resident lie in memory that stands for memory
-outside the device's budget. *From the disk*: the process may have less memory than the base takes
-(RLIMIT_DATA), and the system forgets what was read of the file (posix_fadvise), so every missing
-expert comes from the disk; we read the copy that a machine keeps of a base, past the system's file
-cache (``--moe-cold direct``), the rival reads and packs the base's own bytes. Both have the same
-bytes for experts; in bfloat16 ours are compact there, so more of them are in memory. Where the next
-layer's experts are read ahead, a fifth of the guesses is made wrong.
+two threads. *From memory*: experts that are not resident are in memory that stands for storage
+outside the device's budget. *From the disk*: the process may use less memory than the base takes
+(RLIMIT_DATA), and what was read of the file is dropped from the page cache (posix_fadvise), so
+every missing expert is read from the disk; ours reads the copy that a machine keeps of a base,
+bypassing the page cache (``--moe-cold direct``), the rival reads and packs the base's own bytes.
+Both have the same number of bytes for experts; in bfloat16 ours are compact there, so more of them
+are in memory. Where the experts of the next layer are prefetched, a fifth of the predictions is
+made wrong.
 """
 
 import argparse
@@ -71,15 +72,16 @@ from expertctl.engine_config import Dtype
 NAME = "moe"
 TOKENS, DRIFT = 4000, 1000
 LAYERS, FEW_LAYERS, MIN_FREE_BYTES = 4, 2, 14 << 30
-"""How many layers the base has where so many bytes are free, and where they are not."""
+"""Numbers of layers of the base: with this much free memory, and with less."""
 STEPS, PROMPT = 24, 512
 SHORT_TURNS = 5
-"""Where all is in memory a turn takes a second, and the next may be a tenth slower: so many more
-are taken in each round."""
+"""With all experts in memory a turn takes a second, and the next may be a tenth slower: so each
+round has this many turns.
+"""
 LIMIT = 0.75
-"""The memory that a process that reads from the disk may have, as a share of the base's size."""
+"""Memory limit of a process that reads from the disk, as a share of the size of the base."""
 IMPLEMENTATIONS = ("grouped_mm", "eager")
-"""How transformers multiplies with experts; the better one counts."""
+"""Implementations of expert products in transformers; the faster one counts."""
 DTYPES: dict[Scheme, Dtype] = {
     Scheme.BFLOAT16: "bf16",
     Scheme.INT8: "int8",
@@ -91,7 +93,7 @@ Process = EngineProcess[RoutedTask]
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkedBase:
-    """A base that was written, and the trace that its tokens follow."""
+    """A base on disk, and the trace that its tokens follow."""
 
     directory: Path
     home: Path
@@ -100,13 +102,13 @@ class BenchmarkedBase:
     simulates: str
 
     def make_setting(self, *keepings: ExpertPlacement, limit: float | None = None) -> DecoderSetup:
-        """Return how decoders of it are held, `SHARE` of the experts resident."""
+        """Return the settings of its decoders, with `SHARE` of the experts resident."""
         tokens = len(self.trace)
         return DecoderSetup(self.directory, self.home, keepings, tokens, share=SHARE, limit=limit)
 
 
 def measure(trace: Path | None, picture: Path | None, folder: Path, rounds: int) -> list[Row]:
-    """Measure everything in a folder that is on the disk that counts."""
+    """Measure everything in a folder on the disk that is to be measured."""
     layers = LAYERS if (find_unused_bytes() or 0) >= MIN_FREE_BYTES else FEW_LAYERS
     rows = _measure_hits(trace, picture, layers)
     with _write_subject(trace, folder, layers) as subject:
@@ -175,9 +177,9 @@ def measure_from_disk(
     scheme: Scheme = Scheme.BFLOAT16,
     limit: float | None = LIMIT,
 ) -> list[Row]:
-    """Run each decoder in its own process; the two that read the disk may not hold the base.
+    """Run each decoder in its own process; the two that read the disk cannot hold the whole base.
 
-    We read the copy that a machine keeps, past the system's file cache; the rival the base's files.
+    Ours reads the copy that a machine keeps, bypassing the page cache; the rival the base's files.
     """
     mine, copies = ExpertPlacement.PREPACKED, subject.home / "bases"
     make_packed_copy(subject.directory, copies, scheme)
@@ -218,7 +220,7 @@ def _read_figures(keeping: ExpertPlacement, process: Process) -> dict[ProcessFig
 
 
 def _describe_reads(told: Mapping[str, Mapping[ProcessFigure, float]]) -> str:
-    """Say what was missing, and whether it came from the disk."""
+    """Describe the share of missing experts, and whether they came from the disk."""
     parts = []
     for name, found in told.items():
         parts.append(
@@ -230,7 +232,7 @@ def _describe_reads(told: Mapping[str, Mapping[ProcessFigure, float]]) -> str:
 
 
 def _compare_parts(told: Mapping[ProcessFigure, float], scheme: Scheme) -> Row:
-    """Compare what that process took with what its parts report; Python and kernels are no part."""
+    """Compare the memory of that process with the sum of its parts, without Python and kernels."""
     return _make_megabyte_row(
         f"memory at most, {scheme.value}, {SHARE:.0%} resident, cold experts on disk",
         told[ProcessFigure.GROWN],
@@ -241,7 +243,7 @@ def _compare_parts(told: Mapping[ProcessFigure, float], scheme: Scheme) -> Row:
 
 
 def _measure_budget(subject: BenchmarkedBase, scheme: Scheme, share: float | None) -> Row:
-    """Compare what `run` takes with the budget that it has, a share of the size of the base."""
+    """Compare the peak memory of `run` with its budget, a share of the size of the base."""
     size = packed_base_bytes(subject.shape.make_config(), scheme)
     budget, dtype = int((share or LIMIT) * size), DTYPES[scheme]
     setting = BudgetSetup(subject.directory, subject.home, dtype, budget)
@@ -273,9 +275,9 @@ def _make_megabyte_row(case: str, ours: float, theirs: float, *, rival: str, not
 
 
 def measure_prompts(subject: BenchmarkedBase, scheme: Scheme, rounds: int) -> list[Row]:
-    """Read a prompt with all experts in memory, against the better of two implementations.
+    """Process a prompt with all experts in memory, against the faster of two implementations.
 
-    Where ours is quantised, transformers reads bfloat16.
+    Where ours is quantised, transformers uses bfloat16.
     """
     case = f"prompt of {PROMPT} tokens, all resident, {scheme.value}"
     if not dense_engines.has_transformers():
@@ -300,7 +302,7 @@ def measure_prompts(subject: BenchmarkedBase, scheme: Scheme, rounds: int) -> li
 
 
 def _measure_hits(path: Path | None, picture: Path | None, layers: int) -> list[Row]:
-    """Compare hits on the trace that the base follows, and on one whose favourites change."""
+    """Compare hit rates on the trace of the base, and on one whose popular experts change."""
     if path is None:
         shape = RoutedShape(layers)
         traces = {
@@ -345,7 +347,7 @@ def _make_decode_row(
 
 
 def main() -> None:
-    """Command line: which trace, where to draw hits, and where the base is written."""
+    """Command line: the trace, the file of the plot, and the folder of the base."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)

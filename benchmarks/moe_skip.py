@@ -1,8 +1,8 @@
-"""What leaving experts out costs: `exact` beside `skip`, at equal memory, on a trained base.
+"""The cost of leaving experts out: `skip` against `exact`, at equal memory, on a trained base.
 
 The base is that of `examples.moe`: six layers of 32 experts of which 4 are used, trained on the
-starter pack's text. It is held in float32, and its experts come from memory beside it. Perplexity
-is that of a byte. *Text* is read token by token, of *answers* the question in one pass.
+text of the starter pack. It is in float32, and its experts come from other memory. Perplexity is
+per byte. *Text* is read token by token; for *answers* the question is read in one pass.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _SAME = "<= 1.00001"
 
 
 def list_configurations(shares: Sequence[float]) -> Iterator[CacheConfiguration]:
-    """Yield what is compared, two of the caps without reading ahead as well."""
+    """Yield the configurations to compare, two of the caps also without prefetching."""
     policies = [EXACT_POLICY, *(MissPolicy(skips=True, cap=cap) for cap in CAPS)]
     policies += [MissPolicy(skips=True, cap=cap, prefetches=False) for cap in LATE_CAPS]
     yield from (
@@ -48,7 +48,7 @@ def list_configurations(shares: Sequence[float]) -> Iterator[CacheConfiguration]
 def measure(
     bases: BaseLoader, read: EvaluationSet, shares: Sequence[float]
 ) -> tuple[SkippingResult, Results]:
-    """Read the material with all experts in memory, and with each holding."""
+    """Process the material with all experts in memory, and with each configuration."""
     results = {}
     for holding in list_configurations(shares):
         results[holding] = evaluate(bases, holding, read)
@@ -102,7 +102,7 @@ def _describe(holding: CacheConfiguration) -> str:
 
 
 def find_trained_base(base: Path | None) -> Path:
-    """Return the folder of the base, which is trained first if there is none yet."""
+    """Return the folder of the base, which is trained first if it does not exist."""
     if base is not None:
         return base
     command = [sys.executable, "-m", "examples.moe.train", "--out", str(BUILD / "base")]
@@ -111,7 +111,7 @@ def find_trained_base(base: Path | None) -> Path:
 
 
 def main() -> None:
-    """Command line: which base, how much is read, and where the picture goes."""
+    """Command line: the base, the amount of text, and the file of the plot."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--base", type=Path, help="folder of the base; default: build/moe/base")

@@ -1,7 +1,7 @@
-"""The decoder that is measured gives the right tokens: those of torch formulas on one base.
+"""Checks that a measured decoder gives the right tokens: those of the torch formulas on one base.
 
-A base of two layers as wide as those that are measured is enough, for every kernel is in it. The
-tokens are greedy; the oracle has the weights as float32, as they are packed, and reads the same.
+A base of two layers with the measured widths is sufficient, because it uses every kernel. The
+tokens are greedy; the oracle has the packed weights as float32, and processes the same tokens.
 """
 
 from dataclasses import replace
@@ -39,17 +39,17 @@ TOLERANCE = {
     Scheme.INT8: 0.15,
     Scheme.INT4: 0.15,
 }
-"""How far scores may be from those of the oracle, which rounds no token, of their spread."""
+"""Tolerance between logits and those of the unrounded oracle, as a share of their spread."""
 
 
 def check_decoder(scheme: Scheme, crew: ThreadPool) -> None:
-    """Assert that kernels of a scheme say what the formulas say."""
+    """Assert that the kernels of a scheme give the results of the formulas."""
     base = create_random_base(make_small_config(), scheme, seed=SEED)
     check_tokens(base, TorchReference(base), crew)
 
 
 def check_tokens(base: PackedBase, scores: "TorchReference", crew: ThreadPool) -> None:
-    """Assert that kernels say of a base what an oracle says."""
+    """Assert that kernels give the oracle's logits and tokens on a base."""
     decoder, cache = PackedDecoder(base, crew), PagedKVCache(base.config, PROMPT + TOKENS)
     ids = make_prompt_ids(PROMPT, base.config.vocab_size)
     ours, theirs = decoder.prefill(ids, cache).logits, scores.read(ids)
@@ -69,7 +69,7 @@ class TorchReference:
     """The torch decoder with the unpacked weights of a base."""
 
     def __init__(self, base: PackedBase) -> None:
-        """Unpack them."""
+        """Unpack the weights."""
         numbers = {
             name: unpack_matrix(place) if isinstance(place, PackedMatrix) else place
             for name, place in base.tensor_places().items()
@@ -80,12 +80,12 @@ class TorchReference:
         self._cache = KVCache(base.config, PROMPT + TOKENS)
 
     def read(self, ids: list[int], deltas: TorchDeltas = EMPTY_DELTAS) -> Numbers:
-        """Return the scores behind some more tokens."""
+        """Return the logits after further tokens."""
         return self._decoder.prefill(ids, self._cache, deltas).logits
 
 
 def assert_same(ours: Numbers, theirs: Numbers, tolerance: float) -> None:
-    """Assert that scores are within a share of their spread, and name the same token."""
+    """Assert that logits agree within a share of their spread, and have the same maximum."""
     assert np.isfinite(ours).all(), "scores are no numbers"
     far = float(np.abs(ours - theirs).max() / theirs.std())
     assert far <= tolerance, f"scores are off by {far:.3g} of their spread"

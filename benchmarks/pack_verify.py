@@ -1,7 +1,7 @@
-"""What verifying and installing a package cost, against the least that any such tool must do.
+"""The time to verify and to install a package, against the minimum work of any such tool.
 
-Installing ends with the files in the store: catalogue and routing vectors, made from texts that are
-small beside them, are no part of what is compared.
+Installing ends with the files in the store. The catalogue and the routing vectors are excluded:
+they are made from texts that are small compared with the files.
 """
 
 import hashlib

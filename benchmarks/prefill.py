@@ -1,4 +1,4 @@
-"""Tokens of a prompt a second, to the scores of its last, against llama.cpp and transformers.
+"""Prompt tokens per second, up to the logits of the last one, against llama.cpp and transformers.
 
 The base and the engines are those of `decode`.
 """
@@ -25,7 +25,7 @@ TARGETS = {
 
 
 def measure(rounds: int) -> Sequence[Row]:
-    """Read both prompts in every width with one and two threads."""
+    """Process both prompts in every data type with one and two threads."""
     cases = [
         ComparisonCase(scheme, ReadPrompt(tokens), threads, asked)
         for scheme, asked in TARGETS.items()

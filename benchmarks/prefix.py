@@ -1,10 +1,10 @@
 """How soon the answer to a second question about a long document begins, against the first.
 
-Through `Engine`, as `chat` asks: a base in the shape of Qwen3-0.6B with random weights in bfloat16
-and a byte-level tokenizer, on disk, with what `run` chooses for it; a conversation that begins with
-the document, and a ``cache_key``. The first question about a document reads it; another one finds
-its keys and values, and reads only itself. What is timed is ``ttft``: from the request to the first
-token, with routing, and with finding and copying pages.
+Uses `LocalEngine`, as `chat` does: a base in the shape of Qwen3-0.6B with random weights in
+bfloat16 and a byte-level tokenizer, on disk, with the defaults of `run`; a conversation that begins
+with the document, and a ``cache_key``. The first question about a document processes the document;
+another one reuses its keys and values, and processes only the question. The time is ``ttft``: from
+the request to the first token, including routing, and finding and copying pages.
 """
 
 import json
@@ -38,27 +38,27 @@ from expertctl.settings import Home, Settings
 from expertctl.store.bases import BaseStore
 
 DOCUMENT, ANSWER = 8192, 4
-"""Tokens of the document, of which each is a byte, and of an answer."""
+"""Tokens of the document, each of which is a byte, and of an answer."""
 SPREAD, RANDOM_NUMBERS = 0.02, 1 << 20
 
 
 class DocumentChat:
-    """Asks one question after the other about documents."""
+    """Sends questions about documents to an engine, one after the other."""
 
     def __init__(self, engine: LocalEngine) -> None:
-        """Ask an engine with one base."""
+        """Use an engine with one base."""
         self._engine = engine
         self._questions, self._documents = count(1), 0
 
     def ask_first(self) -> Seconds:
-        """Ask about a document that was not read before."""
+        """Ask about a document that was not processed before."""
         self._documents += 1
         asked = self._ask()
         assert asked.kv_reused_tokens == 0, asked.kv_reused_tokens
         return asked.timings_ms["ttft"] / 1000
 
     def ask_next(self) -> Seconds:
-        """Ask something else about it."""
+        """Ask another question about the same document."""
         asked = self._ask()
         assert asked.kv_reused_tokens >= DOCUMENT, asked.kv_reused_tokens
         return asked.timings_ms["ttft"] / 1000
@@ -87,7 +87,7 @@ class DocumentChat:
 def _capture_result(
     answer: Generator[str, None, RunResult], found: list[RunResult]
 ) -> Generator[str, None, None]:
-    """Yield the pieces of an answer; keep its result."""
+    """Yield the text deltas of an answer; store its result."""
     found.append((yield from answer))
 
 
@@ -141,7 +141,7 @@ def _make_norms() -> Iterator[tuple[str, int]]:
 
 
 def measure(rounds: int) -> Sequence[Row]:
-    """Ask a first and another question in turn."""
+    """Send a first and another question in turns."""
     with open_engine() as chat:
         found = take_turns({"first": chat.ask_first, "next": chat.ask_next}, rounds=rounds)
     case = f"first token of the next answer about {DOCUMENT} tokens"

@@ -1,9 +1,9 @@
-"""Rows as the texts of experts have them, drawn instead of encoded: clusters of ten.
+"""Random rows that resemble those of experts' texts, drawn instead of encoded: clusters of ten.
 
-How the cosines fall is that of MiniLM on 15,000 real requests of 150 kinds: the centres vary along
-few directions (the n-th in proportion to n^-0.8), the texts of one expert along many.
+Their cosines decrease as those of MiniLM on 15,000 real requests of 150 kinds: the centres vary
+along few directions (the n-th in proportion to n^-0.8), the texts of one expert along many.
 
-Deep rows to go with drawn rows: three views of each text, of which the first is its row.
+Rerank rows of a drawn table contain three views of each text, of which the first is its row.
 
 An expert has a description, for which the index has no row here, and ten examples.
 """
@@ -28,7 +28,7 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class RandomEncoder:
-    """The encoder that drawn rows are said to be of."""
+    """The encoder to which drawn rows are attributed."""
 
     name: str = "drawn"
     dimensions: int = DIMENSIONS
@@ -45,11 +45,11 @@ class RandomEncoder:
         return _normalise(rng.standard_normal((len(texts), DIMENSIONS), np.float32))
 
     def encode_for_rerank(self, texts: Sequence[str]) -> EncodedTexts:
-        """Draw rows that are as deep as they are."""
+        """Draw rows whose rerank rows are the rows themselves."""
         return EncodedTexts.from_rows(self.encode(texts))
 
     def calibrate(self, cosines: Vectors) -> Vectors:
-        """Leave cosines as they are."""
+        """Return cosines unchanged."""
         return cosines
 
 
@@ -76,7 +76,7 @@ def make_random_prompts(count: int, *, rows: int) -> Vectors:
 
 
 def make_centres(start: int, end: int, *, view: int = 0) -> Vectors:
-    """Draw what some experts are about, in one of several views of their texts."""
+    """Draw the subjects of some experts, in one of several views of their texts."""
     mean = np.zeros(DIMENSIONS, np.float32)
     mean[0] = _MEAN_COSINE
     rng = np.random.default_rng((SEED, start, view) if view else (SEED, start))
@@ -87,7 +87,7 @@ def make_centres(start: int, end: int, *, view: int = 0) -> Vectors:
 
 
 def make_rows_around(middles: Vectors, count: int, *, seed: int = 0) -> Vectors:
-    """Draw so many unit rows around each of these."""
+    """Draw so many unit rows around each of the centres."""
     rng = np.random.default_rng((SEED, len(middles), seed))
     drawn = rng.standard_normal((len(middles), count, DIMENSIONS), np.float32)
     texts = middles[:, None] + drawn * _compute_deviations(
@@ -101,7 +101,7 @@ def _make_variances() -> Vectors:
 
 
 def _compute_deviations(variances: Vectors, *, total: float) -> Vectors:
-    """Return the standard deviation along each direction, of this total variance."""
+    """Return the standard deviation along each direction, for this total variance."""
     deviations: Vectors = np.sqrt(variances * (total / variances.sum())).astype(np.float32)
     return deviations
 
@@ -120,14 +120,14 @@ _OPEN_EXPERTS = 5
 
 @dataclass(frozen=True, slots=True)
 class RandomDeepEncoder(RandomEncoder):
-    """The encoder that these rows are said to be of; it counts as the one whose spectrum it is."""
+    """The encoder of these rows; it has the name of the encoder whose spectrum they have."""
 
     name: str = "minilm"
     rerank_dimensions: int = DEEP
 
 
 def write_random_deep_rows(folder: Path, table: VectorTable) -> None:
-    """Write deep rows for the experts of a drawn table, a part of them at a time in memory."""
+    """Write rerank rows for the experts of a drawn table, with only a part of them in memory."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = (len(table) * _TEXTS, DEEP)
     scratch = folder / "scratch"
@@ -152,8 +152,8 @@ def write_random_deep_rows(folder: Path, table: VectorTable) -> None:
 def make_random_deep_prompts(count: int, *, rows: int) -> list[EncodedTexts]:
     """Draw prompts for some of the experts of a table of that size, as an encoder gives them.
 
-    One prompt of five lies half way to another: that makes the right expert as uncertain as it is
-    for real ones.
+    One prompt in five lies halfway to another: then the right expert is as uncertain as it is for
+    real prompts.
     """
     last = min(BATCH_ROWS, rows // CLUSTER)
     experts = np.random.default_rng(SEED).integers(0, last, count)  # those of `make_random_prompts`

@@ -1,9 +1,9 @@
 """Our registry server against Debian's docker-registry, and ``install`` against ``oras pull``.
 
-Both servers keep files on the same disk and are asked by the same client over loopback: blobs
-through ``http.client``, which does next to nothing itself, manifests through ``ab``, which keeps
-eight connections busy. Ours checks a token, rights, limits and quota on every request and logs it;
-the rival runs without any of that.
+Both servers keep files on the same disk and serve the same client over loopback: blobs through
+``http.client``, which adds little time of its own, manifests through ``ab``, which keeps eight
+connections busy. Ours checks a token, permissions, limits and quota on every request and logs it;
+the rival runs without these.
 """
 
 import hashlib
@@ -109,7 +109,7 @@ def _compare_manifest_get(ours: RegistryServer, theirs: RegistryServer, rounds: 
 
 
 def _measure_memory(server: RegistryServer) -> Row:
-    """The most that the server's processes hold together while 1 GiB is sent to them."""
+    """The maximum memory of all processes of the server while it receives 1 GiB."""
     with _PeakMemorySampler(server.process.pid) as peak:
         _make_put_run(server, BIG_BYTES)()
     row = Row(
@@ -128,8 +128,8 @@ def _measure_memory(server: RegistryServer) -> Row:
 def _compare_install(server: RegistryServer, folder: Path, *, rounds: int) -> list[Row]:
     """One ``install`` of 50 packages into a new home, against 50 pulls.
 
-    The rival's package has no command of its own: one is a process that pulls through its library.
-    The second row leaves out 49 of its starts.
+    The rival's package has no command: a pull is a process that calls its library. The second row
+    excludes the start of 49 of these processes.
     """
     home = folder / "publisher"
     references = _publish_packages(server, folder, home)
@@ -174,7 +174,7 @@ def _make_get_run(server: RegistryServer, path: str) -> Run:
 
 
 def _make_put_run(server: RegistryServer, size: int) -> Run:
-    """Send a blob that is new every time: one MiB that changes, repeated."""
+    """Upload a blob that is new every time: one MiB that changes, repeated."""
     rng = np.random.default_rng(os.getpid())
     count = size // CHUNK
 
@@ -191,7 +191,7 @@ def _make_put_run(server: RegistryServer, size: int) -> Run:
 
 
 def _make_request_run(server: RegistryServer, path: str) -> Run:
-    """Ask the same thing over several connections that stay open."""
+    """Send the same request over several connections that stay open."""
     headers = [f"{k}: {v}" for k, v in {**server.headers, "Accept": MANIFEST_TYPE}.items()]
     words = [word for header in headers for word in ("-H", header)]
     counts = ["-n", str(REQUESTS), "-c", str(CONNECTIONS)]
@@ -267,7 +267,7 @@ def _create_namespace(server: RegistryServer, name: str, *, kind: str) -> None:
 
 
 class _PeakMemorySampler:
-    """Samples what a process and its children hold; the first item is the peak in bytes.
+    """Samples the memory of a process and its children; the first item is the peak in bytes.
 
     Pages that several of them share count once (PSS).
     """
@@ -297,7 +297,7 @@ class _PeakMemorySampler:
 
 
 def _publish_packages(server: RegistryServer, folder: Path, home: Path) -> list[str]:
-    """Publish packages of about 5 MB, each with weights of its own; return their references."""
+    """Publish packages of about 5 MB with different weights; return their references."""
     key = PrivateKey.generate("ecdsa-p256")
     files = []
     for number in range(PACKAGES):
@@ -317,7 +317,7 @@ def _publish_packages(server: RegistryServer, folder: Path, home: Path) -> list[
 
 
 def _prepare_home(server: RegistryServer, home: Path) -> None:
-    """Trust the registry, as `registry init` tells its users to."""
+    """Trust the registry in the way that `registry init` describes."""
     registry = json.loads(_request_body(server, "/api/v1/"))
     fingerprint = registry["index_key"]["key_id"]
     _expertctl(["trust", "registry", "add", server.url, "--fingerprint", fingerprint], server, home)
@@ -331,7 +331,7 @@ def _install_all(server: RegistryServer, home: Path, like: Path, references: lis
 
 
 def _pull_all(server: RegistryServer, folder: Path, targets: list[str], *, at_once: int) -> None:
-    """Pull everything, with a process for every few packages."""
+    """Pull everything, with one process for every few packages."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     environment = {**os.environ, "HOME": str(folder)}
@@ -368,7 +368,7 @@ def _write_file(path: Path, data: bytes) -> Path:
 
 
 def _to_rate_row(row: Row, amount: float, unit: str, target: str | None) -> Row:
-    """Turn milliseconds for an amount into a rate, of which more is better."""
+    """Convert milliseconds for an amount of data into a rate, where higher is better."""
     assert row.ours is not None
     assert row.theirs is not None
     assert row.ratio is not None

@@ -21,7 +21,7 @@ START_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RegistryServer:
-    """A server that runs: its address, the token that it accepts, and its process."""
+    """A running server: its address, its token, and its process."""
 
     host: str
     """Host and port."""
@@ -30,18 +30,18 @@ class RegistryServer:
 
     @property
     def url(self) -> str:
-        """The address without a slash at the end."""
+        """The address without a trailing slash."""
         return f"http://{self.host}"
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request carries."""
+        """The headers of every request."""
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
 
 @contextmanager
 def run_our_server(folder: Path) -> Iterator[RegistryServer]:
-    """Run a new registry of ours as ``registry init`` makes it: with rights, logs and limits."""
+    """Run a new registry of ours as ``registry init`` makes it: with permissions, logs, limits."""
     port = _find_free_port()
     made = subprocess.run(
         [EXPERTCTL, "registry", "init", str(folder), "--port", str(port), "--json"],
@@ -61,7 +61,7 @@ def run_our_server(folder: Path) -> Iterator[RegistryServer]:
 
 @contextmanager
 def run_docker_registry(folder: Path) -> Iterator[RegistryServer]:
-    """Run a new docker-registry with files on the same disk, without rights and with little log."""
+    """Run a new docker-registry with files on the same disk, without permissions, with few logs."""
     assert DOCKER_REGISTRY is not None
     port = _find_free_port()
     folder.mkdir()
@@ -78,7 +78,7 @@ def run_docker_registry(folder: Path) -> Iterator[RegistryServer]:
 
 
 def _raise_rate_limit(settings: Path) -> None:
-    """Raise the rate limit, which is still counted, out of the way of ``ab``."""
+    """Raise the rate limit, which is still counted, so that ``ab`` does not reach it."""
     with settings.open("a", encoding="utf-8") as stream:
         stream.write("\n[limits]\nrequests_per_minute = 10000000\n")
 

@@ -1,14 +1,14 @@
 """Which experts stay in memory: 100 of 20 MB for the starter base, 256 MB, 20,000 requests.
 
-Requests are drawn from Zipf's law (1.0, seed 0), once with the same favourites all the time and
-once with new ones every 2,500 requests. *Replayed* are all of them, through the tiers, the
-ledger and the eviction that `run` uses, with experts whose bytes are counted and not read. *Real*
-are the first of them: files are read, verified and compiled, and the operating system says what
-that takes. Both must find the same experts in memory, or the replay says nothing. The rivals of
-the replay get the same requests: the best set of experts that never changes, an LRU of as many as
-fit, and Belady's rule, which sees the future.
+Requests are drawn from Zipf's law (1.0, seed 0), once with the same popular experts all the time
+and once with new ones every 2,500 requests. All requests are *replayed* through the adapter cache,
+the ledger and the eviction that `run` uses, with experts that have only a size. The first of them
+are also *real*: files are read, verified and compiled, and the operating system reports the memory.
+Both must find the same experts in memory, otherwise the replay proves nothing. The rivals of the
+replay get the same requests: the best static set of experts, an LRU of as many as fit, and Belady's
+rule, which knows the future.
 
-*With notice*, a job is known while the one before it writes its answer, which here is a pause.
+*With notice*, a job is known while the previous one generates its answer, which is a pause here.
 """
 
 import json
@@ -63,7 +63,7 @@ _SAMPLE_INTERVAL = 0.002
 
 
 def measure(_rounds: int) -> Sequence[Row]:
-    """Replay all requests, then make the first of them, then make jobs with notice."""
+    """Replay all requests, then run the first of them for real, then run jobs with notice."""
     wanted = make_requests(REQUESTS, experts=EXPERTS, seed=SEED)
     with tempfile.TemporaryDirectory() as folder:
         expert_files = ExpertFiles.write(Path(folder))
@@ -81,7 +81,7 @@ def measure(_rounds: int) -> Sequence[Row]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFiles:
-    """Experts as files, and what they are compiled for."""
+    """Experts as files, and the base and dtype for which they are compiled."""
 
     sources: tuple[ExpertSource, ...]
     target: CompileTarget
@@ -99,12 +99,12 @@ class ExpertFiles:
 
     @property
     def sizes(self) -> list[int]:
-        """What each expert takes in memory."""
+        """The memory of each expert."""
         return [source.nbytes for source in self.sources]
 
 
 def _write_lora(directory: Path, config: ModelConfig, number: int) -> ExpertSource:
-    """Write a float32 LoRA whose scale is 1, so that its plan uses it where it lies."""
+    """Write a float32 LoRA whose scale is 1, so that its plan uses it in place."""
     directory.mkdir()
     shapes = config.linear_shapes()
     rank = EXPERT_BYTES // (4 * sum(sum(shape) for shape in shapes.values()))
@@ -122,7 +122,7 @@ def _write_lora(directory: Path, config: ModelConfig, number: int) -> ExpertSour
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """Which requests found their expert in memory, and the most bytes that were held."""
+    """The requests that found their expert in memory, and the peak memory in bytes."""
 
     hits: tuple[bool, ...]
     ledger: int
@@ -130,9 +130,9 @@ class ReplayOutcome:
 
 
 def replay(wanted: Sequence[int], sizes: Sequence[int], *, plan_bytes: int = 0) -> ReplayOutcome:
-    """Ask the tiers for experts that are nothing but their size, and for their plans.
+    """Request experts that have only a size from the cache, and their plans.
 
-    A plan uses its expert where it lies, or is a copy of so many bytes.
+    A plan uses its expert in place, or is a copy of that many bytes.
     """
     uses_in_place = not plan_bytes
     budget = MemoryBudget(BUDGET)
@@ -155,7 +155,7 @@ def replay(wanted: Sequence[int], sizes: Sequence[int], *, plan_bytes: int = 0) 
 
 
 def load_requests(wanted: Sequence[int], expert_files: ExpertFiles) -> ReplayOutcome:
-    """Make requests: read, verify and compile what is absent, and watch the resident set."""
+    """Run requests: read, verify and compile absent experts, and sample the resident set."""
     budget, hits = MemoryBudget(BUDGET), []
     _borrow_and_release(
         AdapterCache(ram=budget, device=budget), expert_files, wanted[0]
@@ -178,7 +178,7 @@ def _borrow_and_release(tiers: AdapterCache, expert_files: ExpertFiles, number: 
 
 @contextmanager
 def _borrow_plan(tiers: AdapterCache, expert_files: ExpertFiles, number: int) -> Iterator[None]:
-    """Borrow the plan of one expert."""
+    """Pin the plan of one expert."""
     source = expert_files.sources[number]
     tiers.begin_request()
     chain = [(source, 1.0)]
@@ -191,31 +191,31 @@ def _borrow_plan(tiers: AdapterCache, expert_files: ExpertFiles, number: int) ->
 
 @dataclass(frozen=True, slots=True)
 class NoticedJob:
-    """What one job went through; an expert that was there has no ``load``."""
+    """The times of one job; an expert that was in memory has no ``load``."""
 
     wait_seconds: float
-    """Seconds until its plan was there."""
+    """Seconds until its plan was ready."""
     has_waited: bool
     """Whether it waited for its expert to be read, or read it itself."""
     notice: float
-    """Seconds for which its need was known before."""
+    """Seconds for which the expert was known in advance."""
     load: float | None
     """Seconds that reading its expert took."""
 
     @property
     def should_not_wait(self) -> bool:
-        """Whether its need was known for longer than it takes to load."""
+        """Whether its expert was known for longer than loading takes."""
         return self.load is not None and self.notice >= self.load
 
 
 @dataclass(slots=True)
 class _LoadTimes:
-    """How long each expert took to read the last time, and which thread read it."""
+    """The time that reading each expert took last, and the thread that read it."""
 
     seconds: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def wrap_source(self, source: ExpertSource) -> ExpertSource:
-        """Return the same expert, its reading timed."""
+        """Return the same expert with its reading timed."""
 
         def load() -> LoadedAdapter:
             start = time.perf_counter()
@@ -228,7 +228,7 @@ class _LoadTimes:
 
 
 class _JobRunner:
-    """Jobs one after the other; with notice, the next is known when one begins."""
+    """Runs jobs one after the other; with notice, the next is known when one begins."""
 
     def __init__(self, expert_files: ExpertFiles) -> None:
         budget = MemoryBudget(BUDGET)
@@ -241,7 +241,7 @@ class _JobRunner:
         )
 
     def run(self, wanted: Sequence[int], *, notice: bool) -> list[NoticedJob]:
-        """Make all of them."""
+        """Run all jobs."""
         made, known, since = [], ExitStack(), time.perf_counter()
         for number, following in zip(wanted, [*wanted[1:], None], strict=True):
             told, known, told_at, since = known, ExitStack(), since, time.perf_counter()
@@ -260,7 +260,7 @@ class _JobRunner:
         return self.prefetch.expect([source.cache_request], plan=plan)
 
     def _run_job(self, number: int, *, notice: float) -> NoticedJob:
-        """Answer for as long as two experts take to load."""
+        """Generate an answer for as long as two experts take to load."""
         waits, start = self.tiers.traffic[Tier.RAM].waits, time.perf_counter()
         with _borrow_plan(self.tiers, self.expert_files, number):
             ready = time.perf_counter() - start
@@ -283,7 +283,7 @@ def _measure_load_seconds(expert_files: ExpertFiles) -> float:
 
 
 class _ResidentSetWatch(threading.Thread):
-    """Looks again and again at how much anonymous memory this process has."""
+    """Samples the anonymous memory of this process repeatedly."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

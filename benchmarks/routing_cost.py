@@ -1,12 +1,12 @@
-"""What a decision of the router costs beside the bare query of hnswlib on the same index.
+"""The time of a routing decision, against the bare query of hnswlib on the same index.
 
-Ours is all that happens once a prompt's vector is there: what the router looks at, features,
-search, vetoes, the head, the score. The rival finds ten rows in the same graph (M = 16) at the
-smallest ``ef`` with recall@10 of 0.99. Prompts are the examples of the starter experts, their rows
-are drawn with the spectrum of real ones; encoding is not part of either side.
+Ours is everything that follows the encoding of a prompt: normalisation, features, search, vetoes,
+the reranker, the score. The rival finds ten rows in the same graph (M = 16) at the smallest ``ef``
+with recall@10 of 0.99. Prompts are the examples of the starter experts; their rows are drawn with
+the spectrum of real ones. Encoding is not part of either side.
 
 ``--large`` measures 100,000 experts too. That takes 10 GB on the disk, 5 GB of memory for the graph
-and as much again in the page cache, and half an hour where ``--folder`` has no graph yet.
+and as much again in the page cache, and half an hour if ``--folder`` has no graph yet.
 """
 
 import argparse
@@ -53,7 +53,7 @@ TARGET = "<= 3.0"
 
 @dataclass(frozen=True, slots=True)
 class PromptSample:
-    """A prompt with what an encoder made of it."""
+    """A prompt and its vectors."""
 
     text: str
     encoded: EncodedTexts
@@ -61,7 +61,7 @@ class PromptSample:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkedRouter:
-    """What stays from prompt to prompt."""
+    """The state that all prompts share."""
 
     roster: EligibleExperts
     index: RoutingIndex
@@ -73,7 +73,7 @@ class BenchmarkedRouter:
         return score_prompt(self.roster, self.index, features, asked.encoded, _report_no_usage)
 
     def is_reranked_once(self, asked: PromptSample) -> bool:
-        """Tell whether the head was content with the closest few."""
+        """Return whether the reranker needed only the closest few experts."""
         return len(self.decide(asked).scores) <= SMALL_RERANK.candidates
 
 
@@ -126,7 +126,7 @@ def _open_router(folder: Path, table: VectorTable) -> tuple[BenchmarkedRouter, l
 def _make_eligible_experts(
     home: Home, index: RoutingIndex, table: VectorTable, like: InstalledExpert
 ) -> EligibleExperts:
-    """Return a roster of as many experts as the table has entries, each with its digest."""
+    """Return as many eligible experts as the table has entries, each with its digest."""
     described = [
         DescribedExpert(f"acme/expert-{n}", f"Answers questions of kind {n}.", (f"kind{n}",), ())
         for n in range(len(table))
@@ -141,11 +141,11 @@ def _make_eligible_experts(
 
 
 def _report_no_usage(_: InstalledExpert) -> None:
-    """Know of no usage."""
+    """Report no usage."""
 
 
 def main() -> None:
-    """Command line: which sizes, and where to keep what was built."""
+    """Command line: the sizes, and the folder for what was built."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=21)

@@ -1,8 +1,7 @@
-"""A home with the starter pack, and experts in memory beside it, to route prompts in.
+"""A home with the starter pack, and additional experts in memory, to route prompts in.
 
-Prompts go through `Planner`, as those of every command do.
-
-An encoder that remembers, for experiments that meet the same texts again and again.
+Prompts go through `Planner`, as those of every command do. An encoder with a cache is for
+experiments that encode the same texts repeatedly.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,12 +28,12 @@ from expertctl.store.store import Store
 from expertctl.trust.trust_store import TrustStore
 
 RoutePrompt = Callable[[str], tuple[str, ...]]
-"""A prompt → the names of the experts that answer it."""
+"""Returns the names of the experts that answer a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class DescribedExpert:
-    """An expert that is only described: nothing of it is ever loaded."""
+    """An expert that has only a manifest: nothing of it is ever loaded."""
 
     name: str
     description: str
@@ -66,17 +65,17 @@ def list_starter_experts(home: Home) -> tuple[InstalledExpert, ...]:
 def make_experts(
     described: Sequence[DescribedExpert], like: InstalledExpert
 ) -> tuple[InstalledExpert, ...]:
-    """Return experts that fit the base of another one, with the same signer."""
+    """Return experts for the base of another one, with the same signer."""
     return tuple(_make_expert(each, like) for each in described)
 
 
 def open_router(home: Home, encoder: str, experts: Sequence[InstalledExpert]) -> RoutePrompt:
-    """Return what routes prompts to these experts, with an encoder by its name."""
+    """Return a function that routes prompts to these experts, with the named encoder."""
     return make_router(Planner.open(Settings(home, encoder=encoder)), experts)
 
 
 def make_router(planner: Planner, experts: Sequence[InstalledExpert]) -> RoutePrompt:
-    """Return what routes prompts to these experts, of which only vectors are kept."""
+    """Return a function that routes prompts to these experts; only their vectors are stored."""
     inventory = Inventory(tuple(experts), (), ())
     made: dict[str, EligibleExperts] = {}
 
@@ -115,7 +114,7 @@ def _make_expert(described: DescribedExpert, like: InstalledExpert) -> Installed
 
 
 class MemoisingEncoder:
-    """Encodes every text once."""
+    """An encoder that encodes every text once."""
 
     def __init__(self, encoder: Encoder) -> None:
         """Wrap an encoder."""
@@ -128,7 +127,7 @@ class MemoisingEncoder:
         self._known: dict[str, tuple[Vectors, Vectors]] = {}
 
     def digest(self) -> Digest:
-        """Return that of the encoder."""
+        """Return the digest of the encoder."""
         return self._digest
 
     def encode(self, texts: Sequence[str]) -> Vectors:
@@ -136,7 +135,7 @@ class MemoisingEncoder:
         return self.encode_for_rerank(texts).rows
 
     def encode_for_rerank(self, texts: Sequence[str]) -> EncodedTexts:
-        """Return rows and deep rows."""
+        """Return rows and rerank rows."""
         new = [text for text in dict.fromkeys(texts) if text not in self._known]
         if new:
             encoded = self.encoder.encode_for_rerank(new)

@@ -1,8 +1,8 @@
-"""The routing index at scale: search, filters, memory, and what installing one expert costs.
+"""The routing index at scale: search, filters, memory, and the cost of installing one expert.
 
 The rival of a search is the bare query of hnswlib on the same graph (M = 16, the smallest ef with
 recall@10 of 0.99). Rows are drawn with the spectrum of real vectors; `--rows` may be given several
-times and reach 1,000,000, and `--folder` keeps what was built for the next run.
+times, up to 1,000,000, and `--folder` keeps what was built for the next run.
 """
 
 import argparse
@@ -131,7 +131,7 @@ def measure(size: int, folder: Path, rounds: int) -> list[Row]:
 
 
 def compare_install(experts: int, encoder: Encoder, rounds: int) -> list[Row]:
-    """Compare installing one expert into many with making all vectors again."""
+    """Compare installing one expert next to many with computing all vectors again."""
     manifests = [_make_manifest(n) for n in range(experts + rounds + 1)]
     listed = {Digest.compute(manifest.ref.encode()): manifest for manifest in manifests}
     many = dict(islice(listed.items(), experts))
@@ -162,7 +162,7 @@ def compare_install(experts: int, encoder: Encoder, rounds: int) -> list[Row]:
 
 
 def build_index(size: int, folder: Path) -> BuiltIndex:
-    """Open the index of a folder, which is built first where there is none."""
+    """Open the index of a folder, which is built first if it does not exist."""
     encoder = RandomEncoder()
     files = VectorFiles(folder, dimensions=encoder.dimensions)
     table = files.read()
@@ -209,7 +209,7 @@ def find_smallest_width(built: BuiltIndex) -> int:
 
 
 def _make_filter(table: VectorTable, share: float) -> SearchFilter:
-    """Return a filter that lets a share of the experts through."""
+    """Return a filter that accepts a share of the experts."""
     experts = len(table)
     mask = np.zeros(experts, np.bool_)
     mask[np.random.default_rng(2).permutation(experts)[: max(int(experts * share), TEN)]] = True
@@ -219,7 +219,7 @@ def _make_filter(table: VectorTable, share: float) -> SearchFilter:
 def _compare_filtered(
     built: BuiltIndex, share: float, allowed: SearchFilter, exact: list[Rows], rounds: int
 ) -> Row:
-    """Compare a search among a share of the experts with comparing just these."""
+    """Compare a search among a share of the experts with comparing only these."""
     recall = _measure_recall(built, exact, allowed)
     some = built.prompts[:SOME]
     times = compare(
@@ -294,7 +294,7 @@ def make_mean_run(
 
 
 def _time_install(folder: Path, encoder: Encoder, digest: Digest, manifest: Manifest) -> float:
-    """Return the seconds that a process which has read nothing takes to add one expert."""
+    """Return the seconds that a new process needs to add one expert."""
     start = time.perf_counter()
     RoutingIndex(folder, encoder).add({digest: manifest})
     return time.perf_counter() - start
@@ -320,7 +320,7 @@ def _make_manifest(number: int) -> Manifest:
 
 
 def main() -> None:
-    """Command line: which sizes, and where to keep what was built."""
+    """Command line: the sizes, and the folder for what was built."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=9)

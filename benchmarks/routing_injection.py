@@ -1,10 +1,10 @@
-"""How often a hostile prompt changes which expert is chosen, with the router's view and without.
+"""How often a hostile prompt changes the choice of the expert, with and without normalisation.
 
-Ours is the router as it is; the rival is the same router that looks at prompts as they are written.
-Figures are the percentage of hostile prompts that are answered by another expert, or by another
-lack of one, than the clean prompt; the note says how many of them went where the injection wanted.
-The experts are those of the starter pack; of an intent data set in the layout of CLINC150, where
-``EXPERT_INTENTS`` names its file, 150 more are made of ten utterances each.
+Ours is the router as it is; the rival is the same router without normalisation of prompts. Figures
+are the percentage of hostile prompts whose outcome differs from that of the clean prompt: another
+expert, or the base instead of an expert or the reverse. The note gives the share that reached the
+target of the injection. The experts are those of the starter pack; if ``EXPERT_INTENTS`` names the
+file of an intent data set in the layout of CLINC150, 150 more are made from ten utterances each.
 """
 
 import json
@@ -49,7 +49,7 @@ OUTSIDE = (
     "Summarise the plot of Moby Dick",
     "Why is the sky blue?",
 )
-"""Prompts that no starter expert is for."""
+"""Prompts that suit no starter expert."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
-"""How often the router finds the expert of a prompt, and how often it rightly finds none.
+"""How often the router finds the expert of a prompt, and how often it correctly abstains.
 
 Every label of a data set becomes one expert, with the label's name as its description and a few of
-its training texts as examples; nothing else is known of it. Each test text is routed alone, by the
-threshold that is deployed. ``--train`` and ``--test`` name files of lines
-``{"text": …, "label": …}``, where the label ``null`` belongs to no expert; without them CLINC150 is
-read where it lies beside the project.
+its training texts as examples. Each test text is routed alone, with the threshold of normal
+operation. ``--train`` and ``--test`` name files of lines ``{"text": …, "label": …}``, where the
+label ``null`` belongs to no expert; without them CLINC150 is read from its folder next to the
+project.
 
-The rivals are the nearest example and the centroid of examples in the same vectors, and what is
-published of CLINC150 with frozen dual encoders and ten examples (Casanueva et al., 2020).
+The rivals are the nearest example and the centroid of examples in the same vectors, and the
+published result for CLINC150 with frozen dual encoders and ten examples (Casanueva et al., 2020).
 """
 
 import argparse
@@ -60,7 +60,7 @@ Labelled = Sequence[tuple[str, str | None]]
 
 @dataclass(frozen=True, slots=True)
 class RoutingShares:
-    """The shares of one draw of examples; of prompts in scope unless said otherwise."""
+    """The shares of one draw of examples; of prompts in scope unless stated otherwise."""
 
     accuracy: float  # the best candidate is the right one, used or not
     answered: float  # used and right
@@ -112,7 +112,7 @@ def measure_encoder(
 
 
 def make_document(encoder: str, seeds: int, rows: Sequence[Row]) -> dict[str, object]:
-    """Return what the command prints."""
+    """Return the table that the command prints."""
     return {
         "name": "routing_quality",
         "machine": describe_machine(),
@@ -131,7 +131,7 @@ def _make_missing_document() -> Row:
 
 @dataclass(frozen=True, slots=True)
 class RoutingSetup:
-    """Where experts are made up: a folder, an encoder, a base and an expert that fits it."""
+    """Creates experts: a folder, an encoder, a base and an expert that fits it."""
 
     folder: Path
     encoder: Encoder
@@ -181,14 +181,14 @@ def read_labelled(path: Path) -> Labelled:
 
 
 def read_clinc(path: Path) -> tuple[Labelled, Labelled]:
-    """Read the training texts of CLINC150, and its test texts, those out of scope last."""
+    """Read the training texts of CLINC150, and its test texts with out-of-scope ones last."""
     splits = json.loads(path.read_text(encoding="utf-8"))
     test = [*splits["test"], *((text, None) for text, _ in splits["oos_test"])]
     return [(text, label) for text, label in splits["train"]], [(t, label) for t, label in test]
 
 
 def draw_examples(train: Labelled, *, n: int, seed: int) -> dict[str, tuple[str, ...]]:
-    """Draw so many examples of every label, or all there are."""
+    """Draw so many examples of every label, or all if there are fewer."""
     texts: dict[str, list[str]] = {}
     for text, label in train:
         if label is not None:
@@ -200,7 +200,7 @@ def draw_examples(train: Labelled, *, n: int, seed: int) -> dict[str, tuple[str,
 
 
 def describe_labels(drawn: Mapping[str, tuple[str, ...]]) -> list[DescribedExpert]:
-    """Return the expert of every label; labels that would be named alike get a number."""
+    """Return the expert of every label; labels with equal names get a number."""
     made: dict[str, DescribedExpert] = {}
     for number, (label, examples) in enumerate(drawn.items()):
         described = describe_label(label, examples)
@@ -226,7 +226,7 @@ def _check_label(label: object) -> str | None:
 
 
 def _find_best(decision: RoutingDecision) -> int:
-    """Return the best candidate, whether its score is enough or not."""
+    """Return the best candidate, whether or not its score reaches the threshold."""
     if decision.leader is not None:
         return decision.leader
     return max(decision.scores, key=lambda at: decision.scores[at].score, default=-1)

@@ -1,11 +1,11 @@
 """A home to serve from: a base in the shape of Qwen3-0.6B and experts for it, random weights.
 
 The base is in bfloat16 with the byte-level tokenizer of the starter base; each expert is a bfloat16
-rank-16 LoRA on all seven projections, signed and installed as any other. Each has a subject, so
-that there is something to route by. All tokens that are drawn are spelled as numbers, so that an
-answer, which nobody trained, is JSON all the same.
+rank-16 LoRA on all seven projections, signed and installed like any other. Each has a subject, so
+that prompts can be routed. All sampled tokens are spelled as numbers, so that an answer is JSON
+although the weights are random.
 
-A base with random weights in the shape of SmolLM2-135M, whose tokens of text are bytes.
+There is also a base with random weights in the shape of SmolLM2-135M, whose text tokens are bytes.
 """
 
 import json
@@ -53,11 +53,11 @@ SUBJECTS = (
     ("welding", "Weld steel and aluminium", "the electrodes for welding a steel frame"),
     ("insurance", "Settle insurance claims", "a letter that settles an insurance claim"),
 )
-"""Keyword, description, and what is asked for: one for each of as many experts as are measured."""
+"""Keyword, description and question: one of each for every expert that can be measured."""
 
 
 def make_serving_home(root: Path, scratch: Path, *, experts: int) -> Home:
-    """Make a home with the base and so many experts; ``scratch`` is used on the way."""
+    """Make a home with the base and so many experts; ``scratch`` is for temporary files."""
     home, base_dir = Home(root / "home"), write_base(scratch / "base")
     first = give_text_to_all_tokens(base_dir / "tokenizer.json")
     _scale_embeddings(base_dir / "model.safetensors", tokens=first)
@@ -74,17 +74,17 @@ def make_serving_home(root: Path, scratch: Path, *, experts: int) -> Home:
 
 
 def make_expert_name(number: int) -> str:
-    """Return how an expert is called."""
+    """Return the name of an expert."""
     return f"bench/expert-{number}"
 
 
 def make_question(number: int) -> str:
-    """Return a question that the expert of this number is for."""
+    """Return a question for the expert of this number."""
     return f"Please give me {SUBJECTS[number % len(SUBJECTS)][2]}"
 
 
 def give_text_to_all_tokens(path: Path, *, vocabulary: int = VOCABULARY) -> int:
-    """Spell the tokens beyond bytes as numbers: readable text, and JSON as a whole.
+    """Spell the tokens beyond bytes as numbers: the text is readable, and JSON as a whole.
 
     Returns the id of the first of these.
     """
@@ -97,9 +97,10 @@ def give_text_to_all_tokens(path: Path, *, vocabulary: int = VOCABULARY) -> int:
 
 
 def _scale_embeddings(path: Path, *, tokens: int) -> None:
-    """Halve the embeddings of the first tokens, so that others, which are as random, are drawn.
+    """Halve the embeddings of the first tokens, so that other tokens are sampled.
 
-    Scores are computed with the embedding too, and its rows repeat: each has twins that stay.
+    The logits are computed with the embedding too, and its rows repeat: each halved row has copies
+    that are not halved.
     """
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -171,7 +172,7 @@ SMALL_SPREAD, SMALL_SEED = 0.02, 0
 
 
 def write_small_base(directory: Path) -> Path:
-    """Write it, with the byte-level tokenizer of the starter base."""
+    """Write the base, with the byte-level tokenizer of the starter base."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(SMALL_CONFIG))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

@@ -1,10 +1,10 @@
-"""Many callers of one generation server: with experts, without, one by one, and beside PEFT.
+"""Many clients of one generation server: with experts, without, sequentially, and against PEFT.
 
-``expertctl serve`` in a process of its own, on a home of `served_home`, asked over HTTP by the
-clients of `serving_load`; transformers and PEFT compute the same texts in one batch of
-``adapter_names``, without a server. Everything takes turns. What else is measured of it, and how,
-is told by the modules of `benchmarks.served`: a turn of a conversation, the time outside the
-engine, more plans than fit. ``--plot FILE`` draws what comes of more and more requests a second.
+``expertctl serve`` in its own process, on a home of `served_home`, receives requests over HTTP from
+the clients of `serving_load`. Transformers and PEFT compute the same sequences in one batch with
+``adapter_names``, without a server. All are measured in turns. The modules of `benchmarks.served`
+describe the other measurements: a turn of a conversation, the time outside the engine, more plans
+than fit. ``--plot FILE`` plots the results of increasing request rates.
 """
 
 import argparse
@@ -47,32 +47,32 @@ from expertctl.settings import Home
 
 CLIENTS = 16
 PROMPT, ANSWER = 64, 48
-"""Tokens of what is asked and of what is answered."""
+"""Tokens of a prompt and of an answer."""
 HISTORY = 1024
 """Tokens of a conversation before its next turn."""
 ALONE = 4
-"""How many are asked one by one: a quarter says as much."""
+"""Number of sequential requests: a quarter of the clients is enough."""
 FITTING = 8
-"""How many plans fit where twice as many are asked for."""
+"""Number of plans that fit, when twice as many are requested."""
 
 
 class ServingLoad:
-    """What a server is asked for in turns."""
+    """The requests that a server gets in turns."""
 
     def __init__(self, server: GenerationServer) -> None:
-        """Ask this one."""
+        """Send requests to this server."""
         self._url = server.url
 
     def run_with_experts(self) -> Seconds:
-        """Have as many clients as experts answered, each by its own."""
+        """Run as many clients as there are experts, each with its own expert."""
         return self._run_together(serving_load.list_expert_names(CLIENTS))
 
     def run_base(self) -> Seconds:
-        """Have as many answered by the base alone."""
+        """Run as many clients with the base alone."""
         return self._run_together(serving_load.list_base_names(CLIENTS))
 
     def run_one_by_one(self) -> Seconds:
-        """Have a few answered by their experts, one after the other."""
+        """Send a few requests to their experts, one after the other."""
         asks = serving_load.make_requests(
             serving_load.list_expert_names(ALONE), prompt=PROMPT, answer=ANSWER
         )
@@ -84,7 +84,7 @@ class ServingLoad:
 
 
 def measure(home: Home, rounds: int, *, plot: Path | None = None) -> Iterator[Row]:
-    """Let all take turns, then measure the rest; with ``plot``, up to saturation."""
+    """Measure all workloads in turns, then the rest; with ``plot``, up to saturation."""
     with run_generation_server(home) as server:
         seconds = _measure_batches(server, rounds)
         yield from _make_batch_rows(seconds)
@@ -110,7 +110,7 @@ def _measure_batches(server: GenerationServer, rounds: int) -> dict[str, list[Se
 
 
 def _make_peft_run(rival: EngineProcess[AnswerBatch]) -> Run:
-    """Return its run; for the first one, which only warms up, two tokens are enough."""
+    """Return its run; the first run, which only warms up, generates two tokens."""
     threads = os.cpu_count() or 1
     short, whole = (
         rival.bind(AnswerBatch(texts=CLIENTS, prompt=PROMPT, tokens=tokens), threads)
@@ -158,7 +158,7 @@ def _measure_routed(server: GenerationServer, rounds: int) -> Row:
 
 
 def _measure_oversubscription(home: Home, figures: ServerMetrics, rounds: int) -> Row:
-    """Compare times to the first token where plans fit with those where half of them do."""
+    """Compare times to the first token when all plans fit and when half of them fit."""
     options = "--memory-budget", str(compute_budget(FITTING, figures))
     with (
         run_generation_server(home, *options) as roomy,
@@ -169,7 +169,7 @@ def _measure_oversubscription(home: Home, figures: ServerMetrics, rounds: int) -
 
 
 def _draw_saturation(server: GenerationServer, capacity: float, path: Path) -> Row:
-    """Load a server until it is saturated, and draw that."""
+    """Load a server until it is saturated, and plot the result."""
     models = serving_load.list_expert_names(CLIENTS)
 
     def ask(number: int) -> CompletionTask:
@@ -190,7 +190,7 @@ def _check_streams(measured: tuple[Seconds, list[StreamRecord]]) -> Seconds:
 
 
 def _print_row(row: Row) -> Row:
-    """Print a row at once, so that a later error does not lose it."""
+    """Print a row immediately, so that a later error does not lose it."""
     print(f"{row.case} / {row.rival}: {row.ratio}", file=sys.stderr, flush=True)
     return row
 

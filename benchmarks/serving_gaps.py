@@ -1,11 +1,11 @@
-"""Gaps between the tokens of streams, alone and beside a prompt of 6,900 tokens.
+"""Gaps between the tokens of streams, alone and while a prompt of 6,900 tokens is processed.
 
-``expertctl serve`` in a process of its own, asked over HTTP on one base without experts: random
+``expertctl serve`` in its own process gets requests over HTTP, with one base and no experts: random
 weights in the shape of SmolLM2-135M with a byte-level tokenizer, or a directory given by
-``--base``. Some streams are read by one client. In one run they are alone; in the next, once all of
-them have begun, another client sends the long prompt, and only gaps between its request and its
-first token count. The two take turns. What is compared is the 99th percentile of the gaps; a second
-row tells how much longer the prompt takes than with nobody beside it.
+``--base``. One client reads some streams. In one run they are alone; in the next, once all of them
+have begun, another client sends the long prompt, and only gaps between its request and its first
+token count. The two runs alternate. The 99th percentiles of the gaps are compared; a second row
+gives the time to the first token of the prompt, beside the streams and alone.
 """
 
 import argparse
@@ -35,7 +35,7 @@ STREAMS, ALONE_TOKENS, WITH_PROMPT_TOKENS = 4, 500, 1200
 PROMPT = 6900
 TARGET, SLOWER = "<= 3", "<= 4"
 COUNTING = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, "
-"""A text that a language model goes on with for as long as it is let."""
+"""A text that a language model continues without an end."""
 _LINE = "The quick brown fox jumps over the lazy dog and runs along the river. "
 
 
@@ -46,14 +46,14 @@ class GapRound:
     alone: Sequence[Seconds]
     with_prompt: Sequence[Seconds]
     prompt_alone: Seconds
-    """From the request to the first token, with no stream."""
+    """From the request to the first token, without streams."""
     prompt_with_streams: Seconds
 
 
 def measure(
     server: GenerationServer, tokenizer: Tokenizer, *, streams: int, rounds: int
 ) -> list[GapRound]:
-    """Let runs take turns, after one that only warms up."""
+    """Measure runs in turns, after one that only warms up."""
 
     def long_ask() -> CompletionTask:
         return CompletionTask(NAME, 1, make_long_prompt(tokenizer, PROMPT))
@@ -78,7 +78,7 @@ def measure(
 
 
 def make_long_prompt(tokenizer: Tokenizer, tokens: int) -> str:
-    """Return a text of about so many tokens that no server has read before."""
+    """Return a text of about so many tokens that was not sent to a server before."""
     text = f"{time.time_ns()} " + _LINE * (tokens // 4)
     ids = tokenizer.encode(text)[:tokens]
     return tokenizer.decode(ids)
@@ -87,7 +87,7 @@ def make_long_prompt(tokenizer: Tokenizer, tokens: int) -> str:
 async def _run_streams(
     url: str, streams: int, tokens: int, ask: CompletionTask | None
 ) -> tuple[list[Seconds], StreamRecord | None]:
-    """Read some streams, and have a prompt read once all have begun; return the gaps that count."""
+    """Read some streams, send a prompt once all have begun, and return the gaps that count."""
     limits = httpx2.Limits(max_connections=None)
     async with httpx2.AsyncClient(base_url=url, timeout=TIMEOUT_SECONDS, limits=limits) as client:
         told = [StreamRecord(time.perf_counter()) for _ in range(streams)]
@@ -125,7 +125,7 @@ def _check_stream(told: StreamRecord) -> None:
 
 
 def _list_gaps(told: StreamRecord, begin: float, end: float) -> list[Seconds]:
-    """Return the gaps of a stream that lie between two moments."""
+    """Return the gaps of a stream between two times."""
     times = [told.started + at for at in told.times]
     inside = [at for at in times if begin <= at <= end]
     return [later - sooner for sooner, later in pairwise(inside)]

@@ -1,7 +1,7 @@
-"""Clients of a generation server: what they ask for, and when each token came.
+"""Clients of a generation server: their requests, and the time of each token.
 
-They speak the OpenAI API and stream, in one event loop; a client waits for its answer before it
-asks again, or asks when a clock says so (`run_open_loop`).
+They use the OpenAI API with streaming, in one event loop. A client waits for its answer before it
+sends the next request, or sends requests at given times (`run_open_loop`).
 """
 
 import asyncio
@@ -20,15 +20,15 @@ from benchmarks.harness import Seconds
 from benchmarks.served_home import BASE, make_expert_name
 
 _NUMBERS = count()
-"""No two prompts are the same, so nothing is found again that was not asked to be."""
+"""No two prompts are equal, so nothing is found in a cache unless that is intended."""
 TIMEOUT_SECONDS = 600.0
 UNANSWERED = 0
-"""The status of an answer that has none yet."""
+"""The status of a request without an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionTask:
-    """One completion: the model, and how many tokens of prompt and answer there are."""
+    """One completion: the model, and the numbers of tokens of prompt and answer."""
 
     model: str
     tokens: int
@@ -37,12 +37,12 @@ class CompletionTask:
 
     @property
     def path(self) -> str:
-        """Where it is asked."""
+        """The path of the endpoint."""
         return "/v1/completions"
 
     @property
     def body(self) -> dict[str, object]:
-        """The request."""
+        """The body of the request."""
         return {
             "model": self.model,
             "prompt": self.prompt,
@@ -53,7 +53,7 @@ class CompletionTask:
 
 @dataclass(frozen=True, slots=True)
 class ConversationTurn:
-    """The next turn of a conversation: what was said so far, by the user first and last."""
+    """The next turn of a conversation: the messages so far; the first and last are the user's."""
 
     model: str
     tokens: int
@@ -62,12 +62,12 @@ class ConversationTurn:
 
     @property
     def path(self) -> str:
-        """Where it is asked."""
+        """The path of the endpoint."""
         return "/v1/chat/completions"
 
     @property
     def body(self) -> dict[str, object]:
-        """The request."""
+        """The body of the request."""
         roles = ("user", "assistant")
         messages = [
             {"role": roles[number % 2], "content": text} for number, text in enumerate(self.said)
@@ -82,19 +82,19 @@ class ConversationTurn:
 
 @dataclass(slots=True)
 class StreamRecord:
-    """When the pieces of one answer came, since it was asked for."""
+    """The times of the text deltas of one answer, since the request."""
 
     started: float
     """By `time.perf_counter`."""
     times: list[Seconds] = field(default_factory=list)
     end: Seconds | None = None
-    """When all of it was there, if ever."""
+    """When the answer was complete; None if it never was."""
     text: str = ""
     tokens: int = 0
     cached: int = 0
     status: int = UNANSWERED
     timings_ms: dict[str, float] = field(default_factory=dict)
-    """What the server says of its stages."""
+    """The times of the stages that the server reports."""
 
     @property
     def first(self) -> Seconds:
@@ -108,7 +108,7 @@ class StreamRecord:
 
 
 def make_requests(models: Sequence[str], *, prompt: int, answer: int) -> list[CompletionTask]:
-    """Ask each model once, with prompts of so many tokens, of which each is a byte."""
+    """Return a request to each model, with prompts of so many tokens, each of which is a byte."""
     return [CompletionTask(model, answer, make_prompt(prompt)) for model in models]
 
 
@@ -118,7 +118,7 @@ def make_prompt(tokens: int) -> str:
 
 
 def make_number() -> int:
-    """Return a number that makes a prompt a new one."""
+    """Return a number that makes a prompt unique."""
     return next(_NUMBERS)
 
 
@@ -135,7 +135,7 @@ def list_base_names(number: int) -> list[str]:
 def ask_together(
     url: str, wanted: Sequence[CompletionTask | ConversationTurn]
 ) -> tuple[Seconds, list[StreamRecord]]:
-    """Ask all at once; return how long it took until all were answered."""
+    """Send all requests at once; return the time until all were answered."""
 
     async def all_of_them(client: httpx2.AsyncClient) -> list[StreamRecord]:
         return list(await asyncio.gather(*(_ask(client, ask) for ask in wanted)))
@@ -146,7 +146,7 @@ def ask_together(
 def ask_one_by_one(
     url: str, wanted: Sequence[CompletionTask | ConversationTurn]
 ) -> tuple[Seconds, list[StreamRecord]]:
-    """Ask one after the other."""
+    """Send requests one after the other."""
 
     async def in_turn(client: httpx2.AsyncClient) -> list[StreamRecord]:
         return [await _ask(client, ask) for ask in wanted]
@@ -157,7 +157,7 @@ def ask_one_by_one(
 def run_closed_loop(
     url: str, wanted: Callable[[int], CompletionTask | ConversationTurn], *, clients: int, each: int
 ) -> tuple[Seconds, list[StreamRecord]]:
-    """Let so many clients ask again and again; ``wanted`` gives the question of a number."""
+    """Run so many clients in a loop; ``wanted`` gives the request of a number."""
 
     async def client_of(client: httpx2.AsyncClient, first: int) -> list[StreamRecord]:
         return [await _ask(client, wanted(first + n * clients)) for n in range(each)]
@@ -176,9 +176,9 @@ def run_open_loop(
     arrival_times: Sequence[Seconds],
     seconds: Seconds,
 ) -> tuple[float, list[StreamRecord]]:
-    """Ask at given times, whether or not answers have come, and hang up on all after a while.
+    """Send requests at given times, whether or not answers have come, and disconnect at the end.
 
-    Returns when it began, by `time.perf_counter`, and what was told by the end.
+    Returns the start by `time.perf_counter`, and the records at the end.
     """
     told, begun = list[StreamRecord](), time.perf_counter()
 
@@ -199,8 +199,8 @@ def run_open_loop(
 def draw_arrival_times(rate: float, *, seconds: Seconds, seed: int) -> list[Seconds]:
     """Return random times of arrival, ``rate`` a second: one somewhere in each ``1 / rate``.
 
-    With so few as a point can have, a Poisson process would say more of its draw than of the
-    server: bursts would be taken for a rate that is too high.
+    With as few requests as one point has, a Poisson process would measure its draw more than the
+    server: bursts would be mistaken for a rate that is too high.
     """
     drawn = random.Random(seed)  # arrivals are no secret
     return [(number + drawn.random()) / rate for number in range(int(rate * seconds))]
@@ -212,7 +212,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 async def _cancel_tasks(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """End what still runs; what failed by itself is raised."""
+    """Cancel tasks that still run; raise the errors of those that failed."""
     for task in tasks:
         task.cancel()
     for ended in await asyncio.gather(*tasks, return_exceptions=True):
@@ -253,7 +253,7 @@ async def _ask(client: httpx2.AsyncClient, ask: CompletionTask | ConversationTur
 async def record_stream(
     client: httpx2.AsyncClient, ask: CompletionTask | ConversationTurn, told: StreamRecord
 ) -> None:
-    """Ask, and note what comes as it comes."""
+    """Send a request, and record its text deltas as they arrive."""
     async with client.stream("POST", ask.path, json=ask.body) as answer:
         told.status = answer.status_code
         if answer.status_code != 200:
@@ -265,7 +265,7 @@ async def record_stream(
 
 
 def _record_chunk(chunk: Mapping[str, Any], told: StreamRecord) -> None:
-    """Note one chunk; the first of a chat says only who speaks, the last only why it ended."""
+    """Record one chunk; the first chunk of a chat has only the role, the last the finish reason."""
     if text := "".join(map(_read_text, chunk.get("choices") or ())):
         told.times.append(time.perf_counter() - told.started)
         told.text += text

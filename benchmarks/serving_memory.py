@@ -1,16 +1,16 @@
-"""Memory of one generation server under load, against what it says at its start.
+"""Memory of one generation server under load, against the bound that it states at the start.
 
-``expertctl serve`` in a process of its own, on a base of 135M parameters without experts: random
-weights as in `serving_gaps`, or a directory given by ``--base``. Callers ask for ``--minutes`` as
-fast as they are answered, each time about something new, under keys that come again, so that keys
-and values are kept for all of them. The resident set of the process that computes is looked at
-every second; so is what its ledger says of base, buffers, keys and values. The bound is read from
-the line that the server logs before it is ready.
+``expertctl serve`` in its own process, on a base of 135M parameters without experts: random weights
+as in `serving_gaps`, or a directory given by ``--base``. For ``--minutes``, clients send their next
+request as soon as the last is answered. Every prompt is new, but ``user`` names repeat, so that
+keys and values are cached for all of them. Once a second, the resident set of the process that
+computes is sampled, and its ledger of base, buffers, keys and values. The bound is read from the
+line that the server logs before it is ready.
 
-Whether memory grows is seen in means over a minute, or over a third of the time: one sample may lie
-just before or after many texts end, whose memory is returned to the system within 20 seconds. The
-last look is taken when that has happened. The first third is warm-up: what may be kept is filled,
-and what the ledger counts from the start is written for the first time.
+Growth of memory is measured by means over a minute, or over a third of the time: one sample may be
+taken just before or after many sequences end, whose memory is returned to the system within 20
+seconds. The last sample is taken after that. The first third is warm-up: the caches are filled, and
+what the ledger counts from the start is written for the first time.
 """
 
 import argparse
@@ -44,47 +44,47 @@ BUDGET = "1200MB"
 CALLERS = 8
 EVERY_SECONDS, REST_SECONDS = 1.0, 45.0
 GROWTH = 1.01
-"""How much more the resident set may be in the last third of the time than in the second."""
+"""By how much the resident set of the last third of the time may exceed that of the second."""
 STATED_BOUND = re.compile(r"memory: at most ([0-9.]+ [kMG]?B);")
 _VOCABULARY = ("time", "people", "water", "day", "part", "work", "place", "year", "thing", "form")
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficMix:
-    """What callers ask for: a prompt and an answer are as long as one of these numbers."""
+    """The requests of clients: prompt and answer have one of these lengths."""
 
     words: Sequence[int]
     answers: Sequence[int]
     """Tokens."""
     keys: int
-    """How many keys each caller asks under."""
+    """Number of ``user`` names of each client."""
 
 
 USUAL_TRAFFIC = TrafficMix(words=(50, 200, 400, 800), answers=(16, 48), keys=5)
 SHORT_TRAFFIC = TrafficMix(words=(20, 60, 120), answers=(2, 4), keys=400)
-"""Many answers, to see what stays of each."""
+"""Many answers, to find out how much memory stays allocated per answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """One moment, in bytes."""
+    """One sample, in bytes."""
 
     at: float
     resident: int
     entered: int
     """By the ledger: base, experts, keys and values, buffers; some of it is not yet written."""
     kept: int
-    """Keys and values that no running text has."""
+    """Keys and values that belong to no running sequence."""
     kept_limit: int
 
 
 class MemoryLoad:
-    """Callers of a server, and somebody who looks at its memory."""
+    """Clients of a server, and samples of its memory."""
 
     def __init__(
         self, url: str, process: psutil.Process, traffic: TrafficMix, *, minutes: float
     ) -> None:
-        """Ask a server; ``process`` is the one that computes."""
+        """Use a server; ``process`` is the one that computes."""
         self._traffic = traffic
         self._url, self._process, self._end = url, process, time.monotonic() + 60 * minutes
         self._drawn = random.Random(0)  # prompts are no secret
@@ -94,7 +94,7 @@ class MemoryLoad:
         self.answers = 0
 
     async def run(self) -> None:
-        """Ask until the time is over."""
+        """Send requests until the time is over."""
         async with httpx2.AsyncClient(base_url=self._url, timeout=600) as client:
             watching = asyncio.create_task(self._sample_memory(client))
             await asyncio.gather(*(self._run_caller(client, number) for number in range(CALLERS)))
@@ -136,7 +136,7 @@ class MemoryLoad:
 
 @contextmanager
 def run_measured_server(home: Home, budget: str, log: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """Run a server; give its address and the process that computes."""
+    """Run a server; yield its address and the process that computes."""
     command = [EXPERTCTL, "serve", "--port", "0", "--json", "--base", NAME]
     command += ["--memory-budget", budget]
     environment = {**os.environ, "EXPERT_HOME": str(home.root)}
@@ -158,10 +158,10 @@ def run_measured_server(home: Home, budget: str, log: Path) -> Iterator[tuple[st
 
 
 def parse_stated_bound(log: str) -> int:
-    """Return the bytes that a server says in its log that it takes at most.
+    """Return the maximum of memory that a server states in its log, in bytes.
 
     Raises:
-        SystemExit: when it does not say it.
+        SystemExit: when the log does not state it.
     """
     found = STATED_BOUND.search(log)
     if found is None:
@@ -171,7 +171,7 @@ def parse_stated_bound(log: str) -> int:
 
 
 def make_rows(load: MemoryLoad, *, bound: int, what: str) -> Iterator[Row]:
-    """Compare the resident set with the bound and with itself, and what is kept with its limit."""
+    """Compare the resident set with the bound and over time, and the cache with its limit."""
     samples: Sequence[MemorySample] = load.samples
     most = max(samples, key=lambda one: one.resident)
     kept = max(samples, key=lambda one: one.kept)
@@ -226,7 +226,7 @@ def _make_row(
 
 
 def main() -> None:
-    """The command line: that of every benchmark, and what is asked of which server."""
+    """The command line: that of every benchmark, and the load and the base."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving_memory")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--minutes", type=float, default=10.0)

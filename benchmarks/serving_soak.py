@@ -1,10 +1,11 @@
-"""Half an hour of load on one generation server whose experts come, go and are evicted.
+"""Half an hour of load on one generation server whose experts are installed, removed and evicted.
 
-``expertctl serve`` in a process of its own answers all APIs on a home of `benchmarks.soak.home`,
-where half of the experts have room. Capacity is measured in a closed loop; then requests come at
-random times at ``--share`` of it, for ``--minutes``. Callers leave midway, some send wrong
-requests, and commands change the home meanwhile. No caller may get a wrong answer, and the server
-may keep nothing at the end: see `benchmarks.soak.report`. Exits 1 where that is not so.
+``expertctl serve`` in its own process serves all APIs on a home of `benchmarks.soak.home`, with
+memory for half of the experts. Capacity is measured in a closed loop; then requests come at random
+times at ``--share`` of it, for ``--minutes``. Clients disconnect midway, some send invalid
+requests, and commands change the home meanwhile. Every answer must be right, and the server must
+hold no resources of requests at the end: see `benchmarks.soak.report`. The exit code is 1
+otherwise.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from expertctl.store.store import Store
 
 ROWS = 8
 BUDGET = "34MiB"
-"""Base and buffers, what eight texts take at most, and room for about half of the experts."""
+"""Base and buffers, the maximum of eight sequences, and room for about half of the experts."""
 CALLERS = 16
 CAPACITY_SECONDS = 60.0
 IDLE_SECONDS = 60.0
@@ -47,7 +48,7 @@ NextRequest = Callable[[], SoakRequest | InvalidRequest]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakResult:
-    """All that was seen of one run."""
+    """All observations of one run."""
 
     capacity: float
     """Requests a second."""
@@ -64,7 +65,7 @@ class SoakResult:
 def run_soak_server(
     user_home: SoakHome, log: Path
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Serve a home; give its address and its process."""
+    """Serve a home; yield its address and its process."""
     options = ("--rows", str(ROWS), "--memory-budget", BUDGET, "--base", BASE)
     environment = {**os.environ, "EXPERT_HOME": str(user_home.home.root)}
     command = [EXPERTCTL, "serve", "--port", "0", "--json", *options]
@@ -89,7 +90,7 @@ async def run_soak(
     share: float,
     told: list[CallRecord],
 ) -> SoakResult:
-    """Load a server that runs; ``told`` gets what callers were told at 0.8 of its capacity."""
+    """Load a running server; ``told`` gets the records of clients at 0.8 of its capacity."""
     watch, experts = ServerMonitor(url, server), user_home.expert_names
     draws, churn = (
         RequestGenerator(experts, list_prompts(user_home), seed=SEED),
@@ -124,7 +125,7 @@ async def run_soak(
 
 @asynccontextmanager
 async def open_caller(url: str) -> AsyncIterator[SoakCaller]:
-    """Give a caller with as many connections as it wants, all closed at the end."""
+    """Yield a client with unlimited connections, all closed at the end."""
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=CALLERS)
     async with httpx2.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
         yield SoakCaller(client)
@@ -132,7 +133,7 @@ async def open_caller(url: str) -> AsyncIterator[SoakCaller]:
 
 @asynccontextmanager
 async def run_churn(churn: HomeChurn) -> AsyncIterator[None]:
-    """Let a home change meanwhile; nothing is half done at the end."""
+    """Change a home meanwhile; every change is complete at the end."""
     running = asyncio.create_task(churn.run())
     try:
         yield
@@ -144,7 +145,7 @@ async def run_churn(churn: HomeChurn) -> AsyncIterator[None]:
 async def run_closed_loop(
     caller: SoakCaller, ask: NextRequest, *, enough: Callable[[int], bool]
 ) -> list[CallRecord]:
-    """Let `CALLERS` ask again and again, until so many answers are enough."""
+    """Run `CALLERS` clients in a loop, until so many answers are enough."""
     told = list[CallRecord]()
 
     async def go_on() -> None:
@@ -158,7 +159,7 @@ async def run_closed_loop(
 async def run_open_loop(
     caller: SoakCaller, ask: NextRequest, *, rate: float, seconds: float, told: list[CallRecord]
 ) -> None:
-    """Ask at random times, ``rate`` a second on average, whether or not answers have come."""
+    """Send requests at random times, ``rate`` a second on average, without waiting for answers."""
     drawn, at, begun = random.Random(SEED), 0.0, time.monotonic()  # arrivals are no secret
     asking = set[asyncio.Task[None]]()
 
@@ -174,7 +175,7 @@ async def run_open_loop(
 
 
 async def _measure_capacity(url: str, draws: RequestGenerator, experts: Sequence[str]) -> float:
-    """Return how many requests a second are answered at most, once kept jobs fill their room."""
+    """Return the maximum rate of answers per second, once stored jobs have reached their limit."""
     short = iter(
         [_make_job(experts[n % len(experts)]) for n in range(MAX_ENDED_PER_OWNER + CALLERS)]
     )
@@ -189,7 +190,7 @@ async def _measure_capacity(url: str, draws: RequestGenerator, experts: Sequence
 
 
 async def _check_all_answer(url: str, user_home: SoakHome, churn: HomeChurn) -> list[str]:
-    """Have each expert answer alone, one after the other: none is stuck, each finds room."""
+    """Have each expert answer alone, one after the other: none is stuck, and each fits."""
     await churn.restore()
     async with open_caller(url) as caller:
         told = [await caller.ask(_make_job(name)) for name in user_home.expert_names]
@@ -203,7 +204,7 @@ async def _check_all_answer(url: str, user_home: SoakHome, churn: HomeChurn) -> 
 
 
 def _make_job(expert: str) -> SoakRequest:
-    """Ask an expert for a word, as a job."""
+    """Make a job that requests one word from an expert."""
     body: dict[str, object] = {"prompt": "Hello", "force_experts": [expert], "max_tokens": 2}
     return SoakRequest(api="jobs", body=body, experts=(expert,))
 
@@ -216,7 +217,7 @@ def list_prompts(user_home: SoakHome) -> list[str]:
 
 
 def make_rows(soaked: SoakResult) -> Iterator[Row]:
-    """Compare what came with what was asked for, and the end with the beginning."""
+    """Compare the answers with the requests, and the end with the beginning."""
     told, count = soaked.told, float(len(soaked.told))
     late = report.count_refused(told)
     faults = report.count_faults(told, soaked.churn.away)
@@ -280,7 +281,7 @@ def _compute_growth(first: ServerSample, last: ServerSample, name: str, **labels
 
 
 def list_problems(soaked: SoakResult) -> list[str]:
-    """Say all that should not have been."""
+    """Describe everything that is wrong."""
     return [
         *report.describe_faults(soaked.told, soaked.churn.away),
         *report.list_failed_changes(soaked.churn.changes),
@@ -290,7 +291,7 @@ def list_problems(soaked: SoakResult) -> list[str]:
 
 
 def measure(minutes: float, share: float, log: Path) -> tuple[SoakResult, list[str]]:
-    """Furnish a home, load its server, end it, and look at all that is left."""
+    """Create a home, load its server, stop it, and inspect what is left."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / "packages"
         scratch.mkdir()

@@ -1,9 +1,9 @@
-"""A Llama of 135 million random weights in bfloat16, as a folder for us and as GGUF for llama.cpp.
+"""A Llama of 135 million random weights in bfloat16, as a folder and as a GGUF file for llama.cpp.
 
-The sizes are those of SmolLM2-135M. Both files hold the same weights and the same vocabulary, which
-is trained on the sources of the standard library, so both programs read and write the same tokens.
-The GGUF format is described in ggml's ``docs/gguf.md``; its Llama rotates neighbouring numbers of a
-head, so the rows of queries and keys are reordered as ``convert_hf_to_gguf.py`` does.
+The dimensions are those of SmolLM2-135M. Both forms have the same weights and the same vocabulary,
+which is trained on the sources of the standard library, so both programs process the same tokens.
+The GGUF format is described in ggml's ``docs/gguf.md``; its Llama rotates neighbouring elements of
+a head, so the rows of queries and keys are reordered as ``convert_hf_to_gguf.py`` does.
 """
 
 import json
@@ -63,7 +63,7 @@ def write_small_llama(folder: Path) -> None:
 
 
 def _write_safetensors(path: Path, weights: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Write bfloat16 tensors, which numpy has no dtype for, with the header written here."""
+    """Write bfloat16 tensors, for which numpy has no dtype, with the header written here."""
     entries, offset = dict[str, object](), 0
     for name, bits in weights.items():
         place = [offset, offset := offset + bits.nbytes]
@@ -77,7 +77,7 @@ def _write_safetensors(path: Path, weights: Mapping[str, np.ndarray[Any, Any]]) 
 
 
 def _draw_weights(config: ModelConfig) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Yield the bits of every tensor; norms are ones."""
+    """Yield the raw bytes of every tensor; norms are ones."""
     rng = np.random.default_rng(0)
     for name, shape in config.tensor_shapes().items():
         if len(shape) == 1:

@@ -1,7 +1,7 @@
-"""How long commands take to start, against a one-command typer program and ``import torch``.
+"""The time that commands take to start, against a typer program and ``import torch``.
 
-And how long kernels that were compiled before take to load, against ``import numba``; and what a
-process costs that answers one token on a base of 135 million weights, against llama.cpp.
+Also the time to load compiled kernels, against ``import numba``; and the cost of a process that
+generates one token on a base of 135 million parameters, against llama.cpp.
 """
 
 import json
@@ -79,7 +79,7 @@ from benchmarks.small_llama import write_small_llama
 write_small_llama(Path(sys.argv[1]))
 """
 MEMORY_RATIO, MEMORY_BYTES = 1.15, 120_000_000
-"""A process takes at most so many times its weights, and so many bytes more."""
+"""The memory limit of a process: a multiple of its weights, plus a number of bytes."""
 
 
 def measure(rounds: int) -> Sequence[Row]:
@@ -116,7 +116,7 @@ def measure(rounds: int) -> Sequence[Row]:
 
 @dataclass(frozen=True, slots=True)
 class _ProcessCost:
-    """What a process cost: seconds, processor seconds, and its peak resident set in bytes."""
+    """The cost of a process: seconds, processor seconds, and its peak resident set in bytes."""
 
     wall: float
     processor: float
@@ -125,7 +125,7 @@ class _ProcessCost:
 
 
 def _measure_small_llama(folder: Path, home: dict[str, str], rounds: int) -> Sequence[Row]:
-    """Measure processes that answer one greedy token on the same weights, in turns."""
+    """Measure processes that generate one greedy token with the same weights, in turns."""
     case, rival = "one token of a 135M Llama, new process", "llama-cpp-python"
     if not engines.has_llama():
         return [make_absent_row(case, rival=rival, install=engines.LLAMA_INSTALL)]
@@ -163,7 +163,7 @@ def _measure_small_llama(folder: Path, home: dict[str, str], rounds: int) -> Seq
 def _compare_memory(
     case: str, mine: Sequence[_ProcessCost], other: Sequence[_ProcessCost], base: Path
 ) -> Row:
-    """Compare our peak with the bound that the size of the weights sets."""
+    """Compare our peak with the limit that the size of the weights sets."""
     weights = (base / "model.safetensors").stat().st_size
     bound = MEMORY_RATIO * weights + MEMORY_BYTES
     peak = statistics.median(cost.peak for cost in mine)
@@ -183,7 +183,7 @@ def _compare_memory(
 
 
 def _run_process(command: list[str], environment: dict[str, str]) -> _ProcessCost:
-    """Run a process; `os.wait4` reports what it alone used."""
+    """Run a process; `os.wait4` reports the resources of this process alone."""
     start = time.perf_counter()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -202,7 +202,7 @@ EXPERTCTL = [str(Path(sys.executable).with_name("expertctl"))]
 
 
 def _measure_overhead(home: dict[str, str]) -> float:
-    """Return the seconds of a run besides reading the prompt and writing the answer."""
+    """Return the seconds of a run, excluding prefill and decode."""
     start = time.perf_counter()
     document = json.loads(_read_output([*EXPERTCTL, "run", PROMPT, "--json"], home))
     seconds = time.perf_counter() - start

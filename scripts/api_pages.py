@@ -75,7 +75,7 @@ class ApiPage:
     document: dict[str, Any]
     always: Sequence[int]
     describe_security: Callable[[Security], str]
-    """Describes who may use an operation."""
+    """Describes the permissions that an operation requires."""
 
     @property
     def path(self) -> Path:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Record what users rely on: ``python -m scripts.golden_run DIR``; compare with ``diff -r``.
 
-Every command and endpoint here runs as its user would run it: as a process, in an empty
-``EXPERT_HOME``, on the starter base, with a registry and a generation server on loopback. Texts,
-token ids, digests, plan identities, exit codes, JSON keys and OpenAPI documents are kept; times,
-sizes of memory, random identifiers, paths and the words of messages are masked. A change that is
-not supposed to alter behaviour leaves the directory as it was.
+Every command and endpoint is run as a user would run it: as a process, in an empty ``EXPERT_HOME``,
+on the starter base, with a registry and a generation server on loopback. Texts, token ids, digests,
+plan identities, exit codes, JSON keys and OpenAPI documents are recorded; times, sizes of memory,
+random identifiers, paths and the words of messages are masked. A change that is not supposed to
+alter behaviour leaves the directory unchanged.
 """
 
 import argparse
@@ -53,11 +53,11 @@ SERVER_PATHS = (
     *("/healthz", "/readyz", "/version", "/nothing"),
 )
 SEED = bytes(range(32))
-"""The private Ed25519 key that signs here: its signatures are the same in each run."""
+"""The private Ed25519 key for all signatures, so that they are the same in each run."""
 
 
 class Recorder:
-    """Writes one masked document a step into a directory; owns the home that the steps use."""
+    """Writes one masked document per step into a directory; owns the home that the steps use."""
 
     def __init__(self, out: Path, work: Path) -> None:
         """Use an empty directory for the documents, and one to work in."""
@@ -99,7 +99,7 @@ class Recorder:
         (self.out / f"{self.count:03d}-{name}.json").write_text(text + "\n", encoding="utf-8")
 
     def mask(self, value: Any, key: str = "") -> Any:
-        """Replace what differs from run to run, or is only worded, by a mark of its kind."""
+        """Replace what differs between runs, or is only wording, by a mark of its kind."""
         if WORDS.search(key):
             return "<text>" if value else value
         if MASKED_IDS.search(key) and isinstance(value, str | int):
@@ -242,7 +242,7 @@ def record_registry(recorder: Recorder) -> None:
 
 
 def record_serving(recorder: Recorder) -> None:
-    """Each API of the generation server, whole and streamed, and its errors."""
+    """Each API of the generation server, complete and streamed, and its errors."""
     with (
         server(recorder, "serve", "--port", "0") as url,
         httpx.Client(base_url=url, timeout=300) as client,
@@ -297,7 +297,7 @@ def record_answer(recorder: Recorder, answer: httpx.Response) -> None:
 
 
 def read_event(line: str) -> Any:
-    """Read a line of a stream: JSON where it is JSON."""
+    """Parse a line of a stream as JSON if possible."""
     text = line.removeprefix("data: ")
     try:
         return json.loads(text)
@@ -318,7 +318,7 @@ def find_value(document: Any, key: str) -> Any:
 
 @contextmanager
 def server(recorder: Recorder, *words: str) -> Iterator[str]:
-    """Start a server, wait until it answers, give its address, and stop it."""
+    """Start a server, wait until it answers, yield its address, and stop it."""
     log = recorder.work / f"{words[0]}.log"
     with log.open("wb") as stream:
         process = subprocess.Popen(  # noqa: S603  # our own program
@@ -336,7 +336,7 @@ def server(recorder: Recorder, *words: str) -> Iterator[str]:
 
 
 def wait_for_address(log: Path, process: "subprocess.Popen[bytes]") -> str:
-    """Wait until a server said its address and is ready."""
+    """Wait until a server has printed its address and is ready."""
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
         found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Count what a warm ``expertctl run`` loads of this project, and how deep its first decode step is.
+"""Count the project modules that a warm ``expertctl run`` imports, and its stack depth.
 
 ``python -m scripts.own_modules [--json]`` runs the starter base twice in an empty ``EXPERT_HOME``:
 once to install it and to compile its kernels, once measured. It prints the number of modules of
@@ -22,7 +22,7 @@ MARK = "own-modules: "
 
 
 class DepthProfiler:
-    """Watches one function for its first call and counts the project's frames below the process."""
+    """Watches the first call of one function and counts the project's stack frames in it."""
 
     def __init__(self, code: CodeType, root: str) -> None:
         """Count frames of files under ``root`` while ``code`` runs for the first time."""
@@ -32,7 +32,7 @@ class DepthProfiler:
         self.done = False
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        """Take one event of `sys.setprofile`."""
+        """Handle one event of `sys.setprofile`."""
         if self.done:
             return
         if event == "call" and self._entered is None and frame.f_code is self._code:
@@ -53,7 +53,7 @@ class DepthProfiler:
 
 
 def run_measured() -> None:
-    """Run one prompt in this process and print both counts as JSON behind a mark."""
+    """Run one prompt in this process and print both counts as JSON after a marker."""
     import expertctl
     from expertctl.cli import app
 
@@ -84,7 +84,7 @@ def run_measured() -> None:
 
 
 def measure() -> dict[str, int]:
-    """Run the prompt in two new processes; return what the second one counted."""
+    """Run the prompt in two new processes; return the counts of the second one."""
     with tempfile.TemporaryDirectory() as home:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("EXPERT_")}
         environment["EXPERT_HOME"] = home

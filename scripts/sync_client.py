@@ -1,4 +1,4 @@
-"""Write expertctl/client/client.py, the client for threads, from async_client.py.
+"""Write expertctl/client/client.py, the synchronous client, from async_client.py.
 
 ``python -m scripts.sync_client``, in the root of the checkout. The two clients differ only in
 ``async``, ``await`` and the names of `REPLACEMENTS`; ruff removes imports that are no longer used
@@ -41,7 +41,7 @@ RUFF = [sys.executable, "-m", "ruff"]
 
 
 def convert(source: str) -> str:
-    """Return the module of the client for threads."""
+    """Return the source of the synchronous client."""
     code = source.split('"""\n', maxsplit=1)[1]
     for pattern, replacement in REPLACEMENTS:
         code = re.sub(pattern, replacement, code)

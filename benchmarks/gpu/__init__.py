@@ -1,1 +1,1 @@
-"""The check of a GPU machine, its packages, parts and page: ``scripts/gpu_check``."""
+"""The check of a GPU machine: packages, parts and report of ``scripts/gpu_check``."""

@@ -1,9 +1,9 @@
 """The check of a GPU machine in six minutes: tests, numerics, speed; one page of text.
 
-Each part is a process of its own with a time limit, so a part that fails or hangs leaves the others
-their time. Only the standard library is used here: what is measured is in `benchmarks.gpu.parts`,
-which an environment made of carried packages may run. Exit codes: 0 when all is well, 1 when a test
-or a part failed or a target is missed, 2 for wrong usage, 3 without a CUDA device.
+Each part is a process with a time limit, so a part that fails or hangs does not affect the others.
+Only the standard library is used here: the measurements are in `benchmarks.gpu.parts`, which may
+run in an environment made from carried packages. Exit codes: 0 for success, 1 when a test or a part
+failed or a target is missed, 2 for a usage error, 3 without a CUDA device.
 """
 
 import argparse
@@ -34,17 +34,17 @@ from benchmarks.harness import format_table
 OK, FAILED, NO_DEVICE = 0, 1, 3
 """Exit codes; argparse exits with 2."""
 TOTAL_SECONDS = 360
-"""Limit of the whole check."""
+"""Time limit of the whole check."""
 MACHINE_SECONDS = 60
-"""Limit of the process that looks at the machine."""
+"""Time limit of the process that describes the machine."""
 PART_SECONDS = {"tests": 140, "numerics": 30, "qwen3-0.6b": 50, "qwen3-4b": 75, "routed": 75}
-"""Limit of each part; a part that starts late has what is left of the whole."""
+"""Time limit of each part; a part that starts late has the rest of the total."""
 REHEARSAL_SLACK = 4
-"""How many times longer a rehearsal may take: a processor may be busy with other work."""
+"""How many times longer a rehearsal may take: other work may keep a processor busy."""
 _MIN_SECONDS = 5
 """With less time than this a part is not started."""
 _LOG_LINES, _FAILED_TESTS = 12, 10
-"""What a page shows of the output of a part that failed, and how many tests that failed."""
+"""Lines of output of a failed part, and number of failed tests, that a page shows."""
 _GPU_MARK = "pytest.mark.gpu"
 
 
@@ -53,11 +53,11 @@ JsonRows = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class PartResult:
-    """What came of a part; its rows are those of `benchmarks.harness`, as JSON has them."""
+    """The outcome of a part; its rows are those of `benchmarks.harness`, in their JSON form."""
 
     name: str
     limit: float
-    """Seconds that it might take at most."""
+    """Maximum seconds that it might take."""
     outcome: str
     is_ok: bool
     seconds: float = 0.0
@@ -68,17 +68,17 @@ class PartResult:
 
 @dataclass(frozen=True, slots=True)
 class CheckRun:
-    """One run of the check: which interpreter runs the parts, where they write, since when."""
+    """One run of the check: the interpreter and output folder of the parts, and its start time."""
 
     python: Path
     folder: Path
     started: float
-    """Time of `time.monotonic` when the whole began."""
+    """Time of `time.monotonic` at the start of the whole check."""
     is_rehearsal: bool
 
     @property
     def deadline(self) -> float:
-        """Time of `time.monotonic` when the whole must be over."""
+        """Time of `time.monotonic` at which the whole check must end."""
         return self.started + find_limit("total", is_rehearsal=self.is_rehearsal)
 
     def run_part(self, name: str) -> PartResult:
@@ -97,7 +97,7 @@ class CheckRun:
         return PartResult(name, limit, outcome, is_ok, seconds, rows, [] if is_ok else log)
 
     def _judge(self, name: str, report: Path, status: int | None) -> tuple[str, bool, JsonRows]:
-        """Return the outcome of a part, whether it is good, and its rows."""
+        """Return the outcome of a part, whether it passed, and its rows."""
         if status is None:
             return "stopped at its limit", False, []
         if name == "tests" and report.exists():
@@ -113,7 +113,7 @@ class CheckRun:
         return outcome, not missed, rows
 
     def describe_machine(self) -> tuple[dict[str, Any] | None, list[str]]:
-        """Return what the parts would run on, or None and why it cannot be told."""
+        """Describe the machine of the parts; return None and the log if that fails."""
         report = self.folder / "machine.report"
         status, log = self.run_process(self._make_command("machine", report), MACHINE_SECONDS)
         if status != 0:
@@ -122,9 +122,9 @@ class CheckRun:
         return found | {"driver": None if self.is_rehearsal else read_driver_version()}, log
 
     def run_process(self, command: Sequence[str], limit: float) -> tuple[int | None, list[str]]:
-        """Run a process and what it starts; return its status and its last lines.
+        """Run a process and its children; return its status and its last lines.
 
-        The status is None where it was ended for its limit, in seconds.
+        The status is None if it was killed at its limit, in seconds.
         """
         with TemporaryDirectory(dir=self.folder) as folder:
             log = Path(folder) / "log"
@@ -141,7 +141,7 @@ class CheckRun:
         return [str(self.python), *words, *map(str, find_gpu_tests(ROOT / "tests"))]
 
     def _make_environment(self) -> dict[str, str]:
-        """Return the environment of a part: nothing is downloaded, foreign plugins stay out."""
+        """Return the environment of a part: without downloads and third-party plugins."""
         found = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         return found | {"CUDA_VISIBLE_DEVICES": ""} if self.is_rehearsal else found
 
@@ -149,7 +149,7 @@ class CheckRun:
 def _run_group(
     command: Sequence[str], output: int, limit: float, environment: Mapping[str, str]
 ) -> int | None:
-    """Run a process in a group of its own, which ends with it; None where it was ended."""
+    """Run a process in its own group, which ends with it; None if it was killed."""
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
         start_new_session=True,
@@ -171,7 +171,7 @@ def find_limit(name: str, *, is_rehearsal: bool) -> float:
 
 
 def find_gpu_tests(folder: Path) -> list[Path]:
-    """Return the files with tests that are marked ``gpu``; others need packages of their own."""
+    """Return the files with tests that are marked ``gpu``; others need other packages."""
     paths = sorted(folder.rglob("test_*.py"))
     return [path for path in paths if _GPU_MARK in path.read_text(encoding="utf-8")]
 
@@ -206,7 +206,7 @@ def _describe_failure(case: ElementTree.Element, failure: ElementTree.Element) -
 
 
 def read_driver_version() -> str | None:
-    """Return the version of the NVIDIA driver, if its tool says it."""
+    """Return the version of the NVIDIA driver, if its tool reports one."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return None
     command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -232,7 +232,7 @@ def make_document(
 
 
 def format_page(document: Mapping[str, Any]) -> str:
-    """Return the page of a document, for a person."""
+    """Return a document as a page of text."""
     rows = [row for part in document["parts"] for row in part["rows"]]
     about = "little bases on the processor" if document["rehearsal"] else "medians"
     table = format_table({"name": "Figures:", "machine": about, "rows": rows})

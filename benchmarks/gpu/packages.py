@@ -1,8 +1,8 @@
 """The packages that a GPU machine without a network lacks: downloaded elsewhere, installed there.
 
 Only the standard library is used, because this runs before anything is installed. The GPU machine
-has Python 3.12 on x86-64 Linux with torch, transformers, numba, numpy, safetensors and tokenizers;
-what these need is there, too, but perhaps in versions that are too old for us.
+has Python 3.12 on x86-64 Linux with torch, transformers, numba, numpy, safetensors and tokenizers,
+and their dependencies, but possibly in versions that are too old for expertctl.
 """
 
 import shutil
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PYTHON_VERSION = "3.12"
 MAX_BYTES = 60 << 20
-"""Bytes of all wheels together: a machine without a network is often reached by a narrow way."""
+"""Maximum bytes of all wheels: machines without a network often have slow access."""
 PROVIDED = ("numba", "numpy", "pip", "safetensors", "tokenizers", "torch", "transformers")
 """Distributions that the GPU machine has, with their dependencies."""
 CARRIED = (
@@ -28,13 +28,13 @@ CARRIED = (
     *("tabulate", "truststore", "typer", "typing-extensions", "typing-inspection", "tzdata"),
     "zstandard",
 )
-"""All that the extra ``engine``, pytest and hypothesis need besides."""
+"""The other dependencies of the extra ``engine``, pytest and hypothesis."""
 _GLIBC_MINORS = (5, 12, 17, 24, 26, 27, 28, 31, 34, 35)
 _PLATFORMS = (
     *("manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"),
     *(f"manylinux_2_{minor}_x86_64" for minor in _GLIBC_MINORS),
 )
-"""Platform tags, of which pip prefers the first; it takes each literally, without older ones."""
+"""Platform tags in pip's order of preference; pip does not add older ones."""
 
 
 class PackagesError(Exception):
@@ -44,7 +44,7 @@ class PackagesError(Exception):
 def download_packages(folder: Path) -> list[Path]:
     """Download the wheels of `CARRIED` into a folder, in the versions of ``constraints.txt``.
 
-    Wheels that are in the folder already are deleted: two versions could not be installed together.
+    Existing wheels in the folder are deleted: two versions could not be installed together.
 
     Raises:
         PackagesError: when pip fails, or when the wheels are larger than `MAX_BYTES`.
@@ -82,8 +82,8 @@ def create_environment(packages: Path, folder: Path) -> Path:
     """Create a virtual environment with the wheels of a folder; return its interpreter.
 
     The packages of the running interpreter stay importable, after those of the wheels, even if it
-    belongs to a virtual environment itself. pip need not be installable: that of the running
-    interpreter installs.
+    belongs to a virtual environment itself. The environment has no pip: that of the running
+    interpreter installs the wheels.
 
     Raises:
         PackagesError: when pip fails.

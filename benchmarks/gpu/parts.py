@@ -1,8 +1,8 @@
-"""What the GPU check measures: each part is one process, which writes the rows of its table.
+"""The parts of the GPU check: each is one process, which writes the rows of its table.
 
-Numerics are held against plain formulas in float64, speed is that of `benchmarks.cuda`, routed
-experts are those of `benchmarks.moe`. In a rehearsal a processor runs the same code on little
-bases, and only numerics are judged.
+Numerics are compared with plain formulas in float64, speed is that of `benchmarks.cuda`, routed
+experts are those of `benchmarks.moe`. In a rehearsal a processor runs the same code on small bases,
+and only numerics are checked.
 """
 
 import argparse
@@ -59,26 +59,26 @@ ROUNDS = 3
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest allowed error of logits, as a share of the largest exact one."""
 PROMPT, STEPS = 40, 24
-"""Tokens of a sequence whose logits are held against float64."""
+"""Tokens of a sequence whose logits are compared with float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckScale:
-    """Where the parts run, and how much they measure."""
+    """The device of the parts, and the amount of work."""
 
     device: torch.device
     routed: RoutedShape
     tokens: int
-    """Tokens of the trace that says which routed experts are asked for."""
+    """Tokens of the trace that determines the requests for routed experts."""
     rounds: int = ROUNDS
 
     @property
     def is_rehearsal(self) -> bool:
-        """Whether the processor runs what a CUDA device should run."""
+        """Whether the processor replaces a CUDA device."""
         return self.device.type != "cuda"
 
     def make_workload(self, shape: str) -> CudaWorkload:
-        """Return what is measured of a shape."""
+        """Return the work to measure for a shape."""
         if not self.is_rehearsal:
             return CudaWorkload(shape, load_shape_config(shape), self.device)
         config = make_little_config(hidden=64, layers=2)
@@ -96,7 +96,7 @@ REHEARSAL = CheckScale(
 
 
 def make_little_config(*, hidden: int, layers: int) -> ModelConfig:
-    """Return the configuration of a little base with the layers of Qwen3."""
+    """Return the configuration of a small base with the layers of Qwen3."""
     document: JsonObject = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -115,7 +115,7 @@ def make_little_config(*, hidden: int, layers: int) -> ModelConfig:
 
 
 def measure_numerics(scale: CheckScale) -> Iterator[Row]:
-    """Compare the logits of a little base in each dtype with those of float64.
+    """Compare the logits of a small base in each dtype with those of float64.
 
     Three sequences are decoded as one batch: the base alone, one expert, and ten.
     """
@@ -181,7 +181,7 @@ def compute_exact_logits(
 
 
 def _convert(weights: BaseWeights, dtype: torch.dtype, device: torch.device) -> BaseWeights:
-    """Return the same numbers on a device, matrices in a dtype, others in float32 at least."""
+    """Return the same weights on a device, matrices in a dtype, others in float32 at least."""
     other = torch.float64 if dtype is torch.float64 else torch.float32
     tensors = {
         name: tensor.to(device, dtype if tensor.ndim == 2 else other)
@@ -240,7 +240,7 @@ def _keep_unjudged(row: Row) -> Row:
 
 
 def describe_machine() -> dict[str, object]:
-    """Return what the machine has: versions, and its CUDA device if torch sees one."""
+    """Describe the machine: versions, and its CUDA device if torch finds one."""
     found: dict[str, object] = {
         "expertctl": __version__,
         "python": platform.python_version(),

@@ -1,1 +1,1 @@
-"""What the benchmark of routed experts is made of: bases, readers, rivals, processes."""
+"""The parts of the benchmark of routed experts: bases, readers, rivals, processes."""

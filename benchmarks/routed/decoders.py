@@ -1,9 +1,8 @@
-"""What processes of the benchmark of routed experts are asked to do, and to say.
+"""Tasks and queries of the processes of the benchmark of routed experts, and their decoders.
 
-Decoders of one base that keep its routed experts in different ways.
-
-``share`` of all experts may be in memory, the pool among them: it has room for what two layers ask
-for one token, and the layers share the rest as slots. The naive rival has slots alone.
+The decoders of one base keep its routed experts in different ways. ``share`` of all experts may be
+in memory, including the pool: it has room for the experts that two layers request for one token,
+and the layers share the rest as slots. The naive rival has slots only.
 """
 
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ from expertctl.package.model_config import read_model_config
 
 
 class ExpertPlacement(Enum):
-    """Where the routed experts of a decoder are."""
+    """The place of the routed experts of a decoder."""
 
     WHOLE = "all in memory, no cache"
     CACHED = "all in memory, through the cache"
@@ -47,7 +46,7 @@ class ExpertPlacement(Enum):
 
 
 class ProcessFigure(Enum):
-    """What a process says about itself."""
+    """A figure that a process reports."""
 
     HELD = "bytes that its parts say they hold, buffers of readers among them"
     GROWN = "bytes by which its own memory grew at most since before the base was read"
@@ -59,7 +58,7 @@ class ProcessFigure(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FollowTask:
-    """Read so many tokens, one after the other, from where the last task ended."""
+    """Decode so many tokens, one after the other, from the end of the last task."""
 
     keeping: ExpertPlacement
     tokens: int
@@ -67,7 +66,7 @@ class FollowTask:
 
 @dataclass(frozen=True, slots=True)
 class ReportTask:
-    """Say a figure."""
+    """Report a figure."""
 
     keeping: ExpertPlacement
     figure: ProcessFigure
@@ -77,22 +76,22 @@ RoutedTask = FollowTask | ReadPrompt | ReportTask
 
 
 CONTEXT = 1024
-"""Room for tokens in every decoder."""
+"""KV cache capacity of every decoder, in tokens."""
 _NEED_ALL = (ExpertPlacement.WHOLE, ExpertPlacement.CACHED, ExpertPlacement.LENT)
 _THREADS = 3
-"""Threads that read experts for a cache, as many as runs have."""
+"""Threads that read experts for a cache, as many as in runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSplit:
-    """How many slots a layer has, and how many blocks have no slot."""
+    """The number of slots of a layer, and of blocks without a slot."""
 
     slots: int
     pool: int
 
 
 def split_blocks(routed: ExpertsConfig, share: float) -> BlockSplit:
-    """Share the blocks out that so many of all experts take."""
+    """Divide the blocks for that many experts between slots and pool."""
     layers = len(routed.layers)
     blocks = int(share * layers * routed.count)
     slots = max(blocks - 2 * routed.used, 0) // layers
@@ -109,7 +108,7 @@ def open_decoders(
     tokens: int,
     copies: Path | None = None,
 ) -> dict[ExpertPlacement, "RoutedDecoder"]:
-    """Read a base, and fill what each way of keeping its experts has room for.
+    """Read a base, and fill the memory of each way of keeping its experts.
 
     ``copies`` is where `make_packed_copy` put the copies of bases, for decoders that read those.
     """
@@ -153,7 +152,7 @@ def _make_expert_source(
 
 
 def _make_cache(base: PackedBase, reader: ExpertReader, found: BlockSplit) -> ExpertCache:
-    """Return our own cache, all its slots filled."""
+    """Return our own cache with all slots filled."""
     routed = base.config.experts
     assert routed is not None
     layers, shape = len(routed.layers), make_expert_shape(base.config, base.scheme)
@@ -175,7 +174,7 @@ def _make_cache(base: PackedBase, reader: ExpertReader, found: BlockSplit) -> Ex
 
 
 class RoutedDecoder:
-    """A decoder and the text that it reads; tokens follow each other in the vocabulary."""
+    """A decoder and its sequence; tokens follow each other in the vocabulary."""
 
     def __init__(
         self,
@@ -185,7 +184,7 @@ class RoutedDecoder:
         *,
         tokens: int,
     ) -> None:
-        """Read the first ``tokens`` of the vocabulary again and again."""
+        """Read the first ``tokens`` of the vocabulary repeatedly."""
         self.experts = experts
         self.decoder = PackedDecoder(base, crew, experts=experts)
         exact = base.scheme is Scheme.FLOAT32
@@ -195,14 +194,14 @@ class RoutedDecoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its parts report as held."""
+        """Bytes that its parts report."""
         scratch = 0 if self.experts is None else packing_scratch_bytes(self._base.config)
         experts = 0 if self.experts is None else self.experts.nbytes
         return self._base.nbytes + experts + self.decoder.nbytes + self._cache.nbytes + scratch
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of files, or of memory beside the device's, that experts were read from."""
+        """Bytes of files, or of memory outside the device's, from which experts were read."""
         match self.experts:
             case None:
                 return 0
@@ -224,7 +223,7 @@ class RoutedDecoder:
                 return activity.misses / activity.requests
 
     def decode(self, count: int) -> Seconds:
-        """Read so many tokens one after the other, at most `CONTEXT`."""
+        """Decode so many tokens one after the other, at most `CONTEXT`."""
         ids = [(self._next + number) % self._tokens for number in range(count)]
         self._next += count
         if self._cache.length + count > CONTEXT:
@@ -232,7 +231,7 @@ class RoutedDecoder:
         return time_action(lambda: self._decode(ids))()
 
     def read_prompt(self, count: int) -> Seconds:
-        """Read a prompt of so many tokens."""
+        """Process a prompt of so many tokens."""
         self._cache.reset()
         return time_action(lambda: self.decoder.prefill(list(range(count)), self._cache))()
 

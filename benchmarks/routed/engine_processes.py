@@ -1,14 +1,12 @@
-"""How much memory this process has of its own, at every moment, and how much it may have.
+"""The processes that the benchmark of routed experts compares, and the memory that they use.
 
-The processes that the benchmark of routed experts compares; each holds one base.
+Each process holds one base. All read the same files, in which tokens encode the experts that they
+request, so all route alike. Their anonymous memory is sampled and limited.
 
-All read the same files, in which tokens say which experts they ask for, so all route alike.
-
-What `run` takes of the memory that it was given, seen from outside.
-
-The same `Engine` as on the command line answers from a base that is larger than its budget; beside
-it a thread watches what the system counts for the process, from before the base is read. Everything
-counts: kernels, Python's own objects and the stacks of threads, too.
+The memory of `run` is measured from outside: the same engine as on the command line answers from a
+base that is larger than its budget, and a thread samples what the system reports for the process,
+from before the base is read. Everything counts, including kernels, Python's own objects and the
+stacks of threads.
 """
 
 import resource
@@ -54,19 +52,19 @@ _STATUS, _IO, _MAPS = (Path("/proc/self") / name for name in ("status", "io", "s
 
 
 class ResidentSetWatch:
-    """Looks every other millisecond at the anonymous memory of this process, inside ``with``.
+    """Samples the anonymous memory of this process every two milliseconds, inside ``with``.
 
-    It looks when it is entered and when it is left too, however late its thread comes to it.
+    It also takes a sample on entry and on exit, even if its thread is late.
     """
 
     def __init__(self) -> None:
-        """Note how much there is now; growth is measured from there."""
+        """Record the current memory; growth is measured from there."""
         self._begin, self._most = read_status_bytes("RssAnon"), 0
         self._ended = threading.Event()
         self._looks: threading.Thread | None = None
 
     def __enter__(self) -> "ResidentSetWatch":
-        """Look from now on; it may be left and entered again."""
+        """Start sampling; it may be left and entered again."""
         self._sample()
         self._ended.clear()
         self._looks = threading.Thread(target=self._run, daemon=True)
@@ -79,7 +77,7 @@ class ResidentSetWatch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Look once more, and then no more."""
+        """Take a last sample, and stop."""
         assert self._looks is not None
         self._ended.set()
         self._looks.join()
@@ -87,7 +85,7 @@ class ResidentSetWatch:
 
     @property
     def growth(self) -> int:
-        """The most bytes that were seen until now, less those at the beginning."""
+        """The maximum of all samples, minus the value at the beginning, in bytes."""
         return self._most - self._begin
 
     def _run(self) -> None:
@@ -99,26 +97,26 @@ class ResidentSetWatch:
 
 
 def limit_memory(additional: int) -> None:
-    """Let this process take so many bytes more of its own and not one beyond them."""
+    """Let this process allocate so many bytes more and not one beyond them."""
     limit = read_status_bytes("VmData") + additional
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def measure_huge_page_share(maps: Path = _MAPS) -> float:
-    """Return how much of this process's own memory lies in huge pages, of 1.
+    """Return the share of this process's own memory that is in huge pages, from 0 to 1.
 
-    Where the system has none left, weights are looked up page by page, and read more slowly.
+    If the system has no more of them, weights are in small pages, and reading them is slower.
     """
     return _read_number(maps, "AnonHugePages") / _read_number(maps, "Anonymous")
 
 
 def read_status_bytes(name: str) -> int:
-    """Return what the system counts for this process under a name, in bytes."""
+    """Return what the system reports for this process under a name, in bytes."""
     return _read_number(_STATUS, name) * 1024
 
 
 def read_io_bytes(name: str) -> int:
-    """Return what this process had read or written, under a name of the system."""
+    """Return what this process has read or written, under a name of the system."""
     return _read_number(_IO, name)
 
 
@@ -129,18 +127,19 @@ def _read_number(file: Path, name: str) -> int:
 
 
 WARM_UP = 96
-"""Tokens that each decoder reads before it is measured; slots are learned meanwhile."""
+"""Tokens that each decoder reads before the measurement; slots are learnt meanwhile."""
 THREADS = 2
 OpenRouted = Callable[[], MeasuredEngine[RoutedTask]]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSetup:
-    """A base in a directory, and how some decoders of it are held.
+    """A base in a directory, and the settings of some of its decoders.
 
-    ``share`` of the experts is resident where not all are. Texts go through the first ``tokens`` of
-    the vocabulary. With ``limit`` the process may have that share of the base's size in memory.
-    Compiled kernels are kept below ``home``, as those of runs are, and copies below ``copies``.
+    ``share`` of the experts is resident where not all are. Sequences go through the first
+    ``tokens`` of the vocabulary. With ``limit`` the process may use that share of the base's size
+    as memory. Compiled kernels are stored below ``home``, as those of runs are, and copies below
+    ``copies``.
     """
 
     directory: Path
@@ -154,12 +153,12 @@ class DecoderSetup:
 
 
 def open_our_decoders(setting: DecoderSetup) -> OpenRouted:
-    """Return what opens our own decoders."""
+    """Return a function that opens our own decoders."""
     return partial(_OurRoutedEngine, setting)
 
 
 def open_transformers(directory: Path, dtype: str, experts: str) -> OpenRouted:
-    """Return what opens transformers, with its own name for how it multiplies with experts."""
+    """Return a function that opens transformers, with its name for an expert implementation."""
     return partial(_TransformersRoutedEngine, directory, dtype, experts)
 
 
@@ -188,7 +187,7 @@ class _OurRoutedEngine:
         self.about = f"ours, {setting.scheme.value}"
 
     def run(self, task: RoutedTask, threads: int) -> float:
-        """Do a task, or say a figure; what is watched is not timed."""
+        """Run a task, or report a figure; sampling is not timed."""
         assert threads == THREADS
         match task:
             case FollowTask(keeping, tokens):
@@ -232,7 +231,7 @@ class _TransformersRoutedEngine:
         self.about = f"transformers {version('transformers')}, {dtype}, experts: {experts}"
 
     def run(self, task: RoutedTask, threads: int) -> Seconds:
-        """Read a prompt."""
+        """Process a prompt."""
         assert threads == THREADS
         assert isinstance(task, ReadPrompt)
         ids = self._torch.arange(task.tokens)[None]
@@ -244,7 +243,7 @@ class _TransformersRoutedEngine:
 
 
 def _check_memory_limit(size: int) -> None:
-    """Make sure that this process cannot have so much memory."""
+    """Make sure that this process cannot use so much memory."""
     try:
         allocate(size)
     except OSError:
@@ -253,11 +252,11 @@ def _check_memory_limit(size: int) -> None:
 
 
 ANSWERS, ANSWER = 3, 64
-"""How many answers are written, and of how many tokens."""
+"""Number of answers, and tokens of each."""
 
 
 class BudgetFigure(Enum):
-    """What is asked for after the answers."""
+    """The figures that are queried after the answers."""
 
     GROWN = "bytes by which the memory of the process grew at most since before the engine"
     MISSES = "requests that found no resident, of 1"
@@ -268,7 +267,7 @@ Answering = Measured[BudgetFigure]
 
 @dataclass(frozen=True, slots=True)
 class BudgetSetup:
-    """A base in a directory, and the bytes that an engine may take for it."""
+    """A base in a directory, and the memory budget of an engine, in bytes."""
 
     directory: Path
     home: Path
@@ -277,7 +276,7 @@ class BudgetSetup:
 
 
 def open_answering(setting: BudgetSetup) -> Callable[[], Answering]:
-    """Return what opens an engine and has it answer, and then reports what that took."""
+    """Return a function that opens an engine, generates answers, and reports the memory used."""
     return partial(_AnsweringEngine, setting)
 
 
@@ -296,7 +295,7 @@ class _AnsweringEngine:
                 self._misses = _run_prompt(engine, setting.dtype, seed)
 
     def run(self, task: BudgetFigure, threads: int) -> float:
-        """Tell a figure."""
+        """Report a figure."""
         match task:
             case BudgetFigure.GROWN:
                 return float(self._watch.growth)
@@ -305,7 +304,7 @@ class _AnsweringEngine:
 
 
 def _run_prompt(engine: LocalEngine, dtype: Dtype, seed: int) -> float:
-    """Write an answer; return the share of requests that missed in it."""
+    """Generate an answer; return the share of requests that missed during it."""
     wishes = SamplingOverrides(temperature=2.0, max_tokens=ANSWER)
     route = RouteRequest(
         prompt="a", base_alone=True, seed=seed, sampling=wishes, config=EngineConfig(dtype=dtype)

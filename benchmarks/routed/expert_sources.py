@@ -1,14 +1,13 @@
-"""A cache that foresees no better than trained models let it.
+"""Sources of experts that are not on the device, and two caches for comparison.
 
-In a base whose tokens say which experts they ask for, every layer's requests are known from the
-first; in trained ones the next layer's router is sometimes wrong when it is asked early.
+*Sources*: experts come from memory outside the device's budget, or from the disk.
 
-The naive rival: an expert that is missing is read when it is asked for.
+*A cache that predicts no better than trained models allow*: in a base whose tokens encode the
+experts that they request, every layer's requests are known from the first; in trained ones the next
+layer's router is sometimes wrong when it is evaluated early.
 
-Each layer has slots; the least recently used expert is evicted. Nothing is read ahead, and experts
-are read one after the other.
-
-Where experts come from that are not on the device: from memory beside it, or from the disk.
+*The naive rival*: a missing expert is read when it is requested. Each layer has slots; the least
+recently used expert is evicted. Nothing is prefetched, and experts are read one after the other.
 """
 
 import os
@@ -40,17 +39,18 @@ from expertctl.store.quantised_cache import QuantisedCache
 from expertctl.store.quantised_file import always_wanted
 
 RIGHT_SHARE = 0.8
-"""The share of guesses that are left as they are."""
+"""The share of predictions that are left unchanged."""
 _DRAWS, _PER_DRAW = 4096, 4096
-"""So many are drawn beforehand and reused, since drawing would be timed; a pass takes at most so
-many, in one piece."""
+"""So many are drawn in advance and reused, because drawing would be timed; a pass takes at most so
+many, in one piece.
+"""
 
 
 class ImperfectPrefetchCache(ExpertCache):
-    """A cache some of whose guesses are replaced by other experts, drawn evenly."""
+    """A cache in which some predictions are replaced by other experts, drawn uniformly."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        """Take what its base takes."""
+        """Take the same arguments as the base class."""
         super().__init__(*arguments, **named)
         chance = np.random.default_rng(0)
         wrong = chance.random(_DRAWS) >= RIGHT_SHARE
@@ -63,7 +63,7 @@ class ImperfectPrefetchCache(ExpertCache):
     def request(
         self, layer: int, choices: RoutingChoices, tokens: int, *, predicts_next: bool = True
     ) -> bool:
-        """Have the chosen experts read, and ahead those that are said to be likely."""
+        """Read the chosen experts, and prefetch those that are predicted."""
         if predicts_next and layer + 1 < len(self.slots):
             likely = choices.likely[layer + 1, :tokens]
             begin, end = self._next, self._next + likely.size
@@ -77,7 +77,7 @@ Numbers = np.ndarray[Any, Any]
 
 
 class LoadOnMissCache(RoutedExperts):
-    """Routed experts that are read when they are asked for."""
+    """Routed experts that are read when they are requested."""
 
     is_whole = False
 
@@ -108,7 +108,7 @@ class LoadOnMissCache(RoutedExperts):
     def request(
         self, layer: int, choices: RoutingChoices, tokens: int, *, predicts_next: bool = True
     ) -> bool:
-        """Read the experts that tokens chose and that are missing; then none is waited for."""
+        """Read the missing experts that tokens chose; afterwards all are in memory."""
         wanted = np.unique(choices.selected[layer, :tokens]).tolist()
         held = self._held[layer]
         self.requests += len(wanted)
@@ -136,13 +136,13 @@ _PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class MemoryExperts:
-    """Blocks in memory that stands for what lies outside the device's budget.
+    """Blocks in memory that stands for storage outside the device's budget.
 
-    They are computed where they lie until they get a slot; then they are copied.
+    They are computed in place until they get a slot; then they are copied.
     """
 
     def __init__(self, blocks: Mapping[tuple[int, int], Numbers]) -> None:
-        """Lend these, by layer and number."""
+        """Offer these experts for computing in place, by layer and number."""
         self._blocks = blocks
         self._addresses = {expert: block.ctypes.data for expert, block in blocks.items()}
 
@@ -154,20 +154,20 @@ class MemoryExperts:
         return block.nbytes
 
     def find_cached_address(self, layer: int, expert: int) -> int | None:
-        """Return where an expert lies."""
+        """Return the address of an expert."""
         return self._addresses[layer, expert]
 
 
 class UncachedExperts:
-    """Reads files, and has the system forget what was read.
+    """Reads files, and has the system drop what was read from the page cache.
 
-    So every expert comes from the disk, as on a machine that has no memory left to keep files in.
+    So every expert comes from the disk, as on a machine without free memory for the page cache.
     """
 
     def __init__(
         self, stored: Mapping[str, StoredTensor], config: ModelConfig, scheme: Scheme
     ) -> None:
-        """Read from where the tensors of a base lie; nothing of those files is kept any more."""
+        """Read from the files of a base; no page of those files stays cached."""
         self._stored, self._reader = stored, StoredExperts(stored, config, scheme)
         for path in {tensor.path for tensor in stored.values()}:
             _drop_cached_pages(path, 0, 0)
@@ -175,7 +175,7 @@ class UncachedExperts:
     def read(
         self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always_wanted
     ) -> int:
-        """Fill a block with an expert; return how many bytes of files that took."""
+        """Fill a block with an expert; return the number of bytes read from files."""
         read = self._reader.read(layer, expert, block, is_wanted=is_wanted)
         for part in _PARTS:
             tensor = self._stored[f"model.layers.{layer}.{EXPERTS}{expert}.{part}.weight"]
@@ -183,12 +183,12 @@ class UncachedExperts:
         return read
 
     def find_cached_address(self, layer: int, expert: int) -> int | None:
-        """Return None: it is on the disk."""
+        """Return None: the expert is on the disk."""
         return None
 
 
 def open_uncached_reader(directory: Path, home: Path, scheme: Scheme) -> CopiedExperts:
-    """Return what reads the copy that `make_packed_copy` made, past the system's file cache."""
+    """Return a reader of the copy that `make_packed_copy` made, bypassing the page cache."""
     config = read_model_config(directory)
     stored = StoredExperts(read_base_tensors(directory, config), config, scheme)
     copies = _open_copies(directory, home)
@@ -200,7 +200,7 @@ def open_uncached_reader(directory: Path, home: Path, scheme: Scheme) -> CopiedE
 
 
 def make_packed_copy(directory: Path, home: Path, scheme: Scheme) -> None:
-    """Have a machine with this home keep a copy of a base, as its first run would."""
+    """Have a machine with this home store a copy of a base, as its first run would."""
     copies, config = _open_copies(directory, home), read_model_config(directory)
     load_packed_base(directory, config, scheme, experts=False, copies=copies, cold="direct")
 
@@ -212,7 +212,7 @@ def _open_copies(directory: Path, home: Path) -> QuantisedCache:
 
 
 def _drop_cached_pages(path: os.PathLike[str], offset: int, size: int) -> None:
-    """Let go of the cached pages of a part of a file that was written long ago; 0: to its end."""
+    """Drop the cached pages of a part of a file that was written long ago; 0: to its end."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)

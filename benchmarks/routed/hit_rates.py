@@ -1,7 +1,7 @@
-"""How many requests find their expert in memory, ours beside other rules, on one trace.
+"""The share of requests that find their expert in memory, ours and other policies, on one trace.
 
-All have the same memory: others keep the same number of experts in each layer, ours has slots and a
-pool for all layers, as in a run (`replay`). Nothing is read ahead.
+All have the same memory: the others keep the same number of experts in each layer, ours has slots
+and a pool for all layers, as in a run (`replay`). Nothing is prefetched.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SHARE = 0.4
 _LRU_BY_TOKEN = "an LRU that takes in what a token asks for at once"
 _WINDOW = 50
-"""Tokens over which a point of the picture is the mean."""
+"""Number of tokens over which a point of the plot is averaged."""
 
 
 def compare_hit_rates(
@@ -50,7 +50,7 @@ def compare_hit_rates(
 
 
 def draw_hit_rates(found: Sequence[tuple[str, ReplayedTrace]], path: Path, *, used: int) -> None:
-    """Draw the hits of each layer over time, one picture for each trace, side by side."""
+    """Plot the hits of each layer over time, one plot for each trace, side by side."""
     write_figure(lambda: _make_figure(found, used), path)
 
 

@@ -1,10 +1,10 @@
 """Decoding on a CUDA device with some of the routed experts there, against all of them there.
 
-One process holds the base once and its experts twice: all of them in a stack, and in another one as
-many as the share says, the pool among them. Both read the same text with captured steps, in turn.
-An expert that is missing is read from the files of the base, which the system may have in its
-cache; a fifth of the guesses is made wrong. A text ends before steps look at more places, so all
-its graphs were captured in the warm-up.
+One process holds the base once and its experts twice: all of them in one stack, and in another one
+as many as the share allows, including the pool. Both read the same sequence with captured steps, in
+turns. A missing expert is read from the files of the base, which may be in the page cache; a fifth
+of the predictions is made wrong. A sequence ends before steps need a longer context, so all its
+graphs were captured in the warm-up.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,23 +42,23 @@ from expertctl.package.model_config import ModelConfig, read_model_config
 CASE = f"decode, {SHARE:.0%} resident, CUDA"
 TARGET = ">= 0.6"
 STEPS, WARM_UP = 48, 96
-"""Tokens of a run, and those that each reads before it is measured, to learn slots."""
+"""Tokens of a run, and those that each decoder reads before it is measured, to learn slots."""
 CONTEXT = MIN_CAPACITY
-"""Room for tokens: as many places as steps look at from the start."""
+"""KV cache capacity in tokens: as many as steps read from the start."""
 _DTYPE = torch.bfloat16
 _MEMORY_MARGIN = 2 << 30
 """Bytes for contexts, kernels, workspaces, graphs and buffers."""
 
 
 class DevicePlacement(Enum):
-    """Which experts are on the device."""
+    """The experts on the device."""
 
     ALL = "all resident"
     SOME = "some resident, the others read from the files of the base"
 
 
 class DeviceFigure(Enum):
-    """What was counted since the warm-up, where some experts are missing."""
+    """The counts since the warm-up, if some experts are missing."""
 
     MISSES = "experts that were asked for and had no slot, of 1"
     READ = "bytes of files that were read for a token"
@@ -67,7 +67,7 @@ class DeviceFigure(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DeviceFollowTask:
-    """Read so many tokens, one after the other, from where the last task ended."""
+    """Decode so many tokens, one after the other, from the end of the last task."""
 
     held: DevicePlacement
     tokens: int
@@ -75,7 +75,7 @@ class DeviceFollowTask:
 
 @dataclass(frozen=True, slots=True)
 class DeviceReportTask:
-    """Say a figure."""
+    """Report a figure."""
 
     figure: DeviceFigure
 
@@ -85,7 +85,7 @@ DeviceTask = DeviceFollowTask | DeviceReportTask
 
 @dataclass(frozen=True, slots=True)
 class DeviceSetup:
-    """A base in a directory; texts go through the first ``tokens`` of the vocabulary."""
+    """A base in a directory; sequences go through the first ``tokens`` of the vocabulary."""
 
     directory: Path
     tokens: int
@@ -94,7 +94,7 @@ class DeviceSetup:
 
 
 def compare_on_device(directory: Path, *, tokens: int, simulates: str, rounds: int) -> Row:
-    """Compare both on the device of this machine, if it has one with room for them."""
+    """Compare both on the device of this machine, if it has one with enough memory for them."""
     if not is_cuda_available():
         return make_missing_row("there is none here")
     if (needed := estimate_device_bytes(read_model_config(directory))) > (
@@ -109,12 +109,12 @@ def compare_on_device(directory: Path, *, tokens: int, simulates: str, rounds: i
 
 
 def make_opener(setting: DeviceSetup) -> Callable[[], MeasuredEngine[DeviceTask]]:
-    """Return what opens both decoders."""
+    """Return a function that opens both decoders."""
     return partial(DeviceDecoders, setting)
 
 
 def measure_turns(run: Callable[[DeviceTask, int], Seconds], *, simulates: str, rounds: int) -> Row:
-    """Have both decoders read in turn, and compare them."""
+    """Run both decoders in turns, and compare them."""
     runs = {held.name: partial(run, DeviceFollowTask(held, STEPS), 1) for held in DevicePlacement}
     seconds = take_turns(runs, rounds=rounds)
     misses, read, waited = (run(DeviceReportTask(figure), 1) for figure in DeviceFigure)
@@ -136,17 +136,17 @@ def make_missing_row(why: str) -> Row:
 
 
 def estimate_device_bytes(config: ModelConfig) -> int:
-    """Return about how many bytes of the device both take at most."""
+    """Estimate the maximum memory of both on the device, in bytes."""
     whole = packed_base_bytes(config, Scheme.BFLOAT16)
     routed = whole - packed_base_bytes(config, Scheme.BFLOAT16, experts=False)
     return whole + int(SHARE * routed) + _MEMORY_MARGIN
 
 
 class DeviceDecoders:
-    """Both decoders of one base, and what they read."""
+    """Both decoders of one base, and their sequence."""
 
     def __init__(self, setting: DeviceSetup) -> None:
-        """Load the base, and let each read until slots are learned and graphs captured."""
+        """Load the base, and run each decoder until slots are learnt and graphs captured."""
         config, device = read_model_config(setting.directory), torch.device(setting.device)
         weights = load_base_weights(
             setting.directory, config, dtype=_DTYPE, device=device, experts=False
@@ -169,7 +169,7 @@ class DeviceDecoders:
         self._before, self._from = self._activity, self._read_prompt_bytes
 
     def run(self, task: DeviceTask, threads: int) -> float:
-        """Do a task, or say a figure."""
+        """Run a task, or report a figure."""
         match task:
             case DeviceFollowTask(held, tokens):
                 return self.texts[held].decode(tokens)
@@ -177,7 +177,7 @@ class DeviceDecoders:
                 return self._read_figure(figure)
 
     def close(self) -> None:
-        """End the reading of experts."""
+        """Stop reading experts."""
         for text in self.texts.values():
             text.experts.close()
 
@@ -206,10 +206,10 @@ class DeviceDecoders:
 
 
 class DeviceDecoder:
-    """A decoder and the text that it reads; tokens follow each other in the vocabulary."""
+    """A decoder and its sequence; tokens follow each other in the vocabulary."""
 
     def __init__(self, decoder: CudaGraphDecoder, experts: StackedExperts, tokens: int) -> None:
-        """Read the first ``tokens`` of the vocabulary again and again."""
+        """Read the first ``tokens`` of the vocabulary repeatedly."""
         self.decoder, self.experts, self._tokens = decoder, experts, tokens
         arena = StaticKVCache(
             decoder.config, rows=1, capacity=CONTEXT, dtype=_DTYPE, device=decoder.device
@@ -218,7 +218,7 @@ class DeviceDecoder:
         self.read = 0
 
     def decode(self, count: int) -> Seconds:
-        """Read so many tokens one after the other, at most `CONTEXT`."""
+        """Decode so many tokens one after the other, at most `CONTEXT`."""
         ids = [(self.read + number) % self._tokens for number in range(count)]
         self.read += count
         if self.row.length + count > CONTEXT:
@@ -240,7 +240,7 @@ def _load_all(directory: Path, config: ModelConfig, device: torch.device) -> Sta
 def _load_some(
     directory: Path, config: ModelConfig, device: torch.device, share: float
 ) -> StackedExperts:
-    """Return as many experts as the share says, all slots filled."""
+    """Return as many experts as the share allows, with all slots filled."""
     routed = config.experts
     assert routed is not None
     found, layers, shape = (

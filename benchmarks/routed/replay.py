@@ -1,10 +1,11 @@
-"""The cache of runs on a trace: whether experts are in memory when they are asked for.
+"""The cache of runs on a trace: whether experts are in memory when they are requested.
 
-Slots and pool are shared out as in runs. Experts are small and hold nothing. A missing expert is
-read when it is asked for, as where misses are exact. Nothing is read ahead, so only experts that a
-token asked for before are there, and those read at the beginning; or what layers foresaw is given
-beside the trace, and all that the cache reads of it has come when the next layer asks.
-`python -m benchmarks.routed.replay TRACE --foreseen FORESEEN` compares the two.
+Slots and pool are divided as in runs. Experts are small and contain no weights. A missing expert is
+read when it is requested, as with exact misses. Without prefetching, only experts that were
+requested for an earlier token are in memory, and those read at the beginning. With prefetching, the
+predictions of layers are given with the trace, and everything that the cache reads because of them
+has arrived when the next layer requests it. `python -m benchmarks.routed.replay TRACE --foreseen
+FORESEEN` compares the two.
 """
 
 import argparse
@@ -35,11 +36,11 @@ _HIDDEN = _INTERMEDIATE = 16
 
 @dataclass(frozen=True, slots=True)
 class ReplayedTrace:
-    """What a trace found, [tokens, layers], and what was read."""
+    """The hits of a trace, [tokens, layers], and the number of experts read."""
 
     hits: NDArray[np.int64]
     with_slot: NDArray[np.int64]
-    """Those of the hits that had a slot; others were in the pool."""
+    """The hits in a slot; the others were in the pool."""
     reads: int
     split: BlockSplit
 
@@ -49,7 +50,8 @@ def replay(
 ) -> ReplayedTrace:
     """Decode the tokens of a trace with blocks for a share of all experts.
 
-    ``likely`` is what the layer before foresaw, in the trace's shape; layer 0 of it says nothing.
+    ``likely`` has the predictions of the layer before, in the trace's shape; those for layer 0 are
+    ignored.
     """
     tokens, layers, used = trace.shape
     shape = replace(
@@ -78,10 +80,10 @@ def replay(
 
 
 def split_expert_blocks(shape: RoutedShape, blocks: int) -> BlockSplit:
-    """Share so many blocks out as slots and pool, as runs do.
+    """Divide so many blocks into slots and pool, as runs do.
 
-    There are as many slots as leave a pool for the experts of a layer that have none; where even
-    that is too much, all is pool.
+    The number of slots leaves a pool for the experts of a layer that have none; if even that is too
+    much, all blocks belong to the pool.
     """
     able = range(shape.experts, 0, -1)
     plans = (CachePlan(layers=shape.layers, experts=shape.experts, slots=each) for each in able)
@@ -90,21 +92,21 @@ def split_expert_blocks(shape: RoutedShape, blocks: int) -> BlockSplit:
 
 
 class _InstantReader:
-    """Reads experts in no time."""
+    """A reader that takes no time."""
 
     def read(
         self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always_wanted
     ) -> int:
-        """Leave the block as it is."""
+        """Leave the block unchanged."""
         return block.nbytes
 
     def find_cached_address(self, layer: int, expert: int) -> int | None:
-        """Lend no expert."""
+        """Offer no expert for computing in place."""
         return None
 
 
 class _PunctualCache(ExpertCache):
-    """Has all experts that were foreseen there in time."""
+    """A cache in which all predicted experts arrive in time."""
 
     def take_in(self, layer: int, likely: Sequence[int]) -> None:
         """Wait for those of them that are still being read."""
@@ -130,7 +132,7 @@ def _make_replay_cache(
 
 
 def main() -> None:
-    """Command line: what was asked for, and what was foreseen."""
+    """Command line: the trace of requests, and the predictions."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace", type=Path, help="what tokens asked for, .npy")
     parser.add_argument("--foreseen", type=Path, required=True, help="what layers foresaw, .npy")

@@ -1,13 +1,12 @@
-"""A base in the shape of OLMoE-1B-7B, cut in layers, whose tokens say which experts they ask for.
+"""A base in the shape of OLMoE-1B-7B, with fewer layers, whose tokens encode their experts.
 
-Weights are random but for a part of the residual stream, one number per expert for each layer:
-the embedding writes there which experts the token asks for, nothing else writes there, and the
-layer's router reads only that. So routing is computed as in any base, by us and by others, and
-follows the trace: token ``n`` of the vocabulary asks for the experts in row ``n`` of the trace.
+Weights are random except for a part of the residual stream, one element per expert for each layer:
+the embedding writes the experts that the token requests there, nothing else writes there, and the
+layer's router reads only that part. So routing is computed as in any base, by all programs, and
+follows the trace: token ``n`` of the vocabulary requests the experts in row ``n`` of the trace.
 
-Which routed experts each token asks for: drawn by a law, or recorded from a trained model.
-
-A trace is int [tokens, layers, used]; a file of one is ``.npy`` with int16.
+A trace has the routed experts that each token requests: drawn from a distribution, or recorded from
+a trained model. It is int [tokens, layers, used]; its file is ``.npy`` with int16.
 """
 
 import json
@@ -29,19 +28,19 @@ from expertctl.schema.strict_json import JsonObject
 Numbers = np.ndarray[Any, Any]
 _DRAWN = 1 << 20
 _REQUEST_SCALES, _STEP = 4.0, 0.125
-"""The residual stream's number for the first expert of a token; each further one has less."""
+"""The value in the residual stream for the first expert of a token; further ones have less."""
 
 _TOKENIZER: JsonObject = {
     "version": "1.0",
     "added_tokens": [],
     "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
 }
-"""No text is written, but a base has a tokenizer."""
+"""No text is generated, but a base needs a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedShape:
-    """Sizes of a base; by default those of OLMoE-1B-7B, but for its sixteen layers."""
+    """Dimensions of a base; by default those of OLMoE-1B-7B, except for its sixteen layers."""
 
     layers: int
     hidden: int = 2048
@@ -52,7 +51,7 @@ class RoutedShape:
     vocabulary: int = 50304
 
     def make_document(self) -> JsonObject:
-        """Return what ``config.json`` says."""
+        """Return the content of ``config.json``."""
         return {
             "architectures": ["OlmoeForCausalLM"],
             "model_type": "olmoe",
@@ -80,7 +79,7 @@ class RoutedShape:
 
 
 def write_base(directory: Path, shape: RoutedShape, trace: Trace, *, seed: int = 0) -> Path:
-    """Write a base in bfloat16 whose tokens ask for what a trace, [tokens, layers, used], says."""
+    """Write a bfloat16 base whose tokens request the experts of a trace, [tokens, layers, used]."""
     assert trace.shape[1:] == (shape.layers, shape.used)
     assert len(trace) <= shape.vocabulary
     assert shape.layers * shape.experts <= shape.hidden
@@ -131,7 +130,7 @@ def _iterate_tensors(
 
 
 def _write_requests(embedding: Numbers, trace: Trace, shape: RoutedShape) -> None:
-    """Write into the row of each token which experts it asks for."""
+    """Write the requested experts of each token into its row."""
     tokens = np.arange(len(trace))[:, None]
     for layer in range(shape.layers):
         for place in range(shape.used):
@@ -155,7 +154,7 @@ _SEED = 0
 
 
 def make_trace(shape: RoutedShape, tokens: int, *, every: int = 0) -> Trace:
-    """Return requests by Zipf's law; with ``every`` favourites change after so many tokens."""
+    """Return requests drawn from Zipf's law; ``every`` is the interval of changes, in tokens."""
     return make_drifting_trace(
         tokens,
         layers=shape.layers,
@@ -171,7 +170,7 @@ def read_trace(path: Path) -> Trace:
     """Return the trace in a file.
 
     Raises:
-        ValueError: for a file that holds no trace.
+        ValueError: if the file contains no trace.
     """
     trace: Trace = np.load(path, allow_pickle=False)
     if trace.dtype != np.int16 or trace.ndim != 3 or not trace.size or trace.min() < 0:
@@ -183,9 +182,9 @@ def read_trace(path: Path) -> Trace:
 
 
 def make_shape(trace: Trace, *, layers: int) -> RoutedShape:
-    """Return the sizes of OLMoE-1B-7B with as many experts as a trace names.
+    """Return the dimensions of OLMoE-1B-7B with as many experts as a trace has.
 
-    No more than ``layers`` of its layers are taken.
+    At most ``layers`` of its layers are used.
     """
     _, there, used = trace.shape
     return RoutedShape(layers=min(layers, there), experts=int(trace.max()) + 1, used=used)

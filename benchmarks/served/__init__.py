@@ -1,1 +1,1 @@
-"""The parts of ``benchmarks.serving``: the server, and what is measured of it besides a batch."""
+"""The parts of ``benchmarks.serving``: the server, and all measurements except the batch."""

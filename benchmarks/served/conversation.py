@@ -1,8 +1,8 @@
-"""The next turn of a conversation: behind what was kept of the turn before, and read anew.
+"""The next turn of a conversation, with cached keys and values, and without them.
 
-A chat with an expert, in a session: a long first turn, its answer, and a second turn. The second is
-asked once more, word for word, in a new session, so that both read and answer the same but for what
-is kept. Which of the two comes first changes from round to round.
+A chat with an expert, in a session: a long first turn, its answer, and a second turn. The second
+turn is sent once more, word for word, in a new session, so that both process and generate the same
+tokens and differ only in the cache. The order of the two alternates between rounds.
 """
 
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from benchmarks.harness import Row, compare_times
 from benchmarks.serving_load import ConversationTurn, StreamRecord, ask_one_by_one, make_prompt
 
 TOKENS = 8
-"""Of each answer."""
+"""Tokens of each answer."""
 NEXT_PROMPT = "And then?"
 
 
 @dataclass(frozen=True, slots=True)
 class TurnPair:
-    """A second turn, told in the session of the first and in another."""
+    """A second turn, in the session of the first and in a new one."""
 
     warm: StreamRecord
     cold: StreamRecord
 
 
 def ask_twice(url: str, *, model: str, history: int, cold_first: bool) -> TurnPair:
-    """Have a conversation, then its second turn again in a new session.
+    """Run a conversation, then its second turn again in a new session.
 
     Raises:
         SystemExit: as `check_session_reuse` does.
@@ -42,7 +42,7 @@ def ask_twice(url: str, *, model: str, history: int, cold_first: bool) -> TurnPa
 
 
 def check_session_reuse(first: StreamRecord, turn: TurnPair, *, history: int) -> None:
-    """Demand that the first turn was found again in its session, and nothing in a new one.
+    """Require that the first turn was found in the cache of its session, and nothing in a new one.
 
     Raises:
         SystemExit: when that is not so.

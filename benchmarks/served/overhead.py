@@ -1,13 +1,13 @@
-"""How much of a request is not the engine's: a routed one, whose answer is checked, alone.
+"""The time of a request outside the engine: one routed request, whose answer is checked.
 
-`/v1/infer` is asked, without a stream, for an answer that fits a JSON Schema; no expert is named,
-so the prompt is routed. Counted as outside is the time from before the request is sent until its
-whole answer was read, by the client's clock, less ``prefill`` and ``decode`` (the passes over the
-base, and drawing tokens from their scores) and less ``load``: bringing the expert into memory and
-finding room for keys and values, which is neither and is told apart. So what is outside is HTTP on
-both sides, reading and checking the request, the decision, tokenising, handing over between
-threads, waiting for a turn, checking the answer against the schema, remembering the outcome, and
-writing the reply. The whole that it is a part of is without ``load``, too.
+A request to `/v1/infer`, without streaming, asks for an answer that fits a JSON Schema. It names no
+expert, so the prompt is routed. The time outside is measured by the client, from before the request
+is sent until the whole answer was read, minus ``prefill`` and ``decode`` (the passes over the base,
+and sampling) and minus ``load``: loading the expert and allocating keys and values, which belongs
+to neither and is reported separately. So the time outside covers HTTP on both sides, reading and
+checking the request, the routing decision, tokenising, passing work between threads, waiting in the
+queue, checking the answer against the schema, recording the result, and writing the response. The
+time of the whole request excludes ``load``, too.
 """
 
 import statistics
@@ -23,7 +23,7 @@ from benchmarks.served_home import make_question
 from benchmarks.serving_load import TIMEOUT_SECONDS, make_number
 
 EACH = 4
-"""How many are asked one after the other in a round."""
+"""Number of sequential requests in a round."""
 ANSWER_FORMAT = {
     "type": "json_schema",
     "schema": {
@@ -45,15 +45,15 @@ ANSWER_FORMAT = {
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """One request: how long it took, and what the server says of its parts."""
+    """The time of one request, and of its stages as the server reports them."""
 
     wall: Seconds
     timings_ms: Mapping[str, float]
     stages: Mapping[str, float]
     experts: int
-    """How many experts were chosen."""
+    """Number of experts that were chosen."""
     passed: bool | None
-    """Whether the answer has the form; None where it was not checked."""
+    """Whether the answer has the format; None if it was not checked."""
 
     @property
     def total(self) -> Seconds:
@@ -62,7 +62,7 @@ class RoutedRequest:
 
     @property
     def overhead(self) -> Seconds:
-        """What of it is not the engine's."""
+        """The time outside the engine."""
         return self.total - self._sum_step("prefill") - self._sum_step("decode")
 
     def _sum_step(self, step: str) -> Seconds:
@@ -70,7 +70,7 @@ class RoutedRequest:
 
 
 def ask_routed(url: str, *, tokens: int, each: int = EACH) -> list[RoutedRequest]:
-    """Ask a few, one after the other.
+    """Send a few requests, one after the other.
 
     Raises:
         SystemExit: when one was not routed to an expert, or its answer was not checked.
@@ -82,7 +82,7 @@ def ask_routed(url: str, *, tokens: int, each: int = EACH) -> list[RoutedRequest
 
 
 def check_routed(routed: Sequence[RoutedRequest]) -> None:
-    """Demand that there was a decision and a check in each.
+    """Require a routing decision and a check in each request.
 
     Raises:
         SystemExit: when there was none.
@@ -94,12 +94,12 @@ def check_routed(routed: Sequence[RoutedRequest]) -> None:
 
 
 def compute_overhead_share(routed: Sequence[RoutedRequest]) -> float:
-    """Return the part of some requests that is not the engine's."""
+    """Return the share of the time of some requests that is outside the engine."""
     return sum(one.overhead for one in routed) / sum(one.total for one in routed)
 
 
 def make_overhead_row(rounds: Sequence[Sequence[RoutedRequest]], *, target: str) -> Row:
-    """Compare what is outside the engine with the whole."""
+    """Compare the time outside the engine with the whole."""
     row = compare_times(
         "time outside the engine of a routed request with a JSON Schema",
         [sum(one.overhead for one in routed) for routed in rounds],
@@ -131,7 +131,7 @@ def _ask(client: httpx2.Client, tokens: int) -> RoutedRequest:
 
 
 def _describe_parts(routed: Sequence[RoutedRequest]) -> str:
-    """Say what is inside, and how many answers had the form."""
+    """Describe the time inside the engine, and the number of answers with the format."""
     names = ("reception", "reasoning", "post_processing")
     parts = [(name, _median([one.stages[name] for one in routed])) for name in names]
     known = [sum(one.stages[name] for name in names) for one in routed]

@@ -1,12 +1,12 @@
 """Twice as many plans as fit into the budget, against as many as fit.
 
-Two servers with the same budget stand side by side, and take turns: clients of one go through as
-many plans as fit, those of the other through twice as many. Memory is shared by experts and by kept
-keys and values, which may have up to half of it (`expertctl.engine.memory.budget`), so there is
-room for twice the plans that must fit, and for the texts that run. Packages' own bytes (the RAM
-tier) have room beside the plans that are compiled of them as long as little is kept; later they are
-evicted first, since plans are used more often. That so many fit and twice as many do not is not
-assumed from this: the servers' counters, read around the measurement, confirm it.
+Two servers with the same budget run side by side, and are measured in turns: clients of one cycle
+through as many plans as fit, those of the other through twice as many. Experts share memory with
+cached keys and values, which may use up to half of it (`expertctl.engine.memory.budget`), so the
+budget is twice the size of the plans that must fit, plus the running sequences. Packages' own bytes
+(the RAM tier) fit beside the plans compiled from them as long as few keys and values are cached;
+later they are evicted first, since plans are used more often. The counters of the servers, read
+around the measurement, confirm that so many plans fit and twice as many do not.
 """
 
 import statistics
@@ -20,28 +20,28 @@ from benchmarks.serving_load import CompletionTask, list_expert_names, make_prom
 PROMPT, ANSWER = 64, 8
 CLIENTS = 2
 EACH = 16
-"""How many answers a client has; as many before anything counts, so that memory is full."""
+"""Number of answers of a client; the same number is generated before, so that memory is full."""
 EXPERTS, PLANS = "ram", "device"
-"""The tiers: of what was read, and of what is computed with."""
+"""The tiers: package bytes, and compiled plans."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanLoad:
-    """What clients that go through so many plans got, and what that took."""
+    """The results of clients that cycle through so many plans."""
 
     plans: int
     first: Seconds
     """The median time to the first token."""
     reads: int
-    """How many experts were read from the disk."""
+    """Number of experts that were read from the disk."""
     loads: int
-    """How many plans were compiled."""
+    """Number of plans that were compiled."""
     evictions: int
-    """How many of both were evicted."""
+    """Number of evictions of both."""
     requests: int
 
     def __str__(self) -> str:
-        """Say what was counted."""
+        """Describe the counts."""
         return (
             f"{self.plans} plans, {self.requests} requests: {self.reads} experts read, "
             f"{self.loads} plans compiled, {self.evictions} evicted"
@@ -49,7 +49,7 @@ class PlanLoad:
 
 
 def compute_budget(plans: int, figures: ServerMetrics) -> int:
-    """Return a budget in which so many plans stay in memory beside what is kept of texts.
+    """Return a budget in which so many plans stay in memory beside cached keys and values.
 
     ``figures`` are those of a server that answered with such plans, and has memory for all.
     """
@@ -68,10 +68,10 @@ def compare_oversubscription(
     fitting: int,
     rounds: int,
 ) -> Iterator[tuple[PlanLoad, PlanLoad]]:
-    """Let clients of one server go through as many plans as fit, of the other through twice those.
+    """Run clients of one server with as many plans as fit, of the other with twice as many.
 
     Raises:
-        SystemExit: when the former had to be loaded, or the latter had not.
+        SystemExit: when the former had to be loaded, or the latter did not.
     """
     _measure_plans(fitting_server, fitting)
     _measure_plans(oversubscribed_server, 2 * fitting)
@@ -85,7 +85,7 @@ def compare_oversubscription(
 
 
 def check_plan_loads(few: PlanLoad, many: PlanLoad) -> None:
-    """Demand that the few fit, and the many do not.
+    """Require that the smaller number of plans fits, and the larger does not.
 
     Raises:
         SystemExit: when that is not so.

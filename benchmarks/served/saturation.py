@@ -1,14 +1,14 @@
-"""Where a server is saturated: open-loop load, more and more of it, until it is no longer served.
+"""The saturation of a server: open-loop load at increasing rates, until it is no longer served.
 
 Requests come at random times (`serving_load.arrivals_at`), whether or not answers have come. The
-rate is doubled until less than `SUSTAINED_SHARE` of it is answered, then the gap below is halved,
-and what is around the rate that was found is measured as well. Should more be served there after
-all, the search goes on: what counts is the highest rate that was served. A point is measured from
-`LEAD` seconds on, when as many texts run as will, for `WINDOW` seconds; then all hang up, so that
-the next point begins with a server at rest. A request without a first token by then counts with the
-time that it has waited, a lower bound.
+rate is doubled until less than `SUSTAINED_SHARE` of it is answered, then the interval below is
+halved, and points around the rate that was found are measured as well. If more is served there, the
+search continues: the result is the highest rate that was served. A point is measured from `LEAD`
+seconds on, when the number of running sequences is stable, for `WINDOW` seconds; then all clients
+disconnect, so that the next point begins with an idle server. A request without a first token by
+then counts with the time waited so far, a lower bound.
 
-The picture of a server under more and more load (extra ``plot``).
+The results can be plotted (extra ``plot``).
 """
 
 import math
@@ -32,45 +32,45 @@ from benchmarks.serving_load import (
 SUSTAINED_SHARE = 0.9
 LEAD, WINDOW = 8.0, 22.0
 MAX_SECONDS = 240.0
-"""No point is begun later, so the whole ends within another half minute."""
+"""No point begins later, so the whole ends within another half minute."""
 FIRST_SHARE = 0.5
-"""Where the search begins, as a share of the rate of clients that wait for their answers."""
+"""Start of the search, as a share of the rate of clients that wait for their answers."""
 MAX_POINTS = 14
 FINE = 1.2
-"""How close, as a ratio, the rates below and above must be."""
+"""The highest ratio of the rates above and below that ends the search."""
 AROUND = (1.75, 0.75, 1.25, 0.25)
-"""Shares of the rate that is found; where time is short, the last ones are left out."""
+"""Shares of the rate that was found; if time is short, the last ones are skipped."""
 NEAR = 0.08
 """Rates that differ by less are one point."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
-    """What came of one rate, in requests a second."""
+    """The result of one rate, in requests per second."""
 
     offered: float
     served: float
     tokens: float
-    """Tokens written in a second."""
+    """Generated tokens per second."""
     p50: Seconds
     p99: Seconds
-    """To the first token."""
+    """Times to the first token."""
     requests: int
     refused: int
 
     @property
     def is_sustained(self) -> bool:
-        """Whether what was offered was answered, but for chance."""
+        """Whether the offered requests were answered, within chance."""
         return self.served >= SUSTAINED_SHARE * self.offered
 
 
 @dataclass(frozen=True, slots=True)
 class Saturation:
-    """The rate that is just no longer served, and what was measured around it."""
+    """The rate at which load is no longer served, and the measurements around it."""
 
     rate: float
     points: tuple[LoadPoint, ...]
-    """By rate."""
+    """Results by rate."""
 
 
 Measure = Callable[[float], LoadPoint]
@@ -82,7 +82,7 @@ def find_saturation(measure: Measure, *, first: float, may_begin: MayBegin) -> S
     """Search between a rate that is served and one that is not, from ``first`` on.
 
     Raises:
-        SystemExit: when all rates are served, or none, or time was too short to say.
+        SystemExit: when all rates are served, or none, or the time was too short.
     """
     points = [measure(first)]
     while (rate := _next_rate(points)) and len(points) < MAX_POINTS and may_begin():
@@ -96,7 +96,7 @@ def find_saturation(measure: Measure, *, first: float, may_begin: MayBegin) -> S
 
 
 def _next_rate(points: Sequence[LoadPoint]) -> float | None:
-    """Return what is worth measuring next; None when all is known."""
+    """Return the next rate to measure; None when the search is complete."""
     low, high = _find_bracket(points)
     if low is None:
         return min(point.offered for point in points) / 2
@@ -148,9 +148,9 @@ def measure_saturation(
 def make_point(
     told: Sequence[StreamRecord], *, rate: float, started: float, tokens: int
 ) -> LoadPoint:
-    """Say what came of a rate; answers are counted by their tokens, ``tokens`` to an answer.
+    """Compute the result of a rate; answers count by their tokens, ``tokens`` to an answer.
 
-    Answers that were begun before the window or end after it count with their part in it.
+    Answers that begin before the window or end after it count with their part in it.
     """
     opens, closes = started + LEAD, started + LEAD + WINDOW
     written = sum(_count_tokens(one, opens, closes) for one in told)
@@ -169,7 +169,7 @@ def make_point(
 
 
 def _count_tokens(told: StreamRecord, opens: float, closes: float) -> float:
-    """Return how many tokens came in between; a piece of text may be more than one."""
+    """Return the number of tokens in an interval; a text delta may contain several."""
     pieces = sum(opens <= told.started + at < closes for at in told.times)
     return pieces * told.tokens / len(told.times) if told.tokens and told.times else pieces
 
@@ -194,7 +194,7 @@ def make_saturation_row(found: Saturation, *, capacity: float, clients: int) -> 
 
 
 def draw_saturation(found: Saturation, path: Path, *, tokens: int, what: str) -> None:
-    """Draw throughput and times to the first token against the rate that is offered.
+    """Plot throughput and times to the first token against the offered rate.
 
     ``tokens`` are those of an answer, ``what`` is the title: the server and its clients.
     """

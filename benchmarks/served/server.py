@@ -1,4 +1,4 @@
-"""`Server`: ``expertctl serve`` in a process of its own, and what it counts about itself."""
+"""`GenerationServer`: ``expertctl serve`` in its own process, and its metrics."""
 
 import json
 import os
@@ -25,35 +25,35 @@ PAUSE_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ServerMetrics:
-    """What ``/metrics`` said at one time."""
+    """The content of ``/metrics`` at one time."""
 
     series: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
     @classmethod
     def read(cls, text: str) -> "ServerMetrics":
-        """Read the text format of Prometheus."""
+        """Parse the text format of Prometheus."""
         families = text_string_to_metric_families(text)
         samples = (sample for family in families for sample in family.samples)
         return cls({(one.name, frozenset(one.labels.items())): one.value for one in samples})
 
     def get(self, name: str, **labels: str) -> float:
-        """Return a figure of our own; one that was never counted is 0."""
+        """Return one of our metrics; one that was never counted is 0."""
         return self.series.get((f"expertctl_{name}", frozenset(labels.items())), 0.0)
 
 
 class GenerationServer:
-    """A server that runs."""
+    """A running server."""
 
     def __init__(self, url: str, pid: int) -> None:
-        """Ask it at this address; ``pid`` is its process."""
+        """Use the server at this address; ``pid`` is its process."""
         self.url, self.pid = url, pid
 
     def read_metrics(self) -> ServerMetrics:
-        """Read what it counts."""
+        """Read its metrics."""
         return ServerMetrics.read(httpx2.get(f"{self.url}/metrics").raise_for_status().text)
 
     def wait_until_idle(self) -> None:
-        """Wait until nothing is written and no job waits.
+        """Wait until nothing is generated and no job waits.
 
         Raises:
             SystemExit: when that takes too long.

@@ -1,1 +1,1 @@
-"""What the benchmark of skipped experts is made of: bases in little memory, readings, a picture."""
+"""The parts of the benchmark of skipped experts: bases in little memory, evaluation, a plot."""

@@ -1,13 +1,12 @@
-"""A base of routed experts of which only some are in memory, held as runs hold it.
+"""Evaluates a mixture-of-experts base of which only some experts are in memory, as in runs.
 
 A share counts blocks: the slots of all layers, and the pool that all layers have together, which
-holds as many as a layer has beyond its slots. So not every share can be had.
+has as many blocks as a layer has experts beyond its slots. So not every share is possible.
 
-How well a base reads held-out text, and how well it answers, with some of its experts.
-
-*Text* is read token by token, as answers are. *Questions* are read in one pass each, as prompts
-are, and then the right answer token by token. A base gives the right answer, greedily, where each
-token of it is the most likely one.
+The evaluation measures perplexity on held-out text, and the share of right answers. *Text* is read
+token by token, as answers are. *Questions* are processed in one pass each, as prompts are, and then
+the right answer token by token. With greedy decoding, a base gives the right answer if each of its
+tokens is the most likely one.
 """
 
 import random
@@ -44,12 +43,12 @@ from expertctl.store.quantised_file import always_wanted
 
 Numbers = np.ndarray[Any, Any]
 SCHEME = Scheme.FLOAT32
-"""What bases are held in, so that the cost of skipping is not mixed with that of rounding."""
+"""Data type of bases, so that the cost of skipping is not mixed with that of rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfiguration:
-    """The share of experts that is in memory, and what becomes of the others."""
+    """The share of experts in memory, and the treatment of the others."""
 
     share: float
     policy: MissPolicy = EXACT_POLICY
@@ -63,14 +62,14 @@ def make_cache_plan(routed: ExpertsConfig, share: float) -> CachePlan:
 
 
 class PackedExpertReader:
-    """Copies experts from memory that is not counted, where they lie packed as in a copy of a base.
+    """Copies experts from memory that is not counted, in the packed layout of a copy of a base.
 
-    That takes 10 microseconds, a quarter of what a layer takes to compute; reading one of these
-    small experts from files and packing it takes 240, six layers.
+    That takes 10 microseconds, a quarter of the time to compute a layer; reading one of these small
+    experts from files and packing it takes 240 microseconds, six layers.
     """
 
     def __init__(self, blocks: Mapping[tuple[int, int], Numbers]) -> None:
-        """Copy from these, by layer and number."""
+        """Copy from these experts, by layer and number."""
         self._blocks = blocks
 
     def read(
@@ -86,10 +85,10 @@ class PackedExpertReader:
 
 
 class BaseLoader:
-    """One base in a directory, as several decoders would hold it, one after the other."""
+    """One base in a directory, for several decoders, one after the other."""
 
     def __init__(self, directory: Path, *, threads: int) -> None:
-        """Read all but the experts once."""
+        """Read everything except the experts once."""
         self.config = read_model_config(directory)
         self.crew = ThreadPool(threads)
         self.trunk = load_packed_base(directory, self.config, SCHEME, experts=False)
@@ -97,13 +96,13 @@ class BaseLoader:
 
     @property
     def routed(self) -> ExpertsConfig:
-        """What its routed experts are."""
+        """The shape of its routed experts."""
         assert self.config.experts is not None, "a base of routed experts"
         return self.config.experts
 
     @contextmanager
     def open_cache(self, holding: CacheConfiguration) -> Iterator[ExpertCache]:
-        """Hold some experts, for a while; slots begin with those of the lowest numbers."""
+        """Open a cache with some experts; slots begin with those of the lowest numbers."""
         routed, plan = self.routed, make_cache_plan(self.routed, holding.share)
         memory = ExpertMemory(
             make_expert_shape(self.config, SCHEME),
@@ -129,7 +128,7 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSet:
-    """What is read: documents before anything counts, those that count, and questions."""
+    """The material: documents for warm-up, documents that count, and questions."""
 
     before: tuple[Document, ...]
     documents: tuple[Document, ...]
@@ -138,29 +137,29 @@ class EvaluationSet:
 
 @dataclass(frozen=True, slots=True)
 class PartResult:
-    """What came of a part of the material; shares are of 1."""
+    """The result of a part of the material; shares are from 0 to 1."""
 
     perplexity: float
     skipped: float
-    """How much of the weights was left out."""
+    """The share of the router weight that was left out."""
     fallback: float
-    """The share of the experts asked for that were not in memory then."""
+    """The share of requested experts that were not in memory at that moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkippingResult:
-    """What came of all of it."""
+    """The result of all material."""
 
     text: PartResult
     answers: PartResult
     accuracy: float
-    """How many answers are right, of 1."""
+    """The share of right answers, from 0 to 1."""
     rate: float
-    """Tokens of text a second."""
+    """Text tokens per second."""
 
 
 def make_evaluation_set(*, documents: int, questions: int) -> EvaluationSet:
-    """Return so many documents, and so many questions of each task in an order that is mixed."""
+    """Return so many documents, and so many questions of each task in a mixed order."""
     asked = [
         (encode_prompt(sample.prompt), encode_answer(sample.answer))
         for task in EXPERTS
@@ -172,12 +171,12 @@ def make_evaluation_set(*, documents: int, questions: int) -> EvaluationSet:
 
 
 def evaluate_whole(bases: BaseLoader, read: EvaluationSet) -> SkippingResult:
-    """Read it with all experts in memory and no cache."""
+    """Process the material with all experts in memory and no cache."""
     return _EvaluatedDecoder(PackedDecoder(bases.whole, bases.crew), None).read(read)
 
 
 def evaluate(bases: BaseLoader, holding: CacheConfiguration, read: EvaluationSet) -> SkippingResult:
-    """Read it with some experts in memory."""
+    """Process the material with some experts in memory."""
     with bases.open_cache(holding) as cache:
         return _EvaluatedDecoder(PackedDecoder(bases.trunk, bases.crew, experts=cache), cache).read(
             read
@@ -204,14 +203,14 @@ class _EvaluatedDecoder:
         return SkippingResult(text, _make_part(losses, self._activity().since(before)), right, rate)
 
     def _compute_losses(self, ids: Ids) -> list[float]:
-        """Read a text token by token; return how surprising each was but the first."""
+        """Read a text token by token; return the loss of each token except the first."""
         cache, losses = self._make_kv_cache(), []
         for token, following in pairwise(ids):
             losses.append(_compute_loss(self._decoder.decode(token, cache).logits, following))
         return losses
 
     def _answer(self, prompt: Ids, answer: Ids) -> tuple[list[float], bool]:
-        """Read a question, then its answer; return surprises, and whether it would be given."""
+        """Process a question, then its answer; return losses, and whether it would be generated."""
         cache, losses, right = self._make_kv_cache(), [], True
         logits = self._decoder.prefill(prompt, cache).logits
         for token in answer:
@@ -228,7 +227,7 @@ class _EvaluatedDecoder:
 
 
 def _make_part(losses: Sequence[float], activity: ExpertActivity) -> PartResult:
-    """Return the figures of losses and of what experts were left out meanwhile."""
+    """Return the figures of losses, and of the experts that were left out meanwhile."""
     return PartResult(
         perplexity=exp(sum(losses) / len(losses)),
         skipped=activity.skipped_weight / activity.router_weight if activity.router_weight else 0.0,

@@ -1,4 +1,4 @@
-"""The picture of what skipping costs: over how many experts are in memory, a line for each cap."""
+"""The plot of the cost of skipping: against the share of experts in memory, a line for each cap."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 Results = Mapping[CacheConfiguration, SkippingResult]
 _INK, _FAINT = "#222222", "#dddddd"
 _COLOURS = ("#9ecae1", "#4292c6", "#08519c", "#d9822b")
-"""Of caps, the smallest first."""
+"""Colours of caps, the smallest first."""
 _SMALL = 0.1
-"""Up to so many per cent a picture is linear, beyond logarithmic."""
+"""Up to this percentage the axis is linear, beyond it logarithmic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class _PlotLine:
 
 
 def draw_skipping(results: Results, path: Path) -> None:
-    """Draw three pictures beside each other: perplexity, right answers, and what was left out."""
+    """Plot perplexity, right answers, and what was left out, side by side."""
     write_figure(lambda: _make_figure(results), path)
 
 

@@ -1,1 +1,1 @@
-"""The parts of ``benchmarks.serving_soak``: a home, its callers, its changes, its watch."""
+"""The parts of ``benchmarks.serving_soak``: a home, its clients, its changes, its monitor."""

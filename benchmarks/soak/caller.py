@@ -1,6 +1,6 @@
-"""What a whole answer of each API is, and the text in it.
+"""Clients of a server: they send requests, read on or disconnect, and record the outcome.
 
-Callers of a server: they ask, read on or go away, and keep what became of it.
+This module defines a complete answer of each API, and the text in it.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _REASONS = {
 
 
 def find_problem(request: SoakRequest, answer: Document) -> str | None:
-    """Return what is missing in an answer that came with status 200; None for nothing."""
+    """Return what is missing in an answer with status 200; None for nothing."""
     match request.api:
         case "chat" | "completions":
             return _check_choices(request, answer)
@@ -46,7 +46,7 @@ def find_problem(request: SoakRequest, answer: Document) -> str | None:
 
 
 def read_text(request: SoakRequest, answer: Document) -> str:
-    """Return the text of an answer, the first one where there are several."""
+    """Return the text of an answer, the first one if there are several."""
     match request.api:
         case "chat":
             return _check_text(_get_nested(answer, "choices", 0, "message", "content"))
@@ -73,7 +73,7 @@ def read_delta(request: SoakRequest, event: Document) -> str:
 
 
 def read_error(document: Document) -> str | None:
-    """Return the word and the sentence of an error, in whichever shape; None for no error."""
+    """Return code and message of an error, in any of the formats; None for no error."""
     error = document.get("error")
     if not isinstance(error, dict):
         return None
@@ -109,13 +109,13 @@ def _check_text(value: object) -> str:
 
 POLL_SECONDS = 0.15
 MAX_WAIT_SECONDS = 120.0
-"""No answer takes so long on a server that keeps up; what does is stuck."""
+"""No answer takes this long on a server that keeps up; one that does is stuck."""
 _RUNNING = {"queued", "processing"}
 
 
 @dataclass(slots=True, kw_only=True)
 class CallRecord:
-    """What one caller asked for and was told; times of `time.monotonic`."""
+    """The request of one client and its outcome; times of `time.monotonic`."""
 
     asked: SoakRequest | InvalidRequest
     begun: float = field(default_factory=time.monotonic)
@@ -124,32 +124,32 @@ class CallRecord:
     """Seconds to the first text of a stream."""
     status: int | None = None
     error: str | None = None
-    """What the body, the last event or the job says went wrong."""
+    """The error in the body, the last event or the job."""
     is_left: bool = False
-    """The caller went away before the end."""
+    """The client disconnected before the end."""
     problem: str | None = None
-    """Why there is no whole answer: half a stream, a broken connection, a missing field."""
+    """Why there is no complete answer: half a stream, a broken connection, a missing field."""
 
     @property
     def seconds(self) -> float:
-        """How long it took, or the caller stayed."""
+        """The time until the answer was complete, or the client disconnected."""
         return self.ended - self.begun
 
     @property
     def kind(self) -> str:
-        """The API, or that it was wrong."""
+        """The API, or that the request was invalid."""
         return "wrong" if isinstance(self.asked, InvalidRequest) else self.asked.api
 
 
 class SoakCaller:
-    """Asks one server, as often as is wanted, over connections of one pool."""
+    """A client of one server, with any number of requests over one connection pool."""
 
     def __init__(self, client: httpx2.AsyncClient) -> None:
-        """Ask through this client."""
+        """Use this HTTP client."""
         self._client = client
 
     async def ask(self, asked: SoakRequest | InvalidRequest) -> CallRecord:
-        """Ask once; whatever happens is told, nothing is raised."""
+        """Send one request; every outcome is recorded, nothing is raised."""
         told = CallRecord(asked=asked)
         try:
             await self._send(told)
@@ -177,7 +177,7 @@ class SoakCaller:
         told.error = read_error(answer.json())
 
     async def _wait_for_answer(self, request: SoakRequest, told: CallRecord) -> None:
-        """Wait for the answer, as long as this caller does."""
+        """Wait for the answer, for as long as this client does."""
         try:
             async with asyncio.timeout(request.leaves_after):
                 if request.streams:
@@ -254,14 +254,14 @@ def _check_job(request: SoakRequest, document: Document, told: CallRecord) -> No
 
 
 def _continue_conversation(request: SoakRequest, text: str) -> None:
-    """Let the next turn of a conversation follow the answer."""
+    """Append the answer to the conversation, for its next turn."""
     talk, turns = request.conversation, request.body.get("messages")
     if talk is not None and isinstance(turns, list):
         talk.add_answer(turns, text)
 
 
 async def _iterate_events(answer: httpx2.Response) -> AsyncGenerator[tuple[str, Document]]:
-    """Yield each event: its name, or its data where that is no object, and the object."""
+    """Yield each event: its name, or its data if that is not an object, and the object."""
     name = ""
     async for line in answer.aiter_lines():
         field_name, _, value = line.partition(": ")

@@ -1,12 +1,11 @@
 """A home to serve from while its experts change: the starter base, and experts of all kinds for it.
 
-Beside the starter pack there are experts of this benchmark, each in two versions: LoRAs with drawn
-weights, and the starter's DoRA, IA³ and soft prompt under other names.
+In addition to the starter pack there are experts of this benchmark, each in two versions: LoRAs
+with random weights, and the starter's DoRA, IA³ and soft prompt under other names.
 
-Changes of a home while it is served: experts go, come back, and come in other versions.
-
-Every change is a command of its own, as a person gives it. The times in which a name could not be
-found are kept as spans.
+While a home is served, experts are removed, installed again, and replaced by other versions. Every
+change is a separate command, as a user would run it. The times in which a name could not be found
+are recorded as intervals.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ BASE = read_starter_manifest().base.name
 VERSIONS = ("1.0.0", "2.0.0")
 RANKS = (8, 16, 24, 32)
 RENAMED = {"dora": "starter/past", "ia3": "starter/capitals", "soft-prompt": "starter/exclaim"}
-"""Experts of this benchmark whose weights are those of another."""
+"""Experts of this benchmark that have the weights of another one."""
 SPREAD = 0.01
 
 Packages = Mapping[str, Mapping[str, Path]]
@@ -50,15 +49,15 @@ Packages = Mapping[str, Mapping[str, Path]]
 
 @dataclass(frozen=True, slots=True)
 class SoakHome:
-    """The home, and packages that can come and go."""
+    """The home, and packages that can be installed and removed."""
 
     home: Home
     packages: Packages
-    """Of each, the first version is installed at the beginning."""
+    """The first version of each is installed at the beginning."""
 
     @property
     def expert_names(self) -> tuple[str, ...]:
-        """The names of all experts that there are at the beginning."""
+        """The names of all experts that are present at the beginning."""
         return tuple(str(expert.package) for expert in Store(self.home.store).list_experts())
 
 
@@ -95,7 +94,7 @@ def _write_packages(
 
 
 def _write_random_loras(scratch: Path, rank: int, facts: BaseFacts) -> dict[str, Path]:
-    """Write an adapter for each version, with weights of its own."""
+    """Write an adapter for each version, with different weights."""
     folders = {}
     for number, version in enumerate(VERSIONS):
         folder = folders[version] = scratch / f"lora-{rank}-v{number}"
@@ -148,27 +147,27 @@ def _make_tensors(
 EXPERTCTL = str(Path(sys.executable).with_name("expertctl"))
 EVERY_SECONDS = 20.0
 GC_EVERY = 5
-"""Each change of so many is followed by collecting garbage."""
+"""After this many changes, garbage is collected."""
 GRACE_SECONDS = 2.0
-"""How long a server may take to see that an expert is back."""
+"""Maximum time until a server notices that an expert was installed again."""
 
 
 @dataclass(slots=True)
 class Absence:
-    """From when to when an expert was not there; a version in the place of another counts, too."""
+    """The interval in which an expert was absent; replacing it by another version counts, too."""
 
     name: str
     started: float
     ended: float = float("inf")
 
     def overlaps(self, *, started: float, ended: float) -> bool:
-        """Tell whether it was away at any moment of a request."""
+        """Return whether it was absent at any moment of a request."""
         return self.started <= ended and started <= self.ended + GRACE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
 class HomeChange:
-    """One command and what came of it."""
+    """One command and its outcome."""
 
     words: tuple[str, ...]
     at: float
@@ -188,7 +187,7 @@ class HomeChurn:
         self._versions: dict[str, str | None] = dict.fromkeys(user_home.packages, VERSIONS[0])
 
     async def run(self) -> None:
-        """Change something every while, until `end`."""
+        """Change something at intervals, until `stop`."""
         self._ended.clear()
         for number in count(1):
             with suppress(TimeoutError):
@@ -201,11 +200,11 @@ class HomeChurn:
                 await self._run_command("gc")
 
     def stop(self) -> None:
-        """Let `run` return once what it is doing is done."""
+        """Make `run` return after the current change."""
         self._ended.set()
 
     async def restore(self) -> None:
-        """Install what is away."""
+        """Install what is absent."""
         for name, version in self._versions.items():
             if version is None:
                 await self._install(name, VERSIONS[0])

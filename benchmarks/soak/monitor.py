@@ -1,4 +1,4 @@
-"""What is looked at every second: the processes of a server, and what it says of itself."""
+"""The samples of every second: the processes of a server, and its own metrics."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ _RECORDED_METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """The processes of a server at one moment, together."""
+    """The totals of the processes of a server at one moment."""
 
     ids: tuple[int, ...]
     resident: int
@@ -39,7 +39,7 @@ class ProcessUsage:
 
 @dataclass(frozen=True, slots=True)
 class ServerSample:
-    """One moment; ``metrics`` are by name and labels, as the server writes them."""
+    """One sample; ``metrics`` are by name and labels, as the server writes them."""
 
     at: float
     processes: ProcessUsage
@@ -56,7 +56,7 @@ class ServerSample:
 
 
 def measure_processes(server: int) -> ProcessUsage:
-    """Look at a server and all that it started."""
+    """Sample a server and all its child processes."""
     parent = psutil.Process(server)
     alive = [parent, *parent.children(recursive=True)]
     return ProcessUsage(
@@ -68,26 +68,26 @@ def measure_processes(server: int) -> ProcessUsage:
 
 
 class ServerMonitor:
-    """Looks at one server."""
+    """Samples one server."""
 
     def __init__(self, url: str, server: int) -> None:
-        """Ask over a connection of its own."""
+        """Use a separate connection."""
         self.samples = deque[ServerSample]()
         self._client, self._server = httpx2.AsyncClient(base_url=url, timeout=60), server
 
     async def sample(self) -> ServerSample:
-        """Return this moment."""
+        """Return a sample."""
         text = (await self._client.get("/metrics")).raise_for_status().text
         return ServerSample(time.monotonic(), measure_processes(self._server), parse_metrics(text))
 
     async def run(self) -> None:
-        """Keep a sample for every second, until cancelled."""
+        """Record a sample every second, until cancelled."""
         while True:
             self.samples.append(await self.sample())
             await asyncio.sleep(EVERY_SECONDS - time.monotonic() % EVERY_SECONDS)
 
     async def until_idle(self, *, seconds: float) -> ServerSample:
-        """Look until no request runs, waits or is answered; return the last look, idle or not."""
+        """Sample until no request runs or waits; return the last sample, idle or not."""
         end = time.monotonic() + seconds
         while not is_idle(now := await self.sample()) and time.monotonic() < end:
             await asyncio.sleep(0.1)
@@ -99,7 +99,7 @@ class ServerMonitor:
 
 
 def is_idle(now: ServerSample) -> bool:
-    """Tell whether the server does nothing but answer this watch."""
+    """Return whether the server does nothing except answer this monitor."""
     waits = ("queue_jobs", "preparing_jobs", "batch_texts", "kv_bytes")
     return not any(now.sum_metric(f"expertctl_{name}") for name in waits) and (
         now.sum_metric("expertctl_requests_running") <= 1
@@ -107,7 +107,7 @@ def is_idle(now: ServerSample) -> bool:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Read those series of the text format that are kept."""
+    """Parse those series of the text format that are recorded."""
     series = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
     return {
         name: float(value)

@@ -1,8 +1,7 @@
-"""What half an hour of load comes to: wrong answers, memory that grew, what was kept.
+"""The report on half an hour of load: wrong answers, growth of memory, resources not freed.
 
-A run as a file: what was seen every second, and what each caller was told, a line for each.
-
-The course of a run as a picture: memory, the queue, and the time to the first token.
+A run can be saved as a file, with a line for each sample and for each request, and plotted: memory,
+the queue, and the time to the first token.
 """
 
 import json
@@ -18,10 +17,11 @@ from benchmarks.soak.monitor import ServerSample, is_idle
 from benchmarks.soak.requests import InvalidRequest, SoakRequest
 
 FIT_BLOCKS = 20
-"""Means of so many stretches are fitted: neighbours in time are alike, so a line through single
-samples would seem surer than it is."""
+"""A line is fitted to the means of this many intervals: neighbouring samples are correlated, so a
+line through single samples would seem more certain than it is.
+"""
 GROWTH = 0.01
-"""What the last third of the time may hold more than the second."""
+"""By how much the last third of the time may exceed the second."""
 SPARE_THREADS = 8
 """Threads of pools that start when many requests come at once, and stay."""
 TOO_MANY = 429
@@ -32,7 +32,7 @@ _TIMED_OUT = ("timed_out", "timeout")
 
 @dataclass(frozen=True, slots=True)
 class LineFit:
-    """A straight line through values over time: how steep it is, and the standard error of that."""
+    """A straight line through values over time: its slope, and the standard error of that."""
 
     slope: float
     error: float
@@ -49,12 +49,12 @@ class MemoryGrowth:
 
     @property
     def growth(self) -> float:
-        """What the last third held more, as a share of the second."""
+        """By how much the last third exceeds the second, as a share of the second."""
         return self.last_third / self.second_third - 1
 
 
 def fit_line(times: Sequence[float], values: Sequence[float]) -> LineFit:
-    """Fit a line to the means of `BLOCKS` stretches."""
+    """Fit a line to the means of `FIT_BLOCKS` intervals."""
     size = max(len(times) // FIT_BLOCKS, 1)
     blocks = range(0, len(times) - size + 1, size)
     x = [statistics.fmean(times[at : at + size]) for at in blocks]
@@ -82,17 +82,17 @@ def measure_memory(samples: Sequence[ServerSample]) -> MemoryGrowth:
 
 
 def count_refused(told: Sequence[CallRecord]) -> int:
-    """Return how many requests were refused for want of room."""
+    """Return the number of requests that were refused for lack of capacity."""
     return sum(one.status == TOO_MANY for one in told)
 
 
 def count_faults(told: Sequence[CallRecord], away: Sequence[Absence]) -> int:
-    """Return how many requests got a wrong answer."""
+    """Return the number of requests that got a wrong answer."""
     return sum(_find_fault(one, away) is not None for one in told)
 
 
 def describe_faults(told: Sequence[CallRecord], away: Sequence[Absence]) -> list[str]:
-    """Say of each kind of wrong answer how many there were, and what one of them said."""
+    """Describe each kind of wrong answer: their number, and the message of one."""
     wrong = [(one, fault) for one in told if (fault := _find_fault(one, away))]
     counts = Counter((one.kind, one.status, _fault_prefix(fault)) for one, fault in wrong)
     examples = {_fault_prefix(fault): fault for _, fault in reversed(wrong)}
@@ -103,7 +103,7 @@ def describe_faults(told: Sequence[CallRecord], away: Sequence[Absence]) -> list
 
 
 def list_failed_changes(changes: Sequence[HomeChange]) -> list[str]:
-    """Say which changes of the home were refused."""
+    """Describe the changes of the home that were refused."""
     failed = (change for change in changes if change.code)
     return [
         f"{' '.join(one.words)}: exit {one.code}: {one.output[:_MAX_CHARACTERS]}" for one in failed
@@ -113,7 +113,7 @@ def list_failed_changes(changes: Sequence[HomeChange]) -> list[str]:
 def list_leaks(
     before: ServerSample, after: ServerSample, told: Sequence[CallRecord]
 ) -> Iterator[str]:
-    """Say what a server still has that it should have given back."""
+    """Describe resources that a server has not freed."""
     if not is_idle(after):
         live = {name: value for name, value in after.metrics.items() if "memory" not in name}
         yield f"the server is not idle: {live}"
@@ -131,7 +131,7 @@ def list_leaks(
 
 
 def _find_fault(one: CallRecord, away: Sequence[Absence]) -> str | None:
-    """Return what is wrong with an answer, if anything is."""
+    """Return the error of an answer, if it has one."""
     asked = one.asked
     if one.problem is not None:
         return one.problem
@@ -145,7 +145,7 @@ def _find_fault(one: CallRecord, away: Sequence[Absence]) -> str | None:
 
 
 def _is_excused(one: CallRecord, asked: SoakRequest, away: Sequence[Absence]) -> bool:
-    """Tell whether an error was to be expected: a time limit, or an expert that was removed."""
+    """Return whether an error was expected: a time limit, or an expert that was removed."""
     said = one.error or ""
     if asked.is_timed and (one.status == 408 or any(word in said for word in _TIMED_OUT)):
         return True
@@ -156,7 +156,7 @@ def _is_excused(one: CallRecord, asked: SoakRequest, away: Sequence[Absence]) ->
 
 
 def _fault_prefix(fault: str) -> str:
-    """Return the beginning of a fault, which those of one kind share."""
+    """Return the beginning of a message, which is the same for errors of one kind."""
     return fault[:30]
 
 
@@ -188,7 +188,7 @@ def _iterate_calls(told: Sequence[CallRecord], begun: float) -> Iterator[dict[st
 
 
 INTERVALS = 60
-"""Percentiles are taken over so many stretches of the time."""
+"""Percentiles are computed over this many intervals of the time."""
 _QUEUES = {
     "expertctl_queue_jobs": "wait",
     "expertctl_preparing_jobs": "prepared",
@@ -197,7 +197,7 @@ _QUEUES = {
 
 
 def draw_soak(samples: Sequence[ServerSample], told: Sequence[CallRecord], path: Path) -> None:
-    """Draw three curves above each other, over minutes."""
+    """Plot three curves one above the other, over minutes."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -227,7 +227,7 @@ def draw_soak(samples: Sequence[ServerSample], told: Sequence[CallRecord], path:
 def _compute_percentiles(
     told: Sequence[CallRecord], *, begun: float, end: float, share: float
 ) -> tuple[list[float], list[float]]:
-    """Return the middle of each stretch, in minutes, and the percentile in it."""
+    """Return the middle of each interval, in minutes, and the percentile in it."""
     length = (end - begun) / INTERVALS
     at, seconds = list[float](), list[float]()
     for number in range(INTERVALS):

@@ -1,9 +1,8 @@
-"""Requests that are wrong on purpose, each with the status that it must get.
+"""Requests of all APIs, drawn at random, and some that are invalid on purpose.
 
-What callers ask for: requests of all APIs, drawn at random, and some that are wrong on purpose.
-
-`Draws` is one endless sequence for a seed. Conversations come again under the same key, each time
-with what was answered before; one that grew too long begins anew.
+Each invalid request has the status that it must get. The sequence of requests is endless and
+determined by a seed. Conversations repeat under the same key, each time with the previous answers;
+one that grows too long begins again.
 """
 
 import json
@@ -20,7 +19,7 @@ _MESSAGES = [{"role": "user", "content": "Hello"}]
 
 @dataclass(frozen=True, slots=True)
 class InvalidRequest:
-    """One request that cannot be answered."""
+    """One invalid request."""
 
     status: int
     method: str
@@ -76,14 +75,14 @@ Api = Literal["chat", "completions", "messages", "infer", "jobs", "route"]
 Body = dict[str, object]
 
 INVALID_SHARE = 0.05
-"""How many requests are wrong on purpose."""
+"""The share of requests that are invalid on purpose."""
 DISCONNECT_SHARE = 0.32
-"""How many of the callers mean to go away early; a third of them is answered before."""
+"""The share of clients that intend to disconnect early; a third of them is answered before."""
 CONVERSATIONS = 60
 MAX_CHARACTERS = 900
-"""A conversation that has more begins anew; a token is a byte, and a context has 2,048."""
+"""A longer conversation begins again; a token is a byte, and a context has 2,048."""
 SHORT_MS, LONG_MS = (20, 100), 60_000
-"""Times that an answer may take: some are too short, the long one never ends."""
+"""Time limits of answers: some are too short, the long one is never reached."""
 LENGTHS = (8, 24, 64, 128)
 _SHARES: dict[Api, int] = {
     "chat": 30,
@@ -118,53 +117,53 @@ class SoakConversation:
         return [*self.turns, {"role": "user", "content": prompt}]
 
     def add_answer(self, turns: list[dict[str, str]], text: str) -> None:
-        """Keep an answer; one without text cannot be a turn."""
+        """Store an answer; one without text cannot be a turn."""
         if text.strip():
             self.turns = [*turns, {"role": "assistant", "content": text}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakRequest:
-    """One request as its caller wants it, and when that caller goes away."""
+    """One request of a client, and the time at which the client disconnects."""
 
     api: Api
     body: Body
     experts: tuple[str, ...] = ()
-    """Those that it names."""
+    """The experts that it names."""
     conversation: SoakConversation | None = None
     leaves_after: float | None = None
-    """Seconds from the request, whatever came by then; a job is deleted."""
+    """Seconds from the request, whatever has arrived by then; a job is deleted."""
     hangs_up_after: int | None = None
-    """Events of a stream."""
+    """Number of events of a stream after which the client disconnects."""
 
     @property
     def path(self) -> str:
-        """Where it goes."""
+        """The path of the endpoint."""
         return _PATHS[self.api]
 
     @property
     def streams(self) -> bool:
-        """Whether its answer comes in pieces."""
+        """Whether its answer is streamed."""
         return bool(self.body.get("stream"))
 
     @property
     def texts(self) -> int:
-        """How many answers it asks for."""
+        """The number of answers that it requests."""
         wanted = self.body.get("n", 1)
         assert isinstance(wanted, int)
         return wanted
 
     @property
     def is_timed(self) -> bool:
-        """Whether it says that its answer may take less time than it needs."""
+        """Whether its time limit may be shorter than the answer takes."""
         return self.body.get("timeout_ms", LONG_MS) != LONG_MS
 
 
 class RequestGenerator:
-    """Requests without end, the same for the same seed; how callers come is drawn elsewhere."""
+    """Endless requests, the same for the same seed; times of arrival are drawn elsewhere."""
 
     def __init__(self, experts: Sequence[str], prompts: Sequence[str], *, seed: int) -> None:
-        """Draw among experts that are there as a rule, and prompts that suit some of them."""
+        """Draw among experts that are usually present, and prompts that suit some of them."""
         self._drawn = random.Random(seed)  # the load is no secret
         self._experts, self._prompts = tuple(experts), tuple(prompts)
         self._conversations = [
@@ -181,7 +180,7 @@ class RequestGenerator:
         }
 
     def next(self) -> SoakRequest | InvalidRequest:
-        """Draw the next one."""
+        """Draw the next request."""
         if self._drawn.random() < INVALID_SHARE:
             return self._drawn.choice(INVALID_REQUESTS)
         api = self._drawn.choices(list(_SHARES), weights=list(_SHARES.values()))[0]
@@ -294,7 +293,7 @@ class RequestGenerator:
 
 
 def _list_expert_names(body: Body) -> tuple[str, ...]:
-    """Return the names of the experts that a body asks for."""
+    """Return the names of the experts in a body."""
     forced, model = body.get("force_experts", []), body.get("model", "auto")
     assert isinstance(forced, list)
     assert isinstance(model, str)

@@ -42,7 +42,7 @@ class Training:
 
 
 def build_model(layers: int = 6, experts: int = 32) -> Qwen3MoeForCausalLM:
-    """Return a Qwen3-MoE of five million weights at random, of which a token reads a quarter."""
+    """Return a Qwen3-MoE with five million random parameters, a quarter of them used per token."""
     config = Qwen3MoeConfig(
         vocab_size=SIZE,
         hidden_size=128,

@@ -16,7 +16,7 @@ SCHEDULE = Schedule(steps=2100, batch=32, peak=3e-3, warmup=60)
 
 
 def build_model() -> Qwen3ForCausalLM:
-    """A Qwen3 of about two million weights, at random."""
+    """Return a Qwen3 with about two million random parameters."""
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=SIZE,

@@ -1,4 +1,4 @@
-"""A plan that was saved gives the same numbers again: every token, and every score to the bit."""
+"""Replaying a saved plan gives the same tokens and bit-identical logits."""
 
 import json
 from collections.abc import Iterator

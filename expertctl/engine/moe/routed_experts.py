@@ -131,8 +131,8 @@ class RoutedExperts:
 def redistribute_weights(weights: Weights, hits: NDArray[np.generic]) -> Weights:
     """Return weights [tokens, used] with the weight of misses given to the hits.
 
-    ``effective = w * h * (sum(w) / sum(w * h))``, and zeros if all are missed. If all are hits the
-    weights are unchanged, to the bit.
+    ``effective = w * h * (sum(w) / sum(w * h))``, and zeros if all are missed. If all are hits, the
+    result is bit-identical to ``weights``.
     """
     given, kept = _split_weights(weights, hits)
     total, left = given.sum(-1, keepdims=True), kept.sum(-1, keepdims=True)

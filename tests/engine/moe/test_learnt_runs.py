@@ -1,4 +1,4 @@
-"""What a base was asked for says how it begins the next time; answers stay the same, to the bit."""
+"""Stored counts of routed experts decide the next start; answers stay bit-identical."""
 
 import gc
 import weakref
