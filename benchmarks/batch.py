@@ -37,7 +37,7 @@ def measure(rounds: int) -> Sequence[Row]:
 
 
 def _make_rows(seconds: Mapping[str, Sequence[Seconds]]) -> Iterator[Row]:
-    many, case = float(TEXTS * TOKENS), f"{TEXTS} texts, {TEXTS} experts, threads: {WORKERS}"
+    many, case = float(TEXTS * TOKENS), f"{TEXTS} sequences, {TEXTS} experts, threads: {WORKERS}"
     yield compare_rates(
         case,
         seconds["many"],
@@ -62,7 +62,7 @@ def _make_rows(seconds: Mapping[str, Sequence[Seconds]]) -> Iterator[Row]:
             case, rival="PEFT, adapter_names", install=PEFT_INSTALL, target=">= 3"
         )
     yield compare_rates(
-        f"{TEXTS} texts, one expert, threads: {WORKERS}",
+        f"{TEXTS} sequences, one expert, threads: {WORKERS}",
         seconds["same"],
         seconds["one"],
         work=(many, float(TOKENS)),

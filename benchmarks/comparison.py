@@ -45,7 +45,7 @@ class ComparisonCase:
         """The name of the row."""
         match self.task:
             case Decode(_, context):
-                what = f"decode behind {context} tokens"
+                what = f"decode after {context} tokens"
             case ReadPrompt(tokens):
                 what = f"prompt of {tokens} tokens"
         return f"{what}, {width_name(self.scheme)}, threads: {self.threads}"

@@ -87,7 +87,7 @@ DTYPES: dict[Scheme, Dtype] = {
     Scheme.INT8: "int8",
     Scheme.INT4: "int4",
 }
-_SAMPLING_NOTE = "anonymous memory, looked at every 2 ms"
+_SAMPLING_NOTE = "anonymous memory, sampled every 2 ms"
 Process = EngineProcess[RoutedTask]
 
 
@@ -166,7 +166,7 @@ def measure_from_memory(subject: BenchmarkedBase, rounds: int) -> list[Row]:
         "decode, all resident, through the cache", seconds, ExpertPlacement.CACHED, ">= 0.95"
     )
     about = f"{subject.simulates}, bf16; {huge:.0%} of the process in huge pages"
-    note = f"{about}; {misses:.0%} of requests not in memory; blocks are lent"
+    note = f"{about}; {misses:.0%} of requests not in memory; blocks are shared"
     return [replace(cached, note=about), replace(lent, note=note)]
 
 
@@ -307,7 +307,7 @@ def _measure_hits(path: Path | None, picture: Path | None, layers: int) -> list[
         shape = RoutedShape(layers)
         traces = {
             "Zipf's law": make_trace(shape, TOKENS),
-            f"Zipf's law, new favourites every {DRIFT} tokens": make_trace(
+            f"Zipf's law, other experts become frequent every {DRIFT} tokens": make_trace(
                 shape, TOKENS, every=DRIFT
             ),
         }

@@ -334,7 +334,10 @@ def _compare_policies(
 
 
 def _compare_drift(wanted: Sequence[int], replayed: ReplayOutcome) -> list[Row]:
-    case, fit = f"the same, new favourites every {DRIFT_REQUESTS:,}", BUDGET // EXPERT_BYTES
+    case, fit = (
+        f"the same, other experts become popular every {DRIFT_REQUESTS:,}",
+        BUDGET // EXPERT_BYTES,
+    )
     ours = sum(replayed.hits) / len(wanted)
     return [
         _make_share_row(case, ours, f"an LRU of {fit}", lru_hit_rate(wanted, fit), ">= 1.2"),
@@ -361,10 +364,10 @@ def _compare_with_reality(replayed: ReplayOutcome, real: ReplayOutcome) -> list[
     what = f"{count:,} requests, real"
     return [
         _make_row(
-            "the ledger at most, replayed", ledger, "the budget", limit, "MB", "lower", "<= 1.0"
+            "reserved bytes at most, replayed", ledger, "the budget", limit, "MB", "lower", "<= 1.0"
         ),
         _make_row(
-            f"{what}: the ledger at most",
+            f"{what}: reserved bytes at most",
             real.ledger / _MB,
             "the budget",
             limit,

@@ -149,7 +149,7 @@ def make_rows(rounds: Sequence[GapRound], *, streams: int, what: str) -> Iterato
         [one.prompt_with_streams for one in rounds],
         [one.prompt_alone for one in rounds],
         steps=1,
-        rival="with nobody beside it",
+        rival="alone",
         target=SLOWER,
     )
 

@@ -51,7 +51,7 @@ def check_session_reuse(first: StreamRecord, turn: TurnPair, *, history: int) ->
     if any(one.status != 200 or not one.times for one in told):
         raise SystemExit(f"serving: a turn was not answered: {[one.status for one in told]}")
     if first.cached or turn.cold.cached:
-        raise SystemExit("serving: a session that nobody had found something of another")
+        raise SystemExit("serving: a new session reused KV of another")
     if turn.warm.cached < history:
         raise SystemExit(f"serving: of {history} tokens only {turn.warm.cached} were found again")
 
@@ -59,7 +59,7 @@ def check_session_reuse(first: StreamRecord, turn: TurnPair, *, history: int) ->
 def make_conversation_row(turns: Sequence[TurnPair], *, history: int, target: str) -> Row:
     """Compare the times to the first token."""
     return compare_times(
-        f"first token of a second chat turn behind {history} tokens",
+        f"first token of a second chat turn after {history} tokens",
         [turn.warm.first for turn in turns],
         [turn.cold.first for turn in turns],
         steps=1,

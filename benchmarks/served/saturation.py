@@ -1,7 +1,7 @@
 """The saturation of a server: open-loop load at increasing rates, until it is no longer served.
 
-Requests come at random times (`serving_load.arrivals_at`), whether or not answers have come. The
-rate is doubled until less than `SUSTAINED_SHARE` of it is answered, then the interval below is
+Requests come at random times (`serving_load.draw_arrival_times`), whether or not answers have come.
+The rate is doubled until less than `SUSTAINED_SHARE` of it is answered, then the interval below is
 halved, and points around the rate that was found are measured as well. If more is served there, the
 search continues: the result is the highest rate that was served. A point is measured from `LEAD`
 seconds on, when the number of running sequences is stable, for `WINDOW` seconds; then all clients

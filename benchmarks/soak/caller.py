@@ -219,7 +219,7 @@ class SoakCaller:
                     told.is_left = True
                     return
         if last != FINAL_EVENTS[request.api] and told.error is None:
-            told.problem = f"the stream ended behind {last!r}"
+            told.problem = f"the stream ended after {last!r}"
         _continue_conversation(request, "".join(pieces))
 
     async def _poll_job(self, request: SoakRequest, told: CallRecord) -> None:

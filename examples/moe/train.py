@@ -176,7 +176,7 @@ def train(schedule: Schedule, out: Path, *, seed: int, seconds: float = inf) -> 
     step = advance(training, resume(training, path), seconds=seconds)
     if step < schedule.steps:
         keep(training, path, step)
-        _tell(f"{step} of {schedule.steps} steps are done; the next call goes on")
+        _tell(f"{step} of {schedule.steps} steps are done; the next call continues")
         return False
     save(training.model, out)
     path.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ SECONDS = {
 
 def test_sixteen_experts_are_compared_with_none_by_all_their_tokens() -> None:
     row, *_ = batch._make_rows(SECONDS)
-    assert row.case == "16 texts, 16 experts, threads: 2"
+    assert row.case == "16 sequences, 16 experts, threads: 2"
     assert row.ours == round(16 * TOKENS / 1.5, 2)
     assert row.theirs == round(16 * TOKENS / 1.2, 2)
     assert (row.ratio, row.spread, row.target, row.ok) == (0.8, (0.7, 0.8), ">= 0.7", True)
@@ -30,7 +30,7 @@ def test_peft_has_the_same_tokens_and_is_absent_where_it_is_not_installed() -> N
 
 def test_sixteen_texts_of_one_expert_are_sixteen_times_the_tokens_of_one_text() -> None:
     *_, row = batch._make_rows(SECONDS)
-    assert row.case == "16 texts, one expert, threads: 2"
+    assert row.case == "16 sequences, one expert, threads: 2"
     assert (row.theirs, row.ratio, row.target) == (float(TOKENS), 8.0, ">= 6")
 
 

@@ -21,7 +21,7 @@ SECONDS = {
 
 def test_the_rival_is_the_better_of_flash_attention_on_and_off() -> None:
     row, *_ = make_rows(DECODING, SECONDS, weight_bytes=10**9)
-    assert row.case == "decode behind 128 tokens, bf16, threads: 2"
+    assert row.case == "decode after 128 tokens, bf16, threads: 2"
     assert (row.rival, row.ours, row.theirs) == ("llama.cpp, flash attention", 32.0, 22.86)
     assert (row.ratio, row.unit, row.ok) == (1.4, "tok/s", True)
 
