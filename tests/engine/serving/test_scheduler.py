@@ -166,7 +166,7 @@ def test_a_job_that_is_not_to_be_remembered_is_not_counted(scheduler: Scheduler)
 
 
 class Boards(RuleBasedStateMachine):
-    """All that callers, planner, loader and loop may say to a board, in any order."""
+    """All that callers, planner, loader and loop may do to a scheduler, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
