@@ -28,7 +28,6 @@ from benchmarks.inputs import (
     make_source,
     write_lora,
 )
-from expertctl.digest import Digest
 from expertctl.engine.adapters.compile import CompileSpec
 from expertctl.engine.adapters.experts import (
     CompileTarget,
@@ -38,6 +37,7 @@ from expertctl.engine.adapters.experts import (
 )
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.budget import MemoryBudget
+from expertctl.reference import Digest
 from expertctl.store.disk import DerivedData
 
 BASE = "bench/qwen3-0.6b"

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from expertctl.digest import Digest, FileDigest, hash_file
 from expertctl.engine.adapters.experts import ExpertSource
 from expertctl.engine.adapters.load import StoredFiles, estimate_adapter_bytes, load_adapter
 from expertctl.package.base_model import BaseFacts, BaseIdentity
@@ -18,6 +17,7 @@ from expertctl.package.build import BuildResult, build_package, plan_build
 from expertctl.package.draft import ManifestOverrides
 from expertctl.package.model_config import ModelConfig, parse_model_config
 from expertctl.package.tensor_file import read_table
+from expertctl.reference import Digest, FileDigest, hash_file
 from expertctl.schema.manifest import AdapterEntry, BaseRequirement, Manifest
 from expertctl.schema.strict_json import JsonObject
 from expertctl.trust.keys import PrivateKey

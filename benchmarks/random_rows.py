@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.routing.vector_files import VectorFiles
 from expertctl.routing.vector_table import EncodedTexts, Vectors, VectorTable
 

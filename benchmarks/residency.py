@@ -33,7 +33,6 @@ from benchmarks.cache_policies import (
 )
 from benchmarks.harness import Row, judge, main
 from benchmarks.inputs import CONFIG, WEIGHTS, make_source
-from expertctl.digest import Digest
 from expertctl.engine.adapters.compile import CompileSpec
 from expertctl.engine.adapters.experts import (
     CompileTarget,
@@ -50,6 +49,7 @@ from expertctl.engine.memory.adapter_cache import (
 )
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.package.model_config import ModelConfig, read_model_config
+from expertctl.reference import Digest
 from expertctl.store.disk import DerivedData
 
 EXPERTS, EXPERT_BYTES = 100, 20_000_000

@@ -12,9 +12,8 @@ from typing import Self
 
 import numpy as np
 
-from expertctl.digest import Digest
 from expertctl.install.starter import install_starter
-from expertctl.reference import PackageName
+from expertctl.reference import Digest, PackageName
 from expertctl.routing.candidate import InstalledExpert
 from expertctl.routing.eligibility import EligibleExperts
 from expertctl.routing.encoder import Encoder

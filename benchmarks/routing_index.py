@@ -32,7 +32,7 @@ from benchmarks.harness import (
     time_action,
 )
 from benchmarks.random_rows import RandomEncoder, make_random_prompts, make_random_table
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.routing.encoder import Encoder, ExpertTexts, open_encoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.vector_files import VectorFiles

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from expertctl.digest import READ_CHUNK
 from expertctl.errors import InvalidPackageError, NotFoundError
+from expertctl.reference import READ_CHUNK
 
 NO_SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 """Error numbers for a full disk or an exhausted quota."""

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol, Self
 
-from expertctl.digest import Digest
 from expertctl.errors import DigestError, DiskFullError, NotFoundError, StoreError
 from expertctl.files import make_folders, sync_folder
+from expertctl.reference import Digest
 
 DIGEST_LENGTHS = {"sha256": 64, "sha512": 128}
 """Algorithm → number of hex digits."""

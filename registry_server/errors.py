@@ -21,10 +21,10 @@ from expertctl.errors import (
     InvalidPackageError,
     RegistryError,
     TrustError,
+    sanitise_error_text,
 )
 from expertctl.http.errors import find_retry_after, find_status
 from expertctl.http.log import build_log_config
-from expertctl.messages import sanitise_error_text
 from registry_server.access.accounts import SESSION_PREFIX as SESSION_PREFIX
 from registry_server.settings import ServerSettings
 

@@ -7,8 +7,8 @@ import pytest
 
 from expertctl.cli.output import make_printable
 from expertctl.client.result import sanitise_text as shown_by_the_sdk
-from expertctl.messages import replace_unsafe, to_single_line
-from expertctl.messages import sanitise_error_text as printable_error
+from expertctl.errors import replace_unsafe, to_single_line
+from expertctl.errors import sanitise_error_text as printable_error
 from expertctl.registry.errors import sanitise_text as shown_of_a_registry
 
 BIDI = (

@@ -16,9 +16,8 @@ import typer
 
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, make_note_once, note, print_message
-from expertctl.errors import ExpertError, NotFoundError, UsageError
+from expertctl.errors import ExpertError, NotFoundError, UsageError, to_single_line
 from expertctl.install.sources import RegistrySources
-from expertctl.messages import to_single_line
 from expertctl.reference import PackageName, Reference
 from expertctl.registry.accounts import (
     AccessToken,

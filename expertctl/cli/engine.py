@@ -18,9 +18,9 @@ from expertctl.settings import Settings
 from expertctl.store.preference import find_working_folder
 
 if TYPE_CHECKING:
-    from expertctl.digest import Progress
     from expertctl.engine.local_engine import LocalEngine
     from expertctl.engine_config import EngineConfig
+    from expertctl.reference import Progress
     from expertctl.routing.planner import Planner
     from expertctl.store.base_record import StoredBase
     from expertctl.store.bases import BaseStore
@@ -35,7 +35,7 @@ def open_planner(settings: Settings, *, as_json: bool) -> "Planner":
 
     A marker file stays until that is done, so an interrupted first run is completed later.
     """
-    from expertctl.messages import ignore_notification
+    from expertctl.errors import ignore_notification
     from expertctl.routing.base_choice import is_home_empty
     from expertctl.routing.planner import Planner
 

@@ -28,10 +28,15 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from expertctl.digest import Progress, ignore_progress
-from expertctl.errors import DiskFullError, ExpertError, NotFoundError
+from expertctl.errors import (
+    WARNING_PREFIX,
+    DiskFullError,
+    ExpertError,
+    NotFoundError,
+    replace_unsafe,
+)
 from expertctl.files import NO_SPACE_ERRORS, write_to_path
-from expertctl.messages import WARNING_PREFIX, replace_unsafe
+from expertctl.reference import Progress, ignore_progress
 
 if TYPE_CHECKING:
     from rich.progress import FileSizeColumn

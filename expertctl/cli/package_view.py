@@ -17,8 +17,7 @@ from expertctl.cli.output import (
     show_progress,
     truncate,
 )
-from expertctl.digest import FileDigest, Progress
-from expertctl.messages import to_single_line
+from expertctl.errors import to_single_line
 from expertctl.package.adapter import KIND_NAMES, AdapterSpec, Dora, Ia3, Lora, SoftPrompt
 from expertctl.package.build import BuildResult
 from expertctl.package.diff import (
@@ -36,6 +35,7 @@ from expertctl.package.diff import (
 )
 from expertctl.package.evaluation import describe_evaluation
 from expertctl.package.read import PackageContents, is_file_name, read_blobs, read_package
+from expertctl.reference import FileDigest, Progress
 from expertctl.schema.manifest import Manifest
 from expertctl.schema.strict_json import JsonValue
 from expertctl.settings import format_size, load_settings

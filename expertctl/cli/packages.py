@@ -23,7 +23,7 @@ from expertctl.cli.package_view import (
     read_target,
     show_reading_progress,
 )
-from expertctl.errors import ExpertError, UsageError
+from expertctl.errors import ExpertError, UsageError, to_single_line
 from expertctl.files import write_atomic
 from expertctl.install.installed_experts import (
     ExportedPackage,
@@ -32,7 +32,6 @@ from expertctl.install.installed_experts import (
     export_package,
     export_set,
 )
-from expertctl.messages import to_single_line
 from expertctl.package import build as building
 from expertctl.package.adapter_config import is_hub_name
 from expertctl.package.adapter_weights import find_numeric_anomalies

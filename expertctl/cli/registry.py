@@ -15,8 +15,7 @@ import typer
 from expertctl.cli.connection import RegistryOption, connect
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, print_message, warn
-from expertctl.errors import UsageError
-from expertctl.messages import to_single_line
+from expertctl.errors import UsageError, to_single_line
 from expertctl.registry import accounts
 from expertctl.registry.accounts import NamespaceDetails, ReadAccess, RegistryUser, Role
 from expertctl.schema.strict_json import JsonObject

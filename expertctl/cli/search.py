@@ -9,12 +9,17 @@ import typer
 from expertctl.cli.connection import Connection, RegistryOption, connect, has_registry
 from expertctl.cli.output import JsonFlag, emit, format_table, note, print_message, truncate
 from expertctl.cli.package_view import build_manifest_rows
-from expertctl.digest import Digest
-from expertctl.errors import BaseMismatchError, NotFoundError, RegistryError, TrustError, UsageError
-from expertctl.messages import to_single_line
+from expertctl.errors import (
+    BaseMismatchError,
+    NotFoundError,
+    RegistryError,
+    TrustError,
+    UsageError,
+    to_single_line,
+)
 from expertctl.package.compatibility import check_expert_base
 from expertctl.package.read import is_file_name
-from expertctl.reference import PackageName, Reference, Version
+from expertctl.reference import Digest, PackageName, Reference, Version
 from expertctl.registry.api_client import (
     PackageHit,
     PackageSummary,

@@ -18,8 +18,7 @@ import typer
 from typer.main import get_command
 
 from expertctl.cli.output import VERBOSITY, debug
-from expertctl.errors import ExpertError, UsageError
-from expertctl.messages import hide_secrets
+from expertctl.errors import ExpertError, UsageError, hide_secrets
 from expertctl.settings import CONFIG_KEYS, find_home, read_config
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ HTTP status.
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from expertctl.errors import (
+    MAX_ERROR_TEXT,
     BudgetError,
     CancelledError,
     ExpertError,
@@ -28,11 +28,9 @@ from expertctl.errors import (
     UnauthenticatedError,
     UnreachableError,
     UsageError,
+    to_single_line,
 )
 
-_UNSAFE_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""As in `expertctl.messages`, which the client does not import."""
-MAX_ERROR_TEXT = 1000
 _BY_STATUS: Mapping[int, type[ExpertError]] = {
     400: UsageError,
     401: UnauthenticatedError,
@@ -98,7 +96,7 @@ def build_stream_error(event: bytes) -> ExpertError:
 
 def sanitise_text(text: str) -> str:
     """Return a server's text that can be printed: bounded, one line, no control characters."""
-    clean = " ".join(_UNSAFE_CHARACTERS.sub(" ", text[:MAX_ERROR_TEXT]).split())
+    clean = " ".join(to_single_line(text[:MAX_ERROR_TEXT], " ").split())
     return clean if len(text) <= MAX_ERROR_TEXT else f"{clean}…"
 
 

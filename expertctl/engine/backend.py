@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
 from expertctl.engine.arrays import AnyArray, FloatArray
 from expertctl.engine.decoding import LayerTimer, PrefillResult
@@ -29,8 +28,9 @@ from expertctl.engine_config import (
     Dtype,
     EngineConfig,
 )
-from expertctl.messages import Notify, ignore_notification
+from expertctl.errors import Notify, ignore_notification
 from expertctl.package.model_config import ModelConfig
+from expertctl.reference import Progress, ignore_progress
 from expertctl.settings import Home
 from expertctl.store.quantised_cache import QuantisedCache
 

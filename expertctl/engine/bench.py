@@ -13,7 +13,6 @@ from itertools import count, takewhile
 
 import numpy as np
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.bench_result import CACHE_BYTES, BenchResult, ModelCosts, TimingSeries
 from expertctl.engine.cpu.base_loader import decode_bytes_per_token, list_matrices
@@ -30,6 +29,7 @@ from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.kv.page_layout import InterleavedPages, PageLayout, estimate_pages_bytes
 from expertctl.engine.memory.host import allocate, count_usable_cores
 from expertctl.package.model_config import ModelConfig
+from expertctl.reference import Progress, ignore_progress
 
 _READ_RUNS, _COMPUTE_RUNS = 3, 5
 """Repetitions of the memory read and of the arithmetic in one round."""

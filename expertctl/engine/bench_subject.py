@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.backend import LoadConfig
 from expertctl.engine.bench import BenchSettings, BenchSubject, bench_buffer_bytes, bench_kv_bytes
 from expertctl.engine.cpu.backend import PackedBackend, PackedModel
@@ -21,9 +20,9 @@ from expertctl.engine.resources import LoadedModel
 from expertctl.engine.result_builder import GenerationContext
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import COLD_START, Dtype, EngineConfig
-from expertctl.errors import BudgetError, IncompatibleError, UsageError
-from expertctl.messages import Notify, ignore_notification
+from expertctl.errors import BudgetError, IncompatibleError, Notify, UsageError, ignore_notification
 from expertctl.package.model_config import ModelConfig, parse_model_config, read_model_config
+from expertctl.reference import Progress, ignore_progress
 from expertctl.routing.plan import PlannedExpert
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import RouteRequest

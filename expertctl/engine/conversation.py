@@ -10,12 +10,12 @@ import uuid
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from expertctl.digest import Digest
 from expertctl.engine.generation import CancelCheck, never_cancelled
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import NamedExpert, RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.text.prompt import ConversationMessage, UserMessage
+from expertctl.reference import Digest
 from expertctl.routing.plan import Plan
 from expertctl.routing.session import KEPT_REASON
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 
-from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.engine.evaluation_result import AccuracyScore, EvaluationResult, ScoredAnswer
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.moe.counters import RoutedExpertStats
@@ -31,12 +30,20 @@ from expertctl.engine.result import RunResult
 from expertctl.engine.result_builder import check_answer
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import COLD_START, DEFAULT_CONFIG, EngineConfig
-from expertctl.errors import BudgetError, DigestError, DiskFullError, StoreError, UsageError
-from expertctl.messages import Notify, ignore_notification
+from expertctl.errors import (
+    BudgetError,
+    DigestError,
+    DiskFullError,
+    Notify,
+    StoreError,
+    UsageError,
+    ignore_notification,
+)
 from expertctl.package.build import BuildPlan as BuildPlan
 from expertctl.package.build import build_package
 from expertctl.package.evaluation import EvaluationData, EvaluationSample, is_correct
 from expertctl.package.write import require_folder
+from expertctl.reference import Digest, Progress, ignore_progress
 from expertctl.routing.numerics import choose_dtype
 from expertctl.routing.plan import PlannedExpert
 from expertctl.routing.planner import PlannedPrompt, Planner

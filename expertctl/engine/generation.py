@@ -15,7 +15,6 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.decoding import DecodeResult, PrefillResult
 from expertctl.engine.kv.kv_cache import KVCacheBase, rewind_on_error
@@ -29,6 +28,7 @@ from expertctl.engine.sampling import (
 from expertctl.engine.text.prompt import RecordLogits
 from expertctl.engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from expertctl.errors import UsageError
+from expertctl.reference import Progress, ignore_progress
 from expertctl.routing.plan import SamplingParams
 
 MAX_STOPS = 64

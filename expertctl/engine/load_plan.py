@@ -19,7 +19,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from expertctl.digest import Digest, FileDigest, Progress, ignore_progress
 from expertctl.engine.adapters.compile import (
     CompileSpec,
     WeightedAdapter,
@@ -51,6 +50,7 @@ from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.package.read import read_package
 from expertctl.package.tensor_file import ADAPTER_LIMITS, LENGTH_BYTES
 from expertctl.package.verify import accept_unsigned, verify_contents
+from expertctl.reference import Digest, FileDigest, Progress, ignore_progress
 from expertctl.routing.numerics import SMALL_BASE, choose_dtype
 from expertctl.schema.manifest import Manifest
 from expertctl.settings import Home

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import Self
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.experts import open_local_expert
 from expertctl.engine.backend import translate_errors
 from expertctl.engine.generation import CancelCheck, never_cancelled
@@ -50,8 +49,8 @@ from expertctl.engine.result_builder import (
     record_result,
 )
 from expertctl.engine_config import DEFAULT_WARMUP, DeviceName, EngineConfig, WarmupConfig
-from expertctl.errors import DigestError, UsageError
-from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
+from expertctl.errors import WARNING_PREFIX, DigestError, Notify, UsageError, ignore_notification
+from expertctl.reference import Progress, ignore_progress
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.routing.session import PlanningSession
 

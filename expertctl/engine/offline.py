@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.backend import LoadConfig
 from expertctl.engine.load_plan import NUMPY_MAX_BYTES, choose_backend
 from expertctl.engine.local_engine import LocalEngine
@@ -30,9 +29,9 @@ from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.request import GenerationJob, JobEvent, JobFailed, JobFinished
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import BatchingConfig, EngineConfig
-from expertctl.errors import BudgetError, DeviceError
-from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
+from expertctl.errors import WARNING_PREFIX, BudgetError, DeviceError, Notify, ignore_notification
 from expertctl.package.model_config import read_model_config
+from expertctl.reference import Progress, ignore_progress
 from expertctl.routing.candidate import InstalledExpert, explain_misfit
 from expertctl.routing.numerics import choose_dtype
 from expertctl.routing.planner import Planner

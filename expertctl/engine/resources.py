@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from expertctl.digest import Digest, Progress
 from expertctl.engine.adapters.compile import CompiledPlan
 from expertctl.engine.adapters.experts import (
     CompileTarget,
@@ -37,7 +36,8 @@ from expertctl.engine.moe.usage_store import ExpertUsageStore
 from expertctl.engine.preparation import Files, PreparedRequest
 from expertctl.engine.result import BytesRead, GenerationTrace, TracedSession
 from expertctl.engine_config import DEFAULT_WARMUP, WarmupConfig
-from expertctl.messages import Notify
+from expertctl.errors import Notify
+from expertctl.reference import Digest, Progress
 from expertctl.routing.plan import Plan
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.store.disk import DerivedData

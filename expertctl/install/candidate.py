@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Literal, Protocol
 
-from expertctl.digest import Digest
 from expertctl.errors import (
     ConflictError,
     ExpertError,
@@ -20,7 +19,7 @@ from expertctl.errors import (
     RevokedError,
 )
 from expertctl.package.read import PackageContents
-from expertctl.reference import PackageName, Reference, Version
+from expertctl.reference import Digest, PackageName, Reference, Version
 from expertctl.registry.index_document import IndexDocument, Release, SignedForm
 from expertctl.store.refs import LOCAL, StoredExpert
 

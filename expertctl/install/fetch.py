@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from expertctl.digest import Digest, FileDigest, Progress, hash_file
 from expertctl.errors import DigestError, InvalidPackageError, RegistryError, TrustError
 from expertctl.files import make_folders
 from expertctl.install.candidate import InstallCandidate, Requirement
@@ -26,7 +25,7 @@ from expertctl.install.sources import RegistrySources
 from expertctl.package.layout import PackageLayout, compute_content_digest, parse_oci_manifest
 from expertctl.package.read import read_blobs
 from expertctl.package.verify import REPLACED_HINT
-from expertctl.reference import PackageName, Reference
+from expertctl.reference import Digest, FileDigest, PackageName, Progress, Reference, hash_file
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.download import ALTERED_HINT, BlobDownloader, BlobRequest
 from expertctl.registry.http import RegistryHttp

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.errors import ConflictError, ExpertError, NotFoundError, UsageError
 from expertctl.install.candidate import InstallCandidate, candidate_from_expert
 from expertctl.install.publication import expand_requirements, find_dependants
@@ -19,6 +18,7 @@ from expertctl.package.layout import PackageLayout, build_index_name, build_set_
 from expertctl.package.peft_directory import export_peft_directories
 from expertctl.package.read import is_file_name
 from expertctl.package.write import write_oci_archive, write_package
+from expertctl.reference import Digest, Progress, ignore_progress
 from expertctl.routing.index import RoutingIndex
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.errors import (
     ConflictError,
     ExpertError,
@@ -47,7 +46,7 @@ from expertctl.package.verify import (
     changed_version_error,
     verify_contents,
 )
-from expertctl.reference import Reference
+from expertctl.reference import Digest, Progress, Reference, ignore_progress
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.manifest_lint import describe_flag_effects, describe_missing_examples
 from expertctl.routing.vetting import vet_experts

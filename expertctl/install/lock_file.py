@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from expertctl.digest import Digest
 from expertctl.errors import ConflictError, ExpertError, InvalidPackageError, NotFoundError
 from expertctl.files import write_atomic
 from expertctl.install.project_file import Project
 from expertctl.install.resolve import LockedVersion, ResolvedPackage
 from expertctl.package.verify import VersionContent
-from expertctl.reference import Constraint, PackageName, Reference, Version
+from expertctl.reference import Constraint, Digest, PackageName, Reference, Version
 from expertctl.registry.address import RegistryAddress
 from expertctl.store.pins import LOCK_FILE, parse_toml, read_bounded_text
 from expertctl.store.refs import LOCAL

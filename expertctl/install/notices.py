@@ -9,13 +9,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from expertctl.digest import Digest
 from expertctl.errors import ChangedVersionError, ExpertError, RevokedError, TrustError
 from expertctl.install.lock_file import LockedExpert
 from expertctl.install.resolve import ResolvedPackage
 from expertctl.install.sources import RegistrySources
 from expertctl.package.verify import VersionContent, changed_version_error
-from expertctl.reference import PackageName, Version
+from expertctl.reference import Digest, PackageName, Version
 from expertctl.registry.index_document import Release
 from expertctl.registry.index_store import release_content
 from expertctl.store.pins import LOCK_FILE

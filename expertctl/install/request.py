@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from expertctl.digest import Digest, hash_file
 from expertctl.errors import OfflineError, UsageError
 from expertctl.install.candidate import (
     InstallCandidate,
@@ -49,7 +48,7 @@ from expertctl.install.publication import InstalledPackage
 from expertctl.install.resolve import CandidatePool, LockedVersion, ResolvedPackage, resolve
 from expertctl.install.sources import RegistrySources
 from expertctl.package.verify import changed_version_error
-from expertctl.reference import Constraint, PackageName, Reference
+from expertctl.reference import Constraint, Digest, PackageName, Reference, hash_file
 from expertctl.routing.index import RoutingIndex
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue

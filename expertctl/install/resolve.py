@@ -14,7 +14,6 @@ that have no part in the failure, and nothing is remembered beyond the choices i
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from expertctl.digest import Digest
 from expertctl.errors import IncompatibleError, NotFoundError, OfflineError
 from expertctl.install.candidate import (
     Availability,
@@ -23,7 +22,7 @@ from expertctl.install.candidate import (
     Requirement,
     explain_conflict,
 )
-from expertctl.reference import PackageName, Reference, Version
+from expertctl.reference import Digest, PackageName, Reference, Version
 
 MAX_STEPS = 5_000
 """How many versions are tried before the search gives up."""

@@ -13,16 +13,18 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from expertctl.digest import Digest
 from expertctl.errors import (
+    WARNING_PREFIX,
     ExpertError,
     NotFoundError,
+    Notify,
     RegistryError,
     RevokedError,
     StoreError,
     TrustError,
     UnreachableError,
     UsageError,
+    ignore_notification,
 )
 from expertctl.install.candidate import (
     InstallCandidate,
@@ -31,9 +33,8 @@ from expertctl.install.candidate import (
     candidates_from_index,
 )
 from expertctl.install.resolve import ResolvedPackage
-from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
 from expertctl.package.verify import VersionContent
-from expertctl.reference import FROM_FILE, PackageName, Reference, Version
+from expertctl.reference import FROM_FILE, Digest, PackageName, Reference, Version
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.api_client import ApiClient, has_expert_api
 from expertctl.registry.http import RegistryHttp, open_http

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.errors import DigestError, InvalidPackageError
 from expertctl.install.installer import install_files
 from expertctl.install.publication import InstalledPackage
 from expertctl.package.base_model import BaseIdentity
+from expertctl.reference import Progress, ignore_progress
 from expertctl.routing.base_choice import STARTER_NAMESPACE
 from expertctl.routing.index import RoutingIndex
 from expertctl.schema.validation import decode_json

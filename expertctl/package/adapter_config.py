@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from expertctl.errors import InvalidPackageError
-from expertctl.messages import to_single_line
+from expertctl.errors import InvalidPackageError, to_single_line
 from expertctl.package.peft_config import (
     Ia3Config,
     LoraConfig,

@@ -22,7 +22,6 @@ from typing import BinaryIO
 
 import numpy as np
 
-from expertctl.digest import READ_CHUNK, Progress, ignore_progress
 from expertctl.errors import DigestError
 from expertctl.package.adapter import (
     PEFT_PREFIX,
@@ -46,6 +45,7 @@ from expertctl.package.tensor_file import (
     TensorTable,
     read_header,
 )
+from expertctl.reference import READ_CHUNK, Progress, ignore_progress
 from expertctl.schema.strict_json import JsonObject
 
 WIDE_DTYPE = "F32"

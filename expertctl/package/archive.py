@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
-from expertctl.digest import READ_CHUNK, Digest, FileDigest, Progress, ignore_progress
 from expertctl.errors import DigestError, InvalidPackageError
 from expertctl.package.layout import (
     CONFIG,
@@ -35,6 +34,7 @@ from expertctl.package.layout import (
     parse_set_index,
 )
 from expertctl.package.tensor_file import ADAPTER_LIMITS, LENGTH_BYTES
+from expertctl.reference import READ_CHUNK, Digest, FileDigest, Progress, ignore_progress
 from expertctl.schema.manifest import SIGNATURE_PATH
 
 BLOCK_SIZE = 512

@@ -21,7 +21,6 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from expertctl.digest import READ_CHUNK, Digest, Progress, ignore_progress
 from expertctl.errors import IncompatibleError, InvalidPackageError
 from expertctl.package.architectures import ARCHITECTURES, ConfigFields
 from expertctl.package.base_tensors import (
@@ -37,6 +36,7 @@ from expertctl.package.model_config import (
     read_config_document,
 )
 from expertctl.package.tokenizer import MAX_TOKENIZER_BYTES, compute_tokenizer_digest
+from expertctl.reference import READ_CHUNK, Digest, Progress, ignore_progress
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, read_bounded
 
 MAX_HASHING_THREADS = 4

@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from expertctl.digest import Digest, FileDigest, Progress, ignore_progress
 from expertctl.errors import InvalidPackageError, UsageError
 from expertctl.package.adapter_files import (
     AdapterFiles,
@@ -58,6 +57,7 @@ from expertctl.package.source_files import (
     list_source_names,
 )
 from expertctl.package.write import add_document, build_signed_layout, require_folder, write_package
+from expertctl.reference import Digest, FileDigest, Progress, ignore_progress
 from expertctl.schema.manifest import (
     MANIFEST_PATH,
     MAX_MANIFEST_BYTES,

@@ -17,11 +17,11 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from expertctl.digest import FileDigest, Progress, ignore_progress
 from expertctl.package.adapter_weights import widen_to_float32
 from expertctl.package.layout import Blobs
 from expertctl.package.read import PackageContents
 from expertctl.package.tensor_file import DTYPE_BYTES, TensorTable, read_header
+from expertctl.reference import FileDigest, Progress, ignore_progress
 from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES, AdapterEntry
 from expertctl.schema.strict_json import JsonValue, encode_canonical, load_object
 

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from expertctl.errors import InvalidPackageError
-from expertctl.messages import to_single_line
+from expertctl.errors import InvalidPackageError, to_single_line
 from expertctl.package.adapter import KIND_NAMES
 from expertctl.package.adapter_config import AdapterConfig, find_full_precision_label
 from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH, AdapterFiles, read_base_label

@@ -15,8 +15,8 @@ from math import sqrt
 from pathlib import Path
 from typing import Literal
 
-from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError
+from expertctl.reference import Digest
 from expertctl.schema.manifest import Evaluation
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, loads
 from expertctl.schema.validation import (

@@ -15,9 +15,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.errors import ExpertError, InvalidPackageError, UsageError
-from expertctl.reference import PackageName, Version
+from expertctl.reference import Digest, FileDigest, PackageName, Version
 from expertctl.schema.manifest import MANIFEST_PATH, SIGNATURE_PATH
 from expertctl.schema.strict_json import JsonValue, encode_canonical, load_object
 

@@ -13,7 +13,6 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 
-from expertctl.digest import FileDigest, Progress, ignore_progress
 from expertctl.errors import ExpertError
 from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH
 from expertctl.package.base_model import TOKENIZER_FILE, BaseFacts
@@ -21,6 +20,7 @@ from expertctl.package.layout import Blobs, PackageLayout, is_document
 from expertctl.package.source_files import SourceFile, find_source_file
 from expertctl.package.tokenizer import MAX_TOKENIZER_BYTES
 from expertctl.package.write import ArchiveOutput, copy_verified, open_atomic_directory
+from expertctl.reference import FileDigest, Progress, ignore_progress
 from expertctl.schema.manifest import MANIFEST_PATH, Manifest, parse_manifest
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object, read_bounded
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from expertctl.digest import Digest, FileDigest, Progress, hash_stream, ignore_progress
 from expertctl.errors import DigestError, InvalidPackageError, UsageError
 from expertctl.files import open_regular_file
 from expertctl.package.adapter import AdapterSpec
@@ -44,7 +43,14 @@ from expertctl.package.layout import (
     is_document,
 )
 from expertctl.package.tensor_file import parse_header
-from expertctl.reference import Reference
+from expertctl.reference import (
+    Digest,
+    FileDigest,
+    Progress,
+    Reference,
+    hash_stream,
+    ignore_progress,
+)
 from expertctl.schema.manifest import (
     MANIFEST_PATH,
     SIGNATURE_PATH,

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from expertctl.digest import Digest, Progress, hash_stream, ignore_progress
 from expertctl.errors import DigestError, InvalidPackageError
+from expertctl.reference import Digest, Progress, hash_stream, ignore_progress
 
 _CACHE_PREFIX = "models--"
 _SNAPSHOTS_FOLDER = "snapshots"

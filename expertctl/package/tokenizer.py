@@ -28,8 +28,8 @@ import binascii
 import struct
 from collections.abc import Callable, Iterator, Mapping
 
-from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError
+from expertctl.reference import Digest
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, load_object
 
 MAX_GROWTH = 256

@@ -7,7 +7,6 @@ them is wrong or lies, and `changed_version_error` reports both.
 
 from dataclasses import dataclass
 
-from expertctl.digest import Digest
 from expertctl.errors import (
     ChangedVersionError,
     DigestError,
@@ -17,7 +16,7 @@ from expertctl.errors import (
     UsageError,
 )
 from expertctl.package.read import PackageContents
-from expertctl.reference import FROM_FILE, PackageName, Reference, Version
+from expertctl.reference import FROM_FILE, Digest, PackageName, Reference, Version
 from expertctl.trust.bundle import SignatureBundle, read_bundle, verify_bundle
 from expertctl.trust.keys import PublicKey
 from expertctl.trust.trust_record import TrustRecord

@@ -19,7 +19,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from expertctl.digest import READ_CHUNK, Digest, FileDigest, Progress, ignore_progress
 from expertctl.errors import DigestError, NotFoundError, UsageError
 from expertctl.files import sync_folder
 from expertctl.package.archive import (
@@ -32,6 +31,7 @@ from expertctl.package.archive import (
 from expertctl.package.frame import FASTEST_LEVEL, check_ratio, open_compressor
 from expertctl.package.layout import Blobs, PackageLayout, build_layout
 from expertctl.package.read import PackageContents, read_package
+from expertctl.reference import READ_CHUNK, Digest, FileDigest, Progress, ignore_progress
 from expertctl.schema.manifest import SIGNATURE_PATH
 from expertctl.trust.bundle import sign_files
 from expertctl.trust.keys import PrivateKey

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from expertctl.errors import ForbiddenError, NotFoundError, UnauthenticatedError, UsageError
-from expertctl.messages import Notify
+from expertctl.errors import ForbiddenError, NotFoundError, Notify, UnauthenticatedError, UsageError
 from expertctl.reference import NAME_PATTERN
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.api_client import ApiClient, has_expert_api, iterate_pages, parse_answer

@@ -12,7 +12,6 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from expertctl.digest import Digest
 from expertctl.errors import (
     ExpertError,
     InvalidPackageError,
@@ -22,7 +21,7 @@ from expertctl.errors import (
     UnauthenticatedError,
     UnreachableError,
 )
-from expertctl.reference import PackageName, Version
+from expertctl.reference import Digest, PackageName, Version
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.http import RegistryHttp, RegistryRequest, RegistryResponse
 from expertctl.schema.manifest import BaseRequirement

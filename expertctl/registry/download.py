@@ -27,7 +27,6 @@ from typing import Protocol
 
 from filelock import FileLock, Timeout
 
-from expertctl.digest import READ_CHUNK, Digest, FileDigest, Progress, ignore_progress
 from expertctl.errors import (
     DigestError,
     DiskFullError,
@@ -37,6 +36,7 @@ from expertctl.errors import (
     UnreachableError,
 )
 from expertctl.files import NO_SPACE_ERRORS, make_folders, publish_file
+from expertctl.reference import READ_CHUNK, Digest, FileDigest, Progress, ignore_progress
 from expertctl.registry.errors import sanitise_text
 from expertctl.registry.http import StreamedResponse
 from expertctl.registry.oci_client import OciClient

@@ -30,8 +30,8 @@ from expertctl.errors import (
     UnreachableError,
     UnsignedError,
     UsageError,
+    to_single_line,
 )
-from expertctl.messages import to_single_line
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 
 _Result = TypeVar("_Result")

@@ -19,8 +19,7 @@ from urllib.parse import urljoin
 import httpx2
 
 from expertctl import __version__
-from expertctl.errors import OfflineError, RegistryError, UnreachableError
-from expertctl.messages import Notify
+from expertctl.errors import Notify, OfflineError, RegistryError, UnreachableError
 from expertctl.registry.address import NetworkScope, RegistryAddress, classify_host
 from expertctl.registry.credentials import (
     MAX_ANSWER,

@@ -14,9 +14,8 @@ from typing import Literal, Self
 
 import msgspec
 
-from expertctl.digest import Digest
 from expertctl.errors import ExpertError, InvalidPackageError, TrustError
-from expertctl.reference import PackageName, Reference, Version
+from expertctl.reference import Digest, PackageName, Reference, Version
 from expertctl.schema.manifest import AdapterKind, BaseRequirement
 from expertctl.schema.strict_json import JsonObject, encode_canonical, load_object
 from expertctl.schema.validation import convert_document, find_problems

@@ -27,7 +27,6 @@ from types import MappingProxyType
 import msgspec
 from filelock import FileLock, Timeout
 
-from expertctl.digest import Digest
 from expertctl.errors import (
     ExpertError,
     InvalidPackageError,
@@ -38,7 +37,7 @@ from expertctl.errors import (
 )
 from expertctl.files import make_folders, write_atomic
 from expertctl.package.verify import VersionContent
-from expertctl.reference import PackageName, Version
+from expertctl.reference import Digest, PackageName, Version
 from expertctl.registry.http import RegistryHttp, RegistryRequest
 from expertctl.registry.index_document import MAX_ENVELOPE, IndexDocument, Release, open_index
 from expertctl.registry.registry_trust import known_registry_address

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
 
-from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.errors import DigestError, NotFoundError, RegistryError
 from expertctl.package.layout import INDEX_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES
+from expertctl.reference import Digest, Progress, ignore_progress
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.errors import sanitise_text
 from expertctl.registry.http import (

@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 from threading import Event
 from typing import Literal
 
-from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.errors import (
     ConflictError,
     DigestError,
@@ -35,7 +34,7 @@ from expertctl.package.read import PackageContents, read_package
 from expertctl.package.source_files import find_secret
 from expertctl.package.verify import verify_contents
 from expertctl.package.write import BlobSpool, add_document
-from expertctl.reference import PackageName, Reference
+from expertctl.reference import Digest, PackageName, Progress, Reference, ignore_progress
 from expertctl.registry.accounts import NamespaceDetails, fetch_namespace
 from expertctl.registry.api_client import ApiClient, fetch_version
 from expertctl.registry.oci_client import OciClient

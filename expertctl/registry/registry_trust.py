@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from expertctl.digest import Digest
 from expertctl.errors import (
     DigestError,
     NotFoundError,
@@ -27,9 +26,9 @@ from expertctl.errors import (
     RevokedError,
     TrustError,
     UsageError,
+    to_single_line,
 )
-from expertctl.messages import to_single_line
-from expertctl.reference import FROM_FILE, PackageName, Reference
+from expertctl.reference import FROM_FILE, Digest, PackageName, Reference
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.api_client import ApiClient
 from expertctl.registry.http import RegistryHttp

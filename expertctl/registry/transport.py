@@ -21,8 +21,7 @@ from urllib.parse import unquote
 import httpcore2
 import httpx2
 
-from expertctl.errors import RegistryError, UnreachableError, UsageError
-from expertctl.messages import to_single_line
+from expertctl.errors import RegistryError, UnreachableError, UsageError, to_single_line
 from expertctl.reference import is_loopback
 from expertctl.registry.address import NetworkScope, classify_address, find_forbidden_address
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import urlencode, urljoin, urlsplit
 
-from expertctl.digest import READ_CHUNK, Digest, Progress, ignore_progress
 from expertctl.errors import (
     DigestError,
     ExpertError,
@@ -26,6 +25,7 @@ from expertctl.errors import (
     UnreachableError,
 )
 from expertctl.files import make_folders, write_atomic
+from expertctl.reference import READ_CHUNK, Digest, Progress, ignore_progress
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.errors import sanitise_text
 from expertctl.registry.http import OpenChunks, RegistryHttp, RegistryRequest, RegistryResponse

@@ -11,10 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Self
 
-from expertctl.digest import Digest
 from expertctl.package.base_model import BaseIdentity
 from expertctl.package.compatibility import NO_HIDDEN_SIZES, HiddenSizes, describe_mismatch
-from expertctl.reference import ANY, Reference
+from expertctl.reference import ANY, Digest, Reference
 from expertctl.routing.encoder import describe_row
 from expertctl.routing.features import PromptFeatures, evaluate_hint
 from expertctl.routing.index import Similarity

@@ -11,8 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from expertctl.digest import Digest
 from expertctl.package.compatibility import NO_HIDDEN_SIZES, HiddenSizes
+from expertctl.reference import Digest
 from expertctl.routing.candidate import (
     InstalledExpert,
     can_veto,

@@ -31,8 +31,8 @@ from typing import Protocol
 
 import numpy as np
 
-from expertctl.digest import Digest
 from expertctl.errors import NotFoundError
+from expertctl.reference import Digest
 from expertctl.routing.minilm import FILES, open_minilm
 from expertctl.routing.static_encoder import open_static_encoder
 from expertctl.routing.text import STOP_WORDS, Word, is_number, read_words, truncate

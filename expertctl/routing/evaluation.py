@@ -16,10 +16,9 @@ from math import ceil
 from pathlib import Path
 from statistics import median
 
-from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.errors import NotFoundError
 from expertctl.package.evaluation import Interval, wilson_interval
-from expertctl.reference import PackageName
+from expertctl.reference import Digest, PackageName, Progress, ignore_progress
 from expertctl.routing.candidate import (
     InstalledExpert,
     RoutingCandidate,

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock, Timeout
 
-from expertctl.digest import Digest
 from expertctl.errors import ExpertError, StoreError
+from expertctl.reference import Digest
 from expertctl.routing.encoder import Encoder, ExpertTexts
 from expertctl.routing.reranker import (
     CALIBRATION_FILE,

@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from typing import get_args
 
-from expertctl.digest import Digest
 from expertctl.engine_config import (
     AdapterDtype,
     DeviceName,
@@ -21,6 +20,7 @@ from expertctl.errors import ExpertError, IncompatibleError, NotFoundError
 from expertctl.package.base_model import read_base_config
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import ModelConfig, read_model_config
+from expertctl.reference import Digest
 from expertctl.routing.plan import (
     NUMERIC_VERSION,
     NumericSettings,

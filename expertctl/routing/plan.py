@@ -16,9 +16,9 @@ from typing import Self
 
 import msgspec
 
-from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError, NotFoundError
 from expertctl.files import open_regular_file
+from expertctl.reference import Digest
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, load_object
 from expertctl.schema.validation import convert_document, find_problems
 

@@ -13,10 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from expertctl.digest import Digest
-from expertctl.errors import BaseMismatchError, DigestError, ExpertError, NotFoundError, UsageError
-from expertctl.messages import Notify, ignore_notification
-from expertctl.reference import Reference
+from expertctl.errors import (
+    BaseMismatchError,
+    DigestError,
+    ExpertError,
+    NotFoundError,
+    Notify,
+    UsageError,
+    ignore_notification,
+)
+from expertctl.reference import Digest, Reference
 from expertctl.routing.base_choice import BaseSelector, collect_hidden_sizes, explain_mismatch
 from expertctl.routing.candidate import InstalledExpert
 from expertctl.routing.decision import collect_warnings

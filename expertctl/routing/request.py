@@ -17,10 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from expertctl.digest import Digest
 from expertctl.engine_config import DEFAULT_CONFIG, EngineConfig, check_engine_config
 from expertctl.errors import ContextLengthError, InvalidPackageError, UsageError
-from expertctl.reference import Reference
+from expertctl.reference import Digest, Reference
 from expertctl.routing.plan import SamplingParams
 from expertctl.schema.manifest import Decoding, Manifest
 from expertctl.schema.strict_json import read_bounded

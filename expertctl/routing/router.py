@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from expertctl.digest import Digest
 from expertctl.errors import UsageError
 from expertctl.package.compatibility import check_expert_base
+from expertctl.reference import Digest
 from expertctl.routing.candidate import (
     InstalledExpert,
     RoutingCandidate,

@@ -12,7 +12,6 @@ combines experts that conflict. The module also suggests names for experts that 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from expertctl.digest import Digest
 from expertctl.errors import (
     ConflictError,
     IncompatibleError,
@@ -21,7 +20,7 @@ from expertctl.errors import (
     RevokedError,
     UsageError,
 )
-from expertctl.reference import PackageName, Reference
+from expertctl.reference import Digest, PackageName, Reference
 from expertctl.routing.candidate import InstalledExpert, RoutingCandidate, describe_evidence
 from expertctl.routing.request import ForcedExpert, Target
 from expertctl.routing.score import explain_tie

@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from tokenizers import Tokenizer
 
-from expertctl.digest import Digest
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
 from expertctl.files import make_folders, write_atomic
+from expertctl.reference import Digest
 from expertctl.routing.minilm import MAX_TOKENS, Floats, MiniLmEncoder, open_minilm, stamp_model
 from expertctl.routing.text import MAX_CHARACTERS
 from expertctl.routing.vector_table import EncodedTexts, Vectors, interpolate, normalise_rows

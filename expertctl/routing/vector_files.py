@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from expertctl.digest import Digest
 from expertctl.errors import DigestError
 from expertctl.files import sync_folder, write_at, write_atomic
+from expertctl.reference import Digest
 from expertctl.routing.vector_table import (
     Keys,
     Mask,

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from expertctl.digest import Digest, hash_file
 from expertctl.errors import InvalidPackageError
 from expertctl.files import remove_tree, write_atomic
+from expertctl.reference import Digest, hash_file
 from expertctl.routing.vector_table import (
     Rows,
     SearchFilter,

@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 
 Vectors = npt.NDArray[np.float32]
 """Unit rows, or other float32 numbers derived from them."""

@@ -15,7 +15,7 @@ from itertools import islice
 
 import numpy as np
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.routing.encoder import Encoder
 from expertctl.routing.index import ManifestsByDigest, RoutingIndex
 from expertctl.routing.manifest_lint import (

@@ -27,6 +27,7 @@ from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import (
+    WARNING_PREFIX,
     ExpertError,
     IncompatibleError,
     NotFoundError,
@@ -35,7 +36,6 @@ from expertctl.errors import (
     UsageError,
 )
 from expertctl.http.request_body import OPENAPI_PATH
-from expertctl.messages import WARNING_PREFIX
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import RouteRequest
 from expertctl.server import operations, status_page

@@ -28,9 +28,9 @@ from expertctl.errors import (
     RegistryError,
     TimedOutError,
     TrustError,
+    sanitise_error_text,
 )
 from expertctl.http.errors import FieldError, find_retry_after, find_status
-from expertctl.messages import sanitise_error_text
 from expertctl.schema.strict_json import JsonObject
 
 REQUEST_ID_PREFIX = "req_"

@@ -21,11 +21,11 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from expertctl.digest import Digest
 from expertctl.errors import ExpertError
 from expertctl.files import make_folders, remove_tree, sync_folder, write_atomic
 from expertctl.package.base_model import TOKENIZER_FILE
 from expertctl.package.tokenizer import FORM_VERSION, MAX_TOKENIZER_BYTES, compute_tokenizer_digest
+from expertctl.reference import Digest
 from expertctl.schema.strict_json import read_bounded
 from expertctl.schema.validation import decode_json
 from expertctl.store.base_record import COPY_FOLDER, StoredBase

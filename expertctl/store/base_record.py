@@ -14,7 +14,6 @@ from urllib.parse import quote
 
 import msgspec
 
-from expertctl.digest import READ_CHUNK, Digest, Progress, hash_file, ignore_progress
 from expertctl.errors import (
     BaseMismatchError,
     ExpertError,
@@ -27,6 +26,7 @@ from expertctl.files import make_folders, open_staged_file, sync_folder
 from expertctl.package.base_model import TOKENIZER_FILE, BaseIdentity, open_hashing_threads
 from expertctl.package.base_tensors import INDEX_FILE, find_weight_files
 from expertctl.package.model_config import CONFIG_FILE
+from expertctl.reference import READ_CHUNK, Digest, Progress, hash_file, ignore_progress
 from expertctl.schema.strict_json import load_object
 from expertctl.schema.validation import convert_document
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.errors import (
     ConflictError,
     NotFoundError,
@@ -26,6 +25,7 @@ from expertctl.package.base_model import (
     read_base,
     read_base_headers,
 )
+from expertctl.reference import Progress, ignore_progress
 from expertctl.store.base_folder import (
     QUANTISED,
     STAGED_PREFIX,

@@ -17,8 +17,8 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, NotFoundError, StoreError, UsageError
+from expertctl.reference import Digest
 from expertctl.schema.manifest import Manifest
 from expertctl.store.disk import FileCachedValue
 from expertctl.store.index_database import IndexDatabase, advance_revision, immediate_transaction

@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, ExpertError, StoreError
 from expertctl.files import NO_SPACE_ERRORS, make_folders, write_atomic
+from expertctl.reference import Digest
 
 READ_ONLY_ERRORS = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FULL_ERRORS = NO_SPACE_ERRORS | {errno.EFBIG}

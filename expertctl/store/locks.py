@@ -21,9 +21,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, StoreError
 from expertctl.files import make_folders, remove_tree
+from expertctl.reference import Digest
 from expertctl.store.disk import READ_ONLY_ERRORS
 from expertctl.store.refs import StorePaths
 

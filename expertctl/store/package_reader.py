@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.errors import DigestError
 from expertctl.package.layout import Blobs, PackageLayout, build_layout
 from expertctl.package.read import PackageContents, is_file_name, read_blobs
 from expertctl.package.write import spool_package
+from expertctl.reference import Progress, ignore_progress
 from expertctl.store.refs import StoredExpert
 from expertctl.store.store import Store, parse_wanted
 

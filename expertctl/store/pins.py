@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from expertctl.digest import Digest
 from expertctl.errors import ExpertError, InvalidPackageError, NotFoundError
 from expertctl.files import open_regular_file
-from expertctl.reference import Constraint, PackageName, Reference, Version
+from expertctl.reference import Constraint, Digest, PackageName, Reference, Version
 from expertctl.settings import Home
 from expertctl.store.disk import StatFingerprint, stat_fingerprint
 from expertctl.store.refs import StoredExpert

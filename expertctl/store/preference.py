@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from expertctl.digest import Digest
 from expertctl.errors import DigestError
 from expertctl.files import write_atomic
 from expertctl.reference import (
     ANY,
+    Digest,
     NamespaceAuthority,
     PackageName,
     Reference,

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.files import WriteBytes
+from expertctl.reference import Progress, ignore_progress
 from expertctl.store.base_folder import check_private_folder
 
 ALIGNED = 4096

@@ -23,9 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.errors import ExpertError, InvalidPackageError
-from expertctl.reference import FROM_FILE, PackageName, Version
+from expertctl.reference import FROM_FILE, Digest, FileDigest, PackageName, Version
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 
 SCHEMA = 1

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 
 HALF_LIFE_DAYS = 30.0
 PRIOR = 0.5

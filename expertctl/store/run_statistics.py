@@ -7,8 +7,8 @@ from datetime import date, datetime, timedelta
 from statistics import median
 from typing import Self
 
-from expertctl.digest import Digest
 from expertctl.errors import NotFoundError
+from expertctl.reference import Digest
 from expertctl.store.catalogue import RunHistory, UsageCount
 from expertctl.store.run_record import FINISH_ERROR, RunRecord, SuccessRates
 from expertctl.store.store import find_similar_names

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertctl.digest import Digest, hash_file
 from expertctl.errors import DigestError, DiskFullError, NotFoundError, StoreError
-from expertctl.reference import ANY, Reference
+from expertctl.reference import ANY, Digest, Reference, hash_file
 from expertctl.store.preference import PREFER_NEWEST, VersionPreference
 from expertctl.store.refs import (
     StoredExpert,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.store.disk import disk_errors
 from expertctl.store.locks import (
     create_private_file,

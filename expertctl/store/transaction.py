@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from expertctl.digest import READ_CHUNK, Digest
 from expertctl.errors import InvalidPackageError, StoreError
 from expertctl.files import make_folders, open_staged_file, publish_file, remove_tree, sync_folder
 from expertctl.package.verify import VerifiedPackage, VersionContent, changed_version_error
+from expertctl.reference import READ_CHUNK, Digest
 from expertctl.schema.manifest import BaseRequirement
 from expertctl.store.disk import DerivedData, disk_errors, measure_folder
 from expertctl.store.locks import (

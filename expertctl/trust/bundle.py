@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.errors import DigestError, InvalidPackageError, SignatureError
+from expertctl.reference import Digest, FileDigest
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, load_object
 from expertctl.trust.dsse import encode_pae, from_base64, to_base64
 from expertctl.trust.keys import PrivateKey, PublicKey

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError, TrustError, UsageError
-from expertctl.reference import NAME_PATTERN
+from expertctl.reference import NAME_PATTERN, Digest
 from expertctl.schema.strict_json import load_object
 from expertctl.schema.validation import convert_document, find_problems
 from expertctl.trust.keys import MAX_NAME, PublicKey

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Self
 
-from expertctl.digest import Digest
 from expertctl.errors import (
     InvalidPackageError,
     NotFoundError,
@@ -22,6 +21,7 @@ from expertctl.errors import (
 )
 from expertctl.reference import (
     FROM_FILE,
+    Digest,
     PackageName,
     find_authorities,
     find_namespace_registries,

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from expertctl.digest import Digest
 from expertctl.errors import NotFoundError, RevokedError, StoreError, TrustError, UsageError
 from expertctl.files import write_atomic
-from expertctl.reference import PackageName
+from expertctl.reference import Digest, PackageName
 from expertctl.trust.grants import MAX_BYTES, KnownRegistry, Revocation, TrustedKey, make_grants
 from expertctl.trust.keys import Algorithm, KeyRing, PrivateKey, PublicKey, check_key_name
 from expertctl.trust.trust_record import TrustRecord

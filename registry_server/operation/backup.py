@@ -24,7 +24,6 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from expertctl.digest import READ_CHUNK, Digest, hash_file
 from expertctl.errors import (
     DigestError,
     ExpertError,
@@ -42,6 +41,7 @@ from expertctl.files import (
     sync_folder,
     write_atomic,
 )
+from expertctl.reference import READ_CHUNK, Digest, hash_file
 from expertctl.schema.strict_json import JsonObject, load_object
 from registry_server.blob_storage import BlobDigest, BlobStorage, create_hasher, wrap_disk_errors
 from registry_server.settings import ServerSettings

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from sqlalchemy import Connection, select, update
 
-from expertctl.digest import hash_file
 from expertctl.errors import (
     DigestError,
     ExpertError,
@@ -26,6 +25,7 @@ from expertctl.errors import (
     UsageError,
 )
 from expertctl.files import make_folders, open_staged_file, remove_tree, sync_folder
+from expertctl.reference import hash_file
 from registry_server.access import accounts, rights
 from registry_server.access.rights import ANONYMOUS, Action, TokenScope
 from registry_server.blob_storage import BlobDigest, BlobStorage, wrap_disk_errors

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from sqlalchemy import Connection, func, insert, select, update
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
 from expertctl.package.layout import (
     MANIFEST_TYPE,
@@ -30,7 +29,7 @@ from expertctl.package.layout import (
 )
 from expertctl.package.read import PackageContents, read_blobs
 from expertctl.package.source_files import find_document_problem
-from expertctl.reference import PackageName
+from expertctl.reference import Digest, FileDigest, PackageName
 from expertctl.schema.manifest import MANIFEST_PATH
 from registry_server.access import namespaces, rights
 from registry_server.access.rights import Identity

@@ -16,9 +16,8 @@ from datetime import UTC, datetime
 
 from sqlalchemy import Connection, Row, Select, func, insert, select, update
 
-from expertctl.digest import Digest
 from expertctl.errors import BudgetError, InvalidPackageError
-from expertctl.reference import PackageName, Version
+from expertctl.reference import Digest, PackageName, Version
 from expertctl.registry.index_document import (
     IndexDocument,
     KeyEntry,

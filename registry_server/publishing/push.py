@@ -15,7 +15,6 @@ from enum import StrEnum
 
 from sqlalchemy import Connection, func, select
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.errors import (
     ConflictError,
     InvalidPackageError,
@@ -32,7 +31,7 @@ from expertctl.package.layout import (
     compute_content_digest,
     parse_oci_manifest,
 )
-from expertctl.reference import PackageName, Version
+from expertctl.reference import Digest, FileDigest, PackageName, Version
 from expertctl.trust.bundle import MAX_BUNDLE, SignatureBundle, read_bundle, verify_bundle
 from registry_server.access import rights
 from registry_server.access.namespaces import NamespaceRow, fold_name

@@ -33,10 +33,9 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
 from expertctl import __version__
-from expertctl.digest import Digest
 from expertctl.errors import ExpertError, NotFoundError, UnauthenticatedError, UsageError
 from expertctl.package.evaluation import summarise_evaluation
-from expertctl.reference import PackageName, Reference
+from expertctl.reference import Digest, PackageName, Reference
 from expertctl.schema.manifest import Manifest
 from expertctl.schema.validation import convert_document, decode_json
 from registry_server.access.authentication import get_identity

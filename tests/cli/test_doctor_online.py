@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.registry.hostile_registry import (
     HostileRegistry,

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from expertctl.cli.evaluation import find_answer_warnings
-from expertctl.digest import Digest
 from expertctl.engine.evaluation_result import AccuracyScore, EvaluationResult, ScoredAnswer
 from expertctl.package.evaluation import EvaluationData, EvaluationSample
+from expertctl.reference import Digest
 from expertctl.routing.plan import PlannedExpert
 from expertctl.schema.manifest import parse_manifest
 from expertctl.schema.validation import find_problems

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import StoreError
 from expertctl.install import installer as install_module
+from expertctl.reference import Digest
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.registry.hostile_registry import TIME, HostileRegistry, make_reply, run_hostile_registry
 from tests.registry_server.publishing.package_fixtures import (

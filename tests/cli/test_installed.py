@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest
-from expertctl.reference import Reference
+from expertctl.reference import Digest, Reference
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.store.fixtures import (
     BASE_NAME,

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import FileDigest
-from expertctl.reference import PackageName
+from expertctl.reference import FileDigest, PackageName
 from expertctl.registry.errors import RetrySchedule
 from expertctl.registry.index_document import IndexDocument, KeyEntry, sign_index
 from tests.cli.command_runner import CommandRunner, expertctl

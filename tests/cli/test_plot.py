@@ -8,10 +8,10 @@ import pytest
 from PIL import Image
 
 from expertctl.cli.plot import build_evaluation_figure, check_plot_path, draw_evaluation
-from expertctl.digest import Digest
 from expertctl.engine.evaluation_result import AccuracyScore, EvaluationResult, ScoredAnswer
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.package.evaluation import EvaluationData, EvaluationSample
+from expertctl.reference import Digest
 from expertctl.routing.plan import PlannedExpert
 
 pytestmark = pytest.mark.all

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from expertctl.cli.run_view import _format_check, _format_figures, format_routing
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.routing.candidate import RoutingCandidate
 from expertctl.routing.features import extract_features
 from expertctl.routing.plan import Plan, SamplingParams

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from expertctl.cli import app, stats
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.schema.validation import find_problems
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.run_record import RunFigures, RunTimes, UsedExpert

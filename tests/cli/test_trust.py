@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from expertctl.cli import app
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.trust.keys import PrivateKey
 from expertctl.trust.trust_store import TrustStore
 from tests.trust.forged_bundles import make_rfc_key

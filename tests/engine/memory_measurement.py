@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from expertctl.digest import Digest
 from expertctl.engine.adapters.compile import CompileSpec
 from expertctl.engine.adapters.experts import (
     CompileTarget,
@@ -28,6 +27,7 @@ from expertctl.engine.torch.plan import to_array
 from expertctl.engine.torch.weights import load_base_weights
 from expertctl.package.base_model import read_base
 from expertctl.package.model_config import read_model_config
+from expertctl.reference import Digest
 from expertctl.store.disk import DerivedData
 from expertctl.store.refs import StoredExpert
 from tests.engine.package_fixtures import read_linear_shapes

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from expertctl.digest import Digest, FileDigest, hash_file
 from expertctl.engine.adapters.experts import ExpertSource
 from expertctl.engine.adapters.load import (
     LoadedAdapter,
@@ -22,6 +21,7 @@ from expertctl.package.adapter_config import parse_adapter_config
 from expertctl.package.adapter_spec import build_adapter_spec
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.tensor_file import read_table
+from expertctl.reference import Digest, FileDigest, hash_file
 from expertctl.schema.manifest import AdapterEntry, BaseRequirement, Manifest
 from tests.factories import base_shapes, make_package, write_base
 from tests.store.fixtures import make_key

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.engine.memory import adapter_cache as module
 from expertctl.engine.memory.adapter_cache import AdapterCache, CacheRequest, Tier
 from expertctl.engine.memory.budget import MemoryBudget
+from expertctl.reference import Digest
 
 SECONDS = 60
 """After which something that should be over is not."""

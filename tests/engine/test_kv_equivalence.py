@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from expertctl.digest import Digest
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.cpu.decoder import PackedDecoder
 from expertctl.engine.kernels.packed_format import Scheme
@@ -27,6 +26,7 @@ from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.torch.weights import load_base_weights
 from expertctl.package.model_config import read_model_config
+from expertctl.reference import Digest
 from tests.engine.conftest import KERNEL_SIZES, MakeReferenceModel, ReferenceModel, stack_logits
 from tests.engine.cpu.test_decoder import assert_exact
 from tests.engine.packing import pack_base

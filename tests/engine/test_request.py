@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.engine.request import FileExpert, parse_expert
 from expertctl.errors import ExpertError, UsageError
-from expertctl.reference import Reference
+from expertctl.reference import Digest, Reference
 from expertctl.routing.request import ForcedExpert
 
 

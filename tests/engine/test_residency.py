@@ -12,7 +12,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest
 from expertctl.engine.adapters.experts import borrow_compiled_plan, open_local_expert
 from expertctl.engine.kv.kv_cache import KVRequest
 from expertctl.engine.memory import host
@@ -20,6 +19,7 @@ from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.torch.sequence_cache import SequenceKVCache
 from expertctl.errors import BudgetError
+from expertctl.reference import Digest
 from tests.engine.conftest import FLOAT32_CACHE
 from tests.engine.memory_measurement import KINDS, ExpertKindsHome
 

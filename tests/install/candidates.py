@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
-from expertctl.digest import Digest
 from expertctl.errors import NotFoundError
 from expertctl.install.candidate import InstallCandidate
 from expertctl.install.resolve import IndexLookup
-from expertctl.reference import PackageName, Reference
+from expertctl.reference import Digest, PackageName, Reference
 
 HOST = "hub.example"
 

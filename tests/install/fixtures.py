@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.install.candidate import ReleaseAge, Requirement
 from expertctl.install.outdated import OutdatedEntry, find_outdated
 from expertctl.install.request import InstallContext, InstallReport, InstallRequest, install_request
@@ -25,7 +24,7 @@ from expertctl.install.requirement_list import (
     resolve_requirement_list,
 )
 from expertctl.install.sources import open_sources
-from expertctl.reference import PackageName, Reference
+from expertctl.reference import PackageName, Progress, Reference, ignore_progress
 from expertctl.settings import Settings
 from expertctl.store.store import Store
 from expertctl.trust.grants import KnownRegistry

@@ -8,9 +8,9 @@ from typing import BinaryIO
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import RegistryError
 from expertctl.package.layout import CONFIG
+from expertctl.reference import Digest
 from expertctl.registry.http import RegistryHttp
 from expertctl.registry.oci_client import OciClient
 from tests.install.fixtures import InstallClient

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.install.doctor import Diagnosis, Finding, count_blob_bytes, examine_store
-from expertctl.reference import Reference
+from expertctl.reference import Digest, FileDigest, Reference
 from expertctl.store.refs import StoredExpert, encode_ref
 from tests.store.fixtures import BASE_NAME, HomeFixture, PackageFactory, make_key
 

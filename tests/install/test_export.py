@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest, hash_file
 from expertctl.errors import (
     DigestError,
     InvalidPackageError,
@@ -20,6 +19,7 @@ from expertctl.errors import (
 from expertctl.install.installed_experts import ExportFormat, export_package, export_set
 from expertctl.package.layout import REF_NAME
 from expertctl.package.read import read_package, read_set
+from expertctl.reference import Digest, hash_file
 from tests.package.forged_packages import read_archive, write_frame
 from tests.store.fixtures import HomeFixture, PackageFactory
 

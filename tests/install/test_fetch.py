@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.errors import (
     DigestError,
     ExpertError,
@@ -23,6 +22,7 @@ from expertctl.errors import (
 from expertctl.install.doctor import examine_store
 from expertctl.install.fetch import DownloadCache
 from expertctl.package.layout import MANIFEST_TYPE, build_layout
+from expertctl.reference import Digest, FileDigest
 from expertctl.registry import http as http_module
 from expertctl.registry.errors import RetrySchedule
 from expertctl.registry.index_document import Release

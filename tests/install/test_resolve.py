@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import (
     ConflictError,
     ExpertError,
@@ -20,7 +19,7 @@ from expertctl.errors import (
 from expertctl.install import resolve as module
 from expertctl.install.candidate import InstallCandidate, ReleaseAge, Requirement
 from expertctl.install.resolve import CandidatePool, LockedVersion, ResolvedPackage, resolve
-from expertctl.reference import PackageName, Reference, Version
+from expertctl.reference import Digest, PackageName, Reference, Version
 from tests.install.candidates import HOST, make_candidate, make_index
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)

@@ -15,7 +15,6 @@ import pytest
 import zstandard
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.errors import InvalidPackageError
 from expertctl.package.adapter import AdapterSpec
 from expertctl.package.adapter_config import AdapterConfig, parse_adapter_config
@@ -36,6 +35,7 @@ from expertctl.package.layout import (
     build_set_layout,
 )
 from expertctl.package.tensor_file import DTYPE_BYTES, TensorTable, parse_header
+from expertctl.reference import Digest, FileDigest
 from expertctl.schema.manifest import SIGNATURE_PATH
 from expertctl.schema.strict_json import encode_canonical
 

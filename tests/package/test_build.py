@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertctl.digest import hash_file
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import (
@@ -24,6 +23,7 @@ from expertctl.package.build import (
 from expertctl.package.draft import ManifestOverrides
 from expertctl.package.read import read_package
 from expertctl.package.tensor_file import read_table
+from expertctl.reference import hash_file
 from expertctl.trust.keys import PrivateKey
 from tests.factories import (
     write_base,

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError
 from expertctl.package.adapter import AdapterSpec
 from expertctl.package.adapter_files import read_adapter
@@ -15,6 +14,7 @@ from expertctl.package.base_model import BaseFacts
 from expertctl.package.compatibility import check_expert_base, check_tensors
 from expertctl.package.model_config import read_model_config
 from expertctl.package.read import read_package
+from expertctl.reference import Digest
 from expertctl.schema.manifest import Manifest
 from tests.factories import write_base, write_dora, write_ia3, write_lora, write_soft_prompt
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError, NotFoundError
 from expertctl.package.evaluation import EvaluationSample, Metric, is_correct, read_evaluation_data
+from expertctl.reference import Digest
 from expertctl.schema import validation
 from expertctl.schema.validation import MAX_DATA_BYTES
 from tests.package.forged_packages import draw_line_bytes

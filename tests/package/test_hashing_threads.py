@@ -7,8 +7,8 @@ from threading import Event
 
 import pytest
 
-from expertctl.digest import READ_CHUNK, Digest, hash_file
 from expertctl.package.base_model import open_hashing_threads
+from expertctl.reference import READ_CHUNK, Digest, hash_file
 
 LARGE = 1 << 33
 

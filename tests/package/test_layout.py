@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.errors import InvalidPackageError
 from expertctl.package.layout import (
     CONFIG,
@@ -22,6 +21,7 @@ from expertctl.package.layout import (
     parse_oci_index,
     parse_oci_manifest,
 )
+from expertctl.reference import Digest, FileDigest
 from expertctl.schema.strict_json import encode_canonical
 
 

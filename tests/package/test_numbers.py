@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import READ_CHUNK, Progress, ignore_progress
 from expertctl.package.adapter import AdapterSpec, Dora, Ia3, Lora, Part, SoftPrompt
 from expertctl.package.adapter_weights import find_extremes, find_not_finite, find_peaks
 from expertctl.package.tensor_file import read_table
+from expertctl.reference import READ_CHUNK, Progress, ignore_progress
 from tests.factories import write_safetensors
 from tests.package.forged_packages import make_tensor_file
 

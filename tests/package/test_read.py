@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest, hash_file
 from expertctl.errors import (
     DigestError,
     ExpertError,
@@ -22,6 +21,7 @@ from expertctl.errors import (
 )
 from expertctl.package.archive import END_OF_ARCHIVE, build_blob_name, build_header
 from expertctl.package.read import PackageContents, read_package
+from expertctl.reference import Digest, hash_file
 from tests.package.forged_packages import (
     Entry,
     edit_json_file,

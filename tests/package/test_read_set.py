@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
 from expertctl.package import archive as archive_module
 from expertctl.package.archive import END_OF_ARCHIVE, build_blob_name, build_header
 from expertctl.package.layout import REF_NAME
 from expertctl.package.read import read_package, read_set
+from expertctl.reference import Digest
 from expertctl.schema.strict_json import encode_canonical
 from tests.package.forged_packages import (
     Entry,

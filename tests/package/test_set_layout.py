@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.errors import InvalidPackageError
 from expertctl.package.layout import (
     MAX_FILE_BYTES,
@@ -20,7 +19,7 @@ from expertctl.package.layout import (
     build_set_layout,
     parse_set_index,
 )
-from expertctl.reference import PackageName, Version
+from expertctl.reference import Digest, FileDigest, PackageName, Version
 from expertctl.schema.strict_json import encode_canonical
 
 

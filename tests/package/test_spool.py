@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import hash_file
 from expertctl.errors import (
     DigestError,
     ExpertError,
@@ -19,6 +18,7 @@ from expertctl.errors import (
 from expertctl.package.layout import OCI_LAYOUT
 from expertctl.package.read import read_package
 from expertctl.package.write import sign_package, unpack_package
+from expertctl.reference import hash_file
 from expertctl.trust.bundle import read_bundle, verify_bundle
 from expertctl.trust.keys import PrivateKey
 from tests.package.forged_packages import (

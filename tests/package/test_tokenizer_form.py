@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError
 from expertctl.package.tokenizer import canonicalise_tokenizer, compute_tokenizer_digest
+from expertctl.reference import Digest
 
 Document = dict[str, Any]
 

@@ -11,7 +11,6 @@ from typing import BinaryIO
 
 import pytest
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError, UsageError
 from expertctl.package.archive import compute_archive_size
 from expertctl.package.frame import RATIO_FREE_BYTES
@@ -23,6 +22,7 @@ from expertctl.package.write import (
     write_oci_archive,
     write_package,
 )
+from expertctl.reference import Digest, FileDigest
 from tests.package.forged_packages import (
     Files,
     list_layout_members,

@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from expertctl.digest import Digest
 from expertctl.package.layout import MANIFEST_TYPE
+from expertctl.reference import Digest
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.credentials import Credential, UnsavedCredential
 from expertctl.registry.errors import RetrySchedule

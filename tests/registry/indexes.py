@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from expertctl.digest import Digest
-from expertctl.reference import PackageName, Version
+from expertctl.reference import Digest, PackageName, Version
 from expertctl.registry.index_document import (
     IndexDocument,
     KeyEntry,

@@ -10,9 +10,9 @@ from typing import BinaryIO
 
 import pytest
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.errors import NotFoundError, UnauthenticatedError, UnreachableError
 from expertctl.package.layout import build_layout
+from expertctl.reference import Digest, FileDigest
 from expertctl.registry.api_client import ApiClient
 from expertctl.registry.credentials import Credential, UnsavedCredential
 from expertctl.registry.download import BlobDownloader

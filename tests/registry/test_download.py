@@ -19,7 +19,6 @@ from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest, FileDigest, Progress, ignore_progress
 from expertctl.errors import (
     DigestError,
     DiskFullError,
@@ -29,6 +28,7 @@ from expertctl.errors import (
     UnreachableError,
 )
 from expertctl.files import make_folders
+from expertctl.reference import Digest, FileDigest, Progress, ignore_progress
 from expertctl.registry.download import BLOB_MODE, KEPT_SECONDS, BlobDownloader, BlobRequest
 from expertctl.registry.http import RegistryHttp
 from expertctl.registry.oci_client import OciClient
@@ -553,7 +553,7 @@ def test_what_is_old_and_nobody_holds_is_swept(place: Place) -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-from expertctl.digest import Digest, FileDigest
+from expertctl.reference import Digest, FileDigest
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.download import BlobDownloader, BlobRequest
 from expertctl.registry.http import RegistryHttp

@@ -14,9 +14,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError
-from expertctl.reference import PackageName, Version
+from expertctl.reference import Digest, PackageName, Version
 from expertctl.registry import index_document
 from expertctl.registry.index_document import (
     IndexDocument,

@@ -4,7 +4,6 @@ from io import BytesIO
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import (
     ConflictError,
     DigestError,
@@ -13,6 +12,7 @@ from expertctl.errors import (
     UnauthenticatedError,
 )
 from expertctl.package.layout import MANIFEST_TYPE
+from expertctl.reference import Digest
 from expertctl.registry.http import RegistryHttp
 from expertctl.registry.oci_client import OciClient
 from tests.registry.hostile_registry import (

@@ -10,8 +10,8 @@ from typing import BinaryIO
 
 import pytest
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.errors import DigestError, ForbiddenError, UnauthenticatedError
+from expertctl.reference import Digest, FileDigest
 from expertctl.registry import credentials
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.api_client import ApiClient

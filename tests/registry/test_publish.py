@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import (
     BudgetError,
     ConflictError,
@@ -22,6 +21,7 @@ from expertctl.errors import (
 )
 from expertctl.package.layout import CONFIG
 from expertctl.package.write import add_document, sign_package, spool_package
+from expertctl.reference import Digest
 from expertctl.registry.accounts import add_key, fetch_namespace, revoke_key
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.api_client import fetch_package

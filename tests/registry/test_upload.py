@@ -14,7 +14,6 @@ from typing import BinaryIO
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import (
     BudgetError,
     DigestError,
@@ -22,6 +21,7 @@ from expertctl.errors import (
     RegistryError,
     UnreachableError,
 )
+from expertctl.reference import Digest
 from expertctl.registry.upload import BlobUpload, Uploader, remove_old_files
 from tests.registry.hostile_registry import (
     HostileServer,

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from expertctl.digest import Digest
-from expertctl.reference import PackageName
+from expertctl.reference import Digest, PackageName
 from expertctl.routing.evaluation import (
     EvaluatedPrompt,
     LabelledPrompt,

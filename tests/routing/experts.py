@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.engine_config import EngineConfig
 from expertctl.package.base_model import BaseIdentity
+from expertctl.reference import Digest, FileDigest
 from expertctl.routing.candidate import InstalledExpert, RoutingCandidate
 from expertctl.routing.manifest_lint import SeenManifests
 from expertctl.routing.numerics import build_numeric_settings

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from expertctl.digest import Digest
-from expertctl.reference import Reference
+from expertctl.reference import Digest, Reference
 from expertctl.routing.candidate import InstalledExpert
 from expertctl.routing.request import ForcedExpert, parse_target
 from tests.routing.experts import (

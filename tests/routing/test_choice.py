@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import (
     BaseMismatchError,
     ConflictError,
@@ -15,7 +14,7 @@ from expertctl.errors import (
     RevokedError,
     UsageError,
 )
-from expertctl.reference import Reference
+from expertctl.reference import Digest, Reference
 from expertctl.routing.candidate import InstalledExpert
 from expertctl.routing.plan import compute_plan_identity
 from expertctl.routing.request import parse_forced

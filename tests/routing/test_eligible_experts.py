@@ -2,8 +2,8 @@
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import UsageError
+from expertctl.reference import Digest
 from expertctl.routing.candidate import InstalledExpert
 from expertctl.routing.eligibility import EligibleExperts, find_eligible_experts
 from expertctl.routing.index import RERANK_FOLDER, ManifestsByDigest, RoutingIndex, VectorStore

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.routing.vector_table import SearchFilter, VectorTable, group_by_expert
 
 

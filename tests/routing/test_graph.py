@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.routing import vector_search as graphs
 from expertctl.routing.vector_search import (
     GRAPH_FILE,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
-from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, StoreError
+from expertctl.reference import Digest
 from expertctl.routing import index as index_module
 from expertctl.routing import index as indexes
 from expertctl.routing import vector_files, vector_search

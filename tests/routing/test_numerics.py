@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.engine_config import Dtype, EngineConfig, MoeMiss
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
+from expertctl.reference import Digest
 from expertctl.routing import numerics
 from expertctl.routing.numerics import build_numeric_settings, check_identity, choose_dtype
 from expertctl.routing.plan import NumericSettings, Plan, SamplingParams, compute_plan_identity

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.routing.plan import (
     NumericSettings,
     Plan,

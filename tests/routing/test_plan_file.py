@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError, NotFoundError
+from expertctl.reference import Digest
 from expertctl.routing.plan import (
     MAX_PLAN_BYTES,
     Plan,

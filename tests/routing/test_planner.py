@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import (
     BaseMismatchError,
@@ -19,7 +18,7 @@ from expertctl.errors import (
     UsageError,
 )
 from expertctl.package.base_model import read_base
-from expertctl.reference import Reference
+from expertctl.reference import Digest, Reference
 from expertctl.routing.plan import Plan, parse_plan
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides

@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import ExpertError, UsageError
-from expertctl.reference import Reference
+from expertctl.reference import Digest, Reference
 from expertctl.routing.request import (
     ForcedExpert,
     RouteRequest,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.routing.vector_table import Mask, Vectors, VectorTable
 from expertctl.routing.vetting import PackageRows, find_near_duplicates
 from expertctl.store.preference import Flag

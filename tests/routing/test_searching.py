@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.routing import vector_search as searchings
 from expertctl.routing.vector_files import VectorFiles
 from expertctl.routing.vector_search import (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.routing.static_encoder import (
     TABLE,
     TOKENIZER,

@@ -2,9 +2,8 @@
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import NotFoundError
-from expertctl.reference import PackageName
+from expertctl.reference import Digest, PackageName
 from expertctl.routing.request import ForcedExpert, parse_target
 from expertctl.routing.selection import (
     find_near_names,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.routing import vector_files
 from expertctl.routing.vector_files import (
     JOURNAL_FILE,

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.routing.vector_files import (
     ADDED,
     FORMAT,

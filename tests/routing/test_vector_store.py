@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
-from expertctl.digest import Digest
 from expertctl.errors import StoreError
+from expertctl.reference import Digest
 from expertctl.routing import index
 from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import LOCK_FILE, VectorStore

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.routing.vector_table import Vectors, VectorTable, count_rows, split_rows
 
 ENCODER = Digest.compute(b"encoder")

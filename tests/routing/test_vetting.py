@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.routing.encoder import find_minilm
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.manifest_lint import RULES_VERSION, advise_publisher

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.vector_table import Vectors, VectorTable
 

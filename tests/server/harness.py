@@ -20,13 +20,13 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message
 
-from expertctl.digest import Digest
 from expertctl.engine.generation import FinishReason, GenerationOutput
 from expertctl.engine.result import MemoryUsage, Numerics, RunResult
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.request import JobFinished, JobStarted
 from expertctl.engine_config import DEFAULT_WARMUP, BatchingConfig, EngineConfig, WarmupConfig
 from expertctl.package.base_model import BaseFacts, read_base
+from expertctl.reference import Digest
 from expertctl.routing.features import extract_features
 from expertctl.routing.plan import Plan, SamplingParams
 from expertctl.routing.planner import PlannedPrompt, Planner

@@ -14,12 +14,12 @@ from uuid import uuid4
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.install.installer import install_files
 from expertctl.install.publication import InstalledPackage
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.read import PackageContents, read_package
 from expertctl.package.verify import VerifiedPackage
+from expertctl.reference import Digest
 from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.settings import Home

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError, ConflictError
 from expertctl.package.compatibility import check_expert_base
 from expertctl.package.read import read_package
+from expertctl.reference import Digest
 from expertctl.schema.manifest import Manifest
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import hash_file
 from expertctl.errors import (
     BaseMismatchError,
     ConflictError,
@@ -19,6 +18,7 @@ from expertctl.errors import (
 )
 from expertctl.package.architectures import ARCHITECTURES
 from expertctl.package.base_model import BaseFacts, read_base
+from expertctl.reference import hash_file
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base
 from tests.gpt2_base import write_gpt2

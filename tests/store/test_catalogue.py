@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, ExpertError, StoreError
+from expertctl.reference import Digest
 from expertctl.store.catalogue import Catalogue, UsageCount
 from tests.store.fixtures import HomeFixture, PackageFactory, record_use
 

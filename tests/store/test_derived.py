@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest
 from expertctl.install.doctor import Finding, examine_store
+from expertctl.reference import Digest
 from expertctl.store.disk import DerivedData
 from tests.store.fixtures import HomeFixture, PackageFactory, fast, package_factory, user_home
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import NotFoundError
-from expertctl.reference import PackageName, Reference, Version
+from expertctl.reference import Digest, PackageName, Reference, Version
 from expertctl.settings import Home
 from expertctl.store.pins import PinFiles, VersionPin, VersionPins
 from expertctl.store.preference import (

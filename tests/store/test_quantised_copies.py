@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError, InvalidPackageError
 from expertctl.install.doctor import Finding, examine_store
+from expertctl.reference import Digest
 from expertctl.store import quantised_cache
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore

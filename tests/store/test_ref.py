@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.errors import InvalidPackageError
-from expertctl.reference import PackageName, Version
+from expertctl.reference import Digest, FileDigest, PackageName, Version
 from expertctl.store.refs import RequiredBase, StoredExpert, encode_ref, parse_ref
 
 D = [Digest(f"{i:x}" * 64) for i in range(8)]

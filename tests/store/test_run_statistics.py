@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.store.catalogue import RunHistory
 from expertctl.store.index_database import IndexDatabase
 from expertctl.store.run_record import RunTimes

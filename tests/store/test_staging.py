@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.store.transaction import BLOB_MODE, PackageStaging
 
 BLOBS = {Digest.compute(data): data for data in (b"shared", b"first", b"second" * 300_000)}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.store.run_record import (
     HALF_LIFE_DAYS,
     PRIOR,

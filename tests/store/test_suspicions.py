@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, StoreError
+from expertctl.reference import Digest
 from expertctl.store.locks import exclusive_lock
 from expertctl.store.preference import (
     FLAGS_FILE,

@@ -10,7 +10,7 @@ from typing import Any
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from expertctl.digest import Digest, FileDigest
+from expertctl.reference import Digest, FileDigest
 from expertctl.trust.keys import PrivateKey
 
 Document = dict[str, Any]

@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.utils import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest, FileDigest, hash_file
 from expertctl.errors import InvalidPackageError, SignatureError
+from expertctl.reference import Digest, FileDigest, hash_file
 from expertctl.trust.bundle import MAX_BUNDLE, read_bundle, sign_files, verify_bundle
 from expertctl.trust.dsse import encode_pae
 from expertctl.trust.keys import ALGORITHMS, Algorithm, PrivateKey, PublicKey

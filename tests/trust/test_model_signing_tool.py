@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from expertctl.cli import app
-from expertctl.digest import FileDigest, hash_file
 from expertctl.errors import SignatureError
+from expertctl.reference import FileDigest, hash_file
 from expertctl.trust.bundle import read_bundle, sign_files, verify_bundle
 from expertctl.trust.keys import PrivateKey
 from tests.factories import make_package, write_base

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from expertctl.digest import Digest
 from expertctl.errors import (
     InvalidPackageError,
     NotFoundError,
@@ -18,7 +17,7 @@ from expertctl.errors import (
     TrustError,
     UsageError,
 )
-from expertctl.reference import PackageName
+from expertctl.reference import Digest, PackageName
 from expertctl.trust.keys import PrivateKey, PublicKey
 from expertctl.trust.trust_store import TrustStore
 from tests.trust.forged_bundles import make_rfc_key

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import (
     InvalidPackageError,
     NotFoundError,
     RevokedError,
     UsageError,
 )
-from expertctl.reference import PackageName
+from expertctl.reference import Digest, PackageName
 from expertctl.trust.keys import KeyRing, PrivateKey
 from expertctl.trust.trust_store import PublisherIdentity, TrustStore
 from tests.trust.forged_bundles import make_rfc_key

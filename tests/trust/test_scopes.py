@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import (
     InvalidPackageError,
     NotFoundError,
@@ -13,7 +12,7 @@ from expertctl.errors import (
     TrustError,
     UsageError,
 )
-from expertctl.reference import PackageName, find_authorities, find_namespace_registries
+from expertctl.reference import Digest, PackageName, find_authorities, find_namespace_registries
 from expertctl.trust import grants as grants_module
 from expertctl.trust.grants import Grant, KnownRegistry, TrustedKey, make_grants
 from expertctl.trust.keys import PrivateKey, PublicKey

@@ -8,8 +8,8 @@ import rfc8785
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.errors import SignatureError
+from expertctl.reference import Digest, FileDigest
 from expertctl.trust.bundle import MAX_BYTES, SignedFile, SignedStatement, check_path
 from tests.trust.forged_bundles import (
     CONTENT,

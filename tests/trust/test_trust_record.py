@@ -8,7 +8,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from expertctl.digest import Digest
 from expertctl.errors import (
     DigestError,
     InvalidPackageError,
@@ -17,7 +16,7 @@ from expertctl.errors import (
     TrustError,
     UsageError,
 )
-from expertctl.reference import PackageName
+from expertctl.reference import Digest, PackageName
 from expertctl.schema.validation import find_problems
 from expertctl.trust.grants import (
     MAX_BYTES,

@@ -16,7 +16,6 @@ from typing import cast
 
 import numpy as np
 
-from expertctl.digest import Digest, FileDigest, Progress, ignore_progress
 from expertctl.engine.adapters.compile import (
     BASE_ONLY,
     CompiledPlan,
@@ -48,6 +47,7 @@ from expertctl.engine.memory.host import allocate
 from expertctl.errors import BudgetError
 from expertctl.package.read import PackageContents, read_package
 from expertctl.package.verify import VerifiedPackage, accept_unsigned, verify_contents
+from expertctl.reference import Digest, FileDigest, Progress, ignore_progress
 from expertctl.routing.plan import NUMERIC_VERSION
 from expertctl.schema.manifest import Manifest
 from expertctl.store.disk import DerivedData

@@ -15,7 +15,6 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
-from expertctl.digest import Digest, FileDigest, Progress, ignore_progress
 from expertctl.engine.adapters.steps import AdapterStep, DoraTensors, Ia3Tensors, LoraTensors
 from expertctl.engine.arrays import STORED_DTYPES, FloatArray
 from expertctl.engine.memory.host import allocate
@@ -30,6 +29,7 @@ from expertctl.package.tensor_file import (
     parse_header,
     parse_header_length,
 )
+from expertctl.reference import Digest, FileDigest, Progress, ignore_progress
 from expertctl.schema.manifest import AdapterEntry, Manifest
 
 READ_CHUNK_BYTES = 4 << 20

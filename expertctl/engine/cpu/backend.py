@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
 from expertctl.engine.arrays import AnyArray, FloatArray
 from expertctl.engine.backend import BackendName, LoadConfig, LoadContext
@@ -58,6 +57,7 @@ from expertctl.engine.text.prompt import RecordLogits
 from expertctl.engine_config import AdapterDtype, Dtype
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import ModelConfig
+from expertctl.reference import Progress, ignore_progress
 
 _FLOAT_BYTES = 4
 SCHEMES: dict[Dtype, Scheme] = {

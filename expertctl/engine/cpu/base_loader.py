@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.base_files import check_tied_head, list_rounding_warnings
 from expertctl.engine.cpu.packed_base import (
@@ -36,6 +35,7 @@ from expertctl.engine_config import MoeColdOption
 from expertctl.package.base_model import compute_weights_digest
 from expertctl.package.base_tensors import StoredTensor, read_base_tensors
 from expertctl.package.model_config import HEAD_TENSOR, ModelConfig
+from expertctl.reference import Digest, Progress, ignore_progress
 from expertctl.store.quantised_cache import QuantisedCache
 from expertctl.store.quantised_file import QuantisedPiece, iterate_pieces
 

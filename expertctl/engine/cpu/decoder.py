@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.cpu.decoder_program import (
     DecoderProgram,
@@ -42,6 +41,7 @@ from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.moe.counters import Phase
 from expertctl.engine.moe.routed_experts import RoutedExperts, make_resident_experts
 from expertctl.engine.text.prompt import RecordLogits
+from expertctl.reference import Progress, ignore_progress
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
 from expertctl.engine.arrays import AnyArray, FloatArray
 from expertctl.engine.backend import BackendName, LoadContext
@@ -33,6 +32,7 @@ from expertctl.engine.moe.counters import Counters, RoutedExpertStats, make_resi
 from expertctl.engine.sampling import estimate_sample_bytes
 from expertctl.engine.text.prompt import RecordLogits
 from expertctl.package.model_config import ModelConfig
+from expertctl.reference import Progress, ignore_progress
 
 if TYPE_CHECKING:
     from expertctl.engine.moe.expert_cache import ExpertCache

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.steps import EMPTY_DELTAS, Deltas
 from expertctl.engine.arrays import AnyArray, FloatArray, widen
 from expertctl.engine.cpu.plain_functional import (
@@ -61,6 +60,7 @@ from expertctl.engine.kv.kv_cache import rewind_on_error
 from expertctl.engine.kv.page_layout import ROW_PAGES, count_pages
 from expertctl.engine.text.prompt import LOGIT_ROWS, RecordLogits
 from expertctl.package.model_config import EMBEDDING_TENSOR, ModelConfig
+from expertctl.reference import Progress, ignore_progress
 
 _FLOAT_BYTES = 4
 _MAX_STACKED = 3

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.arrays import AnyArray, FloatArray, round_to_bfloat16, widen
 from expertctl.engine.base_files import (
     check_tied_head,
@@ -27,6 +26,7 @@ from expertctl.engine.memory.host import allocate
 from expertctl.errors import UsageError
 from expertctl.package.base_tensors import StoredTensor, read_base_tensors
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
+from expertctl.reference import Progress, ignore_progress
 
 _MATRIX_DTYPES: dict[str, "np.dtype[Any]"] = {
     "float32": np.dtype(np.float32),

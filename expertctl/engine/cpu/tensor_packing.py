@@ -12,7 +12,6 @@ from itertools import islice
 
 import numpy as np
 
-from expertctl.digest import Progress
 from expertctl.engine.arrays import VECTOR_BYTES, AnyArray
 from expertctl.engine.base_files import iter_row_portions
 from expertctl.engine.cpu.packed_base import TensorPlace, write_tensor
@@ -29,6 +28,7 @@ from expertctl.engine.kernels.packed_matrix import (
 from expertctl.engine.kernels.program import array_address, encode_operands
 from expertctl.engine.memory.host import count_usable_cores
 from expertctl.package.base_tensors import StoredTensor
+from expertctl.reference import Progress
 from expertctl.store.quantised_file import ALIGNED
 
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from expertctl.digest import Digest
 from expertctl.errors import BudgetError
 from expertctl.package.model_config import ModelConfig
+from expertctl.reference import Digest
 
 
 class KVCacheBase:

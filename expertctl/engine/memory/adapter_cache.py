@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
-from expertctl.digest import Digest
 from expertctl.engine.memory.budget import (
     ABSENT,
     CacheEntry,
@@ -38,6 +37,7 @@ from expertctl.engine.memory.budget import (
     Purpose,
     ReclaimableMemory,
 )
+from expertctl.reference import Digest
 
 CachedValue = TypeVar("CachedValue")
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.engine.adapters.compile import BASE_ONLY
 from expertctl.engine.backend import Backend, LoadConfig, RunnableModel, translate_errors
 from expertctl.engine.bench_result import TimingSeries
@@ -46,9 +45,9 @@ from expertctl.engine_config import (
     TopPins,
     WarmupConfig,
 )
-from expertctl.errors import BudgetError, IncompatibleError, UsageError
-from expertctl.messages import Notify, ignore_notification
+from expertctl.errors import BudgetError, IncompatibleError, Notify, UsageError, ignore_notification
 from expertctl.package.architectures import ExpertsConfig
+from expertctl.reference import Digest, Progress, ignore_progress
 from expertctl.routing.numerics import choose_dtype
 from expertctl.routing.planner import Planner
 

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from expertctl.digest import Progress
 from expertctl.engine.cpu.packed_base import (
     EXPERTS,
     expert_tensor_places,
@@ -38,6 +37,7 @@ from expertctl.engine.moe.placement import LayerExpert
 from expertctl.engine_config import MoeCold, MoeColdOption
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
+from expertctl.reference import Progress
 from expertctl.store.quantised_cache import QuantisedCache
 from expertctl.store.quantised_file import (
     FileEdition,

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from expertctl.digest import Digest
 from expertctl.engine.moe.counters import CounterSnapshot, ExpertResidency
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.profile_codecs import (
@@ -53,6 +52,7 @@ from expertctl.engine_config import DEFAULT_WARMUP, WarmupConfig
 from expertctl.errors import DigestError, ExpertError, InvalidPackageError
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.base_model import BaseIdentity
+from expertctl.reference import Digest
 from expertctl.schema.strict_json import JsonObject, load_object
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore

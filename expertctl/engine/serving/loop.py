@@ -28,8 +28,7 @@ from expertctl.engine.serving.request import (
 from expertctl.engine.serving.running_batch import RunningBatch
 from expertctl.engine.serving.scheduler import POLL_SECONDS, Scheduler
 from expertctl.engine.text.prompt import PromptLogprobs
-from expertctl.errors import BudgetError, CancelledError, DeviceError, ExpertError
-from expertctl.messages import Notify
+from expertctl.errors import BudgetError, CancelledError, DeviceError, ExpertError, Notify
 
 FailureCallback = Callable[[], None]
 BUSY_SAVE_SECONDS = 600.0

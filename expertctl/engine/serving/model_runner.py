@@ -53,6 +53,7 @@ from expertctl.engine.serving.running_batch import AdapterStatus
 from expertctl.engine.text.prompt import PromptLogprobs, UserMessage, prompt_logprob_bytes
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import (
+    WARNING_PREFIX,
     BaseMismatchError,
     BudgetError,
     CancelledError,
@@ -60,10 +61,10 @@ from expertctl.errors import (
     IncompatibleError,
     InvalidPackageError,
     NotFoundError,
+    Notify,
     StoreError,
     UsageError,
 )
-from expertctl.messages import WARNING_PREFIX, Notify
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.routing.candidate import InstalledExpert, explain_misfit
 from expertctl.routing.planner import PlannedPrompt, Planner

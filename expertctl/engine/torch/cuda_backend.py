@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec, TorchPlacement
 from expertctl.engine.arrays import AnyArray, FloatArray
 from expertctl.engine.backend import BackendName, LoadConfig, LoadContext
@@ -66,6 +65,7 @@ from expertctl.engine.torch.stacked_mlp import estimate_host_selection_bytes
 from expertctl.engine.torch.weights import BaseWeights, load_base_weights, parse_torch_dtype
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import ModelConfig
+from expertctl.reference import Progress, ignore_progress
 
 _FLOAT_BYTES = 4
 _CAPTURE_STREAMS, _PIECEWISE_STREAMS = 2, 3

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.steps import EMPTY_DELTAS
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.base_files import is_routed_expert
@@ -63,6 +62,7 @@ from expertctl.engine.torch.stacked_mlp import (
 )
 from expertctl.engine.torch.weights import BaseWeights
 from expertctl.package.model_config import ModelConfig
+from expertctl.reference import Progress, ignore_progress
 
 MAX_GRAPH_KEYS = 8
 """Maximum number of step kinds with graphs: a growing answer leaves its shorter ones behind."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.steps import EMPTY_DELTAS
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.base_files import is_routed_expert
@@ -44,6 +43,7 @@ from expertctl.engine.torch.sequence_cache import KVCache
 from expertctl.engine.torch.transformer import Transformer
 from expertctl.engine.torch.weights import BaseWeights
 from expertctl.package.model_config import ModelConfig
+from expertctl.reference import Progress, ignore_progress
 
 if TYPE_CHECKING:
     from expertctl.engine.torch.stacked_mlp import StackedLayers

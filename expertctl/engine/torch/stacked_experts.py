@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape
 from expertctl.engine.moe.cache_plan import CachePlan
@@ -48,6 +47,7 @@ from expertctl.engine.torch.routed_mlp import RouterOutput
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
+from expertctl.reference import Progress, ignore_progress
 
 Numbers = np.ndarray[Any, Any]
 _LONG_BYTES = 8

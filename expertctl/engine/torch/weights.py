@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.base_files import (
     is_routed_expert,
     list_rounding_warnings,
@@ -23,6 +22,7 @@ from expertctl.engine.base_files import (
 from expertctl.errors import UsageError
 from expertctl.package.base_tensors import StoredTensor, read_base_tensors
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
+from expertctl.reference import Progress, ignore_progress
 
 
 @dataclass(frozen=True, slots=True, eq=False)

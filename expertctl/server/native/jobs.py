@@ -27,8 +27,7 @@ from expertctl.engine.serving.request import (
     JobStarted,
     OutputDelta,
 )
-from expertctl.errors import CancelledError, ExpertError, NotFoundError
-from expertctl.messages import sanitise_error_text
+from expertctl.errors import CancelledError, ExpertError, NotFoundError, sanitise_error_text
 from expertctl.schema.strict_json import JsonObject
 from expertctl.server.native.infer import format_time
 

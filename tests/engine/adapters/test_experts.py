@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
 from expertctl.engine.adapters.experts import (
     CompileTarget,
@@ -31,6 +30,7 @@ from expertctl.engine.torch.weights import load_base_weights
 from expertctl.errors import BudgetError, DigestError, IncompatibleError, RevokedError, TrustError
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.model_config import read_model_config
+from expertctl.reference import Digest, FileDigest
 from expertctl.store.disk import DerivedData
 from expertctl.trust.keys import PrivateKey
 from expertctl.trust.trust_store import TrustStore

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from expertctl.digest import Digest
 from expertctl.engine.adapters.compile import CompileSpec, DoraScales
 from expertctl.engine.adapters.experts import (
     CompileTarget,
@@ -34,6 +33,7 @@ from expertctl.engine.torch.weights import load_base_weights
 from expertctl.engine_config import Dtype
 from expertctl.errors import BudgetError, IncompatibleError
 from expertctl.package.model_config import read_model_config
+from expertctl.reference import Digest
 from expertctl.store.disk import DerivedData
 from tests.engine.package_fixtures import load_adapters, make_expert_source
 from tests.engine.packing import pack_base

@@ -13,7 +13,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from expertctl.digest import FileDigest, hash_file
 from expertctl.engine.adapters.load import (
     READ_CHUNK_BYTES,
     READ_SLACK_BYTES,
@@ -31,6 +30,7 @@ from expertctl.errors import (
     NotFoundError,
     StoreError,
 )
+from expertctl.reference import FileDigest, hash_file
 from expertctl.schema.manifest import AdapterEntry, AdapterKind, BaseRequirement, Manifest
 from tests.engine.memory_measurement import find_owner
 from tests.engine.package_fixtures import (

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from expertctl.digest import Digest
 from expertctl.engine.adapters.compile import BASE_ONLY, CompiledPlan
 from expertctl.engine.adapters.steps import LinearDelta
 from expertctl.engine.arrays import AnyArray
@@ -26,6 +25,7 @@ from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from expertctl.package.model_config import read_model_config
+from expertctl.reference import Digest
 from expertctl.settings import Home
 from tests import tensor_shapes
 from tests.engine.conftest import (
@@ -275,7 +275,7 @@ from expertctl.engine.cpu.plain_backend import PlainBackend
 from expertctl.engine.kv.kv_cache import KVRequest
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.budget import MemoryBudget
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.package.model_config import read_model_config
 
 class Context:

@@ -17,7 +17,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from expertctl.digest import Digest
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
 from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache
 from expertctl.engine.kv.kv_cache import KVAllocation, KVRequest
@@ -31,6 +30,7 @@ from expertctl.engine.kv.page_layout import (
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.errors import BudgetError
+from expertctl.reference import Digest
 from tests.engine.torch.test_kv_cache import config
 
 CONFIG = config(layers=2, kv_heads=2, head_dim=16)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.engine.kv.kv_cache import PrefixKey
 from expertctl.engine.kv.radix_cache import PrefixMatch, RadixCache
+from expertctl.reference import Digest
 
 CHAT = PrefixKey("chat", Digest.compute(b"plan"))
 OTHERS = [

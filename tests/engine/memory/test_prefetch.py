@@ -13,7 +13,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from expertctl.digest import Digest
 from expertctl.engine.memory.adapter_cache import (
     AdapterCache,
     AdapterPrefetcher,
@@ -23,6 +22,7 @@ from expertctl.engine.memory.adapter_cache import (
 )
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.errors import BudgetError, DigestError
+from expertctl.reference import Digest
 from tests.engine.memory.test_tiers import Pool
 
 LIMIT = 1000

@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from expertctl.digest import Digest
 from expertctl.engine.memory.adapter_cache import AdapterCache, CacheRequest, Tier
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.errors import BudgetError, DigestError
+from expertctl.reference import Digest
 
 LIMIT = 1000
 

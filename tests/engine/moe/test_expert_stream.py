@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.cpu.base_loader import load_packed_base
 from expertctl.engine.cpu.packed_base import PackedBase, make_expert_shape, packed_base_bytes
 from expertctl.engine.cpu.tensor_packing import compact_expert
@@ -18,6 +17,7 @@ from expertctl.engine.moe.expert_files import ExpertStream, compute_copy_shape, 
 from expertctl.errors import BaseMismatchError, InvalidPackageError
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import read_model_config
+from expertctl.reference import Progress, ignore_progress
 from expertctl.store.bases import BaseStore
 from expertctl.store.quantised_cache import QuantisedCache
 from tests.engine.moe.quantised_bases import (

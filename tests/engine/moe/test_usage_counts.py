@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.digest import Digest
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.usage_profile import LayerUsage, UsageProfile
 from expertctl.engine.moe.usage_store import LearntUsage, encode_learnt_usage, parse_learnt_usage
 from expertctl.errors import InvalidPackageError
+from expertctl.reference import Digest
 
 BASE = Digest.compute(b"a base")
 COUNTED = UsageProfile(

@@ -15,7 +15,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from expertctl.digest import Digest
 from expertctl.engine.kv.kv_cache import KVAllocation, KVRequest
 from expertctl.engine.memory.adapter_cache import AdapterCache, CacheRequest, Tier
 from expertctl.engine.memory.budget import MemoryBudget
@@ -26,6 +25,7 @@ from expertctl.engine.torch.sequence_cache import (
     SequenceKVCache,
 )
 from expertctl.errors import BudgetError
+from expertctl.reference import Digest
 from tests.engine.conftest import (
     FLOAT32_CACHE,
     MakeReferenceModel,

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import update
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from registry_server.access.rights import TokenScope
 from registry_server.database.tables import RELEASES
 from tests.registry_server.harness import JsonApiClient, Publish, RegistryHarness

@@ -23,9 +23,9 @@ from typing import BinaryIO
 import pytest
 
 from expertctl.cli.process import get_exit_code
-from expertctl.digest import Digest
 from expertctl.errors import RegistryError
 from expertctl.package.write import write_package
+from expertctl.reference import Digest
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.api_client import ApiClient
 from expertctl.registry.credentials import Credential, UnsavedCredential

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import hash_file
+from expertctl.reference import hash_file
 from expertctl.registry.address import RegistryAddress
 from expertctl.store.store import Store
 from expertctl.trust.grants import KnownRegistry

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, select
 
-from expertctl.digest import Digest
-from expertctl.reference import PackageName
+from expertctl.reference import Digest, PackageName
 from expertctl.registry.address import RegistryAddress
 from expertctl.settings import Home
 from expertctl.trust.grants import KnownRegistry

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from oras.client import OrasClient
 
-from expertctl.digest import Digest
 from expertctl.package.read import read_package
+from expertctl.reference import Digest
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.registry.live_registry import PackageWorkspace, tiny_base, trust, workspace
 from tests.registry_server.interop.tools import USER, InteropRegistry, exchange

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import hash_file
 from expertctl.package.read import PackageContents, read_package
+from expertctl.reference import hash_file
 from expertctl.settings import Home
 from expertctl.store.store import Store
 from expertctl.trust.keys import PrivateKey

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from expertctl.digest import Digest
 from expertctl.errors import DigestError, StoreError, UsageError
+from expertctl.reference import Digest
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import Identity
 from registry_server.blob_storage import BlobDigest

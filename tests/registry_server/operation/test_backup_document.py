@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError, NotFoundError
+from expertctl.reference import Digest
 from registry_server.operation.backup import BACKUP_NAME, STATE_FILES, BackupDocument
 
 STATE = {name: Digest.compute(name.encode()) for name in STATE_FILES}

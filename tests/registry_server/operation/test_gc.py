@@ -9,8 +9,8 @@ from threading import Barrier, Thread
 import pytest
 from sqlalchemy import insert, select
 
-from expertctl.digest import Digest
 from expertctl.errors import StoreError
+from expertctl.reference import Digest
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import Identity
 from registry_server.database.tables import BLOBS, REPOSITORY_BLOBS, UPLOADS

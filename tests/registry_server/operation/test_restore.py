@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError, NotFoundError, UsageError
+from expertctl.reference import Digest
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import Identity
 from registry_server.operation import new_registry as restoring

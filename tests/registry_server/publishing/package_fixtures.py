@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.package.layout import (
     CONFIG,
     PackageLayout,
@@ -16,7 +15,7 @@ from expertctl.package.layout import (
 )
 from expertctl.package.read import PackageContents, read_blobs
 from expertctl.package.write import unpack_package
-from expertctl.reference import PackageName
+from expertctl.reference import Digest, FileDigest, PackageName
 from expertctl.registry.index_document import IndexDocument, open_index
 from expertctl.trust.bundle import sign_files
 from expertctl.trust.keys import PrivateKey

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import select
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.errors import (
     BudgetError,
     ConflictError,
@@ -21,6 +20,7 @@ from expertctl.errors import (
     UnsignedError,
 )
 from expertctl.package.layout import build_layout
+from expertctl.reference import Digest, FileDigest
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import ANONYMOUS, Action, Identity, TokenScope
 from registry_server.database.tables import (

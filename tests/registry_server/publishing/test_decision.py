@@ -2,9 +2,8 @@
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import ConflictError, UsageError
-from expertctl.reference import PackageName
+from expertctl.reference import Digest, PackageName
 from registry_server.publishing.push import (
     PublishedRelease,
     PushAction,

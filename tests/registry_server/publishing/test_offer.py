@@ -2,9 +2,9 @@
 
 import pytest
 
-from expertctl.digest import Digest, FileDigest
 from expertctl.errors import InvalidPackageError, UnsignedError, UsageError
 from expertctl.package.layout import CONFIG, build_layout
+from expertctl.reference import Digest, FileDigest
 from expertctl.trust.bundle import MAX_BUNDLE
 from expertctl.trust.keys import PrivateKey
 from registry_server.publishing.push import parse_push_request

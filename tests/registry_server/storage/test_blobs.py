@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, NotFoundError, StoreError
+from expertctl.reference import Digest
 from registry_server.blob_storage import BlobDigest, BlobStorage, wrap_disk_errors
 
 DATA = b"some bytes"

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.routing.reranker import CalibrationEvidence, collect_evidence
 from expertctl.routing.vector_search import find_nearest_exact
 from expertctl.routing.vector_table import SearchHits, Vectors, VectorTable
