@@ -16,8 +16,7 @@ import zstandard
 from benchmarks.harness import Row, compare, main, time_action
 from benchmarks.inputs import write_lora, write_package
 from expertctl.install.installer import install_files
-from expertctl.package.read import read_package
-from expertctl.package.verify import verify_contents
+from expertctl.package.read import read_package, verify_contents
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store

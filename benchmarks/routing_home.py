@@ -14,8 +14,7 @@ import numpy as np
 
 from expertctl.install.starter import install_starter
 from expertctl.reference import Digest, PackageName
-from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.eligibility import EligibleExperts
+from expertctl.routing.candidate import EligibleExperts, InstalledExpert
 from expertctl.routing.encoder import Encoder
 from expertctl.routing.planner import Inventory, Planner
 from expertctl.routing.request import RouteRequest

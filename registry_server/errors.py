@@ -23,8 +23,8 @@ from expertctl.errors import (
     TrustError,
     sanitise_error_text,
 )
-from expertctl.http.errors import find_retry_after, find_status
 from expertctl.http.log import build_log_config
+from expertctl.http.operation import find_retry_after, find_status
 from registry_server.access.accounts import SESSION_PREFIX as SESSION_PREFIX
 from registry_server.settings import ServerSettings
 

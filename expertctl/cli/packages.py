@@ -33,7 +33,7 @@ from expertctl.install.installed_experts import (
     export_set,
 )
 from expertctl.package import build as building
-from expertctl.package.adapter_config import is_hub_name
+from expertctl.package.adapter import is_hub_name
 from expertctl.package.adapter_weights import find_numeric_anomalies
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.draft import (
@@ -47,8 +47,7 @@ from expertctl.package.draft import (
 )
 from expertctl.package.evaluation import read_evaluation_data
 from expertctl.package.frame import FASTEST_LEVEL, LEVELS
-from expertctl.package.read import is_file_name
-from expertctl.package.verify import verify_contents
+from expertctl.package.read import is_file_name, verify_contents
 from expertctl.package.write import check_target, sign_package, unpack_package
 from expertctl.reference import PackageName, Reference, Version
 from expertctl.schema.manifest import MANIFEST_PATH

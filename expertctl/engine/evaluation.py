@@ -44,8 +44,7 @@ from expertctl.package.build import build_package
 from expertctl.package.evaluation import EvaluationData, EvaluationSample, is_correct
 from expertctl.package.write import require_folder
 from expertctl.reference import Digest, Progress, ignore_progress
-from expertctl.routing.numerics import choose_dtype
-from expertctl.routing.plan import PlannedExpert
+from expertctl.routing.plan import PlannedExpert, choose_dtype
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.routing.request import RouteRequest, SamplingOverrides
 from expertctl.store.base_record import StoredBase

@@ -33,7 +33,7 @@ from expertctl.errors import WARNING_PREFIX, BudgetError, DeviceError, Notify, i
 from expertctl.package.model_config import read_model_config
 from expertctl.reference import Progress, ignore_progress
 from expertctl.routing.candidate import InstalledExpert, explain_misfit
-from expertctl.routing.numerics import choose_dtype
+from expertctl.routing.plan import choose_dtype
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.store.base_record import StoredBase

@@ -47,7 +47,7 @@ from expertctl.errors import (
     TooLargeError,
     UsageError,
 )
-from expertctl.http.errors import RETRY_SECONDS
+from expertctl.http.operation import RETRY_SECONDS
 
 MAX_KEYS = 100_000
 MINUTE = 60.0

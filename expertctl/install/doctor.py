@@ -29,7 +29,7 @@ from expertctl.install.notices import (
 from expertctl.install.publication import find_missing_requirements, find_own_packages
 from expertctl.install.sources import RegistrySources
 from expertctl.package.layout import build_layout, compute_content_digest
-from expertctl.package.verify import require_signed_name
+from expertctl.package.read import require_signed_name
 from expertctl.reference import (
     Digest,
     FileDigest,

@@ -23,8 +23,7 @@ from expertctl.install.candidate import InstallCandidate, Requirement
 from expertctl.install.installer import StagedPackage
 from expertctl.install.sources import RegistrySources
 from expertctl.package.layout import PackageLayout, compute_content_digest, parse_oci_manifest
-from expertctl.package.read import read_blobs
-from expertctl.package.verify import REPLACED_HINT
+from expertctl.package.read import REPLACED_HINT, read_blobs
 from expertctl.reference import Digest, FileDigest, PackageName, Progress, Reference, hash_file
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.download import ALTERED_HINT, BlobDownloader, BlobRequest

@@ -14,8 +14,8 @@ from typing import Literal
 from expertctl.errors import ConflictError, ExpertError, NotFoundError, UsageError
 from expertctl.install.candidate import InstallCandidate, candidate_from_expert
 from expertctl.install.publication import expand_requirements, find_dependants
+from expertctl.package.directory import export_peft_directories
 from expertctl.package.layout import PackageLayout, build_index_name, build_set_layout
-from expertctl.package.peft_directory import export_peft_directories
 from expertctl.package.read import is_file_name
 from expertctl.package.write import write_oci_archive, write_package
 from expertctl.reference import Digest, Progress, ignore_progress

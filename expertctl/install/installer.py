@@ -35,15 +35,17 @@ from expertctl.install.publication import (
     sort_by_requirements,
 )
 from expertctl.package.adapter_weights import find_numeric_anomalies
+from expertctl.package.directory import find_document_problem
 from expertctl.package.layout import WEIGHT_TYPE, choose_media_type
-from expertctl.package.read import PackageContents, read_package, read_set
-from expertctl.package.source_files import find_document_problem
-from expertctl.package.verify import (
+from expertctl.package.read import (
+    PackageContents,
     VerifiedPackage,
     VersionContent,
     accept_by_digest,
     accept_unsigned,
     changed_version_error,
+    read_package,
+    read_set,
     verify_contents,
 )
 from expertctl.reference import Digest, Progress, Reference, ignore_progress

@@ -14,7 +14,7 @@ from expertctl.errors import ConflictError, ExpertError, InvalidPackageError, No
 from expertctl.files import write_atomic
 from expertctl.install.project_file import Project
 from expertctl.install.resolve import LockedVersion, ResolvedPackage
-from expertctl.package.verify import VersionContent
+from expertctl.package.read import VersionContent
 from expertctl.reference import Constraint, Digest, PackageName, Reference, Version
 from expertctl.registry.address import RegistryAddress
 from expertctl.store.pins import LOCK_FILE, parse_toml, read_bounded_text

@@ -47,7 +47,7 @@ from expertctl.install.notices import (
 from expertctl.install.publication import InstalledPackage
 from expertctl.install.resolve import CandidatePool, LockedVersion, ResolvedPackage, resolve
 from expertctl.install.sources import RegistrySources
-from expertctl.package.verify import changed_version_error
+from expertctl.package.read import changed_version_error
 from expertctl.reference import Constraint, Digest, PackageName, Reference, hash_file
 from expertctl.routing.index import RoutingIndex
 from expertctl.store.bases import BaseStore

@@ -45,7 +45,7 @@ from expertctl.install.request import (
 )
 from expertctl.install.resolve import CandidatePool, ResolvedPackage
 from expertctl.install.sources import RegistrySources
-from expertctl.package.verify import changed_version_error
+from expertctl.package.read import changed_version_error
 from expertctl.reference import Constraint, PackageName, Reference
 from expertctl.settings import Home
 from expertctl.store.pins import LOCK_FILE, PROJECT_FILE, is_project

@@ -33,7 +33,7 @@ from expertctl.install.candidate import (
     candidates_from_index,
 )
 from expertctl.install.resolve import ResolvedPackage
-from expertctl.package.verify import VersionContent
+from expertctl.package.read import VersionContent
 from expertctl.reference import FROM_FILE, Digest, PackageName, Reference, Version
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.api_client import ApiClient, has_expert_api

@@ -29,10 +29,9 @@ from expertctl.errors import (
     UsageError,
 )
 from expertctl.package.archive import DISCARD
+from expertctl.package.directory import find_secret
 from expertctl.package.layout import CONFIG, Blobs
-from expertctl.package.read import PackageContents, read_package
-from expertctl.package.source_files import find_secret
-from expertctl.package.verify import verify_contents
+from expertctl.package.read import PackageContents, read_package, verify_contents
 from expertctl.package.write import BlobSpool, add_document
 from expertctl.reference import Digest, PackageName, Progress, Reference, ignore_progress
 from expertctl.registry.accounts import NamespaceDetails, fetch_namespace

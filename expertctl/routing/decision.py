@@ -13,12 +13,12 @@ import numpy as np
 
 from expertctl.package.compatibility import check_expert_base
 from expertctl.routing.candidate import (
+    EligibleExperts,
     InstalledExpert,
     RoutingCandidate,
     explain_misfit,
     explain_veto,
 )
-from expertctl.routing.eligibility import EligibleExperts
 from expertctl.routing.features import PromptFeatures
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.manifest_lint import COPY_FLAGS

@@ -35,7 +35,7 @@ from expertctl.errors import (
     UnknownAddressError,
     UsageError,
 )
-from expertctl.http.request_body import OPENAPI_PATH
+from expertctl.http.operation import OPENAPI_PATH
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import RouteRequest
 from expertctl.server import operations, status_page

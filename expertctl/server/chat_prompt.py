@@ -19,7 +19,7 @@ from expertctl.engine.text.prompt import ChatEnd, ConversationMessage
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine.text.tokenizer_files import TemplateSource
 from expertctl.errors import ContextLengthError, ExpertError
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.routing.request import MAX_PROMPT_CHARACTERS
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical
 from expertctl.server.output_parser import OutputParserConfig

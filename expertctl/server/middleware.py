@@ -26,7 +26,7 @@ from expertctl.errors import (
 from expertctl.http.address import build_url, is_loopback
 from expertctl.http.limits import LimitsMiddleware, RequestPolicy, RequestRefusal, build_host_names
 from expertctl.http.log import RequestLogMiddleware, RequestRecord, get_route_path
-from expertctl.http.request_body import JSON_MEDIA_TYPE
+from expertctl.http.operation import JSON_MEDIA_TYPE
 from expertctl.server.caller import Caller, anthropic_rate_headers, openai_rate_headers
 from expertctl.server.metrics import Metrics
 from expertctl.server.responses import error_response, new_request_id, uses_anthropic_format

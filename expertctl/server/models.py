@@ -18,8 +18,7 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute
 
 from expertctl.engine.serving.running_batch import AdapterStatus
-from expertctl.http.errors import FieldError
-from expertctl.http.operation import Operation
+from expertctl.http.operation import FieldError, Operation
 from expertctl.routing.request import LIMITS
 from expertctl.schema.strict_json import JsonObject
 from expertctl.server.model_name import AUTO, ModelNotFoundError

@@ -16,10 +16,15 @@ from starlette.routing import BaseRoute, Route
 
 from expertctl import __version__
 from expertctl.engine.serving.running_batch import EngineSnapshot
-from expertctl.http.errors import RETRY_SECONDS
 from expertctl.http.openapi import ApiDescription, build_openapi
-from expertctl.http.operation import NO_STORE, Operation, Reply
-from expertctl.http.request_body import JSON_MEDIA_TYPE, OPENAPI_PATH
+from expertctl.http.operation import (
+    JSON_MEDIA_TYPE,
+    NO_STORE,
+    OPENAPI_PATH,
+    RETRY_SECONDS,
+    Operation,
+    Reply,
+)
 from expertctl.schema.strict_json import JsonObject
 from expertctl.server import models
 from expertctl.server.anthropic import routes as anthropic

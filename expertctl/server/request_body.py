@@ -25,9 +25,16 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from expertctl.engine.generation import MAX_STOP_TOKENS
-from expertctl.http.errors import FieldError
-from expertctl.http.operation import Operation, OperationRouter, ParsedBody
-from expertctl.http.request_body import convert_body, load_body, read_and_parse, read_body
+from expertctl.http.operation import (
+    FieldError,
+    Operation,
+    OperationRouter,
+    ParsedBody,
+    convert_body,
+    load_body,
+    read_and_parse,
+    read_body,
+)
 from expertctl.routing.request import LIMITS
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
@@ -251,7 +258,7 @@ async def read_operation_body(request: Request, operation: Operation, *, strict:
     A `ParsedBody` ignores unknown fields unless ``strict``. Those in ``refused_fields`` of its
     type, a mapping to the reason, are refused like other fields that would change the answer.
 
-    Raises like `expertctl.http.request_body.read_body`, and `FieldError` for an unknown field that
+    Raises like `expertctl.http.operation.read_body`, and `FieldError` for an unknown field that
     cannot be ignored.
     """
     kind = operation.body_type

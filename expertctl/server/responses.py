@@ -30,7 +30,7 @@ from expertctl.errors import (
     TrustError,
     sanitise_error_text,
 )
-from expertctl.http.errors import FieldError, find_retry_after, find_status
+from expertctl.http.operation import FieldError, find_retry_after, find_status
 from expertctl.schema.strict_json import JsonObject
 
 REQUEST_ID_PREFIX = "req_"

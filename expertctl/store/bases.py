@@ -19,7 +19,7 @@ from expertctl.errors import (
     NotFoundError,
 )
 from expertctl.files import make_folders, remove_tree, sync_folder, write_atomic
-from expertctl.package.adapter_config import find_full_precision_label
+from expertctl.package.adapter import find_full_precision_label
 from expertctl.package.base_model import (
     differs_in_tokenizer_form_only,
     read_base,

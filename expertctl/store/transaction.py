@@ -21,7 +21,7 @@ from typing import BinaryIO, Literal
 
 from expertctl.errors import InvalidPackageError, StoreError
 from expertctl.files import make_folders, open_staged_file, publish_file, remove_tree, sync_folder
-from expertctl.package.verify import VerifiedPackage, VersionContent, changed_version_error
+from expertctl.package.read import VerifiedPackage, VersionContent, changed_version_error
 from expertctl.reference import READ_CHUNK, Digest
 from expertctl.schema.manifest import BaseRequirement
 from expertctl.store.disk import DerivedData, disk_errors, measure_folder

@@ -15,8 +15,7 @@ from starlette.routing import BaseRoute, Route
 from expertctl import __version__
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.http.openapi import ApiDescription, build_openapi
-from expertctl.http.operation import Operation, OperationRouter
-from expertctl.http.request_body import JSON_MEDIA_TYPE, read_body
+from expertctl.http.operation import JSON_MEDIA_TYPE, Operation, OperationRouter, read_body
 from expertctl.reference import PackageName
 from expertctl.schema.strict_json import JsonObject
 from registry_server.access import rights

@@ -21,6 +21,7 @@ from pathlib import Path
 from sqlalchemy import Connection, func, insert, select, update
 
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
+from expertctl.package.directory import find_document_problem
 from expertctl.package.layout import (
     MANIFEST_TYPE,
     MAX_MANIFEST_BYTES,
@@ -28,7 +29,6 @@ from expertctl.package.layout import (
     choose_media_type,
 )
 from expertctl.package.read import PackageContents, read_blobs
-from expertctl.package.source_files import find_document_problem
 from expertctl.reference import Digest, FileDigest, PackageName
 from expertctl.schema.manifest import MANIFEST_PATH
 from registry_server.access import namespaces, rights

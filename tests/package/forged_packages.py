@@ -16,8 +16,7 @@ import zstandard
 from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter import AdapterSpec
-from expertctl.package.adapter_config import AdapterConfig, parse_adapter_config
+from expertctl.package.adapter import AdapterConfig, AdapterSpec, parse_adapter_config
 from expertctl.package.adapter_spec import build_adapter_spec
 from expertctl.package.archive import (
     END_OF_ARCHIVE,

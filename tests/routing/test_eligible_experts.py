@@ -4,8 +4,7 @@ import pytest
 
 from expertctl.errors import UsageError
 from expertctl.reference import Digest
-from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.eligibility import EligibleExperts, find_eligible_experts
+from expertctl.routing.candidate import EligibleExperts, InstalledExpert, find_eligible_experts
 from expertctl.routing.index import RERANK_FOLDER, ManifestsByDigest, RoutingIndex, VectorStore
 from expertctl.routing.request import RouteRequest, parse_target
 from expertctl.store.base_record import StoredBase

@@ -10,8 +10,7 @@ import pytest
 
 from expertctl.errors import NotFoundError
 from expertctl.reference import Reference
-from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.eligibility import EligibleExperts
+from expertctl.routing.candidate import EligibleExperts, InstalledExpert
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import ForcedExpert, RouteRequest, parse_target
 from expertctl.routing.session import MAX_ELIGIBLE_SETS, PlanningSession

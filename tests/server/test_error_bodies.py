@@ -25,7 +25,7 @@ from expertctl.errors import (
     UnknownAddressError,
     UsageError,
 )
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.server.model_name import ModelNotFoundError
 from expertctl.server.responses import error_response, format_error_event
 

@@ -17,8 +17,7 @@ import pytest
 from expertctl.install.installer import install_files
 from expertctl.install.publication import InstalledPackage
 from expertctl.package.base_model import BaseFacts, read_base
-from expertctl.package.read import PackageContents, read_package
-from expertctl.package.verify import VerifiedPackage
+from expertctl.package.read import PackageContents, VerifiedPackage, read_package
 from expertctl.reference import Digest
 from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from expertctl.errors import ChangedVersionError, DigestError, NotFoundError, StoreError, UsageError
-from expertctl.package.read import read_package
-from expertctl.package.verify import verify_contents
+from expertctl.package.read import read_package, verify_contents
 from expertctl.reference import Digest, Reference
 from expertctl.store.refs import StoredExpert
 from expertctl.store.store import Store, find_similar_names, parse_wanted

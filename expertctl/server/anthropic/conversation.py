@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, cast
 from msgspec import Meta, Struct
 
 from expertctl.engine.text.prompt import ConversationMessage
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.chat_prompt import check_conversation_length
 from expertctl.server.output_parser import StrictTool

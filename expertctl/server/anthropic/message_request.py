@@ -16,7 +16,7 @@ from expertctl.engine.result import RunResult
 from expertctl.engine.serving.request import DEFAULT_PRIORITY, CheckFunction, GenerationJob
 from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, UserMessage
 from expertctl.errors import UsageError
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.routing.request import (
     DEFAULT_MAX_EXPERTS,
     MAX_STOP_CHARACTERS,

@@ -34,8 +34,7 @@ from expertctl.engine.serving.request import (
 from expertctl.engine.text.answer_format import FormatCheck
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import ExpertError, UsageError
-from expertctl.http.errors import FieldError
-from expertctl.http.operation import Arrival
+from expertctl.http.operation import Arrival, FieldError
 from expertctl.routing.request import (
     DEFAULT_MAX_EXPERTS,
     LIMITS,

@@ -24,8 +24,7 @@ from expertctl.engine.moe.warmup import ProfileOptions
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.running_batch import AdapterStatus
 from expertctl.errors import ExpertError, RateLimitError, UsageError
-from expertctl.http.errors import FieldError
-from expertctl.http.operation import Arrival, Operation, ParsedBody, Reply
+from expertctl.http.operation import Arrival, FieldError, Operation, ParsedBody, Reply
 from expertctl.package.architectures import MAX_EXPERTS_PER_LAYER
 from expertctl.routing.planner import PlannedPrompt
 from expertctl.schema.strict_json import JsonObject

@@ -21,7 +21,7 @@ from expertctl.engine.text.answer_format import FormatCheck
 from expertctl.engine.text.chat_template import encode_raw_prompt, find_fim_tokens
 from expertctl.engine.text.prompt import RawPrompt, UserMessage
 from expertctl.engine.text.tokenizer import Tokenizer
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.routing.request import LIMITS, MAX_PROMPT_CHARACTERS
 from expertctl.server.caller import Caller, make_cache_key
 from expertctl.server.model_name import ModelSelection, parse_model

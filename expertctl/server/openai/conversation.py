@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import InvalidPackageError
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 from expertctl.server.chat_prompt import check_conversation_length
 from expertctl.server.output_parser import StrictTool

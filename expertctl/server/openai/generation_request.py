@@ -13,7 +13,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from expertctl.engine.generation import StopRules
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.routing.request import (
     DEFAULT_MAX_EXPERTS,
     MAX_STOP_CHARACTERS,

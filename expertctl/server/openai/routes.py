@@ -24,8 +24,7 @@ from expertctl.engine.serving.request import (
     SampledToken,
 )
 from expertctl.engine.text.prompt import PromptLogprobs
-from expertctl.http.operation import Operation, ParsedBody, Reply
-from expertctl.http.request_body import run_in_turn
+from expertctl.http.operation import Operation, ParsedBody, Reply, run_in_turn
 from expertctl.routing.plan import Plan
 from expertctl.server import models
 from expertctl.server.caller import get_caller

@@ -7,8 +7,7 @@ import pytest
 
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.errors import UsageError
-from expertctl.http.errors import FieldError
-from expertctl.http.request_body import parse_body
+from expertctl.http.operation import FieldError, parse_body
 from expertctl.routing.request import SamplingOverrides
 from expertctl.server.anthropic.message_request import (
     MessageCall,

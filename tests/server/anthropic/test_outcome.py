@@ -10,7 +10,7 @@ from anthropic.types import Usage
 
 from expertctl.engine.generation import FinishReason
 from expertctl.engine.result import RunResult
-from expertctl.http.request_body import parse_body
+from expertctl.http.operation import parse_body
 from expertctl.server.anthropic.message_request import (
     MessageCall,
     MessageRequest,

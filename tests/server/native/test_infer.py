@@ -19,8 +19,7 @@ from expertctl.engine.serving.request import GenerationJob, JobFailed, OutputDel
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import ExpertError, UsageError
-from expertctl.http.operation import Arrival
-from expertctl.http.request_body import parse_body
+from expertctl.http.operation import Arrival, parse_body
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import LIMITS, RouteRequest, SamplingOverrides, parse_forced
 from expertctl.schema.validation import find_problems

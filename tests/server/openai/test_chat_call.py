@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from expertctl.engine.serving.request import GenerationJob
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.reference import Reference
 from expertctl.routing.request import ForcedExpert
 from expertctl.server.caller import Caller

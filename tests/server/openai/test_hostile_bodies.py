@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.errors import NotFoundError, UsageError
-from expertctl.http.errors import FieldError
-from expertctl.http.request_body import parse_body
+from expertctl.http.operation import FieldError, parse_body
 from expertctl.server.caller import Caller
 from expertctl.server.chat_prompt import ChatTemplateTraits
 from expertctl.server.openai.chat_request import ChatRequest, build_chat_call
