@@ -26,19 +26,17 @@ from starlette.types import Receive, Scope, Send
 
 from expertctl.errors import StoreError
 from registry_server.access import rights
-from registry_server.access.rights import Action
-from registry_server.blob_storage import BlobDigest
-from registry_server.database.tables import BLOBS, REPOSITORIES, REPOSITORY_BLOBS
-from registry_server.errors import OciCode, OciError
-from registry_server.oci import repositories
-from registry_server.oci.repositories import (
+from registry_server.access.rights import (
+    Action,
     RepositoryAccess,
     authorise_repository,
     current_identity,
     parse_digest,
     read_repository_name,
 )
-from registry_server.registry import Registry
+from registry_server.database.tables import BLOBS, REPOSITORIES, REPOSITORY_BLOBS
+from registry_server.errors import OciCode, OciError
+from registry_server.registry import BlobDigest, Registry
 
 _RANGE_SPEC = re.compile(r"(\d{1,18})-(\d{0,18})|-(\d{1,18})", re.ASCII)
 _CHUNK_RANGE = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
@@ -310,7 +308,7 @@ class _BlobEndpoints:
                 connection, current_identity(request), Action.DELETE, name
             )
             target.require_plain_oci("removing blobs")
-            repository = repositories.find_repository(connection, str(name))
+            repository = rights.find_repository(connection, str(name))
             if repository is None or not unlink_blob(connection, repository.id, digest):
                 raise _blob_unknown(digest)
             rights.write_audit_row(

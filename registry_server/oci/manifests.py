@@ -21,7 +21,6 @@ from sqlalchemy.dialects.sqlite import insert
 from expertctl.errors import DigestError, ExpertError
 from expertctl.package.layout import INDEX_TYPE, MANIFEST_TYPE
 from expertctl.schema.strict_json import JsonValue, load_object
-from registry_server.blob_storage import BlobDigest
 from registry_server.database.tables import (
     MANIFEST_LINKS,
     MANIFESTS,
@@ -30,6 +29,7 @@ from registry_server.database.tables import (
     TAGS,
 )
 from registry_server.errors import OciCode, OciError
+from registry_server.registry import BlobDigest
 
 DOCKER_MANIFEST_TYPE = "application/vnd.docker.distribution.manifest.v2+json"
 DOCKER_LIST_TYPE = "application/vnd.docker.distribution.manifest.list.v2+json"

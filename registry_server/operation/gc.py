@@ -28,11 +28,16 @@ from sqlalchemy import ColumnElement, Connection, and_, delete, exists, select
 
 from registry_server.access import rights
 from registry_server.access.rights import ANONYMOUS
-from registry_server.blob_storage import BlobStorage, StoredBlob, wrap_disk_errors
 from registry_server.database.connection import Database
 from registry_server.database.tables import BLOBS, MANIFEST_LINKS, REPOSITORY_BLOBS, UPLOADS
 from registry_server.operation.metrics import GC_ACTION
-from registry_server.registry import Registry, open_registry
+from registry_server.registry import (
+    BlobStorage,
+    Registry,
+    StoredBlob,
+    open_registry,
+    wrap_disk_errors,
+)
 from registry_server.settings import ServerSettings
 
 BATCH = 200

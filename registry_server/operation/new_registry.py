@@ -28,7 +28,6 @@ from expertctl.files import make_folders, open_staged_file, remove_tree, sync_fo
 from expertctl.reference import hash_file
 from registry_server.access import accounts, rights
 from registry_server.access.rights import ANONYMOUS, Action, TokenScope
-from registry_server.blob_storage import BlobDigest, BlobStorage, wrap_disk_errors
 from registry_server.database.tables import PACKAGES
 from registry_server.operation.backup import (
     BLOBS_FOLDER,
@@ -39,7 +38,15 @@ from registry_server.operation.backup import (
     list_known_blobs,
 )
 from registry_server.publishing.index import rewrite_index
-from registry_server.registry import IndexSigner, Registry, create_index_key, open_registry
+from registry_server.registry import (
+    BlobDigest,
+    BlobStorage,
+    IndexSigner,
+    Registry,
+    create_index_key,
+    open_registry,
+    wrap_disk_errors,
+)
 from registry_server.settings import (
     SERVE_LOCK_NAME,
     SETTINGS_NAME,

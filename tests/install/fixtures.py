@@ -30,7 +30,7 @@ from expertctl.store.store import Store
 from expertctl.trust.grants import KnownRegistry
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import Identity
-from registry_server.publishing.maintenance import add_key, revoke_key, yank_release
+from registry_server.publishing.releases import add_key, revoke_key, yank_release
 from tests.registry.live_registry import LiveRegistry, add_no_middleware, run_live_registry
 from tests.registry_server.publishing.package_fixtures import (
     InMemoryPackage,

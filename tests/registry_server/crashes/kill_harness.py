@@ -42,7 +42,7 @@ from expertctl.registry.publish import (
 )
 from expertctl.trust.trust_store import TrustStore
 from registry_server.operation.new_registry import CreatedRegistry
-from registry_server.publishing.maintenance import add_key
+from registry_server.publishing.releases import add_key
 from registry_server.settings import RegistryLimits
 from tests.registry_server.harness import open_harness
 from tests.registry_server.operation.server_process import (

@@ -32,7 +32,7 @@ from registry_server.database.tables import (
     TAGS,
 )
 from registry_server.errors import OciCode, OciError
-from registry_server.publishing.maintenance import add_key, revoke_key, yank_release
+from registry_server.publishing.releases import add_key, revoke_key, yank_release
 from registry_server.registry import Registry
 from tests.registry_server.harness import RegistryHarness
 from tests.registry_server.publishing.package_fixtures import (
