@@ -30,7 +30,7 @@ from expertctl.registry.accounts import (
     verify_login,
 )
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.api_client import ApiClient, search_packages
+from expertctl.registry.client import ApiClient, OciClient, search_packages
 from expertctl.registry.credentials import (
     DEFAULT_USER,
     MAX_SECRET,
@@ -39,7 +39,6 @@ from expertctl.registry.credentials import (
     read_environment_credential,
 )
 from expertctl.registry.http import open_http
-from expertctl.registry.oci_client import OciClient
 from expertctl.settings import Settings, load_settings
 from expertctl.store.store import Store, find_similar_names
 from expertctl.trust.trust_record import TrustRecord

@@ -35,10 +35,10 @@ from expertctl.errors import NotFoundError, UsageError
 from expertctl.install.candidate import format_moment
 from expertctl.install.installed_experts import InstallReason, Requirer, SignerTrust
 from expertctl.install.installed_experts import explain_install as explain
-from expertctl.install.lock_file import LockFile, require_lock
 from expertctl.install.notices import Notice
 from expertctl.install.outdated import OutdatedEntry
 from expertctl.install.outdated import find_outdated as compare
+from expertctl.install.project_file import LockFile, require_lock
 from expertctl.install.requirement_list import (
     RequirementList,
     check_requirement_list,

@@ -60,7 +60,7 @@ _ALWAYS_PRINTED = (WARNING_PREFIX, "error: ")
 
 
 class Verbosity:
-    """How much goes to stderr; `expertctl.cli.verbosity` sets it from the options of a command."""
+    """How much goes to stderr; `expertctl.cli.help` sets it from the options of a command."""
 
     def __init__(self) -> None:
         """Start with notes and progress, and without details."""

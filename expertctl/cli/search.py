@@ -20,7 +20,7 @@ from expertctl.errors import (
 from expertctl.package.compatibility import check_expert_base
 from expertctl.package.read import is_file_name
 from expertctl.reference import Digest, PackageName, Reference, Version
-from expertctl.registry.api_client import (
+from expertctl.registry.client import (
     PackageHit,
     PackageSummary,
     PackageVersion,
@@ -30,7 +30,7 @@ from expertctl.registry.api_client import (
     mark_revoked_hits,
     mark_revoked_versions,
 )
-from expertctl.registry.api_client import search_packages as find
+from expertctl.registry.client import search_packages as find
 from expertctl.routing.manifest_lint import find_flags
 from expertctl.schema.manifest import Manifest, build_manifest
 from expertctl.settings import Home, Settings, format_size, load_settings

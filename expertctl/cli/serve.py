@@ -214,9 +214,8 @@ def serve(
         return
     with _guard_server_import():
         from expertctl.http.address import ListenAddress
-        from expertctl.server.model_name import parse_aliases
         from expertctl.server.serve import serve as serve_generation
-        from expertctl.server.settings import ServeSettings, resolve_trace_address
+        from expertctl.server.settings import ServeSettings, parse_aliases, resolve_trace_address
         from expertctl.server.validator import parse_validators
     traced_to = resolve_trace_address(traces, os.environ)
     if traced_to is not None:

@@ -26,10 +26,10 @@ from expertctl.package.layout import PackageLayout, compute_content_digest, pars
 from expertctl.package.read import REPLACED_HINT, read_blobs
 from expertctl.reference import Digest, FileDigest, PackageName, Progress, Reference, hash_file
 from expertctl.registry.address import RegistryAddress
+from expertctl.registry.client import OciClient
 from expertctl.registry.download import ALTERED_HINT, BlobDownloader, BlobRequest
 from expertctl.registry.http import RegistryHttp
 from expertctl.registry.index_document import Release
-from expertctl.registry.oci_client import OciClient
 from expertctl.registry.upload import remove_old_files
 from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES, parse_manifest
 from expertctl.store.store import Store

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from expertctl.errors import ChangedVersionError, ExpertError, RevokedError, TrustError
-from expertctl.install.lock_file import LockedExpert
+from expertctl.install.project_file import LockedExpert
 from expertctl.install.resolve import ResolvedPackage
 from expertctl.install.sources import RegistrySources
 from expertctl.package.read import VersionContent, changed_version_error

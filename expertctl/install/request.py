@@ -35,7 +35,6 @@ from expertctl.install.installer import (
     install_staged,
     stage_files,
 )
-from expertctl.install.lock_file import LockedExpert
 from expertctl.install.notices import (
     Notice,
     check_resolution,
@@ -44,6 +43,7 @@ from expertctl.install.notices import (
     version_in_resolution,
     version_in_store,
 )
+from expertctl.install.project_file import LockedExpert
 from expertctl.install.publication import InstalledPackage
 from expertctl.install.resolve import CandidatePool, LockedVersion, ResolvedPackage, resolve
 from expertctl.install.sources import RegistrySources

@@ -18,14 +18,6 @@ from pathlib import Path
 from expertctl.errors import DigestError, NotFoundError, TrustError, UsageError
 from expertctl.install.candidate import InstallCandidate, ReleaseAge, Requirement
 from expertctl.install.fetch import OpenProgress, UnindexedPackage, find_unindexed
-from expertctl.install.lock_file import (
-    LockedExpert,
-    LockFile,
-    describe_changes,
-    read_lock,
-    require_lock,
-    write_lock,
-)
 from expertctl.install.notices import (
     Notice,
     check_resolution,
@@ -33,7 +25,16 @@ from expertctl.install.notices import (
     version_in_lock,
     version_in_resolution,
 )
-from expertctl.install.project_file import Project, ProjectFile
+from expertctl.install.project_file import (
+    LockedExpert,
+    LockFile,
+    Project,
+    ProjectFile,
+    describe_changes,
+    read_lock,
+    require_lock,
+    write_lock,
+)
 from expertctl.install.request import (
     InstallContext,
     InstallReport,

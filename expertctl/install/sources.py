@@ -36,11 +36,10 @@ from expertctl.install.resolve import ResolvedPackage
 from expertctl.package.read import VersionContent
 from expertctl.reference import FROM_FILE, Digest, PackageName, Reference, Version
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.api_client import ApiClient, has_expert_api
+from expertctl.registry.client import ApiClient, OciClient, has_expert_api
 from expertctl.registry.http import RegistryHttp, open_http
 from expertctl.registry.index_document import IndexDocument, Release, SignedForm
 from expertctl.registry.index_store import IndexStore, fetch_index
-from expertctl.registry.oci_client import OciClient
 from expertctl.registry.registry_trust import (
     PinnedKey,
     apply_revocations,

@@ -15,11 +15,16 @@ from urllib.parse import quote
 from expertctl.errors import ForbiddenError, NotFoundError, Notify, UnauthenticatedError, UsageError
 from expertctl.reference import NAME_PATTERN
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.api_client import ApiClient, has_expert_api, iterate_pages, parse_answer
+from expertctl.registry.client import (
+    ApiClient,
+    OciClient,
+    has_expert_api,
+    iterate_pages,
+    parse_answer,
+)
 from expertctl.registry.credentials import Credential, UnsavedCredential
 from expertctl.registry.errors import sanitise_text
 from expertctl.registry.http import make_http
-from expertctl.registry.oci_client import OciClient
 from expertctl.schema.strict_json import JsonObject
 from expertctl.settings import Settings
 from expertctl.trust.dsse import sign_key_statement

@@ -37,9 +37,9 @@ from expertctl.errors import (
 )
 from expertctl.files import NO_SPACE_ERRORS, make_folders, publish_file
 from expertctl.reference import READ_CHUNK, Digest, FileDigest, Progress, ignore_progress
+from expertctl.registry.client import OciClient
 from expertctl.registry.errors import sanitise_text
 from expertctl.registry.http import StreamedResponse
-from expertctl.registry.oci_client import OciClient
 from expertctl.schema.strict_json import encode_canonical, load_object
 
 KEPT_SECONDS = 7 * 86400.0

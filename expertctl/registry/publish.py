@@ -35,8 +35,7 @@ from expertctl.package.read import PackageContents, read_package, verify_content
 from expertctl.package.write import BlobSpool, add_document
 from expertctl.reference import Digest, PackageName, Progress, Reference, ignore_progress
 from expertctl.registry.accounts import NamespaceDetails, fetch_namespace
-from expertctl.registry.api_client import ApiClient, fetch_version
-from expertctl.registry.oci_client import OciClient
+from expertctl.registry.client import ApiClient, OciClient, fetch_version
 from expertctl.trust.bundle import read_bundle
 from expertctl.trust.trust_store import TrustStore
 

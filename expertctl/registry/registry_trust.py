@@ -30,7 +30,7 @@ from expertctl.errors import (
 )
 from expertctl.reference import FROM_FILE, Digest, PackageName, Reference
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.api_client import ApiClient
+from expertctl.registry.client import ApiClient
 from expertctl.registry.http import RegistryHttp
 from expertctl.registry.index_document import IndexDocument, KeyEntry, Release, SignedForm
 from expertctl.trust.dsse import read_claimed_signer, verify_key_statement

@@ -21,10 +21,10 @@ from expertctl.engine.serving.running_batch import AdapterStatus
 from expertctl.http.operation import FieldError, Operation
 from expertctl.routing.request import LIMITS
 from expertctl.schema.strict_json import JsonObject
-from expertctl.server.model_name import AUTO, ModelNotFoundError
 from expertctl.server.request_body import build_router
 from expertctl.server.responses import MODELS, is_anthropic_request
 from expertctl.server.service import Service
+from expertctl.server.settings import AUTO, ModelNotFoundError
 
 _OWNER = "expertctl"
 

@@ -32,8 +32,13 @@ from expertctl.http.address import ListenAddress, reserve_address
 from expertctl.http.granian_server import GranianOptions, build_server, run_server
 from expertctl.http.log import build_log_config
 from expertctl.server.api_keys import ApiKeyStore
-from expertctl.server.model_name import check_alias_bases, check_alias_experts
-from expertctl.server.settings import ServeSettings, check_settings, require_secure
+from expertctl.server.settings import (
+    ServeSettings,
+    check_alias_bases,
+    check_alias_experts,
+    check_settings,
+    require_secure,
+)
 from expertctl.settings import Settings
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store

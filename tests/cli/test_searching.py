@@ -331,7 +331,7 @@ def test_attack_80_a_login_is_shown_to_no_other_registry(
 def test_a_list_that_never_ends_is_given_up(
     expertctl: CommandRunner, hostile: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("expertctl.registry.api_client.MAX_PAGES", 3)
+    monkeypatch.setattr("expertctl.registry.client.MAX_PAGES", 3)
     hostile({"/api/v1/users": {"users": [], "next": "again"}})
     assert "never ends" in expertctl("registry", "user", "list", exit_code=6).err
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from expertctl.cli import app
+from expertctl.cli.help import _remove_secrets
 from expertctl.cli.output import VERBOSITY, make_note_once, note, show_counter, warn
-from expertctl.cli.verbosity import _remove_secrets
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.registry.live_registry import (
     LiveRegistry,

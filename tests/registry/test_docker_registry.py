@@ -13,12 +13,11 @@ import pytest
 from expertctl.errors import NotFoundError, UnauthenticatedError, UnreachableError
 from expertctl.package.layout import build_layout
 from expertctl.reference import Digest, FileDigest
-from expertctl.registry.api_client import ApiClient
+from expertctl.registry.client import ApiClient, OciClient
 from expertctl.registry.credentials import Credential, UnsavedCredential
 from expertctl.registry.download import BlobDownloader
 from expertctl.registry.errors import RetrySchedule
 from expertctl.registry.http import RegistryHttp
-from expertctl.registry.oci_client import OciClient
 from expertctl.registry.upload import BlobUpload, Uploader
 from tests.registry.docker_registry import DockerRegistry, docker_registry, run_docker_registry
 from tests.registry.hostile_registry import RecordedPauses

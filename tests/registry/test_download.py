@@ -29,9 +29,9 @@ from expertctl.errors import (
 )
 from expertctl.files import make_folders
 from expertctl.reference import Digest, FileDigest, Progress, ignore_progress
+from expertctl.registry.client import OciClient
 from expertctl.registry.download import BLOB_MODE, KEPT_SECONDS, BlobDownloader, BlobRequest
 from expertctl.registry.http import RegistryHttp
-from expertctl.registry.oci_client import OciClient
 from tests.registry.hostile_registry import (
     SECONDS,
     HostileServer,
@@ -557,7 +557,7 @@ from expertctl.reference import Digest, FileDigest
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.download import BlobDownloader, BlobRequest
 from expertctl.registry.http import RegistryHttp
-from expertctl.registry.oci_client import OciClient
+from expertctl.registry.client import OciClient
 from tests.registry.test_download import StagingTarget, download
 
 url, folder, digest, size = sys.argv[1:]

@@ -13,8 +13,8 @@ from expertctl.errors import (
 )
 from expertctl.package.layout import MANIFEST_TYPE
 from expertctl.reference import Digest
+from expertctl.registry.client import OciClient
 from expertctl.registry.http import RegistryHttp
-from expertctl.registry.oci_client import OciClient
 from tests.registry.hostile_registry import (
     HostileServer,
     ReceivedRequest,

@@ -14,11 +14,10 @@ from expertctl.errors import DigestError, ForbiddenError, UnauthenticatedError
 from expertctl.reference import Digest, FileDigest
 from expertctl.registry import credentials
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.api_client import ApiClient
+from expertctl.registry.client import ApiClient, OciClient
 from expertctl.registry.credentials import Credential, UnsavedCredential
 from expertctl.registry.download import BlobDownloader
 from expertctl.registry.http import RegistryHttp
-from expertctl.registry.oci_client import OciClient
 from expertctl.registry.upload import BlobUpload, Uploader
 from tests.registry.live_registry import LiveRegistry, run_live_registry
 from tests.registry.test_docker_registry import CONFIG, FILES, LAYOUT, push

@@ -39,7 +39,6 @@ from expertctl.server.anthropic.conversation import (
     read_messages,
     select_tools,
 )
-from expertctl.server.caller import Caller, make_cache_key
 from expertctl.server.chat_prompt import (
     ChatTemplateTraits,
     build_parser_config,
@@ -48,12 +47,6 @@ from expertctl.server.chat_prompt import (
     find_routing_text,
     normalise_call_ids,
 )
-from expertctl.server.json_instruction import (
-    INSTRUCTION_WARNING,
-    InstructedConversation,
-    add_json_instruction,
-)
-from expertctl.server.model_name import ModelSelection, parse_model
 from expertctl.server.output_parser import OutputParserConfig, build_answer_validator
 from expertctl.server.reasoning_parser import count_reasoning_tokens
 from expertctl.server.request_body import (
@@ -65,8 +58,15 @@ from expertctl.server.request_body import (
     normalise_top_k,
     normalise_top_p,
 )
-from expertctl.server.response_format import ResponseFormat, build_check
-from expertctl.server.settings import ServeSettings
+from expertctl.server.response_format import (
+    INSTRUCTION_WARNING,
+    InstructedConversation,
+    ResponseFormat,
+    add_json_instruction,
+    build_check,
+)
+from expertctl.server.responses import Caller, make_cache_key
+from expertctl.server.settings import ModelSelection, ServeSettings, parse_model
 
 MAX_TURNS = 10_000
 MIN_THINKING_TOKENS = 1024

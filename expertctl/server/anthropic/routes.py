@@ -60,14 +60,13 @@ from expertctl.server.anthropic.message_response import (
     find_stop_reason,
     make_signature,
 )
-from expertctl.server.caller import get_caller
 from expertctl.server.chat_prompt import ChatTemplateTraits
-from expertctl.server.model_name import parse_model
 from expertctl.server.output_parser import OutputParser, OutputPart
 from expertctl.server.reasoning_parser import ReasoningText
 from expertctl.server.request_body import build_ignored_headers, build_router
-from expertctl.server.responses import GENERATION_ERRORS
+from expertctl.server.responses import GENERATION_ERRORS, get_caller
 from expertctl.server.service import Service
+from expertctl.server.settings import parse_model
 from expertctl.server.streaming import (
     EventStream,
     JobSubmitter,

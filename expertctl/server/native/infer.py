@@ -48,23 +48,24 @@ from expertctl.routing.request import (
     parse_target,
 )
 from expertctl.schema.strict_json import JsonObject, JsonValue
-from expertctl.server.caller import Caller, make_cache_key
-from expertctl.server.file_schemas import PlanDocument
-from expertctl.server.json_instruction import (
-    INSTRUCTION_WARNING,
-    JsonInstruction,
-    build_json_instruction,
-    mentions_properties,
-)
 from expertctl.server.output_parser import JsonExtractor, extract_json
 from expertctl.server.request_body import (
+    PlanDocument,
     TimeoutMs,
     compute_deadline,
     field_limits,
     format_ignored_warning,
 )
-from expertctl.server.response_format import ResponseFormat, Validators, build_check
-from expertctl.server.responses import error_body
+from expertctl.server.response_format import (
+    INSTRUCTION_WARNING,
+    JsonInstruction,
+    ResponseFormat,
+    Validators,
+    build_check,
+    build_json_instruction,
+    mentions_properties,
+)
+from expertctl.server.responses import Caller, error_body, make_cache_key
 from expertctl.server.settings import ServeSettings
 from expertctl.server.streaming import JobSubmitter, format_named_event, stream_job
 

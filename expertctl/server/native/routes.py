@@ -28,8 +28,6 @@ from expertctl.http.operation import Arrival, FieldError, Operation, ParsedBody,
 from expertctl.package.architectures import MAX_EXPERTS_PER_LAYER
 from expertctl.routing.planner import PlannedPrompt
 from expertctl.schema.strict_json import JsonObject
-from expertctl.server.caller import get_caller, require_manager
-from expertctl.server.file_schemas import InferAnswer, MoeActivity, RouteAnswer
 from expertctl.server.native.infer import (
     InferCall,
     InferRequest,
@@ -41,8 +39,14 @@ from expertctl.server.native.infer import (
     stream_infer,
 )
 from expertctl.server.native.jobs import JobDocument, JobStore, StoredJob, build_job_document
-from expertctl.server.request_body import build_ignored_headers, build_router
-from expertctl.server.responses import GENERATION_ERRORS
+from expertctl.server.request_body import (
+    InferAnswer,
+    MoeActivity,
+    RouteAnswer,
+    build_ignored_headers,
+    build_router,
+)
+from expertctl.server.responses import GENERATION_ERRORS, get_caller, require_manager
 from expertctl.server.service import Service
 from expertctl.server.streaming import EventStream, run_job, while_connected
 

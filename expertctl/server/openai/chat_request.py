@@ -20,7 +20,6 @@ from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, UserMessa
 from expertctl.errors import UsageError
 from expertctl.http.operation import FieldError
 from expertctl.schema.strict_json import JsonObject, JsonValue
-from expertctl.server.caller import Caller, make_cache_key
 from expertctl.server.chat_prompt import (
     ChatTemplateTraits,
     build_parser_config,
@@ -29,12 +28,6 @@ from expertctl.server.chat_prompt import (
     find_routing_text,
     normalise_call_ids,
 )
-from expertctl.server.json_instruction import (
-    INSTRUCTION_WARNING,
-    InstructedConversation,
-    add_json_instruction,
-)
-from expertctl.server.model_name import parse_model
 from expertctl.server.openai.conversation import (
     Name,
     Tool,
@@ -55,8 +48,15 @@ from expertctl.server.openai.generation_request import (
 from expertctl.server.output_parser import OutputParserConfig, build_answer_validator
 from expertctl.server.reasoning_parser import count_reasoning_tokens
 from expertctl.server.request_body import compute_deadline
-from expertctl.server.response_format import ResponseFormat, build_check
-from expertctl.server.settings import ServeSettings
+from expertctl.server.response_format import (
+    INSTRUCTION_WARNING,
+    InstructedConversation,
+    ResponseFormat,
+    add_json_instruction,
+    build_check,
+)
+from expertctl.server.responses import Caller, make_cache_key
+from expertctl.server.settings import ServeSettings, parse_model
 
 MAX_TURNS = 10_000
 MAX_TOOLS = 128

@@ -23,8 +23,6 @@ from expertctl.engine.text.prompt import RawPrompt, UserMessage
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.http.operation import FieldError
 from expertctl.routing.request import LIMITS, MAX_PROMPT_CHARACTERS
-from expertctl.server.caller import Caller, make_cache_key
-from expertctl.server.model_name import ModelSelection, parse_model
 from expertctl.server.openai.generation_request import (
     GenerationFields,
     build_route_request,
@@ -32,7 +30,8 @@ from expertctl.server.openai.generation_request import (
     check_unsupported,
 )
 from expertctl.server.request_body import compute_deadline
-from expertctl.server.settings import ServeSettings
+from expertctl.server.responses import Caller, make_cache_key
+from expertctl.server.settings import ModelSelection, ServeSettings, parse_model
 
 MAX_PROMPTS = 128
 Token = Annotated[int, Meta(ge=0, lt=2**31)]

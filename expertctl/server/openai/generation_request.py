@@ -23,7 +23,6 @@ from expertctl.routing.request import (
     check_request,
     parse_target,
 )
-from expertctl.server.model_name import ModelSelection
 from expertctl.server.request_body import (
     MinTokens,
     StopTokenIds,
@@ -33,6 +32,7 @@ from expertctl.server.request_body import (
     normalise_top_k,
     normalise_top_p,
 )
+from expertctl.server.settings import ModelSelection
 
 MAX_TEXTS = 128
 _MAX_KEY = 512

@@ -27,7 +27,6 @@ from expertctl.engine.text.prompt import PromptLogprobs
 from expertctl.http.operation import Operation, ParsedBody, Reply, run_in_turn
 from expertctl.routing.plan import Plan
 from expertctl.server import models
-from expertctl.server.caller import get_caller
 from expertctl.server.chat_prompt import ChatTemplateTraits
 from expertctl.server.openai.chat_request import ChatCall, ChatRequest, build_chat_call
 from expertctl.server.openai.completion_request import (
@@ -68,7 +67,7 @@ from expertctl.server.openai.response import (
 from expertctl.server.output_parser import OutputParser, OutputPart
 from expertctl.server.reasoning_parser import ReasoningText
 from expertctl.server.request_body import build_ignored_headers, build_router
-from expertctl.server.responses import GENERATION_ERRORS
+from expertctl.server.responses import GENERATION_ERRORS, get_caller
 from expertctl.server.service import Service
 from expertctl.server.streaming import (
     EventStream,

@@ -27,11 +27,10 @@ from expertctl.errors import RegistryError
 from expertctl.package.write import write_package
 from expertctl.reference import Digest
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.api_client import ApiClient
+from expertctl.registry.client import ApiClient, OciClient
 from expertctl.registry.credentials import Credential, UnsavedCredential
 from expertctl.registry.errors import RetrySchedule
 from expertctl.registry.http import RegistryHttp
-from expertctl.registry.oci_client import OciClient
 from expertctl.registry.publish import (
     PublishPackage,
     PublishTarget,

@@ -14,10 +14,9 @@ from expertctl.server.anthropic.message_request import (
     MessageRequest,
     build_message_call,
 )
-from expertctl.server.caller import Caller
 from expertctl.server.chat_prompt import ChatTemplateTraits
-from expertctl.server.model_name import ModelNotFoundError
-from expertctl.server.settings import ServeSettings
+from expertctl.server.responses import Caller
+from expertctl.server.settings import ModelNotFoundError, ServeSettings
 from tests.factories import write_base
 from tests.server.anthropic.client import WEATHER, make_body
 from tests.server.harness import BASE, ServerHarness

@@ -17,8 +17,8 @@ from expertctl.server.anthropic.message_request import (
     build_message_call,
 )
 from expertctl.server.anthropic.message_response import build_usage, find_stop_reason
-from expertctl.server.caller import Caller
 from expertctl.server.chat_prompt import ChatTemplateTraits
+from expertctl.server.responses import Caller
 from expertctl.server.settings import ServeSettings
 from expertctl.server.streaming import run_job
 from tests.server.anthropic.client import make_body

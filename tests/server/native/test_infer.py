@@ -23,8 +23,8 @@ from expertctl.http.operation import Arrival, parse_body
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import LIMITS, RouteRequest, SamplingOverrides, parse_forced
 from expertctl.schema.validation import find_problems
-from expertctl.server.caller import Caller
 from expertctl.server.native.infer import InferCall, InferRequest, stream_infer
+from expertctl.server.responses import Caller
 from expertctl.server.settings import ServeSettings
 from expertctl.server.validator import parse_validators
 from expertctl.settings import Home, Settings
