@@ -28,7 +28,6 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Scope
 
 from expertctl.errors import ExpertError, NotFoundError, UsageError
-from expertctl.http.address import is_loopback
 from expertctl.http.limits import (
     STALL_SECONDS,
     LimitsMiddleware,
@@ -37,6 +36,7 @@ from expertctl.http.limits import (
     build_host_names,
 )
 from expertctl.http.log import RequestLogMiddleware, RequestRecord, get_route_path
+from expertctl.http.server import is_loopback
 from registry_server.access import authentication as access
 from registry_server.access.authentication import AuthenticationMiddleware
 from registry_server.access.rights import ANONYMOUS, Identity

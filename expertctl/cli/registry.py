@@ -400,7 +400,7 @@ def serve(
     Example: expertctl registry serve /srv/registry --port 8080
     """
     with _guard_server_import():
-        from expertctl.http.address import ListenAddress
+        from expertctl.http.server import ListenAddress
         from registry_server.operation.serve import serve as serve_registry
         from registry_server.settings import override_settings, read_settings
     settings = override_settings(

@@ -213,7 +213,7 @@ def serve(
     if context.invoked_subcommand is not None:
         return
     with _guard_server_import():
-        from expertctl.http.address import ListenAddress
+        from expertctl.http.server import ListenAddress
         from expertctl.server.serve import serve as serve_generation
         from expertctl.server.settings import ServeSettings, parse_aliases, resolve_trace_address
         from expertctl.server.validator import parse_validators

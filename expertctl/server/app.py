@@ -48,10 +48,10 @@ from expertctl.errors import (
     UnknownAddressError,
     UsageError,
 )
-from expertctl.http.address import build_url, is_loopback
 from expertctl.http.limits import LimitsMiddleware, RequestPolicy, RequestRefusal, build_host_names
 from expertctl.http.log import RequestLogMiddleware, RequestRecord, get_route_path
 from expertctl.http.operation import JSON_MEDIA_TYPE, OPENAPI_PATH
+from expertctl.http.server import build_url, is_loopback
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import RouteRequest
 from expertctl.server import operations

@@ -25,7 +25,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from expertctl.engine_config import DEFAULT_CONFIG, EngineConfig
 from expertctl.errors import NotFoundError, UsageError
-from expertctl.http.address import build_url, is_loopback
+from expertctl.http.server import build_url, is_loopback
 from expertctl.reference import NAME_PATTERN
 from expertctl.routing.request import LIMITS, ForcedExpert, parse_forced
 from expertctl.server.validator import ValidatorCommand

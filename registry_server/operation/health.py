@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from expertctl.errors import ExpertError, ForbiddenError, UnauthenticatedError
-from expertctl.http.address import is_loopback
+from expertctl.http.server import is_loopback
 from registry_server.access.rights import Action, Identity
 from registry_server.database.tables import USERS
 from registry_server.operation.metrics import CONTENT_TYPE
