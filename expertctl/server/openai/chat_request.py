@@ -1,4 +1,4 @@
-"""`ChatRequest`: the body of a chat request, and its job (`ChatCall`).
+"""`ChatRequest`: the body of a chat request, its job (`ChatCall`), and the whole answer to it.
 
 A field that would change the answer but is not implemented is accepted only with its neutral value:
 ignoring it silently would mislead the client.
@@ -11,11 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct
 
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
-from expertctl.engine.serving.request import DEFAULT_PRIORITY, CheckFunction, GenerationJob
+from expertctl.engine.serving.request import (
+    DEFAULT_PRIORITY,
+    CheckFunction,
+    GenerationJob,
+    SampledToken,
+)
 from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, UserMessage
 from expertctl.errors import UsageError
 from expertctl.http.operation import FieldError
@@ -29,8 +34,10 @@ from expertctl.server.chat_prompt import (
     normalise_call_ids,
 )
 from expertctl.server.openai.conversation import (
+    CalledFunction,
     Name,
     Tool,
+    ToolCall,
     ToolChoice,
     Turn,
     list_strict_tools,
@@ -45,7 +52,18 @@ from expertctl.server.openai.generation_request import (
     build_stop_rules,
     check_unsupported,
 )
-from expertctl.server.output_parser import OutputParserConfig, build_answer_validator
+from expertctl.server.openai.response import (
+    AnsweredChoice,
+    ChatChoice,
+    ChatCompletion,
+    ChatMessage,
+    build_chat_logprobs,
+    build_extension,
+    build_usage,
+    make_fingerprint,
+    map_finish_reason,
+)
+from expertctl.server.output_parser import OutputParserConfig, ParsedOutput, build_answer_validator
 from expertctl.server.reasoning_parser import count_reasoning_tokens
 from expertctl.server.request_body import compute_deadline
 from expertctl.server.response_format import (
@@ -57,6 +75,8 @@ from expertctl.server.response_format import (
 )
 from expertctl.server.responses import Caller, make_cache_key
 from expertctl.server.settings import ServeSettings, parse_model
+from expertctl.server.streaming import CollectedJob
+from expertctl.server.tool_parser import ParsedToolCall, make_call_id
 
 MAX_TURNS = 10_000
 MAX_TOOLS = 128
@@ -347,3 +367,67 @@ def _check_variables(variables: JsonObject) -> None:
         > MAX_VARIABLE_CHARACTERS
     ):
         raise FieldError(f"{field}: over {MAX_VARIABLE_CHARACTERS} characters", field=field)
+
+
+def build_chat_completion(
+    call: ChatCall, collected: CollectedJob, *, reasoning_tokens: int = 0
+) -> ChatCompletion:
+    """Return the answer to a chat request, without choices not started before the deadline."""
+    read = [call.parser_config.parse(result.generated.text) for result in collected.results]
+    parts = zip(collected.results, read, collected.sampled, strict=False)
+    return ChatCompletion(
+        id=call.id,
+        created=call.created,
+        model=call.model,
+        choices=[_build_choice(call, index, *one) for index, one in enumerate(parts)],
+        usage=build_usage([collected.results], reasoning=reasoning_tokens),
+        system_fingerprint=make_fingerprint(collected.results[0].planned.result.plan),
+        expertctl=build_extension(
+            [
+                AnsweredChoice(index, result, one.warnings)
+                for index, (result, one) in enumerate(zip(collected.results, read, strict=True))
+            ],
+            ignored=call.ignored_fields,
+            warnings=call.warnings,
+        ),
+    )
+
+
+def build_tool_call(call: ChatCall, found: ParsedToolCall, *, index: int, number: int) -> ToolCall:
+    """Return a tool call of an answer; its id is unique within the job."""
+    number += index * MAX_CALLS_PER_ANSWER
+    return ToolCall(
+        id=make_call_id("call_", job_id=call.job.id, number=number),
+        function=CalledFunction(name=found.name, arguments=found.arguments_json),
+    )
+
+
+def _build_choice(
+    call: ChatCall,
+    index: int,
+    result: RunResult,
+    read: ParsedOutput,
+    sampled: Sequence[SampledToken],
+) -> ChatChoice:
+    return ChatChoice(
+        index=index,
+        message=_build_message(call, index, read),
+        logprobs=None
+        if call.job.logprobs is None
+        else build_chat_logprobs(sampled, call.token_bytes),
+        finish_reason=map_finish_reason(result.generated.finish_reason, calls=len(read.calls)),
+    )
+
+
+def _build_message(call: ChatCall, index: int, read: ParsedOutput) -> ChatMessage:
+    calls = [
+        build_tool_call(call, found, index=index, number=number)
+        for number, found in enumerate(read.calls)
+    ]
+    return ChatMessage(
+        role="assistant",
+        content=read.text or (None if calls else ""),
+        refusal=None,
+        reasoning_content=read.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )

@@ -1,4 +1,4 @@
-"""`CompletionRequest`: the body of a completion request, its prompts and jobs (`CompletionCall`).
+"""`CompletionRequest`: the body of a completion request, its prompts, jobs and whole answer.
 
 Prompts are texts or tokens, one or several, possibly with a suffix; each becomes one job. Control
 tokens spelled in a text are control tokens if the server's setting and the request allow it; with a
@@ -16,7 +16,8 @@ from msgspec import Meta
 
 from expertctl.engine.generation import StopRules
 from expertctl.engine.request import RunRequest
-from expertctl.engine.serving.request import DEFAULT_PRIORITY, GenerationJob
+from expertctl.engine.result import RunResult
+from expertctl.engine.serving.request import DEFAULT_PRIORITY, GenerationJob, SampledToken
 from expertctl.engine.text.answer_format import FormatCheck
 from expertctl.engine.text.chat_template import encode_raw_prompt, find_fim_tokens
 from expertctl.engine.text.prompt import RawPrompt, UserMessage
@@ -29,9 +30,26 @@ from expertctl.server.openai.generation_request import (
     build_stop_rules,
     check_unsupported,
 )
+from expertctl.server.openai.response import (
+    AnsweredChoice,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Extension,
+    PromptExtensions,
+    TokenOffsets,
+    build_completion_logprobs,
+    build_extension,
+    build_prompt_logprobs,
+    build_usage,
+    join_logprobs,
+    make_fingerprint,
+    map_finish_reason,
+)
 from expertctl.server.request_body import compute_deadline
 from expertctl.server.responses import Caller, make_cache_key
 from expertctl.server.settings import ModelSelection, ServeSettings, parse_model
+from expertctl.server.streaming import CollectedJob
 
 MAX_PROMPTS = 128
 Token = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -330,3 +348,75 @@ def _check_suffix(request: CompletionRequest, tokenizer: Tokenizer) -> None:
 def _skip_check(_: str) -> FormatCheck:
     """Check nothing: no answer was requested."""
     return FormatCheck(None)
+
+
+def build_completion(call: CompletionCall, collected: Sequence[CollectedJob]) -> Completion:
+    """Return the answer to a completion request: for each prompt in order, all its answers."""
+    results = [one.results for one in collected]
+    return Completion(
+        id=call.id,
+        created=call.created,
+        model=call.model,
+        choices=[
+            one
+            for number, each in enumerate(collected)
+            for one in _build_choices(call, number, each)
+        ],
+        usage=build_usage(results),
+        system_fingerprint=make_fingerprint(results[0][0].planned.result.plan),
+        expertctl=build_call_extension(call, results),
+    )
+
+
+def build_call_extension(
+    call: CompletionCall, results: Sequence[Sequence[RunResult]]
+) -> Extension | PromptExtensions:
+    """Return the ``expertctl`` object, per prompt if there are several."""
+    each = [
+        build_extension(
+            [AnsweredChoice(call.choice_index(number, i), r) for i, r in enumerate(one)],
+            ignored=call.ignored_fields,
+        )
+        for number, one in enumerate(results)
+    ]
+    return each[0] if len(each) == 1 else PromptExtensions(prompts=each)
+
+
+def _build_choices(
+    call: CompletionCall, number: int, collected: CollectedJob
+) -> list[CompletionChoice]:
+    head = call.echoed_text(number)
+    prompt = (
+        None
+        if collected.prompt is None
+        else build_prompt_logprobs(collected.prompt, head, call.tokenizer)
+    )
+    return [
+        CompletionChoice(
+            index=call.choice_index(number, i),
+            text=head + result.generated.text,
+            logprobs=_build_logprobs(call, tokens, prompt, start=len(head)),
+            finish_reason=map_finish_reason(result.generated.finish_reason),
+        )
+        for i, (result, tokens) in enumerate(
+            zip(collected.results, collected.sampled, strict=False)
+        )
+    ]
+
+
+def _build_logprobs(
+    call: CompletionCall,
+    sampled: Sequence[SampledToken],
+    prompt: CompletionLogprobs | None,
+    *,
+    start: int,
+) -> CompletionLogprobs | None:
+    """Return the logprobs of the prompt and an answer; None if not requested.
+
+    If the deadline passed before the whole prompt was read, there are none either.
+    """
+    if call.jobs[0].logprobs is None or (call.scores_prompt and prompt is None):
+        return None
+    places = TokenOffsets(call.tokenizer, start=start)
+    scores = build_completion_logprobs(sampled, call.tokenizer.token_text, places)
+    return scores if prompt is None else join_logprobs(prompt, scores)

@@ -28,17 +28,19 @@ from expertctl.http.operation import Operation, ParsedBody, Reply, run_in_turn
 from expertctl.routing.plan import Plan
 from expertctl.server import models
 from expertctl.server.chat_prompt import ChatTemplateTraits
-from expertctl.server.openai.chat_request import ChatCall, ChatRequest, build_chat_call
+from expertctl.server.openai.chat_request import (
+    ChatCall,
+    ChatRequest,
+    build_chat_call,
+    build_chat_completion,
+    build_tool_call,
+)
 from expertctl.server.openai.completion_request import (
     CompletionCall,
     CompletionRequest,
-    build_completion_call,
-)
-from expertctl.server.openai.full_response import (
     build_call_extension,
-    build_chat_completion,
     build_completion,
-    build_tool_call,
+    build_completion_call,
 )
 from expertctl.server.openai.response import (
     AnsweredChoice,
