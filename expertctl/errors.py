@@ -352,6 +352,12 @@ def sanitise_error_text(text: str) -> str:
     return shown if len(shown) <= MAX_ERROR_TEXT else f"{shown[:MAX_ERROR_TEXT]}…"
 
 
+def sanitise_text(text: str, limit: int = MAX_ERROR_TEXT) -> str:
+    """Return a text of a server as it may be printed: bounded, one line, printable."""
+    clean = " ".join(to_single_line(text[: limit + 1], " ").split())
+    return clean if len(text) <= limit else f"{clean[:limit]}…"
+
+
 Notify = Callable[[str], None]
 """Called with a sentence for the user, who waits for something."""
 WARNING_PREFIX = "warning: "

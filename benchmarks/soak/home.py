@@ -26,9 +26,9 @@ from safetensors.numpy import save_file
 
 from expertctl.install.installer import install_files
 from expertctl.install.starter import STARTER, install_starter, read_starter_manifest
-from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import build_package, plan_build
+from expertctl.package.directory import CONFIG_PATH, WEIGHTS_PATH
 from expertctl.package.draft import ManifestOverrides
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore

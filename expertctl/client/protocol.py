@@ -24,7 +24,6 @@ from expertctl.client.result import (
     MoeActivity,
     build_response_error,
     build_stream_error,
-    sanitise_text,
 )
 from expertctl.errors import (
     ExpertError,
@@ -33,6 +32,7 @@ from expertctl.errors import (
     RegistryError,
     UnreachableError,
     UsageError,
+    sanitise_text,
 )
 
 

@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Struct
 
 from expertctl.errors import (
-    MAX_ERROR_TEXT,
     BudgetError,
     CancelledError,
     ExpertError,
@@ -28,7 +27,7 @@ from expertctl.errors import (
     UnauthenticatedError,
     UnreachableError,
     UsageError,
-    to_single_line,
+    sanitise_text,
 )
 
 _BY_STATUS: Mapping[int, type[ExpertError]] = {
@@ -92,12 +91,6 @@ def build_stream_error(event: bytes) -> ExpertError:
     return build_error_for_code(
         error.code or "", sanitise_text(error.message) or "the answer was cut off"
     )
-
-
-def sanitise_text(text: str) -> str:
-    """Return a server's text that can be printed: bounded, one line, no control characters."""
-    clean = " ".join(to_single_line(text[:MAX_ERROR_TEXT], " ").split())
-    return clean if len(text) <= MAX_ERROR_TEXT else f"{clean}…"
 
 
 def parse_retry_after(headers: Mapping[str, str]) -> float | None:

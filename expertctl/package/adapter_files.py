@@ -37,7 +37,13 @@ from expertctl.package.adapter_weights import (
 )
 from expertctl.package.base_model import BaseFacts, read_base_headers
 from expertctl.package.base_tensors import StoredTensor
-from expertctl.package.directory import SourceFile, find_source_file, list_source_names
+from expertctl.package.directory import (
+    CONFIG_PATH,
+    WEIGHTS_PATH,
+    SourceFile,
+    find_source_file,
+    list_source_names,
+)
 from expertctl.package.tensor_file import TensorTable, read_header
 from expertctl.schema.strict_json import JsonObject, load_object
 
@@ -148,8 +154,6 @@ def _is_tensor_table(head: bytes) -> bool:
     return head[4:9] == bytes(4) + b"{"
 
 
-WEIGHTS_PATH = "adapter_model.safetensors"
-CONFIG_PATH = "adapter_config.json"
 DIRECTORY_HINT = "name the directory that PEFT saved the adapter to"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _ENCODER = "encoder"

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from expertctl.errors import DigestError, ExpertError, InvalidPackageError
-from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH
 from expertctl.package.base_model import TOKENIZER_FILE, BaseFacts
 from expertctl.package.layout import Blobs, PackageLayout, is_document
 from expertctl.package.tokenizer import MAX_TOKENIZER_BYTES
@@ -36,6 +35,8 @@ from expertctl.reference import Digest, FileDigest, Progress, hash_stream, ignor
 from expertctl.schema.manifest import MANIFEST_PATH, Manifest, parse_manifest
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object, read_bounded
 
+WEIGHTS_PATH = "adapter_model.safetensors"
+CONFIG_PATH = "adapter_config.json"
 _CACHE_PREFIX = "models--"
 _SNAPSHOTS_FOLDER = "snapshots"
 _MAX_HOPS = 8

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from expertctl.errors import ForbiddenError, NotFoundError, Notify, UnauthenticatedError, UsageError
+from expertctl.errors import (
+    ForbiddenError,
+    NotFoundError,
+    Notify,
+    UnauthenticatedError,
+    UsageError,
+    sanitise_text,
+)
 from expertctl.reference import NAME_PATTERN
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.client import (
@@ -23,7 +30,6 @@ from expertctl.registry.client import (
     parse_answer,
 )
 from expertctl.registry.credentials import Credential, UnsavedCredential
-from expertctl.registry.errors import sanitise_text
 from expertctl.registry.http import make_http
 from expertctl.schema.strict_json import JsonObject
 from expertctl.settings import Settings

@@ -29,11 +29,11 @@ from expertctl.errors import (
     RegistryError,
     UnauthenticatedError,
     UnreachableError,
+    sanitise_text,
 )
 from expertctl.package.layout import INDEX_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES
 from expertctl.reference import Digest, PackageName, Progress, Version, ignore_progress
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.errors import sanitise_text
 from expertctl.registry.http import (
     RegistryHttp,
     RegistryRequest,

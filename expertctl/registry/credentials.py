@@ -31,11 +31,11 @@ from expertctl.errors import (
     StoreError,
     UnauthenticatedError,
     UsageError,
+    sanitise_text,
 )
 from expertctl.files import make_folders, write_atomic
 from expertctl.reference import is_loopback
 from expertctl.registry.address import NetworkScope, RegistryAddress, looks_numeric
-from expertctl.registry.errors import sanitise_text
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, load_object
 
 MAX_BYTES = 1 << 20

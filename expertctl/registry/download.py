@@ -34,11 +34,11 @@ from expertctl.errors import (
     RateLimitError,
     RegistryError,
     UnreachableError,
+    sanitise_text,
 )
 from expertctl.files import NO_SPACE_ERRORS, make_folders, publish_file
 from expertctl.reference import READ_CHUNK, Digest, FileDigest, Progress, ignore_progress
 from expertctl.registry.client import OciClient
-from expertctl.registry.errors import sanitise_text
 from expertctl.registry.http import StreamedResponse
 from expertctl.schema.strict_json import encode_canonical, load_object
 

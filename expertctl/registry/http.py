@@ -19,7 +19,7 @@ from urllib.parse import urljoin
 import httpx2
 
 from expertctl import __version__
-from expertctl.errors import Notify, OfflineError, RegistryError, UnreachableError
+from expertctl.errors import Notify, OfflineError, RegistryError, UnreachableError, sanitise_text
 from expertctl.registry.address import NetworkScope, RegistryAddress, classify_host
 from expertctl.registry.credentials import (
     MAX_ANSWER,
@@ -32,7 +32,6 @@ from expertctl.registry.errors import (
     MAX_ERROR_BYTES,
     RetrySchedule,
     make_response_error,
-    sanitise_text,
 )
 from expertctl.registry.transport import RegistryTransport, Timeouts, translate_errors
 from expertctl.settings import Settings

@@ -23,11 +23,11 @@ from expertctl.errors import (
     RateLimitError,
     RegistryError,
     UnreachableError,
+    sanitise_text,
 )
 from expertctl.files import make_folders, write_atomic
 from expertctl.reference import READ_CHUNK, Digest, Progress, ignore_progress
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.errors import sanitise_text
 from expertctl.registry.http import OpenChunks, RegistryHttp, RegistryRequest, RegistryResponse
 from expertctl.schema.strict_json import encode_canonical, load_object
 

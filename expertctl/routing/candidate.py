@@ -30,7 +30,7 @@ from expertctl.routing.features import (
 )
 from expertctl.routing.index import RoutingIndex, Similarity
 from expertctl.routing.prompt_normalisation import collect_expert_names
-from expertctl.routing.request import RouteRequest, check_request
+from expertctl.routing.request import RouteRequest, Target, check_request
 from expertctl.routing.score import (
     DEFAULT_SUCCESS_RATE,
     THRESHOLD,
@@ -39,7 +39,6 @@ from expertctl.routing.score import (
     format_score,
     to_mebibytes,
 )
-from expertctl.routing.selection import PairGains, is_excluded
 from expertctl.routing.vector_table import Rows, SearchFilter, VectorTable
 from expertctl.schema.manifest import Manifest, parse_hint
 from expertctl.schema.strict_json import JsonObject, JsonValue
@@ -338,6 +337,8 @@ def _supports_language(languages: Iterable[str], language: str) -> bool:
     return any(tag.split("-")[0] == language for tag in languages)
 
 
+PairGains = Mapping[tuple[Digest, Digest], float]
+"""Two experts in plan order → the measured gain of adding the second."""
 FlagsByDigest = Mapping[Digest, tuple[Flag, ...]]
 """Content digest → the flags of a suspicious expert; most experts have none."""
 
@@ -481,3 +482,15 @@ def _find_rerank_positions(
     places = np.full(len(table) + 1, -1, np.int64)  # the last element takes experts at position -1
     places[positions] = deep.find_positions([expert.digest for expert in experts])
     return places
+
+
+def is_excluded(expert: InstalledExpert, exclude: Sequence[Target]) -> bool:
+    """Tell whether the user excluded an expert."""
+    return any(matches_target(target, expert) for target in exclude)
+
+
+def matches_target(target: Target, expert: InstalledExpert) -> bool:
+    """Tell whether a target matches an expert; a bare name matches prereleases as well."""
+    if isinstance(target, Digest) or target.digest or target.constraint.bounds:
+        return expert.matches(target)
+    return target.package == expert.stored.package

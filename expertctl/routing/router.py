@@ -20,6 +20,7 @@ from expertctl.routing.candidate import (
     build_candidate,
     explain_ineligible,
     explain_low_score,
+    is_excluded,
 )
 from expertctl.routing.decision import (
     RoutingDecision,
@@ -46,7 +47,6 @@ from expertctl.routing.request import (
 from expertctl.routing.score import THRESHOLD
 from expertctl.routing.selection import (
     SelectedExpert,
-    is_excluded,
     list_unused_exclusions,
     select_experts,
     select_forced,

@@ -237,7 +237,7 @@ class Metrics:
     def render(self, read: ReadSnapshot) -> bytes:
         """Return all metrics in the text format, including the engine's current state."""
         shown = CollectorRegistry()
-        shown.register(_RegistryForwarder(self._own))
+        shown.register(self._own)  # type: ignore[arg-type]  # it collects, but is not declared so
         if (now := read()) is not None:
             shown.register(_EngineCollector(*now))
         return generate_latest(shown)
@@ -249,16 +249,6 @@ class Metrics:
         return Histogram(
             f"expertctl_{name}", text, labels, buckets=tuple(buckets), registry=self._own
         )
-
-
-class _RegistryForwarder(Collector):
-    """Exposes the time series of one registry as part of another."""
-
-    def __init__(self, source: CollectorRegistry) -> None:
-        self._source = source
-
-    def collect(self) -> Iterator[object]:  # type: ignore[override]  # Metric, which it re-exports untyped
-        yield from self._source.collect()
 
 
 class _EngineCollector(Collector):

@@ -64,14 +64,13 @@ from expertctl.errors import (
 from expertctl.http.limits import RateLimiter
 from registry_server.access import accounts, rights
 from registry_server.access.accounts import (
-    SESSION_PREFIX,
     SESSION_SECONDS,
     SessionKey,
     parse_requested_scopes,
 )
 from registry_server.access.rights import Identity, TokenScope
 from registry_server.database.connection import Database
-from registry_server.errors import error_response
+from registry_server.errors import SESSION_PREFIX, error_response
 from registry_server.registry import Registry
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -254,9 +253,7 @@ class FailedLoginLimiter:
 
 def extract_printable_prefix(secret: str | None) -> str:
     """Return the part of a wrong secret that may be logged: empty unless it has our prefix."""
-    known = secret is not None and secret.startswith(
-        (accounts.TOKEN_PREFIX, accounts.SESSION_PREFIX)
-    )
+    known = secret is not None and secret.startswith((accounts.TOKEN_PREFIX, SESSION_PREFIX))
     return secret[:PRINTABLE_PREFIX_LENGTH] if secret is not None and known else ""
 
 

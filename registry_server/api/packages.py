@@ -21,7 +21,7 @@ from expertctl.errors import NotFoundError, UsageError
 from expertctl.http.operation import Operation
 from expertctl.package.layout import parse_oci_manifest
 from expertctl.reference import PackageName
-from expertctl.registry.index_document import Release
+from expertctl.registry.index_document import Release, format_timestamp
 from expertctl.schema.manifest import AdapterKind, BaseRequirement, Manifest
 from expertctl.schema.validation import decode_json
 from registry_server.access import namespaces, rights
@@ -36,7 +36,6 @@ from registry_server.api.schema import (
     Name,
     Time,
     VersionText,
-    format_timestamp,
 )
 from registry_server.database.tables import NAMESPACES, PACKAGES, RELEASES, SIGNED_FORMS
 from registry_server.oci import manifests

@@ -25,6 +25,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from expertctl.errors import StoreError
+from expertctl.http.limits import wait_for_disconnect
 from registry_server.access import rights
 from registry_server.access.rights import (
     Action,
@@ -139,7 +140,7 @@ class BlobResponse:
 
     async def _send_chunks(self, start: dict[str, object], receive: Receive, send: Send) -> None:
         handle = await to_thread.run_sync(os.open, self._path, os.O_RDONLY)
-        gone = asyncio.create_task(_wait_for_disconnect(receive))
+        gone = asyncio.create_task(wait_for_disconnect(receive))
         try:
             await send(start)
             async for piece in self._read_chunks(handle):
@@ -160,12 +161,6 @@ class BlobResponse:
                 raise OSError(f"{self._path.name} is shorter than it was")
             yield piece
             position += len(piece)
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def find_linked_size(connection: Connection, repository: str, digest: BlobDigest) -> int | None:

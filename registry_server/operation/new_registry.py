@@ -10,7 +10,7 @@ lost changes can have reached.
 
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -88,7 +88,7 @@ def init_registry(settings: ServerSettings) -> CreatedRegistry:
         _check_folder_is_free(settings)
         if not settings.index_key.exists():
             create_index_key(settings.index_key)
-        with _opened_registry(settings) as registry:
+        with closing(open_registry(settings)) as registry:
             secret = _create_admin_token(registry, "registry.init")
             fingerprint = registry.index_key.public.key_id
         write_settings(settings)
@@ -101,7 +101,7 @@ def create_admin_token(data: Path) -> str:
     Raises:
         NotFoundError: when there is no registry.
     """
-    with _opened_registry(read_settings(data)) as registry:
+    with closing(open_registry(read_settings(data))) as registry:
         return _create_admin_token(registry, "registry.new_admin_token")
 
 
@@ -122,15 +122,6 @@ def _check_folder_is_free(settings: ServerSettings) -> None:
 def _is_registry_file(name: str, settings: ServerSettings) -> bool:
     prefixes = (settings.database.name, f".{SETTINGS_NAME}.")
     return name in REGISTRY_FILES or name.startswith(prefixes)
-
-
-@contextmanager
-def _opened_registry(settings: ServerSettings) -> Iterator[Registry]:
-    registry = open_registry(settings)
-    try:
-        yield registry
-    finally:
-        registry.close()
 
 
 def _create_admin_token(registry: Registry, action: str) -> str:
