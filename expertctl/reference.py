@@ -283,6 +283,19 @@ class Reference:
         return f"{host}{self.package}{tail}"
 
 
+Target = Reference | Digest
+"""The name of an expert: a reference, or its content or package digest."""
+
+
+def parse_target(text: str) -> Target:
+    """Parse how the user names an expert: a reference, or ``sha256:<hex>``.
+
+    Raises:
+        UsageError: when the text is neither.
+    """
+    return Digest.parse_input(text) if text.startswith("sha256:") else Reference.parse(text)
+
+
 def is_loopback(hostname: str) -> bool:
     """Return whether a host name, or an address without brackets, is this machine."""
     if _LOCAL.fullmatch(hostname):

@@ -20,6 +20,7 @@ from expertctl.reference import (
     Version,
     hash_file,
     hash_stream,
+    parse_target,
 )
 from expertctl.registry.address import RegistryAddress
 
@@ -241,3 +242,12 @@ def test_hashing_a_file_equals_hashing_its_bytes(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"abc")
     assert hash_file(path) == (3, Digest(ABC))
+
+
+def test_what_a_person_types_is_a_reference_or_a_digest() -> None:
+    assert parse_target("acme/sql@^1") == Reference.parse("acme/sql@^1")
+    assert parse_target(str(Digest.compute(b""))) == Digest.compute(b"")
+    with pytest.raises(UsageError, match="sha256:<64 hex digits>"):
+        parse_target("sha256:../../etc/passwd")
+    with pytest.raises(UsageError):
+        parse_target("../etc/passwd")

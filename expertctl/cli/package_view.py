@@ -35,13 +35,13 @@ from expertctl.package.diff import (
 )
 from expertctl.package.evaluation import describe_evaluation
 from expertctl.package.read import PackageContents, is_file_name, read_blobs, read_package
-from expertctl.reference import FileDigest, Progress
+from expertctl.reference import FileDigest, Progress, parse_target
 from expertctl.schema.manifest import Manifest
 from expertctl.schema.strict_json import JsonValue
 from expertctl.settings import format_size, load_settings
 from expertctl.store.package_reader import OpenPackage, open_package, read_stored_expert
 from expertctl.store.preference import find_working_folder, read_preference
-from expertctl.store.store import Store, parse_wanted
+from expertctl.store.store import Store
 from expertctl.trust.bundle import read_bundle
 
 PackageTarget = Annotated[
@@ -61,7 +61,7 @@ def read_target(target: str, *, label: str, as_json: bool) -> PackageContents:
         with show_reading_progress(label, Path(target), as_json=as_json) as report:
             return read_package(Path(target), progress=report)
     store = open_store()
-    expert = store.find(parse_wanted(target))
+    expert = store.find(parse_target(target))
     with show_progress(label, expert.size, as_json=as_json) as report:
         return read_stored_expert(store, expert, progress=report)
 

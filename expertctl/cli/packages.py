@@ -49,13 +49,13 @@ from expertctl.package.evaluation import read_evaluation_data
 from expertctl.package.frame import FASTEST_LEVEL, LEVELS
 from expertctl.package.read import is_file_name, verify_contents
 from expertctl.package.write import check_target, sign_package, unpack_package
-from expertctl.reference import PackageName, Reference, Version
+from expertctl.reference import PackageName, Reference, Version, parse_target
 from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.settings import Settings, load_settings
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.package_reader import open_package
-from expertctl.store.store import Store, parse_wanted
+from expertctl.store.store import Store
 from expertctl.trust.keys import KeyRing, PrivateKey
 from expertctl.trust.trust_store import PublisherIdentity, TrustStore
 
@@ -140,7 +140,7 @@ def _choose_output(target: str, form: ExportFormat, store: Store) -> Path:
     """Name the output after the file, or after the expert."""
     suffix = {"expert": ".expert", "oci": ".tar", "peft": ""}[form]
     if not is_file_name(target):
-        expert = store.find(parse_wanted(target))
+        expert = store.find(parse_target(target))
         return Path(f"{expert.package.name}-{expert.version}{suffix}")
     if form == "expert" and Path(target).is_file():
         hint = "--oci or --peft writes it in another format, -o FILE writes a copy"
@@ -357,7 +357,7 @@ def unpack(
 
 
 def _parse_expected(target: str) -> Reference | None:
-    wanted = None if is_file_name(target) else parse_wanted(target)
+    wanted = None if is_file_name(target) else parse_target(target)
     return wanted if isinstance(wanted, Reference) else None
 
 

@@ -479,9 +479,8 @@ class OciClient:
         try:
             return Digest.parse(text)
         except DigestError as error:
-            fact = (
-                f"{sanitise_text(text, 80)!r} is no sha256 digest" if text else "it names no digest"
-            )
+            shown = f"{sanitise_text(text, 80)!r} is no sha256 digest"
+            fact = shown if text else "it names no digest"
             raise RegistryError(f"{self.address.host}: {repository}: {fact}") from error
 
 

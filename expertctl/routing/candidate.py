@@ -20,7 +20,7 @@ import numpy as np
 
 from expertctl.package.base_model import BaseIdentity
 from expertctl.package.compatibility import NO_HIDDEN_SIZES, HiddenSizes, describe_mismatch
-from expertctl.reference import ANY, Digest, Reference
+from expertctl.reference import ANY, Digest, Reference, Target
 from expertctl.routing.encoder import describe_row
 from expertctl.routing.features import (
     PromptFeatures,
@@ -30,7 +30,7 @@ from expertctl.routing.features import (
 )
 from expertctl.routing.index import RoutingIndex, Similarity
 from expertctl.routing.prompt_normalisation import collect_expert_names
-from expertctl.routing.request import RouteRequest, Target, check_request
+from expertctl.routing.request import RouteRequest, check_request
 from expertctl.routing.score import (
     DEFAULT_SUCCESS_RATE,
     THRESHOLD,

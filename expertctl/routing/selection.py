@@ -20,7 +20,7 @@ from expertctl.errors import (
     RevokedError,
     UsageError,
 )
-from expertctl.reference import Digest, PackageName, Reference
+from expertctl.reference import Digest, PackageName, Reference, Target
 from expertctl.routing.candidate import (
     InstalledExpert,
     PairGains,
@@ -28,7 +28,7 @@ from expertctl.routing.candidate import (
     describe_evidence,
     matches_target,
 )
-from expertctl.routing.request import ForcedExpert, Target
+from expertctl.routing.request import ForcedExpert
 from expertctl.routing.score import explain_tie
 from expertctl.store.store import find_similar_names
 

@@ -207,15 +207,6 @@ class Store:
                 raise NotFoundError(f"{expert.ref} was removed or replaced meanwhile")
 
 
-def parse_wanted(text: str) -> Reference | Digest:
-    """Parse how the user names an installed expert: a reference, or ``sha256:<hex>``.
-
-    Raises:
-        UsageError: when the text is neither.
-    """
-    return Digest.parse_input(text) if text.startswith("sha256:") else Reference.parse(text)
-
-
 def _find_by_digest(experts: Sequence[StoredExpert], digest: Digest) -> StoredExpert:
     for expert in experts:
         if digest in (expert.content_digest, expert.package_digest):

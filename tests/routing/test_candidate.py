@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from expertctl.reference import Digest, Reference
+from expertctl.reference import Digest, Reference, parse_target
 from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.request import ForcedExpert, parse_target
+from expertctl.routing.request import ForcedExpert
 from tests.routing.experts import (
     PROMPT,
     SORT,

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from expertctl.reference import parse_target
 from expertctl.routing.candidate import EligibleExperts, InstalledExpert, find_eligible_experts
 from expertctl.routing.decision import (
     CATCH_ALL_REASON,
@@ -15,7 +16,7 @@ from expertctl.routing.decision import (
 )
 from expertctl.routing.features import extract_features
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.request import RouteRequest, parse_target
+from expertctl.routing.request import RouteRequest
 from expertctl.routing.reranker import SMALL_RERANK, rerank
 from expertctl.store.base_record import StoredBase
 from expertctl.store.preference import Flag

@@ -3,8 +3,8 @@
 import pytest
 
 from expertctl.errors import NotFoundError
-from expertctl.reference import Digest, PackageName
-from expertctl.routing.request import ForcedExpert, parse_target
+from expertctl.reference import Digest, PackageName, parse_target
+from expertctl.routing.request import ForcedExpert
 from expertctl.routing.selection import (
     find_near_names,
     format_suggestion,

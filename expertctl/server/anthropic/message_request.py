@@ -17,6 +17,7 @@ from expertctl.engine.serving.request import DEFAULT_PRIORITY, CheckFunction, Ge
 from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, UserMessage
 from expertctl.errors import UsageError
 from expertctl.http.operation import FieldError
+from expertctl.reference import parse_target
 from expertctl.routing.request import (
     DEFAULT_MAX_EXPERTS,
     MAX_STOP_CHARACTERS,
@@ -24,7 +25,6 @@ from expertctl.routing.request import (
     RouteRequest,
     SamplingOverrides,
     check_request,
-    parse_target,
 )
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.anthropic.conversation import (

@@ -35,6 +35,7 @@ from expertctl.engine.text.answer_format import FormatCheck
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import ExpertError, UsageError
 from expertctl.http.operation import Arrival, FieldError
+from expertctl.reference import parse_target
 from expertctl.routing.request import (
     DEFAULT_MAX_EXPERTS,
     LIMITS,
@@ -45,7 +46,6 @@ from expertctl.routing.request import (
     SamplingOverrides,
     check_request,
     parse_forced,
-    parse_target,
 )
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.output_parser import JsonExtractor, extract_json

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from expertctl.engine.generation import StopRules
 from expertctl.http.operation import FieldError
+from expertctl.reference import parse_target
 from expertctl.routing.request import (
     DEFAULT_MAX_EXPERTS,
     MAX_STOP_CHARACTERS,
@@ -21,7 +22,6 @@ from expertctl.routing.request import (
     RouteRequest,
     SamplingOverrides,
     check_request,
-    parse_target,
 )
 from expertctl.server.request_body import (
     MinTokens,
