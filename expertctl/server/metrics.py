@@ -237,7 +237,7 @@ class Metrics:
     def render(self, read: ReadSnapshot) -> bytes:
         """Return all metrics in the text format, including the engine's current state."""
         shown = CollectorRegistry()
-        shown.register(self._own)  # type: ignore[arg-type]  # it collects, but is not declared so
+        shown.register(self._own)
         if (now := read()) is not None:
             shown.register(_EngineCollector(*now))
         return generate_latest(shown)

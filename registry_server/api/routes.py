@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -43,6 +43,7 @@ from registry_server.access.rights import Action, Identity
 from registry_server.api import namespaces, packages, people
 from registry_server.api.schema import ApiContext, ApiOutput, ErrorBody, Read
 from registry_server.database.tables import USERS
+from registry_server.oci.blobs import matches_etag
 from registry_server.operation.metrics import CONTENT_TYPE
 from registry_server.publishing.index import load_signed_index
 from registry_server.registry import Registry, check_index_key
@@ -124,10 +125,10 @@ def make_index_routes(registry: Registry) -> list[BaseRoute]:
 
     async def index(request: Request) -> Response:
         name = _parse_package_name(request.path_params["namespace"], request.path_params["name"])
-        known = request.headers.get("if-none-match", "")
 
         def read() -> Response:
-            return _index_response(load_index(registry, request.state.identity, name), known)
+            envelope = load_index(registry, request.state.identity, name)
+            return _index_response(envelope, request.headers)
 
         return await run_in_threadpool(read)  # hashing a large document also takes time
 
@@ -157,13 +158,10 @@ def _parse_package_name(namespace: str, name: str) -> PackageName:
         raise NotFoundError("there is no index document at this address") from error
 
 
-def _index_response(envelope: bytes, if_none_match: str) -> Response:
+def _index_response(envelope: bytes, request_headers: Mapping[str, str]) -> Response:
     etag = f'"sha256:{hashlib.sha256(envelope).hexdigest()}"'
     headers = {"ETag": etag, "Cache-Control": "private, no-cache", "Vary": "Authorization"}
-    if (
-        etag in {tag.strip().removeprefix("W/") for tag in if_none_match.split(",")}
-        or if_none_match == "*"
-    ):
+    if matches_etag(request_headers, etag):
         return Response(status_code=304, headers=headers)
     return Response(envelope, headers=headers, media_type="application/json")
 

@@ -12,7 +12,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -249,9 +249,9 @@ def immutable_cache_control(target: RepositoryAccess) -> str:
     return f"{shared}, max-age=31536000, immutable"
 
 
-def matches_etag(request: Request, etag: str) -> bool:
-    """Return whether the client has these bytes already."""
-    known = request.headers.get("if-none-match", "")
+def matches_etag(headers: Mapping[str, str], etag: str) -> bool:
+    """Return whether the client has these bytes already, by the headers of its request."""
+    known = headers.get("if-none-match", "")
     return known == "*" or etag in {tag.strip().removeprefix("W/") for tag in known.split(",")}
 
 
@@ -274,7 +274,7 @@ class _BlobEndpoints:
             "Vary": "Authorization",
         }
         headers["Docker-Content-Digest"] = str(digest)
-        if matches_etag(request, etag):
+        if matches_etag(request.headers, etag):
             return Response(status_code=304, headers=headers)
         return self._blob_response(request, digest, size, headers)
 

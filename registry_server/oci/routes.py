@@ -73,7 +73,7 @@ class _ManifestEndpoints:
         headers = _manifest_headers(
             found, immutable_cache_control(target) if by_digest else "private, no-cache"
         )
-        if matches_etag(request, headers["ETag"]):
+        if matches_etag(request.headers, headers["ETag"]):
             return Response(status_code=304, headers=headers)
         later = self._count_download(name, found) if request.method == "GET" else None
         return Response(

@@ -111,7 +111,7 @@ class RegistryMetrics:
         if os.environ.get(SHARED_FOLDER):
             MultiProcessCollector(shown)  # type: ignore[no-untyped-call]  # untyped in the library
         else:
-            shown.register(self._collectors)  # type: ignore[arg-type]  # it collects, but is not declared so
+            shown.register(self._collectors)
         shown.register(_DatabaseCollector(database))
         return generate_latest(shown)
 
