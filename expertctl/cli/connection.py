@@ -185,8 +185,7 @@ def is_package_name(text: str) -> bool:
 
 
 RegistryArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="HOST", help="The registry (default: the configured one)."),
+    str | None, typer.Argument(metavar="HOST", help="The registry (default: the configured one).")
 ]
 
 
@@ -199,8 +198,7 @@ def login(
         bool, typer.Option("--token-stdin", help="Read the token from stdin, for scripts.")
     ] = False,
     realm: Annotated[
-        str | None,
-        typer.Option(metavar="HOST", help="Another host that may receive the token."),
+        str | None, typer.Option(metavar="HOST", help="Another host that may receive the token.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -400,10 +400,7 @@ def _list_group_parameters(group: Any) -> Iterator[inspect.Parameter]:
             yield from _list_group_parameters(f.type)
         else:
             yield inspect.Parameter(
-                f.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=f.default,
-                annotation=hints[f.name],
+                f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
             )
 
 

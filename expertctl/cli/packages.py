@@ -64,8 +64,7 @@ SET_SUFFIX = ".experts"
 
 def export(
     targets: Annotated[
-        list[str],
-        typer.Argument(metavar="FILE|REF", help="A .expert file, or installed experts."),
+        list[str], typer.Argument(metavar="FILE|REF", help="A .expert file, or installed experts.")
     ],
     output: Annotated[
         Path | None,
@@ -159,8 +158,7 @@ class ManifestFlags:
     """Values of the manifest; they replace those of expert.json."""
 
     name: Annotated[
-        str | None,
-        typer.Option(metavar="NS/NAME", help="The package's name; default local/DIR."),
+        str | None, typer.Option(metavar="NS/NAME", help="The package's name; default local/DIR.")
     ] = None
     version: Annotated[
         str | None, typer.Option(metavar="X.Y.Z", help="Its version; default 0.1.0.")
@@ -199,8 +197,7 @@ def init(
     examples: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="Example prompts for it, one a line or JSON Lines with a prompt.",
+            metavar="FILE", help="Example prompts for it, one a line or JSON Lines with a prompt."
         ),
     ] = None,
     as_json: JsonFlag = False,

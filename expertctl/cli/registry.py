@@ -326,18 +326,15 @@ DataFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The registry's 
 def init(
     data: DataFolder,
     url: Annotated[
-        str | None,
-        typer.Option(help="The public address, such as https://experts.acme.io."),
+        str | None, typer.Option(help="The public address, such as https://experts.acme.io.")
     ] = None,
     read: Annotated[
-        Literal["public", "token"],
-        typer.Option(help="Who may read namespaces by default."),
+        Literal["public", "token"], typer.Option(help="Who may read namespaces by default.")
     ] = "token",
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on.")] = 8080,
     index_interval_days: Annotated[
-        int,
-        typer.Option(help="Index documents are signed again after at most so many days."),
+        int, typer.Option(help="Index documents are signed again after at most so many days.")
     ] = 7,
     new_admin_token: Annotated[
         bool, typer.Option("--new-admin-token", help="Only create another admin token.")

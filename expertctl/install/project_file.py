@@ -167,10 +167,7 @@ class ProjectFile:
 
 
 def _parse_table(
-    document: Mapping[str, object],
-    table: str,
-    read: Callable[[str, str], T],
-    problems: list[str],
+    document: Mapping[str, object], table: str, read: Callable[[str, str], T], problems: list[str]
 ) -> list[T]:
     rows = document.get(table, {})
     if not isinstance(rows, dict):

@@ -374,9 +374,7 @@ class RegistrySources:
         return self._before.is_pinned(candidate.registry, candidate.package.namespace)
 
     def verify_and_pin(
-        self,
-        chosen: Iterable[ResolvedPackage],
-        verify: Callable[[TrustRecord], T],
+        self, chosen: Iterable[ResolvedPackage], verify: Callable[[TrustRecord], T]
     ) -> T:
         """Verify the chosen packages, then pin and announce the publisher keys of their namespaces.
 

@@ -28,11 +28,7 @@ from expertctl.registry.credentials import (
     CredentialStore,
     LoginSessions,
 )
-from expertctl.registry.errors import (
-    MAX_ERROR_BYTES,
-    RetrySchedule,
-    make_response_error,
-)
+from expertctl.registry.errors import MAX_ERROR_BYTES, RetrySchedule, make_response_error
 from expertctl.registry.transport import RegistryTransport, Timeouts, translate_errors
 from expertctl.settings import Settings
 

@@ -282,9 +282,7 @@ def _pin_all(
 
 
 def _list_new_pins(
-    before: TrustRecord,
-    after: TrustRecord,
-    indexes: Iterable[tuple[IndexDocument, KnownRegistry]],
+    before: TrustRecord, after: TrustRecord, indexes: Iterable[tuple[IndexDocument, KnownRegistry]]
 ) -> list[PinnedKey]:
     places = dict.fromkeys((known.host, document.package.namespace) for document, known in indexes)
     return [

@@ -136,9 +136,7 @@ class RegistryTransport(httpx2.BaseTransport):
         backend = _WatchedBackend(self._timeouts.stall, self._open, allowed)
         if not proxy:
             return httpcore2.ConnectionPool(
-                ssl_context=self._context,
-                max_connections=MAX_CONNECTIONS,
-                network_backend=backend,
+                ssl_context=self._context, max_connections=MAX_CONNECTIONS, network_backend=backend
             )
         url, auth = _parse_proxy(proxy)
         return httpcore2.HTTPProxy(

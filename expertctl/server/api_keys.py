@@ -18,12 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from expertctl.errors import (
-    ConflictError,
-    InvalidPackageError,
-    NotFoundError,
-    UsageError,
-)
+from expertctl.errors import ConflictError, InvalidPackageError, NotFoundError, UsageError
 from expertctl.files import hold_lock, make_folders, open_regular_file, write_atomic
 from expertctl.schema.strict_json import load_object
 from expertctl.schema.validation import convert_document

@@ -280,9 +280,7 @@ def _job_families(now: EngineSnapshot) -> Iterator[Family]:
         jobs.add_metric([outcome], getattr(now.totals, outcome))
     yield jobs
     yield _counter_family(
-        "texts_paused",
-        "Sequences preempted to free memory for older ones.",
-        now.totals.paused,
+        "texts_paused", "Sequences preempted to free memory for older ones.", now.totals.paused
     )
     yield _counter_family("steps", "Decode steps.", now.counts.steps)
     yield _counter_family(

@@ -44,11 +44,7 @@ from expertctl.engine.text.answer_format import (
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import UsageError
 from expertctl.schema.strict_json import JsonObject, JsonValue
-from expertctl.server.json_schema import (
-    check_json_object,
-    check_json_value,
-    compile_schema,
-)
+from expertctl.server.json_schema import check_json_object, check_json_value, compile_schema
 from expertctl.server.validator import ValidatorCommand
 
 FormatType = Literal["text", "json", "json_object", "json_schema", "python", "sql", "custom"]

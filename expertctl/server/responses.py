@@ -265,11 +265,7 @@ def get_retry_after(error: ExpertError) -> int | None:
     return find_retry_after(error, get_status(error))
 
 
-_OPENAI_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    429: "rate_limit_error",
-}
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _OPENAI_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",

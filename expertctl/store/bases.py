@@ -14,10 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from expertctl.errors import (
-    ConflictError,
-    NotFoundError,
-)
+from expertctl.errors import ConflictError, NotFoundError
 from expertctl.files import make_folders, remove_tree, sync_folder, write_atomic
 from expertctl.package.adapter import find_full_precision_label
 from expertctl.package.base_model import (

@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING
 from expertctl.errors import DigestError, DiskFullError, NotFoundError, StoreError
 from expertctl.reference import ANY, Digest, Reference, hash_file
 from expertctl.store.preference import PREFER_NEWEST, VersionPreference
-from expertctl.store.refs import (
-    StoredExpert,
-    StorePaths,
-    StoreScan,
-    find_file_size,
-    scan_refs,
-)
+from expertctl.store.refs import StoredExpert, StorePaths, StoreScan, find_file_size, scan_refs
 
 if TYPE_CHECKING:
     from expertctl.schema.manifest import Manifest

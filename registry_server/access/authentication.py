@@ -63,11 +63,7 @@ from expertctl.errors import (
 )
 from expertctl.http.limits import RateLimiter
 from registry_server.access import accounts, rights
-from registry_server.access.accounts import (
-    SESSION_SECONDS,
-    SessionKey,
-    parse_requested_scopes,
-)
+from registry_server.access.accounts import SESSION_SECONDS, SessionKey, parse_requested_scopes
 from registry_server.access.rights import Identity, TokenScope
 from registry_server.database.connection import Database
 from registry_server.errors import SESSION_PREFIX, error_response

@@ -166,12 +166,7 @@ def _index_response(envelope: bytes, request_headers: Mapping[str, str]) -> Resp
     return Response(envelope, headers=headers, media_type="application/json")
 
 
-OPERATIONS = (
-    *ABOUT_OPERATIONS,
-    *packages.OPERATIONS,
-    *namespaces.OPERATIONS,
-    *people.OPERATIONS,
-)
+OPERATIONS = (*ABOUT_OPERATIONS, *packages.OPERATIONS, *namespaces.OPERATIONS, *people.OPERATIONS)
 OPENAPI_PATH = "/api/v1/openapi.json"
 
 

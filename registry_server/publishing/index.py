@@ -62,11 +62,7 @@ def load_publisher_keys(connection: Connection, namespace_id: int) -> tuple[Publ
     columns = NAMESPACE_KEYS.c
     rows = connection.execute(
         select(
-            columns.public_key,
-            columns.statement,
-            columns.added,
-            columns.revoked,
-            columns.reason,
+            columns.public_key, columns.statement, columns.added, columns.revoked, columns.reason
         )
         .where(columns.namespace_id == namespace_id)
         .order_by(columns.added, columns.key_id)

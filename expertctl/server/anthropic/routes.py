@@ -275,9 +275,7 @@ class AnthropicEndpoints:
         """Count the tokens of a conversation."""
         service = self._service
         parse_model(
-            body.value.model,
-            base_name=service.engine.base_name,
-            aliases=service.settings.aliases,
+            body.value.model, base_name=service.engine.base_name, aliases=service.settings.aliases
         )
         text = self._template_traits()
         template_input = build_template_input(

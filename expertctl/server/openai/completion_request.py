@@ -339,9 +339,7 @@ def _check_suffix(request: CompletionRequest, tokenizer: Tokenizer) -> None:
         )
     if request.echo:
         raise FieldError(
-            "echo: it cannot be combined with suffix",
-            field="echo",
-            hint="leave out one of them",
+            "echo: it cannot be combined with suffix", field="echo", hint="leave out one of them"
         )
 
 
