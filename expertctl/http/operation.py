@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property, partial
 from types import NoneType, UnionType
-from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -78,6 +78,11 @@ class FieldError(UsageError):
         """Store the message and the field's path, which is empty for the body itself."""
         super().__init__(message, hint=hint)
         self.field = field
+
+    @classmethod
+    def at(cls, field: str, fact: str, *, hint: str = "") -> Self:
+        """Return an error whose message is the field and a fact about it."""
+        return cls(f"{field}: {fact}", field=field, hint=hint)
 
 
 def find_status(error: ExpertError, own: Mapping[type[ExpertError], int]) -> int:

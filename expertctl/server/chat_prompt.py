@@ -148,9 +148,8 @@ def check_tools_length(tools: Sequence[JsonObject]) -> None:
     """
     size = _count_characters(tools)
     if size > MAX_PROMPT_CHARACTERS:
-        raise FieldError(
-            f"tools: they have {size} characters, at most {MAX_PROMPT_CHARACTERS} are allowed",
-            field="tools",
+        raise FieldError.at(
+            "tools", f"they have {size} characters, at most {MAX_PROMPT_CHARACTERS} are allowed"
         )
 
 
@@ -174,7 +173,7 @@ def find_routing_text(messages: Sequence[ConversationMessage]) -> str:
     """
     texts = [message for message in messages if message.content.strip()]
     if not texts:
-        raise FieldError("messages: none of them has text", field="messages")
+        raise FieldError.at("messages", "none of them has text")
     by_user = [message for message in texts if message.role == "user"]
     return (by_user or texts)[-1].content
 

@@ -139,7 +139,7 @@ class _UnknownFields:
         reason = self.never_ignored.get(name)
         whole = f"{path}.{name}" if path else name
         if reason is not None and value not in (None, False, "", [], {}):
-            raise FieldError(f"{whole}: {reason}", field=whole, hint="leave it out")
+            raise FieldError.at(whole, f"{reason}", hint="leave it out")
         if len(self.paths) <= MAX_REPORTED:
             self.paths[whole] = None
 

@@ -187,7 +187,7 @@ def check_thinking_budget(request: MessageRequest) -> None:
     thinking = request.thinking
     if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens >= request.max_tokens:
         field = "thinking.budget_tokens"
-        raise FieldError(f"{field}: it must be less than max_tokens", field=field)
+        raise FieldError.at(field, "it must be less than max_tokens")
 
 
 BUDGET_WARNING = "thinking.budget_tokens is not enforced: only max_tokens limits reasoning"
@@ -250,9 +250,7 @@ def build_template_input(
     """
     tools = select_tools(request.tools or (), request.tool_choice)
     if tools and not template.reads_tools:
-        raise FieldError(
-            "tools: the chat template of this base does not support tools", field="tools"
-        )
+        raise FieldError.at("tools", "the chat template of this base does not support tools")
     variables: JsonObject = {"enable_thinking": request.enables_thinking}
     if request.output_config is not None and request.output_config.effort is not None:
         variables["reasoning_effort"] = request.output_config.effort

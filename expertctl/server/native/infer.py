@@ -221,7 +221,7 @@ def _parse_one(field: str, text: str, read: Callable[[str], _Named]) -> _Named:
     try:
         return read(text)
     except UsageError as error:
-        raise FieldError(f"{field}: {error.message}", field=field, hint=error.hint) from error
+        raise FieldError.at(field, error.message, hint=error.hint) from error
 
 
 class PromptTokensRead(Struct, frozen=True, kw_only=True):

@@ -152,9 +152,9 @@ class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 hint='set "mode" to "full", "update" or "off", "reset" to true, or a "profile"',
             )
         if isinstance(self.profile, str) and self.profile != base:
-            raise FieldError(
-                f"profile: this server serves {base}, not {self.profile[:80]!r}",
-                field="profile",
+            raise FieldError.at(
+                "profile",
+                f"this server serves {base}, not {self.profile[:80]!r}",
                 hint=f"use {base}, or the document that `base profile export` writes",
             )
 
@@ -173,7 +173,7 @@ class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         try:
             pins = None if self.pin is None else parse_pins(str(self.pin))
         except UsageError as error:
-            raise FieldError(f"pin: {error.message}", field="pin", hint=error.hint) from error
+            raise FieldError.at("pin", error.message, hint=error.hint) from error
         return ProfileOptions(pins=pins, exchange=self.exchange)
 
 
@@ -181,9 +181,9 @@ def _require_profile(body: ObserveRequest) -> None:
     """Refuse ``pin`` and ``exchange`` without a profile."""
     for name, value in (("pin", body.pin), ("exchange", body.exchange)):
         if value is not None and body.profile is None:
-            raise FieldError(
-                f"{name}: it requires a profile",
-                field=name,
+            raise FieldError.at(
+                name,
+                "it requires a profile",
                 hint='set "profile": a document, or the name of the base for its learnt profile',
             )
 
@@ -238,10 +238,8 @@ class NativeEndpoints:
     ) -> Reply[JobDocument]:
         """Submit a prompt as a background job."""
         if body.value.stream:
-            raise FieldError(
-                "stream: jobs are not streamed",
-                field="stream",
-                hint=f"poll the job, or post to {INFER}",
+            raise FieldError.at(
+                "stream", "jobs are not streamed", hint=f"poll the job, or post to {INFER}"
             )
         call, service = self._build_call(request, body, arrival), self._service
         expected_wait = service.engine.estimate_wait()

@@ -248,14 +248,12 @@ def _find_chat_end(request: ChatRequest, last: ConversationMessage) -> ChatEnd:
     """Return how the prompt ends; a last assistant message is continued unless disabled."""
     wanted, opened = request.continue_final_message, request.add_generation_prompt
     if wanted and opened:
-        raise FieldError(
-            "continue_final_message: it cannot be combined with add_generation_prompt",
-            field="continue_final_message",
+        raise FieldError.at(
+            "continue_final_message", "it cannot be combined with add_generation_prompt"
         )
     if wanted and not can_continue(last):
-        raise FieldError(
-            "continue_final_message: the last message is not text of the assistant",
-            field="continue_final_message",
+        raise FieldError.at(
+            "continue_final_message", "the last message is not text of the assistant"
         )
     if wanted or (wanted is None and opened is None and can_continue(last)):
         return "continue"
@@ -290,9 +288,7 @@ def _build_job(
 def _select_tools(request: ChatRequest, template: ChatTemplateTraits) -> tuple[Tool, ...]:
     tools = select_tools(request.tools or (), request.tool_choice)
     if tools and not template.reads_tools:
-        raise FieldError(
-            "tools: the chat template of this base does not support tools", field="tools"
-        )
+        raise FieldError.at("tools", "the chat template of this base does not support tools")
     return tools
 
 
@@ -311,10 +307,8 @@ def _read_logprobs(request: ChatRequest) -> int | None:
     if request.logprobs:
         return request.top_logprobs or 0
     if request.top_logprobs is not None:
-        raise FieldError(
-            "top_logprobs: it requires logprobs",
-            field="top_logprobs",
-            hint="set logprobs, or leave it out",
+        raise FieldError.at(
+            "top_logprobs", "it requires logprobs", hint="set logprobs, or leave it out"
         )
     return None
 
@@ -344,7 +338,7 @@ def _build_variables(request: ChatRequest, tools: tuple[Tool, ...]) -> JsonObjec
     given = cast("JsonObject", request.chat_template_kwargs or {})
     for name in filter(_RESERVED_VARIABLES.fullmatch, given):
         field = f"chat_template_kwargs.{name}"
-        raise FieldError(f"{field}: it is set by the request or the base", field=field)
+        raise FieldError.at(field, "it is set by the request or the base")
     _check_variables(given)
     variables: JsonObject = {}
     if request.reasoning_effort is not None:
@@ -361,12 +355,12 @@ def _check_variables(variables: JsonObject) -> None:
     """Check the template variables of a request; they are part of a cache key."""
     field = "chat_template_kwargs"
     if any(isinstance(value, list | dict) for value in variables.values()):
-        raise FieldError(f"{field}: only strings, numbers and booleans are supported", field=field)
+        raise FieldError.at(field, "only strings, numbers and booleans are supported")
     if (
         sum(len(name) + len(str(value)) for name, value in variables.items())
         > MAX_VARIABLE_CHARACTERS
     ):
-        raise FieldError(f"{field}: over {MAX_VARIABLE_CHARACTERS} characters", field=field)
+        raise FieldError.at(field, f"over {MAX_VARIABLE_CHARACTERS} characters")
 
 
 def build_chat_completion(

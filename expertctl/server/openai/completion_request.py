@@ -111,10 +111,10 @@ def read_prompts(
     """
     given = _split_prompts(request.prompt)
     if len(given) * request.answer_count > MAX_PROMPTS:
-        raise FieldError(
-            f"prompt: {len(given)} prompts with n {request.answer_count} are more answers than the "
+        raise FieldError.at(
+            "prompt",
+            f"{len(given)} prompts with n {request.answer_count} are more answers than the "
             f"{MAX_PROMPTS} that are allowed",
-            field="prompt",
         )
     raw = RawPrompt(
         suffix=request.suffix or None,
@@ -133,9 +133,9 @@ def _split_prompts(prompt: str | Sequence[str | int | list[int]]) -> list[str | 
     tokens = tuple(one for one in prompt if isinstance(one, int))
     others = [one for one in prompt if not isinstance(one, int)]
     if tokens and others:
-        raise FieldError(
-            "prompt: numbers are mixed with texts or lists of numbers",
-            field="prompt",
+        raise FieldError.at(
+            "prompt",
+            "numbers are mixed with texts or lists of numbers",
             hint="send one text, one list of tokens, a list of texts, or a list of such lists",
         )
     return [tokens] if tokens else [one if isinstance(one, str) else tuple(one) for one in others]
@@ -148,16 +148,14 @@ def _read_prompt(
     if isinstance(given, str):
         return _read_text(given, defaults)
     if defaults.suffix is not None:
-        raise FieldError(
-            "suffix: it requires a text prompt, not tokens",
-            field="suffix",
+        raise FieldError.at(
+            "suffix",
+            "it requires a text prompt, not tokens",
             hint="put the fill-in-the-middle tokens of the base into the prompt yourself",
         )
     strange = next((one for one in given if one >= tokenizer.size), None)
     if strange is not None:
-        raise FieldError(
-            f"prompt: there is no token {strange}; the base has {tokenizer.size}", field="prompt"
-        )
+        raise FieldError.at("prompt", f"there is no token {strange}; the base has {tokenizer.size}")
     routed_by = tokenizer.decode(given[:_ROUTING_TOKENS])[:MAX_PROMPT_CHARACTERS]
     raw = replace(defaults, ids=given)
     text = tokenizer.decode_raw(given) if echo else ""
@@ -171,10 +169,10 @@ def _read_text(given: str, defaults: RawPrompt) -> CompletionPrompt:
         return CompletionPrompt(replace(defaults, text=given), given, given)
     size = len(given) + len(suffix)
     if size > MAX_PROMPT_CHARACTERS:
-        raise FieldError(
-            f"suffix: it has {size} characters with the prompt, at most {MAX_PROMPT_CHARACTERS} "
+        raise FieldError.at(
+            "suffix",
+            f"it has {size} characters with the prompt, at most {MAX_PROMPT_CHARACTERS} "
             "are allowed",
-            field="suffix",
         )
     texts = (one for one in (given, suffix) if one.strip())
     return CompletionPrompt(replace(defaults, text=given), next(texts, _ROUTING_PLACEHOLDER), given)
@@ -191,10 +189,10 @@ def _tokenise_scored(
     each = (1 + (request.logprobs or 0)) * request.answer_count
     wanted = each * sum(len(one.raw.ids or ()) for one in read)
     if wanted > MAX_PROMPT_LOGPROBS:
-        raise FieldError(
-            f"logprobs: {wanted} log-probabilities of prompts are more than the "
+        raise FieldError.at(
+            "logprobs",
+            f"{wanted} log-probabilities of prompts are more than the "
             f"{MAX_PROMPT_LOGPROBS} that one answer has",
-            field="logprobs",
             hint="send fewer prompts in one request",
         )
     return read
@@ -332,14 +330,14 @@ def _check_suffix(request: CompletionRequest, tokenizer: Tokenizer) -> None:
     if not request.suffix:
         return
     if find_fim_tokens(tokenizer) is None:
-        raise FieldError(
-            "suffix: this base has no fill-in-the-middle tokens",
-            field="suffix",
+        raise FieldError.at(
+            "suffix",
+            "this base has no fill-in-the-middle tokens",
             hint="leave it out, or use a base trained for it",
         )
     if request.echo:
-        raise FieldError(
-            "echo: it cannot be combined with suffix", field="echo", hint="leave out one of them"
+        raise FieldError.at(
+            "echo", "it cannot be combined with suffix", hint="leave out one of them"
         )
 
 

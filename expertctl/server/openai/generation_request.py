@@ -199,7 +199,7 @@ def _find_unsupported(fields: GenerationFields) -> Iterator[FieldError]:
         if not any(type(value) is type(one) and value == one for one in values):
             instead = _REPLACEMENTS.get(name)
             hint = f"use {instead}" if instead else "leave it out"
-            yield FieldError(f"{name}: not supported by this server", field=name, hint=hint)
+            yield FieldError.at(name, "not supported by this server", hint=hint)
 
 
 def _find_unsupported_stream_options(fields: GenerationFields) -> Iterator[FieldError]:
@@ -207,11 +207,9 @@ def _find_unsupported_stream_options(fields: GenerationFields) -> Iterator[Field
     if options is None:
         return
     if not fields.stream:
-        yield FieldError(
-            "stream_options: they require stream",
-            field="stream_options",
-            hint="set stream, or leave them out",
+        yield FieldError.at(
+            "stream_options", "they require stream", hint="set stream, or leave them out"
         )
     if options.include_obfuscation:
         field = "stream_options.include_obfuscation"
-        yield FieldError(f"{field}: not supported by this server", field=field)
+        yield FieldError.at(field, "not supported by this server")
