@@ -12,6 +12,7 @@ from typing import Self
 
 import numpy as np
 
+from expertctl.install.installer import InstallContext
 from expertctl.install.starter import install_starter
 from expertctl.reference import Digest, PackageName
 from expertctl.routing.candidate import EligibleExperts, InstalledExpert
@@ -50,9 +51,8 @@ class DescribedExpert:
 def make_home(root: Path) -> Home:
     """Install the starter pack below a folder."""
     home = Home(root)
-    install_starter(
-        store=Store(home.store), bases=BaseStore(home.bases), trust=TrustStore(home.trust)
-    )
+    stores = Store(home.store), BaseStore(home.bases), TrustStore(home.trust)
+    install_starter(InstallContext(*stores, home.registries))
     return home
 
 

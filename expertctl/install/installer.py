@@ -92,18 +92,24 @@ class StagedPackage:
     """Its exact bytes, where the user named them; then the signer need not be trusted."""
 
 
+@dataclass(frozen=True, slots=True)
+class InstallContext:
+    """The stores that experts are installed to, and what the user tolerates."""
+
+    store: Store
+    bases: BaseStore
+    trust: TrustStore
+    registries: Path
+    catalogue: Catalogue | None = None
+    index: RoutingIndex | None = None
+    allow_unsigned: bool = False
+    allow_base_mismatch: bool = False
+    accept_changed: Collection[str] = frozenset()
+    """Versions, ``namespace/name@version``, that may have another content than before."""
+
+
 def install_files(
-    paths: Sequence[Path],
-    *,
-    store: Store,
-    bases: BaseStore,
-    trust: TrustStore,
-    catalogue: Catalogue | None = None,
-    index: RoutingIndex | None = None,
-    allow_unsigned: bool = False,
-    allow_base_mismatch: bool = False,
-    accept_changed: Collection[str] = (),
-    progress: Progress = ignore_progress,
+    paths: Sequence[Path], context: InstallContext, *, progress: Progress = ignore_progress
 ) -> list[InstalledPackage]:
     """Install packages from files, all or none of them.
 
@@ -119,30 +125,13 @@ def install_files(
     if not paths:
         raise UsageError("nothing to install", hint="expertctl install FILE…")
     with ExitStack() as stack:
-        return install_staged(
-            stage_files(paths, store, stack, progress),
-            store=store,
-            bases=bases,
-            trust=trust,
-            catalogue=catalogue,
-            index=index,
-            allow_unsigned=allow_unsigned,
-            allow_base_mismatch=allow_base_mismatch,
-            accept_changed=accept_changed,
-        )
+        return install_staged(stage_files(paths, context.store, stack, progress), context)
 
 
 def install_set(
     path: Path,
+    context: InstallContext,
     *,
-    store: Store,
-    bases: BaseStore,
-    trust: TrustStore,
-    catalogue: Catalogue | None = None,
-    index: RoutingIndex | None = None,
-    allow_unsigned: bool = False,
-    allow_base_mismatch: bool = False,
-    accept_changed: Collection[str] = (),
     locked: LockedContents = NO_LOCKED_CONTENTS,
     progress: Progress = ignore_progress,
 ) -> list[InstalledPackage]:
@@ -150,50 +139,33 @@ def install_set(
 
     ``locked`` are the contents of versions in a lock file.
     """
-    with store.stage_package() as staging:
-        return install_staged(
-            _stage_set(path, staging, progress),
-            store=store,
-            bases=bases,
-            trust=trust,
-            catalogue=catalogue,
-            index=index,
-            allow_unsigned=allow_unsigned,
-            allow_base_mismatch=allow_base_mismatch,
-            accept_changed=accept_changed,
-            locked=locked,
-        )
+    with context.store.stage_package() as staging:
+        return install_staged(_stage_set(path, staging, progress), context, locked=locked)
 
 
 def install_staged(
     staged: Iterable[StagedPackage],
+    context: InstallContext,
     *,
-    store: Store,
-    bases: BaseStore,
-    trust: TrustStore,
-    catalogue: Catalogue | None = None,
-    index: RoutingIndex | None = None,
-    allow_unsigned: bool = False,
-    allow_base_mismatch: bool = False,
-    accept_changed: Collection[str] = (),
     locked: LockedContents = NO_LOCKED_CONTENTS,
     pinning: VerifyAndPin | None = None,
 ) -> list[InstalledPackage]:
     """Verify staged packages, and install all or none of them; raises as `install_files`.
 
-    All signatures are verified first, through ``pinning`` where there is one. A ref in
-    ``accept_changed`` may have another content than the installed one, which it replaces, and than
-    the one in ``locked``, the contents in a lock file.
+    All signatures are verified first, through ``pinning`` where there is one. A version that may
+    have changed may have another content than the installed one, which it replaces, and than the
+    one in ``locked``, the contents in a lock file.
     """
 
     def verify(record: TrustRecord) -> list[Publishable]:
-        found = [_make_publishable(item, record, allow_unsigned=allow_unsigned) for item in staged]
-        _check_locked(found, locked, accept_changed)
+        unsigned = context.allow_unsigned
+        found = [_make_publishable(item, record, allow_unsigned=unsigned) for item in staged]
+        _check_locked(found, locked, context.accept_changed)
         return found
 
-    candidates = pinning(verify) if pinning else verify(trust.read())
-    fitted = _check_bases(candidates, bases, allow_mismatch=allow_base_mismatch)
-    return _publish_candidates(fitted, store, catalogue, index, accept_changed=accept_changed)
+    candidates = pinning(verify) if pinning else verify(context.trust.read())
+    fitted = _check_bases(candidates, context.bases, allow_mismatch=context.allow_base_mismatch)
+    return _publish_candidates(fitted, context)
 
 
 def stage_files(
@@ -287,20 +259,15 @@ def _accept_named_bytes(staged: StagedPackage, digest: Digest, trust: TrustRecor
 
 
 def _publish_candidates(
-    candidates: Sequence[Publishable],
-    store: Store,
-    catalogue: Catalogue | None,
-    index: RoutingIndex | None,
-    *,
-    accept_changed: Collection[str],
+    candidates: Sequence[Publishable], context: InstallContext
 ) -> list[InstalledPackage]:
-    with store.begin_transaction() as changes:
+    with context.store.begin_transaction() as changes:
         before = changes.scan().experts
-        ordered = _check_relations(candidates, changes, accept_changed)
-        added = publish_all(ordered, changes, accept_changed)
+        ordered = _check_relations(candidates, changes, context.accept_changed)
+        added = publish_all(ordered, changes, context.accept_changed)
     manifests = {item.expert: c.manifest for item, c in zip(added, ordered, strict=True)}
-    warnings = _register(manifests, catalogue, index)
-    _remove_replaced_vectors(before, added, index)
+    warnings = _register(manifests, context.catalogue, context.index)
+    _remove_replaced_vectors(before, added, context.index)
     return [replace(i, warnings=(*i.warnings, *warnings.get(i.expert.ref, ()))) for i in added]
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from expertctl.errors import DigestError, NotFoundError, TrustError, UsageError
 from expertctl.install.candidate import InstallCandidate, ReleaseAge, Requirement
 from expertctl.install.fetch import OpenProgress, UnindexedPackage, find_unindexed
+from expertctl.install.installer import InstallContext
 from expertctl.install.notices import (
     Notice,
     check_resolution,
@@ -36,7 +37,6 @@ from expertctl.install.project_file import (
     write_lock,
 )
 from expertctl.install.request import (
-    InstallContext,
     InstallReport,
     describe_waiting,
     find_installed_candidates,

@@ -11,18 +11,13 @@ from pathlib import Path
 import msgspec
 
 from expertctl.errors import DigestError, InvalidPackageError
-from expertctl.install.installer import install_files
+from expertctl.install.installer import InstallContext, install_files
 from expertctl.install.publication import InstalledPackage
 from expertctl.package.base_model import BaseIdentity
 from expertctl.reference import Progress, ignore_progress
 from expertctl.routing.base_choice import STARTER_NAMESPACE
-from expertctl.routing.index import RoutingIndex
 from expertctl.schema.validation import decode_json
-from expertctl.store.bases import BaseStore
-from expertctl.store.catalogue import Catalogue
-from expertctl.store.store import Store
 from expertctl.trust.keys import PublicKey
-from expertctl.trust.trust_store import TrustStore
 
 STARTER = Path(__file__).parent.parent / "_starter"
 STARTER_MANIFEST = "starter.json"
@@ -62,14 +57,7 @@ def read_starter_manifest(folder: Path = STARTER) -> StarterManifest:
 
 
 def install_starter(
-    *,
-    store: Store,
-    bases: BaseStore,
-    trust: TrustStore,
-    catalogue: Catalogue | None = None,
-    index: RoutingIndex | None = None,
-    folder: Path = STARTER,
-    progress: Progress = ignore_progress,
+    context: InstallContext, *, folder: Path = STARTER, progress: Progress = ignore_progress
 ) -> list[InstalledPackage]:
     """Add the base and install the experts of the starter pack; repeating this is harmless.
 
@@ -79,23 +67,16 @@ def install_starter(
         StoreError: when the home cannot be written.
     """
     pins = read_starter_manifest(folder)
-    base = bases.add_copy(folder / "base", name=pins.base.name, progress=progress)
+    base = context.bases.add_copy(folder / "base", name=pins.base.name, progress=progress)
     _check_identity(base.identity, pins.base)
-    trust.add(
+    context.trust.add(
         PublicKey.from_pem(pins.public_key.encode()),
         name="starter-pack",
         namespaces=[STARTER_NAMESPACE],
         content_digests=sorted(pins.experts.values()),
     )
-    return install_files(
-        [folder / name for name in sorted(pins.experts)],
-        store=store,
-        bases=bases,
-        trust=trust,
-        catalogue=catalogue,
-        index=index,
-        progress=progress,
-    )
+    experts = [folder / name for name in sorted(pins.experts)]
+    return install_files(experts, context, progress=progress)
 
 
 def _check_identity(identity: BaseIdentity, pin: StarterBase) -> None:

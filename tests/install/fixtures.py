@@ -13,8 +13,9 @@ import pytest
 from starlette.types import ASGIApp
 
 from expertctl.install.candidate import ReleaseAge, Requirement
+from expertctl.install.installer import InstallContext
 from expertctl.install.outdated import OutdatedEntry, find_outdated
-from expertctl.install.request import InstallContext, InstallReport, InstallRequest, install_request
+from expertctl.install.request import InstallReport, InstallRequest, install_request
 from expertctl.install.requirement_list import (
     RequirementList,
     find_requirement_list,

@@ -29,7 +29,7 @@ CHALLENGES = {
 @pytest.fixture(autouse=True)
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """No bucket fills again during a test, however slow the machine is."""
-    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    clock = SimpleNamespace(monotonic=lambda: 0.0, time=time.time)
     monkeypatch.setattr("registry_server.access.authentication.time", clock)
 
 
