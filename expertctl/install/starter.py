@@ -42,13 +42,13 @@ class StarterManifest:
     experts: dict[str, str]
 
 
-def read_starter_manifest(folder: Path = STARTER) -> StarterManifest:
+def read_starter_manifest() -> StarterManifest:
     """Read the pinned digests of the wheel.
 
     Raises:
         InvalidPackageError: when the installation is damaged.
     """
-    path = folder / STARTER_MANIFEST
+    path = STARTER / STARTER_MANIFEST
     try:
         return decode_json(path.read_bytes(), StarterManifest)
     except (OSError, msgspec.MsgspecError) as error:
@@ -57,7 +57,7 @@ def read_starter_manifest(folder: Path = STARTER) -> StarterManifest:
 
 
 def install_starter(
-    context: InstallContext, *, folder: Path = STARTER, progress: Progress = ignore_progress
+    context: InstallContext, *, progress: Progress = ignore_progress
 ) -> list[InstalledPackage]:
     """Add the base and install the experts of the starter pack; repeating this is harmless.
 
@@ -66,8 +66,8 @@ def install_starter(
         DigestError: when the base is not the pinned one.
         StoreError: when the home cannot be written.
     """
-    pins = read_starter_manifest(folder)
-    base = context.bases.add_copy(folder / "base", name=pins.base.name, progress=progress)
+    pins = read_starter_manifest()
+    base = context.bases.add_copy(STARTER / "base", name=pins.base.name, progress=progress)
     _check_identity(base.identity, pins.base)
     context.trust.add(
         PublicKey.from_pem(pins.public_key.encode()),
@@ -75,7 +75,7 @@ def install_starter(
         namespaces=[STARTER_NAMESPACE],
         content_digests=sorted(pins.experts.values()),
     )
-    experts = [folder / name for name in sorted(pins.experts)]
+    experts = [STARTER / name for name in sorted(pins.experts)]
     return install_files(experts, context, progress=progress)
 
 

@@ -30,7 +30,7 @@ from expertctl.registry.client import (
     parse_answer,
 )
 from expertctl.registry.credentials import Credential, UnsavedCredential
-from expertctl.registry.http import make_http
+from expertctl.registry.http import open_http
 from expertctl.schema.strict_json import JsonObject
 from expertctl.settings import Settings
 from expertctl.trust.dsse import sign_key_statement
@@ -338,7 +338,7 @@ def verify_login(
         UnauthenticatedError: when the registry does not accept it.
         UnreachableError: when it cannot be asked.
     """
-    with make_http(
+    with open_http(
         settings, UnsavedCredential(address, credential), environment, notify=notify
     ) as http:
         if has_expert_api(ApiClient(http, address)):
@@ -361,7 +361,7 @@ def check_reachable(
         UnreachableError: when it cannot be asked.
     """
     with (
-        make_http(settings, UnsavedCredential(address, None), environment, notify=notify) as http,
+        open_http(settings, UnsavedCredential(address, None), environment, notify=notify) as http,
         suppress(UnauthenticatedError, ForbiddenError),
     ):
         if not has_expert_api(ApiClient(http, address)):

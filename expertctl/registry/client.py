@@ -236,12 +236,9 @@ class VersionSummary:
     manifest: JsonObject
 
 
-def search_packages(
-    api: ApiClient, text: str, *, limit: int, cursor: str | None = None
-) -> PackageHits:
+def search_packages(api: ApiClient, text: str, *, limit: int) -> PackageHits:
     """Return the packages whose name, description or keywords match a text."""
-    wanted = {"q": text, "limit": str(limit), **({"cursor": cursor} if cursor else {})}
-    document = api.get(f"search?{urlencode(wanted)}")
+    document = api.get(f"search?{urlencode({'q': text, 'limit': limit})}")
     return parse_answer(document, PackageHits, host=api.address.host)
 
 
@@ -388,20 +385,13 @@ class OciClient:
             return None
         return self._header_digest(answer, repository)
 
-    def put_manifest(
-        self,
-        repository: str,
-        reference: str | Digest,
-        data: bytes,
-        *,
-        media_type: str = MANIFEST_TYPE,
-    ) -> Digest:
+    def put_manifest(self, repository: str, reference: str | Digest, data: bytes) -> Digest:
         """Store a manifest under a tag or its digest.
 
         Raises:
             ConflictError: when the tag is taken.
         """
-        headers = {"Content-Type": media_type}
+        headers = {"Content-Type": MANIFEST_TYPE}
         call = self._make_request("PUT", repository, _manifest_path(reference), headers)
         call = replace(call, body=data, scope=_token_scope(repository, "pull,push"))
         self.http.request(call, max_bytes=_MAX_ANSWER, accept={201})

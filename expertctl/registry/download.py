@@ -285,9 +285,9 @@ class BlobDownloader:
         for error in sorted(errors, key=lambda e: isinstance(e, _StoppedError)):
             raise error
 
-    def sweep(self, *, age: float = KEPT_SECONDS) -> None:
-        """Remove partial blobs that were not continued for ``age`` seconds."""
-        sweep_partials(self.folder, age=age)
+    def sweep(self) -> None:
+        """Remove partial blobs that were not continued for `KEPT_SECONDS`."""
+        sweep_partials(self.folder, age=KEPT_SECONDS)
 
     def check_integrity(self) -> None:
         """Assert that every file belongs to a partial blob."""

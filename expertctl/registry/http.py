@@ -387,14 +387,14 @@ class RegistryHttp:
         )
 
 
-def make_http(
+def open_http(
     settings: Settings,
     credentials: CredentialSource | None = None,
     environment: Mapping[str, str] = os.environ,
     *,
     notify: Notify | None = None,
 ) -> RegistryHttp:
-    """Return a client with the user's settings: logins, certificates, offline or not."""
+    """Return a client with the user's settings and stored logins; ``with`` closes it."""
     return RegistryHttp(
         credentials or CredentialStore(settings.home.credentials),
         environment=environment,
@@ -402,15 +402,6 @@ def make_http(
         offline=settings.offline,
         retries=RetrySchedule(tell=notify),
     )
-
-
-@contextmanager
-def open_http(
-    settings: Settings, environment: Mapping[str, str] = os.environ, *, notify: Notify | None = None
-) -> Iterator[RegistryHttp]:
-    """Open a client with the user's settings and stored logins; closed at the end."""
-    with make_http(settings, environment=environment, notify=notify) as http:
-        yield http
 
 
 def _find_reachable_scopes(

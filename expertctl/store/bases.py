@@ -188,13 +188,13 @@ class BaseStore:
         if files != base.files and os.access(self.folder, os.W_OK):
             self._update_files(base, files)
 
-    def rehash(self, base: StoredBase, *, progress: Progress = ignore_progress) -> None:
+    def rehash(self, base: StoredBase) -> None:
         """Require that the files are those added, reading every byte.
 
         Raises:
             BaseMismatchError: naming every file that differs.
         """
-        check_unchanged(base.name, find_changed_files(base.path, base.files, progress=progress))
+        check_unchanged(base.name, find_changed_files(base.path, base.files))
 
     @contextmanager
     def stage_copy(self, base: StoredBase) -> Iterator[Path]:

@@ -242,9 +242,9 @@ class StoreTransaction:
             remove_tree(folder)
         return garbage
 
-    def sweep(self, *, age: float = STAGING_AGE) -> None:
+    def sweep(self) -> None:
         """Remove folders left by killed processes."""
-        for folder in list_abandoned_folders(self._paths, age=age):
+        for folder in list_abandoned_folders(self._paths):
             remove_tree(folder)
 
     def _discard_others(self, expert: StoredExpert, path: Path) -> None:
