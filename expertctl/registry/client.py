@@ -426,7 +426,6 @@ class OciClient:
         size: int,
         open_blob: Callable[[], AbstractContextManager[BinaryIO]],
         *,
-        mount_from: str | None = None,
         progress: Progress = ignore_progress,
     ) -> bool:
         """Upload a blob unless the registry has it; tell whether its bytes were sent.
@@ -437,14 +436,10 @@ class OciClient:
         if self.has_blob(repository, digest):
             progress(size)
             return False
-        scope = _token_scope(repository, "pull,push")
-        if mount_from is not None:
-            scope += " " + _token_scope(mount_from, "pull")
-        target = BlobUpload(
-            _repository_path(repository, "blobs/uploads/"), scope, digest, size, mount_from
-        )
-        uploader = Uploader(self.http, self.address, self.uploads)
-        return uploader.send(target, open_blob, progress=progress)
+        path, scope = _repository_path(repository, "blobs/uploads/"), "pull,push"
+        upload = BlobUpload(path, _token_scope(repository, scope), digest, size)
+        Uploader(self.http, self.address, self.uploads).send(upload, open_blob, progress=progress)
+        return True
 
     def _make_request(
         self, method: str, repository: str, rest: str, headers: Mapping[str, str] | None = None

@@ -52,8 +52,6 @@ class BlobUpload:
     scope: str
     digest: Digest
     size: int
-    mount_from: str | None = None
-    """A repository of the same registry that may have the blob."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +78,8 @@ class Uploader:
 
     def send(
         self, upload: BlobUpload, open_blob: OpenBlob, *, progress: Progress = ignore_progress
-    ) -> bool:
-        """Send a blob; tell whether its bytes were sent, False when it was mounted.
+    ) -> None:
+        """Send a blob.
 
         Raises:
             DigestError: when the bytes are not those of the digest.
@@ -90,17 +88,12 @@ class Uploader:
         state = self._state_path(upload)
         if state is not None:
             remove_old_files(state.parent, age=KEPT_SECONDS)
-        session = None if upload.mount_from else self._load_session(upload, state)
-        session = session or self._start(upload)
-        if session is None:
-            progress(upload.size)
-            return False
+        session = self._load_session(upload, state) or self._start(upload)
         counted = _UploadProgress(progress)
         with open_blob() as stream:
             self._transfer(upload, _HashedSource(stream, upload), session, state, counted)
         if state is not None:
             state.unlink(missing_ok=True)
-        return True
 
     def _transfer(
         self,
@@ -116,7 +109,7 @@ class Uploader:
         try:
             session = self._send_chunks(upload, source, session, state, counted)
         except _ChunksRefusedError:
-            self._send_monolithic(upload, source, self._new_session(upload), counted)
+            self._send_monolithic(upload, source, self._start(upload), counted)
             return
         self._finish_chunks(upload, source, session, state)
 
@@ -137,14 +130,9 @@ class Uploader:
                 state.unlink(missing_ok=True)
             raise
 
-    def _start(self, upload: BlobUpload) -> _UploadSession | None:
-        """Start an upload; None when the registry mounted the blob instead."""
-        query = {"mount": str(upload.digest), "from": upload.mount_from}
-        target = upload.path + (f"?{urlencode(query)}" if upload.mount_from else "")
-        call = self._make_request(upload, "POST", target, body=b"")
+    def _start(self, upload: BlobUpload) -> _UploadSession:
+        call = self._make_request(upload, "POST", upload.path, body=b"")
         answer = self.http.request(call, max_bytes=MAX_ANSWER, accept={201, 202}, repeatable=True)
-        if answer.status == 201 and upload.mount_from:
-            return None
         least = answer.headers.get("oci-chunk-min-length", "")
         wanted = int(least) if re.fullmatch(r"[0-9]{1,12}", least) else 0
         if wanted > MAX_CHUNK:
@@ -163,7 +151,7 @@ class Uploader:
         sessions = iter([session])
 
         def attempt() -> None:
-            fresh = next(sessions, None) or self._new_session(upload)
+            fresh = next(sessions, None) or self._start(upload)
             self._finish(upload, fresh.location, body, repeatable=False)
 
         try:
@@ -173,11 +161,6 @@ class Uploader:
         except ExpertError:
             source.check_digest()  # rule out our own file before the registry is blamed
             raise
-
-    def _new_session(self, upload: BlobUpload) -> _UploadSession:
-        session = self._start(replace(upload, mount_from=None))
-        assert session is not None
-        return session
 
     def _send_chunks(
         self,
@@ -247,7 +230,7 @@ class Uploader:
         call = self._make_request(upload, "GET", session.location)
         answer = self.http.request(call, max_bytes=MAX_ANSWER, accept={204, 404})
         if answer.status == 404:
-            return self._new_session(upload)
+            return self._start(upload)
         offset = _parse_offset(answer, 0)
         if offset > upload.size:
             raise RegistryError(f"{self.address.host}: it reports more bytes than were sent")

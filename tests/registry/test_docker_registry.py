@@ -79,18 +79,6 @@ def test_what_is_pushed_is_pulled_and_travels_once(
         assert pull(oci, tmp_path) == FILES
 
 
-def test_a_blob_is_mounted_from_another_repository(docker_registry: DockerRegistry) -> None:
-    with RegistryHttp() as http:
-        oci = OciClient(http, docker_registry.address)
-        push(oci)
-        digest = Digest.compute(LARGE)
-        sent = oci.upload_blob(
-            "acme/fork", digest, len(LARGE), lambda: opened(LARGE), mount_from="acme/sql"
-        )
-        assert sent is False
-        assert oci.has_blob("acme/fork", digest)
-
-
 def test_an_upload_in_chunks_goes_on_in_another_run(
     docker_registry: DockerRegistry, tmp_path: Path
 ) -> None:

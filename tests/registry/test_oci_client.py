@@ -159,15 +159,6 @@ def test_a_blob_that_is_there_does_not_travel(serve: Serve) -> None:
     assert [request.method for request in server.requests] == ["HEAD"]
 
 
-def test_a_blob_is_mounted_where_it_is_known_to_be(serve: Serve) -> None:
-    server = serve(lambda r: make_reply(404 if r.method == "HEAD" else 201))
-    with make_client(server) as http:
-        travelled = oci(http, server).upload_blob(
-            "acme/sql", DIGEST, len(DATA), lambda: BytesIO(DATA), mount_from="acme/other"
-        )
-    assert travelled is False
-
-
 def test_a_login_is_checked(serve: Serve) -> None:
     server = serve(
         lambda r: make_reply(200 if r.login else 401, WWW_Authenticate='Basic realm="x"')
