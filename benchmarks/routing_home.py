@@ -12,8 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from expertctl.install.installer import InstallContext
-from expertctl.install.starter import install_starter
+from expertctl.install.installer import InstallContext, install_starter
 from expertctl.reference import Digest, PackageName
 from expertctl.routing.candidate import EligibleExperts, InstalledExpert
 from expertctl.routing.encoder import Encoder

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from benchmarks.inputs import HIDDEN, PROJECTIONS, RANK, VOCABULARY, list_module_shapes
 from benchmarks.prefix import write_base
-from expertctl.install.installer import InstallContext, install_files
-from expertctl.install.starter import STARTER
+from expertctl.install.installer import STARTER, InstallContext, install_files
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import build_package, plan_build
 from expertctl.package.draft import ManifestOverrides

@@ -24,8 +24,13 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from expertctl.install.installer import InstallContext, install_files
-from expertctl.install.starter import STARTER, install_starter, read_starter_manifest
+from expertctl.install.installer import (
+    STARTER,
+    InstallContext,
+    install_files,
+    install_starter,
+    read_starter_manifest,
+)
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import build_package, plan_build
 from expertctl.package.directory import CONFIG_PATH, WEIGHTS_PATH

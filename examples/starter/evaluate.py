@@ -24,8 +24,7 @@ from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import Dtype, EngineConfig
-from expertctl.install.installer import InstallContext
-from expertctl.install.starter import install_starter
+from expertctl.install.installer import InstallContext, install_starter
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import NO_OVERRIDES, ForcedExpert, RouteRequest, SamplingOverrides

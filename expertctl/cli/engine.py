@@ -59,8 +59,7 @@ def install_demo(settings: Settings, *, as_json: bool) -> None:
 
 def _install_starter(planner: "Planner", settings: Settings, *, as_json: bool) -> None:
     from expertctl.files import make_folders, write_atomic
-    from expertctl.install.installer import InstallContext
-    from expertctl.install.starter import install_starter
+    from expertctl.install.installer import InstallContext, install_starter
 
     home = settings.home
     unfinished = home.root / UNFINISHED_MARKER

@@ -5,6 +5,11 @@ the checks are the same. All packages of one call are checked together, and noth
 before every check has passed. Each package is published after those it requires, so a killed
 process leaves no expert without its requirements. When one cannot be published, those before it
 are withdrawn and the versions they replaced are restored.
+
+The starter pack, a small base and experts for a first run, ships in the wheel. They are installed
+like any package: the base is added, the experts are verified. The key that signed them was made for
+that, used once and thrown away; its public half is trusted for the content digests that
+``starter.json`` pins, and for nothing else.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,8 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from expertctl.errors import (
     ConflictError,
+    DigestError,
     ExpertError,
     InvalidPackageError,
     RevokedError,
@@ -35,6 +43,7 @@ from expertctl.install.publication import (
     sort_by_requirements,
 )
 from expertctl.package.adapter_weights import find_numeric_anomalies
+from expertctl.package.base_model import BaseIdentity
 from expertctl.package.directory import find_document_problem
 from expertctl.package.layout import WEIGHT_TYPE, choose_media_type
 from expertctl.package.read import (
@@ -49,10 +58,12 @@ from expertctl.package.read import (
     verify_contents,
 )
 from expertctl.reference import Digest, Progress, Reference, ignore_progress
+from expertctl.routing.base_choice import STARTER_NAMESPACE
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.manifest_lint import describe_flag_effects, describe_missing_examples
 from expertctl.routing.vetting import vet_experts
 from expertctl.schema.manifest import Manifest
+from expertctl.schema.validation import decode_json
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
@@ -60,7 +71,7 @@ from expertctl.store.preference import Flag, describe_flags
 from expertctl.store.refs import LOCAL, StoredExpert
 from expertctl.store.store import Store
 from expertctl.store.transaction import PackageStaging, StoreTransaction
-from expertctl.trust.keys import KeyRing
+from expertctl.trust.keys import KeyRing, PublicKey
 from expertctl.trust.trust_record import TrustRecord
 from expertctl.trust.trust_store import TrustStore
 
@@ -389,3 +400,77 @@ def _routing_warnings(
     if not manifest.routing.examples:
         warnings.append(describe_missing_examples(expert.ref, name_option=named))
     return warnings
+
+
+STARTER = Path(__file__).parent.parent / "_starter"
+STARTER_MANIFEST = "starter.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StarterBase:
+    """The digests that the base must have."""
+
+    name: str
+    arch: str
+    weights: str
+    tokenizer: str
+
+
+@dataclass(frozen=True, slots=True)
+class StarterManifest:
+    """``starter.json``: the content of the pack; ``experts`` maps a file to its content digest."""
+
+    base: StarterBase
+    public_key: str
+    experts: dict[str, str]
+
+
+def read_starter_manifest() -> StarterManifest:
+    """Read the pinned digests of the wheel.
+
+    Raises:
+        InvalidPackageError: when the installation is damaged.
+    """
+    path = STARTER / STARTER_MANIFEST
+    try:
+        return decode_json(path.read_bytes(), StarterManifest)
+    except (OSError, msgspec.MsgspecError) as error:
+        hint = "install expertctl again"
+        raise InvalidPackageError(str(path), [f"cannot be read: {error}"], hint=hint) from error
+
+
+def install_starter(
+    context: InstallContext, *, progress: Progress = ignore_progress
+) -> list[InstalledPackage]:
+    """Add the base and install the experts of the starter pack; repeating this is harmless.
+
+    Raises:
+        InvalidPackageError: when the installation is damaged.
+        DigestError: when the base is not the pinned one.
+        StoreError: when the home cannot be written.
+    """
+    pins = read_starter_manifest()
+    base = context.bases.add_copy(STARTER / "base", name=pins.base.name, progress=progress)
+    _check_identity(base.identity, pins.base)
+    context.trust.add(
+        PublicKey.from_pem(pins.public_key.encode()),
+        name="starter-pack",
+        namespaces=[STARTER_NAMESPACE],
+        content_digests=sorted(pins.experts.values()),
+    )
+    experts = [STARTER / name for name in sorted(pins.experts)]
+    return install_files(experts, context, progress=progress)
+
+
+def _check_identity(identity: BaseIdentity, pin: StarterBase) -> None:
+    found = {
+        "arch": str(identity.arch),
+        "weights": str(identity.weights),
+        "tokenizer": str(identity.tokenizer),
+    }
+    for field, value in found.items():
+        if value != getattr(pin, field):
+            raise DigestError(
+                f"the starter base has {field} {value}, pinned is {getattr(pin, field)}",
+                hint="install expertctl again",
+            )

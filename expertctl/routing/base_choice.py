@@ -35,7 +35,7 @@ from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
 
 DEMO_BASE = "starter/base"
-"""The name of the demo base, which `expertctl.install.starter` adds to a new home."""
+"""The name of the demo base, which `expertctl.install.installer` adds to a new home."""
 _DEMO_FILES = Path(__file__).parent.parent / "_starter" / "base"
 
 

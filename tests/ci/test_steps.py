@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.install.starter import STARTER
+from expertctl.install.installer import STARTER
 from expertctl.package.write import unpack_package
 from expertctl.reference import PackageName
 from expertctl.registry.index_document import open_index
