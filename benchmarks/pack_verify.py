@@ -15,9 +15,8 @@ import zstandard
 
 from benchmarks.harness import Row, compare, main, time_action
 from benchmarks.inputs import write_lora, write_package
-from expertctl.install.installer import install_files
-from expertctl.package.read import read_package
-from expertctl.package.verify import verify_contents
+from expertctl.install.installer import InstallContext, install_files
+from expertctl.package.read import read_package, verify_contents
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
@@ -58,7 +57,8 @@ def measure(rounds: int) -> Sequence[Row]:
 def _install(package: Path, trust: TrustStore, root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
     home = Home(root)
-    install_files([package], store=Store(home.store), bases=BaseStore(home.bases), trust=trust)
+    context = InstallContext(Store(home.store), BaseStore(home.bases), trust, home.registries)
+    install_files([package], context)
 
 
 def _do_least_work(package: Path, target: Path) -> None:

@@ -31,7 +31,7 @@ from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.text.prompt import ConversationMessage, UserMessage
-from expertctl.install.starter import STARTER
+from expertctl.install.installer import STARTER
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import RouteRequest, SamplingOverrides
 from expertctl.settings import Home, Settings

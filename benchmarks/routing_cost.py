@@ -34,9 +34,8 @@ from benchmarks.routing_index import (
     make_mean_run,
 )
 from expertctl.routing.base_choice import BaseSelector
-from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.candidate import EligibleExperts, InstalledExpert, find_eligible_experts
 from expertctl.routing.decision import RoutingDecision, score_prompt
-from expertctl.routing.eligibility import EligibleExperts, find_eligible_experts
 from expertctl.routing.features import extract_features
 from expertctl.routing.index import RERANK_FOLDER, RoutingIndex
 from expertctl.routing.prompt_normalisation import normalise_prompt

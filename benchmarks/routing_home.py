@@ -12,10 +12,9 @@ from typing import Self
 import numpy as np
 
 from expertctl.digest import Digest
-from expertctl.install.starter import install_starter
+from expertctl.install.installer import InstallContext, install_starter
 from expertctl.reference import PackageName
-from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.eligibility import EligibleExperts
+from expertctl.routing.candidate import EligibleExperts, InstalledExpert
 from expertctl.routing.encoder import Encoder
 from expertctl.routing.planner import Inventory, Planner
 from expertctl.routing.request import RouteRequest
@@ -51,9 +50,8 @@ class DescribedExpert:
 def make_home(root: Path) -> Home:
     """Install the starter pack below a folder."""
     home = Home(root)
-    install_starter(
-        store=Store(home.store), bases=BaseStore(home.bases), trust=TrustStore(home.trust)
-    )
+    stores = Store(home.store), BaseStore(home.bases), TrustStore(home.trust)
+    install_starter(InstallContext(*stores, home.registries))
     return home
 
 

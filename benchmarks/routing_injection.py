@@ -32,7 +32,7 @@ from examples.starter.experts import EXPERTS
 from examples.starter.samples import held_out
 from expertctl.routing.candidate import InstalledExpert
 from expertctl.routing.encoder import find_minilm
-from expertctl.routing.text import STOP_WORDS, split_words
+from expertctl.routing.features import STOP_WORDS, split_words
 from expertctl.settings import Home
 
 TARGET = "<= 0.1"

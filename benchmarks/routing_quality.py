@@ -31,9 +31,8 @@ from benchmarks.routing_home import (
     make_home,
 )
 from expertctl.routing.base_choice import BaseSelector
-from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.candidate import EligibleExperts, InstalledExpert, find_eligible_experts
 from expertctl.routing.decision import RoutingDecision, score_prompt
-from expertctl.routing.eligibility import EligibleExperts, find_eligible_experts
 from expertctl.routing.encoder import Encoder, find_minilm, open_encoder
 from expertctl.routing.features import extract_features
 from expertctl.routing.index import RoutingIndex

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from benchmarks.inputs import HIDDEN, PROJECTIONS, RANK, VOCABULARY, list_module_shapes
 from benchmarks.prefix import write_base
-from expertctl.install.installer import install_files
-from expertctl.install.starter import STARTER
+from expertctl.install.installer import STARTER, InstallContext, install_files
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import build_package, plan_build
 from expertctl.package.draft import ManifestOverrides
@@ -68,7 +67,7 @@ def make_serving_home(root: Path, scratch: Path, *, experts: int) -> Home:
     facts = read_base(base_dir)
     for number in range(experts):
         package = _write_package(scratch / f"expert-{number}", number, facts, key)
-        install_files([package], store=Store(home.store), bases=bases, trust=trust)
+        install_files([package], InstallContext(Store(home.store), bases, trust, home.registries))
         package.unlink()
     return home
 

@@ -130,7 +130,7 @@ class EngineConfig:
     memory_budget: int | None = None
     """Bytes of the device's memory; None: a fraction of all of it."""
     dtype: Dtype | None = None
-    """None: `expertctl.routing.numerics.choose_dtype` decides."""
+    """None: `expertctl.routing.plan.choose_dtype` decides."""
     adapter_dtype: AdapterDtype = "published"
     deterministic: bool = False
     moe_miss: MoeMiss = "exact"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from expertctl.digest import READ_CHUNK
-from expertctl.errors import InvalidPackageError, NotFoundError
+from expertctl.errors import InvalidPackageError, NotFoundError, StoreError
 
 NO_SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 """Error numbers for a full disk or an exhausted quota."""
@@ -201,3 +201,20 @@ def _build_folder_hint(path: Path) -> str:
     if (path / "adapter_config.json").is_file():
         return f"that is a folder with an adapter: `expertctl build {path}` packs it"
     return ""
+
+
+@contextmanager
+def hold_lock(lock: Path, *, guarded: Path, seconds: float, mode: int = 0o600) -> Iterator[None]:
+    """Hold a lock file while ``guarded`` is changed; the folder of the lock must exist.
+
+    Raises:
+        StoreError: when another process holds it for too long.
+    """
+    from filelock import FileLock, Timeout  # large, and commands that only read need no lock
+
+    try:
+        with FileLock(lock, timeout=seconds, mode=mode, thread_local=False):
+            yield
+    except Timeout as error:
+        message = f"{guarded} is being changed by another process"
+        raise StoreError(message, hint="try again when that has ended") from error

@@ -1,4 +1,4 @@
-"""Names, versions and constraints: the only parser of references; which registry owns a namespace.
+"""Names, versions and constraints: the only parser of references; who owns a namespace.
 
 Grammar: ``[registry-host/]namespace/name[@constraint]``. Versions are strict semver 2.0 without
 build metadata; constraints are ``1.2.0``, ``^1.2``, ``~1.2``, ``>=1,<2`` and ``*``. In place of a
@@ -200,6 +200,19 @@ class Reference:
         limit = self.digest or self.constraint
         tail = "" if limit == ANY else f"@{limit}"
         return f"{host}{self.package}{tail}"
+
+
+Target = Reference | Digest
+"""The name of an expert: a reference, or its content or package digest."""
+
+
+def parse_target(text: str) -> Target:
+    """Parse how the user names an expert: a reference, or ``sha256:<hex>``.
+
+    Raises:
+        UsageError: when the text is neither.
+    """
+    return Digest.parse_input(text) if text.startswith("sha256:") else Reference.parse(text)
 
 
 def is_loopback(hostname: str) -> bool:

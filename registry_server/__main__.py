@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from expertctl.errors import ExpertError
-from expertctl.http.address import ListenAddress
+from expertctl.http.server import ListenAddress
 from registry_server.operation.serve import serve
 from registry_server.settings import override_settings, read_settings
 

@@ -28,7 +28,6 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Scope
 
 from expertctl.errors import ExpertError, NotFoundError, UsageError
-from expertctl.http.address import is_loopback
 from expertctl.http.limits import (
     STALL_SECONDS,
     LimitsMiddleware,
@@ -37,14 +36,13 @@ from expertctl.http.limits import (
     build_host_names,
 )
 from expertctl.http.log import RequestLogMiddleware, RequestRecord, get_route_path
+from expertctl.http.server import is_loopback
 from registry_server.access import authentication as access
 from registry_server.access.authentication import AuthenticationMiddleware
 from registry_server.access.rights import ANONYMOUS, Identity
 from registry_server.api import routes as api
-from registry_server.api import routes as publishing
 from registry_server.errors import REQUEST_LOGGER, OciCode, OciError, error_response
 from registry_server.oci import routes as oci
-from registry_server.operation import health
 from registry_server.operation.gc import remove_stale_uploads
 from registry_server.publishing.index import is_renewal_due, renew_indexes
 from registry_server.registry import Registry, open_registry
@@ -242,10 +240,10 @@ def build_app(registry: Registry) -> Starlette:
 def _build_routes(registry: Registry) -> list[BaseRoute]:
     """Return all routes; the pages last, because their patterns are the most general."""
     return [
-        *health.make_health_routes(registry),
+        *api.make_health_routes(registry),
         *access.make_token_routes(registry),
         *oci.make_oci_routes(registry),
-        *publishing.make_index_routes(registry),
+        *api.make_index_routes(registry),
         *api.make_api_routes(registry),
         *web.make_page_routes(registry),
     ]

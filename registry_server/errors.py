@@ -21,11 +21,10 @@ from expertctl.errors import (
     InvalidPackageError,
     RegistryError,
     TrustError,
+    sanitise_error_text,
 )
-from expertctl.http.errors import find_retry_after, find_status
 from expertctl.http.log import build_log_config
-from expertctl.messages import sanitise_error_text
-from registry_server.access.accounts import SESSION_PREFIX as SESSION_PREFIX
+from expertctl.http.operation import find_retry_after, find_status
 from registry_server.settings import ServerSettings
 
 
@@ -138,6 +137,8 @@ def get_retry_after(error: ExpertError) -> int | None:
 
 REQUEST_LOGGER = logging.getLogger("registry_server.requests")
 LOG_CONFIG = build_log_config("registry_server")
+SESSION_PREFIX = "xps_"
+"""Begins the session token of a container client."""
 
 
 _REPOSITORY_PATH = re.compile(r"/v2/([a-z0-9._/-]{1,255})/(?:blobs|manifests|tags|referrers)/")

@@ -15,7 +15,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, MetaData, create_engine
 
 from registry_server.database import tables
-from registry_server.database.migration import migrate
+from registry_server.database.connection import migrate
 from registry_server.database.tables import METADATA
 
 STEPS = Path(tables.__file__).parent / "migrations" / "versions"

@@ -17,9 +17,9 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from expertctl.engine_config import EngineConfig
-from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import build_package, plan_build
+from expertctl.package.directory import CONFIG_PATH, WEIGHTS_PATH
 from expertctl.package.draft import ManifestOverrides
 from expertctl.routing.request import RouteRequest
 from expertctl.schema.manifest import AdapterKind

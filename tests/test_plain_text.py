@@ -6,10 +6,8 @@ import unicodedata
 import pytest
 
 from expertctl.cli.output import make_printable
-from expertctl.client.result import sanitise_text as shown_by_the_sdk
-from expertctl.messages import replace_unsafe, to_single_line
-from expertctl.messages import sanitise_error_text as printable_error
-from expertctl.registry.errors import sanitise_text as shown_of_a_registry
+from expertctl.errors import replace_unsafe, sanitise_text, to_single_line
+from expertctl.errors import sanitise_error_text as printable_error
 
 BIDI = (
     "LEFT-TO-RIGHT EMBEDDING", "RIGHT-TO-LEFT EMBEDDING", "POP DIRECTIONAL FORMATTING",
@@ -43,19 +41,13 @@ def test_words_and_emoji_stay_whole_wherever_they_are_shown(text: str) -> None:
     assert make_printable(text) == text
     assert printable_error(text) == text
     assert to_single_line(text) == text
-    assert shown_of_a_registry(text) == shown_by_the_sdk(text) == " ".join(text.split())
+    assert sanitise_text(text) == " ".join(text.split())
 
 
 @pytest.mark.parametrize("name", BIDI)
 def test_text_that_would_reorder_its_surroundings_is_never_shown(name: str) -> None:
     hidden = unicodedata.lookup(name)
-    for show in (
-        make_printable,
-        printable_error,
-        to_single_line,
-        shown_of_a_registry,
-        shown_by_the_sdk,
-    ):
+    for show in (make_printable, printable_error, to_single_line, sanitise_text):
         assert hidden not in show(f"file{hidden}gnp.exe")
 
 
@@ -69,9 +61,9 @@ def test_a_control_character_in_a_line_is_shown_as_replaced_not_as_a_space() -> 
     assert to_single_line("red\x1b[31m", "?") == "red?[31m"
 
 
-def test_the_sdk_which_imports_nothing_of_ours_replaces_the_same_characters() -> None:
+def test_texts_of_servers_lose_the_same_characters() -> None:
     every = [chr(number) for number in range(sys.maxunicode + 1)]
     ours = {c for c in every if to_single_line(c) != c}
-    assert {c for c in every if shown_by_the_sdk(f"a{c}b") != f"a{c}b"} == ours | {
+    assert {c for c in every if sanitise_text(f"a{c}b") != f"a{c}b"} == ours | {
         c for c in every if c.isspace() and c != " "
     }

@@ -23,11 +23,16 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from expertctl.install.installer import install_files
-from expertctl.install.starter import STARTER, install_starter, read_starter_manifest
-from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH
+from expertctl.install.installer import (
+    STARTER,
+    InstallContext,
+    install_files,
+    install_starter,
+    read_starter_manifest,
+)
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import build_package, plan_build
+from expertctl.package.directory import CONFIG_PATH, WEIGHTS_PATH
 from expertctl.package.draft import ManifestOverrides
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
@@ -65,7 +70,8 @@ def make_soak_home(root: Path, scratch: Path) -> SoakHome:
     """Make the home; packages are written below ``scratch``, which must last as long."""
     home = Home(root)
     store, bases, trust = Store(home.store), BaseStore(home.bases), TrustStore(home.trust)
-    install_starter(store=store, bases=bases, trust=trust)
+    context = InstallContext(store, bases, trust, home.registries)
+    install_starter(context)
     key = PrivateKey.generate("ed25519")
     trust.add(key.public, name=NAMESPACE, namespaces=[NAMESPACE])
     facts = read_base(STARTER / "base")
@@ -76,7 +82,7 @@ def make_soak_home(root: Path, scratch: Path) -> SoakHome:
         for name, folders in (drawn | renamed).items()
     }
     first = [versions[VERSIONS[0]] for versions in packages.values()]
-    install_files(first, store=store, bases=bases, trust=trust)
+    install_files(first, context)
     return SoakHome(home, packages)
 
 

@@ -24,7 +24,7 @@ from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import Dtype, EngineConfig
-from expertctl.install.starter import install_starter
+from expertctl.install.installer import InstallContext, install_starter
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import NO_OVERRIDES, ForcedExpert, RouteRequest, SamplingOverrides
@@ -95,13 +95,8 @@ def main() -> None:
 def starter_engine(settings: Settings) -> LocalEngine:
     """Install the pack and open an engine on it."""
     planner = Planner.open(settings)
-    install_starter(
-        store=planner.store,
-        bases=planner.bases,
-        trust=planner.trust,
-        catalogue=planner.catalogue,
-        index=planner.index,
-    )
+    stores, home = (planner.store, planner.bases, planner.trust), settings.home
+    install_starter(InstallContext(*stores, home.registries, planner.catalogue, planner.index))
     return LocalEngine(planner)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from examples.starter.compositions import COMPOSITIONS
 from examples.starter.experts import EXPERTS
 from examples.starter.samples import Task, training
-from expertctl.install.starter import STARTER, STARTER_MANIFEST
+from expertctl.install.installer import STARTER, STARTER_MANIFEST
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import build_package, plan_build
 from expertctl.package.draft import ManifestOverrides

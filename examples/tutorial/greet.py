@@ -16,7 +16,7 @@ from examples.starter.fitting import Encoded, Schedule, encode, fit, prepare
 from examples.starter.kinds import Lora
 from examples.starter.samples import Sample
 from examples.starter.train import attach, load_base, save
-from expertctl.install.starter import STARTER
+from expertctl.install.installer import STARTER
 
 STEPS, BATCH, SEED = 50, 32, 0
 

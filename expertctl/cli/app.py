@@ -18,7 +18,13 @@ from typer.exceptions import Abort, TyperException
 from typer.main import get_command
 
 from expertctl import __version__
-from expertctl.cli.help import CONTEXT_SETTINGS, HelpGroup, build_single_command, write_sections
+from expertctl.cli.help import (
+    CONTEXT_SETTINGS,
+    HelpGroup,
+    build_single_command,
+    limit_verbosity,
+    write_sections,
+)
 from expertctl.cli.output import fail, print_message
 from expertctl.cli.process import (
     FAILURE,
@@ -31,7 +37,6 @@ from expertctl.cli.process import (
     reduce_collections,
     report_stopped,
 )
-from expertctl.cli.verbosity import limit_verbosity
 from expertctl.errors import BudgetError, DiskFullError, ExpertError, StoreError, UsageError
 from expertctl.files import NO_SPACE_ERRORS
 from expertctl.settings import find_home

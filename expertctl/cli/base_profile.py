@@ -313,7 +313,7 @@ def plan(
         from expertctl.engine.moe.expert_files import find_compact_bytes
         from expertctl.engine.moe.usage_store import ExpertUsageStore
     from expertctl.package.model_config import read_model_config
-    from expertctl.routing.numerics import choose_dtype
+    from expertctl.routing.plan import choose_dtype
     from expertctl.store.quantised_cache import open_quantised_cache
 
     settings = load_settings()

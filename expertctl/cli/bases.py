@@ -36,8 +36,7 @@ def add(
     compile_kernels: Annotated[
         bool,
         typer.Option(
-            "--compile",
-            help="Compile its kernels now, so that run and serve need not wait.",
+            "--compile", help="Compile its kernels now, so that run and serve need not wait."
         ),
     ] = False,
     as_json: JsonFlag = False,

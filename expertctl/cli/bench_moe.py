@@ -232,10 +232,7 @@ def _parse_miss_policies(words: Sequence[str]) -> tuple[MoeMiss, ...]:
 
 def _check_skip_cap(share: float) -> float:
     if not 0 <= share <= 1:
-        raise UsageError(
-            f"--moe-skip-cap {share} is not between 0 and 1",
-            hint="0 skips nothing",
-        )
+        raise UsageError(f"--moe-skip-cap {share} is not between 0 and 1", hint="0 skips nothing")
     return share
 
 

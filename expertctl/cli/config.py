@@ -6,8 +6,7 @@ The file is edited one line at a time, so that the user's comments stay.
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -15,13 +14,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from filelock import FileLock, Timeout
 
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, print_message
 from expertctl.engine_config import ADAPTER_DTYPES, DEVICES, DTYPES, MOE_COLDS, MOE_WARMUPS
-from expertctl.errors import InvalidPackageError, StoreError, UsageError
-from expertctl.files import make_folders, write_atomic
+from expertctl.errors import InvalidPackageError, UsageError
+from expertctl.files import hold_lock, make_folders, write_atomic
 from expertctl.registry.address import RegistryAddress
 from expertctl.settings import (
     CONFIG_KEYS,
@@ -170,23 +168,13 @@ def _build_setting(key: str, stored: Mapping[str, str], environment: Mapping[str
 
 def _edit_file(path: Path, key: str, value: str | None) -> None:
     make_folders(path.parent, mode=0o700)
-    with _lock_file(path):
+    with hold_lock(path.with_name(f"{path.name}.lock"), guarded=path, seconds=LOCK_SECONDS):
         stored = read_config(path)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         changed = _replace_line(text, key, "" if value is None else f"{key} = {_quote(value)}\n")
         wanted = {k: v for k, v in stored.items() if k != key}
         _check_result(path, changed, wanted if value is None else {**wanted, key: value})
         write_atomic(path, changed.encode("utf-8"), mode=0o600)
-
-
-@contextmanager
-def _lock_file(path: Path) -> Iterator[None]:
-    try:
-        with FileLock(f"{path}.lock", timeout=LOCK_SECONDS, mode=0o600):
-            yield
-    except Timeout as error:
-        message = f"{path} is being changed by another process"
-        raise StoreError(message, hint="try again when that has ended") from error
 
 
 def _replace_line(text: str, key: str, line: str) -> str:

@@ -16,9 +16,8 @@ import typer
 
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, make_note_once, note, print_message
-from expertctl.errors import ExpertError, NotFoundError, UsageError
+from expertctl.errors import ExpertError, NotFoundError, UsageError, to_single_line
 from expertctl.install.sources import RegistrySources
-from expertctl.messages import to_single_line
 from expertctl.reference import PackageName, Reference
 from expertctl.registry.accounts import (
     AccessToken,
@@ -31,7 +30,7 @@ from expertctl.registry.accounts import (
     verify_login,
 )
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.api_client import ApiClient, search_packages
+from expertctl.registry.client import ApiClient, OciClient, search_packages
 from expertctl.registry.credentials import (
     DEFAULT_USER,
     MAX_SECRET,
@@ -40,7 +39,6 @@ from expertctl.registry.credentials import (
     read_environment_credential,
 )
 from expertctl.registry.http import open_http
-from expertctl.registry.oci_client import OciClient
 from expertctl.settings import Settings, load_settings
 from expertctl.store.store import Store, find_similar_names
 from expertctl.trust.trust_record import TrustRecord
@@ -187,8 +185,7 @@ def is_package_name(text: str) -> bool:
 
 
 RegistryArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="HOST", help="The registry (default: the configured one)."),
+    str | None, typer.Argument(metavar="HOST", help="The registry (default: the configured one).")
 ]
 
 
@@ -201,8 +198,7 @@ def login(
         bool, typer.Option("--token-stdin", help="Read the token from stdin, for scripts.")
     ] = False,
     realm: Annotated[
-        str | None,
-        typer.Option(metavar="HOST", help="Another host that may receive the token."),
+        str | None, typer.Option(metavar="HOST", help="Another host that may receive the token.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

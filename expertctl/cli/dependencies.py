@@ -35,10 +35,10 @@ from expertctl.errors import NotFoundError, UsageError
 from expertctl.install.candidate import format_moment
 from expertctl.install.installed_experts import InstallReason, Requirer, SignerTrust
 from expertctl.install.installed_experts import explain_install as explain
-from expertctl.install.lock_file import LockFile, require_lock
 from expertctl.install.notices import Notice
 from expertctl.install.outdated import OutdatedEntry
 from expertctl.install.outdated import find_outdated as compare
+from expertctl.install.project_file import LockFile, require_lock
 from expertctl.install.requirement_list import (
     RequirementList,
     check_requirement_list,
@@ -49,7 +49,7 @@ from expertctl.install.requirement_list import (
     resolve_requirement_list,
 )
 from expertctl.install.sources import open_sources
-from expertctl.reference import ANY, PackageName, Reference
+from expertctl.reference import ANY, PackageName, Reference, parse_target
 from expertctl.settings import load_settings
 from expertctl.store.bases import BaseStore
 from expertctl.store.pins import PROJECT_FILE
@@ -60,7 +60,7 @@ from expertctl.store.preference import (
     read_preference,
 )
 from expertctl.store.refs import LOCAL, StoredExpert
-from expertctl.store.store import Store, parse_wanted
+from expertctl.store.store import Store
 from expertctl.trust.trust_store import TrustStore
 
 
@@ -276,7 +276,7 @@ def why(
     home = load_settings().home
     preference = read_preference(home, find_working_folder())
     store = Store(home.store, preference)
-    expert, now = store.find(parse_wanted(ref)), store.scan()
+    expert, now = store.find(parse_target(ref)), store.scan()
     if expert not in now.experts:
         raise NotFoundError(f"{expert.ref} was removed or replaced meanwhile")
     warn([*(damaged.warning for damaged in now.damaged), *preference.pins.problems])

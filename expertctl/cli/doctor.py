@@ -15,7 +15,7 @@ from expertctl.cli.output import (
 )
 from expertctl.cli.process import FAILURE, UNREACHABLE, UNTRUSTED
 from expertctl.cli.progress import show_progress
-from expertctl.errors import ExpertError, OfflineError
+from expertctl.errors import ExpertError, OfflineError, to_single_line
 from expertctl.install.doctor import (
     Diagnosis,
     Finding,
@@ -24,7 +24,6 @@ from expertctl.install.doctor import (
     query_registries,
 )
 from expertctl.install.sources import open_sources
-from expertctl.messages import to_single_line
 from expertctl.registry.index_store import IndexStore
 from expertctl.settings import Settings, format_limit, format_size, load_settings
 from expertctl.store.bases import BaseStore

@@ -35,7 +35,7 @@ def open_planner(settings: Settings, *, as_json: bool) -> "Planner":
 
     A marker file stays until that is done, so an interrupted first run is completed later.
     """
-    from expertctl.messages import ignore_notification
+    from expertctl.errors import ignore_notification
     from expertctl.routing.base_choice import is_home_empty
     from expertctl.routing.planner import Planner
 
@@ -43,7 +43,7 @@ def open_planner(settings: Settings, *, as_json: bool) -> "Planner":
     planner = Planner.open(settings, notify=tell, folder=find_working_folder())
     unfinished = settings.home.root / UNFINISHED_MARKER
     if is_home_empty(planner.store, planner.bases) or unfinished.exists():
-        _install_starter(planner, unfinished, as_json=as_json)
+        _install_starter(planner, settings, as_json=as_json)
     return planner
 
 
@@ -54,24 +54,21 @@ def install_demo(settings: Settings, *, as_json: bool) -> None:
 
     planner = Planner.open(settings)
     if lacks_starter(planner.store, planner.bases):
-        _install_starter(planner, settings.home.root / UNFINISHED_MARKER, as_json=as_json)
+        _install_starter(planner, settings, as_json=as_json)
 
 
-def _install_starter(planner: "Planner", unfinished: Path, *, as_json: bool) -> None:
+def _install_starter(planner: "Planner", settings: Settings, *, as_json: bool) -> None:
     from expertctl.files import make_folders, write_atomic
-    from expertctl.install.starter import install_starter
+    from expertctl.install.installer import InstallContext, install_starter
 
+    home = settings.home
+    unfinished = home.root / UNFINISHED_MARKER
     make_folders(unfinished.parent, mode=0o700)
     write_atomic(unfinished, b"")
     with show_progress("installing the starter pack", None, as_json=as_json) as report:
-        installed = install_starter(
-            store=planner.store,
-            bases=planner.bases,
-            trust=planner.trust,
-            catalogue=planner.catalogue,
-            index=planner.index,
-            progress=report,
-        )
+        stores = planner.store, planner.bases, planner.trust
+        context = InstallContext(*stores, home.registries, planner.catalogue, planner.index)
+        installed = install_starter(context, progress=report)
     unfinished.unlink(missing_ok=True)
     warn(warning for item in installed for warning in item.warnings)
     names = ", ".join(item.expert.ref for item in installed)

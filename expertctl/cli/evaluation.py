@@ -245,14 +245,12 @@ class EvaluationFlags:
     compose: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="REF[:WEIGHT]",
-            help="Also apply this expert after it, as a chain; repeatable.",
+            metavar="REF[:WEIGHT]", help="Also apply this expert after it, as a chain; repeatable."
         ),
     ] = None
     metric: MetricOption = "exact_match"
     max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, max=200_000, help="Default: the expert's setting, or 256."),
+        int | None, typer.Option(min=1, max=200_000, help="Default: the expert's setting, or 256.")
     ] = None
     min_gain: Annotated[
         float | None, typer.Option(min=-1, max=1, help="Exit 1 when the gain is less than this.")
@@ -265,8 +263,7 @@ class EvaluationFlags:
     ] = None
     show: Annotated[int, typer.Option(min=0, help="How many wrong answers to show.")] = 3
     plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Plot the scores to a .svg or .png file."),
+        Path | None, typer.Option(metavar="FILE", help="Plot the scores to a .svg or .png file.")
     ] = None
     base: Base = None
     memory_budget: MemoryBudget = None
@@ -318,12 +315,7 @@ def _reject_options(options: Mapping[str, object], why: str) -> None:
 
 
 def _evaluate_answers(
-    target: str,
-    data: Path,
-    options: EvaluationFlags,
-    flags: EngineFlags,
-    *,
-    as_json: bool,
+    target: str, data: Path, options: EvaluationFlags, flags: EngineFlags, *, as_json: bool
 ) -> None:
     from expertctl.engine.request import parse_expert
 

@@ -17,10 +17,10 @@ from expertctl.install.candidate import ReleaseAge, Requirement
 from expertctl.install.doctor import reindex as make_again
 from expertctl.install.fetch import OpenProgress
 from expertctl.install.installed_experts import remove_expert
-from expertctl.install.installer import install_set
+from expertctl.install.installer import InstallContext, install_set
 from expertctl.install.notices import Notice
 from expertctl.install.publication import InstalledPackage
-from expertctl.install.request import InstallContext, InstallReport, InstallRequest, install_request
+from expertctl.install.request import InstallReport, InstallRequest, install_request
 from expertctl.install.requirement_list import (
     RequirementList,
     check_requirement_list,
@@ -262,23 +262,18 @@ def import_(
     settings = load_settings()
     home = settings.home
     lock = find_requirement_list(home, Path.cwd()).load_lock()
-    catalogue, size = Catalogue(home.index), file.stat().st_size if file.is_file() else None
+    context = build_install_context(
+        settings,
+        unsigned=allow_unsigned,
+        mismatch=allow_base_mismatch,
+        accept_changed=accept_changed or (),
+    )
+    size = file.stat().st_size if file.is_file() else None
     with show_progress("importing", size, as_json=as_json) as report:
-        installed = install_set(
-            file,
-            store=Store(home.store),
-            bases=BaseStore(home.bases),
-            trust=TrustStore(home.trust),
-            catalogue=catalogue,
-            index=_open_index(settings),
-            allow_unsigned=allow_unsigned,
-            allow_base_mismatch=allow_base_mismatch,
-            accept_changed=frozenset(map(_parse_exact_version, accept_changed or ())),
-            locked=lock.contents if lock else {},
-            progress=report,
-        )
+        locked = lock.contents if lock else {}
+        installed = install_set(file, context, locked=locked, progress=report)
     warn(warning for item in installed for warning in item.warnings)
-    _print_catalogue_notes(catalogue)
+    _print_catalogue_notes(context.catalogue)
     document = {"installed": build_installed_documents(installed, home), "notes": []}
     emit(document, "\n".join(_format_installed(item) for item in installed), as_json=as_json)
 
@@ -462,8 +457,8 @@ def build_installed_documents(
     return [_build_installed_document(item, signers, flagged) for item in installed]
 
 
-def _print_catalogue_notes(catalogue: Catalogue) -> None:
-    for text in catalogue.notes:
+def _print_catalogue_notes(catalogue: Catalogue | None) -> None:
+    for text in catalogue.notes if catalogue else ():
         print_message(text)
 
 

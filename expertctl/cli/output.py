@@ -27,9 +27,14 @@ from typing import Annotated, TextIO
 
 import typer
 
-from expertctl.errors import DiskFullError, ExpertError, NotFoundError
+from expertctl.errors import (
+    WARNING_PREFIX,
+    DiskFullError,
+    ExpertError,
+    NotFoundError,
+    replace_unsafe,
+)
 from expertctl.files import NO_SPACE_ERRORS, write_to_path
-from expertctl.messages import WARNING_PREFIX, replace_unsafe
 
 _MIN_WIDTH = 20
 """Fewest columns of folded text."""
@@ -45,7 +50,7 @@ _ALWAYS_PRINTED = (WARNING_PREFIX, "error: ")
 
 
 class Verbosity:
-    """How much goes to stderr; `expertctl.cli.verbosity` sets it from the options of a command."""
+    """How much goes to stderr; `expertctl.cli.help` sets it from the options of a command."""
 
     def __init__(self) -> None:
         """Start with notes and progress, and without details."""

@@ -12,7 +12,7 @@ import typer
 from expertctl.cli.output import JsonFlag, emit, format_table, print_message, truncate
 from expertctl.cli.progress import show_progress
 from expertctl.digest import FileDigest, Progress
-from expertctl.messages import to_single_line
+from expertctl.errors import to_single_line
 from expertctl.package.adapter import KIND_NAMES, AdapterSpec, Dora, Ia3, Lora, SoftPrompt
 from expertctl.package.build import BuildResult
 from expertctl.package.diff import (
@@ -30,12 +30,13 @@ from expertctl.package.diff import (
 )
 from expertctl.package.evaluation import describe_evaluation
 from expertctl.package.read import PackageContents, is_file_name, read_blobs, read_package
+from expertctl.reference import parse_target
 from expertctl.schema.manifest import Manifest
 from expertctl.schema.strict_json import JsonValue
 from expertctl.settings import format_size, load_settings
 from expertctl.store.package_reader import OpenPackage, open_package, read_stored_expert
 from expertctl.store.preference import find_working_folder, read_preference
-from expertctl.store.store import Store, parse_wanted
+from expertctl.store.store import Store
 from expertctl.trust.bundle import read_bundle
 
 PackageTarget = Annotated[
@@ -55,7 +56,7 @@ def read_target(target: str, *, label: str, as_json: bool) -> PackageContents:
         with show_reading_progress(label, Path(target), as_json=as_json) as report:
             return read_package(Path(target), progress=report)
     store = open_store()
-    expert = store.find(parse_wanted(target))
+    expert = store.find(parse_target(target))
     with show_progress(label, expert.size, as_json=as_json) as report:
         return read_stored_expert(store, expert, progress=report)
 

@@ -24,7 +24,7 @@ from expertctl.cli.package_view import (
     show_reading_progress,
 )
 from expertctl.cli.progress import show_progress
-from expertctl.errors import ExpertError, UsageError
+from expertctl.errors import ExpertError, UsageError, to_single_line
 from expertctl.files import write_atomic
 from expertctl.install.installed_experts import (
     ExportedPackage,
@@ -33,9 +33,8 @@ from expertctl.install.installed_experts import (
     export_package,
     export_set,
 )
-from expertctl.messages import to_single_line
 from expertctl.package import build as building
-from expertctl.package.adapter_config import is_hub_name
+from expertctl.package.adapter import is_hub_name
 from expertctl.package.adapter_weights import find_numeric_anomalies
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.draft import (
@@ -49,16 +48,15 @@ from expertctl.package.draft import (
 )
 from expertctl.package.evaluation import read_evaluation_data
 from expertctl.package.frame import FASTEST_LEVEL, LEVELS
-from expertctl.package.read import is_file_name
-from expertctl.package.verify import verify_contents
+from expertctl.package.read import is_file_name, verify_contents
 from expertctl.package.write import check_target, sign_package, unpack_package
-from expertctl.reference import PackageName, Reference, Version
+from expertctl.reference import PackageName, Reference, Version, parse_target
 from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.settings import Settings, load_settings
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.package_reader import open_package
-from expertctl.store.store import Store, parse_wanted
+from expertctl.store.store import Store
 from expertctl.trust.keys import KeyRing, PrivateKey
 from expertctl.trust.trust_store import PublisherIdentity, TrustStore
 
@@ -67,8 +65,7 @@ SET_SUFFIX = ".experts"
 
 def export(
     targets: Annotated[
-        list[str],
-        typer.Argument(metavar="FILE|REF", help="A .expert file, or installed experts."),
+        list[str], typer.Argument(metavar="FILE|REF", help="A .expert file, or installed experts.")
     ],
     output: Annotated[
         Path | None,
@@ -143,7 +140,7 @@ def _choose_output(target: str, form: ExportFormat, store: Store) -> Path:
     """Name the output after the file, or after the expert."""
     suffix = {"expert": ".expert", "oci": ".tar", "peft": ""}[form]
     if not is_file_name(target):
-        expert = store.find(parse_wanted(target))
+        expert = store.find(parse_target(target))
         return Path(f"{expert.package.name}-{expert.version}{suffix}")
     if form == "expert" and Path(target).is_file():
         hint = "--oci or --peft writes it in another format, -o FILE writes a copy"
@@ -162,8 +159,7 @@ class ManifestFlags:
     """Values of the manifest; they replace those of expert.json."""
 
     name: Annotated[
-        str | None,
-        typer.Option(metavar="NS/NAME", help="The package's name; default local/DIR."),
+        str | None, typer.Option(metavar="NS/NAME", help="The package's name; default local/DIR.")
     ] = None
     version: Annotated[
         str | None, typer.Option(metavar="X.Y.Z", help="Its version; default 0.1.0.")
@@ -202,8 +198,7 @@ def init(
     examples: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="Example prompts for it, one a line or JSON Lines with a prompt.",
+            metavar="FILE", help="Example prompts for it, one a line or JSON Lines with a prompt."
         ),
     ] = None,
     as_json: JsonFlag = False,
@@ -360,7 +355,7 @@ def unpack(
 
 
 def _parse_expected(target: str) -> Reference | None:
-    wanted = None if is_file_name(target) else parse_wanted(target)
+    wanted = None if is_file_name(target) else parse_target(target)
     return wanted if isinstance(wanted, Reference) else None
 
 

@@ -12,9 +12,8 @@ from expertctl.cli.package_view import show_reading_progress
 from expertctl.cli.progress import show_progress
 from expertctl.errors import ExpertError, UsageError, combine_errors
 from expertctl.reference import Reference, Version
-from expertctl.registry import api_client
 from expertctl.registry.accounts import fetch_identity
-from expertctl.registry.api_client import has_expert_api
+from expertctl.registry.client import has_expert_api, unyank_version, yank_version
 from expertctl.registry.publish import (
     PublishPackage,
     PublishTarget,
@@ -99,9 +98,9 @@ def yank(
     version = get_exact_version(wanted)
     with connect(load_settings(), wanted, registry) as connection:
         if undo:
-            api_client.unyank_version(connection.api, wanted.package, version)
+            unyank_version(connection.api, wanted.package, version)
         else:
-            api_client.yank_version(connection.api, wanted.package, version, reason)
+            yank_version(connection.api, wanted.package, version, reason)
     name = f"{wanted.package}@{version}"
     document = {"ref": name, "registry": connection.host, "yanked": reason or None}
     done = "is available again" if undo else f"was yanked: {reason}"

@@ -15,8 +15,7 @@ import typer
 from expertctl.cli.connection import RegistryOption, connect
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, print_message, warn
-from expertctl.errors import UsageError
-from expertctl.messages import to_single_line
+from expertctl.errors import UsageError, to_single_line
 from expertctl.registry import accounts
 from expertctl.registry.accounts import NamespaceDetails, ReadAccess, RegistryUser, Role
 from expertctl.schema.strict_json import JsonObject
@@ -327,18 +326,15 @@ DataFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The registry's 
 def init(
     data: DataFolder,
     url: Annotated[
-        str | None,
-        typer.Option(help="The public address, such as https://experts.acme.io."),
+        str | None, typer.Option(help="The public address, such as https://experts.acme.io.")
     ] = None,
     read: Annotated[
-        Literal["public", "token"],
-        typer.Option(help="Who may read namespaces by default."),
+        Literal["public", "token"], typer.Option(help="Who may read namespaces by default.")
     ] = "token",
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on.")] = 8080,
     index_interval_days: Annotated[
-        int,
-        typer.Option(help="Index documents are signed again after at most so many days."),
+        int, typer.Option(help="Index documents are signed again after at most so many days.")
     ] = 7,
     new_admin_token: Annotated[
         bool, typer.Option("--new-admin-token", help="Only create another admin token.")
@@ -401,7 +397,7 @@ def serve(
     Example: expertctl registry serve /srv/registry --port 8080
     """
     with _guard_server_import():
-        from expertctl.http.address import ListenAddress
+        from expertctl.http.server import ListenAddress
         from registry_server.operation.serve import serve as serve_registry
         from registry_server.settings import override_settings, read_settings
     settings = override_settings(

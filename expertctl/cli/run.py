@@ -92,8 +92,7 @@ def run(
     *,
     experts: ExpertFlags,
     plan: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Use a saved plan; - is stdin."),
+        Path | None, typer.Option(metavar="FILE", help="Use a saved plan; - is stdin.")
     ] = None,
     base: Base = None,
     body: Body = None,

@@ -376,7 +376,8 @@ def build_route_request(
     prompt: str, config: EngineConfig, *, experts: ExpertFlags, sampling: SamplingFlags
 ) -> "RouteRequest":
     """Return the request that ``run``, ``chat`` and ``route`` have in common."""
-    from expertctl.routing.request import RouteRequest, SamplingOverrides, parse_target
+    from expertctl.reference import parse_target
+    from expertctl.routing.request import RouteRequest, SamplingOverrides
 
     return RouteRequest(
         prompt=prompt,

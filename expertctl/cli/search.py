@@ -10,12 +10,18 @@ from expertctl.cli.connection import Connection, RegistryOption, connect, has_re
 from expertctl.cli.output import JsonFlag, emit, format_table, note, print_message, truncate
 from expertctl.cli.package_view import build_manifest_rows
 from expertctl.digest import Digest
-from expertctl.errors import BaseMismatchError, NotFoundError, RegistryError, TrustError, UsageError
-from expertctl.messages import to_single_line
+from expertctl.errors import (
+    BaseMismatchError,
+    NotFoundError,
+    RegistryError,
+    TrustError,
+    UsageError,
+    to_single_line,
+)
 from expertctl.package.compatibility import check_expert_base
 from expertctl.package.read import is_file_name
 from expertctl.reference import PackageName, Reference, Version
-from expertctl.registry.api_client import (
+from expertctl.registry.client import (
     PackageHit,
     PackageSummary,
     PackageVersion,
@@ -25,7 +31,7 @@ from expertctl.registry.api_client import (
     mark_revoked_hits,
     mark_revoked_versions,
 )
-from expertctl.registry.api_client import search_packages as find
+from expertctl.registry.client import search_packages as find
 from expertctl.routing.manifest_lint import find_flags
 from expertctl.schema.manifest import Manifest, build_manifest
 from expertctl.settings import Home, Settings, format_size, load_settings

@@ -17,14 +17,7 @@ import typer
 from expertctl.cli.engine import build_missing_engine_error, open_planner, resolve_base
 from expertctl.cli.help import CommandGroup, expand_flags
 from expertctl.cli.output import JsonFlag, emit, format_table, print_message, warn
-from expertctl.cli.run_options import (
-    ADVANCED,
-    PLACEMENT,
-    Base,
-    EngineFlags,
-    MoeLearn,
-    WarmupFlags,
-)
+from expertctl.cli.run_options import ADVANCED, PLACEMENT, Base, EngineFlags, MoeLearn, WarmupFlags
 from expertctl.engine_config import DEFAULT_QUEUE, DEFAULT_ROWS, BatchingConfig
 from expertctl.errors import UsageError
 from expertctl.settings import load_settings, parse_age, parse_size
@@ -197,9 +190,7 @@ def serve(
     insecure_http: Annotated[
         bool,
         typer.Option(
-            "--insecure-http",
-            help="Allow API keys over unencrypted HTTP.",
-            rich_help_panel=ACCESS,
+            "--insecure-http", help="Allow API keys over unencrypted HTTP.", rich_help_panel=ACCESS
         ),
     ] = False,
     as_json: JsonFlag = False,
@@ -213,10 +204,9 @@ def serve(
     if context.invoked_subcommand is not None:
         return
     with _guard_server_import():
-        from expertctl.http.address import ListenAddress
-        from expertctl.server.model_name import parse_aliases
+        from expertctl.http.server import ListenAddress
         from expertctl.server.serve import serve as serve_generation
-        from expertctl.server.settings import ServeSettings, resolve_trace_address
+        from expertctl.server.settings import ServeSettings, parse_aliases, resolve_trace_address
         from expertctl.server.validator import parse_validators
     traced_to = resolve_trace_address(traces, os.environ)
     if traced_to is not None:

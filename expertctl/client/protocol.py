@@ -24,7 +24,6 @@ from expertctl.client.result import (
     MoeActivity,
     build_response_error,
     build_stream_error,
-    sanitise_text,
 )
 from expertctl.errors import (
     ExpertError,
@@ -33,6 +32,7 @@ from expertctl.errors import (
     RegistryError,
     UnreachableError,
     UsageError,
+    sanitise_text,
 )
 
 
@@ -191,13 +191,7 @@ class Server:
         }
 
 
-def find_server(
-    base_url: str | None,
-    *,
-    api_key: str | None,
-    timeout: float,
-    environment: Mapping[str, str] = os.environ,
-) -> Server:
+def find_server(base_url: str | None, *, api_key: str | None, timeout: float) -> Server:
     """Return the server that the arguments name, else the environment.
 
     The key of the environment belongs to the server of the environment and is sent to no other.
@@ -205,9 +199,9 @@ def find_server(
     Raises:
         UsageError: when the address or the key is invalid.
     """
-    named = environment.get("EXPERT_SERVER") or DEFAULT_URL
+    named = os.environ.get("EXPERT_SERVER") or DEFAULT_URL
     own = base_url is None or _parse_origin(base_url) == _parse_origin(named)
-    key = api_key if api_key is not None or not own else environment.get("EXPERT_API_KEY") or None
+    key = api_key if api_key is not None or not own else os.environ.get("EXPERT_API_KEY") or None
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key and key):
         raise UsageError("the API key has invalid characters", hint="copy it again")
     if not timeout > 0:

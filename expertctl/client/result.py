@@ -5,7 +5,6 @@ HTTP status.
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -28,11 +27,9 @@ from expertctl.errors import (
     UnauthenticatedError,
     UnreachableError,
     UsageError,
+    sanitise_text,
 )
 
-_UNSAFE_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""As in `expertctl.messages`, which the client does not import."""
-MAX_ERROR_TEXT = 1000
 _BY_STATUS: Mapping[int, type[ExpertError]] = {
     400: UsageError,
     401: UnauthenticatedError,
@@ -94,12 +91,6 @@ def build_stream_error(event: bytes) -> ExpertError:
     return build_error_for_code(
         error.code or "", sanitise_text(error.message) or "the answer was cut off"
     )
-
-
-def sanitise_text(text: str) -> str:
-    """Return a server's text that can be printed: bounded, one line, no control characters."""
-    clean = " ".join(_UNSAFE_CHARACTERS.sub(" ", text[:MAX_ERROR_TEXT]).split())
-    return clean if len(text) <= MAX_ERROR_TEXT else f"{clean}…"
 
 
 def parse_retry_after(headers: Mapping[str, str]) -> float | None:

@@ -27,7 +27,7 @@ from expertctl.engine_config import (
     Dtype,
     EngineConfig,
 )
-from expertctl.messages import CountProgress, Notify, ignore_count, ignore_notification
+from expertctl.errors import CountProgress, Notify, ignore_count, ignore_notification
 from expertctl.package.model_config import ModelConfig
 from expertctl.settings import Home
 from expertctl.store.quantised_cache import QuantisedCache

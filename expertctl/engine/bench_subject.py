@@ -21,8 +21,7 @@ from expertctl.engine.request import NamedExpert, RunRequest
 from expertctl.engine.result_builder import GenerationContext
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import COLD_START, Dtype, EngineConfig
-from expertctl.errors import BudgetError, IncompatibleError, UsageError
-from expertctl.messages import Notify, ignore_notification
+from expertctl.errors import BudgetError, IncompatibleError, Notify, UsageError, ignore_notification
 from expertctl.package.model_config import ModelConfig, parse_model_config, read_model_config
 from expertctl.routing.plan import PlannedExpert
 from expertctl.routing.planner import Planner

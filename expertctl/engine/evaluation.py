@@ -31,14 +31,20 @@ from expertctl.engine.result import RunResult
 from expertctl.engine.result_builder import check_answer
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import COLD_START, DEFAULT_CONFIG, EngineConfig
-from expertctl.errors import BudgetError, DigestError, DiskFullError, StoreError, UsageError
-from expertctl.messages import Notify, ignore_notification
+from expertctl.errors import (
+    BudgetError,
+    DigestError,
+    DiskFullError,
+    Notify,
+    StoreError,
+    UsageError,
+    ignore_notification,
+)
 from expertctl.package.build import BuildPlan as BuildPlan
 from expertctl.package.build import build_package
 from expertctl.package.evaluation import EvaluationData, EvaluationSample, is_correct
 from expertctl.package.write import require_folder
-from expertctl.routing.numerics import choose_dtype
-from expertctl.routing.plan import PlannedExpert
+from expertctl.routing.plan import PlannedExpert, choose_dtype
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.routing.request import RouteRequest, SamplingOverrides
 from expertctl.store.base_record import StoredBase

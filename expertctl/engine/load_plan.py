@@ -48,10 +48,9 @@ from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine_config import Dtype
 from expertctl.errors import ExpertError, IncompatibleError, NotFoundError
 from expertctl.package.model_config import ModelConfig, read_model_config
-from expertctl.package.read import read_package
+from expertctl.package.read import accept_unsigned, read_package, verify_contents
 from expertctl.package.tensor_file import ADAPTER_LIMITS, LENGTH_BYTES
-from expertctl.package.verify import accept_unsigned, verify_contents
-from expertctl.routing.numerics import SMALL_BASE, choose_dtype
+from expertctl.routing.plan import SMALL_BASE, choose_dtype
 from expertctl.schema.manifest import Manifest
 from expertctl.settings import Home
 from expertctl.store.base_record import StoredBase

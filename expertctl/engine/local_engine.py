@@ -48,11 +48,12 @@ from expertctl.engine.result_builder import (
     record_result,
 )
 from expertctl.engine_config import DEFAULT_WARMUP, DeviceName, EngineConfig, WarmupConfig
-from expertctl.errors import DigestError, UsageError
-from expertctl.messages import (
+from expertctl.errors import (
     WARNING_PREFIX,
     CountProgress,
+    DigestError,
     Notify,
+    UsageError,
     ignore_count,
     ignore_notification,
 )

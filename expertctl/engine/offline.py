@@ -30,17 +30,18 @@ from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.request import GenerationJob, JobEvent, JobFailed, JobFinished
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import BatchingConfig, EngineConfig
-from expertctl.errors import BudgetError, DeviceError
-from expertctl.messages import (
+from expertctl.errors import (
     WARNING_PREFIX,
+    BudgetError,
     CountProgress,
+    DeviceError,
     Notify,
     ignore_count,
     ignore_notification,
 )
 from expertctl.package.model_config import read_model_config
 from expertctl.routing.candidate import InstalledExpert, explain_misfit
-from expertctl.routing.numerics import choose_dtype
+from expertctl.routing.plan import choose_dtype
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
 from expertctl.store.base_record import StoredBase

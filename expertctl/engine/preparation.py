@@ -38,7 +38,7 @@ from expertctl.engine.text.chat_template import (
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import BudgetError, InvalidPackageError, NotFoundError, UsageError
 from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.numerics import choose_dtype
+from expertctl.routing.plan import choose_dtype
 from expertctl.routing.planner import DroppedExpert, PlannedPrompt, Planner, drop_lowest_scoring
 from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.routing.session import PlanningSession, plan_follow_up

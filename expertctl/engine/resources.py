@@ -34,7 +34,7 @@ from expertctl.engine.moe.usage_store import ExpertUsageStore
 from expertctl.engine.preparation import Files, PreparedRequest
 from expertctl.engine.result import BytesRead
 from expertctl.engine_config import DEFAULT_WARMUP, DeviceName, WarmupConfig
-from expertctl.messages import CountProgress, Notify, ignore_count, ignore_notification
+from expertctl.errors import CountProgress, Notify, ignore_count, ignore_notification
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.store.disk import DerivedData
 from expertctl.store.quantised_cache import QuantisedCache, open_quantised_cache

@@ -47,7 +47,7 @@ from expertctl.errors import (
     TooLargeError,
     UsageError,
 )
-from expertctl.http.errors import RETRY_SECONDS
+from expertctl.http.operation import RETRY_SECONDS
 
 MAX_KEYS = 100_000
 MINUTE = 60.0
@@ -119,7 +119,7 @@ async def run_until_disconnect(receive: Receive, work: Awaitable[_Result]) -> _R
     """
     working, leaving = (
         asyncio.ensure_future(work),
-        asyncio.ensure_future(_wait_for_disconnect(receive)),
+        asyncio.ensure_future(wait_for_disconnect(receive)),
     )
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -132,7 +132,8 @@ async def run_until_disconnect(receive: Receive, work: Awaitable[_Result]) -> _R
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _wait_for_disconnect(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

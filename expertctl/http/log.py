@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from expertctl.messages import hide_secrets
+from expertctl.errors import hide_secrets
 
 MAX_TEXT = 500
 

@@ -12,8 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from expertctl import __version__
-from expertctl.http.operation import Operation, StructType
-from expertctl.http.request_body import JSON_MEDIA_TYPE
+from expertctl.http.operation import JSON_MEDIA_TYPE, Operation, StructType
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
 _REFERENCE_FORMAT = "#/components/schemas/{name}"

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertctl.digest import Digest, FileDigest, Progress, hash_file, ignore_progress
-from expertctl.errors import ExpertError, RevokedError, SignatureError, StoreError, TrustError
+from expertctl.errors import (
+    ExpertError,
+    RevokedError,
+    SignatureError,
+    StoreError,
+    TrustError,
+    to_single_line,
+)
 from expertctl.install.installed_experts import fits_base
 from expertctl.install.notices import (
     REFUSED_KINDS,
@@ -22,9 +29,8 @@ from expertctl.install.notices import (
 )
 from expertctl.install.publication import find_missing_requirements, find_own_packages
 from expertctl.install.sources import RegistrySources
-from expertctl.messages import to_single_line
 from expertctl.package.layout import build_layout, compute_content_digest
-from expertctl.package.verify import require_signed_name
+from expertctl.package.read import require_signed_name
 from expertctl.reference import PackageName
 from expertctl.registry.index_store import IndexStore
 from expertctl.routing.index import RERANK_FOLDER, RoutingIndex

@@ -24,14 +24,13 @@ from expertctl.install.candidate import InstallCandidate, Requirement
 from expertctl.install.installer import StagedPackage
 from expertctl.install.sources import RegistrySources
 from expertctl.package.layout import PackageLayout, compute_content_digest, parse_oci_manifest
-from expertctl.package.read import read_blobs
-from expertctl.package.verify import REPLACED_HINT
+from expertctl.package.read import REPLACED_HINT, read_blobs
 from expertctl.reference import PackageName, Reference
 from expertctl.registry.address import RegistryAddress
+from expertctl.registry.client import OciClient
 from expertctl.registry.download import ALTERED_HINT, BlobDownloader, BlobRequest
 from expertctl.registry.http import RegistryHttp
 from expertctl.registry.index_document import Release
-from expertctl.registry.oci_client import OciClient
 from expertctl.registry.upload import remove_old_files
 from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES, parse_manifest
 from expertctl.store.store import Store

@@ -15,17 +15,18 @@ from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.errors import ConflictError, ExpertError, NotFoundError, UsageError
 from expertctl.install.candidate import InstallCandidate, candidate_from_expert
 from expertctl.install.publication import expand_requirements, find_dependants
+from expertctl.package.directory import export_peft_directories
 from expertctl.package.layout import PackageLayout, build_index_name, build_set_layout
-from expertctl.package.peft_directory import export_peft_directories
 from expertctl.package.read import is_file_name
 from expertctl.package.write import write_oci_archive, write_package
+from expertctl.reference import parse_target
 from expertctl.routing.index import RoutingIndex
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.package_reader import open_experts, open_package
 from expertctl.store.refs import DamagedRef, RequiredBase, StoredExpert
-from expertctl.store.store import Store, parse_wanted
+from expertctl.store.store import Store
 from expertctl.store.transaction import FreedFiles
 from expertctl.trust.grants import Grant
 from expertctl.trust.trust_record import TrustRecord
@@ -57,7 +58,7 @@ def remove_expert(
     damaged = next((ref for ref in store.scan().damaged if ref.name == wanted), None)
     if damaged is not None:
         return _discard_damaged(damaged, store)
-    expert = store.find(parse_wanted(wanted))
+    expert = store.find(parse_target(wanted))
     with store.begin_transaction() as changes:
         experts = changes.scan().experts
         if expert not in experts:
@@ -320,7 +321,7 @@ def export_set(
         if is_file_name(target):
             hint = f"`expertctl install {target}` first, then name the expert"
             raise UsageError(f"{target} is a file; a set is made of installed experts", hint=hint)
-    wanted = [store.find(parse_wanted(target)) for target in targets]
+    wanted = [store.find(parse_target(target)) for target in targets]
     experts = expand_requirements(wanted, store.list_experts())
     with open_experts(store, experts) as (layouts, blobs):
         layout = build_set_layout(_name_layouts(experts, layouts))

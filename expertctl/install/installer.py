@@ -5,6 +5,11 @@ the checks are the same. All packages of one call are checked together, and noth
 before every check has passed. Each package is published after those it requires, so a killed
 process leaves no expert without its requirements. When one cannot be published, those before it
 are withdrawn and the versions they replaced are restored.
+
+The starter pack, a small base and experts for a first run, ships in the wheel. They are installed
+like any package: the base is added, the experts are verified. The key that signed them was made for
+that, used once and thrown away; its public half is trusted for the content digests that
+``starter.json`` pins, and for nothing else.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,9 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.errors import (
     ConflictError,
+    DigestError,
     ExpertError,
     InvalidPackageError,
     RevokedError,
@@ -36,22 +44,27 @@ from expertctl.install.publication import (
     sort_by_requirements,
 )
 from expertctl.package.adapter_weights import find_numeric_anomalies
+from expertctl.package.base_model import BaseIdentity
+from expertctl.package.directory import find_document_problem
 from expertctl.package.layout import WEIGHT_TYPE, choose_media_type
-from expertctl.package.read import PackageContents, read_package, read_set
-from expertctl.package.source_files import find_document_problem
-from expertctl.package.verify import (
+from expertctl.package.read import (
+    PackageContents,
     VerifiedPackage,
     VersionContent,
     accept_by_digest,
     accept_unsigned,
     changed_version_error,
+    read_package,
+    read_set,
     verify_contents,
 )
 from expertctl.reference import Reference
+from expertctl.routing.base_choice import STARTER_NAMESPACE
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.manifest_lint import describe_flag_effects, describe_missing_examples
 from expertctl.routing.vetting import vet_experts
 from expertctl.schema.manifest import Manifest
+from expertctl.schema.validation import decode_json
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
@@ -59,7 +72,7 @@ from expertctl.store.preference import Flag, describe_flags
 from expertctl.store.refs import LOCAL, StoredExpert
 from expertctl.store.store import Store
 from expertctl.store.transaction import PackageStaging, StoreTransaction
-from expertctl.trust.keys import KeyRing
+from expertctl.trust.keys import KeyRing, PublicKey
 from expertctl.trust.trust_record import TrustRecord
 from expertctl.trust.trust_store import TrustStore
 
@@ -91,18 +104,24 @@ class StagedPackage:
     """Its exact bytes, where the user named them; then the signer need not be trusted."""
 
 
+@dataclass(frozen=True, slots=True)
+class InstallContext:
+    """The stores that experts are installed to, and what the user tolerates."""
+
+    store: Store
+    bases: BaseStore
+    trust: TrustStore
+    registries: Path
+    catalogue: Catalogue | None = None
+    index: RoutingIndex | None = None
+    allow_unsigned: bool = False
+    allow_base_mismatch: bool = False
+    accept_changed: Collection[str] = frozenset()
+    """Versions, ``namespace/name@version``, that may have another content than before."""
+
+
 def install_files(
-    paths: Sequence[Path],
-    *,
-    store: Store,
-    bases: BaseStore,
-    trust: TrustStore,
-    catalogue: Catalogue | None = None,
-    index: RoutingIndex | None = None,
-    allow_unsigned: bool = False,
-    allow_base_mismatch: bool = False,
-    accept_changed: Collection[str] = (),
-    progress: Progress = ignore_progress,
+    paths: Sequence[Path], context: InstallContext, *, progress: Progress = ignore_progress
 ) -> list[InstalledPackage]:
     """Install packages from files, all or none of them.
 
@@ -118,30 +137,13 @@ def install_files(
     if not paths:
         raise UsageError("nothing to install", hint="expertctl install FILE…")
     with ExitStack() as stack:
-        return install_staged(
-            stage_files(paths, store, stack, progress),
-            store=store,
-            bases=bases,
-            trust=trust,
-            catalogue=catalogue,
-            index=index,
-            allow_unsigned=allow_unsigned,
-            allow_base_mismatch=allow_base_mismatch,
-            accept_changed=accept_changed,
-        )
+        return install_staged(stage_files(paths, context.store, stack, progress), context)
 
 
 def install_set(
     path: Path,
+    context: InstallContext,
     *,
-    store: Store,
-    bases: BaseStore,
-    trust: TrustStore,
-    catalogue: Catalogue | None = None,
-    index: RoutingIndex | None = None,
-    allow_unsigned: bool = False,
-    allow_base_mismatch: bool = False,
-    accept_changed: Collection[str] = (),
     locked: LockedContents = NO_LOCKED_CONTENTS,
     progress: Progress = ignore_progress,
 ) -> list[InstalledPackage]:
@@ -149,50 +151,33 @@ def install_set(
 
     ``locked`` are the contents of versions in a lock file.
     """
-    with store.stage_package() as staging:
-        return install_staged(
-            _stage_set(path, staging, progress),
-            store=store,
-            bases=bases,
-            trust=trust,
-            catalogue=catalogue,
-            index=index,
-            allow_unsigned=allow_unsigned,
-            allow_base_mismatch=allow_base_mismatch,
-            accept_changed=accept_changed,
-            locked=locked,
-        )
+    with context.store.stage_package() as staging:
+        return install_staged(_stage_set(path, staging, progress), context, locked=locked)
 
 
 def install_staged(
     staged: Iterable[StagedPackage],
+    context: InstallContext,
     *,
-    store: Store,
-    bases: BaseStore,
-    trust: TrustStore,
-    catalogue: Catalogue | None = None,
-    index: RoutingIndex | None = None,
-    allow_unsigned: bool = False,
-    allow_base_mismatch: bool = False,
-    accept_changed: Collection[str] = (),
     locked: LockedContents = NO_LOCKED_CONTENTS,
     pinning: VerifyAndPin | None = None,
 ) -> list[InstalledPackage]:
     """Verify staged packages, and install all or none of them; raises as `install_files`.
 
-    All signatures are verified first, through ``pinning`` where there is one. A ref in
-    ``accept_changed`` may have another content than the installed one, which it replaces, and than
-    the one in ``locked``, the contents in a lock file.
+    All signatures are verified first, through ``pinning`` where there is one. A version that may
+    have changed may have another content than the installed one, which it replaces, and than the
+    one in ``locked``, the contents in a lock file.
     """
 
     def verify(record: TrustRecord) -> list[Publishable]:
-        found = [_make_publishable(item, record, allow_unsigned=allow_unsigned) for item in staged]
-        _check_locked(found, locked, accept_changed)
+        unsigned = context.allow_unsigned
+        found = [_make_publishable(item, record, allow_unsigned=unsigned) for item in staged]
+        _check_locked(found, locked, context.accept_changed)
         return found
 
-    candidates = pinning(verify) if pinning else verify(trust.read())
-    fitted = _check_bases(candidates, bases, allow_mismatch=allow_base_mismatch)
-    return _publish_candidates(fitted, store, catalogue, index, accept_changed=accept_changed)
+    candidates = pinning(verify) if pinning else verify(context.trust.read())
+    fitted = _check_bases(candidates, context.bases, allow_mismatch=context.allow_base_mismatch)
+    return _publish_candidates(fitted, context)
 
 
 def stage_files(
@@ -286,20 +271,15 @@ def _accept_named_bytes(staged: StagedPackage, digest: Digest, trust: TrustRecor
 
 
 def _publish_candidates(
-    candidates: Sequence[Publishable],
-    store: Store,
-    catalogue: Catalogue | None,
-    index: RoutingIndex | None,
-    *,
-    accept_changed: Collection[str],
+    candidates: Sequence[Publishable], context: InstallContext
 ) -> list[InstalledPackage]:
-    with store.begin_transaction() as changes:
+    with context.store.begin_transaction() as changes:
         before = changes.scan().experts
-        ordered = _check_relations(candidates, changes, accept_changed)
-        added = publish_all(ordered, changes, accept_changed)
+        ordered = _check_relations(candidates, changes, context.accept_changed)
+        added = publish_all(ordered, changes, context.accept_changed)
     manifests = {item.expert: c.manifest for item, c in zip(added, ordered, strict=True)}
-    warnings = _register(manifests, catalogue, index)
-    _remove_replaced_vectors(before, added, index)
+    warnings = _register(manifests, context.catalogue, context.index)
+    _remove_replaced_vectors(before, added, context.index)
     return [replace(i, warnings=(*i.warnings, *warnings.get(i.expert.ref, ()))) for i in added]
 
 
@@ -421,3 +401,77 @@ def _routing_warnings(
     if not manifest.routing.examples:
         warnings.append(describe_missing_examples(expert.ref, name_option=named))
     return warnings
+
+
+STARTER = Path(__file__).parent.parent / "_starter"
+STARTER_MANIFEST = "starter.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StarterBase:
+    """The digests that the base must have."""
+
+    name: str
+    arch: str
+    weights: str
+    tokenizer: str
+
+
+@dataclass(frozen=True, slots=True)
+class StarterManifest:
+    """``starter.json``: the content of the pack; ``experts`` maps a file to its content digest."""
+
+    base: StarterBase
+    public_key: str
+    experts: dict[str, str]
+
+
+def read_starter_manifest() -> StarterManifest:
+    """Read the pinned digests of the wheel.
+
+    Raises:
+        InvalidPackageError: when the installation is damaged.
+    """
+    path = STARTER / STARTER_MANIFEST
+    try:
+        return decode_json(path.read_bytes(), StarterManifest)
+    except (OSError, msgspec.MsgspecError) as error:
+        hint = "install expertctl again"
+        raise InvalidPackageError(str(path), [f"cannot be read: {error}"], hint=hint) from error
+
+
+def install_starter(
+    context: InstallContext, *, progress: Progress = ignore_progress
+) -> list[InstalledPackage]:
+    """Add the base and install the experts of the starter pack; repeating this is harmless.
+
+    Raises:
+        InvalidPackageError: when the installation is damaged.
+        DigestError: when the base is not the pinned one.
+        StoreError: when the home cannot be written.
+    """
+    pins = read_starter_manifest()
+    base = context.bases.add_copy(STARTER / "base", name=pins.base.name, progress=progress)
+    _check_identity(base.identity, pins.base)
+    context.trust.add(
+        PublicKey.from_pem(pins.public_key.encode()),
+        name="starter-pack",
+        namespaces=[STARTER_NAMESPACE],
+        content_digests=sorted(pins.experts.values()),
+    )
+    experts = [STARTER / name for name in sorted(pins.experts)]
+    return install_files(experts, context, progress=progress)
+
+
+def _check_identity(identity: BaseIdentity, pin: StarterBase) -> None:
+    found = {
+        "arch": str(identity.arch),
+        "weights": str(identity.weights),
+        "tokenizer": str(identity.tokenizer),
+    }
+    for field, value in found.items():
+        if value != getattr(pin, field):
+            raise DigestError(
+                f"the starter base has {field} {value}, pinned is {getattr(pin, field)}",
+                hint="install expertctl again",
+            )

@@ -11,10 +11,10 @@ from typing import Literal
 
 from expertctl.digest import Digest
 from expertctl.errors import ChangedVersionError, ExpertError, RevokedError, TrustError
-from expertctl.install.lock_file import LockedExpert
+from expertctl.install.project_file import LockedExpert
 from expertctl.install.resolve import ResolvedPackage
 from expertctl.install.sources import RegistrySources
-from expertctl.package.verify import VersionContent, changed_version_error
+from expertctl.package.read import VersionContent, changed_version_error
 from expertctl.reference import PackageName, Version
 from expertctl.registry.index_document import Release
 from expertctl.registry.index_store import release_content

@@ -15,7 +15,7 @@ from expertctl.install.candidate import (
     Requirement,
     candidate_from_expert,
 )
-from expertctl.install.lock_file import LockFile
+from expertctl.install.installer import InstallContext
 from expertctl.install.notices import (
     REFUSED_KINDS,
     KnownVersion,
@@ -25,7 +25,7 @@ from expertctl.install.notices import (
     version_in_lock,
     version_in_store,
 )
-from expertctl.install.request import InstallContext
+from expertctl.install.project_file import LockFile
 from expertctl.install.requirement_list import RequirementList
 from expertctl.install.resolve import list_requirements
 from expertctl.install.sources import RegistrySources

@@ -18,8 +18,7 @@ from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError, ConflictError, ExpertError, MissingDependencyError
 from expertctl.install.candidate import InstallCandidate, candidate_from_expert
 from expertctl.package.compatibility import check_expert_base, check_tensors
-from expertctl.package.read import PackageContents
-from expertctl.package.verify import VerifiedPackage
+from expertctl.package.read import PackageContents, VerifiedPackage
 from expertctl.reference import Reference
 from expertctl.routing.base_choice import collect_hidden_sizes
 from expertctl.schema.manifest import Manifest

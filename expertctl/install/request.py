@@ -30,13 +30,13 @@ from expertctl.install.fetch import (
     find_unindexed,
 )
 from expertctl.install.installer import (
+    InstallContext,
     LockedContents,
     StagedPackage,
     VerifyAndPin,
     install_staged,
     stage_files,
 )
-from expertctl.install.lock_file import LockedExpert
 from expertctl.install.notices import (
     Notice,
     check_resolution,
@@ -45,36 +45,17 @@ from expertctl.install.notices import (
     version_in_resolution,
     version_in_store,
 )
+from expertctl.install.project_file import LockedExpert
 from expertctl.install.publication import InstalledPackage
 from expertctl.install.resolve import CandidatePool, LockedVersion, ResolvedPackage, resolve
 from expertctl.install.sources import RegistrySources
-from expertctl.package.verify import changed_version_error
+from expertctl.package.read import changed_version_error
 from expertctl.reference import Constraint, PackageName, Reference
-from expertctl.routing.index import RoutingIndex
-from expertctl.store.bases import BaseStore
-from expertctl.store.catalogue import Catalogue
 from expertctl.store.refs import LOCAL, StoredExpert
 from expertctl.store.store import Store
 from expertctl.trust.trust_record import TrustRecord
-from expertctl.trust.trust_store import TrustStore
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class InstallContext:
-    """The stores that experts are installed to, and what the user tolerates."""
-
-    store: Store
-    bases: BaseStore
-    trust: TrustStore
-    registries: Path
-    catalogue: Catalogue | None = None
-    index: RoutingIndex | None = None
-    allow_unsigned: bool = False
-    allow_base_mismatch: bool = False
-    accept_changed: frozenset[str] = frozenset()
-    """Versions, ``namespace/name@version``, that may have another content than before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,18 +383,6 @@ def _fetch_and_install(
                 registries=context.registries,
                 open_progress=open_progress,
             )
-        done = install_staged(
-            [*files, *fetched],
-            store=context.store,
-            bases=context.bases,
-            trust=context.trust,
-            catalogue=context.catalogue,
-            index=context.index,
-            allow_unsigned=context.allow_unsigned,
-            allow_base_mismatch=context.allow_base_mismatch,
-            accept_changed=context.accept_changed,
-            locked=locked,
-            pinning=pinning,
-        )
+        done = install_staged([*files, *fetched], context, locked=locked, pinning=pinning)
         clear_downloads(fetched, context.registries)
         return done

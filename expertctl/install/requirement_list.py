@@ -18,14 +18,7 @@ from pathlib import Path
 from expertctl.errors import DigestError, NotFoundError, TrustError, UsageError
 from expertctl.install.candidate import InstallCandidate, ReleaseAge, Requirement
 from expertctl.install.fetch import OpenProgress, UnindexedPackage, find_unindexed
-from expertctl.install.lock_file import (
-    LockedExpert,
-    LockFile,
-    describe_changes,
-    read_lock,
-    require_lock,
-    write_lock,
-)
+from expertctl.install.installer import InstallContext
 from expertctl.install.notices import (
     Notice,
     check_resolution,
@@ -33,9 +26,17 @@ from expertctl.install.notices import (
     version_in_lock,
     version_in_resolution,
 )
-from expertctl.install.project_file import Project, ProjectFile
+from expertctl.install.project_file import (
+    LockedExpert,
+    LockFile,
+    Project,
+    ProjectFile,
+    describe_changes,
+    read_lock,
+    require_lock,
+    write_lock,
+)
 from expertctl.install.request import (
-    InstallContext,
     InstallReport,
     describe_waiting,
     find_installed_candidates,
@@ -45,7 +46,7 @@ from expertctl.install.request import (
 )
 from expertctl.install.resolve import CandidatePool, ResolvedPackage
 from expertctl.install.sources import RegistrySources
-from expertctl.package.verify import changed_version_error
+from expertctl.package.read import changed_version_error
 from expertctl.reference import Constraint, PackageName, Reference
 from expertctl.settings import Home
 from expertctl.store.pins import LOCK_FILE, PROJECT_FILE, is_project

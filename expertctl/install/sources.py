@@ -15,14 +15,17 @@ from typing import TypeVar
 
 from expertctl.digest import Digest
 from expertctl.errors import (
+    WARNING_PREFIX,
     ExpertError,
     NotFoundError,
+    Notify,
     RegistryError,
     RevokedError,
     StoreError,
     TrustError,
     UnreachableError,
     UsageError,
+    ignore_notification,
 )
 from expertctl.install.candidate import (
     InstallCandidate,
@@ -31,15 +34,13 @@ from expertctl.install.candidate import (
     candidates_from_index,
 )
 from expertctl.install.resolve import ResolvedPackage
-from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
-from expertctl.package.verify import VersionContent
+from expertctl.package.read import VersionContent
 from expertctl.reference import FROM_FILE, PackageName, Reference, Version
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.api_client import ApiClient, has_expert_api
+from expertctl.registry.client import ApiClient, OciClient, has_expert_api
 from expertctl.registry.http import RegistryHttp, open_http
 from expertctl.registry.index_document import IndexDocument, Release, SignedForm
 from expertctl.registry.index_store import IndexStore, fetch_index
-from expertctl.registry.oci_client import OciClient
 from expertctl.registry.registry_trust import (
     PinnedKey,
     apply_revocations,
@@ -374,9 +375,7 @@ class RegistrySources:
         return self._before.is_pinned(candidate.registry, candidate.package.namespace)
 
     def verify_and_pin(
-        self,
-        chosen: Iterable[ResolvedPackage],
-        verify: Callable[[TrustRecord], T],
+        self, chosen: Iterable[ResolvedPackage], verify: Callable[[TrustRecord], T]
     ) -> T:
         """Verify the chosen packages, then pin and announce the publisher keys of their namespaces.
 

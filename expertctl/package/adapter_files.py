@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from expertctl.errors import ExpertError, InvalidPackageError, NotFoundError, UsageError
-from expertctl.package.adapter import AdapterSpec, SoftPrompt, describe_wrapper, truncate_problems
-from expertctl.package.adapter_config import (
+from expertctl.package.adapter import (
     MAX_CONFIG_BYTES,
     AdapterConfig,
+    AdapterSpec,
+    SoftPrompt,
     SourceConfig,
+    describe_wrapper,
     read_source_config,
+    truncate_problems,
 )
 from expertctl.package.adapter_spec import build_adapter_spec
 from expertctl.package.adapter_weights import (
@@ -34,7 +37,13 @@ from expertctl.package.adapter_weights import (
 )
 from expertctl.package.base_model import BaseFacts, read_base_headers
 from expertctl.package.base_tensors import StoredTensor
-from expertctl.package.source_files import SourceFile, find_source_file, list_source_names
+from expertctl.package.directory import (
+    CONFIG_PATH,
+    WEIGHTS_PATH,
+    SourceFile,
+    find_source_file,
+    list_source_names,
+)
 from expertctl.package.tensor_file import TensorTable, read_header
 from expertctl.schema.strict_json import JsonObject, load_object
 
@@ -145,8 +154,6 @@ def _is_tensor_table(head: bytes) -> bool:
     return head[4:9] == bytes(4) + b"{"
 
 
-WEIGHTS_PATH = "adapter_model.safetensors"
-CONFIG_PATH = "adapter_config.json"
 DIRECTORY_HINT = "name the directory that PEFT saved the adapter to"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _ENCODER = "encoder"

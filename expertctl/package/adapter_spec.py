@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from expertctl.errors import InvalidPackageError
 from expertctl.package.adapter import (
     PEFT_PREFIX,
+    AdapterConfig,
     AdapterSpec,
     Dora,
     Ia3,
@@ -30,7 +31,6 @@ from expertctl.package.adapter import (
     describe_wrapper,
     truncate_problems,
 )
-from expertctl.package.adapter_config import AdapterConfig
 from expertctl.package.architectures import MAX_EXPERTS_PER_LAYER, MAX_EXPERTS_TOTAL
 from expertctl.package.peft_config import STACKED_MODULES, Ia3Config, LoraConfig, SoftPromptConfig
 from expertctl.package.tensor_file import TensorInfo, TensorTable

@@ -25,6 +25,7 @@ import numpy as np
 from expertctl.digest import READ_CHUNK, Progress, ignore_progress
 from expertctl.errors import DigestError
 from expertctl.package.adapter import (
+    EMBEDDING_NAMES,
     PEFT_PREFIX,
     AdapterSpec,
     Dora,
@@ -34,11 +35,10 @@ from expertctl.package.adapter import (
     SoftPrompt,
     truncate_problems,
 )
-from expertctl.package.adapter_config import EMBEDDING_NAMES
 from expertctl.package.base_tensors import StoredTensor
+from expertctl.package.directory import SourceFile
 from expertctl.package.layout import Blobs
 from expertctl.package.read import PackageContents
-from expertctl.package.source_files import SourceFile
 from expertctl.package.tensor_file import (
     DTYPE_BYTES,
     LENGTH_BYTES,

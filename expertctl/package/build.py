@@ -33,6 +33,14 @@ from expertctl.package.adapter_weights import (
 )
 from expertctl.package.base_model import BaseFacts
 from expertctl.package.compatibility import check_expert_base, check_tensors
+from expertctl.package.directory import (
+    SourceFile,
+    compare_companions,
+    find_document_problem,
+    find_source_file,
+    is_empty_card,
+    list_source_names,
+)
 from expertctl.package.draft import (
     ManifestOverrides,
     complete_manifest,
@@ -49,14 +57,7 @@ from expertctl.package.layout import (
     describe_name_problem,
     is_document,
 )
-from expertctl.package.peft_directory import compare_companions, is_empty_card
 from expertctl.package.read import find_entry_problems, find_file_set_problems, list_named_files
-from expertctl.package.source_files import (
-    SourceFile,
-    find_document_problem,
-    find_source_file,
-    list_source_names,
-)
 from expertctl.package.write import add_document, build_signed_layout, require_folder, write_package
 from expertctl.schema.manifest import (
     MANIFEST_PATH,

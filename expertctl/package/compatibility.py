@@ -11,9 +11,9 @@ from expertctl.package.adapter import (
     Lora,
     Part,
     SoftPrompt,
+    is_hub_name,
     truncate_problems,
 )
-from expertctl.package.adapter_config import is_hub_name
 from expertctl.package.base_model import HEAD_NAMES, BaseIdentity
 from expertctl.package.base_tensors import explain_absent_module, find_base_name
 from expertctl.schema.manifest import BaseRequirement, Manifest

@@ -15,14 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from expertctl.errors import InvalidPackageError
-from expertctl.messages import to_single_line
-from expertctl.package.adapter import KIND_NAMES
-from expertctl.package.adapter_config import AdapterConfig, find_full_precision_label
-from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH, AdapterFiles, read_base_label
+from expertctl.errors import InvalidPackageError, to_single_line
+from expertctl.package.adapter import KIND_NAMES, AdapterConfig, find_full_precision_label
+from expertctl.package.adapter_files import AdapterFiles, read_base_label
 from expertctl.package.base_model import BaseFacts, BaseIdentity
+from expertctl.package.directory import (
+    CONFIG_PATH,
+    WEIGHTS_PATH,
+    find_cached_name,
+    find_source_file,
+)
 from expertctl.package.layout import describe_name_problem
-from expertctl.package.source_files import find_cached_name, find_source_file
 from expertctl.package.tokenizer import FORM_VERSION
 from expertctl.reference import PackageName
 from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES

@@ -12,15 +12,25 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from expertctl.errors import ForbiddenError, NotFoundError, UnauthenticatedError, UsageError
-from expertctl.messages import Notify
+from expertctl.errors import (
+    ForbiddenError,
+    NotFoundError,
+    Notify,
+    UnauthenticatedError,
+    UsageError,
+    sanitise_text,
+)
 from expertctl.reference import NAME_PATTERN
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.api_client import ApiClient, has_expert_api, iterate_pages, parse_answer
+from expertctl.registry.client import (
+    ApiClient,
+    OciClient,
+    has_expert_api,
+    iterate_pages,
+    parse_answer,
+)
 from expertctl.registry.credentials import Credential, UnsavedCredential
-from expertctl.registry.errors import sanitise_text
-from expertctl.registry.http import make_http
-from expertctl.registry.oci_client import OciClient
+from expertctl.registry.http import open_http
 from expertctl.schema.strict_json import JsonObject
 from expertctl.settings import Settings
 from expertctl.trust.dsse import sign_key_statement
@@ -328,7 +338,7 @@ def verify_login(
         UnauthenticatedError: when the registry does not accept it.
         UnreachableError: when it cannot be asked.
     """
-    with make_http(
+    with open_http(
         settings, UnsavedCredential(address, credential), environment, notify=notify
     ) as http:
         if has_expert_api(ApiClient(http, address)):
@@ -351,7 +361,7 @@ def check_reachable(
         UnreachableError: when it cannot be asked.
     """
     with (
-        make_http(settings, UnsavedCredential(address, None), environment, notify=notify) as http,
+        open_http(settings, UnsavedCredential(address, None), environment, notify=notify) as http,
         suppress(UnauthenticatedError, ForbiddenError),
     ):
         if not has_expert_api(ApiClient(http, address)):

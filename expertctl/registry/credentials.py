@@ -22,20 +22,17 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlencode, urlsplit
 
-from filelock import FileLock, Timeout
-
 from expertctl.errors import (
     ExpertError,
     InvalidPackageError,
     RegistryError,
-    StoreError,
     UnauthenticatedError,
     UsageError,
+    sanitise_text,
 )
-from expertctl.files import make_folders, write_atomic
+from expertctl.files import hold_lock, make_folders, write_atomic
 from expertctl.reference import is_loopback
 from expertctl.registry.address import NetworkScope, RegistryAddress, looks_numeric
-from expertctl.registry.errors import sanitise_text
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, load_object
 
 MAX_BYTES = 1 << 20
@@ -139,14 +136,11 @@ class CredentialStore:
     @contextmanager
     def _update(self) -> Iterator[dict[str, Credential]]:
         make_folders(self.path.parent, mode=0o700)
-        try:
-            with FileLock(f"{self.path}.lock", timeout=LOCK_SECONDS, mode=0o600):
-                stored = self.list_credentials()
-                yield stored
-                write_atomic(self.path, _encode_credentials(stored), mode=0o600)
-        except Timeout as error:
-            message = f"{self.path} is being changed by another process"
-            raise StoreError(message, hint="try again when that has ended") from error
+        lock = self.path.with_name(f"{self.path.name}.lock")
+        with hold_lock(lock, guarded=self.path, seconds=LOCK_SECONDS):
+            stored = self.list_credentials()
+            yield stored
+            write_atomic(self.path, _encode_credentials(stored), mode=0o600)
 
 
 def read_environment_credential(

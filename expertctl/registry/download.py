@@ -35,11 +35,11 @@ from expertctl.errors import (
     RateLimitError,
     RegistryError,
     UnreachableError,
+    sanitise_text,
 )
 from expertctl.files import NO_SPACE_ERRORS, make_folders, publish_file
-from expertctl.registry.errors import sanitise_text
+from expertctl.registry.client import OciClient
 from expertctl.registry.http import StreamedResponse
-from expertctl.registry.oci_client import OciClient
 from expertctl.schema.strict_json import encode_canonical, load_object
 
 KEPT_SECONDS = 7 * 86400.0
@@ -285,9 +285,9 @@ class BlobDownloader:
         for error in sorted(errors, key=lambda e: isinstance(e, _StoppedError)):
             raise error
 
-    def sweep(self, *, age: float = KEPT_SECONDS) -> None:
-        """Remove partial blobs that were not continued for ``age`` seconds."""
-        sweep_partials(self.folder, age=age)
+    def sweep(self) -> None:
+        """Remove partial blobs that were not continued for `KEPT_SECONDS`."""
+        sweep_partials(self.folder, age=KEPT_SECONDS)
 
     def check_integrity(self) -> None:
         """Assert that every file belongs to a partial blob."""

@@ -30,8 +30,8 @@ from expertctl.errors import (
     UnreachableError,
     UnsignedError,
     UsageError,
+    sanitise_text,
 )
-from expertctl.messages import to_single_line
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 
 _Result = TypeVar("_Result")
@@ -192,12 +192,6 @@ def parse_error_body(body: bytes) -> RefusalReason:
     return RefusalReason(*(_text_or_empty(fields.get(key)) for key in ("code", "message", "hint")))
 
 
-def sanitise_text(text: str, limit: int = MAX_TEXT) -> str:
-    """Return a text of a server as it may be printed: bounded, one line, printable."""
-    clean = " ".join(to_single_line(text[: limit + 1], " ").split())
-    return clean if len(text) <= limit else f"{clean[:limit]}…"
-
-
 def parse_retry_after(headers: Mapping[str, str]) -> float | None:
     """Return the seconds of ``Retry-After``; a date, which needs a right clock, counts as none."""
     text = headers.get("retry-after", "").strip()
@@ -210,7 +204,7 @@ def _flatten_details(document: JsonObject) -> JsonObject:
 
 
 def _text_or_empty(value: JsonValue) -> str:
-    return sanitise_text(value) if isinstance(value, str) else ""
+    return sanitise_text(value, MAX_TEXT) if isinstance(value, str) else ""
 
 
 _STATUS_MESSAGES = {

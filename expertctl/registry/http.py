@@ -19,8 +19,7 @@ from urllib.parse import urljoin
 import httpx2
 
 from expertctl import __version__
-from expertctl.errors import OfflineError, RegistryError, UnreachableError
-from expertctl.messages import Notify
+from expertctl.errors import Notify, OfflineError, RegistryError, UnreachableError, sanitise_text
 from expertctl.registry.address import NetworkScope, RegistryAddress, classify_host
 from expertctl.registry.credentials import (
     MAX_ANSWER,
@@ -29,12 +28,7 @@ from expertctl.registry.credentials import (
     CredentialStore,
     LoginSessions,
 )
-from expertctl.registry.errors import (
-    MAX_ERROR_BYTES,
-    RetrySchedule,
-    make_response_error,
-    sanitise_text,
-)
+from expertctl.registry.errors import MAX_ERROR_BYTES, RetrySchedule, make_response_error
 from expertctl.registry.transport import RegistryTransport, Timeouts, translate_errors
 from expertctl.settings import Settings
 
@@ -393,14 +387,14 @@ class RegistryHttp:
         )
 
 
-def make_http(
+def open_http(
     settings: Settings,
     credentials: CredentialSource | None = None,
     environment: Mapping[str, str] = os.environ,
     *,
     notify: Notify | None = None,
 ) -> RegistryHttp:
-    """Return a client with the user's settings: logins, certificates, offline or not."""
+    """Return a client with the user's settings and stored logins; ``with`` closes it."""
     return RegistryHttp(
         credentials or CredentialStore(settings.home.credentials),
         environment=environment,
@@ -408,15 +402,6 @@ def make_http(
         offline=settings.offline,
         retries=RetrySchedule(tell=notify),
     )
-
-
-@contextmanager
-def open_http(
-    settings: Settings, environment: Mapping[str, str] = os.environ, *, notify: Notify | None = None
-) -> Iterator[RegistryHttp]:
-    """Open a client with the user's settings and stored logins; closed at the end."""
-    with make_http(settings, environment=environment, notify=notify) as http:
-        yield http
 
 
 def _find_reachable_scopes(

@@ -200,6 +200,11 @@ def format_time(moment: datetime) -> str:
     return moment.astimezone(UTC).strftime(_TIME_FORMAT)
 
 
+def format_timestamp(seconds: float) -> str:
+    """Return a time in seconds since the epoch like `format_time`."""
+    return format_time(datetime.fromtimestamp(seconds, UTC))
+
+
 def parse_time(text: str) -> datetime:
     """Parse the output of `format_time`; another text is a bug."""
     return datetime.strptime(text, _TIME_FORMAT).replace(tzinfo=UTC)

@@ -37,7 +37,7 @@ from expertctl.errors import (
     TrustError,
 )
 from expertctl.files import make_folders, write_atomic
-from expertctl.package.verify import VersionContent
+from expertctl.package.read import VersionContent
 from expertctl.reference import PackageName, Version
 from expertctl.registry.http import RegistryHttp, RegistryRequest
 from expertctl.registry.index_document import MAX_ENVELOPE, IndexDocument, Release, open_index

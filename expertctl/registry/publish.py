@@ -30,15 +30,13 @@ from expertctl.errors import (
     UsageError,
 )
 from expertctl.package.archive import DISCARD
+from expertctl.package.directory import find_secret
 from expertctl.package.layout import CONFIG, Blobs
-from expertctl.package.read import PackageContents, read_package
-from expertctl.package.source_files import find_secret
-from expertctl.package.verify import verify_contents
+from expertctl.package.read import PackageContents, read_package, verify_contents
 from expertctl.package.write import BlobSpool, add_document
 from expertctl.reference import PackageName, Reference
 from expertctl.registry.accounts import NamespaceDetails, fetch_namespace
-from expertctl.registry.api_client import ApiClient, fetch_version
-from expertctl.registry.oci_client import OciClient
+from expertctl.registry.client import ApiClient, OciClient, fetch_version
 from expertctl.trust.bundle import read_bundle
 from expertctl.trust.trust_store import TrustStore
 

@@ -27,11 +27,11 @@ from expertctl.errors import (
     RevokedError,
     TrustError,
     UsageError,
+    to_single_line,
 )
-from expertctl.messages import to_single_line
 from expertctl.reference import FROM_FILE, PackageName, Reference
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.api_client import ApiClient
+from expertctl.registry.client import ApiClient
 from expertctl.registry.http import RegistryHttp
 from expertctl.registry.index_document import IndexDocument, KeyEntry, Release, SignedForm
 from expertctl.trust.dsse import read_claimed_signer, verify_key_statement
@@ -283,9 +283,7 @@ def _pin_all(
 
 
 def _list_new_pins(
-    before: TrustRecord,
-    after: TrustRecord,
-    indexes: Iterable[tuple[IndexDocument, KnownRegistry]],
+    before: TrustRecord, after: TrustRecord, indexes: Iterable[tuple[IndexDocument, KnownRegistry]]
 ) -> list[PinnedKey]:
     places = dict.fromkeys((known.host, document.package.namespace) for document, known in indexes)
     return [

@@ -21,8 +21,7 @@ from urllib.parse import unquote
 import httpcore2
 import httpx2
 
-from expertctl.errors import RegistryError, UnreachableError, UsageError
-from expertctl.messages import to_single_line
+from expertctl.errors import RegistryError, UnreachableError, UsageError, to_single_line
 from expertctl.reference import is_loopback
 from expertctl.registry.address import NetworkScope, classify_address, find_forbidden_address
 
@@ -137,9 +136,7 @@ class RegistryTransport(httpx2.BaseTransport):
         backend = _WatchedBackend(self._timeouts.stall, self._open, allowed)
         if not proxy:
             return httpcore2.ConnectionPool(
-                ssl_context=self._context,
-                max_connections=MAX_CONNECTIONS,
-                network_backend=backend,
+                ssl_context=self._context, max_connections=MAX_CONNECTIONS, network_backend=backend
             )
         url, auth = _parse_proxy(proxy)
         return httpcore2.HTTPProxy(

@@ -24,10 +24,10 @@ from expertctl.errors import (
     RateLimitError,
     RegistryError,
     UnreachableError,
+    sanitise_text,
 )
 from expertctl.files import make_folders, write_atomic
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.errors import sanitise_text
 from expertctl.registry.http import OpenChunks, RegistryHttp, RegistryRequest, RegistryResponse
 from expertctl.schema.strict_json import encode_canonical, load_object
 
@@ -52,8 +52,6 @@ class BlobUpload:
     scope: str
     digest: Digest
     size: int
-    mount_from: str | None = None
-    """A repository of the same registry that may have the blob."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +78,8 @@ class Uploader:
 
     def send(
         self, upload: BlobUpload, open_blob: OpenBlob, *, progress: Progress = ignore_progress
-    ) -> bool:
-        """Send a blob; tell whether its bytes were sent, False when it was mounted.
+    ) -> None:
+        """Send a blob.
 
         Raises:
             DigestError: when the bytes are not those of the digest.
@@ -90,46 +88,29 @@ class Uploader:
         state = self._state_path(upload)
         if state is not None:
             remove_old_files(state.parent, age=KEPT_SECONDS)
-        session = None if upload.mount_from else self._load_session(upload, state)
-        session = session or self._start(upload)
-        if session is None:
-            progress(upload.size)
-            return False
-        counted = _UploadProgress(progress)
+        session = self._load_session(upload, state) or self._start(upload)
         with open_blob() as stream:
-            self._transfer(upload, _HashedSource(stream, upload), session, state, counted)
+            self._transfer(_BlobSource(stream, upload, progress), session, state)
         if state is not None:
             state.unlink(missing_ok=True)
-        return True
 
-    def _transfer(
-        self,
-        upload: BlobUpload,
-        source: "_HashedSource",
-        session: _UploadSession,
-        state: Path | None,
-        counted: "_UploadProgress",
-    ) -> None:
-        if upload.size <= session.chunk and session.offset == 0:
-            self._send_monolithic(upload, source, session, counted)
+    def _transfer(self, source: "_BlobSource", session: _UploadSession, state: Path | None) -> None:
+        if source.upload.size <= session.chunk and session.offset == 0:
+            self._send_monolithic(source, session)
             return
         try:
-            session = self._send_chunks(upload, source, session, state, counted)
+            session = self._send_chunks(source, session, state)
         except _ChunksRefusedError:
-            self._send_monolithic(upload, source, self._new_session(upload), counted)
+            self._send_monolithic(source, self._start(source.upload))
             return
-        self._finish_chunks(upload, source, session, state)
+        self._finish_chunks(source, session, state)
 
     def _finish_chunks(
-        self,
-        upload: BlobUpload,
-        source: "_HashedSource",
-        session: _UploadSession,
-        state: Path | None,
+        self, source: "_BlobSource", session: _UploadSession, state: Path | None
     ) -> None:
         try:
             source.check_digest()
-            self._finish(upload, session.location, None, repeatable=True)
+            self._finish(source.upload, session.location, None, repeatable=True)
         except (UnreachableError, RateLimitError):
             raise
         except ExpertError:
@@ -137,33 +118,23 @@ class Uploader:
                 state.unlink(missing_ok=True)
             raise
 
-    def _start(self, upload: BlobUpload) -> _UploadSession | None:
-        """Start an upload; None when the registry mounted the blob instead."""
-        query = {"mount": str(upload.digest), "from": upload.mount_from}
-        target = upload.path + (f"?{urlencode(query)}" if upload.mount_from else "")
-        call = self._make_request(upload, "POST", target, body=b"")
+    def _start(self, upload: BlobUpload) -> _UploadSession:
+        call = self._make_request(upload, "POST", upload.path, body=b"")
         answer = self.http.request(call, max_bytes=MAX_ANSWER, accept={201, 202}, repeatable=True)
-        if answer.status == 201 and upload.mount_from:
-            return None
         least = answer.headers.get("oci-chunk-min-length", "")
         wanted = int(least) if re.fullmatch(r"[0-9]{1,12}", least) else 0
         if wanted > MAX_CHUNK:
             raise RegistryError(f"{self.address.host}: it requires chunks of {wanted} bytes")
         return _UploadSession(self._parse_location(answer), 0, max(self.chunk_bytes, wanted))
 
-    def _send_monolithic(
-        self,
-        upload: BlobUpload,
-        source: "_HashedSource",
-        session: _UploadSession,
-        counted: "_UploadProgress",
-    ) -> None:
+    def _send_monolithic(self, source: "_BlobSource", session: _UploadSession) -> None:
         """Send all bytes in one request; each retry uses a new session."""
-        body = source.open_part(0, upload.size, counted)
+        upload = source.upload
+        body = source.open_part(0, upload.size)
         sessions = iter([session])
 
         def attempt() -> None:
-            fresh = next(sessions, None) or self._new_session(upload)
+            fresh = next(sessions, None) or self._start(upload)
             self._finish(upload, fresh.location, body, repeatable=False)
 
         try:
@@ -174,41 +145,26 @@ class Uploader:
             source.check_digest()  # rule out our own file before the registry is blamed
             raise
 
-    def _new_session(self, upload: BlobUpload) -> _UploadSession:
-        session = self._start(replace(upload, mount_from=None))
-        assert session is not None
-        return session
-
     def _send_chunks(
-        self,
-        upload: BlobUpload,
-        source: "_HashedSource",
-        session: _UploadSession,
-        state: Path | None,
-        counted: "_UploadProgress",
+        self, source: "_BlobSource", session: _UploadSession, state: Path | None
     ) -> _UploadSession:
         failures = 0
-        while session.offset < upload.size:
+        while session.offset < source.upload.size:
             self._save_session(state, session)
-            counted.report(session.offset)
+            source.report(session.offset)
             before = session.offset
             try:
-                session = self._send_chunk(upload, source, session, counted)
+                session = self._send_chunk(source, session)
                 failures = 0
             except (UnreachableError, RateLimitError) as error:
                 failures += 1
                 self.http.retries.pause(failures, error)
-                session = self._query_offset(upload, session)
+                session = self._query_offset(source.upload, session)
                 failures = 0 if session.offset > before else failures
         return session
 
-    def _send_chunk(
-        self,
-        upload: BlobUpload,
-        source: "_HashedSource",
-        session: _UploadSession,
-        counted: "_UploadProgress",
-    ) -> _UploadSession:
+    def _send_chunk(self, source: "_BlobSource", session: _UploadSession) -> _UploadSession:
+        upload = source.upload
         start, end = session.offset, min(session.offset + session.chunk, upload.size)
         headers = {
             "Content-Type": "application/octet-stream",
@@ -220,7 +176,7 @@ class Uploader:
             self.address,
             session.location,
             headers=headers,
-            body=source.open_part(start, end, counted),
+            body=source.open_part(start, end),
             scope=upload.scope,
         )
         answer = self.http.request(call, max_bytes=MAX_ANSWER, accept={202, 404, 405, 416, 501})
@@ -247,7 +203,7 @@ class Uploader:
         call = self._make_request(upload, "GET", session.location)
         answer = self.http.request(call, max_bytes=MAX_ANSWER, accept={204, 404})
         if answer.status == 404:
-            return self._new_session(upload)
+            return self._start(upload)
         offset = _parse_offset(answer, 0)
         if offset > upload.size:
             raise RegistryError(f"{self.address.host}: it reports more bytes than were sent")
@@ -345,36 +301,28 @@ def remove_old_files(folder: Path, *, age: float) -> None:
                 path.unlink()
 
 
-class _UploadProgress:
-    """Reports progress by position, so that bytes sent twice count once."""
+class _BlobSource:
+    """The bytes of a blob, each hashed and reported once, however often it is sent."""
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._position = 0
+    def __init__(self, stream: BinaryIO, upload: BlobUpload, progress: Progress) -> None:
+        self.upload = upload
+        self._stream, self._progress = stream, progress
+        self._reported, self._hashed = 0, 0
+        self._hasher = hashlib.sha256()
 
     def report(self, position: int) -> None:
         """Report the position in the blob."""
-        if position != self._position:
-            self._progress(position - self._position)
-            self._position = position
+        if position != self._reported:
+            self._progress(position - self._reported)
+            self._reported = position
 
-
-class _HashedSource:
-    """The bytes of a blob, each hashed once while they are sent in order."""
-
-    def __init__(self, stream: BinaryIO, upload: BlobUpload) -> None:
-        self._stream = stream
-        self._upload = upload
-        self._hashed = 0
-        self._hasher = hashlib.sha256()
-
-    def open_part(self, start: int, end: int, counted: _UploadProgress) -> OpenChunks:
+    def open_part(self, start: int, end: int) -> OpenChunks:
         """Return a function that reads a part, as often as it is sent.
 
         Raises:
             DigestError: when the file has become shorter.
         """
-        return lambda: self._iter_part(start, end, counted)
+        return lambda: self._iter_part(start, end)
 
     def check_digest(self) -> None:
         """Check all bytes, those sent by an earlier process included.
@@ -382,23 +330,23 @@ class _HashedSource:
         Raises:
             DigestError: when they are not those of the digest.
         """
-        self._hash_to(self._upload.size)
-        if self._hasher.hexdigest() != self._upload.digest.hex:
-            raise DigestError(f"the data for {self._upload.digest} has another digest")
+        self._hash_to(self.upload.size)
+        if self._hasher.hexdigest() != self.upload.digest.hex:
+            raise DigestError(f"the data for {self.upload.digest} has another digest")
 
-    def _iter_part(self, start: int, end: int, counted: _UploadProgress) -> Iterator[bytes]:
+    def _iter_part(self, start: int, end: int) -> Iterator[bytes]:
         position = start
         self._stream.seek(start)
         while position < end:
             data = self._stream.read(min(READ_CHUNK, end - position))
             if not data:
-                raise DigestError(f"{self._upload.digest}: the file has become shorter")
+                raise DigestError(f"{self.upload.digest}: the file has become shorter")
             if position == self._hashed:
                 self._hasher.update(data)
                 self._hashed += len(data)
             position += len(data)
             yield data
-            counted.report(position)
+            self.report(position)
 
     def _hash_to(self, end: int) -> None:
         self._stream.seek(self._hashed, os.SEEK_SET)

@@ -35,7 +35,7 @@ from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
 
 DEMO_BASE = "starter/base"
-"""The name of the demo base, which `expertctl.install.starter` adds to a new home."""
+"""The name of the demo base, which `expertctl.install.installer` adds to a new home."""
 _DEMO_FILES = Path(__file__).parent.parent / "_starter" / "base"
 
 
@@ -47,9 +47,9 @@ class BaseSelector:
     preferred: str | None = None
     """The setting ``base``."""
 
-    def find_default(self, *, engine: str = "native") -> StoredBase | None:
+    def find_default(self) -> StoredBase | None:
         """Return the base that answers without experts, if any; raises as `list_by_preference`."""
-        return next(iter(self.list_by_preference(engine=engine)), None)
+        return next(iter(self.list_by_preference()), None)
 
     def list_by_preference(self, *, engine: str = "native") -> list[StoredBase]:
         """Return all bases, the default one first.

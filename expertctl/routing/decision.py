@@ -13,12 +13,13 @@ import numpy as np
 
 from expertctl.package.compatibility import check_expert_base
 from expertctl.routing.candidate import (
+    EligibleExperts,
     InstalledExpert,
     RoutingCandidate,
     explain_misfit,
     explain_veto,
+    is_excluded,
 )
-from expertctl.routing.eligibility import EligibleExperts
 from expertctl.routing.features import PromptFeatures
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.manifest_lint import COPY_FLAGS
@@ -31,7 +32,7 @@ from expertctl.routing.score import (
     build_sort_key,
     discount_by_success,
 )
-from expertctl.routing.selection import SelectedExpert, explain_not_composing, is_excluded
+from expertctl.routing.selection import SelectedExpert, explain_not_composing
 from expertctl.routing.vector_table import EncodedTexts, Rows, SearchHits, Vectors
 from expertctl.store.base_record import StoredBase
 

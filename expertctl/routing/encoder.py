@@ -33,9 +33,9 @@ import numpy as np
 
 from expertctl.digest import Digest
 from expertctl.errors import NotFoundError
+from expertctl.routing.features import STOP_WORDS, Word, is_number, read_words, truncate
 from expertctl.routing.minilm import FILES, open_minilm
 from expertctl.routing.static_encoder import open_static_encoder
-from expertctl.routing.text import STOP_WORDS, Word, is_number, read_words, truncate
 from expertctl.routing.vector_table import EncodedTexts, Vectors, interpolate, normalise_rows
 from expertctl.schema.manifest import Manifest
 from expertctl.settings import Home, find_home

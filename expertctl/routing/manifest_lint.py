@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from expertctl.routing.text import (
+from expertctl.routing.features import (
     STOP_WORDS,
     find_confusable,
     fold_confusables,

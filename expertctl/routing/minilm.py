@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from expertctl.digest import Digest, hash_file
 from expertctl.errors import InvalidPackageError
 from expertctl.package.tensor_file import BASE_LIMITS, TensorInfo, read_table
-from expertctl.routing.text import MAX_CHARACTERS
+from expertctl.routing.features import MAX_CHARACTERS
 from expertctl.routing.vector_table import EncodedTexts, Vectors
 from expertctl.schema.strict_json import JsonObject, encode_canonical, load_object
 

@@ -14,17 +14,22 @@ from pathlib import Path
 from typing import Self
 
 from expertctl.digest import Digest
-from expertctl.errors import BaseMismatchError, DigestError, ExpertError, NotFoundError, UsageError
-from expertctl.messages import Notify, ignore_notification
+from expertctl.errors import (
+    BaseMismatchError,
+    DigestError,
+    ExpertError,
+    NotFoundError,
+    Notify,
+    UsageError,
+    ignore_notification,
+)
 from expertctl.reference import Reference
 from expertctl.routing.base_choice import BaseSelector, collect_hidden_sizes, explain_mismatch
-from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.candidate import EligibleExperts, InstalledExpert, find_eligible_experts
 from expertctl.routing.decision import collect_warnings
-from expertctl.routing.eligibility import EligibleExperts, find_eligible_experts
 from expertctl.routing.encoder import open_encoder
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.numerics import check_identity, compare_experts
-from expertctl.routing.plan import Plan, PlannedExpert
+from expertctl.routing.plan import Plan, PlannedExpert, check_identity, compare_experts
 from expertctl.routing.request import ForcedExpert, RouteRequest, complete_overrides
 from expertctl.routing.router import RoutingResult, build_plan, route_prompt
 from expertctl.routing.selection import SelectedExpert, find_requirements

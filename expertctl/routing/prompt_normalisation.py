@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from expertctl.routing.text import MAX_CHARACTERS, STOP_WORDS, fold_confusables
+from expertctl.routing.features import MAX_CHARACTERS, STOP_WORDS, fold_confusables
 
 _ROUTER_TERMS = (
     r"(?:router|routers|routing|rout(?:eur|age)|enrutador|enrutamiento|roteador|roteamento|"

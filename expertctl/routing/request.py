@@ -20,7 +20,7 @@ from typing import Any
 from expertctl.digest import Digest
 from expertctl.engine_config import DEFAULT_CONFIG, EngineConfig, check_engine_config
 from expertctl.errors import ContextLengthError, InvalidPackageError, UsageError
-from expertctl.reference import Reference
+from expertctl.reference import Reference, Target
 from expertctl.routing.plan import SamplingParams
 from expertctl.schema.manifest import Decoding, Manifest
 from expertctl.schema.strict_json import read_bounded
@@ -140,10 +140,6 @@ def check_overrides(overrides: SamplingOverrides) -> None:
         )
 
 
-Target = Reference | Digest
-"""The name of an expert: a reference, or its content or package digest."""
-
-
 @dataclass(frozen=True, slots=True)
 class ForcedExpert:
     """An expert named by the user, and its weight."""
@@ -208,15 +204,6 @@ def parse_forced(text: str) -> ForcedExpert:
     if _is_weight_separator(text):
         reference, _, weight = text.rpartition(":")
     return ForcedExpert(Reference.parse(reference), _parse_weight_number(weight, text))
-
-
-def parse_target(text: str) -> Target:
-    """Parse a reference or a digest.
-
-    Raises:
-        UsageError: for any other text.
-    """
-    return Digest.parse_input(text) if text.startswith("sha256:") else Reference.parse(text)
 
 
 def _is_weight_separator(text: str) -> bool:

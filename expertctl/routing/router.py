@@ -14,10 +14,13 @@ from expertctl.digest import Digest
 from expertctl.errors import UsageError
 from expertctl.package.compatibility import check_expert_base
 from expertctl.routing.candidate import (
+    EligibleExperts,
     InstalledExpert,
     RoutingCandidate,
     build_candidate,
+    explain_ineligible,
     explain_low_score,
+    is_excluded,
 )
 from expertctl.routing.decision import (
     RoutingDecision,
@@ -25,11 +28,15 @@ from expertctl.routing.decision import (
     collect_warnings,
     score_prompt,
 )
-from expertctl.routing.eligibility import EligibleExperts, explain_ineligible
 from expertctl.routing.features import PromptFeatures, extract_features
 from expertctl.routing.index import MAX_HITS, RoutingIndex, Similarity
-from expertctl.routing.numerics import build_numeric_settings, find_context_length
-from expertctl.routing.plan import Plan, PlannedExpert, compute_plan_identity
+from expertctl.routing.plan import (
+    Plan,
+    PlannedExpert,
+    build_numeric_settings,
+    compute_plan_identity,
+    find_context_length,
+)
 from expertctl.routing.prompt_normalisation import normalise_prompt
 from expertctl.routing.request import (
     RouteRequest,
@@ -40,7 +47,6 @@ from expertctl.routing.request import (
 from expertctl.routing.score import THRESHOLD
 from expertctl.routing.selection import (
     SelectedExpert,
-    is_excluded,
     list_unused_exclusions,
     select_experts,
     select_forced,

@@ -9,7 +9,7 @@ order.
 combines experts that conflict. The module also suggests names for experts that are not installed.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from expertctl.digest import Digest
@@ -21,9 +21,15 @@ from expertctl.errors import (
     RevokedError,
     UsageError,
 )
-from expertctl.reference import PackageName, Reference
-from expertctl.routing.candidate import InstalledExpert, RoutingCandidate, describe_evidence
-from expertctl.routing.request import ForcedExpert, Target
+from expertctl.reference import PackageName, Reference, Target
+from expertctl.routing.candidate import (
+    InstalledExpert,
+    PairGains,
+    RoutingCandidate,
+    describe_evidence,
+    matches_target,
+)
+from expertctl.routing.request import ForcedExpert
 from expertctl.routing.score import explain_tie
 from expertctl.store.store import find_similar_names
 
@@ -31,8 +37,6 @@ MAX_CHAIN_LENGTH = 10
 """The largest number of experts in a plan."""
 _CONFLICT_HINT = "name one of them, or leave one out with --exclude"
 
-PairGains = Mapping[tuple[Digest, Digest], float]
-"""Two experts in plan order → the measured gain of adding the second."""
 
 _Available = tuple[Sequence[InstalledExpert], Sequence[InstalledExpert]]
 """The experts in the plan so far, and all usable experts."""
@@ -205,15 +209,8 @@ def list_unused_exclusions(
     exclude: Sequence[Target], installed: Sequence[InstalledExpert]
 ) -> list[str]:
     """Return warnings about exclusions that match no installed expert."""
-    idle = [t for t in exclude if not any(_matches_target(t, expert) for expert in installed)]
+    idle = [t for t in exclude if not any(matches_target(t, expert) for expert in installed)]
     return [_describe_unused(target, installed) for target in idle]
-
-
-def _matches_target(target: Target, expert: InstalledExpert) -> bool:
-    """Tell whether a target matches an expert; a bare name matches prereleases as well."""
-    if isinstance(target, Digest) or target.digest or target.constraint.bounds:
-        return expert.matches(target)
-    return target.package == expert.stored.package
 
 
 def _describe_unused(target: Target, installed: Sequence[InstalledExpert]) -> str:
@@ -335,11 +332,6 @@ def select_forced(
     check_context([choice.expert for choice in choices if choice.weight != 0.0], context)
     _check_weights(choices)
     return choices
-
-
-def is_excluded(expert: InstalledExpert, exclude: Sequence[Target]) -> bool:
-    """Tell whether the user excluded an expert."""
-    return any(_matches_target(target, expert) for target in exclude)
 
 
 def _decide_candidate(

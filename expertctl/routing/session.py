@@ -25,8 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from expertctl.errors import NotFoundError
-from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.eligibility import EligibleExperts
+from expertctl.routing.candidate import EligibleExperts, InstalledExpert
 from expertctl.routing.features import extract_features
 from expertctl.routing.plan import Plan
 from expertctl.routing.planner import Inventory, PlannedPrompt, Planner

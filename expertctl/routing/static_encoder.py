@@ -25,8 +25,8 @@ from tokenizers import Tokenizer
 from expertctl.digest import Digest
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
 from expertctl.files import make_folders, write_atomic
+from expertctl.routing.features import MAX_CHARACTERS
 from expertctl.routing.minilm import MAX_TOKENS, Floats, MiniLmEncoder, open_minilm, stamp_model
-from expertctl.routing.text import MAX_CHARACTERS
 from expertctl.routing.vector_table import EncodedTexts, Vectors, interpolate, normalise_rows
 from expertctl.schema.strict_json import encode_canonical
 from expertctl.schema.validation import convert_document

@@ -140,7 +140,7 @@ def _check_depth(document: JsonValue) -> None:
     level: list[JsonValue] = [document]
     for _ in range(MAX_DEPTH + 2):
         level = [
-            child for value in level if value.__class__ in _NESTED for child in _get_children(value)
+            child for value in level if value.__class__ in _NESTED for child in get_children(value)
         ]
         if not level:
             return
@@ -151,11 +151,12 @@ def _check_texts(value: JsonValue) -> None:
     for text in (value, *value) if isinstance(value, dict) else (value,):
         if isinstance(text, str):
             _check_text(text)
-    for child in _get_children(value):
+    for child in get_children(value):
         _check_texts(child)
 
 
-def _get_children(value: JsonValue) -> Collection[JsonValue]:
+def get_children(value: JsonValue) -> Collection[JsonValue]:
+    """Return the values inside an object or an array; none for any other value."""
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()

@@ -115,10 +115,10 @@ def _is_large(document: JsonValue) -> bool:
 
 def _format_problem(error: jsonschema_rs.ValidationError) -> str:
     where = "/".join(str(part) for part in error.instance_path) or "document"
-    return f"{where[:MAX_PROBLEM_LENGTH]}: {_shorten(error.message)}"
+    return f"{where[:MAX_PROBLEM_LENGTH]}: {shorten_middle(error.message)}"
 
 
-def _shorten(message: str) -> str:
+def shorten_middle(message: str) -> str:
     """Cut out the middle: the value is at the beginning, the problem at the end."""
     if len(message) <= MAX_PROBLEM_LENGTH:
         return message

@@ -12,22 +12,14 @@ import hmac
 import os
 import re
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from filelock import FileLock, Timeout
 
-from expertctl.errors import (
-    ConflictError,
-    InvalidPackageError,
-    NotFoundError,
-    StoreError,
-    UsageError,
-)
-from expertctl.files import make_folders, open_regular_file, write_atomic
+from expertctl.errors import ConflictError, InvalidPackageError, NotFoundError, UsageError
+from expertctl.files import hold_lock, make_folders, open_regular_file, write_atomic
 from expertctl.schema.strict_json import load_object
 from expertctl.schema.validation import convert_document
 
@@ -135,7 +127,7 @@ class ApiKeyStore:
             tokens_per_minute=tokens_per_minute,
             manages=manages,
         )
-        with self._locked():
+        with self._hold_lock():
             known = self._read()
             if any(each.name == name for each in known):
                 hint = f"run `expertctl serve key revoke {name}` first, or choose another name"
@@ -151,7 +143,7 @@ class ApiKeyStore:
         Raises:
             NotFoundError: when there is no such key.
         """
-        with self._locked():
+        with self._hold_lock():
             known = self._read()
             gone = [key for key in known if name in {key.name, key.id}]
             if not gone:
@@ -184,15 +176,10 @@ class ApiKeyStore:
         content = msgspec.json.format(msgspec.json.encode(_KeyFile(_FORMAT, keys)), indent=2)
         write_atomic(self.path, content + b"\n", mode=0o600)
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _hold_lock(self) -> AbstractContextManager[None]:
         make_folders(self.path.parent, mode=0o700)
-        try:
-            with FileLock(f"{self.path}.lock", timeout=_LOCK_SECONDS, mode=0o600):
-                yield
-        except Timeout as error:
-            message = f"{self.path} is being changed by another process"
-            raise StoreError(message, hint="try again when it has finished") from error
+        lock = self.path.with_name(f"{self.path.name}.lock")
+        return hold_lock(lock, guarded=self.path, seconds=_LOCK_SECONDS)
 
 
 def _read_stamp(path: Path) -> FileStamp | None:

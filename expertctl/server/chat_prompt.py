@@ -19,7 +19,7 @@ from expertctl.engine.text.prompt import ChatEnd, ConversationMessage
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine.text.tokenizer_files import TemplateSource
 from expertctl.errors import ContextLengthError, ExpertError
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.routing.request import MAX_PROMPT_CHARACTERS
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical
 from expertctl.server.output_parser import OutputParserConfig
@@ -148,9 +148,8 @@ def check_tools_length(tools: Sequence[JsonObject]) -> None:
     """
     size = _count_characters(tools)
     if size > MAX_PROMPT_CHARACTERS:
-        raise FieldError(
-            f"tools: they have {size} characters, at most {MAX_PROMPT_CHARACTERS} are allowed",
-            field="tools",
+        raise FieldError.at(
+            "tools", f"they have {size} characters, at most {MAX_PROMPT_CHARACTERS} are allowed"
         )
 
 
@@ -174,7 +173,7 @@ def find_routing_text(messages: Sequence[ConversationMessage]) -> str:
     """
     texts = [message for message in messages if message.content.strip()]
     if not texts:
-        raise FieldError("messages: none of them has text", field="messages")
+        raise FieldError.at("messages", "none of them has text")
     by_user = [message for message in texts if message.role == "user"]
     return (by_user or texts)[-1].content
 

@@ -11,7 +11,7 @@ it applies one level further down. Only references within the schema are followe
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import isinf
@@ -23,7 +23,8 @@ import jsonschema_rs
 
 from expertctl.engine.text.answer_format import MAX_CHARACTERS, FormatCheck
 from expertctl.errors import UsageError
-from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.schema.strict_json import JsonObject, JsonValue, get_children
+from expertctl.schema.validation import MAX_PROBLEM_LENGTH, shorten_middle
 
 _MAX_INTEGER_DIGITS = 4000
 """Maximum digits of an exact integer; a longer one is read as the nearest float."""
@@ -314,7 +315,6 @@ MAX_VISITS = 5_000_000
 _MAX_PATTERN_BYTES = 1 << 18
 MAX_PATTERNS, MAX_PATTERN_CHARACTERS = 100, 10_000
 """Maximum patterns of a schema, and maximum characters of all of them."""
-_MAX_SHOWN = 300
 _HINT = "correct the schema; patterns support neither look-around nor back-references"
 _NEWEST = "https://json-schema.org/draft/2020-12/schema"
 _DIALECTS: Mapping[str, type[jsonschema_rs.Validator]] = {
@@ -349,7 +349,7 @@ class AnswerSchema:
         try:
             return self._validate(value, what)
         except ValueError as unreadable:  # such as a lone surrogate
-            return FormatCheck(None, f"{unchecked}: {unreadable}"[:_MAX_SHOWN])
+            return FormatCheck(None, f"{unchecked}: {unreadable}"[:MAX_PROBLEM_LENGTH])
 
     def _validate(self, value: JsonValue, what: str) -> FormatCheck:
         error = next(iter(self.validator.iter_errors(value)), None)
@@ -357,7 +357,7 @@ class AnswerSchema:
             return FormatCheck(True)
         place = "/".join(map(str, error.instance_path)) or "the whole"
         problem = f"{what} does not fit its schema: {place[:100]}: {error.message}"
-        return FormatCheck(False, _shorten(problem))
+        return FormatCheck(False, shorten_middle(problem))
 
 
 def compile_schema(schema: JsonObject, *, where: str) -> AnswerSchema:
@@ -377,9 +377,10 @@ def compile_schema(schema: JsonObject, *, where: str) -> AnswerSchema:
         )
     except jsonschema_rs.ValidationError as error:
         place = "/".join([where, *map(str, error.instance_path)])
-        raise UsageError(f"{_shorten(place)}: {_shorten(error.message)}", hint=_HINT) from error
+        problem = f"{shorten_middle(place)}: {shorten_middle(error.message)}"
+        raise UsageError(problem, hint=_HINT) from error
     except (ValueError, jsonschema_rs.ReferencingError) as error:
-        raise UsageError(f"{where}: {_shorten(str(error))}", hint=_HINT) from error
+        raise UsageError(f"{where}: {shorten_middle(str(error))}", hint=_HINT) from error
     return AnswerSchema(validator, cost)
 
 
@@ -451,17 +452,4 @@ def _iter_levels(value: JsonValue) -> Iterator[list[JsonValue]]:
     level = [value]
     while level:
         yield level
-        level = [child for one in level for child in _child_values(one)]
-
-
-def _child_values(value: JsonValue) -> Iterable[JsonValue]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
-
-
-def _shorten(text: str) -> str:
-    """Cut out the middle of a long text; its end names the problem."""
-    if len(text) <= _MAX_SHOWN:
-        return text
-    return f"{text[: _MAX_SHOWN // 2]}…{text[-_MAX_SHOWN // 2 + 1 :]}"
+        level = [child for one in level for child in get_children(one)]

@@ -237,7 +237,7 @@ class Metrics:
     def render(self, read: ReadSnapshot) -> bytes:
         """Return all metrics in the text format, including the engine's current state."""
         shown = CollectorRegistry()
-        shown.register(_RegistryForwarder(self._own))
+        shown.register(self._own)
         if (now := read()) is not None:
             shown.register(_EngineCollector(*now))
         return generate_latest(shown)
@@ -249,16 +249,6 @@ class Metrics:
         return Histogram(
             f"expertctl_{name}", text, labels, buckets=tuple(buckets), registry=self._own
         )
-
-
-class _RegistryForwarder(Collector):
-    """Exposes the time series of one registry as part of another."""
-
-    def __init__(self, source: CollectorRegistry) -> None:
-        self._source = source
-
-    def collect(self) -> Iterator[object]:  # type: ignore[override]  # Metric, which it re-exports untyped
-        yield from self._source.collect()
 
 
 class _EngineCollector(Collector):
@@ -290,9 +280,7 @@ def _job_families(now: EngineSnapshot) -> Iterator[Family]:
         jobs.add_metric([outcome], getattr(now.totals, outcome))
     yield jobs
     yield _counter_family(
-        "texts_paused",
-        "Sequences preempted to free memory for older ones.",
-        now.totals.paused,
+        "texts_paused", "Sequences preempted to free memory for older ones.", now.totals.paused
     )
     yield _counter_family("steps", "Decode steps.", now.counts.steps)
     yield _counter_family(

@@ -18,14 +18,13 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute
 
 from expertctl.engine.serving.request import AdapterStatus
-from expertctl.http.errors import FieldError
-from expertctl.http.operation import Operation
+from expertctl.http.operation import FieldError, Operation
 from expertctl.routing.request import LIMITS
 from expertctl.schema.strict_json import JsonObject
-from expertctl.server.model_name import AUTO, ModelNotFoundError
 from expertctl.server.request_body import build_router
 from expertctl.server.responses import MODELS, is_anthropic_request
 from expertctl.server.service import Service
+from expertctl.server.settings import AUTO, ModelNotFoundError
 
 _OWNER = "expertctl"
 
@@ -137,14 +136,14 @@ def parse_page_query(query: QueryParams) -> ModelPageQuery:
     """
     for name, _ in query.multi_items():
         if name not in _QUERY_PARAMETERS:
-            raise FieldError(f"{name[:80]}: not supported by this server", field=name[:80])
+            raise FieldError.at(name[:80], "not supported by this server")
     before, after = query.get("before_id"), query.get("after_id")
     if before is not None and after is not None:
-        raise FieldError("before_id: it cannot be combined with after_id", field="before_id")
+        raise FieldError.at("before_id", "it cannot be combined with after_id")
     stages = query.getlist(_LIFECYCLE)
     if not _LIFECYCLE_STAGES.issuperset(stages):
         words = ", ".join(sorted(_LIFECYCLE_STAGES))
-        raise FieldError(f"lifecycle: it must be one of {words}", field="lifecycle")
+        raise FieldError.at("lifecycle", f"it must be one of {words}")
     return ModelPageQuery(
         limit=_parse_limit(query.get("limit")),
         before=before,
@@ -197,7 +196,7 @@ def _parse_limit(given: str | None) -> int:
         return DEFAULT_PAGE_SIZE
     known = given.isascii() and given.isdigit() and len(given) <= len(str(MAX_PAGE_SIZE))
     if not known or not 1 <= int(given) <= MAX_PAGE_SIZE:
-        raise FieldError(f"limit: it must be a number from 1 to {MAX_PAGE_SIZE}", field="limit")
+        raise FieldError.at("limit", f"it must be a number from 1 to {MAX_PAGE_SIZE}")
     return int(given)
 
 
@@ -205,7 +204,7 @@ def _find_position(models: Sequence[ServedModel], name: str, field: str) -> int:
     for place, model in enumerate(models):
         if model.name == name:
             return place
-    raise FieldError(f"{field}: there is no model {name[:80]!r} here", field=field)
+    raise FieldError.at(field, f"there is no model {name[:80]!r} here")
 
 
 def build_routes(service: Service) -> list[BaseRoute]:

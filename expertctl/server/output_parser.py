@@ -22,13 +22,9 @@ from dataclasses import dataclass
 from expertctl.engine.serving.request import CheckFunction
 from expertctl.engine.text.answer_format import UNCHECKED, FormatCheck, worst_check
 from expertctl.errors import UsageError
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.schema.strict_json import JsonObject, JsonValue
-from expertctl.server.json_schema import (
-    AnswerSchema,
-    check_schema_bounds,
-    compile_schema,
-)
+from expertctl.server.json_schema import AnswerSchema, check_schema_bounds, compile_schema
 from expertctl.server.reasoning_parser import (
     MAX_SPACE,
     PendingText,

@@ -28,12 +28,22 @@ from anyio import to_thread
 from starlette.applications import Starlette
 
 from expertctl.errors import ExpertError, RegistryError
-from expertctl.http.address import ListenAddress, reserve_address
-from expertctl.http.granian_server import GranianOptions, build_server, run_server
 from expertctl.http.log import build_log_config
+from expertctl.http.server import (
+    GranianOptions,
+    ListenAddress,
+    build_server,
+    reserve_address,
+    run_server,
+)
 from expertctl.server.api_keys import ApiKeyStore
-from expertctl.server.model_name import check_alias_bases, check_alias_experts
-from expertctl.server.settings import ServeSettings, check_settings, require_secure
+from expertctl.server.settings import (
+    ServeSettings,
+    check_alias_bases,
+    check_alias_experts,
+    check_settings,
+    require_secure,
+)
 from expertctl.settings import Settings
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store

@@ -33,8 +33,8 @@ from expertctl.errors import ExpertError
 from expertctl.routing.planner import Planner
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.api_keys import ApiKeyStore
-from expertctl.server.caller import Quotas
 from expertctl.server.metrics import Metrics
+from expertctl.server.responses import Quotas
 from expertctl.server.settings import ServeSettings
 
 if TYPE_CHECKING:

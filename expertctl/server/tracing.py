@@ -57,8 +57,7 @@ from expertctl.engine.serving.request import (
 from expertctl.errors import CancelledError, ExpertError, UsageError
 from expertctl.http.log import get_route_path
 from expertctl.routing.request import ForcedExpert
-from expertctl.server.caller import Caller
-from expertctl.server.responses import get_request_id
+from expertctl.server.responses import Caller, get_request_id
 
 LOG = logging.getLogger("expertctl.server")
 DEFAULT_SERVICE_NAME = "expertctl"
@@ -406,7 +405,7 @@ def _request_attributes(job: GenerationJob, base: str | None) -> Attributes:
 
 
 def _find_model(request: RunRequest, base: str | None) -> str | None:
-    """Return the ``model`` of a request, in the notation of `expertctl.server.model_name`."""
+    """Return the ``model`` of a request, in the notation of `expertctl.server.settings`."""
     if request.route.base_alone:
         return base
     forced = [expert for expert in request.experts if isinstance(expert, ForcedExpert)]

@@ -17,8 +17,7 @@ from threading import Thread
 from typing import IO
 
 from expertctl.engine.text.answer_format import MAX_CHARACTERS, FormatCheck
-from expertctl.errors import NotFoundError, UsageError
-from expertctl.messages import to_single_line
+from expertctl.errors import NotFoundError, UsageError, to_single_line
 
 DEFAULT_TIMEOUT = 5.0
 """Default time limit of a validator, in seconds."""

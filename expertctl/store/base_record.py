@@ -164,16 +164,14 @@ def refresh_files(
     return tuple(now), problems + [f"{directory / name} is new" for name in new]
 
 
-def find_changed_files(
-    directory: Path, files: Iterable[BaseFile], *, progress: Progress = ignore_progress
-) -> list[str]:
+def find_changed_files(directory: Path, files: Iterable[BaseFile]) -> list[str]:
     """Hash all files, and return one line per file whose digest differs."""
     known = tuple(files)
     paths = [directory / file.path for file in known]
     missing = [f"{path} is missing" for path in paths if not path.is_file()]
     if missing:
         return missing
-    found = hash_base_files(directory, [file.path for file in known], progress=progress)
+    found = hash_base_files(directory, [file.path for file in known])
     pairs = zip(known, found, paths, strict=True)
     return [f"{path} has other content" for old, new, path in pairs if old.digest != new.digest]
 

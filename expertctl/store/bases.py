@@ -15,12 +15,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from expertctl.digest import Progress, ignore_progress
-from expertctl.errors import (
-    ConflictError,
-    NotFoundError,
-)
+from expertctl.errors import ConflictError, NotFoundError
 from expertctl.files import make_folders, remove_tree, sync_folder, write_atomic
-from expertctl.package.adapter_config import find_full_precision_label
+from expertctl.package.adapter import find_full_precision_label
 from expertctl.package.base_model import (
     differs_in_tokenizer_form_only,
     read_base,
@@ -191,13 +188,13 @@ class BaseStore:
         if files != base.files and os.access(self.folder, os.W_OK):
             self._update_files(base, files)
 
-    def rehash(self, base: StoredBase, *, progress: Progress = ignore_progress) -> None:
+    def rehash(self, base: StoredBase) -> None:
         """Require that the files are those added, reading every byte.
 
         Raises:
             BaseMismatchError: naming every file that differs.
         """
-        check_unchanged(base.name, find_changed_files(base.path, base.files, progress=progress))
+        check_unchanged(base.name, find_changed_files(base.path, base.files))
 
     @contextmanager
     def stage_copy(self, base: StoredBase) -> Iterator[Path]:

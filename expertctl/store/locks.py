@@ -16,14 +16,14 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, StoreError
-from expertctl.files import make_folders, remove_tree
+from expertctl.files import hold_lock, make_folders, remove_tree
 from expertctl.store.disk import READ_ONLY_ERRORS
 from expertctl.store.refs import StorePaths
 
@@ -33,19 +33,13 @@ _REMOVED_ERRORS = {errno.ENOENT, errno.EEXIST}
 """Errors of opening a lock whose folder is removed meanwhile: `FileLock` creates a missing one."""
 
 
-@contextmanager
-def exclusive_lock(path: Path, *, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+def exclusive_lock(path: Path, *, seconds: float = LOCK_SECONDS) -> AbstractContextManager[None]:
     """Hold a lock file; its folder must exist.
 
     Raises:
         StoreError: when another process holds it for too long.
     """
-    try:
-        with FileLock(path, timeout=seconds, thread_local=False):
-            yield
-    except Timeout as error:
-        message = f"{path.parent} is being changed by another process"
-        raise StoreError(message, hint="try again when that has ended") from error
+    return hold_lock(path, guarded=path.parent, seconds=seconds, mode=0o644)
 
 
 @contextmanager

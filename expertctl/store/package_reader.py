@@ -11,8 +11,9 @@ from expertctl.errors import DigestError
 from expertctl.package.layout import Blobs, PackageLayout, build_layout
 from expertctl.package.read import PackageContents, is_file_name, read_blobs
 from expertctl.package.write import spool_package
+from expertctl.reference import parse_target
 from expertctl.store.refs import StoredExpert
-from expertctl.store.store import Store, parse_wanted
+from expertctl.store.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def open_package(
         with spool_package(Path(target), target=place, progress=progress) as (contents, spool):
             yield OpenPackage(contents.manifest.ref, contents.layout, spool.blob)
         return
-    expert = store.find(parse_wanted(target))
+    expert = store.find(parse_target(target))
     with store.lease_experts([expert]):
         yield OpenPackage(
             expert.ref, make_stored_layout(expert), open_stored_blobs(store), expert.signer

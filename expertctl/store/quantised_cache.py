@@ -30,9 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from expertctl.digest import Digest, Progress, ignore_progress
-from expertctl.errors import ConflictError, DiskFullError, StoreError
+from expertctl.errors import ConflictError, DiskFullError, Notify, StoreError, ignore_notification
 from expertctl.files import open_staged_file, write_atomic
-from expertctl.messages import Notify, ignore_notification
 from expertctl.settings import format_size
 from expertctl.store.base_folder import check_private_folder, is_private_folder, list_copies
 from expertctl.store.base_record import StoredBase, check_unchanged

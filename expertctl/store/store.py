@@ -16,13 +16,7 @@ from expertctl.digest import Digest, hash_file
 from expertctl.errors import DigestError, DiskFullError, NotFoundError, StoreError
 from expertctl.reference import ANY, Reference
 from expertctl.store.preference import PREFER_NEWEST, VersionPreference
-from expertctl.store.refs import (
-    StoredExpert,
-    StorePaths,
-    StoreScan,
-    find_file_size,
-    scan_refs,
-)
+from expertctl.store.refs import StoredExpert, StorePaths, StoreScan, find_file_size, scan_refs
 
 if TYPE_CHECKING:
     from expertctl.schema.manifest import Manifest
@@ -206,15 +200,6 @@ class Store:
         for expert in experts:
             if expert not in present:
                 raise NotFoundError(f"{expert.ref} was removed or replaced meanwhile")
-
-
-def parse_wanted(text: str) -> Reference | Digest:
-    """Parse how the user names an installed expert: a reference, or ``sha256:<hex>``.
-
-    Raises:
-        UsageError: when the text is neither.
-    """
-    return Digest.parse_input(text) if text.startswith("sha256:") else Reference.parse(text)
 
 
 def _find_by_digest(experts: Sequence[StoredExpert], digest: Digest) -> StoredExpert:

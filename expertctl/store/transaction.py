@@ -22,7 +22,7 @@ from typing import BinaryIO, Literal
 from expertctl.digest import READ_CHUNK, Digest
 from expertctl.errors import InvalidPackageError, StoreError
 from expertctl.files import make_folders, open_staged_file, publish_file, remove_tree, sync_folder
-from expertctl.package.verify import VerifiedPackage, VersionContent, changed_version_error
+from expertctl.package.read import VerifiedPackage, VersionContent, changed_version_error
 from expertctl.schema.manifest import BaseRequirement
 from expertctl.store.disk import DerivedData, disk_errors, measure_folder
 from expertctl.store.locks import (
@@ -242,9 +242,9 @@ class StoreTransaction:
             remove_tree(folder)
         return garbage
 
-    def sweep(self, *, age: float = STAGING_AGE) -> None:
+    def sweep(self) -> None:
         """Remove folders left by killed processes."""
-        for folder in list_abandoned_folders(self._paths, age=age):
+        for folder in list_abandoned_folders(self._paths):
             remove_tree(folder)
 
     def _discard_others(self, expert: StoredExpert, path: Path) -> None:

@@ -133,10 +133,7 @@ def parse_namespace(text: str) -> str:
 
 
 def make_grants(
-    namespaces: Iterable[str],
-    content_digests: Sequence[str] | None,
-    *,
-    registry: str | None = None,
+    namespaces: Iterable[str], content_digests: Sequence[str] | None, *, registry: str | None = None
 ) -> tuple[Grant, ...]:
     """Return one grant for each namespace, all with the same limits.
 

@@ -13,11 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from expertctl.digest import Digest
-from expertctl.errors import NotFoundError, RevokedError, StoreError, TrustError, UsageError
-from expertctl.files import write_atomic
+from expertctl.errors import NotFoundError, RevokedError, TrustError, UsageError
+from expertctl.files import hold_lock, write_atomic
 from expertctl.reference import PackageName
 from expertctl.trust.grants import MAX_BYTES, KnownRegistry, Revocation, TrustedKey, make_grants
 from expertctl.trust.keys import Algorithm, KeyRing, PrivateKey, PublicKey, check_key_name
@@ -161,17 +159,13 @@ class TrustStore:
             StoreError: when another process writes it for too long.
         """
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = FileLock(f"{self.path}.lock", timeout=self.lock_seconds, mode=0o600)
-        try:
-            with lock:
-                record = self.read()
-                changed = change(record)
-                if changed != record:
-                    write_atomic(self.path, changed.encode(), mode=0o600)
-                return changed
-        except Timeout as error:
-            message = f"{self.path} is being changed by another process"
-            raise StoreError(message, hint="try again when that has ended") from error
+        lock = self.path.with_name(f"{self.path.name}.lock")
+        with hold_lock(lock, guarded=self.path, seconds=self.lock_seconds):
+            record = self.read()
+            changed = change(record)
+            if changed != record:
+                write_atomic(self.path, changed.encode(), mode=0o600)
+            return changed
 
 
 OWN_NAMESPACE = "local"

@@ -34,6 +34,7 @@ from registry_server.access import namespaces, rights
 from registry_server.access.namespaces import MAX_NAME, list_solely_owned, validate_name
 from registry_server.access.rights import ANONYMOUS, Action, Identity, TokenScope
 from registry_server.database.tables import MEMBERS, TOKENS, USERS
+from registry_server.errors import SESSION_PREFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +322,6 @@ def _parse_scopes(text: str) -> tuple[TokenScope, ...]:
     return tuple(TokenScope.parse(scope) for scope in json.loads(text))
 
 
-SESSION_PREFIX = "xps_"
 SESSION_SECONDS = 300
 MAX_SESSION_LENGTH = 12_000
 _MAC_HASH = hashlib.sha256

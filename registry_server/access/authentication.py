@@ -7,11 +7,40 @@ cannot use that login to write.
 ``/token`` implements docker's token authentication: a 401 response names it as the realm, a client
 requests it with Basic or without credentials, and then repeats its request with the session token,
 limited to the requested scopes, as its bearer token.
+
+Client address: ``X-Forwarded-For`` counts only if the peer is a trusted proxy. It is read from its
+end, where proxies append, to the first address that is not a trusted proxy; the client may have
+written everything before that.
+
+Secrets: only the ``Authorization`` header may contain one. Bearer holds the token; Basic holds it
+as the password, for clients that support nothing else, and its user name is ignored. Secrets in the
+URL or in cookies are ignored.
+
+`IdentityCache` keeps the identities of secrets until the next commit. Most requests come between
+two writes, so the last result still holds. A commit by any worker empties the cache, so a revoked
+token stops working at once. Identities carry their expiry. The keys of the cache are hashes.
+
+Failed logins are limited without delaying valid ones. A secret is looked up before any limit
+applies, so a valid token works whatever else comes from its address. A look-up takes one hash and
+one indexed read, and no read for a secret that this registry cannot have issued. Limits apply to
+each secret prefix at an address, so that a machine with an old token does not lock out others, and
+to each address in total.
+
+Refusals (failed logins, and changes that were not allowed or not possible) are written to the audit
+log. They cost the client nothing, so the rows are bounded: one a minute for the same event from the
+same source, and `MAX_REFUSALS_PER_MINUTE` of each kind, so that failed logins, which anybody can
+cause, cannot hide refused changes. Omitted rows are counted; the next row states their number. Rows
+are written after the response, without waiting for the disk.
 """
 
+import base64
+import binascii
+import ipaddress
+import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 
@@ -35,20 +64,253 @@ from expertctl.errors import (
 from expertctl.http.limits import RateLimiter
 from registry_server.access import accounts, rights
 from registry_server.access.accounts import SESSION_SECONDS, SessionKey, parse_requested_scopes
-from registry_server.access.credentials import (
-    FailedLoginLimiter,
-    IdentityCache,
-    RefusalLog,
-    get_rate_limit_key,
-    is_anonymous,
-    is_refused_write,
-    parse_networks,
-    read_secret,
-    resolve_client_address,
-)
 from registry_server.access.rights import Identity, TokenScope
-from registry_server.errors import error_response
+from registry_server.database.connection import Database
+from registry_server.errors import SESSION_PREFIX, error_response
 from registry_server.registry import Registry
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+UNKNOWN_ADDRESS = "unknown"
+MAX_HOPS = 20
+
+
+def resolve_client_address(scope: Scope, proxies: Sequence[Network]) -> str:
+    """Return the client's address; ``unknown`` if the server does not provide one."""
+    client = scope.get("client")
+    peer = _parse_address(client[0]) if client else None
+    if peer is None:
+        return UNKNOWN_ADDRESS
+    if not _is_trusted(peer, proxies):
+        return str(peer)
+    hops = ",".join(Headers(scope=scope).getlist("x-forwarded-for")).split(",")[-MAX_HOPS:]
+    for hop in reversed(hops):
+        found = _parse_address(hop.strip())
+        if found is None:
+            break
+        peer = found
+        if not _is_trusted(peer, proxies):
+            break
+    return str(peer)
+
+
+def get_rate_limit_key(address: str) -> str:
+    """Return the key of a rate limit: an IPv4 address, or the /64 network of an IPv6 address."""
+    parsed = _parse_address(address)
+    if isinstance(parsed, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((parsed, 64), strict=False))
+    return address
+
+
+def parse_networks(cidrs: Sequence[str]) -> tuple[Network, ...]:
+    """Parse the networks of the settings."""
+    return tuple(ipaddress.ip_network(text, strict=False) for text in cidrs)
+
+
+def _is_trusted(address: Address, proxies: Sequence[Network]) -> bool:
+    return any(address in network for network in proxies)
+
+
+def _parse_address(text: str) -> Address | None:
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = getattr(address, "ipv4_mapped", None)
+    return mapped or address
+
+
+MAX_AUTHORIZATION_HEADER = 16_000
+_EMPTY_BASIC = "basic og=="
+
+
+def is_anonymous(headers: Headers) -> bool:
+    """Return whether a request has no credentials: no header, or Basic with empty name and secret.
+
+    skopeo sends the latter if it has no credentials and the server offers Basic.
+    """
+    values = headers.getlist("authorization")
+    return not values or (len(values) == 1 and values[0].lower() == _EMPTY_BASIC)
+
+
+def read_secret(headers: Headers) -> str | None:
+    """Return the secret of a request; None if the header is neither Bearer nor Basic."""
+    values = headers.getlist("authorization")
+    if len(values) != 1 or len(values[0]) > MAX_AUTHORIZATION_HEADER or not values[0].isascii():
+        return None
+    scheme, _, value = values[0].partition(" ")
+    return _parse_secret(scheme.lower(), value.strip(" "))
+
+
+def _parse_secret(scheme: str, value: str) -> str | None:
+    if scheme == "bearer":
+        return value
+    if scheme != "basic":
+        return None
+    try:
+        pair = base64.b64decode(value, validate=True).decode("ascii")
+    except (ValueError, binascii.Error):
+        return None
+    return pair.partition(":")[2]
+
+
+MAX_CACHED_IDENTITIES = 10_000
+
+
+@dataclass(slots=True)
+class IdentityCache:
+    """Caches identities until the database changes."""
+
+    database: Database
+    sessions: SessionKey
+    _version: int = -1
+    _identities: dict[str, Identity] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def find(self, secret: str) -> Identity | None:
+        """Return the identity that a secret authenticates now; None if there is none.
+
+        Raises:
+            StoreError: when the database cannot be read; no secret is accepted then.
+        """
+        if not self._may_be_issued_here(secret):
+            return None
+        hashed = accounts.hash_secret(secret)
+        with self._lock:
+            self._clear_after_commit()
+            found = self._identities.get(hashed)
+            if found is None and (found := self._load(secret)) is not None:
+                self._identities[hashed] = found
+        ended = found is not None and found.expires is not None and found.expires <= time.time()
+        return None if ended else found
+
+    def was_issued_here(self, secret: str) -> bool:
+        """Return whether this registry issued a secret that is not valid now.
+
+        Raises:
+            StoreError: when the database cannot be read.
+        """
+        if not self._may_be_issued_here(secret):
+            return False
+        if secret.startswith(SESSION_PREFIX):
+            return True
+        with self.database.read() as connection:
+            return accounts.was_minted(connection, secret)
+
+    def _may_be_issued_here(self, secret: str) -> bool:
+        """Return, without the database, whether this registry may have issued a secret."""
+        is_session = secret.startswith(SESSION_PREFIX)
+        return (
+            self.sessions.is_authentic(secret) if is_session else accounts.looks_like_token(secret)
+        )
+
+    def _clear_after_commit(self) -> None:
+        version = self.database.version()
+        if version != self._version or len(self._identities) >= MAX_CACHED_IDENTITIES:
+            self._identities.clear()
+            self._version = version
+
+    def _load(self, secret: str) -> Identity | None:
+        with self.database.read() as connection:
+            if secret.startswith(SESSION_PREFIX):
+                return self.sessions.find(connection, secret)
+            return accounts.find_identity(connection, secret)
+
+
+ADDRESS_FACTOR = 5
+"""Failures that an address may have in total, as a multiple of those of one prefix."""
+PRINTABLE_PREFIX_LENGTH = 12
+"""Length of the prefix that distinguishes secrets; a token has 35 more characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedLoginLimiter:
+    """Limits failed logins by address and secret prefix, and by address."""
+
+    _per_secret_prefix: RateLimiter
+    _per_address: RateLimiter
+
+    @classmethod
+    def create(cls, per_minute: int, clock: Callable[[], float]) -> "FailedLoginLimiter":
+        """Allow ``per_minute`` failures of one prefix at one address."""
+        return cls(RateLimiter(per_minute, clock), RateLimiter(ADDRESS_FACTOR * per_minute, clock))
+
+    def wait(self, address: str, secret: str | None) -> int:
+        """Return the seconds until another failure is allowed; 0 if it is allowed now."""
+        alike = self._per_secret_prefix.get_wait(_failure_key(address, secret))
+        return max(alike, self._per_address.get_wait(address))
+
+    def count(self, address: str, secret: str | None) -> None:
+        """Count a failure."""
+        self._per_secret_prefix.take(_failure_key(address, secret))
+        self._per_address.take(address)
+
+
+def extract_printable_prefix(secret: str | None) -> str:
+    """Return the part of a wrong secret that may be logged: empty unless it has our prefix."""
+    known = secret is not None and secret.startswith((accounts.TOKEN_PREFIX, SESSION_PREFIX))
+    return secret[:PRINTABLE_PREFIX_LENGTH] if secret is not None and known else ""
+
+
+def _failure_key(address: str, secret: str | None) -> str:
+    return f"{address} {extract_printable_prefix(secret)}"
+
+
+LOGIN_REFUSED = "login.refused"
+CHANGE_REFUSED = "change.refused"
+MAX_REFUSALS_PER_MINUTE = 20
+"""Maximum rows of each kind, `LOGIN` and `CHANGE_REFUSED`, that a process writes."""
+_WRITE_METHODS = {"PUT", "POST", "PATCH", "DELETE"}
+_NEGOTIATION_STATUSES = {401, 408, 416, 421, 429}
+"""Statuses of normal exchanges: a challenge, a wrong offset, a limit, an incomplete body."""
+_DISK_FULL = 507
+
+
+class RefusalLog:
+    """Writes refusals to the audit log; its methods block, so async code uses threads."""
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        """Start without recorded refusals."""
+        self._database = database
+        self._per_event = RateLimiter(1, clock)
+        self._per_action = RateLimiter(MAX_REFUSALS_PER_MINUTE, clock)
+        self._suppressed = 0
+        self._lock = threading.Lock()
+
+    def record_failed_login(self, address: str, secret: str | None) -> None:
+        """Record that a secret was refused; only its prefix is written."""
+        target = extract_printable_prefix(secret) or "not a token of this registry"
+        self._write(Identity(address=address), LOGIN_REFUSED, target, "")
+
+    def record_refused_change(
+        self, identity: Identity, *, method: str, path: str, status: int
+    ) -> None:
+        """Record that an authenticated user could not make a change."""
+        if is_refused_write(method, status) and identity.token_id is not None:
+            self._write(identity, CHANGE_REFUSED, path, f"{method}: {status}")
+
+    def _write(self, identity: Identity, action: str, target: str, detail: str) -> None:
+        who = identity.token_id or identity.address
+        with self._lock:
+            alike = f"{who} {action} {target} {detail}"
+            if self._per_action.get_wait(action) or self._per_event.take(
+                alike
+            ):  # bounds the number of keys
+                self._suppressed += 1
+                return
+            self._per_action.take(action)
+            unwritten, self._suppressed = self._suppressed, 0
+        more = f"{unwritten} earlier refusals were not recorded" if unwritten else ""
+        text = "; ".join(part for part in (detail, more) if part)
+        with suppress(StoreError, DiskFullError), self._database.write_relaxed() as connection:
+            rights.write_audit_row(connection, identity, action, target, text)
+
+
+def is_refused_write(method: str, status: int) -> bool:
+    """Return whether a response refuses a change."""
+    refused = 400 <= status < 500 and status not in _NEGOTIATION_STATUSES
+    return method in _WRITE_METHODS and (refused or status == _DISK_FULL)
 
 
 def get_identity(request: HTTPConnection) -> Identity:

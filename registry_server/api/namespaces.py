@@ -24,7 +24,7 @@ from registry_server.api.schema import (
     Reason,
     Role,
 )
-from registry_server.publishing import maintenance
+from registry_server.publishing import releases
 from registry_server.publishing.index import load_publisher_keys
 
 MAX_OWNERS = 20
@@ -203,7 +203,7 @@ def remove_member(context: ApiContext, path: MemberPath) -> None:
 
 def add_key(context: ApiContext, path: NamespacePath, body: KeyRequest) -> AddedKeyFacts:
     """Allow a key to sign packages of a namespace."""
-    added = maintenance.add_key(
+    added = releases.add_key(
         context.registry,
         context.identity,
         namespace=path.namespace,
@@ -215,7 +215,7 @@ def add_key(context: ApiContext, path: NamespacePath, body: KeyRequest) -> Added
 
 def revoke_key(context: ApiContext, path: KeyPath, body: ReasonRequest) -> None:
     """Revoke a key of a namespace permanently."""
-    maintenance.revoke_key(
+    releases.revoke_key(
         context.registry,
         context.identity,
         namespace=path.namespace,

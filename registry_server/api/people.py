@@ -7,6 +7,7 @@ from sqlalchemy import Connection
 
 from expertctl.errors import ForbiddenError, NotFoundError, UsageError
 from expertctl.http.operation import Operation
+from expertctl.registry.index_document import format_timestamp
 from registry_server.access import accounts, rights
 from registry_server.access.rights import Action, Identity, TokenScope, list_all_scopes
 from registry_server.api.schema import (
@@ -21,7 +22,6 @@ from registry_server.api.schema import (
     Time,
     TokenId,
     format_optional_time,
-    format_timestamp,
 )
 
 

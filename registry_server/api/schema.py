@@ -5,12 +5,11 @@ requests and make the OpenAPI document.
 """
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from expertctl.registry.index_document import format_time
+from expertctl.registry.index_document import format_timestamp
 from registry_server.access.rights import Identity
 from registry_server.registry import Registry
 
@@ -94,11 +93,6 @@ class ErrorBody(ApiOutput, frozen=True):
     """The answer to a failed request."""
 
     error: ErrorDetail
-
-
-def format_timestamp(seconds: float) -> str:
-    """Format a time in seconds since the epoch."""
-    return format_time(datetime.fromtimestamp(seconds, UTC))
 
 
 def format_optional_time(seconds: float | None) -> str | None:

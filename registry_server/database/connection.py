@@ -1,4 +1,4 @@
-"""Connections to ``registry.db``: short reads, and one write at a time.
+"""Connections to ``registry.db``: short reads, and one write at a time; migrations with alembic.
 
 SQLite runs in WAL mode: readers see the last commit and never wait. A writer takes the write lock
 before it reads (``BEGIN IMMEDIATE``), so what it checks still holds when it commits, and a commit
@@ -8,6 +8,8 @@ threads.
 A restart must find what was written. If the disk disappears, or the file is replaced, SQLite would
 write to the old file and create a new one for the next connection; both are refused until the
 original file is back.
+
+The tables are migrated by the steps in ``migrations/versions``.
 """
 
 import sqlite3
@@ -26,6 +28,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from expertctl.errors import DiskFullError, StoreError
 from registry_server.database.tables import HEAD, current_revision
 
+MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_SECONDS = 10
 """How long a writer waits for another process, in seconds."""
 
@@ -187,12 +190,10 @@ class Database:
         self._engine.dispose()
 
     def _migrate_if_needed(self) -> None:
-        """Run missing migrations; alembic is large, so it is imported only if needed."""
+        """Run missing migrations."""
         with self.read() as connection:
             if current_revision(connection) == HEAD:
                 return
-        from registry_server.database.migration import migrate
-
         with self.write() as connection:
             migrate(connection)
 
@@ -245,3 +246,24 @@ def _wrap_error(error: Exception, path: Path) -> StoreError | DiskFullError:
     if any(words in fact for words in _DISK_FULL_MESSAGES):
         return DiskFullError(f"{path.name}: {fact}", hint="make room in the registry's data folder")
     return StoreError(f"{path.name} cannot be used: {fact[:200]}", hint="try again in a moment")
+
+
+def migrate(connection: Connection, *, revision: str = "head") -> None:
+    """Run the migrations up to a revision that the database lacks, in the caller's transaction.
+
+    Raises:
+        StoreError: when the database is from a newer version.
+    """
+    from alembic import command  # large, so it is imported only if needed
+    from alembic.config import Config
+    from alembic.util.exc import CommandError
+
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    try:
+        command.upgrade(config, revision)
+    except CommandError as error:
+        hint = "run the version of expertctl that last used this folder, or a newer one"
+        raise StoreError(f"the database is from another version: {error}", hint=hint) from error

@@ -12,7 +12,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,20 +25,19 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from expertctl.errors import StoreError
+from expertctl.http.limits import wait_for_disconnect
 from registry_server.access import rights
-from registry_server.access.rights import Action
-from registry_server.blob_storage import BlobDigest
-from registry_server.database.tables import BLOBS, REPOSITORIES, REPOSITORY_BLOBS
-from registry_server.errors import OciCode, OciError
-from registry_server.oci import repositories
-from registry_server.oci.repositories import (
+from registry_server.access.rights import (
+    Action,
     RepositoryAccess,
     authorise_repository,
     current_identity,
     parse_digest,
     read_repository_name,
 )
-from registry_server.registry import Registry
+from registry_server.database.tables import BLOBS, REPOSITORIES, REPOSITORY_BLOBS
+from registry_server.errors import OciCode, OciError
+from registry_server.registry import BlobDigest, Registry
 
 _RANGE_SPEC = re.compile(r"(\d{1,18})-(\d{0,18})|-(\d{1,18})", re.ASCII)
 _CHUNK_RANGE = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
@@ -141,7 +140,7 @@ class BlobResponse:
 
     async def _send_chunks(self, start: dict[str, object], receive: Receive, send: Send) -> None:
         handle = await to_thread.run_sync(os.open, self._path, os.O_RDONLY)
-        gone = asyncio.create_task(_wait_for_disconnect(receive))
+        gone = asyncio.create_task(wait_for_disconnect(receive))
         try:
             await send(start)
             async for piece in self._read_chunks(handle):
@@ -162,12 +161,6 @@ class BlobResponse:
                 raise OSError(f"{self._path.name} is shorter than it was")
             yield piece
             position += len(piece)
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def find_linked_size(connection: Connection, repository: str, digest: BlobDigest) -> int | None:
@@ -256,9 +249,9 @@ def immutable_cache_control(target: RepositoryAccess) -> str:
     return f"{shared}, max-age=31536000, immutable"
 
 
-def matches_etag(request: Request, etag: str) -> bool:
-    """Return whether the client has these bytes already."""
-    known = request.headers.get("if-none-match", "")
+def matches_etag(headers: Mapping[str, str], etag: str) -> bool:
+    """Return whether the client has these bytes already, by the headers of its request."""
+    known = headers.get("if-none-match", "")
     return known == "*" or etag in {tag.strip().removeprefix("W/") for tag in known.split(",")}
 
 
@@ -281,7 +274,7 @@ class _BlobEndpoints:
             "Vary": "Authorization",
         }
         headers["Docker-Content-Digest"] = str(digest)
-        if matches_etag(request, etag):
+        if matches_etag(request.headers, etag):
             return Response(status_code=304, headers=headers)
         return self._blob_response(request, digest, size, headers)
 
@@ -310,7 +303,7 @@ class _BlobEndpoints:
                 connection, current_identity(request), Action.DELETE, name
             )
             target.require_plain_oci("removing blobs")
-            repository = repositories.find_repository(connection, str(name))
+            repository = rights.find_repository(connection, str(name))
             if repository is None or not unlink_blob(connection, repository.id, digest):
                 raise _blob_unknown(digest)
             rights.write_audit_row(

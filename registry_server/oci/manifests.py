@@ -15,13 +15,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import Connection, and_, delete, func, select
+from sqlalchemy import Connection, Table, and_, delete, func, select
 from sqlalchemy.dialects.sqlite import insert
 
 from expertctl.errors import DigestError, ExpertError
 from expertctl.package.layout import INDEX_TYPE, MANIFEST_TYPE
 from expertctl.schema.strict_json import JsonValue, load_object
-from registry_server.blob_storage import BlobDigest
 from registry_server.database.tables import (
     MANIFEST_LINKS,
     MANIFESTS,
@@ -30,6 +29,7 @@ from registry_server.database.tables import (
     TAGS,
 )
 from registry_server.errors import OciCode, OciError
+from registry_server.registry import BlobDigest
 
 DOCKER_MANIFEST_TYPE = "application/vnd.docker.distribution.manifest.v2+json"
 DOCKER_LIST_TYPE = "application/vnd.docker.distribution.manifest.list.v2+json"
@@ -268,11 +268,11 @@ def require_references(
     Raises:
         OciError: MANIFEST_BLOB_UNKNOWN, for the first missing one.
     """
-    blobs = _find_present_blobs(connection, repository_id, document.blobs)
+    blobs = _find_present(connection, REPOSITORY_BLOBS, repository_id, document.blobs)
     for digest in document.blobs:
         if str(digest) not in blobs:
             raise OciError(OciCode.MANIFEST_BLOB_UNKNOWN, f"blob {digest} was not pushed here")
-    manifests = _find_present_manifests(connection, repository_id, document.manifests)
+    manifests = _find_present(connection, MANIFESTS, repository_id, document.manifests)
     for digest in document.manifests:
         if str(digest) not in manifests:
             raise OciError(OciCode.MANIFEST_BLOB_UNKNOWN, f"manifest {digest} was not pushed here")
@@ -302,25 +302,14 @@ def _build_links(
     return [{**own, "digest": str(to), "kind": kind} for to, kind in dict(named).items()]
 
 
-def _find_present_blobs(
-    connection: Connection, repository_id: int, digests: Iterable[BlobDigest]
+def _find_present(
+    connection: Connection, table: Table, repository_id: int, digests: Iterable[BlobDigest]
 ) -> set[str]:
+    """Return which digests a table has for a repository."""
     found: set[str] = set()
     for part in _batch_digests(digests):
-        column = REPOSITORY_BLOBS.c.digest
-        own = (REPOSITORY_BLOBS.c.repository_id == repository_id, column.in_(part))
-        found.update(connection.execute(select(column).where(*own)).scalars())
-    return found
-
-
-def _find_present_manifests(
-    connection: Connection, repository_id: int, digests: Iterable[BlobDigest]
-) -> set[str]:
-    found: set[str] = set()
-    for part in _batch_digests(digests):
-        column = MANIFESTS.c.digest
-        own = (MANIFESTS.c.repository_id == repository_id, column.in_(part))
-        found.update(connection.execute(select(column).where(*own)).scalars())
+        own = (table.c.repository_id == repository_id, table.c.digest.in_(part))
+        found.update(connection.execute(select(table.c.digest).where(*own)).scalars())
     return found
 
 

@@ -19,14 +19,10 @@ from starlette.routing import BaseRoute, Route
 from expertctl.errors import DiskFullError, StoreError, TooLargeError, UnauthenticatedError
 from expertctl.package.layout import INDEX_TYPE
 from registry_server.access import namespaces, rights
-from registry_server.access.rights import Action, Identity
-from registry_server.blob_storage import BlobDigest
-from registry_server.errors import OciCode, OciError
-from registry_server.oci import blobs, manifests, repositories, upload_routes
-from registry_server.oci.blobs import immutable_cache_control, matches_etag
-from registry_server.oci.manifests import ReferrerPage, StoredManifest, parse_manifest
-from registry_server.oci.repositories import (
+from registry_server.access.rights import (
     MAX_TAG_LENGTH,
+    Action,
+    Identity,
     RepositoryAccess,
     RepositoryName,
     authorise_repository,
@@ -36,10 +32,14 @@ from registry_server.oci.repositories import (
     parse_tag,
     read_repository_name,
 )
+from registry_server.errors import OciCode, OciError
+from registry_server.oci import blobs, manifests, upload_routes
+from registry_server.oci.blobs import immutable_cache_control, matches_etag
+from registry_server.oci.manifests import ReferrerPage, StoredManifest, parse_manifest
 from registry_server.oci.upload_routes import read_content_length
 from registry_server.oci.uploads import require_free_space
-from registry_server.publishing.commit import publish
-from registry_server.registry import Registry
+from registry_server.publishing.releases import publish
+from registry_server.registry import BlobDigest, Registry
 
 MAX_TAGS_PER_PUT = 64
 """Maximum ``tag`` parameters of a PUT."""
@@ -73,7 +73,7 @@ class _ManifestEndpoints:
         headers = _manifest_headers(
             found, immutable_cache_control(target) if by_digest else "private, no-cache"
         )
-        if matches_etag(request, headers["ETag"]):
+        if matches_etag(request.headers, headers["ETag"]):
             return Response(status_code=304, headers=headers)
         later = self._count_download(name, found) if request.method == "GET" else None
         return Response(
@@ -155,7 +155,7 @@ class _ManifestEndpoints:
         with self._registry.database.write() as connection:
             target = authorise_repository(connection, identity, Action.PUSH, name)
             target.require_plain_oci("storing manifests")
-            repository = repositories.get_or_create_repository(
+            repository = rights.get_or_create_repository(
                 connection, name=str(name), namespace_id=target.namespace.id
             )
             manifests.require_references(connection, repository.id, document)
@@ -190,7 +190,7 @@ class _ManifestEndpoints:
             )
             target.require_plain_oci("removing manifests")
             reference = _read_existing_reference(request)
-            repository = repositories.find_repository(connection, str(name))
+            repository = rights.find_repository(connection, str(name))
             remove = (
                 manifests.remove_manifest
                 if isinstance(reference, BlobDigest)
@@ -324,7 +324,7 @@ class _ListingEndpoints:
         name = read_repository_name(request)
         with self._registry.database.read() as connection:
             authorise_repository(connection, current_identity(request), Action.READ, name)
-            repository = repositories.find_repository(connection, str(name))
+            repository = rights.find_repository(connection, str(name))
             if repository is None:
                 raise OciError(OciCode.NAME_UNKNOWN, f"nothing was pushed to {name}")
             return manifests.list_tags(connection, repository.id, after=last, limit=limit)
@@ -336,7 +336,7 @@ class _ListingEndpoints:
             raise OciError(OciCode.MANIFEST_INVALID, "artifactType is too long")
         with self._registry.database.read() as connection:
             authorise_repository(connection, current_identity(request), Action.READ, name)
-            repository = repositories.find_repository(connection, str(name))
+            repository = rights.find_repository(connection, str(name))
             if repository is None:
                 return ReferrerPage([], None)
             after = str(parse_digest(last)) if last else ""

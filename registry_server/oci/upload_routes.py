@@ -16,13 +16,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from registry_server.access import namespaces
-from registry_server.access.rights import Action, Identity
-from registry_server.blob_storage import DIGEST_LENGTHS, BlobDigest
-from registry_server.errors import OciCode, OciError
-from registry_server.oci import blobs, repositories
-from registry_server.oci.blobs import parse_content_range
-from registry_server.oci.repositories import (
+from registry_server.access import namespaces, rights
+from registry_server.access.rights import (
+    Action,
+    Identity,
     RepositoryName,
     authorise_repository,
     can_read,
@@ -30,8 +27,11 @@ from registry_server.oci.repositories import (
     parse_digest,
     read_repository_name,
 )
+from registry_server.errors import OciCode, OciError
+from registry_server.oci import blobs
+from registry_server.oci.blobs import parse_content_range
 from registry_server.oci.uploads import OpenUpload, Uploads, UploadState
-from registry_server.registry import Registry
+from registry_server.registry import DIGEST_LENGTHS, BlobDigest, Registry
 
 MAX_MOUNT_SOURCES = 64
 """Maximum repositories that are tried if the request names none."""
@@ -57,7 +57,7 @@ def mount_blob(
         namespace = target.namespace
         if not blobs.is_used_in_namespace(connection, namespace.id, digest):
             namespaces.require_quota(connection, namespace, size, registry.settings.limits)
-        repository = repositories.get_or_create_repository(
+        repository = rights.get_or_create_repository(
             connection, name=str(name), namespace_id=namespace.id
         )
         blobs.link_blob(connection, repository.id, digest)

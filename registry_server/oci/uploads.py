@@ -23,15 +23,19 @@ from pathlib import Path
 from sqlalchemy import Connection, delete, func, insert, select, update
 
 from expertctl.errors import BudgetError, DiskFullError, TooLargeError
-from registry_server.access import namespaces
+from registry_server.access import namespaces, rights
 from registry_server.access.namespaces import NamespaceRow
-from registry_server.access.rights import Action, Identity
-from registry_server.blob_storage import BlobDigest, Hasher, create_hasher, wrap_disk_errors
+from registry_server.access.rights import (
+    Action,
+    Identity,
+    RepositoryAccess,
+    RepositoryName,
+    authorise_repository,
+)
 from registry_server.database.tables import REPOSITORIES, UPLOADS
 from registry_server.errors import OciCode, OciError
-from registry_server.oci import blobs, repositories
-from registry_server.oci.repositories import RepositoryAccess, RepositoryName, authorise_repository
-from registry_server.registry import Registry
+from registry_server.oci import blobs
+from registry_server.registry import BlobDigest, Hasher, Registry, create_hasher, wrap_disk_errors
 
 _READ_BYTES = 1 << 20
 
@@ -420,8 +424,8 @@ def require_free_space(folder: Path, needed_bytes: int, *, min_free_bytes: int) 
 
 def _get_or_create_repository(
     connection: Connection, target: RepositoryAccess
-) -> repositories.RepositoryRow:
-    return repositories.get_or_create_repository(
+) -> rights.RepositoryRow:
+    return rights.get_or_create_repository(
         connection, name=str(target.name), namespace_id=target.namespace.id
     )
 

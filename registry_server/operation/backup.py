@@ -43,7 +43,7 @@ from expertctl.files import (
     write_atomic,
 )
 from expertctl.schema.strict_json import JsonObject, load_object
-from registry_server.blob_storage import BlobDigest, BlobStorage, create_hasher, wrap_disk_errors
+from registry_server.registry import BlobDigest, BlobStorage, create_hasher, wrap_disk_errors
 from registry_server.settings import ServerSettings
 
 BACKUP_NAME = "backup.json"

@@ -18,7 +18,7 @@ collection removes them.
 
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,11 +28,16 @@ from sqlalchemy import ColumnElement, Connection, and_, delete, exists, select
 
 from registry_server.access import rights
 from registry_server.access.rights import ANONYMOUS
-from registry_server.blob_storage import BlobStorage, StoredBlob, wrap_disk_errors
 from registry_server.database.connection import Database
 from registry_server.database.tables import BLOBS, MANIFEST_LINKS, REPOSITORY_BLOBS, UPLOADS
 from registry_server.operation.metrics import GC_ACTION
-from registry_server.registry import Registry, open_registry
+from registry_server.registry import (
+    BlobStorage,
+    Registry,
+    StoredBlob,
+    open_registry,
+    wrap_disk_errors,
+)
 from registry_server.settings import ServerSettings
 
 BATCH = 200
@@ -210,7 +215,7 @@ def collect_garbage(settings: ServerSettings, *, now: float) -> GarbageSummary:
     Raises:
         StoreError: when the registry cannot be opened, or its disk fails.
     """
-    with _opened_registry(settings) as registry:
+    with closing(open_registry(settings)) as registry:
         removed = remove_garbage(registry, now=now)
         detail = f"{removed.blobs} blobs, {removed.bytes} bytes, {removed.uploads} uploads"
         with registry.database.write() as connection:
@@ -220,14 +225,5 @@ def collect_garbage(settings: ServerSettings, *, now: float) -> GarbageSummary:
 
 def preview_garbage(settings: ServerSettings, *, now: float) -> GarbageSummary:
     """Return what `collect_garbage` would remove; change nothing."""
-    with _opened_registry(settings) as registry:
+    with closing(open_registry(settings)) as registry:
         return find_garbage(registry, now=now)
-
-
-@contextmanager
-def _opened_registry(settings: ServerSettings) -> Iterator[Registry]:
-    registry = open_registry(settings)
-    try:
-        yield registry
-    finally:
-        registry.close()

@@ -111,19 +111,9 @@ class RegistryMetrics:
         if os.environ.get(SHARED_FOLDER):
             MultiProcessCollector(shown)  # type: ignore[no-untyped-call]  # untyped in the library
         else:
-            shown.register(_ForwardCollector(self._collectors))
+            shown.register(self._collectors)
         shown.register(_DatabaseCollector(database))
         return generate_latest(shown)
-
-
-class _ForwardCollector(Collector):
-    """Exposes the time series of one collector registry in another."""
-
-    def __init__(self, source: CollectorRegistry) -> None:
-        self._source = source
-
-    def collect(self) -> Iterator[object]:  # type: ignore[override]  # Metric, which it re-exports untyped
-        yield from self._source.collect()
 
 
 class _DatabaseCollector(Collector):

@@ -10,7 +10,7 @@ lost changes can have reached.
 
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +28,6 @@ from expertctl.errors import (
 from expertctl.files import make_folders, open_staged_file, remove_tree, sync_folder
 from registry_server.access import accounts, rights
 from registry_server.access.rights import ANONYMOUS, Action, TokenScope
-from registry_server.blob_storage import BlobDigest, BlobStorage, wrap_disk_errors
 from registry_server.database.tables import PACKAGES
 from registry_server.operation.backup import (
     BLOBS_FOLDER,
@@ -39,7 +38,15 @@ from registry_server.operation.backup import (
     list_known_blobs,
 )
 from registry_server.publishing.index import rewrite_index
-from registry_server.registry import IndexSigner, Registry, create_index_key, open_registry
+from registry_server.registry import (
+    BlobDigest,
+    BlobStorage,
+    IndexSigner,
+    Registry,
+    create_index_key,
+    open_registry,
+    wrap_disk_errors,
+)
 from registry_server.settings import (
     SERVE_LOCK_NAME,
     SETTINGS_NAME,
@@ -81,7 +88,7 @@ def init_registry(settings: ServerSettings) -> CreatedRegistry:
         _check_folder_is_free(settings)
         if not settings.index_key.exists():
             create_index_key(settings.index_key)
-        with _opened_registry(settings) as registry:
+        with closing(open_registry(settings)) as registry:
             secret = _create_admin_token(registry, "registry.init")
             fingerprint = registry.index_key.public.key_id
         write_settings(settings)
@@ -94,7 +101,7 @@ def create_admin_token(data: Path) -> str:
     Raises:
         NotFoundError: when there is no registry.
     """
-    with _opened_registry(read_settings(data)) as registry:
+    with closing(open_registry(read_settings(data))) as registry:
         return _create_admin_token(registry, "registry.new_admin_token")
 
 
@@ -115,15 +122,6 @@ def _check_folder_is_free(settings: ServerSettings) -> None:
 def _is_registry_file(name: str, settings: ServerSettings) -> bool:
     prefixes = (settings.database.name, f".{SETTINGS_NAME}.")
     return name in REGISTRY_FILES or name.startswith(prefixes)
-
-
-@contextmanager
-def _opened_registry(settings: ServerSettings) -> Iterator[Registry]:
-    registry = open_registry(settings)
-    try:
-        yield registry
-    finally:
-        registry.close()
 
 
 def _create_admin_token(registry: Registry, action: str) -> str:

@@ -1,7 +1,7 @@
 """Serves a registry under granian; other ASGI servers call `application`.
 
 The parent process holds the lock of the data folder, its workers answer requests; see
-`expertctl.http.granian_server`. Clear text is allowed only on this machine or behind a proxy.
+`expertctl.http.server`. Clear text is allowed only on this machine or behind a proxy.
 """
 
 import os
@@ -14,15 +14,16 @@ from pathlib import Path
 from starlette.applications import Starlette
 
 from expertctl.errors import UsageError
-from expertctl.http.address import is_loopback, reserve_address
-from expertctl.http.granian_server import (
+from expertctl.http.log import configure_log
+from expertctl.http.server import (
     GranianOptions,
     ReportAddress,
     build_server,
+    is_loopback,
     report_when_ready,
+    reserve_address,
     run_server,
 )
-from expertctl.http.log import configure_log
 from registry_server.errors import LOG_CONFIG
 from registry_server.settings import ServerSettings, check_settings, lock_data_folder, read_settings
 

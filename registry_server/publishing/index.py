@@ -12,7 +12,6 @@ The module also loads the publisher keys of a namespace, and builds the text tha
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from sqlalchemy import Connection, Row, Select, func, insert, select, update
 
@@ -25,7 +24,7 @@ from expertctl.registry.index_document import (
     Release,
     RevokedKey,
     SignedForm,
-    format_time,
+    format_timestamp,
     open_index,
     sign_index,
 )
@@ -64,11 +63,7 @@ def load_publisher_keys(connection: Connection, namespace_id: int) -> tuple[Publ
     columns = NAMESPACE_KEYS.c
     rows = connection.execute(
         select(
-            columns.public_key,
-            columns.statement,
-            columns.added,
-            columns.revoked,
-            columns.reason,
+            columns.public_key, columns.statement, columns.added, columns.revoked, columns.reason
         )
         .where(columns.namespace_id == namespace_id)
         .order_by(columns.added, columns.key_id)
@@ -204,7 +199,7 @@ def build_document(
     return IndexDocument(
         package=package,
         revision=revision,
-        updated=format_index_time(now),
+        updated=format_timestamp(now),
         description=select_leading_release(releases).description,
         releases=tuple(sorted(releases, key=lambda release: release.version)),
         keys=tuple(KeyEntry(k.key, k.statement) for k in known if k.revoked is None),
@@ -235,11 +230,6 @@ def load_releases(connection: Connection, package: int) -> list[Release]:
         func.coalesce(RELEASES.c.yank_reason, "").label("yank_reason"),
     ).where(RELEASES.c.package_id == package)
     return [_build_release(row, forms) for row in connection.execute(query)]
-
-
-def format_index_time(seconds: float) -> str:
-    """Format a time as in index documents."""
-    return format_time(datetime.fromtimestamp(seconds, UTC))
 
 
 def _select_due(signer: IndexSigner, now: float) -> Select[int]:
@@ -342,7 +332,7 @@ def _build_release(
         content_digest=Digest.parse(row.content_digest),
         forms=tuple(forms[row.id]),
         size=row.size,
-        published=format_index_time(row.published),
+        published=format_timestamp(row.published),
         yanked=None if row.yanked is None else row.yank_reason,
         kinds=tuple(dict.fromkeys(entry.kind for entry in manifest.adapters)),
         base=manifest.base,

@@ -37,7 +37,6 @@ from expertctl.trust.bundle import MAX_BUNDLE, SignatureBundle, read_bundle, ver
 from registry_server.access import rights
 from registry_server.access.namespaces import NamespaceRow, fold_name
 from registry_server.access.rights import Action, Identity
-from registry_server.blob_storage import BlobStorage
 from registry_server.database.tables import (
     BLOBS,
     PACKAGES,
@@ -46,13 +45,13 @@ from registry_server.database.tables import (
     SIGNED_FORMS,
 )
 from registry_server.errors import OciCode, OciError
-from registry_server.oci import repositories
 from registry_server.publishing.index import (
     PublisherKey,
     find_key,
     find_package_id,
     load_publisher_keys,
 )
+from registry_server.registry import BlobStorage
 
 MAX_VERSION_LENGTH = 128
 """Maximum length of an OCI tag."""
@@ -250,7 +249,7 @@ def validate_push(
 
 def _require_blobs(connection: Connection, offer: PushRequest) -> int:
     """Check that the repository has every blob, with the size in the manifest."""
-    repository = repositories.find_repository(connection, str(offer.name))
+    repository = rights.find_repository(connection, str(offer.name))
     there = (
         {} if repository is None else _load_blob_sizes(connection, repository.id, list(offer.blobs))
     )

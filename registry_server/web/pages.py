@@ -41,9 +41,16 @@ from expertctl.schema.manifest import Manifest
 from expertctl.schema.validation import convert_document, decode_json
 from registry_server.access.authentication import get_identity
 from registry_server.access.rights import Identity
-from registry_server.api.packages import FileFacts, describe_package, describe_version, stats
+from registry_server.api.packages import (
+    MAX_QUERY,
+    FileFacts,
+    SearchQuery,
+    describe_package,
+    describe_version,
+    find_packages,
+    stats,
+)
 from registry_server.api.schema import ApiContext
-from registry_server.api.search import MAX_QUERY, SearchQuery, find_packages
 from registry_server.errors import get_retry_after, get_status
 from registry_server.registry import Registry
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.injections import KINDS, TECHNIQUES, Injection, InjectionTarget, make_injections
+from benchmarks.injections import TECHNIQUES, Injection, InjectionTarget, make_injections
+from benchmarks.soak.test_request import KINDS
 from benchmarks.routing_injection import InjectionOutcome, InjectionScenario, _make_row
 from expertctl.settings import Home
 

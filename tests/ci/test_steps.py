@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.install.starter import STARTER
+from expertctl.install.installer import STARTER
 from expertctl.package.write import unpack_package
 from expertctl.reference import PackageName
 from expertctl.registry.index_document import open_index
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import Action, TokenScope
-from registry_server.publishing.maintenance import add_key
+from registry_server.publishing.releases import add_key
 from tests.ci.packaging import (
     PipelineStep,
     load_action_steps,

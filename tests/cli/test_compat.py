@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.routing import numerics
+from expertctl.routing import plan as plan_module
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.engine.compat_models import CompatModel, copy_adapter, write_model
 from tests.store.fixtures import HomeFixture, fast, user_home
@@ -80,6 +80,6 @@ def test_without_its_libraries_the_extra_is_named(
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(numerics, "version", absent)
+    monkeypatch.setattr(plan_module, "version", absent)
     said = expertctl("run", PROMPT, *QUIET, exit_code=3)
     assert "pip install 'expertctl[compat]'" in said.err

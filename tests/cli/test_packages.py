@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from expertctl.cli import app
-from expertctl.install.installer import install_files
+from expertctl.install.installer import InstallContext, install_files
 from expertctl.package.base_model import read_base
 from expertctl.package.read import read_package
 from expertctl.settings import Home
@@ -87,7 +87,7 @@ def installed(package: Path, home: Path) -> str:
     bases = BaseStore(places.bases)
     bases.add(Path("base"), name="base")
     store, trust = Store(places.store), TrustStore(places.trust)
-    install_files([package], store=store, bases=bases, trust=trust)
+    install_files([package], InstallContext(store, bases, trust, places.registries))
     return "local/my-lora"
 
 

@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from expertctl.package.read import read_package
 from expertctl.registry.address import RegistryAddress
+from expertctl.registry.client import OciClient
 from expertctl.registry.http import RegistryHttp
-from expertctl.registry.oci_client import OciClient
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.registry.docker_registry import DockerRegistry, docker_registry
 from tests.registry.live_registry import (

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from expertctl.install.starter import STARTER
+from expertctl.install.installer import STARTER
 
 pytestmark = pytest.mark.all
 

@@ -279,7 +279,7 @@ def test_an_interrupted_first_run_is_made_good_by_the_next(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("expertctl.install.starter.install_files", interrupt)
+        patched.setattr("expertctl.install.installer.install_files", interrupt)
         assert expertctl("route", PROMPT).code == 130
     assert [b["name"] for b in expertctl("base", "list", "--json").document["bases"]] == [
         "starter/base"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from expertctl.install.installer import install_files
+from expertctl.install.installer import InstallContext, install_files
 from expertctl.package.read import read_package
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
@@ -130,7 +130,8 @@ def test_info_knows_the_base_the_key_and_what_is_installed_here(
     places = Home(home)
     bases = BaseStore(places.bases)
     bases.add(workspace.base_dir, name="mine")
-    install_files([published], store=Store(places.store), bases=bases, trust=trust)
+    context = InstallContext(Store(places.store), bases, trust, places.registries)
+    install_files([published], context)
     document = expertctl("info", "acme/sql", "--json").document
     assert document["offer"]["shown"]["base_here"] == "mine"
     assert document["offer"]["shown"]["trusted"] is True
@@ -156,7 +157,7 @@ def test_info_of_what_only_this_machine_has(
 ) -> None:  # fmt: skip
     places, path = Home(home), workspace.package("acme/secret")
     store, bases = Store(places.store), BaseStore(places.bases)
-    install_files([path], store=store, bases=bases, trust=trust)
+    install_files([path], InstallContext(store, bases, trust, places.registries))
     said = expertctl("info", "acme/secret")
     assert "1.0.0 from local" in said.out
     assert "showing only installed versions" in said.err
@@ -169,7 +170,7 @@ def test_info_of_what_is_installed_needs_no_registry(
 ) -> None:  # fmt: skip
     places, path = Home(home), workspace.package("acme/secret")
     store, bases = Store(places.store), BaseStore(places.bases)
-    install_files([path], store=store, bases=bases, trust=trust)
+    install_files([path], InstallContext(store, bases, trust, places.registries))
     monkeypatch.delenv("EXPERT_REGISTRY", raising=False)
     said = expertctl("info", "acme/secret")
     assert "1.0.0 from local" in said.out
@@ -331,7 +332,7 @@ def test_attack_80_a_login_is_shown_to_no_other_registry(
 def test_a_list_that_never_ends_is_given_up(
     expertctl: CommandRunner, hostile: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("expertctl.registry.api_client.MAX_PAGES", 3)
+    monkeypatch.setattr("expertctl.registry.client.MAX_PAGES", 3)
     hostile({"/api/v1/users": {"users": [], "next": "again"}})
     assert "never ends" in expertctl("registry", "user", "list", exit_code=6).err
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from expertctl.cli import app
+from expertctl.cli.help import _remove_secrets
 from expertctl.cli.output import VERBOSITY, make_note_once, note, warn
 from expertctl.cli.progress import show_counter
-from expertctl.cli.verbosity import _remove_secrets
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.registry.live_registry import (
     LiveRegistry,

@@ -116,7 +116,7 @@ def test_what_a_registry_said_last_counts_offline(
 
 def test_a_yank_that_was_taken_back_counts_no_more(scene: YankScene) -> None:
     from expertctl.reference import PackageName
-    from registry_server.publishing.maintenance import unyank_release
+    from registry_server.publishing.releases import unyank_release
 
     scene.install_both()
     scene.publisher.yank(NEW, "wrong joins")

@@ -11,8 +11,9 @@ import pytest
 
 from expertctl import errors
 from expertctl.client import AsyncExpertClient, ExpertClient, Retries, protocol
-from expertctl.client.result import MAX_ERROR_TEXT, build_error_for_code
+from expertctl.client.result import build_error_for_code
 from expertctl.errors import (
+    MAX_ERROR_TEXT,
     ExpertError,
     InvalidPackageError,
     NotFoundError,

@@ -27,7 +27,7 @@ MAX_JOB_BYTES = 1 << 20
 PRELOADED_COMMANDS = (
     *("base_profile", "bases", "chat", "config", "connection", "dependencies", "doctor", "install"),
     *("installed", "package_view", "packages", "publish", "registry", "run", "search", "stats"),
-    *("trust", "trust_registry"),
+    "trust",
 )
 """Modules below ``expertctl.cli`` whose commands pages run more than once."""
 CLIENT_PROGRAM = """#!{python} -IS

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from expertctl import errors
+from expertctl.cli.help import build_options
 from expertctl.cli.process import INTERRUPTED, OK, get_exit_code
-from expertctl.cli.verbosity import build_options
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "command-line.md"
 

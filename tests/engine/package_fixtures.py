@@ -18,7 +18,7 @@ from expertctl.engine.adapters.load import (
     estimate_adapter_bytes,
     load_adapter,
 )
-from expertctl.package.adapter_config import parse_adapter_config
+from expertctl.package.adapter import parse_adapter_config
 from expertctl.package.adapter_spec import build_adapter_spec
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.tensor_file import read_table

@@ -23,8 +23,7 @@ from expertctl.engine.offline import (
 from expertctl.engine.request import FileExpert, RunRequest
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import EngineConfig
-from expertctl.errors import DigestError, TrustError, UsageError
-from expertctl.messages import ignore_notification
+from expertctl.errors import DigestError, TrustError, UsageError, ignore_notification
 from expertctl.package.evaluation import EvaluationData, read_evaluation_data
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner

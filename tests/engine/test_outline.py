@@ -13,9 +13,9 @@ from expertctl.engine.load_plan import estimate_plan_memory, read_local_outline
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.errors import InvalidPackageError, RevokedError
-from expertctl.package.adapter_files import WEIGHTS_PATH
 from expertctl.package.base_model import read_base
 from expertctl.package.build import build_package, plan_build
+from expertctl.package.directory import WEIGHTS_PATH
 from expertctl.package.draft import ManifestOverrides
 from tests.engine.memory_measurement import KINDS, PLAN_DIGEST, ExpertKindsHome
 from tests.factories import make_package, write_base

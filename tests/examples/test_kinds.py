@@ -11,7 +11,7 @@ from examples.starter.composed import compose
 from examples.starter.kinds import Dora, Ia3, Kind, Lora, SoftPrompt
 from examples.starter.train import attach, load_base, save
 from examples.starter.vocab import encode_prompt
-from expertctl.install.starter import STARTER
+from expertctl.install.installer import STARTER
 
 BASE = STARTER / "base"
 PROMPT = "Sort these numbers: 41, 17, 23"

@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from expertctl.errors import RegistryError
-from expertctl.http.address import ListenAddress, is_answering, is_loopback, reserve_address
+from expertctl.http.server import ListenAddress, is_answering, is_loopback, reserve_address
 
 HERE = "127.0.0.1"
 

@@ -12,10 +12,16 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from expertctl.errors import ExpertError, ForbiddenError
-from expertctl.http.errors import find_status
 from expertctl.http.openapi import ApiDescription, build_openapi, refer_to_schema
-from expertctl.http.operation import Arrival, Operation, OperationRouter, ParsedBody, Reply
-from expertctl.http.request_body import read_body
+from expertctl.http.operation import (
+    Arrival,
+    Operation,
+    OperationRouter,
+    ParsedBody,
+    Reply,
+    find_status,
+    read_body,
+)
 
 
 class ParcelPath(Struct, frozen=True):

@@ -1,6 +1,6 @@
 """Whatever is in an error can be shown."""
 
-from expertctl.messages import sanitise_error_text
+from expertctl.errors import sanitise_error_text
 
 
 def test_a_message_can_be_shown_on_any_terminal() -> None:

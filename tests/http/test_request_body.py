@@ -8,8 +8,7 @@ import pytest
 from msgspec import Meta, Struct
 
 from expertctl.errors import UsageError
-from expertctl.http.errors import FieldError
-from expertctl.http.request_body import parse_body, run_in_turn
+from expertctl.http.operation import FieldError, parse_body, run_in_turn
 
 
 class BodyTurn(Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,8 +14,9 @@ from starlette.types import ASGIApp
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.install.candidate import ReleaseAge, Requirement
+from expertctl.install.installer import InstallContext
 from expertctl.install.outdated import OutdatedEntry, find_outdated
-from expertctl.install.request import InstallContext, InstallReport, InstallRequest, install_request
+from expertctl.install.request import InstallReport, InstallRequest, install_request
 from expertctl.install.requirement_list import (
     RequirementList,
     find_requirement_list,
@@ -31,7 +32,7 @@ from expertctl.store.store import Store
 from expertctl.trust.grants import KnownRegistry
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import Identity
-from registry_server.publishing.maintenance import add_key, revoke_key, yank_release
+from registry_server.publishing.releases import add_key, revoke_key, yank_release
 from tests.registry.live_registry import LiveRegistry, add_no_middleware, run_live_registry
 from tests.registry_server.publishing.package_fixtures import (
     InMemoryPackage,

@@ -11,8 +11,8 @@ import pytest
 from expertctl.digest import Digest
 from expertctl.errors import RegistryError
 from expertctl.package.layout import CONFIG
+from expertctl.registry.client import OciClient
 from expertctl.registry.http import RegistryHttp
-from expertctl.registry.oci_client import OciClient
 from tests.install.fixtures import InstallClient
 from tests.registry.docker_registry import run_docker_registry
 from tests.registry_server.publishing.package_fixtures import PackageTemplate

@@ -56,9 +56,8 @@ def make(tmp_path: Path) -> Make:
 
 
 def import_set(user_home: HomeFixture, path: Path, **options: Any) -> list[InstalledPackage]:
-    return install_set(
-        path, store=user_home.store, bases=user_home.bases, trust=user_home.trust, **options
-    )
+    locked = options.pop("locked", {})
+    return install_set(path, user_home.context(**options), locked=locked)
 
 
 def refuses(

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from expertctl.errors import ConflictError, InvalidPackageError, NotFoundError
 from expertctl.install.candidate import Requirement
-from expertctl.install.lock_file import (
+from expertctl.install.project_file import (
     LockFile,
+    Project,
     describe_changes,
     read_lock,
     require_lock,
     write_lock,
 )
-from expertctl.install.project_file import Project
 from expertctl.install.resolve import ResolvedPackage
 from expertctl.reference import Reference
 from tests.install.candidates import make_candidate

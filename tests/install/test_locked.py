@@ -14,7 +14,7 @@ from expertctl.errors import (
     TrustError,
     UsageError,
 )
-from expertctl.install.lock_file import LockFile, require_lock
+from expertctl.install.project_file import LockFile, require_lock
 from expertctl.install.requirement_list import require_project
 from expertctl.reference import Reference
 from tests.install.fixtures import (

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from expertctl.digest import Digest, FileDigest
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter import AdapterSpec
-from expertctl.package.adapter_config import AdapterConfig, parse_adapter_config
+from expertctl.package.adapter import AdapterConfig, AdapterSpec, parse_adapter_config
 from expertctl.package.adapter_spec import build_adapter_spec
 from expertctl.package.archive import (
     END_OF_ARCHIVE,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter_config import parse_adapter_config
+from expertctl.package.adapter import parse_adapter_config
 from expertctl.schema.validation import find_problems
 from tests.package.forged_packages import catch_config_error, parse_config_document
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter import SoftPrompt
-from expertctl.package.adapter_config import parse_adapter_config
+from expertctl.package.adapter import SoftPrompt, parse_adapter_config
 from expertctl.package.adapter_spec import build_adapter_spec
 from expertctl.package.tensor_file import read_table
 from tests.factories import write_dora, write_ia3, write_lora, write_soft_prompt

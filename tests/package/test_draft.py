@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter_config import is_hub_name
+from expertctl.package.adapter import is_hub_name
 from expertctl.package.adapter_files import read_adapter
 from expertctl.package.base_model import BaseFacts
 from expertctl.package.draft import (

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from expertctl.package import layout
-from expertctl.package.adapter import KIND_NAMES
-from expertctl.package.adapter_config import MAX_CONFIG_BYTES
+from expertctl.package.adapter import KIND_NAMES, MAX_CONFIG_BYTES
 from expertctl.package.adapter_weights import EXTREME_VALUE
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.archive import MAX_KEPT_BYTES, MAX_SMALL_BYTES

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter_config import (
+from expertctl.package.adapter import (
     find_full_precision_label,
     is_neutral,
     parse_adapter_config,

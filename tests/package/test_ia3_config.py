@@ -40,7 +40,7 @@ def test_what_peft_writes_is_read(tmp_path: Path) -> None:
         base_model_name_or_path="Qwen/Qwen3-0.6B",
         revision="abc",
     ).save_pretrained(str(tmp_path))
-    from expertctl.package.adapter_config import parse_adapter_config
+    from expertctl.package.adapter import parse_adapter_config
 
     config = parse_adapter_config((tmp_path / "adapter_config.json").read_bytes(), what="x")
     assert config == Ia3Config(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter_config import parse_adapter_config
+from expertctl.package.adapter import parse_adapter_config
 from expertctl.package.peft_config import LoraConfig, ModulePattern, find_layer
 from expertctl.schema.validation import find_problems
 from tests.tensor_shapes import ALL_PROJECTIONS, lora_config

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter import AdapterSpec, Dora, Lora
-from expertctl.package.adapter_config import parse_adapter_config
+from expertctl.package.adapter import AdapterSpec, Dora, Lora, parse_adapter_config
 from expertctl.package.adapter_spec import build_adapter_spec
 from expertctl.package.tensor_file import read_table
 from tests.factories import write_lora

@@ -13,8 +13,8 @@ import transformers
 from expertctl.errors import DigestError, UsageError
 from expertctl.package.base_model import BaseFacts
 from expertctl.package.build import build_package, plan_build
+from expertctl.package.directory import export_peft_directories
 from expertctl.package.draft import ManifestOverrides
-from expertctl.package.peft_directory import export_peft_directories
 from expertctl.package.write import spool_package
 from expertctl.schema.manifest import AdapterKind
 from tests.factories import make_package, write_dora, write_ia3, write_lora, write_soft_prompt

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
 )
 
-from expertctl.package.source_files import find_secret_in_stream
+from expertctl.package.directory import find_secret_in_stream
 from expertctl.trust.keys import PrivateKey
 
 KEY = ec.generate_private_key(ec.SECP256R1())

@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
-from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH
 from expertctl.package.base_model import BaseFacts
 from expertctl.package.build import build_package, plan_build
-from expertctl.package.draft import ManifestOverrides
-from expertctl.package.read import read_package
-from expertctl.package.source_files import (
+from expertctl.package.directory import (
+    CONFIG_PATH,
+    WEIGHTS_PATH,
     find_cache_folder,
     find_cached_name,
     find_source_file,
     list_source_names,
 )
+from expertctl.package.draft import ManifestOverrides
+from expertctl.package.read import read_package
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 

@@ -13,8 +13,7 @@ from expertctl.errors import (
     TrustError,
     UnsignedError,
 )
-from expertctl.package.read import PackageContents, read_package
-from expertctl.package.verify import accept_unsigned, verify_contents
+from expertctl.package.read import PackageContents, accept_unsigned, read_package, verify_contents
 from expertctl.package.write import sign_package
 from expertctl.reference import Reference
 from expertctl.trust.keys import PrivateKey

@@ -18,10 +18,9 @@ from starlette.types import ASGIApp
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.registry.accounts import add_key
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.api_client import ApiClient
+from expertctl.registry.client import ApiClient, OciClient
 from expertctl.registry.credentials import Credential, CredentialStore
 from expertctl.registry.http import RegistryHttp
-from expertctl.registry.oci_client import OciClient
 from expertctl.registry.publish import PublishTarget
 from expertctl.settings import Home
 from expertctl.trust.keys import KeyRing, PrivateKey

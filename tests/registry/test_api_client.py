@@ -5,7 +5,7 @@ import json
 import pytest
 
 from expertctl.errors import ForbiddenError, RegistryError
-from expertctl.registry.api_client import ApiClient
+from expertctl.registry.client import ApiClient
 from tests.registry.hostile_registry import Serve, make_client, make_reply, serve
 
 __all__ = ["serve"]

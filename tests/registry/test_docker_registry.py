@@ -13,12 +13,11 @@ import pytest
 from expertctl.digest import Digest, FileDigest
 from expertctl.errors import NotFoundError, UnauthenticatedError, UnreachableError
 from expertctl.package.layout import build_layout
-from expertctl.registry.api_client import ApiClient
+from expertctl.registry.client import ApiClient, OciClient
 from expertctl.registry.credentials import Credential, UnsavedCredential
 from expertctl.registry.download import BlobDownloader
 from expertctl.registry.errors import RetrySchedule
 from expertctl.registry.http import RegistryHttp
-from expertctl.registry.oci_client import OciClient
 from expertctl.registry.upload import BlobUpload, Uploader
 from tests.registry.docker_registry import DockerRegistry, docker_registry, run_docker_registry
 from tests.registry.hostile_registry import RecordedPauses
@@ -78,18 +77,6 @@ def test_what_is_pushed_is_pulled_and_travels_once(
         assert oci.fetch_manifest("acme/sql", "1.0.0").data == LAYOUT.manifest
         assert oci.fetch_manifest("acme/sql", LAYOUT.package_digest).data == LAYOUT.manifest
         assert pull(oci, tmp_path) == FILES
-
-
-def test_a_blob_is_mounted_from_another_repository(docker_registry: DockerRegistry) -> None:
-    with RegistryHttp() as http:
-        oci = OciClient(http, docker_registry.address)
-        push(oci)
-        digest = Digest.compute(LARGE)
-        sent = oci.upload_blob(
-            "acme/fork", digest, len(LARGE), lambda: opened(LARGE), mount_from="acme/sql"
-        )
-        assert sent is False
-        assert oci.has_blob("acme/fork", digest)
 
 
 def test_an_upload_in_chunks_goes_on_in_another_run(

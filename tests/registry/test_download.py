@@ -29,9 +29,9 @@ from expertctl.errors import (
     UnreachableError,
 )
 from expertctl.files import make_folders
+from expertctl.registry.client import OciClient
 from expertctl.registry.download import BLOB_MODE, KEPT_SECONDS, BlobDownloader, BlobRequest
 from expertctl.registry.http import RegistryHttp
-from expertctl.registry.oci_client import OciClient
 from tests.registry.hostile_registry import (
     SECONDS,
     HostileServer,
@@ -553,11 +553,11 @@ def test_what_is_old_and_nobody_holds_is_swept(place: Place) -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-from expertctl.digest import Digest, FileDigest
+from expertctl.reference import Digest, FileDigest
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.download import BlobDownloader, BlobRequest
 from expertctl.registry.http import RegistryHttp
-from expertctl.registry.oci_client import OciClient
+from expertctl.registry.client import OciClient
 from tests.registry.test_download import StagingTarget, download
 
 url, folder, digest, size = sys.argv[1:]

@@ -13,8 +13,8 @@ from expertctl.errors import (
     UnauthenticatedError,
 )
 from expertctl.package.layout import MANIFEST_TYPE
+from expertctl.registry.client import OciClient
 from expertctl.registry.http import RegistryHttp
-from expertctl.registry.oci_client import OciClient
 from tests.registry.hostile_registry import (
     HostileServer,
     ReceivedRequest,
@@ -157,15 +157,6 @@ def test_a_blob_that_is_there_does_not_travel(serve: Serve) -> None:
         )
     assert (travelled, counts) == (False, [len(DATA)])
     assert [request.method for request in server.requests] == ["HEAD"]
-
-
-def test_a_blob_is_mounted_where_it_is_known_to_be(serve: Serve) -> None:
-    server = serve(lambda r: make_reply(404 if r.method == "HEAD" else 201))
-    with make_client(server) as http:
-        travelled = oci(http, server).upload_blob(
-            "acme/sql", DIGEST, len(DATA), lambda: BytesIO(DATA), mount_from="acme/other"
-        )
-    assert travelled is False
 
 
 def test_a_login_is_checked(serve: Serve) -> None:

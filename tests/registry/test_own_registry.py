@@ -1,4 +1,4 @@
-"""The client and our own server over real sockets: logins, chunks, ranges, mounts."""
+"""The client and our own server over real sockets: logins, chunks, ranges."""
 
 import os
 from collections.abc import Iterator
@@ -14,14 +14,13 @@ from expertctl.digest import Digest, FileDigest
 from expertctl.errors import DigestError, ForbiddenError, UnauthenticatedError
 from expertctl.registry import credentials
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.api_client import ApiClient
+from expertctl.registry.client import ApiClient, OciClient
 from expertctl.registry.credentials import Credential, UnsavedCredential
 from expertctl.registry.download import BlobDownloader
 from expertctl.registry.http import RegistryHttp
-from expertctl.registry.oci_client import OciClient
 from expertctl.registry.upload import BlobUpload, Uploader
 from tests.registry.live_registry import LiveRegistry, run_live_registry
-from tests.registry.test_docker_registry import CONFIG, FILES, LAYOUT, push
+from tests.registry.test_docker_registry import FILES, LAYOUT, push
 from tests.registry.test_download import StagingTarget, download
 
 DATA = os.urandom(3 << 20)
@@ -73,18 +72,6 @@ def test_what_is_pushed_is_pulled_and_travels_once(
         assert oci.fetch_manifest("acme/sql", "1.0.0").data == LAYOUT.manifest
         download(BlobDownloader(tmp_path / "partial"), oci, LAYOUT.layers, target)
     assert {f.path: target.path(f.digest).read_bytes() for f in LAYOUT.layers} == FILES
-
-
-def test_a_blob_is_mounted_from_another_repository(plain_registry: PlainRegistry) -> None:
-    digest = Digest.compute(CONFIG)
-    with plain_registry.http() as http:
-        oci = OciClient(http, plain_registry.address)
-        push(oci)
-        sent = oci.upload_blob(
-            "acme/fork", digest, len(CONFIG), lambda: opened(CONFIG), mount_from="acme/sql"
-        )
-        assert sent is False
-        assert oci.has_blob("acme/fork", digest)
 
 
 def test_an_upload_in_chunks_goes_on_in_another_run(

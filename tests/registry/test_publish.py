@@ -24,11 +24,10 @@ from expertctl.package.layout import CONFIG
 from expertctl.package.write import add_document, sign_package, spool_package
 from expertctl.registry.accounts import add_key, fetch_namespace, revoke_key
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.api_client import fetch_package
+from expertctl.registry.client import OciClient, fetch_package
 from expertctl.registry.credentials import CredentialStore
 from expertctl.registry.http import RegistryHttp
 from expertctl.registry.index_document import open_index
-from expertctl.registry.oci_client import OciClient
 from expertctl.registry.publish import (
     PublishPackage,
     PublishTarget,

@@ -2,13 +2,19 @@
 
 import pytest
 
-from expertctl.errors import InvalidPackageError, NotFoundError, RateLimitError, UnreachableError
+from expertctl.errors import (
+    InvalidPackageError,
+    NotFoundError,
+    RateLimitError,
+    UnreachableError,
+    sanitise_text,
+)
 from expertctl.registry.errors import (
+    MAX_TEXT,
     RefusalReason,
     make_response_error,
     parse_error_body,
     parse_retry_after,
-    sanitise_text,
 )
 
 
@@ -40,7 +46,7 @@ def test_the_known_forms_of_a_refusal_are_read(body: bytes, reason: RefusalReaso
      ("\u202eback", "back"), ("", ""), ("x" * 600, "x" * 500 + "…")],
 )  # fmt: skip
 def test_a_text_is_bounded_and_harmless(text: str, clean: str) -> None:
-    assert sanitise_text(text) == clean
+    assert sanitise_text(text, MAX_TEXT) == clean
 
 
 @pytest.mark.parametrize(

@@ -109,20 +109,17 @@ class BlobSender:
         *,
         digest: Digest = DIGEST,
         size: int | None = None,
-        mount_from: str | None = None,
-    ) -> bool:
+    ) -> None:
         @contextmanager
         def opened() -> Iterator[BinaryIO]:
             yield BytesIO(data)
 
-        upload = BlobUpload(
-            UPLOADS, "repository:acme/sql:pull,push", digest, size or len(data), mount_from
-        )
+        upload = BlobUpload(UPLOADS, "repository:acme/sql:pull,push", digest, size or len(data))
         with make_client(
             self.server, attempts=self.attempts, pauses=self.pauses, secret="xpt_1"
         ) as http:
             uploader = Uploader(http, self.server.address, self.folder, self.chunk)
-            return uploader.send(upload, opened, progress=self.counts.append)
+            uploader.send(upload, opened, progress=self.counts.append)
 
     def methods(self) -> list[str]:
         return [request.method for request in self.server.requests]
@@ -156,7 +153,7 @@ def once(
 def test_a_small_blob_goes_in_one_piece(serve: Serve) -> None:
     upload_script = UploadScript()
     sender = BlobSender(serve(upload_script), chunk=len(DATA))
-    assert sender.send() is True
+    sender.send()
     assert upload_script.blobs == {str(DIGEST): DATA}
     assert sender.methods() == ["POST", "PUT"]
     assert sum(sender.counts) == len(DATA)
@@ -164,7 +161,7 @@ def test_a_small_blob_goes_in_one_piece(serve: Serve) -> None:
 
 def test_an_empty_blob_goes_too(serve: Serve) -> None:
     upload_script = UploadScript()
-    assert BlobSender(serve(upload_script)).send(b"", digest=Digest.compute(b"")) is True
+    BlobSender(serve(upload_script)).send(b"", digest=Digest.compute(b""))
     assert upload_script.blobs == {str(Digest.compute(b"")): b""}
 
 
@@ -405,20 +402,6 @@ def test_a_finish_that_is_not_found_and_not_there_is_a_failure(serve: Serve) -> 
 
     with pytest.raises(Exception, match="not found"):
         BlobSender(serve(lying(UploadScript(), lie))).send()
-
-
-def test_a_mounted_blob_does_not_travel(serve: Serve) -> None:
-    sender = BlobSender(serve(make_reply(201)))
-    assert sender.send(mount_from="acme/other") is False
-    [request] = sender.server.requests
-    assert request.target == f"{UPLOADS}?mount=sha256%3A{DIGEST.hex}&from=acme%2Fother"
-    assert sum(sender.counts) == len(DATA)
-
-
-def test_a_mount_that_becomes_an_upload_is_gone_on_with(serve: Serve) -> None:
-    upload_script = UploadScript()
-    assert BlobSender(serve(upload_script)).send(mount_from="acme/other") is True
-    assert upload_script.blobs == {str(DIGEST): DATA}
 
 
 # another process

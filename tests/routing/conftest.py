@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.eligibility import NO_FLAGS, NO_GAINS, find_eligible_experts
+from expertctl.routing.candidate import NO_FLAGS, NO_GAINS, InstalledExpert, find_eligible_experts
 from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.router import RoutingResult, route_prompt

@@ -18,8 +18,7 @@ from expertctl.engine_config import EngineConfig
 from expertctl.package.base_model import BaseIdentity
 from expertctl.routing.candidate import InstalledExpert, RoutingCandidate
 from expertctl.routing.manifest_lint import SeenManifests
-from expertctl.routing.numerics import build_numeric_settings
-from expertctl.routing.plan import NumericSettings
+from expertctl.routing.plan import NumericSettings, build_numeric_settings
 from expertctl.routing.router import RoutingResult
 from expertctl.schema.manifest import (
     AdapterEntry,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from expertctl.errors import NotFoundError
-from expertctl.install.starter import read_starter_manifest
+from expertctl.install.installer import read_starter_manifest
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
 from expertctl.routing.base_choice import DEMO_BASE, BaseSelector

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from expertctl.digest import Digest
-from expertctl.reference import Reference
+from expertctl.reference import Reference, parse_target
 from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.request import ForcedExpert, parse_target
+from expertctl.routing.request import ForcedExpert
 from tests.routing.experts import (
     PROMPT,
     SORT,

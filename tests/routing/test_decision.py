@@ -6,17 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertctl.routing.candidate import InstalledExpert
+from expertctl.reference import parse_target
+from expertctl.routing.candidate import EligibleExperts, InstalledExpert, find_eligible_experts
 from expertctl.routing.decision import (
     CATCH_ALL_REASON,
     MIN_JOIN_PROBABILITY,
     RoutingDecision,
     score_prompt,
 )
-from expertctl.routing.eligibility import EligibleExperts, find_eligible_experts
 from expertctl.routing.features import extract_features
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.request import RouteRequest, parse_target
+from expertctl.routing.request import RouteRequest
 from expertctl.routing.reranker import SMALL_RERANK, rerank
 from expertctl.store.base_record import StoredBase
 from expertctl.store.preference import Flag

@@ -8,10 +8,10 @@ import pytest
 
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import NotFoundError
-from expertctl.reference import Reference
+from expertctl.reference import Reference, parse_target
 from expertctl.routing.encoder import Encoder
 from expertctl.routing.planner import PlannedPrompt, Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest, parse_target
+from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.routing.session import (
     CACHE_SECONDS,
     KEPT_CANDIDATES,

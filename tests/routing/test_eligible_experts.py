@@ -4,10 +4,10 @@ import pytest
 
 from expertctl.digest import Digest
 from expertctl.errors import UsageError
-from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.eligibility import EligibleExperts, find_eligible_experts
+from expertctl.reference import parse_target
+from expertctl.routing.candidate import EligibleExperts, InstalledExpert, find_eligible_experts
 from expertctl.routing.index import RERANK_FOLDER, ManifestsByDigest, RoutingIndex, VectorStore
-from expertctl.routing.request import RouteRequest, parse_target
+from expertctl.routing.request import RouteRequest
 from expertctl.store.base_record import StoredBase
 from expertctl.store.preference import Flag
 from tests.routing.experts import make_sort_expert, make_sql_expert

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.reference import Reference
-from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.eligibility import find_eligible_experts
+from expertctl.routing.candidate import InstalledExpert, find_eligible_experts
 from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.plan import compute_plan_identity

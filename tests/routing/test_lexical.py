@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.routing.encoder import CALIBRATION, DIMENSIONS, LexicalEncoder
-from expertctl.routing.text import MAX_CHARACTERS
+from expertctl.routing.features import MAX_CHARACTERS
 
 ENCODER = LexicalEncoder()
 

@@ -8,9 +8,16 @@ import pytest
 from expertctl.digest import Digest
 from expertctl.engine_config import Dtype, EngineConfig, MoeMiss
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
-from expertctl.routing import numerics
-from expertctl.routing.numerics import build_numeric_settings, check_identity, choose_dtype
-from expertctl.routing.plan import NumericSettings, Plan, SamplingParams, compute_plan_identity
+from expertctl.routing import plan as plan_module
+from expertctl.routing.plan import (
+    NumericSettings,
+    Plan,
+    SamplingParams,
+    build_numeric_settings,
+    check_identity,
+    choose_dtype,
+    compute_plan_identity,
+)
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base
@@ -114,7 +121,7 @@ def test_without_the_libraries_the_extra_is_named(
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(numerics, "version", absent)
+    monkeypatch.setattr(plan_module, "version", absent)
     with pytest.raises(NotFoundError, match="transformers, which is not installed") as caught:
         make_numeric_settings(base, engine="transformers")
     assert caught.value.hint == "pip install 'expertctl[compat]'"

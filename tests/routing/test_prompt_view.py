@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from expertctl.routing.features import MAX_CHARACTERS
 from expertctl.routing.prompt_normalisation import collect_expert_names, normalise_prompt
-from expertctl.routing.text import MAX_CHARACTERS
 
 NAMES = collect_expert_names(
     ["acme/sql", "acme/carry-on", "acme/text-to-speech", "bank/credit_limit"]

@@ -7,14 +7,8 @@ from hypothesis import strategies as st
 from expertctl.digest import Digest
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import ExpertError, UsageError
-from expertctl.reference import Reference
-from expertctl.routing.request import (
-    ForcedExpert,
-    RouteRequest,
-    check_request,
-    parse_forced,
-    parse_target,
-)
+from expertctl.reference import Reference, parse_target
+from expertctl.routing.request import ForcedExpert, RouteRequest, check_request, parse_forced
 
 HEX = "sha256:" + "1" * 64
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from expertctl.errors import NotFoundError
-from expertctl.reference import Reference
-from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.eligibility import EligibleExperts
+from expertctl.reference import Reference, parse_target
+from expertctl.routing.candidate import EligibleExperts, InstalledExpert
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest, parse_target
+from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.routing.session import MAX_ELIGIBLE_SETS, PlanningSession
 from expertctl.settings import Home, Settings
 from expertctl.store.base_record import StoredBase

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.routing.text import find_confusable, fold_confusables
+from expertctl.routing.features import find_confusable, fold_confusables
 
 CYRILLIC_A, CYRILLIC_E, CYRILLIC_O = "\u0430", "\u0435", "\u043e"
 

@@ -11,8 +11,7 @@ from examples.starter.compositions import COMPOSITIONS, Composition
 from examples.starter.experts import EXPERTS
 from examples.starter.pack import manifest as packed_manifest
 from examples.starter.samples import Task, held_out
-from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.eligibility import find_eligible_experts
+from expertctl.routing.candidate import InstalledExpert, find_eligible_experts
 from expertctl.routing.encoder import Encoder, LexicalEncoder, find_minilm
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.minilm import open_minilm

@@ -4,8 +4,8 @@ import pytest
 
 from expertctl.digest import Digest
 from expertctl.errors import NotFoundError
-from expertctl.reference import PackageName
-from expertctl.routing.request import ForcedExpert, parse_target
+from expertctl.reference import PackageName, parse_target
+from expertctl.routing.request import ForcedExpert
 from expertctl.routing.selection import (
     find_near_names,
     format_suggestion,

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.routing.text import (
+from expertctl.routing.features import (
     contains_phrase,
     has_content_word,
     is_number,

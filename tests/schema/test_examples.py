@@ -7,7 +7,7 @@ import pytest
 from jsonschema_rs import Draft202012Validator, meta
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter_config import parse_adapter_config
+from expertctl.package.adapter import parse_adapter_config
 from expertctl.registry.index_document import IndexDocument
 from expertctl.schema.manifest import parse_manifest
 from expertctl.schema.validation import find_problems

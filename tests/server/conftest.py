@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.http.granian_server import raise_file_limit
+from expertctl.http.server import raise_file_limit
 from expertctl.server.settings import ServeSettings
 from tests.engine.kernel_cache import keeps_all_code, keeps_code, kept_folder
 from tests.server.harness import (

@@ -9,16 +9,17 @@ import pytest
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import ExpertError, IncompatibleError, NotFoundError, UsageError
 from expertctl.server.app import EngineWorker
-from expertctl.server.model_name import (
+from expertctl.server.settings import (
     ModelNotFoundError,
+    ServeSettings,
     check_alias_base,
     check_alias_bases,
     check_alias_experts,
     check_alias_names,
+    check_settings,
     parse_aliases,
     parse_model,
 )
-from expertctl.server.settings import ServeSettings, check_settings
 from expertctl.settings import Home, Settings
 from tests.factories import write_base
 from tests.server.conftest import MakeServed

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from expertctl.engine.text.answer_format import FormatCheck
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.server.json_schema import MAX_PATTERNS, check_json_object
 from expertctl.server.output_parser import OutputParserConfig, StrictTool, build_answer_validator
 from expertctl.server.tool_parser import HERMES

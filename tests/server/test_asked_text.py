@@ -4,7 +4,7 @@ import pytest
 
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import ContextLengthError
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.routing.request import MAX_PROMPT_CHARACTERS
 from expertctl.server.chat_prompt import (
     check_conversation_length,

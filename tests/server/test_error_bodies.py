@@ -25,9 +25,9 @@ from expertctl.errors import (
     UnknownAddressError,
     UsageError,
 )
-from expertctl.http.errors import FieldError
-from expertctl.server.model_name import ModelNotFoundError
+from expertctl.http.operation import FieldError
 from expertctl.server.responses import error_response, format_error_event
+from expertctl.server.settings import ModelNotFoundError
 
 OPENAI = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/acme/sql")
 ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")

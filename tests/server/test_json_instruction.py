@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.engine_config import EngineConfig
-from expertctl.server.json_instruction import (
+from expertctl.server.response_format import (
     INSTRUCTION_TEXT,
     INSTRUCTION_WARNING,
     MAX_INSTRUCTION_CHARACTERS,

@@ -3,7 +3,7 @@
 import pytest
 
 from expertctl.errors import NotFoundError, UsageError
-from expertctl.server.model_name import ModelSelection, parse_model
+from expertctl.server.settings import ModelSelection, parse_model
 
 BASE = "Qwen/Qwen3-0.6B"
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from expertctl.errors import RateLimitError
-from expertctl.server.caller import Caller, Quotas
+from expertctl.server.responses import Caller, Quotas
 
 
 @dataclass

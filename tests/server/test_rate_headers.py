@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from expertctl.server.caller import (
+from expertctl.server.responses import (
     LimitStatus,
     RateLimits,
     anthropic_rate_headers,

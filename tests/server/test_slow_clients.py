@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from expertctl.server.middleware import LARGE_BODIES_BYTES
+from expertctl.server.app import LARGE_BODIES_BYTES
 from tests.server.harness import BASE, ServedPackages
 from tests.server.openai.scripted_base import make_scripted_packages
 from tests.server.server_process import START_SECONDS, GenerationServerProcess, run_server

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from expertctl.http.errors import FieldError
-from expertctl.http.operation import ParsedBody
-from expertctl.http.request_body import parse_body
+from expertctl.http.operation import FieldError, ParsedBody, parse_body
 from expertctl.server.anthropic.message_request import MessageRequest
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.completion_request import CompletionRequest

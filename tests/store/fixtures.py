@@ -14,12 +14,11 @@ from uuid import uuid4
 
 import pytest
 
-from expertctl.digest import Digest
-from expertctl.install.installer import install_files
+from expertctl.digest import Digest, ignore_progress
+from expertctl.install.installer import InstallContext, install_files
 from expertctl.install.publication import InstalledPackage
 from expertctl.package.base_model import BaseFacts, read_base
-from expertctl.package.read import PackageContents, read_package
-from expertctl.package.verify import VerifiedPackage
+from expertctl.package.read import PackageContents, VerifiedPackage, read_package
 from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.settings import Home
@@ -129,7 +128,11 @@ class HomeFixture:
         return self
 
     def install(self, *paths: Path, **options: Any) -> list[InstalledPackage]:
-        return install_files(paths, store=self.store, bases=self.bases, trust=self.trust, **options)
+        progress = options.pop("progress", ignore_progress)
+        return install_files(paths, self.context(**options), progress=progress)
+
+    def context(self, **options: Any) -> InstallContext:
+        return InstallContext(self.store, self.bases, self.trust, self.home.registries, **options)
 
     def refs(self) -> list[str]:
         return [expert.ref for expert in self.store.list_experts()]

@@ -126,9 +126,7 @@ class CrashScene:
         return Sweep(self.template, actions[name], self.folder)
 
     def _import(self, user_home: HomeFixture) -> object:
-        return install_set(
-            self.together, store=user_home.store, bases=user_home.bases, trust=user_home.trust
-        )
+        return install_set(self.together, user_home.context())
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import pytest
 
 from expertctl.errors import ChangedVersionError
 from expertctl.install.doctor import examine_store
-from expertctl.package.read import read_package
-from expertctl.package.verify import verify_contents
+from expertctl.package.read import read_package, verify_contents
 from expertctl.reference import PackageName, Reference, Version
 from expertctl.registry.address import RegistryAddress
 from expertctl.store.preference import read_signers

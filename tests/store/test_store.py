@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from expertctl.digest import Digest
-from expertctl.errors import ChangedVersionError, DigestError, NotFoundError, StoreError, UsageError
-from expertctl.package.read import read_package
-from expertctl.package.verify import verify_contents
+from expertctl.errors import ChangedVersionError, DigestError, NotFoundError, StoreError
+from expertctl.package.read import read_package, verify_contents
 from expertctl.reference import Reference
 from expertctl.store.refs import StoredExpert
-from expertctl.store.store import Store, find_similar_names, parse_wanted
+from expertctl.store.store import Store, find_similar_names
 from expertctl.store.transaction import AddResult
 from tests.store.fixtures import HomeFixture, PackageFactory, publish
 
@@ -131,15 +130,6 @@ def test_a_foreign_registry_has_nothing_of_ours(
     assert user_home.store.find(Reference.parse("local/acme/sql"))
     with pytest.raises(NotFoundError):
         user_home.store.find(Reference.parse("example.com/acme/sql"))
-
-
-def test_what_a_person_types_is_a_reference_or_a_digest() -> None:
-    assert parse_wanted("acme/sql@^1") == Reference.parse("acme/sql@^1")
-    assert parse_wanted(str(Digest.compute(b""))) == Digest.compute(b"")
-    with pytest.raises(UsageError, match="sha256:<64 hex digits>"):
-        parse_wanted("sha256:../../etc/passwd")
-    with pytest.raises(UsageError):
-        parse_wanted("../etc/passwd")
 
 
 def test_near_names_are_at_most_three() -> None:

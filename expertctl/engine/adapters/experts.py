@@ -46,8 +46,13 @@ from expertctl.engine.memory.adapter_cache import AdapterCache, CacheKey, CacheR
 from expertctl.engine.memory.budget import BUDGET_HINTS
 from expertctl.engine.memory.host import allocate
 from expertctl.errors import BudgetError
-from expertctl.package.read import PackageContents, read_package
-from expertctl.package.verify import VerifiedPackage, accept_unsigned, verify_contents
+from expertctl.package.read import (
+    PackageContents,
+    VerifiedPackage,
+    accept_unsigned,
+    read_package,
+    verify_contents,
+)
 from expertctl.routing.plan import NUMERIC_VERSION
 from expertctl.schema.manifest import Manifest
 from expertctl.store.disk import DerivedData

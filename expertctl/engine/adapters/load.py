@@ -20,8 +20,15 @@ from expertctl.engine.adapters.steps import AdapterStep, DoraTensors, Ia3Tensors
 from expertctl.engine.arrays import STORED_DTYPES, FloatArray
 from expertctl.engine.memory.host import allocate
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError, StoreError
-from expertctl.package.adapter import AdapterSpec, Dora, Ia3, Lora, Part, SoftPrompt
-from expertctl.package.adapter_config import parse_adapter_config
+from expertctl.package.adapter import (
+    AdapterSpec,
+    Dora,
+    Ia3,
+    Lora,
+    Part,
+    SoftPrompt,
+    parse_adapter_config,
+)
 from expertctl.package.adapter_spec import build_adapter_spec
 from expertctl.package.tensor_file import (
     ADAPTER_LIMITS,

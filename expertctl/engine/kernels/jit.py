@@ -31,8 +31,8 @@ from filelock import FileLock, Timeout
 
 from expertctl.engine.kernels.machine_code import CompiledFunction, identify_processor, load_code
 from expertctl.engine.kernels.source import SOURCES_DIGEST, FunctionSource, compile_source
+from expertctl.errors import CountProgress, Notify, ignore_count, ignore_notification
 from expertctl.files import make_folders, write_atomic
-from expertctl.messages import CountProgress, Notify, ignore_count, ignore_notification
 from expertctl.settings import Home
 
 COMPILING = "compiling kernels for this machine; later runs load them from the cache"

@@ -43,9 +43,8 @@ from expertctl.engine.memory.host import (
     find_unused_bytes,
     get_machine_bytes,
 )
-from expertctl.errors import StoreError
+from expertctl.errors import WARNING_PREFIX, Notify, StoreError
 from expertctl.files import make_folders, remove_tree
-from expertctl.messages import WARNING_PREFIX, Notify
 from expertctl.settings import Home, format_limit, format_size
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore

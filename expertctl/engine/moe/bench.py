@@ -46,10 +46,9 @@ from expertctl.engine_config import (
     TopPins,
     WarmupConfig,
 )
-from expertctl.errors import BudgetError, IncompatibleError, UsageError
-from expertctl.messages import Notify, ignore_notification
+from expertctl.errors import BudgetError, IncompatibleError, Notify, UsageError, ignore_notification
 from expertctl.package.architectures import ExpertsConfig
-from expertctl.routing.numerics import choose_dtype
+from expertctl.routing.plan import choose_dtype
 from expertctl.routing.planner import Planner
 
 

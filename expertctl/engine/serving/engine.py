@@ -41,8 +41,15 @@ from expertctl.engine.serving.scheduler import POLL_SECONDS, Scheduler
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine_config import EngineConfig
-from expertctl.errors import DeviceError, IncompatibleError, RateLimitError, UsageError
-from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
+from expertctl.errors import (
+    WARNING_PREFIX,
+    DeviceError,
+    IncompatibleError,
+    Notify,
+    RateLimitError,
+    UsageError,
+    ignore_notification,
+)
 from expertctl.routing.candidate import InstalledExpert, explain_misfit
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides

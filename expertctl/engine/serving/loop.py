@@ -22,8 +22,7 @@ from expertctl.engine.serving.processor import RequestProcessor
 from expertctl.engine.serving.request import JobStarted, RequestState
 from expertctl.engine.serving.scheduler import POLL_SECONDS, Scheduler
 from expertctl.engine.text.prompt import PromptLogprobs
-from expertctl.errors import BudgetError, CancelledError, DeviceError, ExpertError
-from expertctl.messages import Notify
+from expertctl.errors import BudgetError, CancelledError, DeviceError, ExpertError, Notify
 
 FailureCallback = Callable[[], None]
 BUSY_SAVE_SECONDS = 600.0

@@ -24,8 +24,7 @@ from expertctl.engine.moe.cache_plan import TYPICAL_PROMPT_TOKENS, TYPICAL_SEQUE
 from expertctl.engine.preparation import count_bytes_without_base, prepare_for_base
 from expertctl.engine.request import RunRequest
 from expertctl.engine.text.prompt import UserMessage
-from expertctl.errors import ExpertError
-from expertctl.messages import WARNING_PREFIX, Notify
+from expertctl.errors import WARNING_PREFIX, ExpertError, Notify
 from expertctl.routing.candidate import InstalledExpert, explain_misfit
 from expertctl.routing.planner import PlannedPrompt
 from expertctl.routing.request import (

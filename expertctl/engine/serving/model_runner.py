@@ -50,6 +50,7 @@ from expertctl.engine.serving.request import AdapterStatus, LoadedPlan
 from expertctl.engine.text.prompt import PromptLogprobs, UserMessage, prompt_logprob_bytes
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import (
+    WARNING_PREFIX,
     BaseMismatchError,
     BudgetError,
     CancelledError,
@@ -57,10 +58,10 @@ from expertctl.errors import (
     IncompatibleError,
     InvalidPackageError,
     NotFoundError,
+    Notify,
     StoreError,
     UsageError,
 )
-from expertctl.messages import WARNING_PREFIX, Notify
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.routing.candidate import InstalledExpert, explain_misfit
 from expertctl.routing.planner import PlannedPrompt, Planner

@@ -33,10 +33,10 @@ from expertctl.errors import (
     ExpertError,
     IncompatibleError,
     NoAnswerError,
+    Notify,
     StoreError,
     UsageError,
 )
-from expertctl.messages import Notify
 from expertctl.routing.planner import Inventory, PlannedPrompt, Planner
 from expertctl.routing.session import PlanningSession
 

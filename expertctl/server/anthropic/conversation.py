@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, cast
 from msgspec import Meta, Struct
 
 from expertctl.engine.text.prompt import ConversationMessage
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.chat_prompt import check_conversation_length
 from expertctl.server.output_parser import StrictTool
@@ -125,9 +125,7 @@ def join_text(content: str | list[TextBlock]) -> str:
 def unsupported_block_error(block: UnsupportedBlock, field: str) -> FieldError:
     """Return the error for an unsupported block."""
     what = block.__struct_config__.tag
-    return FieldError(
-        f"{field}: a block of type {what} is not supported, only text is", field=field
-    )
+    return FieldError.at(field, f"a block of type {what} is not supported, only text is")
 
 
 def format_tool_result(result: ToolResultBlock, field: str) -> str:
@@ -183,9 +181,8 @@ def read_messages(
     first = [ConversationMessage("system", system_text)] if system_text else []
     messages = tuple(_join_adjacent([*first, *_ConversationReader().read(turns)]))
     if messages[-1].role == "assistant" and not messages[-1].content.strip():
-        raise FieldError(
-            "messages: the last message is from the assistant and has no text to continue",
-            field="messages",
+        raise FieldError.at(
+            "messages", "the last message is from the assistant and has no text to continue"
         )
     check_conversation_length(messages)
     return messages
@@ -212,7 +209,7 @@ class _ConversationReader:
 
     def _read_user(self, content: UserContent, field: str) -> Iterator[ConversationMessage]:
         if not content:
-            raise FieldError(f"{field}.content: empty", field=f"{field}.content")
+            raise FieldError.at(f"{field}.content", "empty")
         blocks = [TextBlock(content)] if isinstance(content, str) else content
         texts = list[str]()
         for number, block in enumerate(blocks):
@@ -231,9 +228,8 @@ class _ConversationReader:
     def _read_tool_result(self, block: ToolResultBlock, field: str) -> ConversationMessage:
         name = self._open_calls.pop(block.tool_use_id, None)
         if name is None:
-            raise FieldError(
-                f"{field}.tool_use_id: the previous turn has no open call {block.tool_use_id!r}",
-                field=f"{field}.tool_use_id",
+            raise FieldError.at(
+                f"{field}.tool_use_id", f"the previous turn has no open call {block.tool_use_id!r}"
             )
         fields: JsonObject = {"tool_call_id": block.tool_use_id, "name": name}
         return ConversationMessage("tool", format_tool_result(block, field), fields)
@@ -252,14 +248,12 @@ class _ConversationReader:
 
     def _open_call(self, call: ToolUseBlock, field: str) -> None:
         if call.id in self._open_calls:
-            raise FieldError(f"{field}.id: duplicate call id {call.id!r}", field=f"{field}.id")
+            raise FieldError.at(f"{field}.id", f"duplicate call id {call.id!r}")
         self._open_calls[call.id] = call.name
 
     def _check_answered(self, calls: Collection[str], field: str) -> None:
         for call in calls:
-            raise FieldError(
-                f"{field}: call {call!r} of the previous turn has no tool_result", field=field
-            )
+            raise FieldError.at(field, f"call {call!r} of the previous turn has no tool_result")
 
 
 def _template_fields(blocks: Sequence[AssistantBlock]) -> JsonObject:
@@ -360,10 +354,10 @@ def select_tools(
         case NoneChoice():
             return ()
         case AnyChoice() | ToolChoice():
-            raise FieldError(
-                "tool_choice: a tool call cannot be required, since generation is not constrained; "
+            raise FieldError.at(
+                "tool_choice",
+                "a tool call cannot be required, since generation is not constrained; "
                 "use the type auto or none, and name the tool in the messages",
-                field="tool_choice",
             )
 
 
@@ -386,5 +380,5 @@ def _check_unique_names(tools: Sequence[OfferedTool]) -> None:
     for number, tool in enumerate(tools):
         if tool.name in seen:
             field = f"tools[{number}].name"
-            raise FieldError(f"{field}: duplicate tool name {tool.name}", field=field)
+            raise FieldError.at(field, f"duplicate tool name {tool.name}")
         seen.add(tool.name)

@@ -16,7 +16,8 @@ from expertctl.engine.result import RunResult
 from expertctl.engine.serving.request import DEFAULT_PRIORITY, CheckFunction, GenerationJob
 from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, UserMessage
 from expertctl.errors import UsageError
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
+from expertctl.reference import parse_target
 from expertctl.routing.request import (
     DEFAULT_MAX_EXPERTS,
     MAX_STOP_CHARACTERS,
@@ -24,7 +25,6 @@ from expertctl.routing.request import (
     RouteRequest,
     SamplingOverrides,
     check_request,
-    parse_target,
 )
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.anthropic.conversation import (
@@ -39,7 +39,6 @@ from expertctl.server.anthropic.conversation import (
     read_messages,
     select_tools,
 )
-from expertctl.server.caller import Caller, make_cache_key
 from expertctl.server.chat_prompt import (
     ChatTemplateTraits,
     build_parser_config,
@@ -48,12 +47,6 @@ from expertctl.server.chat_prompt import (
     find_routing_text,
     normalise_call_ids,
 )
-from expertctl.server.json_instruction import (
-    INSTRUCTION_WARNING,
-    InstructedConversation,
-    add_json_instruction,
-)
-from expertctl.server.model_name import ModelSelection, parse_model
 from expertctl.server.output_parser import OutputParserConfig, build_answer_validator
 from expertctl.server.reasoning_parser import count_reasoning_tokens
 from expertctl.server.request_body import (
@@ -65,8 +58,15 @@ from expertctl.server.request_body import (
     normalise_top_k,
     normalise_top_p,
 )
-from expertctl.server.response_format import ResponseFormat, build_check
-from expertctl.server.settings import ServeSettings
+from expertctl.server.response_format import (
+    INSTRUCTION_WARNING,
+    InstructedConversation,
+    ResponseFormat,
+    add_json_instruction,
+    build_check,
+)
+from expertctl.server.responses import Caller, make_cache_key
+from expertctl.server.settings import ModelSelection, ServeSettings, parse_model
 
 MAX_TURNS = 10_000
 MIN_THINKING_TOKENS = 1024
@@ -187,7 +187,7 @@ def check_thinking_budget(request: MessageRequest) -> None:
     thinking = request.thinking
     if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens >= request.max_tokens:
         field = "thinking.budget_tokens"
-        raise FieldError(f"{field}: it must be less than max_tokens", field=field)
+        raise FieldError.at(field, "it must be less than max_tokens")
 
 
 BUDGET_WARNING = "thinking.budget_tokens is not enforced: only max_tokens limits reasoning"
@@ -250,9 +250,7 @@ def build_template_input(
     """
     tools = select_tools(request.tools or (), request.tool_choice)
     if tools and not template.reads_tools:
-        raise FieldError(
-            "tools: the chat template of this base does not support tools", field="tools"
-        )
+        raise FieldError.at("tools", "the chat template of this base does not support tools")
     variables: JsonObject = {"enable_thinking": request.enables_thinking}
     if request.output_config is not None and request.output_config.effort is not None:
         variables["reasoning_effort"] = request.output_config.effort

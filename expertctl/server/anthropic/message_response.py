@@ -8,9 +8,9 @@ from msgspec import UNSET, Struct, UnsetType
 from expertctl.engine.generation import FinishReason
 from expertctl.engine.result import RunResult
 from expertctl.server.anthropic.message_request import MessageCall
-from expertctl.server.file_schemas import PlanDocument
 from expertctl.server.output_parser import OutputPart
 from expertctl.server.reasoning_parser import ReasoningText
+from expertctl.server.request_body import PlanDocument
 from expertctl.server.tool_parser import ParsedToolCall, PlainText, make_call_id
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]

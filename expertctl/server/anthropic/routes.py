@@ -55,14 +55,13 @@ from expertctl.server.anthropic.message_response import (
     find_stop_reason,
     make_signature,
 )
-from expertctl.server.caller import get_caller
 from expertctl.server.chat_prompt import ChatTemplateTraits
-from expertctl.server.model_name import parse_model
 from expertctl.server.output_parser import OutputParser, OutputPart
 from expertctl.server.reasoning_parser import ReasoningText
 from expertctl.server.request_body import build_ignored_headers, build_router
-from expertctl.server.responses import GENERATION_ERRORS
+from expertctl.server.responses import GENERATION_ERRORS, get_caller
 from expertctl.server.service import Service
+from expertctl.server.settings import parse_model
 from expertctl.server.streaming import (
     EventStream,
     JobSubmitter,
@@ -271,9 +270,7 @@ class AnthropicEndpoints:
         """Count the tokens of a conversation."""
         service = self._service
         parse_model(
-            body.value.model,
-            base_name=service.engine.base_name,
-            aliases=service.settings.aliases,
+            body.value.model, base_name=service.engine.base_name, aliases=service.settings.aliases
         )
         text = self._template_traits()
         template_input = build_template_input(

@@ -34,8 +34,8 @@ from expertctl.engine.serving.request import (
 from expertctl.engine.text.answer_format import FormatCheck
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import ExpertError, UsageError
-from expertctl.http.errors import FieldError
-from expertctl.http.operation import Arrival
+from expertctl.http.operation import Arrival, FieldError
+from expertctl.reference import parse_target
 from expertctl.routing.request import (
     DEFAULT_MAX_EXPERTS,
     LIMITS,
@@ -46,26 +46,26 @@ from expertctl.routing.request import (
     SamplingOverrides,
     check_request,
     parse_forced,
-    parse_target,
 )
 from expertctl.schema.strict_json import JsonObject, JsonValue
-from expertctl.server.caller import Caller, make_cache_key
-from expertctl.server.file_schemas import PlanDocument
-from expertctl.server.json_instruction import (
-    INSTRUCTION_WARNING,
-    JsonInstruction,
-    build_json_instruction,
-    mentions_properties,
-)
 from expertctl.server.output_parser import JsonExtractor, extract_json
 from expertctl.server.request_body import (
+    PlanDocument,
     TimeoutMs,
     compute_deadline,
     field_limits,
     format_ignored_warning,
 )
-from expertctl.server.response_format import ResponseFormat, Validators, build_check
-from expertctl.server.responses import error_body
+from expertctl.server.response_format import (
+    INSTRUCTION_WARNING,
+    JsonInstruction,
+    ResponseFormat,
+    Validators,
+    build_check,
+    build_json_instruction,
+    mentions_properties,
+)
+from expertctl.server.responses import Caller, error_body, make_cache_key
 from expertctl.server.settings import ServeSettings
 from expertctl.server.streaming import JobSubmitter, format_named_event, stream_job
 
@@ -221,7 +221,7 @@ def _parse_one(field: str, text: str, read: Callable[[str], _Named]) -> _Named:
     try:
         return read(text)
     except UsageError as error:
-        raise FieldError(f"{field}: {error.message}", field=field, hint=error.hint) from error
+        raise FieldError.at(field, error.message, hint=error.hint) from error
 
 
 class PromptTokensRead(Struct, frozen=True, kw_only=True):

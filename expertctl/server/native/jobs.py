@@ -21,9 +21,13 @@ import msgspec
 from msgspec import Raw, Struct
 
 from expertctl.engine.running_sequence import OutputDelta
-from expertctl.engine.serving.request import JobEvent, JobFailed, JobFinished, JobStarted
-from expertctl.errors import CancelledError, ExpertError, NotFoundError
-from expertctl.messages import sanitise_error_text
+from expertctl.engine.serving.request import (
+    JobEvent,
+    JobFailed,
+    JobFinished,
+    JobStarted,
+)
+from expertctl.errors import CancelledError, ExpertError, NotFoundError, sanitise_error_text
 from expertctl.schema.strict_json import JsonObject
 from expertctl.server.native.infer import format_time
 

@@ -24,13 +24,10 @@ from expertctl.engine.moe.warmup import ProfileOptions
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.request import AdapterStatus
 from expertctl.errors import ExpertError, RateLimitError, UsageError
-from expertctl.http.errors import FieldError
-from expertctl.http.operation import Arrival, Operation, ParsedBody, Reply
+from expertctl.http.operation import Arrival, FieldError, Operation, ParsedBody, Reply
 from expertctl.package.architectures import MAX_EXPERTS_PER_LAYER
 from expertctl.routing.planner import PlannedPrompt
 from expertctl.schema.strict_json import JsonObject
-from expertctl.server.caller import get_caller, require_manager
-from expertctl.server.file_schemas import InferAnswer, MoeActivity, RouteAnswer
 from expertctl.server.native.infer import (
     InferCall,
     InferRequest,
@@ -42,8 +39,14 @@ from expertctl.server.native.infer import (
     stream_infer,
 )
 from expertctl.server.native.jobs import JobDocument, JobStore, StoredJob, build_job_document
-from expertctl.server.request_body import build_ignored_headers, build_router
-from expertctl.server.responses import GENERATION_ERRORS
+from expertctl.server.request_body import (
+    InferAnswer,
+    MoeActivity,
+    RouteAnswer,
+    build_ignored_headers,
+    build_router,
+)
+from expertctl.server.responses import GENERATION_ERRORS, get_caller, require_manager
 from expertctl.server.service import Service
 from expertctl.server.streaming import EventStream, run_job, while_connected
 
@@ -149,9 +152,9 @@ class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 hint='set "mode" to "full", "update" or "off", "reset" to true, or a "profile"',
             )
         if isinstance(self.profile, str) and self.profile != base:
-            raise FieldError(
-                f"profile: this server serves {base}, not {self.profile[:80]!r}",
-                field="profile",
+            raise FieldError.at(
+                "profile",
+                f"this server serves {base}, not {self.profile[:80]!r}",
                 hint=f"use {base}, or the document that `base profile export` writes",
             )
 
@@ -170,7 +173,7 @@ class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         try:
             pins = None if self.pin is None else parse_pins(str(self.pin))
         except UsageError as error:
-            raise FieldError(f"pin: {error.message}", field="pin", hint=error.hint) from error
+            raise FieldError.at("pin", error.message, hint=error.hint) from error
         return ProfileOptions(pins=pins, exchange=self.exchange)
 
 
@@ -178,9 +181,9 @@ def _require_profile(body: ObserveRequest) -> None:
     """Refuse ``pin`` and ``exchange`` without a profile."""
     for name, value in (("pin", body.pin), ("exchange", body.exchange)):
         if value is not None and body.profile is None:
-            raise FieldError(
-                f"{name}: it requires a profile",
-                field=name,
+            raise FieldError.at(
+                name,
+                "it requires a profile",
                 hint='set "profile": a document, or the name of the base for its learnt profile',
             )
 
@@ -235,10 +238,8 @@ class NativeEndpoints:
     ) -> Reply[JobDocument]:
         """Submit a prompt as a background job."""
         if body.value.stream:
-            raise FieldError(
-                "stream: jobs are not streamed",
-                field="stream",
-                hint=f"poll the job, or post to {INFER}",
+            raise FieldError.at(
+                "stream", "jobs are not streamed", hint=f"poll the job, or post to {INFER}"
             )
         call, service = self._build_call(request, body, arrival), self._service
         expected_wait = service.engine.estimate_wait()

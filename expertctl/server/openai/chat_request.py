@@ -1,4 +1,4 @@
-"""`ChatRequest`: the body of a chat request, and its job (`ChatCall`).
+"""`ChatRequest`: the body of a chat request, its job (`ChatCall`), and the whole answer to it.
 
 A field that would change the answer but is not implemented is accepted only with its neutral value:
 ignoring it silently would mislead the client.
@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct
 
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
+from expertctl.engine.running_sequence import SampledToken
 from expertctl.engine.serving.request import DEFAULT_PRIORITY, CheckFunction, GenerationJob
 from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, UserMessage
 from expertctl.errors import UsageError
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.schema.strict_json import JsonObject, JsonValue
-from expertctl.server.caller import Caller, make_cache_key
 from expertctl.server.chat_prompt import (
     ChatTemplateTraits,
     build_parser_config,
@@ -29,15 +29,11 @@ from expertctl.server.chat_prompt import (
     find_routing_text,
     normalise_call_ids,
 )
-from expertctl.server.json_instruction import (
-    INSTRUCTION_WARNING,
-    InstructedConversation,
-    add_json_instruction,
-)
-from expertctl.server.model_name import parse_model
 from expertctl.server.openai.conversation import (
+    CalledFunction,
     Name,
     Tool,
+    ToolCall,
     ToolChoice,
     Turn,
     list_strict_tools,
@@ -52,11 +48,31 @@ from expertctl.server.openai.generation_request import (
     build_stop_rules,
     check_unsupported,
 )
-from expertctl.server.output_parser import OutputParserConfig, build_answer_validator
+from expertctl.server.openai.response import (
+    AnsweredChoice,
+    ChatChoice,
+    ChatCompletion,
+    ChatMessage,
+    build_chat_logprobs,
+    build_extension,
+    build_usage,
+    make_fingerprint,
+    map_finish_reason,
+)
+from expertctl.server.output_parser import OutputParserConfig, ParsedOutput, build_answer_validator
 from expertctl.server.reasoning_parser import count_reasoning_tokens
 from expertctl.server.request_body import compute_deadline
-from expertctl.server.response_format import ResponseFormat, build_check
-from expertctl.server.settings import ServeSettings
+from expertctl.server.response_format import (
+    INSTRUCTION_WARNING,
+    InstructedConversation,
+    ResponseFormat,
+    add_json_instruction,
+    build_check,
+)
+from expertctl.server.responses import Caller, make_cache_key
+from expertctl.server.settings import ServeSettings, parse_model
+from expertctl.server.streaming import CollectedJob
+from expertctl.server.tool_parser import ParsedToolCall, make_call_id
 
 MAX_TURNS = 10_000
 MAX_TOOLS = 128
@@ -228,14 +244,12 @@ def _find_chat_end(request: ChatRequest, last: ConversationMessage) -> ChatEnd:
     """Return how the prompt ends; a last assistant message is continued unless disabled."""
     wanted, opened = request.continue_final_message, request.add_generation_prompt
     if wanted and opened:
-        raise FieldError(
-            "continue_final_message: it cannot be combined with add_generation_prompt",
-            field="continue_final_message",
+        raise FieldError.at(
+            "continue_final_message", "it cannot be combined with add_generation_prompt"
         )
     if wanted and not can_continue(last):
-        raise FieldError(
-            "continue_final_message: the last message is not text of the assistant",
-            field="continue_final_message",
+        raise FieldError.at(
+            "continue_final_message", "the last message is not text of the assistant"
         )
     if wanted or (wanted is None and opened is None and can_continue(last)):
         return "continue"
@@ -270,9 +284,7 @@ def _build_job(
 def _select_tools(request: ChatRequest, template: ChatTemplateTraits) -> tuple[Tool, ...]:
     tools = select_tools(request.tools or (), request.tool_choice)
     if tools and not template.reads_tools:
-        raise FieldError(
-            "tools: the chat template of this base does not support tools", field="tools"
-        )
+        raise FieldError.at("tools", "the chat template of this base does not support tools")
     return tools
 
 
@@ -291,10 +303,8 @@ def _read_logprobs(request: ChatRequest) -> int | None:
     if request.logprobs:
         return request.top_logprobs or 0
     if request.top_logprobs is not None:
-        raise FieldError(
-            "top_logprobs: it requires logprobs",
-            field="top_logprobs",
-            hint="set logprobs, or leave it out",
+        raise FieldError.at(
+            "top_logprobs", "it requires logprobs", hint="set logprobs, or leave it out"
         )
     return None
 
@@ -324,7 +334,7 @@ def _build_variables(request: ChatRequest, tools: tuple[Tool, ...]) -> JsonObjec
     given = cast("JsonObject", request.chat_template_kwargs or {})
     for name in filter(_RESERVED_VARIABLES.fullmatch, given):
         field = f"chat_template_kwargs.{name}"
-        raise FieldError(f"{field}: it is set by the request or the base", field=field)
+        raise FieldError.at(field, "it is set by the request or the base")
     _check_variables(given)
     variables: JsonObject = {}
     if request.reasoning_effort is not None:
@@ -341,9 +351,73 @@ def _check_variables(variables: JsonObject) -> None:
     """Check the template variables of a request; they are part of a cache key."""
     field = "chat_template_kwargs"
     if any(isinstance(value, list | dict) for value in variables.values()):
-        raise FieldError(f"{field}: only strings, numbers and booleans are supported", field=field)
+        raise FieldError.at(field, "only strings, numbers and booleans are supported")
     if (
         sum(len(name) + len(str(value)) for name, value in variables.items())
         > MAX_VARIABLE_CHARACTERS
     ):
-        raise FieldError(f"{field}: over {MAX_VARIABLE_CHARACTERS} characters", field=field)
+        raise FieldError.at(field, f"over {MAX_VARIABLE_CHARACTERS} characters")
+
+
+def build_chat_completion(
+    call: ChatCall, collected: CollectedJob, *, reasoning_tokens: int = 0
+) -> ChatCompletion:
+    """Return the answer to a chat request, without choices not started before the deadline."""
+    read = [call.parser_config.parse(result.generated.text) for result in collected.results]
+    parts = zip(collected.results, read, collected.sampled, strict=False)
+    return ChatCompletion(
+        id=call.id,
+        created=call.created,
+        model=call.model,
+        choices=[_build_choice(call, index, *one) for index, one in enumerate(parts)],
+        usage=build_usage([collected.results], reasoning=reasoning_tokens),
+        system_fingerprint=make_fingerprint(collected.results[0].planned.result.plan),
+        expertctl=build_extension(
+            [
+                AnsweredChoice(index, result, one.warnings)
+                for index, (result, one) in enumerate(zip(collected.results, read, strict=True))
+            ],
+            ignored=call.ignored_fields,
+            warnings=call.warnings,
+        ),
+    )
+
+
+def build_tool_call(call: ChatCall, found: ParsedToolCall, *, index: int, number: int) -> ToolCall:
+    """Return a tool call of an answer; its id is unique within the job."""
+    number += index * MAX_CALLS_PER_ANSWER
+    return ToolCall(
+        id=make_call_id("call_", job_id=call.job.id, number=number),
+        function=CalledFunction(name=found.name, arguments=found.arguments_json),
+    )
+
+
+def _build_choice(
+    call: ChatCall,
+    index: int,
+    result: RunResult,
+    read: ParsedOutput,
+    sampled: Sequence[SampledToken],
+) -> ChatChoice:
+    return ChatChoice(
+        index=index,
+        message=_build_message(call, index, read),
+        logprobs=None
+        if call.job.logprobs is None
+        else build_chat_logprobs(sampled, call.token_bytes),
+        finish_reason=map_finish_reason(result.generated.finish_reason, calls=len(read.calls)),
+    )
+
+
+def _build_message(call: ChatCall, index: int, read: ParsedOutput) -> ChatMessage:
+    calls = [
+        build_tool_call(call, found, index=index, number=number)
+        for number, found in enumerate(read.calls)
+    ]
+    return ChatMessage(
+        role="assistant",
+        content=read.text or (None if calls else ""),
+        refusal=None,
+        reasoning_content=read.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )

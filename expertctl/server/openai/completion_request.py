@@ -1,4 +1,4 @@
-"""`CompletionRequest`: the body of a completion request, its prompts and jobs (`CompletionCall`).
+"""`CompletionRequest`: the body of a completion request, its prompts, jobs and whole answer.
 
 Prompts are texts or tokens, one or several, possibly with a suffix; each becomes one job. Control
 tokens spelled in a text are control tokens if the server's setting and the request allow it; with a
@@ -16,23 +16,41 @@ from msgspec import Meta
 
 from expertctl.engine.generation import StopRules
 from expertctl.engine.request import RunRequest
+from expertctl.engine.result import RunResult
+from expertctl.engine.running_sequence import SampledToken
 from expertctl.engine.serving.request import DEFAULT_PRIORITY, GenerationJob
 from expertctl.engine.text.answer_format import FormatCheck
 from expertctl.engine.text.chat_template import encode_raw_prompt, find_fim_tokens
 from expertctl.engine.text.prompt import RawPrompt, UserMessage
 from expertctl.engine.text.tokenizer import Tokenizer
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.routing.request import LIMITS, MAX_PROMPT_CHARACTERS
-from expertctl.server.caller import Caller, make_cache_key
-from expertctl.server.model_name import ModelSelection, parse_model
 from expertctl.server.openai.generation_request import (
     GenerationFields,
     build_route_request,
     build_stop_rules,
     check_unsupported,
 )
+from expertctl.server.openai.response import (
+    AnsweredChoice,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Extension,
+    PromptExtensions,
+    TokenOffsets,
+    build_completion_logprobs,
+    build_extension,
+    build_prompt_logprobs,
+    build_usage,
+    join_logprobs,
+    make_fingerprint,
+    map_finish_reason,
+)
 from expertctl.server.request_body import compute_deadline
-from expertctl.server.settings import ServeSettings
+from expertctl.server.responses import Caller, make_cache_key
+from expertctl.server.settings import ModelSelection, ServeSettings, parse_model
+from expertctl.server.streaming import CollectedJob
 
 MAX_PROMPTS = 128
 Token = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -94,10 +112,10 @@ def read_prompts(
     """
     given = _split_prompts(request.prompt)
     if len(given) * request.answer_count > MAX_PROMPTS:
-        raise FieldError(
-            f"prompt: {len(given)} prompts with n {request.answer_count} are more answers than the "
+        raise FieldError.at(
+            "prompt",
+            f"{len(given)} prompts with n {request.answer_count} are more answers than the "
             f"{MAX_PROMPTS} that are allowed",
-            field="prompt",
         )
     raw = RawPrompt(
         suffix=request.suffix or None,
@@ -116,9 +134,9 @@ def _split_prompts(prompt: str | Sequence[str | int | list[int]]) -> list[str | 
     tokens = tuple(one for one in prompt if isinstance(one, int))
     others = [one for one in prompt if not isinstance(one, int)]
     if tokens and others:
-        raise FieldError(
-            "prompt: numbers are mixed with texts or lists of numbers",
-            field="prompt",
+        raise FieldError.at(
+            "prompt",
+            "numbers are mixed with texts or lists of numbers",
             hint="send one text, one list of tokens, a list of texts, or a list of such lists",
         )
     return [tokens] if tokens else [one if isinstance(one, str) else tuple(one) for one in others]
@@ -131,16 +149,14 @@ def _read_prompt(
     if isinstance(given, str):
         return _read_text(given, defaults)
     if defaults.suffix is not None:
-        raise FieldError(
-            "suffix: it requires a text prompt, not tokens",
-            field="suffix",
+        raise FieldError.at(
+            "suffix",
+            "it requires a text prompt, not tokens",
             hint="put the fill-in-the-middle tokens of the base into the prompt yourself",
         )
     strange = next((one for one in given if one >= tokenizer.size), None)
     if strange is not None:
-        raise FieldError(
-            f"prompt: there is no token {strange}; the base has {tokenizer.size}", field="prompt"
-        )
+        raise FieldError.at("prompt", f"there is no token {strange}; the base has {tokenizer.size}")
     routed_by = tokenizer.decode(given[:_ROUTING_TOKENS])[:MAX_PROMPT_CHARACTERS]
     raw = replace(defaults, ids=given)
     text = tokenizer.decode_raw(given) if echo else ""
@@ -154,10 +170,10 @@ def _read_text(given: str, defaults: RawPrompt) -> CompletionPrompt:
         return CompletionPrompt(replace(defaults, text=given), given, given)
     size = len(given) + len(suffix)
     if size > MAX_PROMPT_CHARACTERS:
-        raise FieldError(
-            f"suffix: it has {size} characters with the prompt, at most {MAX_PROMPT_CHARACTERS} "
+        raise FieldError.at(
+            "suffix",
+            f"it has {size} characters with the prompt, at most {MAX_PROMPT_CHARACTERS} "
             "are allowed",
-            field="suffix",
         )
     texts = (one for one in (given, suffix) if one.strip())
     return CompletionPrompt(replace(defaults, text=given), next(texts, _ROUTING_PLACEHOLDER), given)
@@ -174,10 +190,10 @@ def _tokenise_scored(
     each = (1 + (request.logprobs or 0)) * request.answer_count
     wanted = each * sum(len(one.raw.ids or ()) for one in read)
     if wanted > MAX_PROMPT_LOGPROBS:
-        raise FieldError(
-            f"logprobs: {wanted} log-probabilities of prompts are more than the "
+        raise FieldError.at(
+            "logprobs",
+            f"{wanted} log-probabilities of prompts are more than the "
             f"{MAX_PROMPT_LOGPROBS} that one answer has",
-            field="logprobs",
             hint="send fewer prompts in one request",
         )
     return read
@@ -315,19 +331,89 @@ def _check_suffix(request: CompletionRequest, tokenizer: Tokenizer) -> None:
     if not request.suffix:
         return
     if find_fim_tokens(tokenizer) is None:
-        raise FieldError(
-            "suffix: this base has no fill-in-the-middle tokens",
-            field="suffix",
+        raise FieldError.at(
+            "suffix",
+            "this base has no fill-in-the-middle tokens",
             hint="leave it out, or use a base trained for it",
         )
     if request.echo:
-        raise FieldError(
-            "echo: it cannot be combined with suffix",
-            field="echo",
-            hint="leave out one of them",
+        raise FieldError.at(
+            "echo", "it cannot be combined with suffix", hint="leave out one of them"
         )
 
 
 def _skip_check(_: str) -> FormatCheck:
     """Check nothing: no answer was requested."""
     return FormatCheck(None)
+
+
+def build_completion(call: CompletionCall, collected: Sequence[CollectedJob]) -> Completion:
+    """Return the answer to a completion request: for each prompt in order, all its answers."""
+    results = [one.results for one in collected]
+    return Completion(
+        id=call.id,
+        created=call.created,
+        model=call.model,
+        choices=[
+            one
+            for number, each in enumerate(collected)
+            for one in _build_choices(call, number, each)
+        ],
+        usage=build_usage(results),
+        system_fingerprint=make_fingerprint(results[0][0].planned.result.plan),
+        expertctl=build_call_extension(call, results),
+    )
+
+
+def build_call_extension(
+    call: CompletionCall, results: Sequence[Sequence[RunResult]]
+) -> Extension | PromptExtensions:
+    """Return the ``expertctl`` object, per prompt if there are several."""
+    each = [
+        build_extension(
+            [AnsweredChoice(call.choice_index(number, i), r) for i, r in enumerate(one)],
+            ignored=call.ignored_fields,
+        )
+        for number, one in enumerate(results)
+    ]
+    return each[0] if len(each) == 1 else PromptExtensions(prompts=each)
+
+
+def _build_choices(
+    call: CompletionCall, number: int, collected: CollectedJob
+) -> list[CompletionChoice]:
+    head = call.echoed_text(number)
+    prompt = (
+        None
+        if collected.prompt is None
+        else build_prompt_logprobs(collected.prompt, head, call.tokenizer)
+    )
+    return [
+        CompletionChoice(
+            index=call.choice_index(number, i),
+            text=head + result.generated.text,
+            logprobs=_build_logprobs(call, tokens, prompt, start=len(head)),
+            finish_reason=map_finish_reason(result.generated.finish_reason),
+        )
+        for i, (result, tokens) in enumerate(
+            zip(collected.results, collected.sampled, strict=False)
+        )
+    ]
+
+
+def _build_logprobs(
+    call: CompletionCall,
+    sampled: Sequence[SampledToken],
+    prompt: CompletionLogprobs | None,
+    *,
+    start: int,
+) -> CompletionLogprobs | None:
+    """Return the logprobs of the prompt and an answer; None if not requested.
+
+    If the deadline passed before the whole prompt was read, there are none either.
+    """
+    if call.jobs[0].logprobs is None or (call.scores_prompt and prompt is None):
+        return None
+    places = TokenOffsets(call.tokenizer, start=start)
+    scores = build_completion_logprobs(sampled, call.tokenizer.token_text, places)
+    return scores if prompt is None else join_logprobs(prompt, scores)

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import InvalidPackageError
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 from expertctl.server.chat_prompt import check_conversation_length
 from expertctl.server.output_parser import StrictTool
@@ -171,9 +171,7 @@ def _read_assistant_text(turn: AssistantTurn, where: str) -> str:
     if turn.content is not None:
         return _join_texts(turn.content, where)
     if turn.refusal is None and not turn.tool_calls:
-        raise FieldError(
-            f"{where}.content: missing, and there are no tool calls", field=f"{where}.content"
-        )
+        raise FieldError.at(f"{where}.content", "missing, and there are no tool calls")
     return turn.refusal or ""
 
 
@@ -204,7 +202,7 @@ def _read_part(part: ContentPart, where: str) -> str:
             return part.refusal
         case ImagePart() | AudioPart() | FilePart():
             what = part.__struct_config__.tag
-            raise FieldError(f"{where}: {what} is not supported, only text is", field=where)
+            raise FieldError.at(where, f"{what} is not supported, only text is")
 
 
 def _parse_arguments(text: str) -> JsonValue:
@@ -307,9 +305,9 @@ def select_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool
         case AllowedChoice(allowed_tools=allowed) if allowed.mode == "auto":
             return _select_allowed(tools, allowed)
         case "required" | FunctionChoice() | CustomChoice() | AllowedChoice():
-            raise FieldError(
-                "tool_choice: a tool call cannot be required, since generation is not constrained",
-                field="tool_choice",
+            raise FieldError.at(
+                "tool_choice",
+                "a tool call cannot be required, since generation is not constrained",
                 hint='use "auto" or "none", and name the tool in the messages',
             )
 
@@ -318,7 +316,7 @@ def _check_unique_names(names: Sequence[str]) -> None:
     for number, name in enumerate(names):
         if name in names[:number]:
             field = f"tools[{number}].function.name"
-            raise FieldError(f"{field}: duplicate tool name {name!r}", field=field)
+            raise FieldError.at(field, f"duplicate tool name {name!r}")
 
 
 def list_strict_tools(tools: Sequence[Tool]) -> tuple[StrictTool, ...]:
@@ -338,9 +336,9 @@ def _select_allowed(tools: Sequence[Tool], allowed: AllowedTools) -> tuple[Tool,
     names = {one.function.name for one in allowed.tools}
     unknown = sorted(names - {tool.function.name for tool in tools})
     if unknown:
-        raise FieldError(
-            f"tool_choice.allowed_tools.tools: {unknown[0]} is not one of the tools",
-            field="tool_choice.allowed_tools.tools",
+        raise FieldError.at(
+            "tool_choice.allowed_tools.tools",
+            f"{unknown[0]} is not one of the tools",
             hint="name functions that are given in tools",
         )
     return tuple(tool for tool in tools if tool.function.name in names)

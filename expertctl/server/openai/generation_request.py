@@ -13,7 +13,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from expertctl.engine.generation import StopRules
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
+from expertctl.reference import parse_target
 from expertctl.routing.request import (
     DEFAULT_MAX_EXPERTS,
     MAX_STOP_CHARACTERS,
@@ -21,9 +22,7 @@ from expertctl.routing.request import (
     RouteRequest,
     SamplingOverrides,
     check_request,
-    parse_target,
 )
-from expertctl.server.model_name import ModelSelection
 from expertctl.server.request_body import (
     MinTokens,
     StopTokenIds,
@@ -33,6 +32,7 @@ from expertctl.server.request_body import (
     normalise_top_k,
     normalise_top_p,
 )
+from expertctl.server.settings import ModelSelection
 
 MAX_TEXTS = 128
 _MAX_KEY = 512
@@ -199,7 +199,7 @@ def _find_unsupported(fields: GenerationFields) -> Iterator[FieldError]:
         if not any(type(value) is type(one) and value == one for one in values):
             instead = _REPLACEMENTS.get(name)
             hint = f"use {instead}" if instead else "leave it out"
-            yield FieldError(f"{name}: not supported by this server", field=name, hint=hint)
+            yield FieldError.at(name, "not supported by this server", hint=hint)
 
 
 def _find_unsupported_stream_options(fields: GenerationFields) -> Iterator[FieldError]:
@@ -207,11 +207,9 @@ def _find_unsupported_stream_options(fields: GenerationFields) -> Iterator[Field
     if options is None:
         return
     if not fields.stream:
-        yield FieldError(
-            "stream_options: they require stream",
-            field="stream_options",
-            hint="set stream, or leave them out",
+        yield FieldError.at(
+            "stream_options", "they require stream", hint="set stream, or leave them out"
         )
     if options.include_obfuscation:
         field = "stream_options.include_obfuscation"
-        yield FieldError(f"{field}: not supported by this server", field=field)
+        yield FieldError.at(field, "not supported by this server")

@@ -19,9 +19,8 @@ from expertctl.engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from expertctl.http.openapi import make_reference
 from expertctl.routing.plan import Plan
 from expertctl.schema.strict_json import JsonValue
-from expertctl.server.file_schemas import PlanDocument
 from expertctl.server.openai.conversation import ToolCall
-from expertctl.server.request_body import format_ignored_warning
+from expertctl.server.request_body import PlanDocument, format_ignored_warning
 
 OpenAIFinishReason = Literal["stop", "length", "tool_calls"]
 

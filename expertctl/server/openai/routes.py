@@ -18,23 +18,23 @@ from expertctl.engine.result import RunResult
 from expertctl.engine.running_sequence import OutputDelta, SampledToken
 from expertctl.engine.serving.request import JobEvent, JobFailed, JobFinished, JobStarted
 from expertctl.engine.text.prompt import PromptLogprobs
-from expertctl.http.operation import Operation, ParsedBody, Reply
-from expertctl.http.request_body import run_in_turn
+from expertctl.http.operation import Operation, ParsedBody, Reply, run_in_turn
 from expertctl.routing.plan import Plan
 from expertctl.server import models
-from expertctl.server.caller import get_caller
 from expertctl.server.chat_prompt import ChatTemplateTraits
-from expertctl.server.openai.chat_request import ChatCall, ChatRequest, build_chat_call
+from expertctl.server.openai.chat_request import (
+    ChatCall,
+    ChatRequest,
+    build_chat_call,
+    build_chat_completion,
+    build_tool_call,
+)
 from expertctl.server.openai.completion_request import (
     CompletionCall,
     CompletionRequest,
-    build_completion_call,
-)
-from expertctl.server.openai.full_response import (
     build_call_extension,
-    build_chat_completion,
     build_completion,
-    build_tool_call,
+    build_completion_call,
 )
 from expertctl.server.openai.response import (
     AnsweredChoice,
@@ -63,7 +63,7 @@ from expertctl.server.openai.response import (
 from expertctl.server.output_parser import OutputParser, OutputPart
 from expertctl.server.reasoning_parser import ReasoningText
 from expertctl.server.request_body import build_ignored_headers, build_router
-from expertctl.server.responses import GENERATION_ERRORS
+from expertctl.server.responses import GENERATION_ERRORS, get_caller
 from expertctl.server.service import Service
 from expertctl.server.streaming import (
     EventStream,

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.serving_soak import list_prompts
 from benchmarks.soak.home import NAMESPACE, VERSIONS, SoakHome, make_soak_home
-from expertctl.install.installer import install_files
+from expertctl.install.installer import InstallContext, install_files
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
 from expertctl.trust.trust_store import TrustStore
@@ -30,7 +30,8 @@ def test_there_are_experts_of_every_kind(soak_home: SoakHome) -> None:
 def test_the_other_version_of_each_can_be_installed(soak_home: SoakHome) -> None:
     store, bases = Store(soak_home.home.store), BaseStore(soak_home.home.bases)
     others = [versions[VERSIONS[1]] for versions in soak_home.packages.values()]
-    install_files(others, store=store, bases=bases, trust=TrustStore(soak_home.home.trust))
+    home = soak_home.home
+    install_files(others, InstallContext(store, bases, TrustStore(home.trust), home.registries))
     own = [expert for expert in store.list_experts() if expert.package.namespace == NAMESPACE]
     assert len(own) == 2 * len(soak_home.packages)
     digests = {expert.content_digest for expert in own}

@@ -17,7 +17,7 @@ from benchmarks.soak.requests import (
     SoakConversation,
     SoakRequest,
 )
-from expertctl.http.request_body import parse_body
+from expertctl.http.operation import parse_body
 from expertctl.server.anthropic.message_request import MessageRequest
 from expertctl.server.native.infer import InferRequest, RouteFields
 from expertctl.server.openai.chat_request import ChatRequest

@@ -275,7 +275,7 @@ from expertctl.engine.cpu.plain_backend import PlainBackend
 from expertctl.engine.kv.kv_cache import KVRequest
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.budget import MemoryBudget
-from expertctl.digest import Digest
+from expertctl.reference import Digest
 from expertctl.package.model_config import read_model_config
 
 class Context:

@@ -18,7 +18,7 @@ from expertctl.engine.torch.compat_engine import (
     float32_adapter_bytes,
 )
 from expertctl.errors import DigestError, IncompatibleError, InvalidPackageError
-from expertctl.package.adapter_config import parse_adapter_config
+from expertctl.package.adapter import parse_adapter_config
 from expertctl.package.adapter_spec import build_adapter_spec
 from expertctl.package.compatibility import check_tensors
 from expertctl.package.tensor_file import read_table

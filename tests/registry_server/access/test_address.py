@@ -1,6 +1,6 @@
 import pytest
 
-from registry_server.access.credentials import (
+from registry_server.access.authentication import (
     MAX_HOPS,
     get_rate_limit_key,
     parse_networks,

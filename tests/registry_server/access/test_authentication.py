@@ -14,8 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from expertctl.http.log import JsonFormatter
 from registry_server.access import accounts, rights
-from registry_server.access.authentication import AuthenticationMiddleware
-from registry_server.access.credentials import RefusalLog
+from registry_server.access.authentication import AuthenticationMiddleware, RefusalLog
 from registry_server.access.rights import Identity
 from tests.registry_server.conftest import NewRegistry
 from tests.registry_server.harness import URL, RegistryHarness, open_harness
@@ -30,7 +29,7 @@ CHALLENGES = {
 @pytest.fixture(autouse=True)
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """No bucket fills again during a test, however slow the machine is."""
-    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    clock = SimpleNamespace(monotonic=lambda: 0.0, time=time.time)
     monkeypatch.setattr("registry_server.access.authentication.time", clock)
 
 

@@ -3,7 +3,7 @@ import base64
 import pytest
 from starlette.datastructures import Headers
 
-from registry_server.access.credentials import MAX_AUTHORIZATION_HEADER, read_secret
+from registry_server.access.authentication import MAX_AUTHORIZATION_HEADER, read_secret
 
 
 def basic(pair: bytes) -> str:

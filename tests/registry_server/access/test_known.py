@@ -5,7 +5,7 @@ import pytest
 from expertctl.errors import StoreError
 from registry_server.access import accounts
 from registry_server.access.accounts import SessionKey
-from registry_server.access.credentials import MAX_CACHED_IDENTITIES, IdentityCache
+from registry_server.access.authentication import MAX_CACHED_IDENTITIES, IdentityCache
 from registry_server.database.connection import Database
 from tests.registry_server.harness import RegistryHarness
 

@@ -7,7 +7,6 @@ from sqlalchemy import Connection, delete, func, insert, select, update
 from expertctl.errors import BudgetError, StoreError
 from registry_server.access import namespaces
 from registry_server.access.namespaces import NamespaceRow
-from registry_server.blob_storage import BlobDigest
 from registry_server.database.tables import (
     BLOBS,
     MANIFESTS,
@@ -17,6 +16,7 @@ from registry_server.database.tables import (
     UPLOADS,
 )
 from registry_server.oci import blobs
+from registry_server.registry import BlobDigest
 from registry_server.settings import RegistryLimits
 from tests.registry_server.conftest import NewRegistry
 from tests.registry_server.harness import RegistryHarness

@@ -6,7 +6,7 @@ import pytest
 
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import TokenScope
-from registry_server.publishing.maintenance import add_key
+from registry_server.publishing.releases import add_key
 from tests.registry_server.harness import JsonApiClient, Publish, RegistryHarness
 from tests.registry_server.publishing.package_fixtures import (
     PackageTemplate,

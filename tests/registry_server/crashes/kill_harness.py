@@ -27,11 +27,10 @@ from expertctl.digest import Digest
 from expertctl.errors import RegistryError
 from expertctl.package.write import write_package
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.api_client import ApiClient
+from expertctl.registry.client import ApiClient, OciClient
 from expertctl.registry.credentials import Credential, UnsavedCredential
 from expertctl.registry.errors import RetrySchedule
 from expertctl.registry.http import RegistryHttp
-from expertctl.registry.oci_client import OciClient
 from expertctl.registry.publish import (
     PublishPackage,
     PublishTarget,
@@ -42,7 +41,7 @@ from expertctl.registry.publish import (
 )
 from expertctl.trust.trust_store import TrustStore
 from registry_server.operation.new_registry import CreatedRegistry
-from registry_server.publishing.maintenance import add_key
+from registry_server.publishing.releases import add_key
 from registry_server.settings import RegistryLimits
 from tests.registry_server.harness import open_harness
 from tests.registry_server.operation.server_process import (

@@ -3,24 +3,31 @@ import sys
 from pathlib import Path
 
 import pytest
-from alembic import command
-from sqlalchemy import create_engine
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, create_engine
 
 from expertctl.errors import StoreError
-from registry_server.database.connection import Database
-from registry_server.database.migration import (
-    _build_config,
-    get_last_revision,
-    list_schema_differences,
-)
-from registry_server.database.tables import HEAD, current_revision
+from registry_server.database.connection import MIGRATIONS, Database, migrate
+from registry_server.database.tables import HEAD, METADATA, current_revision
+
+
+def list_schema_differences(connection: Connection) -> list[object]:
+    """The differences between the tables of a database and those of this version."""
+    context = MigrationContext.configure(connection, opts={"compare_type": True})
+    return list(compare_metadata(context, METADATA))
 
 
 def test_the_steps_make_the_tables_that_the_code_uses(tmp_path: Path) -> None:
     database = Database.open(tmp_path / "registry.db")
     with database.read() as connection:
         assert list_schema_differences(connection) == []
-        assert current_revision(connection) == HEAD == get_last_revision()
+        assert (
+            current_revision(connection)
+            == HEAD
+            == ScriptDirectory(str(MIGRATIONS)).get_current_head()
+        )
     database.close()
 
 
@@ -70,9 +77,7 @@ def test_a_folder_with_a_percent_sign_is_no_matter(tmp_path: Path) -> None:
 
 def test_what_namespaces_used_before_it_was_counted_is_counted(tmp_path: Path) -> None:
     with create_engine(f"sqlite:///{tmp_path / 'registry.db'}").begin() as connection:
-        config = _build_config()
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0001")
+        migrate(connection, revision="0001")
         for statement in (
             "INSERT INTO namespaces VALUES (1, 'acme', 'acme', 'oci', 'token', NULL, 0)",
             "INSERT INTO namespaces VALUES (2, 'empty', 'empty', 'oci', 'token', NULL, 0)",
@@ -93,9 +98,7 @@ def test_index_documents_signed_before_that_was_recorded_are_as_old_as_their_cha
     tmp_path: Path,
 ) -> None:
     with create_engine(f"sqlite:///{tmp_path / 'registry.db'}").begin() as connection:
-        config = _build_config()
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0002")
+        migrate(connection, revision="0002")
         columns = "namespace_id, name, skeleton, description, revision, index_document"
         for statement in (
             "INSERT INTO namespaces VALUES (1, 'acme', 'acme', 'expert', 'token', NULL, 0, 0)",

@@ -5,7 +5,7 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from sqlalchemy import Column, Integer, MetaData, Table, create_engine, inspect
 
-from registry_server.database.migration import migrate
+from registry_server.database.connection import migrate
 from registry_server.database.tables import HEAD, METADATA
 from scripts.new_migration import main, make_step
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from registry_server.blob_storage import BlobDigest
+from registry_server.registry import BlobDigest
 from tests.registry_server.harness import RegistryHarness
 from tests.registry_server.oci.images import (
     compute_digest,

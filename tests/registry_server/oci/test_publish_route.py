@@ -5,7 +5,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from expertctl.trust.keys import PrivateKey
-from registry_server.publishing.maintenance import add_key
+from registry_server.publishing.releases import add_key
 from tests.registry_server.harness import RegistryHarness
 from tests.registry_server.oci.images import IMAGE, read_error_code
 from tests.registry_server.publishing.package_fixtures import (

@@ -8,9 +8,9 @@ import pytest
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
+from registry_server.access.rights import RepositoryName
 from registry_server.errors import OciCode, OciError
-from registry_server.oci import uploads as uploads_module
-from registry_server.oci.repositories import RepositoryName
+from registry_server.oci.test_upload_body import uploads as uploads_module
 from registry_server.oci.upload_routes import read_content_length, receive_body
 from registry_server.oci.uploads import OpenUpload, Uploads
 from tests.registry_server.harness import RegistryHarness

@@ -12,9 +12,8 @@ from expertctl.digest import Digest
 from expertctl.errors import DigestError, StoreError, UsageError
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import Identity
-from registry_server.blob_storage import BlobDigest
 from registry_server.database.tables import UPLOADS
-from registry_server.operation import backup
+from registry_server.operation.test_restore import backup
 from registry_server.operation.backup import (
     BackupDocument,
     copy_blob,
@@ -23,7 +22,7 @@ from registry_server.operation.backup import (
 )
 from registry_server.operation.gc import remove_garbage
 from registry_server.operation.new_registry import restore_backup
-from registry_server.registry import Registry, open_registry
+from registry_server.registry import BlobDigest, Registry, open_registry
 from registry_server.settings import read_settings
 from tests.registry_server.publishing.package_fixtures import (
     InMemoryPackage,

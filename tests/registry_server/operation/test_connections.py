@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.http.granian_server import MAX_CONNECTIONS, raise_file_limit
+from expertctl.http.server import MAX_CONNECTIONS, raise_file_limit
 from tests.registry_server.operation.server_process import init_registry_folder, run_server
 
 SILENT = 1100

@@ -9,9 +9,8 @@ from contextlib import closing
 import psutil
 import pytest
 
-from registry_server.blob_storage import BlobDigest
 from registry_server.operation.new_registry import CreatedRegistry
-from registry_server.registry import open_registry
+from registry_server.registry import BlobDigest, open_registry
 from tests.registry_server.harness import open_harness
 from tests.registry_server.oci.images import compute_digest, random_bytes
 from tests.registry_server.operation.server_process import (

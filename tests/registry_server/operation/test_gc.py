@@ -17,7 +17,7 @@ from registry_server.database.tables import BLOBS, REPOSITORY_BLOBS, UPLOADS
 from registry_server.errors import OciError
 from registry_server.oci import manifests
 from registry_server.operation.gc import GarbageSummary, _is_old_file, find_garbage, remove_garbage
-from registry_server.publishing import commit
+from registry_server.publishing import releases
 from registry_server.registry import Registry, open_registry
 from tests.registry_server.publishing.package_fixtures import (
     InMemoryPackage,
@@ -267,14 +267,14 @@ def test_a_collection_between_reading_the_bytes_and_the_commit_loses_nothing(
 ) -> None:
     parcel = template.make_package(key=alice)
     upload_blobs(registry, parcel)
-    real = commit._read_contents
+    real = releases._read_contents
 
     def slow(*arguments: object) -> object:
         found = real(*arguments)  # type: ignore[arg-type]
         remove_garbage(registry, now=later())
         return found
 
-    monkeypatch.setattr(commit, "_read_contents", slow)
+    monkeypatch.setattr(releases, "_read_contents", slow)
     with pytest.raises(OciError, match="of its blobs are not in acme/sql"):
         publish_uploaded(registry, owner, parcel)
     assert known(registry) == lying(registry) == set()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from expertctl.trust.keys import PrivateKey
-from registry_server.operation.health import probe_readiness
+from registry_server.api.routes import probe_readiness
 from tests.registry_server.conftest import NewRegistry
 from tests.registry_server.harness import RegistryHarness
 

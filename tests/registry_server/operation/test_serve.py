@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from expertctl.errors import StoreError, UsageError
-from expertctl.http.address import ListenAddress
+from expertctl.http.server import ListenAddress
 from registry_server.__main__ import main
 from registry_server.operation.serve import DATA_VARIABLE, application, serve
 from registry_server.settings import ServerSettings, read_settings, write_settings

@@ -4,7 +4,7 @@ import pytest
 
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import Identity
-from registry_server.publishing.maintenance import add_key
+from registry_server.publishing.releases import add_key
 from registry_server.registry import Registry
 from tests.registry_server.harness import RegistryHarness
 from tests.registry_server.publishing.package_fixtures import PackageTemplate, build_template

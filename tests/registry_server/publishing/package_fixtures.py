@@ -20,13 +20,12 @@ from expertctl.reference import PackageName
 from expertctl.registry.index_document import IndexDocument, open_index
 from expertctl.trust.bundle import sign_files
 from expertctl.trust.keys import PrivateKey
-from registry_server.access import namespaces
+from registry_server.access import namespaces, rights
 from registry_server.access.rights import Identity
 from registry_server.api.routes import load_index
-from registry_server.blob_storage import BlobDigest
-from registry_server.oci import blobs, manifests, repositories
-from registry_server.publishing.commit import PublishResult, publish
-from registry_server.registry import Registry
+from registry_server.oci import blobs, manifests
+from registry_server.publishing.releases import PublishResult, publish
+from registry_server.registry import BlobDigest, Registry
 from tests.factories import make_package, write_base
 
 
@@ -105,7 +104,7 @@ def upload_blobs(registry: Registry, parcel: InMemoryPackage) -> None:
     """Put the blobs of a package into its repository, as finished uploads do."""
     with registry.database.write() as connection:
         namespace = namespaces.get_namespace(connection, parcel.name.namespace)
-        repository = repositories.get_or_create_repository(
+        repository = rights.get_or_create_repository(
             connection, name=str(parcel.name), namespace_id=namespace.id
         )
         for digest, data in parcel.blobs.items():
@@ -149,7 +148,7 @@ def read_published_index(
 def pull_package(registry: Registry, name: PackageName, digest: Digest) -> PackageContents:
     """Pull a package by its digest and read it whole, as a client does."""
     with registry.database.read() as connection:
-        repository = repositories.find_repository(connection, str(name))
+        repository = rights.find_repository(connection, str(name))
         assert repository is not None
         stored = manifests.find_manifest(connection, repository.id, str(digest))
     assert stored is not None

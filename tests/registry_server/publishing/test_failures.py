@@ -12,7 +12,7 @@ from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import Identity
 from registry_server.database.tables import METADATA
 from registry_server.operation.gc import remove_garbage
-from registry_server.publishing.maintenance import add_key, revoke_key, yank_release
+from registry_server.publishing.releases import add_key, revoke_key, yank_release
 from registry_server.registry import Registry
 from tests.registry_server.publishing.package_fixtures import (
     InMemoryPackage,

@@ -17,7 +17,7 @@ from expertctl.trust.dsse import sign_key_statement, verify_key_statement
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import ANONYMOUS, Action, Identity, TokenScope
 from registry_server.publishing.index import find_key, load_publisher_keys
-from registry_server.publishing.maintenance import KeyRegistration, add_key, revoke_key
+from registry_server.publishing.releases import KeyRegistration, add_key, revoke_key
 from registry_server.registry import Registry
 from tests.registry_server.harness import RegistryHarness
 from tests.registry_server.publishing.package_fixtures import (
@@ -225,7 +225,7 @@ def test_a_namespace_has_a_bounded_number_of_keys(
     bob: PrivateKey,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("registry_server.publishing.maintenance.MAX_NAMESPACE_KEYS", 1)
+    monkeypatch.setattr("registry_server.publishing.releases.MAX_NAMESPACE_KEYS", 1)
     with pytest.raises(BudgetError, match="1 keys, 1 are allowed"):
         add(registry, owner, bob)
 

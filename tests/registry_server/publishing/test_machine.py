@@ -27,7 +27,7 @@ from expertctl.registry.index_document import IndexDocument
 from expertctl.trust.dsse import sign_key_statement
 from expertctl.trust.keys import PrivateKey
 from registry_server.operation.gc import find_garbage, remove_garbage
-from registry_server.publishing.maintenance import add_key, revoke_key, unyank_release, yank_release
+from registry_server.publishing.releases import add_key, revoke_key, unyank_release, yank_release
 from registry_server.registry import Registry
 from tests.registry_server.harness import create_registry, make_settings
 from tests.registry_server.publishing.package_fixtures import (

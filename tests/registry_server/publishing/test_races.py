@@ -10,9 +10,8 @@ import pytest
 from expertctl.errors import ConflictError, ExpertError, RevokedError
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import Identity
-from registry_server.publishing import commit
-from registry_server.publishing.commit import PublishResult
-from registry_server.publishing.maintenance import add_key, revoke_key, yank_release
+from registry_server.publishing import releases
+from registry_server.publishing.releases import PublishResult, add_key, revoke_key, yank_release
 from registry_server.registry import Registry, open_registry
 from tests.registry_server.publishing.package_fixtures import (
     PackageTemplate,
@@ -143,15 +142,15 @@ def test_two_servers_on_one_folder_agree_on_the_winner(
 
 def between(monkeypatch: pytest.MonkeyPatch, first: Callable[[], object]) -> None:
     """Let something happen between reading the bytes of a package and the write lock."""
-    real = commit._read_contents
+    real = releases._read_contents
 
     def slow(*arguments: object) -> object:
         found = real(*arguments)  # type: ignore[arg-type]
-        monkeypatch.setattr(commit, "_read_contents", real)
+        monkeypatch.setattr(releases, "_read_contents", real)
         first()
         return found
 
-    monkeypatch.setattr(commit, "_read_contents", slow)
+    monkeypatch.setattr(releases, "_read_contents", slow)
 
 
 def test_a_key_that_is_revoked_while_the_bytes_are_read_does_not_count(

@@ -9,7 +9,7 @@ from expertctl.reference import PackageName
 from expertctl.registry.index_document import open_index
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import Action, Identity, TokenScope
-from registry_server.publishing.maintenance import add_key, yank_release
+from registry_server.publishing.releases import add_key, yank_release
 from registry_server.registry import Registry
 from tests.registry_server.harness import RegistryHarness
 from tests.registry_server.publishing.package_fixtures import PackageTemplate, upload_and_publish

@@ -12,7 +12,7 @@ from expertctl.reference import PackageName
 from expertctl.trust.keys import PrivateKey
 from registry_server.access import rights
 from registry_server.access.rights import ANONYMOUS, Action, Identity, TokenScope
-from registry_server.publishing.maintenance import unyank_release, yank_release
+from registry_server.publishing.releases import unyank_release, yank_release
 from registry_server.registry import Registry
 from tests.registry_server.harness import RegistryHarness
 from tests.registry_server.publishing.package_fixtures import (

@@ -3,7 +3,7 @@ import hashlib
 import pytest
 
 from expertctl.errors import DigestError
-from registry_server.blob_storage import BlobDigest
+from registry_server.registry import BlobDigest
 
 EMPTY_SHA256 = "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 

@@ -6,7 +6,7 @@ import pytest
 
 from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, NotFoundError, StoreError
-from registry_server.blob_storage import BlobDigest, BlobStorage, wrap_disk_errors
+from registry_server.registry import BlobDigest, BlobStorage, wrap_disk_errors
 
 DATA = b"some bytes"
 DIGEST = BlobDigest.compute(DATA)

@@ -11,7 +11,7 @@ import pytest
 from expertctl.trust.keys import PrivateKey
 from registry_server.access import accounts, namespaces
 from registry_server.operation.new_registry import init_registry
-from registry_server.publishing.maintenance import add_key
+from registry_server.publishing.releases import add_key
 from registry_server.registry import open_registry
 from registry_server.settings import ServerSettings
 from tests.registry_server.operation.server_process import ServerProcess, run_server

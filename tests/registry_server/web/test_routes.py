@@ -10,7 +10,7 @@ from expertctl.reference import PackageName
 from registry_server.access import namespaces
 from registry_server.access.rights import Identity
 from registry_server.publishing.index import load_publisher_keys
-from registry_server.publishing.maintenance import revoke_key, yank_release
+from registry_server.publishing.releases import revoke_key, yank_release
 from registry_server.web.pages import SECURITY_HEADERS
 from tests.registry_server.harness import RegistryHarness
 from tests.registry_server.web.conftest import Publish

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.injections import KINDS, TECHNIQUES, Injection, InjectionTarget, make_injections
+from benchmarks.injections import TECHNIQUES, Injection, InjectionTarget, make_injections
+from benchmarks.soak.test_request import KINDS
 from benchmarks.routing_home import (
     DescribedExpert,
     RoutePrompt,

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from expertctl.engine_config import BatchingConfig, EngineConfig
-from expertctl.http.address import ListenAddress
+from expertctl.http.server import ListenAddress
 from expertctl.server.serve import serve
 from expertctl.server.settings import ServeSettings
 from expertctl.settings import Home, Settings

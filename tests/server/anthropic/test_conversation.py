@@ -6,8 +6,7 @@ import pytest
 
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import ContextLengthError
-from expertctl.http.errors import FieldError
-from expertctl.http.request_body import parse_body
+from expertctl.http.operation import FieldError, parse_body
 from expertctl.server.anthropic.conversation import read_messages
 from expertctl.server.anthropic.message_request import CountRequest
 from tests.server.anthropic.client import make_body, make_text_block

@@ -7,18 +7,16 @@ import pytest
 
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.errors import UsageError
-from expertctl.http.errors import FieldError
-from expertctl.http.request_body import parse_body
+from expertctl.http.operation import FieldError, parse_body
 from expertctl.routing.request import SamplingOverrides
 from expertctl.server.anthropic.message_request import (
     MessageCall,
     MessageRequest,
     build_message_call,
 )
-from expertctl.server.caller import Caller
 from expertctl.server.chat_prompt import ChatTemplateTraits
-from expertctl.server.model_name import ModelNotFoundError
-from expertctl.server.settings import ServeSettings
+from expertctl.server.responses import Caller
+from expertctl.server.settings import ModelNotFoundError, ServeSettings
 from tests.factories import write_base
 from tests.server.anthropic.client import WEATHER, make_body
 from tests.server.harness import BASE, ServerHarness

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from expertctl.http.errors import FieldError
-from expertctl.http.request_body import parse_body
+from expertctl.http.operation import FieldError, parse_body
 from expertctl.server.anthropic.message_request import (
     CountRequest,
     MessageRequest,

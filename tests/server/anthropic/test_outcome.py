@@ -10,15 +10,15 @@ from anthropic.types import Usage
 
 from expertctl.engine.generation import FinishReason
 from expertctl.engine.result import RunResult
-from expertctl.http.request_body import parse_body
+from expertctl.http.operation import parse_body
 from expertctl.server.anthropic.message_request import (
     MessageCall,
     MessageRequest,
     build_message_call,
 )
 from expertctl.server.anthropic.message_response import build_usage, find_stop_reason
-from expertctl.server.caller import Caller
 from expertctl.server.chat_prompt import ChatTemplateTraits
+from expertctl.server.responses import Caller
 from expertctl.server.settings import ServeSettings
 from expertctl.server.streaming import run_job
 from tests.server.anthropic.client import make_body

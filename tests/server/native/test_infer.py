@@ -20,13 +20,12 @@ from expertctl.engine.serving.request import GenerationJob, JobFailed, TokenSink
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import ExpertError, UsageError
-from expertctl.http.operation import Arrival
-from expertctl.http.request_body import parse_body
+from expertctl.http.operation import Arrival, parse_body
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import LIMITS, RouteRequest, SamplingOverrides, parse_forced
 from expertctl.schema.validation import find_problems
-from expertctl.server.caller import Caller
 from expertctl.server.native.infer import InferCall, InferRequest, stream_infer
+from expertctl.server.responses import Caller
 from expertctl.server.settings import ServeSettings
 from expertctl.server.validator import parse_validators
 from expertctl.settings import Home, Settings

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 
-from expertctl.http.request_body import parse_body
+from expertctl.http.operation import parse_body
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.completion_request import CompletionRequest
 from tests.server.harness import URL, ServerHarness

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from expertctl.engine.serving.request import GenerationJob
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.reference import Reference
 from expertctl.routing.request import ForcedExpert
-from expertctl.server.caller import Caller
 from expertctl.server.chat_prompt import ChatTemplateTraits
 from expertctl.server.openai.chat_request import ChatCall, build_chat_call
+from expertctl.server.responses import Caller
 from expertctl.server.settings import ServeSettings
 from expertctl.server.validator import ValidatorCommand
 from tests.server.harness import ServerHarness

@@ -7,7 +7,7 @@ import pytest
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.shared import reasoning_effort
 
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.generation_request import check_unsupported
 from tests.server.openai.client import make_chat_request

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from openai.types import completion_create_params as params
 
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.server.openai.completion_request import CompletionRequest
 from expertctl.server.openai.generation_request import check_unsupported
 from tests.server.openai.client import make_completion_request

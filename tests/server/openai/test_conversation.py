@@ -7,8 +7,7 @@ import pytest
 
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import ContextLengthError
-from expertctl.http.errors import FieldError
-from expertctl.http.request_body import parse_body
+from expertctl.http.operation import FieldError, parse_body
 from expertctl.routing.request import MAX_PROMPT_CHARACTERS
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.conversation import read_messages

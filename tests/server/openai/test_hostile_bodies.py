@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.errors import NotFoundError, UsageError
-from expertctl.http.errors import FieldError
-from expertctl.http.request_body import parse_body
-from expertctl.server.caller import Caller
+from expertctl.http.operation import FieldError, parse_body
 from expertctl.server.chat_prompt import ChatTemplateTraits
 from expertctl.server.openai.chat_request import ChatRequest, build_chat_call
 from expertctl.server.openai.completion_request import CompletionRequest, build_completion_call
+from expertctl.server.responses import Caller
 from expertctl.server.settings import ServeSettings
 from tests.server.harness import ServerHarness
 from tests.server.openai.test_chat_answer import SCHEMA, WEATHER

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from expertctl.http.errors import FieldError
+from expertctl.http.operation import FieldError
 from expertctl.server.openai.generation_request import check_unsupported
 from tests.server.openai.client import make_chat_request, make_completion_request
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from expertctl.http.errors import FieldError
-from expertctl.http.request_body import parse_body
+from expertctl.http.operation import FieldError, parse_body
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.conversation import list_strict_tools, select_tools
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from expertctl.server.status_page import FILES, HEADERS
+from expertctl.server.operations import FILES, HEADERS
 from tests.server.conftest import MakeServed
 from tests.server.harness import BASE, EXPERTS, ServerHarness
 
