@@ -67,8 +67,7 @@ class _OurDenseEngine:
         from expertctl.engine.cpu.decoder import PackedDecoder
         from expertctl.engine.kernels.microbenchmarks import MemoryReadBenchmark
         from expertctl.engine.kernels.thread_pool import ThreadPool
-        from expertctl.engine.kv.block_pool import PagedKVCache
-        from expertctl.engine.kv.page_layout import InterleavedPages
+        from expertctl.engine.kv.block_pool import InterleavedPages, PagedKVCache
 
         self._crews = {count: ThreadPool(count) for count in threads}
         for crew in self._crews.values():

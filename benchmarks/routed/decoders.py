@@ -24,8 +24,7 @@ from expertctl.engine.cpu.decoder import PackedDecoder
 from expertctl.engine.cpu.packed_base import PackedBase, make_expert_shape
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
-from expertctl.engine.kv.block_pool import PagedKVCache
-from expertctl.engine.kv.page_layout import InterleavedPages
+from expertctl.engine.kv.block_pool import InterleavedPages, PagedKVCache
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import CopiedExperts, ExpertReader
 from expertctl.engine.moe.expert_memory import ExpertMemory, HostBlockStorage

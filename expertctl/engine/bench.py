@@ -26,8 +26,12 @@ from expertctl.engine.kernels.microbenchmarks import MemoryReadBenchmark, PeakAr
 from expertctl.engine.kernels.packed_format import LANES, PackedDeltas, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
 from expertctl.engine.kernels.thread_pool import ThreadPool
-from expertctl.engine.kv.block_pool import PagedKVCache
-from expertctl.engine.kv.page_layout import InterleavedPages, PageLayout, estimate_pages_bytes
+from expertctl.engine.kv.block_pool import (
+    InterleavedPages,
+    PagedKVCache,
+    PageLayout,
+    estimate_pages_bytes,
+)
 from expertctl.engine.memory.host import allocate, count_usable_cores
 from expertctl.package.model_config import ModelConfig
 

@@ -153,7 +153,8 @@ class RunningBatch(Generic[Consumer]):
         If it raises, all sequences are still in the batch.
         """
         self._prefill()
-        self._decode()
+        self._stop_expired()
+        self._decode_step()
         return self._remove_ended()
 
     def run_prefill(self) -> list[RunningSequence[Consumer]]:
@@ -163,7 +164,8 @@ class RunningBatch(Generic[Consumer]):
 
     def run_decode(self) -> list[RunningSequence[Consumer]]:
         """Run the second half of a pass, which decodes one token of every sequence."""
-        self._decode()
+        self._stop_expired()
+        self._decode_step()
         return self._remove_ended()
 
     def fail_all(self, error: ExpertError) -> list[RunningSequence[Consumer]]:
@@ -187,10 +189,6 @@ class RunningBatch(Generic[Consumer]):
         self.blocked = []
         self._stop_expired()
         self._prefill_next()
-
-    def _decode(self) -> None:
-        self._stop_expired()
-        self._decode_step()
 
     def _remove_ended(self) -> list[RunningSequence[Consumer]]:
         over = [one for one in self._sequences if one.has_ended]

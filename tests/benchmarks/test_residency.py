@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+from benchmarks.soak.test_request import EXPERTS
 
 from benchmarks.cache_policies import (
     belady_hit_rate,
@@ -12,7 +13,6 @@ from benchmarks.cache_policies import (
     make_shifting_requests,
 )
 from benchmarks.residency import BUDGET, EXPERT_BYTES, NoticedJob, _compare_notice, replay
-from benchmarks.soak.test_request import EXPERTS
 
 WANTED = [1, 2, 3, 1, 2, 1, 4, 1]
 

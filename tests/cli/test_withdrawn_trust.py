@@ -12,7 +12,7 @@ from expertctl.trust.dsse import sign_key_statement
 from registry_server.app import renew_index_batch
 from registry_server.database.tables import PACKAGES
 from registry_server.publishing.index import renew_indexes
-from registry_server.operation.test_gc import DAY
+from registry_server.settings import DAY
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.install.fixtures import PublishingRegistry, publisher, run_publishing_registry, template
 from tests.registry.hostile_registry import (

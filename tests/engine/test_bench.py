@@ -18,7 +18,7 @@ from expertctl.engine.bench_result import CACHE_BYTES
 from expertctl.engine.cpu.base_loader import create_random_base, decode_bytes_per_token
 from expertctl.engine.cpu.program_cache import estimate_buffer_bytes
 from expertctl.engine.kernels.packed_format import Scheme
-from expertctl.engine.kv.page_layout import InterleavedPages
+from expertctl.engine.kv.block_pool import InterleavedPages
 from expertctl.engine.memory.host import count_usable_cores
 from expertctl.package.model_config import read_model_config
 from tests.benchmarks.test_gguf import small_config

@@ -9,8 +9,7 @@ import torch
 from expertctl.engine.cpu.decoder import PackedDecoder
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
-from expertctl.engine.kv.block_pool import PagedKVCache
-from expertctl.engine.kv.page_layout import InterleavedPages
+from expertctl.engine.kv.block_pool import InterleavedPages, PagedKVCache
 from expertctl.engine.torch.weights import load_base_weights
 from expertctl.package.model_config import read_model_config
 from tests.engine.packing import pack_base

@@ -20,9 +20,8 @@ from expertctl.engine.arrays import AnyArray
 from expertctl.engine.cpu.decoder import PackedDecoder
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
-from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache
+from expertctl.engine.kv.block_pool import BlockPool, InterleavedPages, PagedKVCache
 from expertctl.engine.kv.kv_cache import KVRequest
-from expertctl.engine.kv.page_layout import InterleavedPages
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.torch.weights import load_base_weights

@@ -33,9 +33,13 @@ from expertctl.engine.generation import DecoderSession, DecodeSession
 from expertctl.engine.kernels.jit import compile_missing, use_kernel_cache
 from expertctl.engine.kernels.packed_format import PlanPacking, Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
-from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache
+from expertctl.engine.kv.block_pool import (
+    BlockPool,
+    InterleavedPages,
+    PagedKVCache,
+    estimate_pages_bytes,
+)
 from expertctl.engine.kv.kv_cache import KVCacheBase
-from expertctl.engine.kv.page_layout import InterleavedPages, estimate_pages_bytes
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.moe.cache_plan import (

@@ -2,19 +2,27 @@
 
 It runs bases of every size: small ones faster than kernels are compiled, others where kernels do
 not support their sizes or numba is missing. All routed experts are in memory. Keys and values are
-in pages of rows, which a `BlockPool` lends.
+in pages of rows, which a `BlockPool` allocates.
+
+OpenBLAS, in numpy's own wheels, computes with as many threads as there are cores, or as
+``OPENBLAS_NUM_THREADS`` or ``OMP_NUM_THREADS`` say; `use_blas_threads` sets the number for the
+whole process, so only a local run or the loop of a server calls it. Other libraries keep their own.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
 from expertctl.engine.arrays import AnyArray, FloatArray
 from expertctl.engine.backend import BackendName, LoadContext
-from expertctl.engine.cpu.blas import use_blas_threads
 from expertctl.engine.cpu.plain_decoder import PlainDecoder, estimate_plain_pass_bytes
 from expertctl.engine.cpu.plain_weights import (
     PlainWeights,
@@ -25,9 +33,8 @@ from expertctl.engine.cpu.plain_weights import (
 )
 from expertctl.engine.decoding import LayerTimer, PrefillResult
 from expertctl.engine.generation import DecoderSession, DecodeSession, step_sequentially
-from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache
+from expertctl.engine.kv.block_pool import ROW_PAGES, BlockPool, PagedKVCache, estimate_pages_bytes
 from expertctl.engine.kv.kv_cache import KVCacheBase
-from expertctl.engine.kv.page_layout import ROW_PAGES, estimate_pages_bytes
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.moe.counters import Counters, RoutedExpertStats, make_resident_stats
 from expertctl.engine.sampling import estimate_sample_bytes
@@ -36,6 +43,59 @@ from expertctl.package.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from expertctl.engine.moe.expert_cache import ExpertCache
+
+
+_FOLDERS = ("../numpy.libs", ".dylibs", ".libs")
+"""Where wheels for Linux and Windows, macOS, and old ones have their libraries."""
+_NAMES = tuple(f"{prefix}openblas_{{}}_num_threads{suffix}"
+               for prefix in ("scipy_", "") for suffix in ("64_", ""))  # fmt: skip
+
+
+def get_blas_threads() -> int | None:
+    """Return the number of threads of a matrix product; None where it is not known."""
+    functions = _find_thread_functions()
+    return None if functions is None else functions.get()
+
+
+@contextmanager
+def use_blas_threads(count: int) -> Iterator[None]:
+    """Set the number of threads of matrix products for the length of a ``with`` block."""
+    functions = _find_thread_functions()
+    if functions is None:
+        yield
+        return
+    before = functions.get()
+    functions.set(count)
+    try:
+        yield
+    finally:
+        functions.set(before)
+
+
+@dataclass(frozen=True, slots=True)
+class _ThreadFunctions:
+    """The functions of OpenBLAS that return and set the number of threads."""
+
+    get: Callable[[], int]
+    set: Callable[[int], object]
+
+
+@cache
+def _find_thread_functions() -> _ThreadFunctions | None:
+    """Return the functions of the library that numpy has loaded; None if it is not OpenBLAS."""
+    package = Path(np.__file__).parent
+    paths = [path for folder in _FOLDERS for path in (package / folder).glob("*openblas*")]
+    for path in paths:
+        try:
+            library = ctypes.CDLL(str(path.resolve()))
+        except OSError:  # it is not one for this machine
+            continue
+        for name in _NAMES:
+            get, change = (getattr(library, name.format(word), None) for word in ("get", "set"))
+            if get is not None and change is not None:
+                return _ThreadFunctions(get, change)
+    return None
+
 
 _FLOAT_BYTES = 4
 

@@ -56,9 +56,8 @@ from expertctl.engine.decoding import (
     check_tokens,
 )
 from expertctl.engine.kernels.packed_format import ATTENTION_INPUTS, KV_PAGE_TOKENS
-from expertctl.engine.kv.block_pool import PagedKVCache
+from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache, count_pages
 from expertctl.engine.kv.kv_cache import rewind_on_error
-from expertctl.engine.kv.page_layout import ROW_PAGES, count_pages
 from expertctl.engine.text.prompt import LOGIT_ROWS, RecordLogits
 from expertctl.package.model_config import EMBEDDING_TENSOR, ModelConfig
 

@@ -33,8 +33,7 @@ from expertctl.engine.cpu.workspace import (
 )
 from expertctl.engine.decoding import PREFILL_CHUNK
 from expertctl.engine.kernels.packed_format import PackedDeltas, Scheme
-from expertctl.engine.kv.block_pool import PagedKVCache
-from expertctl.engine.kv.page_layout import InterleavedPages
+from expertctl.engine.kv.block_pool import InterleavedPages, PagedKVCache
 from expertctl.engine.moe.routed_experts import RoutedExperts
 from expertctl.package.model_config import ModelConfig
 

@@ -1,10 +1,10 @@
 """Paged KV caches, and `BlockPool`, the owner of all pages.
 
-A page holds sixteen tokens in one block of memory, in the layout of the backend (`page_layout`); a
+A page holds sixteen tokens in one block of memory, in the layout of the backend (`PageLayout`); a
 sequence has a list of its pages and of their addresses. Rows at and beyond ``length`` are never
-read. A sequence may start with fewer pages than its capacity and gets more as
-it grows. Sequences with a common prefix may share their first complete pages; shared pages are
-never written again, so a sequence cannot rewind into them.
+read. A sequence may start with fewer pages than its capacity and gets more as it grows. Sequences
+with a common prefix may share their first complete pages; shared pages are never written again, so
+a sequence cannot rewind into them.
 
 A sequence with the same prefix, cache key and plan as an earlier one shares its pages and only
 reads them; a page in which the two diverge is copied. At least one token is always read, for its
@@ -25,17 +25,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
-from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS
+from expertctl.engine.arrays import AnyArray, aligned_zeros
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, LANES, Scheme
 from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest, PrefixKey
-from expertctl.engine.kv.page_layout import (
-    FLOAT32_PAGES,
-    PageLayout,
-    count_pages,
-    estimate_pages_bytes,
-)
 from expertctl.engine.kv.radix_cache import (
     VIRTUAL,
     KVBlock,
@@ -47,6 +43,101 @@ from expertctl.engine.kv.radix_cache import (
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.errors import BudgetError
 from expertctl.package.model_config import ModelConfig
+
+_FLOAT_BYTES = 4
+
+
+class PageLayout(Protocol):
+    """How a page is stored; equal layouts store pages in the same way.
+
+    All layouts begin with the axes [layers][keys, values][kv_heads].
+    """
+
+    @property
+    def name(self) -> str:
+        """Equal for backends that can share one pool."""
+
+    def page_bytes(self, config: ModelConfig) -> int:
+        """Return the bytes of a page."""
+
+    def allocate_page(self, config: ModelConfig) -> AnyArray:
+        """Return a page of zeros; one that is copied is assigned to it."""
+
+    def check_page(self, config: ModelConfig, page: AnyArray, filled: int) -> None:
+        """Assert that the rows of its first ``filled`` tokens are finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class InterleavedPages:
+    """Pages that kernels read, as bytes; ``numbers`` is float32 or float16.
+
+    Keys are [head_dim][16 tokens], values [head_dim / 16][16 tokens][16].
+    """
+
+    numbers: Scheme = Scheme.FLOAT32
+
+    @property
+    def name(self) -> str:
+        """Equal for backends that can share one pool."""
+        return f"pages of {self.numbers.value}"
+
+    def page_bytes(self, config: ModelConfig) -> int:
+        """Return the bytes of a page."""
+        itemsize = self.numbers.layout.vector_bytes // LANES
+        return config.count_kv_bytes(KV_PAGE_TOKENS, itemsize=itemsize)
+
+    def allocate_page(self, config: ModelConfig) -> AnyArray:
+        """Return a page of zeros, uint8."""
+        return aligned_zeros(self.page_bytes(config), np.uint8)
+
+    def check_page(self, config: ModelConfig, page: AnyArray, filled: int) -> None:
+        """Assert that the rows of its first ``filled`` tokens are finite."""
+        layers, heads, width = config.layers, config.kv_heads, KV_PAGE_TOKENS
+        kind = np.float16 if self.numbers is Scheme.FLOAT16 else np.float32
+        numbers = page.view(kind).reshape(layers, 2, heads, -1)
+        keys = numbers[:, 0].reshape(layers, heads, -1, width)
+        values = numbers[:, 1].reshape(layers, heads, -1, width, width)
+        assert np.isfinite(keys[..., :filled]).all()
+        assert np.isfinite(values[..., :filled, :]).all()
+
+
+@dataclass(frozen=True, slots=True)
+class RowPages:
+    """Pages of rows: float32 [layers, 2, kv_heads, 16, head_dim]."""
+
+    @property
+    def name(self) -> str:
+        """Equal for backends that can share one pool."""
+        return "plain pages"
+
+    def page_bytes(self, config: ModelConfig) -> int:
+        """Return the bytes of a page."""
+        return config.count_kv_bytes(KV_PAGE_TOKENS, itemsize=_FLOAT_BYTES)
+
+    def allocate_page(self, config: ModelConfig) -> AnyArray:
+        """Return a page of zeros."""
+        shape = (config.layers, 2, config.kv_heads, KV_PAGE_TOKENS, config.head_dim)
+        return aligned_zeros(shape, np.float32)
+
+    def check_page(self, config: ModelConfig, page: AnyArray, filled: int) -> None:
+        """Assert that the rows of its first ``filled`` tokens are finite."""
+        assert page.shape[0] == config.layers
+        assert np.isfinite(page[..., :filled, :]).all()
+
+
+FLOAT32_PAGES = InterleavedPages(Scheme.FLOAT32)
+ROW_PAGES = RowPages()
+
+
+def count_pages(tokens: int) -> int:
+    """Return the number of pages of so many tokens."""
+    return -(-tokens // KV_PAGE_TOKENS)
+
+
+def estimate_pages_bytes(config: ModelConfig, tokens: int, layout: PageLayout) -> int:
+    """Return the bytes of the pages of so many tokens."""
+    return count_pages(tokens) * layout.page_bytes(config)
+
 
 PageCallback = Callable[[int], None]
 """Called with the bytes of pages before they are allocated; raises BudgetError."""

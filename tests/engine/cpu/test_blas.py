@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertctl.engine.cpu import blas
-from expertctl.engine.cpu.blas import get_blas_threads, use_blas_threads
+from expertctl.engine.cpu import plain_backend
+from expertctl.engine.cpu.plain_backend import get_blas_threads, use_blas_threads
 
 KNOWN = np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"] == "scipy-openblas"
 
@@ -30,20 +30,20 @@ def test_threads_are_set_for_a_while() -> None:
 
 
 def test_another_library_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blas, "_FOLDERS", ())
-    blas._find_thread_functions.cache_clear()
+    monkeypatch.setattr(plain_backend, "_FOLDERS", ())
+    plain_backend._find_thread_functions.cache_clear()
     try:
         with use_blas_threads(1):
             assert get_blas_threads() is None
     finally:
-        blas._find_thread_functions.cache_clear()
+        plain_backend._find_thread_functions.cache_clear()
 
 
 def test_what_is_no_library_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "libopenblas.txt").write_text("no library")
-    monkeypatch.setattr(blas, "_FOLDERS", (str(tmp_path),))
-    blas._find_thread_functions.cache_clear()
+    monkeypatch.setattr(plain_backend, "_FOLDERS", (str(tmp_path),))
+    plain_backend._find_thread_functions.cache_clear()
     try:
         assert get_blas_threads() is None
     finally:
-        blas._find_thread_functions.cache_clear()
+        plain_backend._find_thread_functions.cache_clear()

@@ -18,8 +18,7 @@ from expertctl.engine.adapters.compile import BASE_ONLY, CompiledPlan
 from expertctl.engine.adapters.steps import LinearDelta
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.backend import LoadContext
-from expertctl.engine.cpu.blas import get_blas_threads
-from expertctl.engine.cpu.plain_backend import PlainBackend, PlainModel
+from expertctl.engine.cpu.plain_backend import PlainBackend, PlainModel, get_blas_threads
 from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache
 from expertctl.engine.kv.kv_cache import KVAllocation, KVRequest
 from expertctl.engine.memory.adapter_cache import AdapterCache
@@ -270,7 +269,7 @@ RUN = """
 import sys
 from pathlib import Path
 from expertctl.engine.adapters.compile import BASE_ONLY
-from expertctl.engine.cpu.blas import get_blas_threads
+from expertctl.engine.cpu.plain_backend import get_blas_threads
 from expertctl.engine.cpu.plain_backend import PlainBackend
 from expertctl.engine.kv.kv_cache import KVRequest
 from expertctl.engine.memory.adapter_cache import AdapterCache

@@ -16,8 +16,7 @@ from expertctl.engine.arrays import AnyArray, FloatArray
 from expertctl.engine.cpu.plain_decoder import PlainDecoder, estimate_plain_pass_bytes
 from expertctl.engine.cpu.plain_weights import load_plain_weights
 from expertctl.engine.decoding import LayerTimer
-from expertctl.engine.kv.block_pool import PagedKVCache
-from expertctl.engine.kv.page_layout import ROW_PAGES
+from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
 from expertctl.engine.text.prompt import PromptLogprobs
 from expertctl.engine.torch.sequence_cache import KVCache
 from expertctl.errors import BudgetError, IncompatibleError, UsageError

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
-from expertctl.engine.kv.block_pool import PagedKVCache
-from expertctl.engine.kv.page_layout import (
+from expertctl.engine.kv.block_pool import (
     FLOAT32_PAGES,
     ROW_PAGES,
     InterleavedPages,
+    PagedKVCache,
     PageLayout,
     estimate_pages_bytes,
 )

@@ -19,15 +19,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from expertctl.digest import Digest
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
-from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache
-from expertctl.engine.kv.kv_cache import KVAllocation, KVRequest
-from expertctl.engine.kv.page_layout import (
+from expertctl.engine.kv.block_pool import (
     FLOAT32_PAGES,
     ROW_PAGES,
+    BlockPool,
     InterleavedPages,
+    PagedKVCache,
     PageLayout,
     estimate_pages_bytes,
 )
+from expertctl.engine.kv.kv_cache import KVAllocation, KVRequest
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.errors import BudgetError

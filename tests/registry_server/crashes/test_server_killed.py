@@ -17,8 +17,14 @@ from expertctl.trust.grants import KnownRegistry
 from expertctl.trust.trust_store import TrustStore
 from registry_server.access import accounts
 from registry_server.access.rights import Identity
-from registry_server.database.tables import MANIFESTS, PACKAGES, RELEASES, REPOSITORIES, SIGNED_FORMS
-from registry_server.oci.test_listing_routes import TAGS
+from registry_server.database.tables import (
+    MANIFESTS,
+    PACKAGES,
+    RELEASES,
+    REPOSITORIES,
+    SIGNED_FORMS,
+    TAGS,
+)
 from registry_server.operation.gc import remove_garbage
 from registry_server.registry import Registry, open_registry
 from registry_server.settings import ServerSettings

@@ -23,8 +23,7 @@ from expertctl.errors import (
 from expertctl.package.layout import build_layout
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import ANONYMOUS, Action, Identity, TokenScope
-from registry_server.database.tables import AUDIT, MANIFESTS, PACKAGES, RELEASES, SIGNED_FORMS
-from registry_server.oci.test_listing_routes import TAGS
+from registry_server.database.tables import AUDIT, MANIFESTS, PACKAGES, RELEASES, SIGNED_FORMS, TAGS
 from registry_server.errors import OciCode, OciError
 from registry_server.publishing.releases import add_key, revoke_key, yank_release
 from registry_server.registry import Registry

@@ -21,7 +21,7 @@ from registry_server.database.tables import PACKAGES
 from registry_server.publishing.index import is_renewal_due, load_signed_index, renew_indexes
 from registry_server.publishing.releases import yank_release
 from registry_server.registry import Registry
-from registry_server.operation.test_gc import DAY
+from registry_server.settings import DAY
 from tests.registry_server.publishing.package_fixtures import (
     PackageTemplate,
     read_published_index,
