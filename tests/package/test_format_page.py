@@ -44,7 +44,7 @@ def test_every_limit_is_on_the_page() -> None:
         "safetensors header of an adapter": (
             f"{ADAPTER_LIMITS.header_bytes} bytes, {ADAPTER_LIMITS.tensors} tensors"
         ),
-        "content against file, beyond 64 MiB": f"{MAX_RATIO} times",
+        "content beyond 64 MiB, as a multiple of the file size": f"{MAX_RATIO} times",
         "blocks of the frame": (
             f"{MANY_BLOCKS}, and one more for each {SMALL_BLOCK} bytes of content"
         ),
