@@ -147,7 +147,7 @@ class InterruptedEngines:
         return interrupted
 
 
-@pytest.mark.parametrize("step", [17, pytest.param(1, marks=pytest.mark.all)])
+@pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.all)])
 @pytest.mark.parametrize("numpy_below", [0, 1 << 40])
 def test_after_an_interrupt_at_any_line_the_next_run_is_as_ever(
     numpy_below: int, step: int, home: Planner
