@@ -13,7 +13,7 @@ from expertctl.errors import ExpertError
 from expertctl.install.installed_experts import remove_base
 from expertctl.settings import format_size, load_settings
 from expertctl.store.base_record import StoredBase
-from expertctl.store.bases import BaseStore
+from expertctl.store.bases import BaseStore, count_bytes_to_read
 from expertctl.store.store import Store
 
 if TYPE_CHECKING:
@@ -47,9 +47,8 @@ def add(
     """
     bases = open_base_store()
     add_base = bases.add_copy if copy else bases.add
-    with show_progress(
-        "hashing base", _count_bytes_to_read(directory, copy), as_json=as_json
-    ) as report:
+    size = count_bytes_to_read(directory, copies=copy)
+    with show_progress("hashing base", size, as_json=as_json) as report:
         base = add_base(directory, name=name, revision=revision, progress=report)
     identity = base.identity
     text = f"{base.name}  {format_size(base.size)}  {base.path}\n"
@@ -87,7 +86,7 @@ def _compile_kernels(base: StoredBase, *, as_json: bool) -> bool:
             planner, base, config, kernel_progress=report.report_kernels, notify=note
         )
     note(
-        "the kernels of `run` and `serve` are compiled"
+        "the kernels of `run` and `serve` are compiled, for the base and the experts installed now"
         if found
         else f"{base.name} runs without compiled kernels"
     )
@@ -137,12 +136,6 @@ def remove(
 
 app.command("plan")(plan)
 app.add_typer(profile_app, name="profile")
-
-
-def _count_bytes_to_read(directory: Path, copy: bool) -> int:
-    """Return how many bytes are read: once for the files, once for the tensors, once for a copy."""
-    files = directory.iterdir() if directory.is_dir() else []
-    return sum(path.stat().st_size for path in files if path.is_file()) * (3 if copy else 2)
 
 
 def _check_state(bases: BaseStore, base: StoredBase) -> str:

@@ -177,6 +177,7 @@ def _find_folder(text: str) -> Path | None:
 
 def _add_base(bases: "BaseStore", folder: Path, *, as_json: bool) -> str:
     from expertctl.store.base_record import infer_name
+    from expertctl.store.bases import count_bytes_to_read
 
     name, _ = infer_name(folder, None, None)
     known = next((base for base in bases.list_bases() if base.name == name), None)
@@ -185,8 +186,8 @@ def _add_base(bases: "BaseStore", folder: Path, *, as_json: bool) -> str:
             f"{folder} is not registered, and the name {name} is taken by {known.path}",
             hint=f"expertctl base add {folder} --name ANOTHER-NAME",
         )
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    with show_progress("hashing base", size or None, as_json=as_json) as report:
+    size = count_bytes_to_read(folder)
+    with show_progress("hashing base", size, as_json=as_json) as report:
         base = bases.add(folder, progress=report)
     note(f"registered the base {base.name}; `expertctl base remove {base.name}` unregisters it")
     return base.name

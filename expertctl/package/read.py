@@ -357,7 +357,7 @@ def verify_contents(
     if contents.signature is None:
         raise UnsignedError(
             f"{manifest.ref} is not signed",
-            hint="ask its publisher for a signed one, or sign it with `expertctl sign FILE`",
+            hint="ask its publisher for a signed one, or `expertctl sign FILE --key NAME`",
         )
     try:
         key = _verify_signature(contents, contents.signature, trust, registry)

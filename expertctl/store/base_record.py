@@ -18,6 +18,7 @@ from expertctl.digest import READ_CHUNK, Digest, Progress, hash_file, ignore_pro
 from expertctl.errors import (
     BaseMismatchError,
     ExpertError,
+    IncompatibleError,
     InvalidPackageError,
     NotFoundError,
     StoreError,
@@ -33,6 +34,7 @@ from expertctl.schema.validation import convert_document
 _PATH_PREFIXES = {"..", "~"}
 """What begins a path, and never the name of a model on a hub."""
 _MAX_HUB_NAME = 200
+_GGUF_HINT = "GGUF is not supported; use the model's own folder with config.json and safetensors"
 
 
 def check_directory(directory: Path) -> None:
@@ -40,12 +42,18 @@ def check_directory(directory: Path) -> None:
 
     Raises:
         UsageError: when it is something else.
+        IncompatibleError: when it holds a base in a format that is not supported.
         NotFoundError: when it does not exist.
     """
     if directory.is_dir():
+        if any(directory.glob("*.gguf")) and not (directory / "config.json").exists():
+            raise IncompatibleError(
+                f"{directory} holds GGUF files, no config.json", hint=_GGUF_HINT
+            )
         return
     if directory.exists():
-        raise UsageError(f"{directory} is no directory", hint="give the folder of config.json")
+        hint = _GGUF_HINT if directory.suffix == ".gguf" else "give the folder of config.json"
+        raise UsageError(f"{directory} is no directory", hint=hint)
     model = directory if _looks_like_hub_name(directory) else "ORG/NAME"
     hint = f"download it first: `hf download {model} --local-dir DIR`, then base add DIR"
     raise NotFoundError(f"{directory}: no such directory", hint=hint)

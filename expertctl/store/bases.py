@@ -60,6 +60,12 @@ _MAX_NAMED = 8
 """How many known bases an error lists."""
 
 
+def count_bytes_to_read(directory: Path, *, copies: bool = False) -> int:
+    """Return the bytes read to add a base: files, then tensors; files once more for a copy."""
+    files = directory.iterdir() if directory.is_dir() else []
+    return sum(path.stat().st_size for path in files if path.is_file()) * (3 if copies else 2)
+
+
 @dataclass(frozen=True, slots=True)
 class BaseStore:
     """The known bases; nothing is created until one is added.

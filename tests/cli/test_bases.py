@@ -177,7 +177,9 @@ def test_kernels_are_compiled_when_a_base_is_added_with_that_option(
     directory = write_base(tmp_path / "base", **sizes)
     said = expertctl("base", "add", directory, "--compile", "--json")
     assert said.document["compiled"] is True
-    assert said.err.splitlines()[-1] == "the kernels of `run` and `serve` are compiled"
+    assert said.err.splitlines()[-1] == (
+        "the kernels of `run` and `serve` are compiled, for the base and the experts installed now"
+    )
     assert "the budget is" not in said.err
     assert user_home.catalogue.history.list_runs() == []
     again = expertctl("run", "x", "--max-tokens", "2", "--base", "base")

@@ -311,7 +311,7 @@ def test_weights_that_are_cut_short_are_refused(bases: BaseStore, directory: Pat
         bases.add(directory)
 
 
-def test_what_is_no_directory_is_refused(bases: BaseStore, directory: Path) -> None:
+def test_what_is_no_directory_is_refused(bases: BaseStore, directory: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such directory") as error:
         bases.add(Path("Qwen/Qwen3-0.6B"))
     assert "hf download Qwen/Qwen3-0.6B" in error.value.hint
@@ -321,6 +321,15 @@ def test_what_is_no_directory_is_refused(bases: BaseStore, directory: Path) -> N
         assert "hf download ORG/NAME" in error.value.hint
     with pytest.raises(UsageError, match="is no directory"):
         bases.add(directory / "config.json")
+    weights = tmp_path / "only" / "model.gguf"
+    weights.parent.mkdir()
+    weights.write_bytes(b"GGUF")
+    with pytest.raises(UsageError, match="is no directory") as error:
+        bases.add(weights)
+    assert "GGUF is not supported" in error.value.hint
+    with pytest.raises(IncompatibleError, match="holds GGUF files") as unfit:
+        bases.add(weights.parent)
+    assert "safetensors" in unfit.value.hint
     assert not bases.folder.exists()
 
 

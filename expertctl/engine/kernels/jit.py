@@ -36,7 +36,7 @@ from expertctl.files import make_folders, write_atomic
 from expertctl.settings import Home
 
 COMPILING = "compiling kernels for this machine; later runs load them from the cache"
-COMPILING_MORE = "compiling kernels for another dtype or mode; later runs load them from the cache"
+COMPILING_MORE = "compiling more kernels, for a dtype, mode or kind of expert that is new here"
 COMPILING_WITHOUT_CACHE = "compiling kernels, not cached: other users can write to the home"
 
 _SUFFIX = ".code"

@@ -26,7 +26,7 @@ from expertctl.settings import format_limit, format_size
 Purpose = Literal["base", "experts", "kv", "buffers"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 BUDGET_HINTS: dict[Purpose, str] = {
-    "base": "raise --memory-budget, hold a large base in --dtype int8, or choose a smaller one",
+    "base": "raise --memory-budget, choose a --dtype of fewer bits, or a smaller base",
     "experts": "use fewer experts with --max-experts, or raise --memory-budget",
     "kv": "lower --max-tokens, shorten the prompt, or raise --memory-budget",
     "buffers": "lower --max-tokens, shorten the prompt, or raise --memory-budget",
