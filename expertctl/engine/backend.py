@@ -210,10 +210,13 @@ class Backend(Protocol):
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of so many tokens."""
 
-    def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
+    def buffer_bytes(
+        self, tokens: int, *, width: int = 0, rows: int = 1, plans: int | None = None
+    ) -> int:
         """Bytes of a pass over so many tokens, or one token of ``rows`` sequences, without weights.
 
-        ``width`` is that of the widest compiled plan.
+        ``width`` is that of the widest compiled plan. ``plans`` is the number of different plans
+        in a batch, for backends whose buffers grow with it; None: as few as possible.
         """
 
     @property

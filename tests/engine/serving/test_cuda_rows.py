@@ -5,6 +5,7 @@ What each job gets is held against the same request alone, which numpy answers o
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,26 @@ def test_a_job_with_the_least_memory_is_answered_and_with_less_it_is_refused(
         assert harness.answer(wanted).results
 
 
+def test_a_job_alone_needs_one_slot_and_jobs_whose_slots_do_not_fit_together_take_turns(
+    user_home: HomeFixture,
+) -> None:
+    wanted = [make_request("Sort: 1", name, max_tokens=40) for name in ("sql", "go")]
+    many = adapt_batching(SETTINGS, rows=16)
+    with open_engine_harness(user_home.home, many) as harness:
+        tiers, limit = harness.runner.resources.tiers, harness.runner.budget.limit
+        others = limit - max(map(harness.find_least_budget, wanted))
+        with tiers.reserve_during(Tier.DEVICE, "experts", others, what="others"):
+            callers = [harness.submit(one) for one in wanted]
+            harness.finish(*callers)
+        check_answers(user_home, wanted, callers)
+        tokens, width, plans = harness.runner._widest_request
+        sizes = partial(backend_of(harness).buffer_bytes, tokens, width=width, rows=16)
+        assert sizes() == sizes(plans=1) < sizes(plans=2) < sizes(plans=16)
+        assert plans == 1
+        assert harness.runner.budget.peak <= limit
+        assert not harness.runner._running_plans
+
+
 def test_a_server_without_memory_for_one_token_does_not_start(user_home: HomeFixture) -> None:
     engine = ServingEngine(planner(user_home), replace(SETTINGS, memory_budget=280 << 10))
     with pytest.raises(BudgetError, match="held: buffers"):
@@ -275,9 +296,10 @@ def test_what_steps_hold_is_what_was_reserved_for_them(
     harness.step_until(lambda: all(caller.has_started for caller in callers))
     decoder = harness.runner.model.decoder  # type: ignore[attr-defined]  # of the CUDA model
     assert isinstance(decoder, CudaGraphDecoder)
-    backend, (tokens, width) = backend_of(harness), harness.runner._widest_request
+    backend, (tokens, width, plans) = backend_of(harness), harness.runner._widest_request
     reserved = harness.runner.budget.reserved_bytes("buffers")
-    assert reserved == backend.buffer_bytes(tokens, width=width, rows=4)
+    assert plans == 3
+    assert reserved == backend.buffer_bytes(tokens, width=width, rows=4, plans=plans)
     narrow = backend.buffer_bytes(tokens, rows=4)
     assert decoder._plans is not None
     assert decoder._plans.slots == 4, "three different plans"
