@@ -3,6 +3,7 @@
 What each job gets is held against the same request alone, which numpy answers on the processor.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -80,6 +81,12 @@ def backend_of(harness: EngineHarness) -> CudaBackend:
     backend = harness.runner.base.backend
     assert isinstance(backend, CudaBackend)
     return backend
+
+
+def decoder_of(harness: EngineHarness) -> CudaGraphDecoder:
+    decoder = harness.runner.model.decoder  # type: ignore[attr-defined]  # of the CUDA model
+    assert isinstance(decoder, CudaGraphDecoder)
+    return decoder
 
 
 def submit_ready(harness: EngineHarness, *wanted: RunRequest) -> list[SubmittedRequest]:
@@ -294,8 +301,7 @@ def test_what_steps_hold_is_what_was_reserved_for_them(
         (["sql"], ["go"], ["sql", "go"], []))]  # fmt: skip
     callers = submit_ready(harness, *wanted)
     harness.step_until(lambda: all(caller.has_started for caller in callers))
-    decoder = harness.runner.model.decoder  # type: ignore[attr-defined]  # of the CUDA model
-    assert isinstance(decoder, CudaGraphDecoder)
+    decoder = decoder_of(harness)
     backend, (tokens, width, plans) = backend_of(harness), harness.runner._widest_request
     reserved = harness.runner.budget.reserved_bytes("buffers")
     assert plans == 3
@@ -306,6 +312,24 @@ def test_what_steps_hold_is_what_was_reserved_for_them(
     assert 0 < decoder._plans.nbytes <= reserved - narrow
     assert decoder.nbytes <= reserved
     harness.finish(*callers)
+
+
+def test_a_plan_that_is_evicted_is_freed_although_it_had_a_slot(
+    harness: EngineHarness, user_home: HomeFixture
+) -> None:
+    wanted = make_request("Sort: 3, 1", "sql", max_tokens=8)
+    answers = [harness.answer(wanted)]
+    slots = decoder_of(harness)._plans
+    assert slots is not None
+    [plan] = slots.list_plans().values()
+    delta = next(iter(plan.values()))
+    block = weakref.ref(delta.tensors[0])
+    del plan, delta
+    assert block() is not None
+    harness.runner.resources.tiers.clear()
+    assert block() is None
+    answers.append(harness.answer(wanted))
+    check_answers(user_home, [wanted] * 2, answers)
 
 
 @pytest.mark.parametrize("name", ["step", "prefill", "prepare"])
