@@ -345,7 +345,7 @@ class EngineLoop:
         assert state.prepared is not None
         resources = self._resources.pop(sequence, None)  # none while it is paused
         if resources is not None:
-            if generated.finish_reason in {"stop", "length"}:
+            if generated.finish_reason in {"stop", "length"} and self._is_kv_reusable(state):
                 resources.ready.kv.complete((*state.prepared.prompt.ids, *generated.tokens))
             resources.stack.close()
         state.outputs[sequence.number] = generated
@@ -375,6 +375,17 @@ class EngineLoop:
         self._processor.fail(state, error)
         if isinstance(error, DeviceError):
             raise copy(error)
+
+    def _is_kv_reusable(self, state: RequestState) -> bool:
+        """Return whether another request, or a sequence of the job to come, may find its KV.
+
+        What nobody can find would only replace KV that others can.
+        """
+        return (
+            state.own_key is None
+            or state in self._scheduler.ready
+            or any(sequence.consumer is state for sequence in self._paused)
+        )
 
     def _forget_own_cache(self, state: RequestState) -> None:
         """Drop KV that the answers of a job shared and no other request uses."""

@@ -199,6 +199,21 @@ def test_the_next_turn_reads_only_what_is_new_while_others_run(
     harness.finish(*others)
 
 
+def test_jobs_without_a_key_do_not_replace_a_conversation_that_is_kept(
+    user_home: HomeFixture,
+) -> None:
+    with open_engine_harness(user_home.home, SETTINGS) as harness:
+        row = store_of(harness).nbytes // 4
+    one = adapt_batching(SETTINGS, kept_kv=row)
+    with open_engine_harness(user_home.home, one) as harness:
+        assert store_of(harness)._max_cached == 1
+        turn = replace(make_request("one two three four five six"), cache_key="a")
+        first = harness.answer(turn).results[0]
+        harness.answer(make_request("Sort: 2"))
+        again = harness.answer(turn).results[0]
+        assert again.kv_reused_tokens == first.prompt_tokens - 1
+
+
 def test_a_text_longer_than_the_rows_waits_for_the_others_and_has_them_all_to_itself(
     user_home: HomeFixture,
 ) -> None:
