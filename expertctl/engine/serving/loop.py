@@ -347,6 +347,7 @@ class EngineLoop:
         if resources is not None:
             if generated.finish_reason in {"stop", "length"} and self._is_kv_reusable(state):
                 resources.ready.kv.complete((*state.prepared.prompt.ids, *generated.tokens))
+            sequence.release()
             resources.stack.close()
         state.outputs[sequence.number] = generated
         state.contexts[sequence.number] = _close_context(state.contexts[sequence.number])
@@ -369,7 +370,9 @@ class EngineLoop:
         self._paused = [sequence for sequence in self._paused if sequence.consumer is not state]
         for sequence in [sequence for sequence in self._resources if sequence.consumer is state]:
             self.batch.remove(sequence)
-            self._resources.pop(sequence).stack.close()
+            resources = self._resources.pop(sequence)
+            sequence.release()
+            resources.stack.close()
         self._forget_own_cache(state)
         self._memory_wait = None, 0.0
         self._processor.fail(state, error)

@@ -22,6 +22,7 @@ from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.torch import devices
 from expertctl.engine.torch.cuda_backend import CudaBackend
 from expertctl.engine.torch.cuda_graph_decoder import CudaGraphDecoder
+from expertctl.engine.torch.cuda_graph_step import StaticKVRow
 from expertctl.engine.torch.decoder import Decoder
 from expertctl.engine.torch.static_kv_store import StaticKVStore
 from expertctl.engine_config import BatchingConfig, EngineConfig
@@ -390,6 +391,30 @@ def test_a_job_that_is_cancelled_leaves_its_row_to_the_next_one(
         harness.scheduler.cancel(caller.state.job.id)
     harness.finish(*running)
     assert any(isinstance(event, OutputDelta) for event in running[0].events)
+
+
+@pytest.mark.parametrize("ends", ["finished", "failed"])
+def test_a_row_is_given_back_when_nothing_references_it(
+    ends: str, harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, references = list[weakref.ref[StaticKVRow]](), list[bool]()
+    finish = StaticKVStore._finish
+
+    def check(store: StaticKVStore, text: Any, ids: Any) -> None:
+        rows.append(weakref.ref(text.cache))
+        [sequence] = sequences
+        references.append(hasattr(sequence, "session") or hasattr(sequence, "cache"))
+        finish(store, text, ids)
+
+    monkeypatch.setattr(StaticKVStore, "_finish", check)
+    job = harness.submit(make_request("Sort: 3, 1", "sql", max_tokens=8))
+    harness.step_until(lambda: job.has_started)
+    sequences = harness.loop.batch.sequences
+    if ends == "failed":
+        harness.loop._fail(job.state, BudgetError("a test"))
+    harness.finish(job)
+    assert references == [False]
+    assert rows[0]() is None
 
 
 @pytest.mark.all
