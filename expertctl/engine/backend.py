@@ -151,6 +151,17 @@ class KVCacheStore(Protocol):
             BudgetError: when it cannot fit.
         """
 
+    def check_free_row(self, request: KVRequest) -> None:
+        """Check that a request need not wait for running sequences, without allocating anything.
+
+        Raises:
+            BudgetError: when it has to, however much memory there is.
+        """
+
+    @property
+    def free_rows(self) -> int | None:
+        """Number of sequences that can start beside those that run; None: as many as fit."""
+
     def forget(self, cache_key: str) -> None:
         """Drop what is kept for a key."""
 

@@ -396,8 +396,10 @@ class EngineLoop:
             self._runner.resources.forget(state.own_key)
 
     def _update_free_rows(self) -> None:
+        """Tell the scheduler how many sequences may start: it prepares a few more jobs."""
+        free, lent = self.batch.free, self._runner.free_kv_rows
         with self._scheduler.lock:
-            self._scheduler.free_rows = self.batch.free
+            self._scheduler.free_rows = free if lent is None else min(free, lent)
 
 
 def _close_context(context: GenerationContext) -> GenerationContext:

@@ -361,6 +361,11 @@ class ModelRunner:
         kv_store = self.resources.get_kv_store(self.base.backend)
         return max(0, self.budget.reserved_bytes("kv") - kv_store.cached_bytes)  # both change
 
+    @property
+    def free_kv_rows(self) -> int | None:
+        """Number of sequences that the KV store can lend a row now; None: as many as fit."""
+        return self.resources.get_kv_store(self.base.backend).free_rows
+
     def close(self) -> None:
         """Free everything; nothing runs any more."""
         if self._model is not None:
@@ -398,13 +403,13 @@ class ModelRunner:
     ) -> Iterator[KVAllocation[KVCacheBase]]:
         """Lend KV, with buffers that are wide enough; both or neither."""
         before = self._buffers, self._widest_request
+        store = self.resources.get_kv_store(self.base.backend)
+        store.check_free_row(request)  # first, since buffers may be widened in place of plans
         different = {*self._running_plans, *_list_plans(plan)}
         self._widen_buffers(tokens=request.capacity, width=plan.width, plans=len(different))
         with ExitStack() as stack:
             try:
-                kv = stack.enter_context(
-                    self.resources.get_kv_store(self.base.backend).allocate(request)
-                )
+                kv = stack.enter_context(store.allocate(request))
             except BudgetError:
                 self._narrow_buffers(*before)
                 raise

@@ -193,6 +193,21 @@ class StaticKVStore:
             del allocation.cache
             self._finish(text, ids)
 
+    def check_free_row(self, request: KVRequest) -> None:
+        """Check that the arena in use has a free row that is long enough for a request.
+
+        Raises:
+            BudgetError: when it has none.
+        """
+        if self._arena is not None and self._running:
+            _check_free_row(self._arena, request, used=len(self._running))
+
+    @property
+    def free_rows(self) -> int | None:
+        """Number of free rows of the arena in use; None: none is, so another may replace it."""
+        arena, used = self._arena, len(self._running)
+        return None if arena is None or not used else arena.rows - used
+
     def forget(self, cache_key: str) -> None:
         """Drop what is kept for a key; its running sequences will keep nothing."""
         with self._tiers.lock:
@@ -271,7 +286,7 @@ class StaticKVStore:
     def _prepare_arena(self, request: KVRequest) -> StaticKVCache:
         """Return the arena, which has a free row for a request; replace it if it is too short."""
         if self._arena is not None and self._running:
-            _check_free_row(self._arena, request, used=len(self._running))
+            self.check_free_row(request)
             return self._arena
         capacity = self._plan.choose_capacity(request.capacity)
         rows = self._plan.choose_rows(self._estimate_bytes(1, capacity))

@@ -19,6 +19,8 @@ from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.running_sequence import OutputDelta
 from expertctl.engine.serving.engine import ServingEngine
+from expertctl.engine.serving.model_runner import ModelRunner
+from expertctl.engine.serving.scheduler import MAX_PREPARED_AHEAD
 from expertctl.engine.torch import devices
 from expertctl.engine.torch.cuda_backend import CudaBackend
 from expertctl.engine.torch.cuda_graph_decoder import CudaGraphDecoder
@@ -262,6 +264,48 @@ def test_where_memory_is_short_rows_are_fewer_and_jobs_wait_for_them(
             assert shape_of(harness)[0] == 2
             check_answers(user_home, wanted, callers)
         tiers.clear()
+
+
+def test_no_more_jobs_are_prepared_than_the_arena_has_rows_for(user_home: HomeFixture) -> None:
+    many = adapt_batching(SETTINGS, rows=16)
+    with open_engine_harness(user_home.home, many) as harness:
+        tiers, budget = harness.runner.resources.tiers, harness.runner.budget
+        row = store_of(harness).nbytes // shape_of(harness)[0]
+        store_of(harness).clear()
+        wanted = [make_request(f"Sort: {n}, 1", max_tokens=40) for n in range(12)]
+        with tiers.reserve_during(
+            Tier.DEVICE, "experts", budget.free - int(2.5 * row), what="others"
+        ):
+            first = submit_ready(harness, wanted[0])
+            harness.step_until(lambda: first[0].has_started)
+            assert harness.scheduler.free_rows == shape_of(harness)[0] - 1 == 1
+            callers = first + [harness.submit(one) for one in wanted[1:]]
+            harness.step_until(lambda: callers[1].has_started)
+            assert harness.scheduler.free_rows == 0
+            assert sum(one.state.stage == "waiting" for one in callers) >= 10 - MAX_PREPARED_AHEAD
+            harness.finish(*callers)
+        assert harness.scheduler.free_rows == 16
+        tiers.clear()
+
+
+def test_a_job_that_waits_for_rows_takes_no_memory_for_buffers(
+    user_home: HomeFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widen, running = ModelRunner._widen_buffers, list[int]()
+
+    def check(runner: ModelRunner, *, tokens: int, width: int, plans: int) -> None:
+        if tokens > 400:
+            running.append(len(harness.loop.batch.sequences))
+        widen(runner, tokens=tokens, width=width, plans=plans)
+
+    monkeypatch.setattr(ModelRunner, "_widen_buffers", check)
+    with open_engine_harness(user_home.home, replace(SETTINGS, memory_budget=8 << 20)) as harness:
+        short = harness.submit_until_ready(make_request("Sort: 1", max_tokens=30))
+        harness.step_until(lambda: short.has_started)
+        long = harness.submit_until_ready(make_request("Sort: 5, 4", "sql", max_tokens=400))
+        harness.finish(short, long)
+        assert long.results
+        assert running == [0]
 
 
 def test_a_job_with_the_least_memory_is_answered_and_with_less_it_is_refused(
