@@ -48,6 +48,8 @@ ARENA_SHARES, BUFFER_SHARES = 3, 2
 one of each, and the rest for plans and their slots. So `EntryTable` evicts plans before an arena,
 unless it is short of both."""
 
+_CAPACITY_STEP = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaPlan:
@@ -116,10 +118,16 @@ def plan_arena(
 
     least = min(find_capacity(1), TYPICAL_SEQUENCE_TOKENS) // 2
     found = (find_capacity(rows >> halved) for halved in range(rows.bit_length()))
-    capacity = max(1, next(tokens for tokens in found if tokens >= least))
+    capacity = _round_down(next(tokens for tokens in found if tokens >= least), context=context)
     longest = max(find_longest(lambda tokens: kv_bytes(tokens) + buffer_bytes(tokens)), capacity)
     limit = max(memory - BUFFER_SHARES * buffer_bytes(capacity), 0) // ARENA_SHARES
     return ArenaPlan(rows=rows, capacity=capacity, longest=longest, limit=limit)
+
+
+def _round_down(tokens: int, *, context: int) -> int:
+    """Return a capacity that attention kernels read well: the context, or a multiple of 64."""
+    whole = tokens == context or tokens < _CAPACITY_STEP
+    return max(1, tokens if whole else tokens - tokens % _CAPACITY_STEP)
 
 
 @dataclass(slots=True, eq=False)
@@ -233,10 +241,11 @@ class StaticKVStore:
     @property
     def cached_bytes(self) -> int:
         """Bytes of the rows that no running sequence uses."""
-        arena = self._arena
-        if arena is None:
-            return 0
-        return self._reserved - len(self._running) * (arena.nbytes // arena.rows)
+        with self._tiers.lock:
+            arena = self._arena
+            if arena is None:
+                return 0
+            return self._reserved - len(self._running) * (arena.nbytes // arena.rows)
 
     def check_integrity(self) -> None:
         """Assert that each sequence has a row of its own, and that the arena is reserved."""
@@ -343,6 +352,8 @@ class StaticKVStore:
         """Free the arena, and then its bytes."""
         with self._tiers.lock:
             self._cached, self._arena = [], None
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # else torch keeps the block, in which plans do not fit
             size, self._reserved = self._reserved, 0
             self._tiers.release(Tier.DEVICE, "kv", size)
 

@@ -389,6 +389,20 @@ def test_a_device_that_fails_leaves_the_store_as_it_was(
         assert loan.reused == (0 if fails == "allocating" else 3)
 
 
+def test_the_memory_of_an_arena_is_given_back_to_the_device_before_its_bytes_are_free(
+    harness: StoreHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.fill([1, 2, 3])
+    arena, seen = weakref.ref(harness.store._arena), list[tuple[bool, int]]()
+    monkeypatch.setattr(harness.store, "_device", torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: seen.append((arena() is None, harness.budget.used))
+    )
+    harness.store.clear()
+    assert seen == [(True, 3 * harness.row)]
+    assert harness.budget.used == 0
+
+
 def test_a_decoder_does_not_keep_an_arena_that_was_given_up(
     reader: Reader, shared_oracle: ReferenceModel
 ) -> None:
@@ -428,6 +442,7 @@ def test_a_plan_fits_into_the_memory_that_it_was_made_for(
         rows=rows, context=context, memory=memory, kv_bytes=kv_bytes, buffer_bytes=buffer_bytes
     )
     assert 1 <= plan.capacity <= plan.longest <= context
+    assert plan.capacity < 64 or plan.capacity == context or plan.capacity % 64 == 0
     count = plan.choose_rows(kv_bytes(plan.capacity))
     assert 1 <= count <= rows
     if count > 1:  # there are two parts for plans, and one for what their slots take
