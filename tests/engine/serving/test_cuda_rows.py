@@ -3,10 +3,8 @@
 What each job gets is held against the same request alone, which numpy answers on the processor.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,9 @@ from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.running_sequence import OutputDelta
 from expertctl.engine.serving.engine import ServingEngine
-from expertctl.engine.serving.model_runner import ModelRunner
-from expertctl.engine.serving.scheduler import MAX_PREPARED_AHEAD
 from expertctl.engine.torch import devices
 from expertctl.engine.torch.cuda_backend import CudaBackend
 from expertctl.engine.torch.cuda_graph_decoder import CudaGraphDecoder
-from expertctl.engine.torch.cuda_graph_step import StaticKVRow
 from expertctl.engine.torch.decoder import Decoder
 from expertctl.engine.torch.static_kv_store import StaticKVStore
 from expertctl.engine_config import BatchingConfig, EngineConfig
@@ -220,7 +215,7 @@ def test_jobs_without_a_key_do_not_replace_a_conversation_that_is_kept(
 def test_a_text_longer_than_the_rows_waits_for_the_others_and_has_them_all_to_itself(
     user_home: HomeFixture,
 ) -> None:
-    little = replace(SETTINGS, memory_budget=8 << 20)
+    little = replace(SETTINGS, memory_budget=7 << 20)
     with open_engine_harness(user_home.home, little) as harness:
         plan = backend_of(harness).arena
         assert plan is not None
@@ -266,48 +261,6 @@ def test_where_memory_is_short_rows_are_fewer_and_jobs_wait_for_them(
         tiers.clear()
 
 
-def test_no_more_jobs_are_prepared_than_the_arena_has_rows_for(user_home: HomeFixture) -> None:
-    many = adapt_batching(SETTINGS, rows=16)
-    with open_engine_harness(user_home.home, many) as harness:
-        tiers, budget = harness.runner.resources.tiers, harness.runner.budget
-        row = store_of(harness).nbytes // shape_of(harness)[0]
-        store_of(harness).clear()
-        wanted = [make_request(f"Sort: {n}, 1", max_tokens=40) for n in range(12)]
-        with tiers.reserve_during(
-            Tier.DEVICE, "experts", budget.free - int(2.5 * row), what="others"
-        ):
-            first = submit_ready(harness, wanted[0])
-            harness.step_until(lambda: first[0].has_started)
-            assert harness.scheduler.free_rows == shape_of(harness)[0] - 1 == 1
-            callers = first + [harness.submit(one) for one in wanted[1:]]
-            harness.step_until(lambda: callers[1].has_started)
-            assert harness.scheduler.free_rows == 0
-            assert sum(one.state.stage == "waiting" for one in callers) >= 10 - MAX_PREPARED_AHEAD
-            harness.finish(*callers)
-        assert harness.scheduler.free_rows == 16
-        tiers.clear()
-
-
-def test_a_job_that_waits_for_rows_takes_no_memory_for_buffers(
-    user_home: HomeFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    widen, running = ModelRunner._widen_buffers, list[int]()
-
-    def check(runner: ModelRunner, *, tokens: int, width: int, plans: int) -> None:
-        if tokens > 400:
-            running.append(len(harness.loop.batch.sequences))
-        widen(runner, tokens=tokens, width=width, plans=plans)
-
-    monkeypatch.setattr(ModelRunner, "_widen_buffers", check)
-    with open_engine_harness(user_home.home, replace(SETTINGS, memory_budget=8 << 20)) as harness:
-        short = harness.submit_until_ready(make_request("Sort: 1", max_tokens=30))
-        harness.step_until(lambda: short.has_started)
-        long = harness.submit_until_ready(make_request("Sort: 5, 4", "sql", max_tokens=400))
-        harness.finish(short, long)
-        assert long.results
-        assert running == [0]
-
-
 def test_a_job_with_the_least_memory_is_answered_and_with_less_it_is_refused(
     user_home: HomeFixture,
 ) -> None:
@@ -324,26 +277,6 @@ def test_a_job_with_the_least_memory_is_answered_and_with_less_it_is_refused(
         refused = harness.answer(make_request("Sort: 1", "sql", "go", max_tokens=450))
         assert isinstance(refused.error, BudgetError)
         assert harness.answer(wanted).results
-
-
-def test_a_job_alone_needs_one_slot_and_jobs_whose_slots_do_not_fit_together_take_turns(
-    user_home: HomeFixture,
-) -> None:
-    wanted = [make_request("Sort: 1", name, max_tokens=40) for name in ("sql", "go")]
-    many = adapt_batching(SETTINGS, rows=16)
-    with open_engine_harness(user_home.home, many) as harness:
-        tiers, limit = harness.runner.resources.tiers, harness.runner.budget.limit
-        others = limit - max(map(harness.find_least_budget, wanted))
-        with tiers.reserve_during(Tier.DEVICE, "experts", others, what="others"):
-            callers = [harness.submit(one) for one in wanted]
-            harness.finish(*callers)
-        check_answers(user_home, wanted, callers)
-        tokens, width, plans = harness.runner._widest_request
-        sizes = partial(backend_of(harness).buffer_bytes, tokens, width=width, rows=16)
-        assert sizes() == sizes(plans=1) < sizes(plans=2) < sizes(plans=16)
-        assert plans == 1
-        assert harness.runner.budget.peak <= limit
-        assert not harness.runner._running_plans
 
 
 def test_a_server_without_memory_for_one_token_does_not_start(user_home: HomeFixture) -> None:
@@ -374,30 +307,11 @@ def test_what_steps_hold_is_what_was_reserved_for_them(
     harness.finish(*callers)
 
 
-def test_a_plan_that_is_evicted_is_freed_although_it_had_a_slot(
-    harness: EngineHarness, user_home: HomeFixture
-) -> None:
-    wanted = make_request("Sort: 3, 1", "sql", max_tokens=8)
-    answers = [harness.answer(wanted)]
-    slots = decoder_of(harness)._plans
-    assert slots is not None
-    [plan] = slots.list_plans().values()
-    delta = next(iter(plan.values()))
-    block = weakref.ref(delta.tensors[0])
-    del plan, delta
-    assert block() is not None
-    harness.runner.resources.tiers.clear()
-    assert block() is None
-    answers.append(harness.answer(wanted))
-    check_answers(user_home, [wanted] * 2, answers)
-
-
 @pytest.mark.parametrize("name", ["step", "prefill", "prepare"])
 def test_a_device_that_is_full_fails_the_jobs_of_that_moment_and_answers_the_next(
     name: str, harness: EngineHarness, user_home: HomeFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experts = ["sql"] if name == "prepare" else ["sql", "go"]
-    wanted = [make_request("Sort: 3, 1", expert, max_tokens=12) for expert in experts]
+    wanted = [make_request("Sort: 3, 1", expert, max_tokens=12) for expert in ("sql", "go")]
 
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
@@ -435,30 +349,6 @@ def test_a_job_that_is_cancelled_leaves_its_row_to_the_next_one(
         harness.scheduler.cancel(caller.state.job.id)
     harness.finish(*running)
     assert any(isinstance(event, OutputDelta) for event in running[0].events)
-
-
-@pytest.mark.parametrize("ends", ["finished", "failed"])
-def test_a_row_is_given_back_when_nothing_references_it(
-    ends: str, harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows, references = list[weakref.ref[StaticKVRow]](), list[bool]()
-    finish = StaticKVStore._finish
-
-    def check(store: StaticKVStore, text: Any, ids: Any) -> None:
-        rows.append(weakref.ref(text.cache))
-        [sequence] = sequences
-        references.append(hasattr(sequence, "session") or hasattr(sequence, "cache"))
-        finish(store, text, ids)
-
-    monkeypatch.setattr(StaticKVStore, "_finish", check)
-    job = harness.submit(make_request("Sort: 3, 1", "sql", max_tokens=8))
-    harness.step_until(lambda: job.has_started)
-    sequences = harness.loop.batch.sequences
-    if ends == "failed":
-        harness.loop._fail(job.state, BudgetError("a test"))
-    harness.finish(job)
-    assert references == [False]
-    assert rows[0]() is None
 
 
 @pytest.mark.all
