@@ -49,7 +49,8 @@ class StaticKVCache:
         """Allocate the memory, once and as one block, so a failure leaves nothing."""
         shape = (config.layers, rows, config.kv_heads, capacity + SCRATCH_ROWS, config.head_dim)
         self.rows, self.capacity = rows, capacity
-        self.keys, self.values = torch.empty(2, *shape, dtype=dtype, device=device)
+        both = torch.empty(2, *shape, dtype=dtype, device=device)
+        self.keys, self.values = both[0], both[1]
 
     @property
     def nbytes(self) -> int:
