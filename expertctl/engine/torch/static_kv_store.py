@@ -5,8 +5,10 @@ for the first sequence. `ArenaPlan` decides its shape, once for a server: as man
 has, with as much capacity as a part of the memory allows. A longer sequence waits until no row is
 in use, then an arena of fewer, longer rows replaces this one. Where memory is short an arena has
 fewer rows, at least one of exactly the requested capacity, so a sequence that fits alone always
-gets a row. The arena counts as ``kv``, whole, and is reserved before it is allocated. While no row
-is in use, `AdapterCache` may reclaim it, in any thread; so this store shares its lock.
+gets a row. If jobs wait for rows later and there is memory again, no sequence starts until no row
+is in use and a larger arena replaces this one. The arena counts as ``kv``, whole, and is reserved
+before it is allocated. While no row is in use, `AdapterCache` may reclaim it, in any thread; so
+this store shares its lock.
 
 Rows of finished sequences are kept and found as in `SequenceKVCache`, by cache key, plan and
 tokens. A sequence with merely a common prefix gets a copy; here it may also be that of the prompt
@@ -18,6 +20,7 @@ kept one gets its row. An arena that is replaced keeps nothing.
 Sequences are created in one thread.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,7 +51,10 @@ ARENA_SHARES, BUFFER_SHARES = 3, 2
 one of each, and the rest for plans and their slots. So `EntryTable` evicts plans before an arena,
 unless it is short of both."""
 
+DRAIN_INTERVAL = 60.0
+"""Seconds between two attempts to replace an arena of few rows while jobs wait for one."""
 _CAPACITY_STEP = 64
+_WAIT = "wait until running sequences have ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +172,7 @@ class StaticKVStore:
         dtype: torch.dtype,
         device: torch.device,
         cached_limit: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start without an arena; the memory is that of the device tier.
 
@@ -173,9 +180,11 @@ class StaticKVStore:
         """
         self._tiers, self._config, self._plan = tiers, config, plan
         self._dtype, self._device, self._cached_limit = dtype, device, cached_limit
+        self._clock = clock
         self._arena: StaticKVCache | None = None
         self._reserved = 0
         self._is_starting = False
+        self._is_draining, self._drain_after = False, 0.0
         self._running: list[_RowSequence] = []
         self._cached: list[_RowSequence] = []
         """The least recently used first."""
@@ -205,16 +214,23 @@ class StaticKVStore:
         """Check that the arena in use has a free row that is long enough for a request.
 
         Raises:
-            BudgetError: when it has none.
+            BudgetError: when it has none, or when a larger one is to replace it.
         """
-        if self._arena is not None and self._running:
-            _check_free_row(self._arena, request, used=len(self._running))
+        if self._arena is None or not self._running:
+            return
+        if len(self._running) == self._arena.rows:
+            self._is_draining |= self._should_drain(self._arena, request)
+        elif self._is_draining:
+            raise BudgetError(f"{request.description}: more rows are to be allocated", hint=_WAIT)
+        _check_free_row(self._arena, request, used=len(self._running))
 
     @property
     def free_rows(self) -> int | None:
         """Number of free rows of the arena in use; None: none is, so another may replace it."""
         arena, used = self._arena, len(self._running)
-        return None if arena is None or not used else arena.rows - used
+        if arena is None or not used:
+            return None
+        return 0 if self._is_draining else arena.rows - used
 
     def forget(self, cache_key: str) -> None:
         """Drop what is kept for a key; its running sequences will keep nothing."""
@@ -320,6 +336,20 @@ class StaticKVStore:
             return True
         self._tiers.release(Tier.DEVICE, "kv", missing)
         return False
+
+    def _should_drain(self, arena: StaticKVCache, request: KVRequest) -> bool:
+        """Return whether to wait for an arena of more rows, for which there is memory now.
+
+        All rows of a smaller one are in use. It is asked for once in a while only, since the memory
+        may be gone again when no row is in use.
+        """
+        capacity = self._plan.choose_capacity(arena.capacity)
+        rows = self._plan.choose_rows(self._estimate_bytes(1, capacity))
+        now = self._clock()
+        if arena.rows >= rows or now < self._drain_after:
+            return False
+        self._drain_after = now + DRAIN_INTERVAL
+        return not self._is_good_enough(arena, request, rows, capacity)
 
     def _replace_arena(self, request: KVRequest, rows: int, capacity: int) -> StaticKVCache:
         """Allocate an arena of the wanted shape, or with as few rows as memory requires."""
@@ -433,6 +463,7 @@ class StaticKVStore:
         """Keep the row of ``ids``, replacing sequences that it continues."""
         with self._tiers.lock:
             self._running.remove(text)
+            self._is_draining &= bool(self._running)
             if ids and text.origin is not None and not text.is_forgotten:
                 text.ids = tuple(ids)
                 others = [kept for kept in self._cached if not kept.is_extended_by(text)]
@@ -448,10 +479,9 @@ class StaticKVStore:
 
 def _check_free_row(arena: StaticKVCache, request: KVRequest, *, used: int) -> None:
     """Raise `BudgetError` where a request has to wait for running sequences."""
-    hint = "wait until running sequences have ended"
     if request.capacity > arena.capacity:
         raise BudgetError(
-            f"{request.description}: the rows in use have {arena.capacity} tokens", hint=hint
+            f"{request.description}: the rows in use have {arena.capacity} tokens", hint=_WAIT
         )
     if used == arena.rows:
-        raise BudgetError(f"{request.description}: all {used} rows are in use", hint=hint)
+        raise BudgetError(f"{request.description}: all {used} rows are in use", hint=_WAIT)

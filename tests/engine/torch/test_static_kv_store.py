@@ -389,6 +389,35 @@ def test_a_device_that_fails_leaves_the_store_as_it_was(
         assert loan.reused == (0 if fails == "allocating" else 3)
 
 
+def test_a_small_arena_is_replaced_under_load_when_there_is_memory_but_not_all_the_time() -> None:
+    harness = StoreHarness(config(), rows=4, room=6)
+    ids, others = [1, 2, 3], int(3.5 * harness.row)
+
+    def is_draining(why: str = "all 2 rows") -> bool:
+        with pytest.raises(BudgetError, match=why):
+            harness.store.check_free_row(harness.wanted(ids))
+        return harness.store._is_draining
+
+    with harness.lend(ids):
+        assert harness.shape[0] == 4
+    harness.store.clear()
+    with ExitStack() as first, ExitStack() as second:
+        with harness.tiers.reserve_during(Tier.DEVICE, "experts", others, what="others"):
+            for stack in (first, second):
+                stack.enter_context(harness.lend(ids))
+            assert not is_draining(), "there is no memory for more"
+        assert not is_draining(), "it was looked for a moment ago"
+        harness.now += static_kv_store.DRAIN_INTERVAL
+        assert is_draining()
+        second.close()
+        assert is_draining("more rows are to be allocated")
+        assert harness.store.free_rows == 0
+    with harness.lend(ids):
+        assert harness.shape[0] == 4
+        harness.store.check_free_row(harness.wanted(ids))
+        assert harness.store.free_rows == 3
+
+
 def test_the_memory_of_an_arena_is_given_back_to_the_device_before_its_bytes_are_free(
     harness: StoreHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
