@@ -151,6 +151,17 @@ class KVCacheStore(Protocol):
             BudgetError: when it cannot fit.
         """
 
+    def check_free_row(self, request: KVRequest) -> None:
+        """Check that a request need not wait for running sequences, without allocating anything.
+
+        Raises:
+            BudgetError: when it has to, however much memory there is.
+        """
+
+    @property
+    def free_rows(self) -> int | None:
+        """Number of sequences that can start beside those that run; None: as many as fit."""
+
     def forget(self, cache_key: str) -> None:
         """Drop what is kept for a key."""
 
@@ -210,10 +221,13 @@ class Backend(Protocol):
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of so many tokens."""
 
-    def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
+    def buffer_bytes(
+        self, tokens: int, *, width: int = 0, rows: int = 1, plans: int | None = None
+    ) -> int:
         """Bytes of a pass over so many tokens, or one token of ``rows`` sequences, without weights.
 
-        ``width`` is that of the widest compiled plan.
+        ``width`` is that of the widest compiled plan. ``plans`` is the number of different plans
+        in a batch, for backends whose buffers grow with it; None: as few as possible.
         """
 
     @property

@@ -220,9 +220,11 @@ class OpenBase:
         """Bytes of the keys and values of so many tokens."""
         return self.backend.kv_bytes(tokens)
 
-    def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
+    def buffer_bytes(
+        self, tokens: int, *, width: int = 0, rows: int = 1, plans: int | None = None
+    ) -> int:
         """Bytes needed to read the weights and then to run a pass over so many tokens."""
-        passing = self.backend.buffer_bytes(tokens, width=width, rows=rows)
+        passing = self.backend.buffer_bytes(tokens, width=width, rows=rows, plans=plans)
         return max(passing, self.backend.loading_bytes)
 
     def use_threads(self, count: int) -> AbstractContextManager[None]:

@@ -135,8 +135,12 @@ class RunningSequence(Generic[Consumer]):
 
     def pause(self) -> None:
         """Release its cache; tokens read again later count as decoding time."""
-        del self.session, self.cache
+        self.release()
         self._unread, self._is_again = [], bool(self.writer.tokens)
+
+    def release(self) -> None:
+        """Drop the references to its cache, before its owner takes it back."""
+        del self.session, self.cache
 
     def reserve_next_token(self) -> bool:
         """Allocate memory for the next token; return whether there is enough."""

@@ -187,11 +187,13 @@ class PackedBackend:
         """Return the bytes of the keys and values of this many tokens, in whole pages."""
         return estimate_pages_bytes(self.config, tokens, self.page_layout)
 
-    def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
+    def buffer_bytes(
+        self, tokens: int, *, width: int = 0, rows: int = 1, plans: int | None = None
+    ) -> int:
         """Return the bytes that a pass needs on top of weights and KV cache.
 
         It processes ``tokens``, or ``rows`` sequences. Plans in one batch may have different
-        schemes. The logits of a step are copied out.
+        schemes, however many ``plans`` there are. The logits of a step are copied out.
         """
         mixed = ADAPTER_SCHEMES if width and rows > 1 else None
         passing = estimate_buffer_bytes(

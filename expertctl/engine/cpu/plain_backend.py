@@ -150,10 +150,13 @@ class PlainBackend:
         """Bytes of the keys and values of so many tokens, in whole pages."""
         return estimate_pages_bytes(self.config, tokens, ROW_PAGES)
 
-    def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
+    def buffer_bytes(
+        self, tokens: int, *, width: int = 0, rows: int = 1, plans: int | None = None
+    ) -> int:
         """Estimate the maximum bytes of a pass over so many tokens, besides weights and pages.
 
-        Sequences of a batch run one after the other; then all their logits are stacked.
+        Sequences of a batch run one after the other, whatever the number of ``plans``; then all
+        their logits are stacked.
         """
         vocabulary = self.config.vocab_size
         scores = 2 * (rows - 1) * vocabulary * _FLOAT_BYTES

@@ -301,6 +301,14 @@ class BlockPool:
             del allocation.cache
             self._finish(sequence, tokens)
 
+    def check_free_row(self, request: KVRequest) -> None:
+        """Do nothing: a sequence waits for nothing but memory."""
+
+    @property
+    def free_rows(self) -> int | None:
+        """None: there are as many as fit into the memory."""
+        return None
+
     def forget(self, cache_key: str) -> None:
         """Drop what is kept for a key; its running sequences will keep nothing."""
         with self._tiers.lock:

@@ -29,6 +29,8 @@ BUSY_SAVE_SECONDS = 600.0
 """Interval for saving expert usage while sequences are decoded, which wait for it."""
 _RETRY_SECONDS = 0.05
 """Delay before a sequence that lacked memory is retried, while others are decoded."""
+_MAX_RECLAIMS = 3
+"""How often other jobs give their memory to one that cannot start; loading them again races it."""
 
 
 _JobSequence = RunningSequence[RequestState]
@@ -222,22 +224,33 @@ class EngineLoop:
             self._resources[sequence] = _SequenceResources(ready, stack.pop_all())
         self.batch.add(sequence)
         self._update_free_rows()  # first: the loader must see that a sequence holds memory
-        state.started_count += 1
+        state.started_count, state.reclaim_count = state.started_count + 1, 0
         self._memory_wait = None, 0.0
         if state.started_count == state.job.answers:
             self._scheduler.mark_running(state)
 
     def _reclaim_memory(self, state: RequestState | None) -> bool:
-        """Take memory from ready jobs and, if idle, from buffers; False if neither has any."""
-        started = {sequence.consumer for sequence in (*self._resources, *self._paused)}
-        with self._scheduler.lock:
-            others = [
-                one for one in self._scheduler.ready if one is not state and one not in started
-            ]
+        """Take memory from ready jobs and, if idle, from buffers; False if neither has any.
+
+        Jobs give way to one job only a few times: where a device has less memory than its budget,
+        that frees nothing that the job needs.
+        """
+        others = self._list_unstarted(besides=state)
+        if state is not None and others:
+            state.reclaim_count += 1
+            if state.reclaim_count > _MAX_RECLAIMS:
+                others = []
         for other in others:
             self._scheduler.requeue(other)
             self._processor.load_again(other)
         return (not self.batch.sequences and self._runner.free_wide_buffers()) or bool(others)
+
+    def _list_unstarted(self, *, besides: RequestState | None) -> list[RequestState]:
+        """Return the ready jobs of which no sequence has started."""
+        started = {sequence.consumer for sequence in (*self._resources, *self._paused)}
+        with self._scheduler.lock:
+            ready = list(self._scheduler.ready)
+        return [one for one in ready if one is not besides and one not in started]
 
     def _wait_for_loading(self) -> bool:
         """Wait for a loading job, which may release its memory; False if there is none."""
@@ -305,6 +318,7 @@ class EngineLoop:
                 ready.kv.cache, ready.plan, scores=None if scores is None else scores.record
             )
             sequence.resume(reading, ready.kv.cache, ids[ready.reused :])
+            state.reclaim_count = 0
             self._resources[sequence] = _SequenceResources(ready, stack.pop_all())
         return True
 
@@ -344,8 +358,9 @@ class EngineLoop:
         assert state.prepared is not None
         resources = self._resources.pop(sequence, None)  # none while it is paused
         if resources is not None:
-            if generated.finish_reason in {"stop", "length"}:
+            if generated.finish_reason in {"stop", "length"} and self._is_kv_reusable(state):
                 resources.ready.kv.complete((*state.prepared.prompt.ids, *generated.tokens))
+            sequence.release()
             resources.stack.close()
         state.outputs[sequence.number] = generated
         state.contexts[sequence.number] = _close_context(state.contexts[sequence.number])
@@ -368,12 +383,25 @@ class EngineLoop:
         self._paused = [sequence for sequence in self._paused if sequence.consumer is not state]
         for sequence in [sequence for sequence in self._resources if sequence.consumer is state]:
             self.batch.remove(sequence)
-            self._resources.pop(sequence).stack.close()
+            resources = self._resources.pop(sequence)
+            sequence.release()
+            resources.stack.close()
         self._forget_own_cache(state)
         self._memory_wait = None, 0.0
         self._processor.fail(state, error)
         if isinstance(error, DeviceError):
             raise copy(error)
+
+    def _is_kv_reusable(self, state: RequestState) -> bool:
+        """Return whether another request, or a sequence of the job to come, may find its KV.
+
+        What nobody can find would only replace KV that others can.
+        """
+        return (
+            state.own_key is None
+            or state in self._scheduler.ready
+            or any(sequence.consumer is state for sequence in self._paused)
+        )
 
     def _forget_own_cache(self, state: RequestState) -> None:
         """Drop KV that the answers of a job shared and no other request uses."""
@@ -381,8 +409,10 @@ class EngineLoop:
             self._runner.resources.forget(state.own_key)
 
     def _update_free_rows(self) -> None:
+        """Tell the scheduler how many sequences may start: it prepares a few more jobs."""
+        free, lent = self.batch.free, self._runner.free_kv_rows
         with self._scheduler.lock:
-            self._scheduler.free_rows = self.batch.free
+            self._scheduler.free_rows = free if lent is None else min(free, lent)
 
 
 def _close_context(context: GenerationContext) -> GenerationContext:

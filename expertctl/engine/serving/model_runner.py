@@ -1,16 +1,17 @@
 """The model runner: the one base that is served, its memory, and the buffers of a batch.
 
 What all rows share, base and buffers, is held from the start; what one row needs, its plan and its
-KV, is lent to it. The buffers grow with the widest plan.
+KV, is lent to it. The buffers grow with the widest plan, and with the number of different plans.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
-from expertctl.engine.adapters.compile import BASE_ONLY
+from expertctl.engine.adapters.compile import BASE_ONLY, CompiledPlan
 from expertctl.engine.adapters.experts import open_local_expert
 from expertctl.engine.backend import RunnableModel, translate_errors
 from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest
@@ -108,8 +109,10 @@ class ModelRunner:
         self._is_stopped = False
         self._seat: MemoryLease | None = None
         self._buffers = 0
-        self._widest_request = 1, 0
-        """Most tokens, and widest plan, that the buffers are allocated for."""
+        self._widest_request = 1, 0, 1
+        """Most tokens, widest plan and most plans that the buffers are allocated for."""
+        self._running_plans = Counter[int]()
+        """Running sequences by the plan that changes them."""
         self._model: RunnableModel | None = None
 
     def open(self, session: PlanningSession) -> None:
@@ -297,7 +300,8 @@ class ModelRunner:
         before = self._buffers, self._widest_request
         with (
             self._reserve_scoring(scores),
-            self._allocate_widened(wanted, width=memory.plan.width) as kv,
+            self._allocate_widened(wanted, memory.plan) as kv,
+            self._count_plan(memory.plan),
         ):
             tokens = wanted.virtual_tokens + len(wanted.ids) - kv.cache.length
             try:
@@ -321,7 +325,7 @@ class ModelRunner:
         if self._buffers <= least:
             return False
         self.model.free_buffers()
-        self._narrow_buffers(least, (1, 0))
+        self._narrow_buffers(least, (1, 0, 1))
         return True
 
     def read_usage_profile(self, routed: ExpertsConfig) -> UsageProfile:
@@ -358,6 +362,11 @@ class ModelRunner:
         kv_store = self.resources.get_kv_store(self.base.backend)
         return max(0, self.budget.reserved_bytes("kv") - kv_store.cached_bytes)  # both change
 
+    @property
+    def free_kv_rows(self) -> int | None:
+        """Number of sequences that the KV store can lend a row now; None: as many as fit."""
+        return self.resources.get_kv_store(self.base.backend).free_rows
+
     def close(self) -> None:
         """Free everything; nothing runs any more."""
         if self._model is not None:
@@ -391,25 +400,37 @@ class ModelRunner:
 
     @contextmanager
     def _allocate_widened(
-        self, request: KVRequest, *, width: int
+        self, request: KVRequest, plan: CompiledPlan
     ) -> Iterator[KVAllocation[KVCacheBase]]:
         """Lend KV, with buffers that are wide enough; both or neither."""
         before = self._buffers, self._widest_request
-        self._widen_buffers(tokens=request.capacity, width=width)
+        store = self.resources.get_kv_store(self.base.backend)
+        store.check_free_row(request)  # first, since buffers may be widened in place of plans
+        different = {*self._running_plans, *_list_plans(plan)}
+        self._widen_buffers(tokens=request.capacity, width=plan.width, plans=len(different))
         with ExitStack() as stack:
             try:
-                kv = stack.enter_context(
-                    self.resources.get_kv_store(self.base.backend).allocate(request)
-                )
+                kv = stack.enter_context(store.allocate(request))
             except BudgetError:
                 self._narrow_buffers(*before)
                 raise
             yield kv
 
-    def _widen_buffers(self, *, tokens: int, width: int) -> None:
-        """Hold buffers for so many tokens and so wide a plan, and for all earlier ones."""
-        widest = max(tokens, self._widest_request[0]), max(width, self._widest_request[1])
-        wanted = self.base.buffer_bytes(widest[0], width=widest[1], rows=self.rows)
+    @contextmanager
+    def _count_plan(self, plan: CompiledPlan) -> Iterator[None]:
+        """Count a plan as running."""
+        keys = _list_plans(plan)
+        self._running_plans.update(keys)
+        try:
+            yield
+        finally:
+            self._running_plans -= Counter(keys)
+
+    def _widen_buffers(self, *, tokens: int, width: int, plans: int) -> None:
+        """Hold buffers for so many tokens, so wide a plan and so many, and for all earlier ones."""
+        most_tokens, widest_plan, most_plans = self._widest_request
+        widest = max(tokens, most_tokens), max(width, widest_plan), max(plans, most_plans)
+        wanted = self.base.buffer_bytes(widest[0], width=widest[1], rows=self.rows, plans=widest[2])
         extra = wanted - self._buffers
         if extra > 0:
             tiers = self.resources.tiers
@@ -420,12 +441,12 @@ class ModelRunner:
     def _reserve_first_buffers(self) -> None:
         """Hold what the shortest sequences need, in all rows; no prompt could be shorter."""
         try:
-            self._widen_buffers(tokens=1, width=0)
+            self._widen_buffers(tokens=1, width=0, plans=0)
         except BudgetError as error:
             hint = "raise --memory-budget, or lower --rows"
             raise BudgetError(error.message, hint=hint) from error
 
-    def _narrow_buffers(self, buffers: int, widest: tuple[int, int]) -> None:
+    def _narrow_buffers(self, buffers: int, widest: tuple[int, int, int]) -> None:
         """Shrink the buffers to an earlier size."""
         self.resources.tiers.release(Tier.DEVICE, "buffers", self._buffers - buffers)
         self._buffers, self._widest_request = buffers, widest
@@ -451,3 +472,8 @@ class ModelRunner:
             reading = self.model.start_session(kv.cache, BASE_ONLY)
             reading.prefill(ids)
             self.model.step([(reading, ids[-1])])
+
+
+def _list_plans(plan: CompiledPlan) -> list[int]:
+    """Return the identity of a plan that changes the base; nothing for another one."""
+    return [id(plan)] if plan.width else []

@@ -123,6 +123,8 @@ class RequestState:
     """Since when its experts do not fit."""
     missing_at_freed_count: int | None = None
     """Value of the scheduler's ``freed_count`` when they last did not fit."""
+    reclaim_count: int = 0
+    """How often other jobs gave their memory to its next sequence."""
     started_count: int = 0
     """Number of its sequences that have started."""
     contexts: dict[int, GenerationContext] = field(default_factory=dict)

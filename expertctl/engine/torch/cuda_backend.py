@@ -233,21 +233,25 @@ class CudaBackend:
             self.config, capacity=tokens, dtype=parse_torch_dtype(self.dtype)
         )
 
-    def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
+    def buffer_bytes(
+        self, tokens: int, *, width: int = 0, rows: int = 1, plans: int | None = None
+    ) -> int:
         """Estimate the maximum bytes of a pass over so many tokens, besides weights and cache.
 
-        In a batch each row may have a plan of its own, and steps depend on the capacity of the
-        static cache. A step may run while graphs of another kind hold as much; piecewise graphs
+        A batch has one slot for each of its ``plans``; None: one. Steps depend on the capacity of
+        the static cache. A step may run while graphs of another kind hold as much; piecewise graphs
         count as `piecewise_bytes`.
         """
-        capacity = tokens if self.arena is None else self.arena.choose_capacity(tokens)
+        capacity, slots = tokens, plans or 1
+        if self.arena is not None:
+            capacity = self.arena.choose_capacity(tokens)
         experts = None if self.config.experts is None else self.stack_shape
         captured = experts if self.cache is None else None
         graphs = estimate_step_buffer_bytes(
-            self.config, capacity=capacity, rows=rows, plans=rows, width=width, experts=captured
+            self.config, capacity=capacity, rows=rows, plans=slots, width=width, experts=captured
         )
         return graphs + estimate_buffer_bytes(
-            self.config, capacity=capacity, rows=rows, plans=rows, width=width, experts=experts
+            self.config, capacity=capacity, rows=rows, plans=slots, width=width, experts=experts
         )
 
     @property

@@ -242,7 +242,7 @@ class CudaGraphDecoder:
 
     def close(self) -> None:
         """Free all graphs; the decoder must not be used afterwards."""
-        self.graphs.clear()
+        self.graphs.close()
         if self._staged is not None:
             self._staged.close()
 

@@ -46,11 +46,11 @@ class StaticKVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate the memory, once."""
+        """Allocate the memory, once and as one block, so a failure leaves nothing."""
         shape = (config.layers, rows, config.kv_heads, capacity + SCRATCH_ROWS, config.head_dim)
         self.rows, self.capacity = rows, capacity
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        both = torch.empty(2, *shape, dtype=dtype, device=device)
+        self.keys, self.values = both[0], both[1]
 
     @property
     def nbytes(self) -> int:

@@ -85,12 +85,17 @@ class CUDAGraphPool:
         return len(self._graphs)
 
     def clear(self) -> None:
-        """Free all graphs and the pool."""
+        """Wait for the last graph, then free all of them and the pool."""
+        if self._graphs:
+            torch.cuda.current_stream(self._device).synchronize()  # it may still run
+        self.close()
+
+    def close(self) -> None:
+        """Free all graphs and the pool when none runs any more, or the device failed."""
         self._graphs, self._pool = {}, None
 
     def _clear_if_full(self) -> None:
         if self._most is not None and len(self._graphs) >= self._most:
-            torch.cuda.current_stream(self._device).synchronize()  # the last one may still run
             self.clear()
 
     def _capture_graph(self, function: GraphFunction) -> torch.cuda.CUDAGraph:
@@ -187,7 +192,7 @@ class PiecewiseStep:
 
     def close(self) -> None:
         """Free the graphs."""
-        self.graphs.clear()
+        self.graphs.close()
 
     def _replace_buffers(self, rows: int) -> None:
         """Allocate another workspace; the graphs of the old one are freed."""

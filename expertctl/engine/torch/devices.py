@@ -191,7 +191,10 @@ def translate_device_errors() -> Iterator[None]:
         translated = _translate_error(error)
         if translated is None:
             raise
-        raise translated from error
+        try:
+            raise translated from error
+        finally:
+            del translated  # its traceback has this frame: as a cycle both would stay for a while
 
 
 def _translate_error(error: RuntimeError) -> ExpertError | None:

@@ -23,6 +23,12 @@ TorchDeltas = Mapping[str, TorchDelta]
 """Changes of a plan by module name: ``model.layers.0.self_attn.q_proj``, …, ``lm_head``."""
 
 
+class PlanDeltas(dict[str, TorchDelta]):
+    """The changes of a compiled plan, which can be referenced weakly, unlike other mappings."""
+
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear:
     """One linear layer: its module name, weights [out, in] and bias [out]."""

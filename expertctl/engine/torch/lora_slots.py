@@ -10,16 +10,23 @@ Ranks are rounded up to powers of two, per kind of layer, and padded with zeros.
 more, the slots are recreated, and so are the graphs captured with them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from expertctl.engine.adapters.steps import LinearDelta
 from expertctl.engine.base_files import is_routed_expert
-from expertctl.engine.torch.functional import Linear, TorchDelta, TorchDeltas, apply_linear
+from expertctl.engine.torch.functional import (
+    Linear,
+    PlanDeltas,
+    TorchDelta,
+    TorchDeltas,
+    apply_linear,
+)
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig
 
@@ -58,6 +65,7 @@ class LoRASpec:
         )
 
 
+_PlanReference = Callable[[], TorchDeltas | None]
 LoRAShape = Mapping[str, LoRASpec]
 """Requirements by kind of layer: ``self_attn.q_proj``, …, ``lm_head``."""
 
@@ -123,7 +131,11 @@ class StackedLoRA:
 
 
 class LoRASlots:
-    """Memory of ``slots`` plans at once; plans stay referenced while they are in one."""
+    """Memory of ``slots`` plans at once.
+
+    Plans are referenced weakly, so that one in a slot can be evicted; then its slot is free. Only
+    mappings that have no weak references stay referenced.
+    """
 
     def __init__(
         self, config: ModelConfig, shape: LoRAShape, *, slots: int, device: torch.device
@@ -139,7 +151,7 @@ class LoRASlots:
             rank: torch.arange(1, slots + 1, device=device).repeat_interleave(rank)
             for rank in {need.rank for need in shape.values() if need.rank}
         }
-        self._plans: dict[int, TorchDeltas] = {}  # by slot, the most recently used last
+        self._plans: dict[int, _PlanReference] = {}  # by slot, the most recently used last
 
     @property
     def nbytes(self) -> int:
@@ -149,8 +161,14 @@ class LoRASlots:
 
     def contains(self, plans: Iterable[TorchDeltas]) -> bool:
         """Return whether all these plans are in slots."""
-        there = {id(plan) for plan in self._plans.values()}
+        there = {id(plan) for plan in self.list_plans().values()}
         return there >= {id(plan) for plan in plans}
+
+    def list_plans(self) -> dict[int, TorchDeltas]:
+        """Return the plans by slot, the most recently used last; slots of freed ones are free."""
+        held = {slot: get_plan() for slot, get_plan in self._plans.items()}
+        self._plans = {slot: self._plans[slot] for slot, plan in held.items() if plan is not None}
+        return {slot: plan for slot, plan in held.items() if plan is not None}
 
     def assign_slots(self, plans: Sequence[TorchDeltas]) -> list[int]:
         """Return the slots of plans, `NO_SLOT` for an empty one.
@@ -159,7 +177,7 @@ class LoRASlots:
             IncompatibleError: when numbers of a plan are not finite: multiplied by zero, they would
                 reach rows of other plans.
         """
-        there = {id(plan): slot for slot, plan in self._plans.items()}
+        there = {id(plan): slot for slot, plan in self.list_plans().items()}
         wanted = {id(plan): plan for plan in plans if plan}
         for key in wanted.keys() & there.keys():
             self._plans[there[key]] = self._plans.pop(there[key])
@@ -179,7 +197,7 @@ class LoRASlots:
         self._plans.pop(slot, None)  # the slot is empty if writing fails
         for module, stack in self.stacks.items():
             stack.write_slot(slot, plan.get(module))
-        self._plans[slot] = plan
+        self._plans[slot] = _make_reference(plan)
         return slot
 
 
@@ -255,6 +273,10 @@ def _scaled_product(x: Tensor, layer: Linear, stack: StackedLoRA, slots: Tensor)
     if stack.bias is None:
         return y + layer.bias
     return y + layer.bias * stack.bias.index_select(0, slots)
+
+
+def _make_reference(plan: TorchDeltas) -> _PlanReference:
+    return ref(plan) if isinstance(plan, PlanDeltas) else lambda: plan
 
 
 def _check_finite(plan: TorchDeltas) -> None:

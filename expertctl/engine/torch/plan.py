@@ -16,7 +16,7 @@ from expertctl.engine.adapters.fuse import FoldedChain
 from expertctl.engine.adapters.plan_tensors import DeltaCompiler, FloatDelta, allocate_floats
 from expertctl.engine.adapters.steps import LinearDelta
 from expertctl.engine.arrays import AnyArray, FloatArray
-from expertctl.engine.torch.functional import TorchDelta, TorchDeltas
+from expertctl.engine.torch.functional import PlanDeltas, TorchDelta
 
 _FLOAT_BYTES = 4
 
@@ -69,14 +69,15 @@ class TorchPlanCompiler:
         """Return the maximum additional bytes of host memory that this many workers need."""
         return self.host.scratch_bytes(workers) + (0 if self._is_on_host else self.nbytes)
 
-    def compile(self, workers: int) -> TorchDeltas:
+    def compile(self, workers: int) -> PlanDeltas:
         """Compile each group, and move the plan to its device."""
         if self._is_on_host:
-            return {name: _view_delta(each) for name, each in self.host.compile(workers).items()}
+            compiled = self.host.compile(workers)
+            return PlanDeltas({name: _view_delta(each) for name, each in compiled.items()})
         memory = allocate_floats(self.nbytes // _FLOAT_BYTES)
         deltas = self.host.compile_into(memory, workers)
         block = torch.from_numpy(memory).to(self.device)
-        return {name: _move_delta(each, memory, block) for name, each in deltas.items()}
+        return PlanDeltas({n: _move_delta(each, memory, block) for n, each in deltas.items()})
 
     @property
     def _is_on_host(self) -> bool:

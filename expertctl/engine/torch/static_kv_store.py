@@ -5,8 +5,10 @@ for the first sequence. `ArenaPlan` decides its shape, once for a server: as man
 has, with as much capacity as a part of the memory allows. A longer sequence waits until no row is
 in use, then an arena of fewer, longer rows replaces this one. Where memory is short an arena has
 fewer rows, at least one of exactly the requested capacity, so a sequence that fits alone always
-gets a row. The arena counts as ``kv``, whole, and is reserved before it is allocated. While no row
-is in use, `AdapterCache` may reclaim it, in any thread; so this store shares its lock.
+gets a row. If jobs wait for rows later and there is memory again, no sequence starts until no row
+is in use and a larger arena replaces this one. The arena counts as ``kv``, whole, and is reserved
+before it is allocated. While no row is in use, `AdapterCache` may reclaim it, in any thread; so
+this store shares its lock.
 
 Rows of finished sequences are kept and found as in `SequenceKVCache`, by cache key, plan and
 tokens. A sequence with merely a common prefix gets a copy; here it may also be that of the prompt
@@ -18,6 +20,7 @@ kept one gets its row. An arena that is replaced keeps nothing.
 Sequences are created in one thread.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +50,11 @@ ARENA_SHARES, BUFFER_SHARES = 3, 2
 """Beside the base there is memory for so many arenas and so many times the buffers of base steps:
 one of each, and the rest for plans and their slots. So `EntryTable` evicts plans before an arena,
 unless it is short of both."""
+
+DRAIN_INTERVAL = 60.0
+"""Seconds between two attempts to replace an arena of few rows while jobs wait for one."""
+_CAPACITY_STEP = 64
+_WAIT = "wait until running sequences have ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +124,16 @@ def plan_arena(
 
     least = min(find_capacity(1), TYPICAL_SEQUENCE_TOKENS) // 2
     found = (find_capacity(rows >> halved) for halved in range(rows.bit_length()))
-    capacity = max(1, next(tokens for tokens in found if tokens >= least))
+    capacity = _round_down(next(tokens for tokens in found if tokens >= least), context=context)
     longest = max(find_longest(lambda tokens: kv_bytes(tokens) + buffer_bytes(tokens)), capacity)
     limit = max(memory - BUFFER_SHARES * buffer_bytes(capacity), 0) // ARENA_SHARES
     return ArenaPlan(rows=rows, capacity=capacity, longest=longest, limit=limit)
+
+
+def _round_down(tokens: int, *, context: int) -> int:
+    """Return a capacity that attention kernels read well: the context, or a multiple of 64."""
+    whole = tokens == context or tokens < _CAPACITY_STEP
+    return max(1, tokens if whole else tokens - tokens % _CAPACITY_STEP)
 
 
 @dataclass(slots=True, eq=False)
@@ -158,6 +172,7 @@ class StaticKVStore:
         dtype: torch.dtype,
         device: torch.device,
         cached_limit: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start without an arena; the memory is that of the device tier.
 
@@ -165,9 +180,11 @@ class StaticKVStore:
         """
         self._tiers, self._config, self._plan = tiers, config, plan
         self._dtype, self._device, self._cached_limit = dtype, device, cached_limit
+        self._clock = clock
         self._arena: StaticKVCache | None = None
         self._reserved = 0
         self._is_starting = False
+        self._is_draining, self._drain_after = False, 0.0
         self._running: list[_RowSequence] = []
         self._cached: list[_RowSequence] = []
         """The least recently used first."""
@@ -192,6 +209,28 @@ class StaticKVStore:
             ids = (allocation.completed or ())[:written]
             del allocation.cache
             self._finish(text, ids)
+
+    def check_free_row(self, request: KVRequest) -> None:
+        """Check that the arena in use has a free row that is long enough for a request.
+
+        Raises:
+            BudgetError: when it has none, or when a larger one is to replace it.
+        """
+        if self._arena is None or not self._running:
+            return
+        if len(self._running) == self._arena.rows:
+            self._is_draining |= self._should_drain(self._arena, request)
+        elif self._is_draining:
+            raise BudgetError(f"{request.description}: more rows are to be allocated", hint=_WAIT)
+        _check_free_row(self._arena, request, used=len(self._running))
+
+    @property
+    def free_rows(self) -> int | None:
+        """Number of free rows of the arena in use; None: none is, so another may replace it."""
+        arena, used = self._arena, len(self._running)
+        if arena is None or not used:
+            return None
+        return 0 if self._is_draining else arena.rows - used
 
     def forget(self, cache_key: str) -> None:
         """Drop what is kept for a key; its running sequences will keep nothing."""
@@ -218,10 +257,11 @@ class StaticKVStore:
     @property
     def cached_bytes(self) -> int:
         """Bytes of the rows that no running sequence uses."""
-        arena = self._arena
-        if arena is None:
-            return 0
-        return self._reserved - len(self._running) * (arena.nbytes // arena.rows)
+        with self._tiers.lock:
+            arena = self._arena
+            if arena is None:
+                return 0
+            return self._reserved - len(self._running) * (arena.nbytes // arena.rows)
 
     def check_integrity(self) -> None:
         """Assert that each sequence has a row of its own, and that the arena is reserved."""
@@ -271,7 +311,7 @@ class StaticKVStore:
     def _prepare_arena(self, request: KVRequest) -> StaticKVCache:
         """Return the arena, which has a free row for a request; replace it if it is too short."""
         if self._arena is not None and self._running:
-            _check_free_row(self._arena, request, used=len(self._running))
+            self.check_free_row(request)
             return self._arena
         capacity = self._plan.choose_capacity(request.capacity)
         rows = self._plan.choose_rows(self._estimate_bytes(1, capacity))
@@ -296,6 +336,20 @@ class StaticKVStore:
             return True
         self._tiers.release(Tier.DEVICE, "kv", missing)
         return False
+
+    def _should_drain(self, arena: StaticKVCache, request: KVRequest) -> bool:
+        """Return whether to wait for an arena of more rows, for which there is memory now.
+
+        All rows of a smaller one are in use. It is asked for once in a while only, since the memory
+        may be gone again when no row is in use.
+        """
+        capacity = self._plan.choose_capacity(arena.capacity)
+        rows = self._plan.choose_rows(self._estimate_bytes(1, capacity))
+        now = self._clock()
+        if arena.rows >= rows or now < self._drain_after:
+            return False
+        self._drain_after = now + DRAIN_INTERVAL
+        return not self._is_good_enough(arena, request, rows, capacity)
 
     def _replace_arena(self, request: KVRequest, rows: int, capacity: int) -> StaticKVCache:
         """Allocate an arena of the wanted shape, or with as few rows as memory requires."""
@@ -328,6 +382,8 @@ class StaticKVStore:
         """Free the arena, and then its bytes."""
         with self._tiers.lock:
             self._cached, self._arena = [], None
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # else torch keeps the block, in which plans do not fit
             size, self._reserved = self._reserved, 0
             self._tiers.release(Tier.DEVICE, "kv", size)
 
@@ -407,6 +463,7 @@ class StaticKVStore:
         """Keep the row of ``ids``, replacing sequences that it continues."""
         with self._tiers.lock:
             self._running.remove(text)
+            self._is_draining &= bool(self._running)
             if ids and text.origin is not None and not text.is_forgotten:
                 text.ids = tuple(ids)
                 others = [kept for kept in self._cached if not kept.is_extended_by(text)]
@@ -422,10 +479,9 @@ class StaticKVStore:
 
 def _check_free_row(arena: StaticKVCache, request: KVRequest, *, used: int) -> None:
     """Raise `BudgetError` where a request has to wait for running sequences."""
-    hint = "wait until running sequences have ended"
     if request.capacity > arena.capacity:
         raise BudgetError(
-            f"{request.description}: the rows in use have {arena.capacity} tokens", hint=hint
+            f"{request.description}: the rows in use have {arena.capacity} tokens", hint=_WAIT
         )
     if used == arena.rows:
-        raise BudgetError(f"{request.description}: all {used} rows are in use", hint=hint)
+        raise BudgetError(f"{request.description}: all {used} rows are in use", hint=_WAIT)

@@ -81,6 +81,12 @@ def backend_of(harness: EngineHarness) -> CudaBackend:
     return backend
 
 
+def decoder_of(harness: EngineHarness) -> CudaGraphDecoder:
+    decoder = harness.runner.model.decoder  # type: ignore[attr-defined]  # of the CUDA model
+    assert isinstance(decoder, CudaGraphDecoder)
+    return decoder
+
+
 def submit_ready(harness: EngineHarness, *wanted: RunRequest) -> list[SubmittedRequest]:
     """Put jobs into the line, and wait until they lack nothing but a row."""
     return [harness.submit_until_ready(one) for one in wanted]
@@ -191,10 +197,25 @@ def test_the_next_turn_reads_only_what_is_new_while_others_run(
     harness.finish(*others)
 
 
+def test_jobs_without_a_key_do_not_replace_a_conversation_that_is_kept(
+    user_home: HomeFixture,
+) -> None:
+    with open_engine_harness(user_home.home, SETTINGS) as harness:
+        row = store_of(harness).nbytes // 4
+    one = adapt_batching(SETTINGS, kept_kv=row)
+    with open_engine_harness(user_home.home, one) as harness:
+        assert store_of(harness)._max_cached == 1
+        turn = replace(make_request("one two three four five six"), cache_key="a")
+        first = harness.answer(turn).results[0]
+        harness.answer(make_request("Sort: 2"))
+        again = harness.answer(turn).results[0]
+        assert again.kv_reused_tokens == first.prompt_tokens - 1
+
+
 def test_a_text_longer_than_the_rows_waits_for_the_others_and_has_them_all_to_itself(
     user_home: HomeFixture,
 ) -> None:
-    little = replace(SETTINGS, memory_budget=8 << 20)
+    little = replace(SETTINGS, memory_budget=7 << 20)
     with open_engine_harness(user_home.home, little) as harness:
         plan = backend_of(harness).arena
         assert plan is not None
@@ -273,11 +294,11 @@ def test_what_steps_hold_is_what_was_reserved_for_them(
         (["sql"], ["go"], ["sql", "go"], []))]  # fmt: skip
     callers = submit_ready(harness, *wanted)
     harness.step_until(lambda: all(caller.has_started for caller in callers))
-    decoder = harness.runner.model.decoder  # type: ignore[attr-defined]  # of the CUDA model
-    assert isinstance(decoder, CudaGraphDecoder)
-    backend, (tokens, width) = backend_of(harness), harness.runner._widest_request
+    decoder = decoder_of(harness)
+    backend, (tokens, width, plans) = backend_of(harness), harness.runner._widest_request
     reserved = harness.runner.budget.reserved_bytes("buffers")
-    assert reserved == backend.buffer_bytes(tokens, width=width, rows=4)
+    assert plans == 3
+    assert reserved == backend.buffer_bytes(tokens, width=width, rows=4, plans=plans)
     narrow = backend.buffer_bytes(tokens, rows=4)
     assert decoder._plans is not None
     assert decoder._plans.slots == 4, "three different plans"
@@ -290,8 +311,7 @@ def test_what_steps_hold_is_what_was_reserved_for_them(
 def test_a_device_that_is_full_fails_the_jobs_of_that_moment_and_answers_the_next(
     name: str, harness: EngineHarness, user_home: HomeFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experts = ["sql"] if name == "prepare" else ["sql", "go"]
-    wanted = [make_request("Sort: 3, 1", expert, max_tokens=12) for expert in experts]
+    wanted = [make_request("Sort: 3, 1", expert, max_tokens=12) for expert in ("sql", "go")]
 
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")

@@ -44,7 +44,7 @@ def test_buffers_are_for_the_widest_that_came_until_nothing_runs(harness: Engine
     least = user_home.base.buffer_bytes(1, rows=ROWS)
     assert held("buffers") == least
     harness.answer(make_request("Sort: 1", max_tokens=300))
-    tokens, alone = user_home._widest_request
+    tokens, alone, _ = user_home._widest_request
     assert held("buffers") == user_home.base.buffer_bytes(tokens, rows=ROWS) >= least
     harness.answer(make_request("Sort: 1", "sql", max_tokens=2))
     assert user_home._widest_request[0] == tokens

@@ -37,6 +37,7 @@ class StoreHarness:
     """Budget in rows of the usual capacity; None: those of the plan."""
     kept_rows: int | None = None
     device: torch.device = CPU
+    now: float = 0.0
     budget: MemoryBudget = field(init=False)
     tiers: AdapterCache = field(init=False)
     store: StaticKVStore = field(init=False)
@@ -57,6 +58,7 @@ class StoreHarness:
             ),
             dtype=torch.float32,
             device=self.device,
+            clock=lambda: self.now,
             cached_limit=None if self.kept_rows is None else self.kept_rows * self.row,
         )
 

@@ -1,8 +1,10 @@
 """Whether there is a CUDA device, what it keeps, and how its absence and its faults are told."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -184,3 +186,21 @@ def test_where_there_is_no_device_nothing_is_kept(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert (devices.get_workspace_bytes(), workspaces.threads) == (0, set())
+
+
+def test_a_handled_error_keeps_no_memory_of_what_failed() -> None:
+    held = list[weakref.ref[torch.Tensor]]()
+
+    @translate_device_errors()
+    def fill() -> None:
+        memory = torch.empty(4)
+        held.append(weakref.ref(memory))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    gc.disable()
+    try:
+        with suppress(BudgetError):
+            fill()
+        assert held[0]() is None, "without a collection of cycles"
+    finally:
+        gc.enable()

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from expertctl.engine.adapters.steps import LinearDelta
-from expertctl.engine.torch.functional import Linear, TorchDelta, TorchDeltas, apply_linear
+from expertctl.engine.torch.functional import (
+    Linear,
+    PlanDeltas,
+    TorchDelta,
+    TorchDeltas,
+    apply_linear,
+)
 from expertctl.engine.torch.lora_slots import (
     NO_SLOT,
     LoRASlots,
@@ -125,6 +131,16 @@ def test_a_plan_that_was_not_written_to_its_end_takes_no_slot_of_another(
     for row, plan in enumerate(rows):
         wanted = apply_linear(x[row : row + 1], layer.weight, None, plan[UP])
         assert torch.allclose(given[row : row + 1], wanted, atol=1e-5)
+
+
+def test_the_slot_of_a_plan_that_was_evicted_is_the_next_one_that_is_filled() -> None:
+    first, second, third = (PlanDeltas({UP: lora(3, seed=seed)}) for seed in range(3))
+    room = slots_of([first], slots=2)
+    assert room.assign_slots([first, second]) == [1, 2]
+    del second
+    assert list(room.list_plans()) == [1]
+    assert room.assign_slots([third]) == [2], "not that of the least recently used"
+    assert room.assign_slots([first]) == [1]
 
 
 def test_factors_of_a_slot_are_neutral_again_after_another_plan() -> None:

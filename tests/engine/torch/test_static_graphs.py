@@ -190,6 +190,17 @@ def test_after_a_capture_that_failed_the_next_one_begins_with_another_pool(devic
     assert device.used == [1, 2, 2, 3]
 
 
+def test_graphs_are_freed_when_the_last_one_has_ended(device: Device) -> None:
+    graphs = CUDAGraphPool(torch.device("cuda"))
+    graphs.clear()
+    graphs.run("a step", lambda: None)
+    assert device.waits == 0
+    graphs.clear()
+    assert device.waits == 1
+    graphs.clear()
+    assert device.waits == 1, "nothing is left that could run"
+
+
 def test_no_two_owners_of_graphs_capture_on_one_stream(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,15 @@ def test_it_takes_what_was_announced(dtype: torch.dtype) -> None:
     assert sum(whole.get_row(number).nbytes for number in range(3)) == whole.nbytes
 
 
+def test_keys_and_values_are_one_allocation() -> None:
+    whole = arena()
+    keys, values = whole.keys.untyped_storage(), whole.values.untyped_storage()
+    assert keys.data_ptr() == values.data_ptr()
+    assert keys.nbytes() == whole.nbytes
+    assert whole.keys.is_contiguous()
+    assert whole.values.is_contiguous()
+
+
 def test_a_row_is_written_where_steps_look_for_it_and_nowhere_else() -> None:
     whole = arena()
     whole.keys.zero_()

@@ -389,6 +389,49 @@ def test_a_device_that_fails_leaves_the_store_as_it_was(
         assert loan.reused == (0 if fails == "allocating" else 3)
 
 
+def test_a_small_arena_is_replaced_under_load_when_there_is_memory_but_not_all_the_time() -> None:
+    harness = StoreHarness(config(), rows=4, room=6)
+    ids, others = [1, 2, 3], int(3.5 * harness.row)
+
+    def is_draining(why: str = "all 2 rows") -> bool:
+        with pytest.raises(BudgetError, match=why):
+            harness.store.check_free_row(harness.wanted(ids))
+        return harness.store._is_draining
+
+    with harness.lend(ids):
+        assert harness.shape[0] == 4
+    harness.store.clear()
+    with ExitStack() as first, ExitStack() as second:
+        with harness.tiers.reserve_during(Tier.DEVICE, "experts", others, what="others"):
+            for stack in (first, second):
+                stack.enter_context(harness.lend(ids))
+            assert not is_draining(), "there is no memory for more"
+        assert not is_draining(), "it was looked for a moment ago"
+        harness.now += static_kv_store.DRAIN_INTERVAL
+        assert is_draining()
+        second.close()
+        assert is_draining("more rows are to be allocated")
+        assert harness.store.free_rows == 0
+    with harness.lend(ids):
+        assert harness.shape[0] == 4
+        harness.store.check_free_row(harness.wanted(ids))
+        assert harness.store.free_rows == 3
+
+
+def test_the_memory_of_an_arena_is_given_back_to_the_device_before_its_bytes_are_free(
+    harness: StoreHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.fill([1, 2, 3])
+    arena, seen = weakref.ref(harness.store._arena), list[tuple[bool, int]]()
+    monkeypatch.setattr(harness.store, "_device", torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: seen.append((arena() is None, harness.budget.used))
+    )
+    harness.store.clear()
+    assert seen == [(True, 3 * harness.row)]
+    assert harness.budget.used == 0
+
+
 def test_a_decoder_does_not_keep_an_arena_that_was_given_up(
     reader: Reader, shared_oracle: ReferenceModel
 ) -> None:
@@ -428,6 +471,7 @@ def test_a_plan_fits_into_the_memory_that_it_was_made_for(
         rows=rows, context=context, memory=memory, kv_bytes=kv_bytes, buffer_bytes=buffer_bytes
     )
     assert 1 <= plan.capacity <= plan.longest <= context
+    assert plan.capacity < 64 or plan.capacity == context or plan.capacity % 64 == 0
     count = plan.choose_rows(kv_bytes(plan.capacity))
     assert 1 <= count <= rows
     if count > 1:  # there are two parts for plans, and one for what their slots take
