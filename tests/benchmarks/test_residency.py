@@ -3,7 +3,6 @@
 from collections import Counter
 
 import pytest
-from benchmarks.soak.test_request import EXPERTS
 
 from benchmarks.cache_policies import (
     belady_hit_rate,
@@ -12,7 +11,7 @@ from benchmarks.cache_policies import (
     make_requests,
     make_shifting_requests,
 )
-from benchmarks.residency import BUDGET, EXPERT_BYTES, NoticedJob, _compare_notice, replay
+from benchmarks.residency import BUDGET, EXPERT_BYTES, EXPERTS, NoticedJob, _compare_notice, replay
 
 WANTED = [1, 2, 3, 1, 2, 1, 4, 1]
 

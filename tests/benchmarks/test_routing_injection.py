@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-from benchmarks.soak.test_request import KINDS
 
-from benchmarks.injections import TECHNIQUES, Injection, InjectionTarget, make_injections
+from benchmarks.injections import KINDS, TECHNIQUES, Injection, InjectionTarget, make_injections
 from benchmarks.routing_injection import InjectionOutcome, InjectionScenario, _make_row
 from expertctl.settings import Home
 

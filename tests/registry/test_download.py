@@ -553,7 +553,7 @@ def test_what_is_old_and_nobody_holds_is_swept(place: Place) -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-from expertctl.reference import Digest, FileDigest
+from expertctl.digest import Digest, FileDigest
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.download import BlobDownloader, BlobRequest
 from expertctl.registry.http import RegistryHttp

@@ -4,11 +4,11 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from registry_server.access.conftest import connection as connection_module
 from starlette.testclient import TestClient
 
 from expertctl.errors import StoreError
 from registry_server.app import create_app
+from registry_server.database import connection as connection_module
 from registry_server.registry import BlobDigest, open_registry
 from tests.registry_server.harness import RegistryHarness, create_registry, make_settings
 from tests.registry_server.oci.images import (

@@ -5,11 +5,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from registry_server.access.conftest import connection as connection_module
 from sqlalchemy import Connection, insert, select, text
 from sqlalchemy.exc import IntegrityError
 
 from expertctl.errors import DiskFullError, StoreError
+from registry_server.database import connection as connection_module
 from registry_server.database.connection import Database
 from registry_server.database.tables import BLOBS, MEMBERS, USERS
 

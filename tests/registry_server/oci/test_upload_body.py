@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from registry_server.oci.test_upload_body import uploads as uploads_module
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from registry_server.access.rights import RepositoryName
 from registry_server.errors import OciCode, OciError
+from registry_server.oci import uploads as uploads_module
 from registry_server.oci.upload_routes import read_content_length, receive_body
 from registry_server.oci.uploads import OpenUpload, Uploads
 from tests.registry_server.harness import RegistryHarness

@@ -6,12 +6,12 @@ from collections import namedtuple
 
 import httpx2
 import pytest
-from registry_server.oci.test_upload_body import uploads
 from sqlalchemy import func, select
 from starlette.testclient import TestClient
 
 from registry_server.app import sweep_uploads
 from registry_server.database.tables import BLOBS, REPOSITORY_BLOBS, UPLOADS
+from registry_server.oci import uploads
 from registry_server.oci.uploads import open_upload_file
 from tests.registry_server.conftest import NewRegistry
 from tests.registry_server.harness import RegistryHarness

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from registry_server.operation.test_restore import backup
 
 from expertctl.digest import Digest
 from expertctl.errors import DigestError, StoreError, UsageError
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import Identity
 from registry_server.database.tables import UPLOADS
+from registry_server.operation import backup
 from registry_server.operation.backup import (
     BackupDocument,
     copy_blob,

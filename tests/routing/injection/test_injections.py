@@ -4,9 +4,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from benchmarks.soak.test_request import KINDS
 
-from benchmarks.injections import TECHNIQUES, Injection, InjectionTarget, make_injections
+from benchmarks.injections import KINDS, TECHNIQUES, Injection, InjectionTarget, make_injections
 from benchmarks.routing_home import (
     DescribedExpert,
     RoutePrompt,
