@@ -16,9 +16,9 @@ def test_the_next_turn_is_found_again_in_its_own_session_only() -> None:
     check_session_reuse(FIRST, TurnPair(WARM, COLD), history=1024)
     with pytest.raises(SystemExit, match="of 1024 tokens only 1000"):
         check_session_reuse(FIRST, TurnPair(replace(WARM, cached=1000), COLD), history=1024)
-    with pytest.raises(SystemExit, match="something of another"):
+    with pytest.raises(SystemExit, match="reused KV of another"):
         check_session_reuse(FIRST, TurnPair(WARM, replace(COLD, cached=16)), history=1024)
-    with pytest.raises(SystemExit, match="something of another"):
+    with pytest.raises(SystemExit, match="reused KV of another"):
         check_session_reuse(replace(FIRST, cached=16), TurnPair(WARM, COLD), history=1024)
 
 

@@ -83,7 +83,7 @@ def test_an_answer_is_the_next_turn_of_its_conversation() -> None:
 
 
 def test_half_a_stream_is_a_problem() -> None:
-    assert "ended behind" in str(record_call(stream(*CHUNKS), asking("chat", stream=True)).problem)
+    assert "ended after" in str(record_call(stream(*CHUNKS), asking("chat", stream=True)).problem)
 
 
 def test_an_error_in_a_stream_is_told() -> None:
