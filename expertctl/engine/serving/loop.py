@@ -410,9 +410,9 @@ class EngineLoop:
 
     def _update_free_rows(self) -> None:
         """Tell the scheduler how many sequences may start: it prepares a few more jobs."""
-        free, lent = self.batch.free, self._runner.free_kv_rows
+        free, kv_rows = self.batch.free, self._runner.free_kv_rows
         with self._scheduler.lock:
-            self._scheduler.free_rows = free if lent is None else min(free, lent)
+            self._scheduler.free_rows = free if kv_rows is None else min(free, kv_rows)
 
 
 def _close_context(context: GenerationContext) -> GenerationContext:

@@ -1,7 +1,7 @@
 """The model runner: the one base that is served, its memory, and the buffers of a batch.
 
 What all rows share, base and buffers, is held from the start; what one row needs, its plan and its
-KV, is lent to it. The buffers grow with the widest plan, and with the number of different plans.
+KV, is allocated for it. The buffers grow with the widest plan and the number of different plans.
 """
 
 from collections import Counter
@@ -285,7 +285,7 @@ class ModelRunner:
         generated: Sequence[int] = (),
         scores: PromptLogprobs | None = None,
     ) -> Iterator[LoadedModel]:
-        """Lend KV to one sequence, and prepare the model to read it; called by the engine loop.
+        """Allocate KV for a sequence, and prepare the model to read it; called by the engine loop.
 
         ``generated`` are tokens of its answer that exist already and are read again. With
         ``scores`` the whole prompt is read, even where its KV could be reused.
@@ -364,7 +364,7 @@ class ModelRunner:
 
     @property
     def free_kv_rows(self) -> int | None:
-        """Number of sequences that the KV store can lend a row now; None: as many as fit."""
+        """Number of sequences that the KV store has a free row for now; None: as many as fit."""
         return self.resources.get_kv_store(self.base.backend).free_rows
 
     def close(self) -> None:
@@ -402,7 +402,7 @@ class ModelRunner:
     def _allocate_widened(
         self, request: KVRequest, plan: CompiledPlan
     ) -> Iterator[KVAllocation[KVCacheBase]]:
-        """Lend KV, with buffers that are wide enough; both or neither."""
+        """Allocate KV, with buffers that are wide enough; both or neither."""
         before = self._buffers, self._widest_request
         store = self.resources.get_kv_store(self.base.backend)
         store.check_free_row(request)  # first, since buffers may be widened in place of plans

@@ -194,7 +194,7 @@ class StaticKVStore:
 
     @contextmanager
     def allocate(self, request: KVRequest) -> Iterator[KVAllocation[StaticKVRow]]:
-        """Lend a row; its first positions are those of a sequence with the same prefix.
+        """Allocate a row; its first positions are those of a sequence with the same prefix.
 
         Raises:
             BudgetError: when no row is free, or none can be long enough while others are in use, or
