@@ -307,7 +307,7 @@ def plan(
     Example: expertctl base plan Qwen/Qwen3-30B-A3B --memory 16GB
     """
     with guard_engine_import(as_json=as_json):
-        from expertctl.engine.cpu.backend import SCHEMES
+        from expertctl.engine.cpu.backend import choose_scheme
         from expertctl.engine.memory.budget import find_budget_limit
         from expertctl.engine.moe.base_plan import plan_base
         from expertctl.engine.moe.expert_files import find_compact_bytes
@@ -332,7 +332,7 @@ def plan(
         limit=find_budget_limit(engine.memory_budget, "cpu"),
         start=keeper.plan_warmup(base, routed),
         lanes=_parse_lanes(lane or ()),
-        compact=find_compact_bytes(copies, config, SCHEMES[width]),
+        compact=find_compact_bytes(copies, config, choose_scheme(config, width)),
         strategy=strategy,
     )
     warn((*keeper.take_notes(), *(copies.take_notes() if copies else ())))

@@ -77,10 +77,11 @@ def list_orphaned_folders(bases: Path) -> list[Path]:
 
 
 def replace_copy(staged: Path, place: Path) -> None:
-    """Move a flushed copy to its final path and remove older ones of its scheme."""
-    scheme = place.name.partition("-")[0]
+    """Move a flushed copy to its final path and remove those of other versions."""
+    version = place.name.rpartition("-")[2]
     for old in list_copies(place.parent):
-        if old.name.startswith(f"{scheme}-") and (old != place or not old.is_file()):
+        is_other = old.name.rpartition("-")[2] != version
+        if is_other or (old == place and not old.is_file()):
             remove_entry(old)
     staged.replace(place)
     sync_folder(place.parent)

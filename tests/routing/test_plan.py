@@ -31,7 +31,7 @@ SETTINGS = NumericSettings(
 def test_the_identity_is_the_digest_of_canonical_json_written_by_hand() -> None:
     text = (
         '{"adapter_dtype":"published","arch":"sha256:' + "a" * 64 + '","dtype":"float32",'
-        '"engine":5,"experts":[["sha256:' + "1" * 64 + '",1],["sha256:' + "2" * 64 + '",0.5]],'
+        '"engine":6,"experts":[["sha256:' + "1" * 64 + '",1],["sha256:' + "2" * 64 + '",0.5]],'
         '"recompression":null,"rope":{"rope_theta":1000000,"rope_type":"default"},'
         '"tokenizer":"sha256:' + "c" * 64 + '","weights":"sha256:' + "b" * 64 + '"}'
     )
@@ -50,7 +50,7 @@ def test_the_identity_is_the_digest_of_canonical_json_written_by_hand() -> None:
         {"dtype": "int8"},
         {"adapter_dtype": "fp16"},
         {"recompression": "svd-8"},
-        {"engine": 6},
+        {"engine": 5},
     ],
     ids=str,
 )

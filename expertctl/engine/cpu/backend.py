@@ -4,9 +4,11 @@ Compiled code is cached below the home; the load context is notified when kernel
 and only then numba is imported.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -64,12 +66,26 @@ from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import ModelConfig
 
 _FLOAT_BYTES = 4
-SCHEMES: dict[Dtype, Scheme] = {
+_SCHEMES: dict[Dtype, Scheme] = {
     "float32": Scheme.FLOAT32,
     "bf16": Scheme.BFLOAT16,
     "int8": Scheme.INT8,
     "int4": Scheme.INT4,
 }
+FOUR_BIT_WEIGHTS = 500_000_000
+"""Minimum weights of a base that can spare the fifth bit of each in int4."""
+
+
+def choose_scheme(config: ModelConfig, dtype: Dtype) -> Scheme:
+    """Return the scheme of the layers of a base: int4 is five bits in small bases."""
+    if dtype == "int4" and _count_weights(config) < FOUR_BIT_WEIGHTS:
+        return Scheme.INT5
+    return _SCHEMES[dtype]
+
+
+@lru_cache(maxsize=8)
+def _count_weights(config: ModelConfig) -> int:
+    return sum(math.prod(shape) for shape in config.tensor_shapes().values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +122,7 @@ class PackedBackend:
             IncompatibleError: for sizes that the kernels do not support.
         """
         engine, limit = load_config.engine, load_config.memory_limit
-        scheme = SCHEMES[load_config.dtype]
+        scheme = choose_scheme(config, load_config.dtype)
         whole = packed_base_bytes(config, scheme)
         if config.experts is not None:
             whole += estimate_resident_bookkeeping_bytes(config.experts)
@@ -152,7 +168,7 @@ class PackedBackend:
     @property
     def scheme(self) -> Scheme:
         """Storage scheme of its matrices."""
-        return SCHEMES[self.dtype]
+        return choose_scheme(self.config, self.dtype)
 
     @property
     def loading_bytes(self) -> int:

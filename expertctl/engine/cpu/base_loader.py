@@ -30,6 +30,7 @@ from expertctl.engine.cpu.tensor_packing import (
 )
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
+from expertctl.engine.kernels.quantisation import encode_scale
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.moe.expert_files import ExpertStream, compute_copy_shape
 from expertctl.engine_config import MoeColdOption
@@ -43,18 +44,18 @@ WEIGHT_STD = 0.02
 """Approximate standard deviation of random weights."""
 
 _RANDOM_NUMBERS = 1 << 20
-_LEVELS = {Scheme.INT8: 255, Scheme.INT4: 15}
-"""Number of steps, symmetric around 0; the lowest integer is not one of them."""
 
 
 def create_random_base(
     config: ModelConfig, scheme: Scheme, *, seed: int = 0, progress: Progress = ignore_progress
 ) -> PackedBase:
     """Return a random base; norms are ones, biases zeros. ``progress`` counts its bytes."""
-    base, drawn = allocate_base(config, scheme), _draw_integers(scheme, np.random.default_rng(seed))
+    base, rng = allocate_base(config, scheme), np.random.default_rng(seed)
+    schemes = dict.fromkeys((scheme, scheme.embedding, Scheme.FLOAT32))
+    drawn = {each: _draw_bytes(each, rng) for each in schemes}
     for name, place in base.tensor_places().items():
         if isinstance(place, PackedMatrix):
-            _fill_repeatedly(drawn, place, progress)
+            _fill_repeatedly(drawn[place.scheme], place, progress)
         else:
             place[...] = 0 if name.endswith(".bias") else 1
             progress(place.nbytes)
@@ -96,14 +97,16 @@ def _fill_repeatedly(drawn: AnyArray, matrix: PackedMatrix, progress: Progress) 
         part[...] = drawn[: len(part)]
         progress(len(part))
     progress(matrix.scales.nbytes)
-    matrix.scales[...] = WEIGHT_STD * 12**0.5 / _LEVELS.get(matrix.scheme, 1)
+    if matrix.scheme.layout.is_grouped:
+        steps = (1 << matrix.scheme.layout.bits) - 1
+        matrix.scales[...] = encode_scale(matrix.scheme, WEIGHT_STD * 12**0.5 / steps)
 
 
-def _draw_integers(scheme: Scheme, rng: np.random.Generator) -> AnyArray:
-    if scheme not in _LEVELS:
+def _draw_bytes(scheme: Scheme, rng: np.random.Generator) -> AnyArray:
+    if not scheme.layout.is_grouped:
         return draw_random_floats(scheme, _RANDOM_NUMBERS, rng)
-    steps: AnyArray = rng.integers(1, 1 + _LEVELS[scheme], 2 * _RANDOM_NUMBERS, np.uint8)
-    return steps if scheme is Scheme.INT8 else steps[::2] | steps[1::2] << np.uint8(4)
+    octets: AnyArray = rng.integers(0, 256, _RANDOM_NUMBERS, np.uint8)
+    return octets
 
 
 def uses_quantised_copy(scheme: Scheme, *, cold: MoeColdOption = "auto") -> bool:
@@ -210,6 +213,7 @@ def _pack_tensors(
 ) -> dict[str, str]:
     """Pack every tensor; return the sha256 of the packed bytes if ``hashed``."""
     places = base.tensor_places()
+    progress(base.nbytes - sum(place.nbytes for place in places.values()))  # of alignment
     if not hashed:
         parts = (part for n, p in places.items() for part in slice_tensor(stored[n], p))
         pack_slices(([part] for part in parts), progress)

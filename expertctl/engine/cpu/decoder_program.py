@@ -50,10 +50,10 @@ from expertctl.engine.kernels.packed_matrix import (
     PackedMatrix,
     embedding_arguments,
     embedding_kernel,
-    interleave_kernel,
+    packing_kernel,
 )
 from expertctl.engine.kernels.program import Program, ProgramBuilder
-from expertctl.engine.kernels.quantisation import activation_kernel, int4_kernel
+from expertctl.engine.kernels.quantisation import activation_kernel
 from expertctl.engine.kernels.source import FunctionSource
 from expertctl.engine.kernels.thread_pool import POOL_SOURCES
 from expertctl.engine.moe.routed_experts import RoutedExperts
@@ -73,15 +73,15 @@ def list_common_sources(scheme: Scheme, numbers: Scheme) -> dict[str, FunctionSo
         decode_attention_kernel(numbers),
         rope_kv_write_kernel(numbers),
         swiglu_kernel(),
-        interleave_kernel(scheme),
-        embedding_kernel(scheme),
+        packing_kernel(scheme),
+        embedding_kernel(scheme.embedding),
         rms_norm_kernel(),
         rope_table_kernel(),
     ]
     if scheme not in FLOAT_SCHEMES:
         kernels.append(activation_kernel(scheme))
-    if scheme is Scheme.INT4:
-        kernels.append(int4_kernel())
+    if scheme.embedding is not scheme:
+        kernels += [gemm_kernel(scheme.embedding), packing_kernel(scheme.embedding)]
     return {**{kernel.name: kernel.source for kernel in kernels}, **POOL_SOURCES}
 
 
@@ -243,7 +243,7 @@ class _ProgramBuilder:
         base, room = self._base, self._room
         self._builder.set_place("embedding")
         arguments = embedding_arguments(matrix=base.embedding, tokens=room.tokens, out=room.hidden)
-        self._builder.add(embedding_kernel(base.scheme), arguments, self._counts.tokens)
+        self._builder.add(embedding_kernel(base.embedding.scheme), arguments, self._counts.tokens)
         embed = self._finish_program()
         self._add_rope()
         for number, layer in enumerate(base.layers):

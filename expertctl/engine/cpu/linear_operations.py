@@ -227,7 +227,7 @@ class LinearProgramBuilder:
         prepared: PreparedActivations,
     ) -> AnyArray:
         columns, layout = layers.matrix.columns, scheme.layout
-        if scheme is not layers.matrix.scheme:
+        if scheme.activations is not layers.matrix.scheme.activations:
             prepared = self._prepare_activations(scheme, columns, source)
         return lora_shrink_arguments(
             batch=self._room.get_batch_table(scheme).words,

@@ -161,6 +161,7 @@ _LAYERS, EXPERTS = "model.layers.", "mlp.experts."
 class PackedBase:
     """A packed base; a tied head is the embedding.
 
+    ``scheme`` is that of the layers; with integers there, embedding and head are int8.
     ``warnings`` describe lost precision, ``read_bytes`` counts the bytes of files read for it.
     """
 
@@ -269,12 +270,12 @@ def expert_tensor_places(at: str, shape: ExpertShape, block: AnyArray) -> dict[s
     }
 
 
-def write_tensor(target: TensorPlace, numbers: AnyArray) -> None:
-    """Write the numbers of a tensor to its place."""
+def write_tensor(target: TensorPlace, numbers: AnyArray) -> bool:
+    """Write the numbers of a tensor to its place; return whether all can be stored there."""
     if isinstance(target, PackedMatrix):
-        pack_rows(target, numbers)
-    else:
-        target[...] = widen(numbers)
+        return pack_rows(target, numbers)
+    target[...] = widen(numbers)
+    return True
 
 
 def _check_sizes(config: ModelConfig) -> None:
@@ -375,7 +376,8 @@ class _LayerAllocator:
         )
 
     def allocate_tensor(self, name: str, *, scheme: Scheme | None = None) -> PackedMatrix:
-        return allocate_matrix(scheme or self._scheme, *self._shapes[name], allocate=self._take)
+        scheme = scheme or self._scheme.embedding
+        return allocate_matrix(scheme, *self._shapes[name], allocate=self._take)
 
     def allocate_matrix_of(self, at: str, modules: Sequence[str]) -> PackedMatrix:
         """Allocate several matrices as one, with consecutive rows."""

@@ -34,6 +34,7 @@ from expertctl.engine.kernels.lora import (
 )
 from expertctl.engine.kernels.packed_format import (
     LANES,
+    SCALES_BYTES,
     AdapterItemCounts,
     FusedProjection,
     PackedDeltas,
@@ -325,7 +326,8 @@ def _packed_matrix_bytes(scheme: Scheme, rows: int, columns: int) -> int:
     """Return the bytes of a matrix; its data and its scales are aligned to vectors."""
     layout, blocks = scheme.layout, _round_up(rows, LANES) // LANES
     data = blocks * layout.count_vectors(columns) * layout.vector_bytes
-    return _round_up(data, VECTOR_BYTES) + blocks * layout.count_groups(columns) * VECTOR_BYTES
+    scales = blocks * layout.count_groups(columns) * SCALES_BYTES
+    return _round_up(data, VECTOR_BYTES) + _round_up(scales, VECTOR_BYTES)
 
 
 def _round_up(number: int, step: int) -> int:

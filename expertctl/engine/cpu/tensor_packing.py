@@ -28,6 +28,7 @@ from expertctl.engine.kernels.packed_matrix import (
 )
 from expertctl.engine.kernels.program import array_address, encode_operands
 from expertctl.engine.memory.host import count_usable_cores
+from expertctl.errors import InvalidPackageError
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.store.quantised_file import ALIGNED
 
@@ -112,7 +113,7 @@ def pack_tensor(
     """Read a tensor from its file and pack it into its place, in portions.
 
     Raises:
-        InvalidPackageError: if the file cannot be read to its end.
+        InvalidPackageError: if the file cannot be read to its end, or integers cannot store it.
     """
     _pack_slice(TensorRows(tensor, 0, tensor.info.shape[0], place, hasher))
 
@@ -121,7 +122,7 @@ def pack_slices(queues: Iterable[Iterable[TensorRows]], progress: Progress) -> N
     """Pack queues in parallel threads; the slices of each queue are packed in order.
 
     Raises:
-        InvalidPackageError: if a file cannot be read to its end.
+        InvalidPackageError: if a file cannot be read to its end, or integers cannot store it.
     """
     left = deque(map(iter, queues))
     running: dict[Future[None], tuple[TensorRows, Iterator[TensorRows]]] = {}
@@ -162,7 +163,13 @@ def _pack_slice(stretch: TensorRows) -> None:
         if stretch.hasher is not None:
             stretch.hasher.update(numbers.data)
         if isinstance(place, PackedMatrix):
-            write_tensor(place.row_slice(done, count), numbers)
+            fits = write_tensor(place.row_slice(done, count), numbers)
         else:
-            write_tensor(place[done : done + count], numbers)
+            fits = write_tensor(place[done : done + count], numbers)
+        if not fits:
+            raise InvalidPackageError(
+                str(stretch.tensor.path),
+                [f"{stretch.tensor.stored} has NaN, infinity, or numbers too large for integers"],
+                hint="try --dtype bf16",
+            )
         done += count

@@ -25,6 +25,7 @@ from expertctl.engine.kernels.packed_format import (
 from expertctl.engine.kernels.quantisation import (
     PreparedActivations,
     allocate_activations,
+    padded_columns,
     wrap_float_activations,
 )
 from expertctl.engine.moe.routed_experts import RoutingChoices
@@ -188,7 +189,8 @@ class Workspace:
     def nbytes(self) -> int:
         """Bytes of all buffers, including those added for plans so far."""
         tokens, rows = self.size
-        prepared = [key for key in self._prepared if key[0] is not self._scheme]
+        mine = self._scheme.activations
+        prepared = [key for key in self._prepared if key[0] is not mine]
         of_plans = sum(_estimate_prepared_rows(*key) * tokens for key in prepared)
         batches = (*self._batches.values(), *self._routed_batches.values())
         tables = sum(batch.nbytes for batch in batches)
@@ -215,7 +217,7 @@ class Workspace:
         """Return activation buffers for a scheme; None if it takes rows unchanged."""
         if scheme in FLOAT_SCHEMES:
             return None
-        key = (scheme, columns)
+        key = (scheme.activations, columns)
         if key not in self._prepared:
             self._prepared[key] = allocate_activations(scheme, self.size[0], columns)
         return self._prepared[key]
@@ -306,7 +308,7 @@ def estimate_plan_bytes(
 ) -> int:
     """Return the bytes that the A and B of plans of one scheme and maximum width add."""
     prepared = 0
-    if adapters is not scheme:
+    if adapters.activations is not scheme.activations:
         prepared = sum(_estimate_prepared_rows(adapters, n) for n in _list_operand_columns(config))
     return prepared * tokens + batch_table_bytes(adapters, rows=tokens, width=width)
 
@@ -356,6 +358,5 @@ def _list_mlp_widths(config: ModelConfig) -> set[int]:
 def _estimate_prepared_rows(scheme: Scheme, columns: int) -> int:
     if scheme in FLOAT_SCHEMES:
         return 0
-    layout = scheme.layout
-    width = layout.count_vectors(columns) * layout.columns
+    layout, width = scheme.layout, padded_columns(scheme, columns)
     return width * layout.row_bytes + 8 * layout.count_groups(columns)

@@ -67,7 +67,7 @@ def gemm_arguments(
     place, stride = row_address(out)
     return encode_operands(
         array_address(matrix.data, matrix.data.dtype),
-        array_address(matrix.scales),
+        array_address(matrix.scales, np.uint16),
         array_address(rows.data, rows.data.dtype),
         array_address(rows.scales),
         array_address(rows.sums, np.int32),
@@ -174,7 +174,7 @@ EXPAND_BLOCKS = 8
 def shrink_blocks(scheme: Scheme, *, single_sequence: bool) -> int:
     """Return the blocks of A per item; few for single tokens.
 
-    If rows between A and B are int8 in groups of 128, an item has whole groups.
+    If rows between A and B are int8 in groups of 32, an item has whole groups.
     """
     if scheme.layout.is_grouped:
         return GROUP_SIZE // LANES

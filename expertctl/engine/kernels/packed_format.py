@@ -15,10 +15,14 @@ from typing import Literal
 
 from expertctl.engine.arrays import AnyArray
 
-GROUP_SIZE = 128
-"""Columns that share a scale, in grouped schemes."""
+GROUP_SIZE = 32
+"""Columns that share a scale, in integer schemes."""
+SCALE_BYTES = 2
+"""Bytes of the scale of a group and row, in integer schemes."""
 LANES = 16
 """Rows that are interleaved; the float32 numbers of a vector."""
+SCALES_BYTES = LANES * SCALE_BYTES
+"""Bytes of the scales of a group and block."""
 PANEL_BLOCKS = 4
 """Blocks of sixteen rows in a panel."""
 KV_PAGE_TOKENS = 16
@@ -34,12 +38,26 @@ class Scheme(Enum):
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
     INT8 = "int8"
+    INT5 = "int5"
     INT4 = "int4"
 
     @property
     def layout(self) -> "VectorLayout":
         """The vector layout of the scheme."""
         return _LAYOUTS[self]
+
+    @property
+    def activations(self) -> "Scheme":
+        """The scheme whose activations it takes: int8 for all integers."""
+        return Scheme.INT8 if self.layout.is_grouped else self
+
+    @property
+    def embedding(self) -> "Scheme":
+        """The scheme of embedding and head in a base in this scheme.
+
+        Four or five bits there would cost as much accuracy as in all other matrices together.
+        """
+        return Scheme.INT8 if self.layout.is_grouped else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +68,15 @@ class VectorLayout:
     vector_bytes: int
     row_bytes: int
     """Bytes of one activation for its GEMMs: float32, bfloat16 or int8."""
-    zero_point: int
-    """The stored value of 0 where numbers are unsigned."""
+    bits: int
+    """Bits of an integer; 0 for floats."""
     tile_tokens: int
     """Tokens of the largest tile, so that its sums stay in registers."""
 
     @property
     def is_grouped(self) -> bool:
         """Whether numbers are integers with a scale per group of columns."""
-        return self.zero_point != 0
+        return self.bits != 0
 
     def count_vectors(self, columns: int) -> int:
         """Return the vectors per block of rows."""
@@ -69,16 +87,19 @@ class VectorLayout:
         return -(-columns // GROUP_SIZE) if self.is_grouped else 0
 
 
-_LAYOUTS = {  # columns, vector_bytes, row_bytes, zero_point, tile_tokens
+_LAYOUTS = {  # columns, vector_bytes, row_bytes, bits, tile_tokens
     Scheme.FLOAT32: VectorLayout(1, 64, 4, 0, 6),
     Scheme.FLOAT16: VectorLayout(1, 32, 4, 0, 6),
     Scheme.BFLOAT16: VectorLayout(2, 64, 2, 0, 6),
-    Scheme.INT8: VectorLayout(4, 64, 1, 128, 6),
-    Scheme.INT4: VectorLayout(8, 64, 1, 8, 4),
+    Scheme.INT8: VectorLayout(4, 64, 1, 8, 6),
+    Scheme.INT5: VectorLayout(8, 80, 1, 5, 4),
+    Scheme.INT4: VectorLayout(8, 64, 1, 4, 4),
 }
 
 FLOAT_SCHEMES = frozenset({Scheme.FLOAT32, Scheme.FLOAT16})
 """Schemes whose GEMMs take float32 activations unchanged."""
+INTEGER_SCHEMES = frozenset({Scheme.INT8, Scheme.INT5, Scheme.INT4})
+"""Schemes of integers with a scale per group, whose GEMMs take int8 activations."""
 
 
 def rows_per_portion(columns: int) -> int:

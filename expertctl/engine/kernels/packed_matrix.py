@@ -1,9 +1,7 @@
 """Matrices packed in blocks of sixteen rows, routed experts made of them, and embedding lookup.
 
-Float schemes round to nearest. Integers have one float32 scale per row and group of 128 columns: in
-int8 the largest of a group is 127 steps, in int4 the scale is the best fit (`quantisation`). A
-group that contains NaN or infinity becomes NaN as a whole; one whose largest is below 2^-100
-becomes zeros.
+Float schemes round to nearest. Integers have a scale per row and group of 32 columns, see
+`quantisation`.
 
 A routed expert is one block of memory: gate and up as one matrix, then down. For each matrix the
 data come first, then the scales; both begin at multiples of 64 bytes. So an expert is one read and
@@ -19,13 +17,21 @@ import numpy as np
 
 from expertctl.engine.arrays import VECTOR_BYTES, AnyArray, aligned_zeros, widen
 from expertctl.engine.kernels.jit import Kernel, load_kernel
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, Scheme, rows_per_portion
+from expertctl.engine.kernels.packed_format import (
+    GROUP_SIZE,
+    LANES,
+    SCALES_BYTES,
+    Scheme,
+    rows_per_portion,
+)
 from expertctl.engine.kernels.program import array_address, encode_operands, row_address
 from expertctl.engine.kernels.quantisation import (
     activation_arguments,
     activation_kernel,
     allocate_activations,
-    int4_kernel,
+    decode_scales,
+    weight_arguments,
+    weight_kernel,
 )
 
 _CODE = "expertctl.engine.kernels.compiled.packed_matrix"
@@ -35,13 +41,11 @@ ArrayShape = int | tuple[int, ...]
 AllocateArray = Callable[[ArrayShape, Any], AnyArray]
 """Allocates vector-aligned memory of a shape and dtype, as `aligned_zeros` does."""
 _STORED = {Scheme.FLOAT32: np.float32, Scheme.FLOAT16: np.float16, Scheme.BFLOAT16: np.uint16}
-_SIGN_BITS = 0x80808080
-"""Flipping the sign bit of a signed byte adds 128 and makes it unsigned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
-    """``data`` uint8, ``scales`` float32 [blocks, groups, 16] (no groups in float schemes)."""
+    """``data`` uint8, ``scales`` uint16 [blocks, groups, 16] (no groups in float schemes)."""
 
     scheme: Scheme
     rows: int
@@ -73,7 +77,7 @@ def allocate_matrix(
     """Return an empty matrix into which all or some rows can be packed."""
     high, layout = -(-rows // LANES), scheme.layout
     data = allocate(high * layout.count_vectors(columns) * layout.vector_bytes, np.uint8)
-    scales = allocate((high, layout.count_groups(columns), LANES), np.float32)
+    scales = allocate((high, layout.count_groups(columns), LANES), np.uint16)
     return PackedMatrix(scheme, rows, columns, data, scales)
 
 
@@ -87,15 +91,21 @@ def pack_matrix(numbers: AnyArray, scheme: Scheme) -> PackedMatrix:
     return matrix
 
 
-def pack_rows(matrix: PackedMatrix, numbers: AnyArray) -> None:
-    """Pack numbers into an existing matrix, or a slice of one."""
+def pack_rows(matrix: PackedMatrix, numbers: AnyArray) -> bool:
+    """Pack numbers into an existing matrix, or a slice of one.
+
+    Returns whether the scheme can store all numbers. Integers cannot store NaN or infinity, nor
+    int4 and int5 a group whose range is above 50,000; what becomes of such a group is undefined.
+    """
     assert numbers.shape == (matrix.rows, matrix.columns)
+    fits = True
     for first, some in _iter_portions(numbers):
         part = matrix.row_slice(first, len(some))
         if matrix.scheme.layout.is_grouped:
-            _pack_quantised_rows(widen(some), part)
+            fits &= _pack_quantised_rows(widen(some), part)
         else:
             _pack_float_rows(_convert_floats(some, matrix.scheme), part)
+    return fits
 
 
 def _iter_portions(
@@ -125,38 +135,36 @@ def _pack_float_rows(stored: AnyArray, part: PackedMatrix) -> None:
     layout = part.scheme.layout
     missing = -part.columns % layout.columns
     filled = np.pad(stored, ((0, 0), (0, missing))) if missing else np.ascontiguousarray(stored)
-    _interleave_rows(interleave_kernel(part.scheme), filled, part, flipped_bits=0)
+    _interleave_rows(interleave_kernel(part.scheme), filled, part)
 
 
-def _pack_quantised_rows(numbers: AnyArray, part: PackedMatrix) -> None:
-    rows = np.ascontiguousarray(numbers)
-    steps = allocate_activations(part.scheme, len(rows), part.columns)
-    arguments = activation_arguments(rows=rows, columns=part.columns, prepared=steps)
-    kernel = int4_kernel() if part.scheme is Scheme.INT4 else activation_kernel(part.scheme)
-    kernel(0, len(rows), arguments.ctypes.data)
-    part.scales[...] = steps.scales.reshape(part.blocks, LANES, -1).transpose(0, 2, 1)
-    _interleave_rows(interleave_kernel(part.scheme), steps.data, part, flipped_bits=_SIGN_BITS)
+def _pack_quantised_rows(numbers: AnyArray, part: PackedMatrix) -> bool:
+    rows, wrong = np.ascontiguousarray(numbers), np.zeros(1, np.int64)
+    arguments = weight_arguments(
+        rows=rows, columns=part.columns, data=part.data, scales=part.scales, wrong=wrong
+    )
+    weight_kernel(part.scheme)(0, part.blocks, arguments.ctypes.data)
+    return not wrong[0]
 
 
-def _interleave_rows(
-    kernel: Kernel, rows: AnyArray, part: PackedMatrix, *, flipped_bits: int
-) -> None:
+def _interleave_rows(kernel: Kernel, rows: AnyArray, part: PackedMatrix) -> None:
     vectors = part.scheme.layout.count_vectors(part.columns)
-    where = (rows.ctypes.data, rows.strides[0], vectors, part.data.ctypes.data, flipped_bits)
+    where = (rows.ctypes.data, rows.strides[0], vectors, part.data.ctypes.data)
     arguments = np.array(where, np.int64)
     kernel(0, part.blocks, arguments.ctypes.data)
 
 
 @cache
 def interleave_kernel(scheme: Scheme) -> Kernel:
-    """Return the kernel that interleaves rows; one item is a block of sixteen."""
-    match scheme:
-        case Scheme.FLOAT16:
-            return load_kernel("interleave halves", _CODE, "interleave_halves")
-        case Scheme.INT4:
-            return load_kernel("interleave nibbles", _CODE, "interleave_nibbles")
-        case Scheme.FLOAT32 | Scheme.BFLOAT16 | Scheme.INT8:
-            return _interleave_words_kernel()
+    """Return the kernel that interleaves rows of floats; one item is a block of sixteen."""
+    if scheme is Scheme.FLOAT16:
+        return load_kernel("interleave halves", _CODE, "interleave_halves")
+    return _interleave_words_kernel()
+
+
+def packing_kernel(scheme: Scheme) -> Kernel:
+    """Return the kernel that packs rows in a scheme."""
+    return weight_kernel(scheme) if scheme.layout.is_grouped else interleave_kernel(scheme)
 
 
 @cache
@@ -180,15 +188,34 @@ def unpack_matrix(matrix: PackedMatrix) -> AnyArray:
 def _unpack_rows(matrix: PackedMatrix) -> AnyArray:
     layout = matrix.scheme.layout
     vectors, high = layout.count_vectors(matrix.columns), matrix.blocks
-    apart = matrix.data.view(_STORED.get(matrix.scheme, np.uint8)).reshape(high, vectors, LANES, -1)
-    if matrix.scheme is Scheme.INT4:
-        apart = np.concatenate((apart & 15, apart >> 4), axis=3)
-    flat = apart.transpose(0, 2, 1, 3).reshape(high * LANES, -1)[: matrix.rows, : matrix.columns]
-    if not layout.is_grouped:
-        return widen(flat)
-    scales = matrix.scales.transpose(0, 2, 1).reshape(high * LANES, -1)[: matrix.rows]
-    each = np.repeat(scales, GROUP_SIZE, axis=1)[:, : matrix.columns]
-    return (flat.astype(np.float32) - layout.zero_point) * each
+    if layout.is_grouped:
+        return _unpack_integers(matrix)
+    apart = matrix.data.view(_STORED[matrix.scheme]).reshape(high, vectors, LANES, -1)
+    flat = apart.transpose(0, 2, 1, 3).reshape(high * LANES, -1)
+    return widen(flat[: matrix.rows, : matrix.columns])
+
+
+def _unpack_integers(matrix: PackedMatrix) -> AnyArray:
+    layout, rows, columns = matrix.scheme.layout, matrix.rows, matrix.columns
+    apart = matrix.data.reshape(matrix.blocks, -1, layout.vector_bytes)
+    stored = apart[..., :VECTOR_BYTES].reshape(*apart.shape[:2], LANES, 4)
+    if matrix.scheme is not Scheme.INT8:
+        halves = [stored & 15, stored >> 4]
+        if matrix.scheme is Scheme.INT5:
+            bits = np.unpackbits(apart[..., VECTOR_BYTES:], axis=-1, bitorder="little")
+            fifth = bits.reshape(*apart.shape[:2], 2, LANES, 4) << 4
+            halves = [half | fifth[:, :, k] for k, half in enumerate(halves)]
+        stored = np.concatenate(halves, axis=3)
+    flat = stored.transpose(0, 2, 1, 3).reshape(matrix.blocks * LANES, -1)[:rows, :columns]
+    scales, zeros = (
+        np.repeat(_flatten_scales(each, rows), GROUP_SIZE, axis=1)[:, :columns]
+        for each in np.broadcast_arrays(*decode_scales(matrix.scheme, matrix.scales))
+    )
+    return (flat.astype(np.float32) - zeros) * scales
+
+
+def _flatten_scales(scales: AnyArray, rows: int) -> AnyArray:
+    return scales.transpose(0, 2, 1).reshape(len(scales) * LANES, -1)[:rows].astype(np.float32)
 
 
 def float32_to_bfloat16(numbers: AnyArray) -> AnyArray:
@@ -230,7 +257,7 @@ class ExpertMatrix:
         data = octets[self.offset : self.offset + self._data_bytes]
         stored = octets[self.scales_offset : self.scales_offset + self._scales_bytes]
         shape = (self.blocks, self.scheme.layout.count_groups(self.columns), LANES)
-        scales = stored.view(np.float32).reshape(shape)
+        scales = stored.view(np.uint16).reshape(shape)
         return PackedMatrix(self.scheme, self.rows, self.columns, data, scales)
 
     @property
@@ -240,7 +267,7 @@ class ExpertMatrix:
 
     @property
     def _scales_bytes(self) -> int:
-        return self.blocks * self.scheme.layout.count_groups(self.columns) * VECTOR_BYTES
+        return self.blocks * self.scheme.layout.count_groups(self.columns) * SCALES_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +374,7 @@ def embedding_arguments(*, matrix: PackedMatrix, tokens: AnyArray, out: AnyArray
     layout = matrix.scheme.layout
     return encode_operands(
         array_address(matrix.data, matrix.data.dtype),
-        array_address(matrix.scales),
+        array_address(matrix.scales, np.uint16),
         matrix.columns,
         layout.count_vectors(matrix.columns),
         layout.count_groups(matrix.columns),

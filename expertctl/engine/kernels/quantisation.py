@@ -1,14 +1,16 @@
-"""Quantisation of activations (bfloat16, int8) and of int4 weights.
+"""Activations in bfloat16 or int8, and weights in int8, int5 or int4.
 
-int8 is symmetric, with a scale per token and group of 128 columns; the largest of a group is 127
-steps. A group that contains NaN or infinity has a NaN scale, so its products are NaN; one whose
-largest is below 2^-100 counts as zero.
+Integers have a scale per row and group of 32 columns.
 
-int4 steps range from -8 to 7, with the scale that fits a group best. The largest of a group is
-mapped to -7, ..., -10, and values beyond -8 or 7 are clipped: a finer step for most values may
-outweigh a larger error of a few. Of these candidates, each with its best scale, ``sum(x q) / sum(q
-q)``, the one with the smallest sum of squared errors wins. So a scale may be negative. The error is
-a sixth smaller than with the largest mapped to 7.
+*Activations* in int8 are symmetric, with a float32 scale: the largest of a group is 127 steps. A
+group that contains NaN or infinity has a NaN scale, so its products are NaN; one whose largest is
+below 2^-100 counts as zero.
+
+*Weights in int8* are symmetric, too; their scale is a bfloat16. *Weights in int4 and int5* are
+``scale * (q - zero)`` with unsigned q. Scale and zero point share sixteen bits: the scale is a
+float of five bits of exponent and four of fraction, the zero point has fractions of a step. Each
+group is fitted by least squares: of several ranges, clipped a little more each time, and two
+refinements of each, the one with the smallest sum of squared errors is used.
 """
 
 from dataclasses import dataclass
@@ -18,13 +20,43 @@ import numpy as np
 
 from expertctl.engine.arrays import AnyArray, aligned_zeros
 from expertctl.engine.kernels.jit import Kernel, load_kernel
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, Scheme
 from expertctl.engine.kernels.program import array_address, encode_operands, row_address
 
 _CODE = "expertctl.engine.kernels.compiled.quantisation"
-"""The module with the code, which is imported only to compile it."""
+"""The module with the code of activations, which is imported only to compile it."""
+_WEIGHTS_CODE = "expertctl.engine.kernels.compiled.weight_quantisation"
 INT8_MAX = 127
-_NUMBERS = {Scheme.BFLOAT16: np.uint16, Scheme.INT8: np.int8, Scheme.INT4: np.int8}
+_NUMBERS = {Scheme.BFLOAT16: np.uint16, Scheme.INT8: np.int8}
+
+ZERO_BITS = 7
+"""Bits of a zero point, below those of the scale."""
+ZERO_FRACTIONS = {Scheme.INT4: 8, Scheme.INT5: 4}
+"""Units of the zero point per step: the zero point is nearly any number that q can be."""
+SCALE_EXPONENT, SCALE_FRACTION_BITS, SCALE_BITS = -20, 4, 9
+"""The exponent of the smallest scale, and the bits of the fraction and of all of a scale."""
+RANGE_STEPS, RANGE_SHRINKAGE, REFINEMENTS = 8, 0.03, 2
+"""Ranges that are tried for a group, what is clipped in each, and how often each is refined."""
+
+
+def decode_scales(scheme: Scheme, stored: AnyArray) -> tuple[AnyArray, AnyArray | float]:
+    """Return scales and zero points, float32, from the stored uint16 of a scheme of weights."""
+    if scheme is Scheme.INT8:
+        return (stored.astype(np.uint32) << 16).view(np.float32), 128.0
+    codes = stored.astype(np.uint32) >> ZERO_BITS
+    bits = (codes << (23 - SCALE_FRACTION_BITS)) + np.uint32((127 + SCALE_EXPONENT) << 23)
+    zeros = (stored & ((1 << ZERO_BITS) - 1)).astype(np.float32)
+    return bits.view(np.float32), zeros / np.float32(ZERO_FRACTIONS[scheme])
+
+
+def encode_scale(scheme: Scheme, scale: float) -> int:
+    """Return the stored uint16 of about this scale, with a zero point in the middle."""
+    bits = int(np.float32(scale).view(np.uint32))
+    if scheme is Scheme.INT8:
+        return bits >> 16
+    code = (bits >> (23 - SCALE_FRACTION_BITS)) - ((127 + SCALE_EXPONENT) << SCALE_FRACTION_BITS)
+    middle = (1 << (scheme.layout.bits - 1)) * ZERO_FRACTIONS[scheme]
+    return code << ZERO_BITS | middle
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +64,7 @@ class PreparedActivations:
     """The activations of one GEMM, [tokens, columns] in the number format of the scheme.
 
     int8 also has ``scales`` float32 and ``sums`` int32, both [tokens, groups]; columns are padded
-    with zeros to whole vectors.
+    with zeros to whole groups.
     """
 
     data: AnyArray
@@ -45,12 +77,17 @@ class PreparedActivations:
         return self.data.nbytes + self.scales.nbytes + self.sums.nbytes
 
 
+def padded_columns(scheme: Scheme, columns: int) -> int:
+    """Return the columns of activations with their padding."""
+    unit = GROUP_SIZE if scheme.layout.is_grouped else scheme.layout.columns
+    return -(-columns // unit) * unit
+
+
 def allocate_activations(scheme: Scheme, tokens: int, columns: int) -> PreparedActivations:
-    """Return buffers for GEMMs with matrices in bfloat16, int8 or int4."""
-    layout = scheme.layout
-    wide, groups = layout.count_vectors(columns) * layout.columns, layout.count_groups(columns)
+    """Return buffers for GEMMs with matrices in bfloat16 or integers."""
+    wide, groups = padded_columns(scheme, columns), scheme.layout.count_groups(columns)
     return PreparedActivations(
-        aligned_zeros((tokens, wide), _NUMBERS[scheme]),
+        aligned_zeros((tokens, wide), _NUMBERS[scheme.activations]),
         aligned_zeros((tokens, groups), np.float32),
         aligned_zeros((tokens, groups), np.int32),
     )
@@ -63,11 +100,7 @@ def wrap_float_activations(rows: AnyArray) -> PreparedActivations:
 
 
 def activation_arguments(
-    *,
-    rows: AnyArray,
-    columns: int,
-    prepared: PreparedActivations,
-    largest_step: int = INT8_MAX,
+    *, rows: AnyArray, columns: int, prepared: PreparedActivations
 ) -> AnyArray:
     """Return the arguments of either kernel; ``rows`` is float32 [tokens, at least columns]."""
     place, stride = row_address(rows)
@@ -80,7 +113,6 @@ def activation_arguments(
         array_address(prepared.scales),
         array_address(prepared.sums, np.int32),
         prepared.scales.shape[1],
-        largest_step,
     )
 
 
@@ -99,14 +131,28 @@ def _quantising_kernel() -> Kernel:
     return load_kernel("quantise to int8", _CODE, "quantise_rows")
 
 
-INT4_SCALE_CANDIDATES = (7.0, 7.6, 8.0, 8.6, 9.2, 10.0)
-"""Steps that the largest of a group may map to, never half-way between two steps."""
-
-
 @cache
-def int4_kernel() -> Kernel:
-    """Return the kernel that quantises rows to int4; its arguments are `activation_arguments`.
+def weight_kernel(scheme: Scheme) -> Kernel:
+    """Return the kernel that quantises weights to integers; one item is a block of sixteen rows."""
+    name = f"quantise weights to {scheme.value}"
+    return load_kernel(name, _WEIGHTS_CODE, "make_quantise_blocks", scheme=scheme)
 
-    One item is one row.
+
+def weight_arguments(
+    *, rows: AnyArray, columns: int, data: AnyArray, scales: AnyArray, wrong: AnyArray
+) -> AnyArray:
+    """Return its arguments.
+
+    ``rows`` is float32 [rows, at least columns], of whole blocks; ``data`` and ``scales`` are
+    those of a packed matrix. ``wrong``, int64 [1], is set to 1 if there is NaN, infinity, or a
+    number that is too large for the scheme.
     """
-    return load_kernel("quantise to int4", _CODE, "quantise_int4_rows")
+    place, stride = row_address(rows)
+    return encode_operands(
+        place,
+        stride,
+        columns,
+        array_address(data, np.uint8),
+        array_address(scales, np.uint16),
+        array_address(wrong, np.int64),
+    )

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from expertctl.engine.backend import LoadConfig
-from expertctl.engine.cpu.backend import SCHEMES, PackedBackend
+from expertctl.engine.cpu.backend import PackedBackend, choose_scheme
 from expertctl.engine.cpu.packed_base import make_expert_shape
 from expertctl.engine.moe.cache_plan import CachePlan, fits_in_memory, plan_cache
 from expertctl.engine.moe.placement import (
@@ -199,7 +199,7 @@ def plan_base(
         IncompatibleError: when it has no routed experts, or kernels do not support its sizes.
         UsageError: when there are too many lanes, or more pins than slots.
     """
-    routed, scheme = config.experts, SCHEMES[dtype]
+    routed, scheme = config.experts, choose_scheme(config, dtype)
     if routed is None:
         raise IncompatibleError(
             f"{base} has no routed experts", hint="`expertctl base list` shows the bases"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.cpu.backend import SCHEMES, PackedBackend
+from expertctl.engine.cpu.backend import PackedBackend
 from expertctl.engine.cpu.decoder_program import list_common_sources
 from expertctl.engine_config import Dtype
 from expertctl.package.model_config import read_model_config
@@ -27,5 +27,5 @@ def test_a_run_of_a_base_needs_the_common_functions_and_no_others(
     environment = {**os.environ, "EXPERT_HOME": str(home)}
     subprocess.run([*command, *options], env=environment, check=True, capture_output=True)
     backend = PackedBackend(read_model_config(base), dtype, "published", 0)
-    wanted = list_common_sources(SCHEMES[dtype], backend.kv_scheme)
+    wanted = list_common_sources(backend.scheme, backend.kv_scheme)
     assert {path.stem for path in home.glob("kernels/*/*.code")} == set(wanted)

@@ -38,7 +38,7 @@ from expertctl.store.quantised_file import QuantisedLayout, iterate_pieces, writ
 from tests.engine.packing import pack_base
 from tests.factories import VOCAB, write_base
 
-INTEGERS = (Scheme.INT8, Scheme.INT4)
+INTEGERS = (Scheme.INT8, Scheme.INT5, Scheme.INT4)
 SIZES: dict[str, Any] = {"head_dim": 16, "hidden": 48, "intermediate": 80}
 
 
@@ -295,6 +295,11 @@ BYTES_OF_VERSION = {
     2: {Scheme.INT8: "66834e4f103f2473", Scheme.INT4: "7fa4a9adb950eec5"},
     3: {Scheme.INT8: "66834e4f103f2473", Scheme.INT4: "7fa4a9adb950eec5"},
     4: {Scheme.INT8: "66834e4f103f2473", Scheme.INT4: "7fa4a9adb950eec5"},
+    5: {
+        Scheme.INT8: "f2e3877f6303c4fa",
+        Scheme.INT5: "f5f631ded8a7013f",
+        Scheme.INT4: "547b99ac5a733a32",
+    },
 }
 """What a small base is like in each `VERSION`. Lines are added, never changed: copies of an older
 version are still on disks, and their seals are right."""
@@ -303,16 +308,24 @@ LAYOUT_OF_VERSION = {
     2: "a seal, then the memory",
     3: "030d6436f91839f0",
     4: "81fe6915197b92e0",
+    5: "81fe6915197b92e0",
 }
 """What the file is like in which they are; from 3 on a digest of a small one."""
-NUMBERS_OF_VERSION = {2: 4, 3: 4, 4: 4}
+NUMBERS_OF_VERSION = {2: 4, 3: 4, 4: 4, 5: 6}
 """The `NUMERIC_VERSION` that a `VERSION` came with, as other steps give other answers."""
 _GOLDEN = {Scheme.INT8: "1ddc00b5523a8dc1", Scheme.INT4: "c9cb2db5da890d55"}
-GOLDEN_OF_VERSION = {2: _GOLDEN, 3: _GOLDEN, 4: _GOLDEN}
+GOLDEN_OF_VERSION = {
+    **dict.fromkeys((2, 3, 4), _GOLDEN),
+    5: {
+        Scheme.INT8: "d8e35a86902ace05",
+        Scheme.INT5: "83069b1c1bb0022d",
+        Scheme.INT4: "ebd5297d464d2a44",
+    },
+}
 """The same of a matrix that a formula makes, whatever becomes of random numbers."""
 
 
-COMPACT_OF_VERSION = {4: "f3293de8a18e2c36"}
+COMPACT_OF_VERSION = {4: "f3293de8a18e2c36", 5: "f3293de8a18e2c36"}
 """And of an expert in bfloat16, from the version on that keeps them compact."""
 
 

@@ -62,7 +62,8 @@ def matrix_at(scheme: Scheme, rows: int, columns: int, data: int, scales: int) -
     size = blocks * layout.count_vectors(columns) * layout.vector_bytes
     raw = (np.ctypeslib.ctypes.c_uint8 * size).from_address(data)
     shape = (blocks, layout.count_groups(columns), 16)
-    found = numbers_at(scales, int(np.prod(shape))) if scales else np.zeros(0, np.float32)
+    kept = (np.ctypeslib.ctypes.c_uint16 * int(np.prod(shape))).from_address(scales)
+    found = np.ctypeslib.as_array(kept).copy() if scales else np.zeros(0, np.uint16)
     return PackedMatrix(
         scheme, rows, columns, np.ctypeslib.as_array(raw).copy(), found.reshape(shape)
     )

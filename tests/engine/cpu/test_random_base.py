@@ -24,7 +24,9 @@ def test_matrices_are_as_large_as_packed_ones_and_as_far_apart_as_intended(schem
     base = create_random_base(small_config(), scheme)
     shapes = [(256, 64), (64, 128), (320, 64), (64, 160)] * 2 + [(96, 64)]
     assert [(m.rows, m.columns) for m in list_matrices(base)] == shapes
-    packed = [pack_matrix(np.zeros(shape, np.float32), scheme) for shape in shapes]
+    schemes = [*[scheme] * 8, scheme.embedding]
+    zeros = [np.zeros(shape, np.float32) for shape in shapes]
+    packed = [pack_matrix(each, one) for each, one in zip(zeros, schemes, strict=True)]
     assert decode_bytes_per_token(base) == sum(each.nbytes for each in packed)
     for ours, other in zip(list_matrices(base), packed, strict=True):
         assert (ours.data.shape, ours.scales.shape) == (other.data.shape, other.scales.shape)

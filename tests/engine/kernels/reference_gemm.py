@@ -32,7 +32,7 @@ from expertctl.engine.kernels.quantisation import (
 Array = np.ndarray[Any, Any]
 
 FLOATS = (Scheme.FLOAT32, Scheme.FLOAT16)
-INTEGERS = (Scheme.INT8, Scheme.INT4)
+INTEGERS = (Scheme.INT8, Scheme.INT5, Scheme.INT4)
 
 
 def make_random_numbers(seed: int, *shape: int) -> Array:

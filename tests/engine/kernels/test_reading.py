@@ -28,7 +28,7 @@ def test_what_is_read_is_every_word_of_every_matrix(workers: int) -> None:
 
 def test_scales_are_read_too() -> None:
     rng = np.random.default_rng(2)
-    numbers = pack_matrix(rng.standard_normal((2048, 1024), np.float32), Scheme.INT4)
+    numbers = pack_matrix(rng.standard_normal((2048, 512), np.float32), Scheme.INT4)
     assert numbers.scales.nbytes == ITEM_BYTES
     both = np.concatenate([each.reshape(-1).view("<i8") for each in (numbers.data, numbers.scales)])
     crew, reading = ThreadPool(1), MemoryReadBenchmark([numbers])

@@ -21,7 +21,7 @@ from expertctl.engine.kernels.moe_lora import (
     moe_lora_kernel,
 )
 from expertctl.engine.kernels.moe_routing import NO_POSITION, MoePermutation
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, Scheme
+from expertctl.engine.kernels.packed_format import LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import pack_matrix
 from expertctl.engine.kernels.program import ProgramBuilder
 from expertctl.engine.kernels.thread_pool import ThreadPool
@@ -44,6 +44,8 @@ EVERY = pytest.mark.parametrize(
         *((scheme, True) for scheme in (Scheme.BFLOAT16, Scheme.INT8)),
     ],
 )
+PASS = 128
+"""Columns that are multiplied at once."""
 LAYER = 1
 """The layer that is computed; records of the one before it lead nowhere."""
 RANKS = (0, 1, 16, 17, 33, 128, 150)
@@ -62,15 +64,13 @@ class Module:
     def changed(self, scheme: Scheme, rows: Array, out: Array, *, plain: bool) -> Array:
         """``d * out + B (A x)``, by plain products with groups of columns."""
         found = out if self.factors is None else out * self.factors
-        for low in range(0, len(self.a), GROUP_SIZE):
+        for low in range(0, len(self.a), PASS):
             inner: Array | None = None
-            for begin in range(0, rows.shape[1], GROUP_SIZE):
-                part = pack_matrix(
-                    self.a[low : low + GROUP_SIZE, begin : begin + GROUP_SIZE].copy(), scheme
-                )
-                inner = run_gemm(part, rows[:, begin : begin + GROUP_SIZE], plain=plain, onto=inner)
+            for begin in range(0, rows.shape[1], PASS):
+                part = pack_matrix(self.a[low : low + PASS, begin : begin + PASS].copy(), scheme)
+                inner = run_gemm(part, rows[:, begin : begin + PASS], plain=plain, onto=inner)
             assert inner is not None
-            part = pack_matrix(self.b[:, low : low + GROUP_SIZE].copy(), scheme)
+            part = pack_matrix(self.b[:, low : low + PASS].copy(), scheme)
             found = run_gemm(part, inner, plain=plain, onto=found)
         return found
 

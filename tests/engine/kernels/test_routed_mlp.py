@@ -25,6 +25,7 @@ ROUNDING = {
     Scheme.FLOAT16: 1e-6,
     Scheme.BFLOAT16: 2.0**-7,
     Scheme.INT8: 2e-2,
+    Scheme.INT5: 2e-2,
     Scheme.INT4: 2e-2,
 }
 """How far rows may be from the formula with the same weights, as a share of their length."""

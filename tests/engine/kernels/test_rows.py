@@ -91,7 +91,7 @@ def test_a_group_with_no_number_in_it_has_no_scale(bad: float, place: int) -> No
     ready = quantise_rows(rows, Scheme.INT4)
     spoilt = place // GROUP_SIZE
     assert np.isnan(ready.scales[0, spoilt])
-    assert np.isfinite(ready.scales[0, 1 - spoilt])
+    assert np.isfinite(np.delete(ready.scales[0], spoilt)).all()
     assert not ready.data[0, spoilt * GROUP_SIZE : (spoilt + 1) * GROUP_SIZE].any()
     assert ready.sums[0, spoilt] == 0
 

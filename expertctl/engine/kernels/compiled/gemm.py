@@ -3,7 +3,7 @@
 The sum of one row and one token has one accumulator and runs over the columns from first to last,
 whatever the tile: its bits do not depend on the rest of the batch. Integers are summed exactly
 within a group of columns, then scaled, so the dot-product instruction and its substitutes agree bit
-by bit, and a single token, which is bound by memory, has several accumulators within a group.
+by bit, and a single token, which is bound by memory, has two accumulators within a group.
 
 A panel (the blocks of a tile, four if the matrix has as many left) is read from memory for the
 first tokens and from the second-level cache for the others. While a panel of floats is computed,
@@ -35,17 +35,30 @@ from expertctl.engine.kernels.packed_format import (
     FLOAT_SCHEMES,
     GROUP_SIZE,
     PANEL_BLOCKS,
+    SCALES_BYTES,
     Scheme,
     VectorLayout,
+)
+from expertctl.engine.kernels.quantisation import (
+    SCALE_BITS,
+    SCALE_EXPONENT,
+    SCALE_FRACTION_BITS,
+    ZERO_BITS,
+    ZERO_FRACTIONS,
 )
 
 _SCHEMES = tuple(Scheme)
 _LOW_NIBBLES, _EVEN_BYTES = 0x0F0F0F0F, 0x00FF00FF
+_INT8_ZERO = 128
+"""The byte that stands for 0 in int8."""
+_SCALE_SHIFT = 23 - SCALE_FRACTION_BITS - ZERO_BITS
+_SMALLEST_SCALE = (127 + SCALE_EXPONENT) << 23
+""" Of scales with a zero point: from their place to that in a float32, and the smallest one."""
 _NARROW_TOKENS = {True: (4, 2, 1), False: (6, 4, 1)}
 """Tokens per tile without 512-bit registers, largest first: for integers, for floats."""
 _MIN_PREFETCH_TOKENS = 3
 """Minimum tokens of a tile that prefetches the next panel; smaller tiles are bound by memory."""
-_ACCUMULATORS = 4
+_ACCUMULATORS = 2
 """Accumulators of a single token within a group, so that no addition waits for the one before."""
 
 
@@ -225,21 +238,25 @@ class _TileEmitter:
         return total
 
     def _sum_groups(self, sums: list[list[Value]]) -> None:
-        lanes, shape = self._lanes, self._shape
-        per_group = lanes.int_constant(GROUP_SIZE // self._layout.columns)
-        none = self._initial_total(lanes.int_constant(0), 0)
-        totals = [self._create_variables(lambda _: none) for _ in range(shape.spread)]
-        at_once = (shape.spread // self._parts, 1) if shape.spread > 1 else (1,)
-        with lanes.loop(lanes.ceil_divide_int(self._at.vectors, per_group)) as group:
-            first = lanes.multiply_int(group, per_group)
+        lanes, per_group = self._lanes, GROUP_SIZE // self._layout.columns
+        none = lanes.zero_ints() if self._in_ints else lanes.zero_floats()
+        totals = [self._create_variables(lambda _: none) for _ in range(self._shape.spread)]
+        whole = lanes.divide_int(self._at.vectors, lanes.int_constant(per_group))
+        with lanes.loop(whole) as group:
+            first = lanes.multiply_int(group, lanes.int_constant(per_group))
             self._reset_totals(group, totals)
-            left = lanes.subtract_int(self._at.vectors, first)
-            for begin, count in emit_tiles(lanes, lanes.min_int(per_group, left), at_once):
-                for number in range(count):
-                    vector = lanes.add_int(lanes.add_int(first, begin), lanes.int_constant(number))
-                    self._add_bytes(vector, totals[number * self._parts :])
+            for number in range(per_group):
+                vector = lanes.add_int(first, lanes.int_constant(number))
+                self._add_bytes(vector, totals, number)
             self._merge_totals(totals)
             self._add_group(group, totals[0], sums)
+        first = lanes.multiply_int(whole, lanes.int_constant(per_group))
+        left = lanes.subtract_int(self._at.vectors, first)
+        with lanes.loop(lanes.min_int(left, lanes.int_constant(1))):
+            self._reset_totals(whole, totals[:1])
+            with lanes.loop(left) as number:
+                self._add_bytes(lanes.add_int(first, number), totals[:1], 0)
+            self._add_group(whole, totals[0], sums)
 
     def _reset_totals(self, group: Value, totals: list[list[list[Value]]]) -> None:
         lanes = self._lanes
@@ -251,13 +268,16 @@ class _TileEmitter:
                     lanes.store_variable(none if number else starts[token], column[token])
 
     def _initial_total(self, group: Value, token: int) -> Value:
-        """Start below 0 by what the zero point of the weights will add."""
+        """In int8, start below 0 by what the sign of the weights, stored unsigned, will add."""
+        lanes = self._lanes
+        if self._shape.scheme is not Scheme.INT8:
+            return lanes.zero_ints() if self._in_ints else lanes.zero_floats()
         place = self._group_address(self._at.row_sums, group, token)
-        start = self._lanes.scale_ints(self._lanes.broadcast_int(place), -self._layout.zero_point)
-        return start if self._in_ints else self._lanes.convert_to_floats(start)
+        start = lanes.scale_ints(lanes.broadcast_int(place), -_INT8_ZERO)
+        return start if self._in_ints else lanes.convert_to_floats(start)
 
-    def _add_bytes(self, vector: Value, totals: list[list[list[Value]]]) -> None:
-        """Add one vector of each block, distributing its parts over the totals."""
+    def _add_bytes(self, vector: Value, totals: list[list[list[Value]]], number: int) -> None:
+        """Add one vector of each block, the ``number``-th of a group; totals take turns."""
         lanes = self._lanes
         add = self._select_byte_product()
         stored = [self._load_weights(vector, block) for block in self._blocks]
@@ -266,10 +286,11 @@ class _TileEmitter:
             rows = [
                 lanes.broadcast_int(lanes.add_int(p, lanes.int_constant(4 * part))) for p in places
             ]
+            some = totals[(number * self._parts + part) % len(totals)]
             for block in self._blocks:
-                weights = self._extract_bytes(stored[block], part)
+                weights = self._extract_bytes(stored[block], vector, block, part)
                 for token in self._tokens:
-                    place = totals[part % len(totals)][block][token]
+                    place = some[block][token]
                     total = add(lanes.load_variable(place), weights, rows[token])
                     lanes.store_variable(total, place)
 
@@ -283,11 +304,20 @@ class _TileEmitter:
                     total = add(lanes.load_variable(place), lanes.load_variable(more))
                     lanes.store_variable(total, place)
 
-    def _extract_bytes(self, stored: Value, part: int) -> Value:
-        """Return four columns as bytes; int4 has four in the low nibbles and four in the high."""
+    def _extract_bytes(self, stored: Value, vector: Value, block: int, part: int) -> Value:
+        """Return four columns as bytes; int4 has four in the low nibbles and four in the high.
+
+        In int5 the fifth bits of the four follow the nibbles.
+        """
+        lanes = self._lanes
         if self._shape.scheme is Scheme.INT8:
             return stored
-        return self._lanes.mask_ints(self._lanes.shift_right(stored, 4 * part), _LOW_NIBBLES)
+        found = lanes.mask_ints(lanes.shift_right(stored, 4 * part), _LOW_NIBBLES)
+        if self._shape.scheme is Scheme.INT4:
+            return found
+        begin = self._vector_address(vector, block)
+        fifth = lanes.add_int(begin, lanes.int_constant(VECTOR_BYTES + 8 * part))
+        return lanes.or_ints(found, lanes.load_bits(fifth, 16))
 
     def _select_byte_product(self) -> Callable[[Value, Value, Value], Value]:
         """Return what adds four byte products per lane: in int32, or exactly in float32."""
@@ -316,28 +346,56 @@ class _TileEmitter:
         return total
 
     def _add_group(self, group: Value, totals: list[list[Value]], sums: list[list[Value]]) -> None:
-        lanes = self._lanes
+        """Scale the sums of a group.
+
+        With a zero point, its product with the sum of the activations is subtracted first; both
+        are multiples of a power of two, so the difference is exact, too.
+        """
+        lanes, units = self._lanes, ZERO_FRACTIONS.get(self._shape.scheme)
         places = [self._group_address(self._at.row_scales, group, token) for token in self._tokens]
         rows = [lanes.broadcast_float(place) for place in places]
+        if units is not None:
+            places = [self._group_address(self._at.row_sums, group, t) for t in self._tokens]
+            each = (lanes.convert_to_floats(lanes.broadcast_int(place)) for place in places)
+            unit = lanes.float_constant(-1 / units)
+            row_sums = [lanes.multiply_floats(total, unit) for total in each]
         for block in self._blocks:
             number = lanes.int_constant(block)
             scales = lanes.offset(self._at.scales, number, self._at.scales_stride)
-            scale = lanes.load_floats(lanes.offset(scales, group, VECTOR_BYTES))
+            stored = lanes.load_shorts(lanes.offset(scales, group, SCALES_BYTES))
+            scale = self._decode_scale(stored)
+            if units is not None:
+                mask = (1 << ZERO_BITS) - 1
+                zero = lanes.convert_to_floats(lanes.mask_ints(stored, mask))
             for token in self._tokens:
                 total = lanes.load_variable(totals[block][token])
                 exact = lanes.convert_to_floats(total) if self._in_ints else total
+                if units is not None:
+                    exact = lanes.fma(zero, row_sums[token], exact)
                 place = sums[block][token]
                 worth = lanes.multiply_floats(scale, rows[token])
                 lanes.store_variable(lanes.fma(exact, worth, lanes.load_variable(place)), place)
 
-    def _load_weights(self, vector: Value, block: int) -> Value:
+    def _decode_scale(self, stored: Value) -> Value:
+        """Return scales as float32; see `decode_scales`."""
         lanes = self._lanes
-        first = lanes.offset(self._at.weights, lanes.int_constant(block), self._at.weights_stride)
-        place = lanes.offset(first, vector, self._layout.vector_bytes)
+        if self._shape.scheme is Scheme.INT8:
+            return lanes.bitcast_to_floats(lanes.shift_left(stored, 16))
+        mask = ((1 << SCALE_BITS) - 1) << ZERO_BITS
+        moved = lanes.shift_left(lanes.mask_ints(stored, mask), _SCALE_SHIFT)
+        return lanes.bitcast_to_floats(lanes.add_int(moved, lanes.int_lanes(_SMALLEST_SCALE)))
+
+    def _load_weights(self, vector: Value, block: int) -> Value:
+        lanes, place = self._lanes, self._vector_address(vector, block)
         if self._shape.scheme is Scheme.FLOAT16:
             return lanes.load_halves(place)
         load = lanes.load_floats if self._shape.scheme is Scheme.FLOAT32 else lanes.load_ints
         return load(place)
+
+    def _vector_address(self, vector: Value, block: int) -> Value:
+        lanes = self._lanes
+        first = lanes.offset(self._at.weights, lanes.int_constant(block), self._at.weights_stride)
+        return lanes.offset(first, vector, self._layout.vector_bytes)
 
     def _row_address(self, vector: Value, token: int) -> Value:
         lanes = self._lanes
@@ -381,7 +439,7 @@ def gemm_blocks_function(scheme: Scheme, *, portable: bool) -> Any:
         rows: Any, rows_stride: Any, row_scales: Any, row_sums: Any, wide: Any,
         out: Any, out_stride: Any, tokens: Any, adds: Any,
     ) -> None:  # fmt: skip
-        high, high_scales = vectors * vector_bytes, groups * VECTOR_BYTES
+        high, high_scales = vectors * vector_bytes, groups * SCALES_BYTES
         while block + PANEL_BLOCKS <= end:
             gemm_panel(
                 code, simple, PANEL_BLOCKS, 0,

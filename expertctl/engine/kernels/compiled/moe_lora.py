@@ -4,7 +4,6 @@ from typing import Any
 
 from numba.extending import register_jitable
 
-from expertctl.engine.arrays import VECTOR_BYTES
 from expertctl.engine.kernels.compiled.compiler import KernelFunction
 from expertctl.engine.kernels.compiled.gemm import gemm_panel_function
 from expertctl.engine.kernels.compiled.lora import find_row_plan
@@ -18,7 +17,13 @@ from expertctl.engine.kernels.compiled.memory import (
 from expertctl.engine.kernels.compiled.quantisation import quantise_row, round_row
 from expertctl.engine.kernels.lora import ENTRY_BYTES, HEADER_BYTES, RECORD_BYTES, SCALES_OFFSET
 from expertctl.engine.kernels.moe_lora import EXPERT_MODULES
-from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, LANES, Scheme
+from expertctl.engine.kernels.packed_format import (
+    FLOAT_SCHEMES,
+    GROUP_SIZE,
+    LANES,
+    SCALES_BYTES,
+    Scheme,
+)
 
 
 def scale_input_rows(first: int, last: int, arguments: int) -> None:
@@ -71,12 +76,17 @@ def scale_output_rows(first: int, last: int, arguments: int) -> None:
 _EXPERT_BYTES = EXPERT_MODULES * RECORD_BYTES
 _ROWS_PER_PASS = 24
 """Maximum rows of one expert and plan on the stack; whole tiles."""
-_SCRATCH_FLOATS = _ROWS_PER_PASS * GROUP_SIZE
+_COLUMNS_PER_PASS, _GROUPS_PER_PASS = 128, 128 // GROUP_SIZE
+"""Maximum columns of those rows on the stack, and their groups."""
+_SCRATCH_FLOATS = _ROWS_PER_PASS * _COLUMNS_PER_PASS
 _ADDRESS_WORDS = 2 * _ROWS_PER_PASS
 """Buffer for their addresses, in float32."""
-_SCRATCH_ROW_BYTES = GROUP_SIZE * 4
+_SCRATCH_ROW_BYTES = _COLUMNS_PER_PASS * 4
 """Stride between rows on the stack, in bytes."""
-_BLOCKS_PER_PASS = GROUP_SIZE // LANES
+_SCRATCH_GROUPS = _ROWS_PER_PASS * _GROUPS_PER_PASS
+_GROUPS_STRIDE = _GROUPS_PER_PASS * 4
+"""Scales of all rows, and the stride between those of two rows in bytes."""
+_BLOCKS_PER_PASS = _COLUMNS_PER_PASS // LANES
 
 
 def make_moe_lora(scheme: Scheme, *, portable: bool) -> KernelFunction:
@@ -164,7 +174,7 @@ def _make_add_lora(scheme: Scheme, *, portable: bool) -> Any:
     spans, take = gemm_panel_function(scheme, portable=portable), _make_prepare_row(scheme)
     layout = scheme.layout
     each, vector_bytes, row_bytes = layout.columns, layout.vector_bytes, layout.row_bytes
-    stride = GROUP_SIZE * row_bytes
+    stride = _COLUMNS_PER_PASS * row_bytes
 
     @register_jitable
     def adding(
@@ -180,33 +190,40 @@ def _make_add_lora(scheme: Scheme, *, portable: bool) -> Any:
                 write_scaled_row(row, factors, row, 0, width)
         taken = allocate_stack_floats(_SCRATCH_FLOATS)
         inner = allocate_stack_floats(_SCRATCH_FLOATS)
-        scales, sums = allocate_stack_floats(_ROWS_PER_PASS), allocate_stack_floats(_ROWS_PER_PASS)
+        scales = allocate_stack_floats(_SCRATCH_GROUPS)
+        sums = allocate_stack_floats(_SCRATCH_GROUPS)
         for block in range(0, a_blocks, _BLOCKS_PER_PASS):
             blocks = min(_BLOCKS_PER_PASS, a_blocks - block)
-            for column in range(0, columns, GROUP_SIZE):
-                wide = min(GROUP_SIZE, columns - column)
+            for column in range(0, columns, _COLUMNS_PER_PASS):
+                wide = min(_COLUMNS_PER_PASS, columns - column)
                 for k in range(count):
                     source = int64_view(places, count)[k] + column * 4
-                    take(source, wide, taken + k * stride, scales + k * 4, sums + k * 4)
+                    take(
+                        source, wide, taken + k * stride,
+                        scales + k * _GROUPS_STRIDE, sums + k * _GROUPS_STRIDE,
+                    )  # fmt: skip
                     _zero_bytes(taken + k * stride + wide * row_bytes, -wide % each * row_bytes)
                 spans(
                     a + (block * vectors + column // each) * vector_bytes,
                     vectors * vector_bytes,
-                    a_scales + (block * groups + column // GROUP_SIZE) * VECTOR_BYTES,
-                    groups * VECTOR_BYTES,
+                    a_scales + (block * groups + column // GROUP_SIZE) * SCALES_BYTES,
+                    groups * SCALES_BYTES,
                     blocks, (wide + each - 1) // each,
-                    taken, stride, scales, sums, 4,
+                    taken, stride, scales, sums, _GROUPS_STRIDE,
                     inner, _SCRATCH_ROW_BYTES, count, column,
                 )  # fmt: skip
             for k in range(count):
                 source = inner + k * _SCRATCH_ROW_BYTES
-                take(source, blocks * LANES, taken + k * stride, scales + k * 4, sums + k * 4)
+                take(
+                    source, blocks * LANES, taken + k * stride,
+                    scales + k * _GROUPS_STRIDE, sums + k * _GROUPS_STRIDE,
+                )  # fmt: skip
             begin = block * LANES // each
             spans(
                 b + begin * vector_bytes, b_vectors * vector_bytes,
-                b_scales + block // _BLOCKS_PER_PASS * VECTOR_BYTES, b_groups * VECTOR_BYTES,
-                (width + LANES - 1) // LANES, min(GROUP_SIZE // each, b_vectors - begin),
-                taken, stride, scales, sums, 4,
+                b_scales + block * LANES // GROUP_SIZE * SCALES_BYTES, b_groups * SCALES_BYTES,
+                (width + LANES - 1) // LANES, min(_COLUMNS_PER_PASS // each, b_vectors - begin),
+                taken, stride, scales, sums, _GROUPS_STRIDE,
                 out, out_stride, count, 1,
             )  # fmt: skip
 

@@ -11,24 +11,24 @@ from expertctl.engine.kernels.compiled.memory import (
     uint16_view,
     uint32_view,
 )
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, SCALES_BYTES
 
 
 def interleave_words(first: int, last: int, arguments: int) -> None:
     """Interleave rows in words of four bytes."""
-    rows, stride, vectors, out, turned = load_int64s(arguments, 5)
+    rows, stride, vectors, out = load_int64s(arguments, 4)
     source, target = uint32_view(rows, 1 << 40), uint32_view(out, 1 << 40)
     for block in range(first, last):
         for lane in range(LANES):
             begin = (block * LANES + lane) * (stride // 4)
             end = block * vectors * LANES + lane
             for vector in range(vectors):
-                target[end + vector * LANES] = source[begin + vector] ^ np.uint32(turned)
+                target[end + vector * LANES] = source[begin + vector]
 
 
 def interleave_halves(first: int, last: int, arguments: int) -> None:
     """Interleave rows in words of two bytes."""
-    rows, stride, vectors, out, _ = load_int64s(arguments, 5)
+    rows, stride, vectors, out = load_int64s(arguments, 4)
     source, target = uint16_view(rows, 1 << 40), uint16_view(out, 1 << 40)
     for block in range(first, last):
         for lane in range(LANES):
@@ -36,22 +36,6 @@ def interleave_halves(first: int, last: int, arguments: int) -> None:
             end = block * vectors * LANES + lane
             for vector in range(vectors):
                 target[end + vector * LANES] = source[begin + vector]
-
-
-def interleave_nibbles(first: int, last: int, arguments: int) -> None:
-    """Interleave rows of int4 steps, two words in one."""
-    rows, stride, vectors, out, _ = load_int64s(arguments, 5)
-    source, target = uint32_view(rows, 1 << 40), uint32_view(out, 1 << 40)
-    nibbles, zeros = np.uint32(0x0F0F0F0F), np.uint32(0x08080808)
-    for block in range(first, last):
-        for lane in range(LANES):
-            begin = (block * LANES + lane) * (stride // 4)
-            end = block * vectors * LANES + lane
-            for vector in range(vectors):
-                # Flipping the highest of a step's four bits adds 8.
-                low = (source[begin + 2 * vector] & nibbles) ^ zeros
-                high = (source[begin + 2 * vector + 1] & nibbles) ^ zeros
-                target[end + vector * LANES] = low | (high << np.uint32(4))
 
 
 def embed_float32(first: int, last: int, arguments: int) -> None:
@@ -94,22 +78,9 @@ def embed_int8(first: int, last: int, arguments: int) -> None:
     for item in range(first, last):
         token = int64_view(tokens, item + 1)[item]
         block = uint8_view(data + token // LANES * vectors * 64, vectors * 64)
-        scale = float32_view(scales + token // LANES * groups * 64, groups * LANES)
+        scale = uint16_view(scales + token // LANES * groups * SCALES_BYTES, groups * LANES)
         row = float32_view(out + item * stride, columns)
         for k in range(columns):
             step = np.int32(block[(k // 4 * LANES + token % LANES) * 4 + k % 4]) - 128
-            row[k] = np.float32(step) * scale[k // GROUP_SIZE * LANES + token % LANES]
-
-
-def embed_int4(first: int, last: int, arguments: int) -> None:
-    """Look up rows of an embedding in int4."""
-    data, scales, columns, vectors, groups, tokens, out, stride = load_int64s(arguments, 8)
-    for item in range(first, last):
-        token = int64_view(tokens, item + 1)[item]
-        block = uint8_view(data + token // LANES * vectors * 64, vectors * 64)
-        scale = float32_view(scales + token // LANES * groups * 64, groups * LANES)
-        row = float32_view(out + item * stride, columns)
-        for k in range(columns):
-            pair = block[(k // 8 * LANES + token % LANES) * 4 + k % 4]
-            step = np.int32((pair >> np.uint8(4 * (k % 8 // 4))) & np.uint8(15)) - 8
-            row[k] = np.float32(step) * scale[k // GROUP_SIZE * LANES + token % LANES]
+            bits = np.uint32(scale[k // GROUP_SIZE * LANES + token % LANES]) << np.uint32(16)
+            row[k] = np.float32(step) * np.int32(bits).view(np.float32)

@@ -1,4 +1,4 @@
-"""Code that quantises activations to bfloat16 or int8, and weights to int4.
+"""Code that converts activations to bfloat16 or int8.
 
 `expertctl.engine.kernels.quantisation` describes the formats.
 """
@@ -7,23 +7,20 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from expertctl.engine.arrays import VECTOR_BYTES
 from expertctl.engine.kernels.compiled.memory import (
-    allocate_stack_floats,
     float32_view,
     int8_view,
     int32_view,
     load_int64s,
     uint16_view,
 )
-from expertctl.engine.kernels.compiled.simd import SimdBuilder, Value
+from expertctl.engine.kernels.compiled.simd import SimdBuilder
 from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES
-from expertctl.engine.kernels.quantisation import INT4_SCALE_CANDIDATES, INT8_MAX
+from expertctl.engine.kernels.quantisation import INT8_MAX
 
 _MAGNITUDE, _INFINITY, _LEAST = 0x7FFFFFFF, 0x7F800000, (127 - 100) << 23
 """Bits of a float32 magnitude, which have the order of the numbers."""
@@ -31,7 +28,7 @@ _MAGNITUDE, _INFINITY, _LEAST = 0x7FFFFFFF, 0x7F800000, (127 - 100) << 23
 
 def round_rows(first: int, last: int, arguments: int) -> None:
     """Round rows to bfloat16."""
-    rows, stride, columns, out, wide, scales, sums, _, _ = load_int64s(arguments, 9)
+    rows, stride, columns, out, wide, scales, sums, _ = load_int64s(arguments, 8)
     for token in range(first, last):
         round_row(rows + token * stride * 4, columns, out + token * wide * 2, scales, sums)
 
@@ -52,30 +49,24 @@ def round_row(row: Any, columns: Any, out: Any, _scales: Any, _sums: Any) -> Non
 
 def quantise_rows(first: int, last: int, arguments: int) -> None:
     """Quantise rows to int8."""
-    rows, stride, columns, out, wide, scales, sums, groups, most = load_int64s(arguments, 9)
+    rows, stride, columns, out, wide, scales, sums, groups = load_int64s(arguments, 8)
     for token in range(first, last):
         group = token * groups * 4
-        _quantise_row(
-            rows + token * stride * 4, columns, out + token * wide,
-            scales + group, sums + group, np.float32(most),
-        )  # fmt: skip
+        quantise_row(
+            rows + token * stride * 4, columns, out + token * wide, scales + group, sums + group
+        )
 
 
 @numba.njit
 def quantise_row(row: Any, columns: Any, out: Any, scales: Any, sums: Any) -> None:
     """Quantise one row to int8 by groups, in compiled code; all arguments are addresses."""
-    _quantise_row(row, columns, out, scales, sums, np.float32(INT8_MAX))
-
-
-@numba.njit
-def _quantise_row(place: Any, columns: Any, out: Any, scales: Any, sums: Any, steps: Any) -> None:
     groups = (columns + GROUP_SIZE - 1) // GROUP_SIZE
     for group in range(groups):
         begin = group * GROUP_SIZE
-        row, count = place + begin * 4, min(GROUP_SIZE, columns - begin)
-        scale, factor = _group_scale(_largest_magnitude(row, count), steps)
+        place, count = row + begin * 4, min(GROUP_SIZE, columns - begin)
+        scale, factor = _group_scale(_largest_magnitude(place, count), np.float32(INT8_MAX))
         float32_view(scales, groups)[group] = scale
-        int32_view(sums, groups)[group] = _quantise_group(row, out + begin, count, factor)
+        int32_view(sums, groups)[group] = _quantise_group(place, out + begin, count, factor)
 
 
 @numba.njit
@@ -146,118 +137,3 @@ def vector_quantise(_context: Any, row: Any, steps: Any, vectors: Any, factor: A
         return lanes.reduce_add_ints(lanes.load_variable(total))
 
     return types.int32(*[types.int64] * 3, types.float32), emit
-
-
-_LOWEST, _HIGHEST = -8, 7
-_VECTORS, _STEP_FLOATS = GROUP_SIZE // LANES, GROUP_SIZE // 4
-
-
-def quantise_int4_rows(first: int, last: int, arguments: int) -> None:
-    """Quantise rows to int4."""
-    rows, stride, columns, out, wide, scales, _, groups, _ = load_int64s(arguments, 9)
-    numbers, steps = allocate_stack_floats(GROUP_SIZE), allocate_stack_floats(_STEP_FLOATS)
-    for row in range(first, last):
-        found = float32_view(scales + row * groups * 4, groups)
-        for group in range(groups):
-            begin = group * GROUP_SIZE
-            place, target = rows + (row * stride + begin) * 4, out + row * wide + begin
-            if begin + GROUP_SIZE <= columns:
-                found[group] = _fit_group(place, target)
-            else:
-                _load_group(place, columns - begin, numbers)
-                found[group] = _fit_group(numbers, steps)
-                _copy_steps(steps, target, wide - begin)
-
-
-@numba.njit
-def _load_group(place: Any, count: Any, room: Any) -> None:
-    """Copy the existing columns and pad the group with zeros."""
-    numbers, filled = float32_view(place, count), float32_view(room, GROUP_SIZE)
-    for k in range(GROUP_SIZE):
-        filled[k] = numbers[k] if k < count else np.float32(0)
-
-
-@numba.njit
-def _copy_steps(steps: Any, target: Any, count: Any) -> None:
-    source, out = int8_view(steps, GROUP_SIZE), int8_view(target, count)
-    for k in range(count):
-        out[k] = source[k]
-
-
-@numba.njit
-def _fit_group(place: Any, out: Any) -> Any:
-    """Write the steps of a group; return its scale."""
-    bits = vector_largest_magnitude(place, _VECTORS)
-    if bits >= _INFINITY or bits < _LEAST:
-        steps = int8_view(out, GROUP_SIZE)
-        for k in range(GROUP_SIZE):
-            steps[k] = 0
-        return np.float32(np.nan) if bits >= _INFINITY else np.float32(0)
-    largest = np.int32(bits).view(np.float32)
-    if vector_signed_extreme(place) < largest:
-        largest = -largest
-    unit = np.float32(-1) / largest
-    best, worth, chosen = np.float32(0), np.float32(0), np.float32(0)
-    for stretch in INT4_SCALE_CANDIDATES:
-        product, squares = vector_fit_sums(place, unit, np.float32(stretch))
-        if product * product > best * squares:
-            best, worth = product * product / squares, product / squares
-            chosen = np.float32(stretch)
-    vector_int4_steps(place, out, unit, chosen)
-    return -largest * worth
-
-
-@intrinsic
-def vector_signed_extreme(_context: Any, place: Any) -> Any:
-    """Return the largest number of a group, with its sign."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        lanes = SimdBuilder(builder)
-        most = lanes.load_floats(values[0])
-        for vector in range(1, _VECTORS):
-            place = lanes.offset(values[0], lanes.int_constant(vector), VECTOR_BYTES)
-            other = lanes.load_floats(place)
-            most = lanes.select_lanes(lanes.less_than(most, other), other, most)
-        return lanes.reduce_max_floats(most)
-
-    return types.float32(types.int64), emit
-
-
-@intrinsic
-def vector_fit_sums(_context: Any, place: Any, unit: Any, stretch: Any) -> Any:
-    """Return ``sum(u q)`` and ``sum(q q)`` of a group, u its numbers in units, q their steps."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        lanes = SimdBuilder(builder)
-        product = squares = lanes.zero_floats()
-        for vector in range(_VECTORS):
-            number, step = _vector_step(lanes, values, vector)
-            step = lanes.convert_to_floats(step)
-            product, squares = lanes.fma(number, step, product), lanes.fma(step, step, squares)
-        sums = [lanes.reduce_add_pairwise(product), lanes.reduce_add_pairwise(squares)]
-        return cgutils.pack_array(builder, sums, ir.FloatType())
-
-    return types.UniTuple(types.float32, 2)(types.int64, types.float32, types.float32), emit
-
-
-@intrinsic
-def vector_int4_steps(_context: Any, place: Any, out: Any, unit: Any, stretch: Any) -> Any:
-    """Write the steps of a group as bytes."""
-
-    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        lanes, (place, out, *factors) = SimdBuilder(builder), values
-        for vector in range(_VECTORS):
-            _, step = _vector_step(lanes, (place, *factors), vector)
-            lanes.store_bytes(step, lanes.offset(out, lanes.int_constant(vector), LANES))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32, types.float32), emit
-
-
-def _vector_step(lanes: SimdBuilder, values: Any, vector: int) -> tuple[Value, Value]:
-    """Return sixteen numbers in units, and their steps."""
-    place, unit, stretch = values
-    numbers = lanes.load_floats(lanes.offset(place, lanes.int_constant(vector), VECTOR_BYTES))
-    units = lanes.multiply_floats(numbers, lanes.splat_float(unit))
-    steps = lanes.round_to_ints(lanes.multiply_floats(units, lanes.splat_float(stretch)))
-    return units, lanes.clamp_ints(steps, _LOWEST, _HIGHEST)

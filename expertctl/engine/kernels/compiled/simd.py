@@ -30,6 +30,7 @@ INT = ir.IntType(64)
 _I8, _I16, _I32, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
 _HALVES, _BYTES = ir.VectorType(_I16, LANES), ir.VectorType(_I8, VECTOR_BYTES)
+_BITS, _LONGS = ir.VectorType(ir.IntType(1), VECTOR_BYTES), ir.VectorType(INT, LANES)
 _FEW_BYTES = ir.VectorType(_I8, LANES)
 _SHORTS = ir.VectorType(_I16, 2 * LANES)
 _HALF_SHORTS, _HALF_INTS = ir.VectorType(_I16, LANES), ir.VectorType(_I32, LANES // 2)
@@ -90,6 +91,16 @@ class SimdBuilder:
         bits = self._load(address, _HALVES)
         return emit_half_to_float(self._b, bits, native=get_host_cpu().has_float16)
 
+    def load_shorts(self, address: Value) -> Value:
+        """Load sixteen uint16, widened to int32."""
+        return self._b.zext(self._load(address, _HALVES), _INTS)
+
+    def load_bits(self, address: Value, value: int) -> Value:
+        """Load sixty-four bits; return as many bytes, which are ``value`` where a bit is set."""
+        bits = self._b.bitcast(self._load(address, INT), _BITS)
+        each, none = (ir.Constant(_BYTES, [n] * VECTOR_BYTES) for n in (value, 0))
+        return self._b.bitcast(self._b.select(bits, each, none), _INTS)
+
     def store_floats(self, floats: Value, address: Value) -> None:
         """Store sixteen float32."""
         self._b.store(floats, self._b.inttoptr(address, _FLOATS.as_pointer()), align=4)
@@ -118,6 +129,22 @@ class SimdBuilder:
         few = self._b.trunc(ints, _FEW_BYTES)
         self._b.store(few, self._b.inttoptr(address, _FEW_BYTES.as_pointer()), align=1)
 
+    def store_ints(self, ints: Value, address: Value) -> None:
+        """Store sixteen int32."""
+        self._b.store(ints, self._b.inttoptr(address, _INTS.as_pointer()), align=4)
+
+    def store_shorts(self, ints: Value, address: Value) -> None:
+        """Store sixteen int32 as int16."""
+        shorts = self._b.trunc(ints, _HALVES)
+        self._b.store(shorts, self._b.inttoptr(address, _HALVES.as_pointer()), align=2)
+
+    def store_nibbles(self, ints: Value, address: Value) -> None:
+        """Store the lowest four bits of sixteen int32, which may have no others."""
+        moves = ir.Constant(_LONGS, [4 * lane for lane in range(LANES)])
+        apart = self._b.shl(self._b.zext(ints, _LONGS), moves)
+        joined = self._call("llvm.vector.reduce.or.v16i64", INT, apart)
+        self._b.store(joined, self._b.inttoptr(address, INT.as_pointer()), align=1)
+
     def broadcast_float(self, address: Value) -> Value:
         """Load one float32 into every lane."""
         return self._splat(self._load(address, _FLOAT), _FLOATS)
@@ -134,6 +161,10 @@ class SimdBuilder:
         """Return sixteen int32 zeros."""
         return ir.Constant(_INTS, [0] * LANES)
 
+    def int_lanes(self, number: int) -> Value:
+        """Return a constant int32 in every lane."""
+        return ir.Constant(_INTS, [number] * LANES)
+
     def scale_ints(self, ints: Value, factor: int) -> Value:
         """Multiply sixteen int32 by a constant."""
         return self._b.mul(ints, ir.Constant(_INTS, [factor] * LANES))
@@ -142,6 +173,10 @@ class SimdBuilder:
         """Keep the bits of a 32-bit mask."""
         signed = mask - (1 << 32) if mask >> 31 else mask
         return self._b.and_(ints, ir.Constant(_INTS, [signed] * LANES))
+
+    def or_ints(self, a: Value, b: Value) -> Value:
+        """Return the inclusive or of int32."""
+        return self._b.or_(a, b)
 
     def xor_ints(self, a: Value, b: Value) -> Value:
         """Return the exclusive or of int32."""
@@ -166,8 +201,24 @@ class SimdBuilder:
 
     def round_to_ints(self, floats: Value) -> Value:
         """Return the nearest int32, ties to even; undefined if there is none."""
-        whole = self._call("llvm.rint.v16f32", _FLOATS, floats)
-        return self._b.fptosi(whole, _INTS)
+        return self.truncate_to_ints(self.round_floats(floats))
+
+    def bitcast_to_ints(self, floats: Value) -> Value:
+        """Reinterpret the bits of float32 as int32."""
+        return self._b.bitcast(floats, _INTS)
+
+    def round_floats(self, floats: Value) -> Value:
+        """Return the nearest whole float32, ties to even."""
+        return self._call("llvm.rint.v16f32", _FLOATS, floats)
+
+    def clamp_floats(self, floats: Value, low: Value, high: Value) -> Value:
+        """Clamp float32 to two others; NaN becomes ``low``."""
+        above = self.select_lanes(self.less_than(low, floats), floats, low)
+        return self.select_lanes(self.less_than(above, high), above, high)
+
+    def truncate_to_ints(self, floats: Value) -> Value:
+        """Convert whole float32 to int32."""
+        return self._b.fptosi(floats, _INTS)
 
     def clamp_ints(self, ints: Value, low: int, high: int) -> Value:
         """Clamp int32 to two constants."""
@@ -222,6 +273,31 @@ class SimdBuilder:
     def less_than(self, a: Value, b: Value) -> Value:
         """Return a mask of the lanes where a float32 is less; false for NaN."""
         return self._b.fcmp_ordered("<", a, b)
+
+    def less_than_ints(self, a: Value, b: Value) -> Value:
+        """Return a mask of the lanes where a signed int32 is less."""
+        return self._b.icmp_signed("<", a, b)
+
+    def both(self, a: Value, b: Value) -> Value:
+        """Return a mask of the lanes that two masks have in common."""
+        return self._b.and_(a, b)
+
+    def invert(self, mask: Value) -> Value:
+        """Return the mask of all other lanes."""
+        return self._b.not_(mask)
+
+    def any_lane(self, mask: Value) -> Value:
+        """Return int64 1 if a lane of the mask is set, else 0."""
+        bits = self._b.bitcast(mask, _I16)
+        return self._b.zext(self._b.icmp_signed("!=", bits, ir.Constant(_I16, 0)), INT)
+
+    def min_floats(self, a: Value, b: Value) -> Value:
+        """Return the smaller of each two float32; ``b`` if ``a`` is NaN."""
+        return self.select_lanes(self.less_than(a, b), a, b)
+
+    def max_floats(self, a: Value, b: Value) -> Value:
+        """Return the larger of each two float32; ``b`` if ``a`` is NaN."""
+        return self.select_lanes(self.less_than(b, a), a, b)
 
     def range_mask(self, low: Value, high: Value, begin: int) -> Value:
         """Return a mask of the lanes whose index, counted from ``begin``, is in [low, high]."""
@@ -354,6 +430,12 @@ class SimdBuilder:
         """Emit a loop; its body gets the index, starting at 0."""
         with cgutils.for_range(self._b, times) as loop:
             yield loop.index
+
+    @contextmanager
+    def loop_floats(self, address: Value, vectors: int) -> Iterator[Value]:
+        """Emit a loop over vectors of float32; its body gets the vector."""
+        with self.loop(self.int_constant(vectors)) as index:
+            yield self.load_floats(self.offset(address, index, VECTOR_BYTES))
 
     def emit_branches(self, flag: Value, yes: Choice, no: Choice) -> Iterator[Choice]:
         """Emit the caller's body twice: with ``yes`` if the flag is set, with ``no`` otherwise."""

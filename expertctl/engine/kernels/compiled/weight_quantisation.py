@@ -1,0 +1,310 @@
+"""Code that quantises weights to integers, a group of sixteen rows at once.
+
+Each lane has the group of another row, so that nothing is summed across lanes.
+`expertctl.engine.kernels.quantisation` describes the formats and how a group is fitted.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import types
+from numba.extending import intrinsic, register_jitable
+
+from expertctl.engine.arrays import VECTOR_BYTES
+from expertctl.engine.kernels.compiled.compiler import KernelFunction
+from expertctl.engine.kernels.compiled.gemm import scheme_code
+from expertctl.engine.kernels.compiled.memory import (
+    allocate_stack_floats,
+    atomic_store,
+    float32_view,
+    load_int64s,
+)
+from expertctl.engine.kernels.compiled.simd import SimdBuilder, Value, require_literal
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, SCALES_BYTES, Scheme
+from expertctl.engine.kernels.quantisation import (
+    INT8_MAX,
+    RANGE_SHRINKAGE,
+    RANGE_STEPS,
+    REFINEMENTS,
+    SCALE_BITS,
+    SCALE_EXPONENT,
+    SCALE_FRACTION_BITS,
+    ZERO_BITS,
+    ZERO_FRACTIONS,
+)
+
+_SCHEMES = tuple(Scheme)
+_GROUP_FLOATS = GROUP_SIZE * LANES
+_MAGNITUDE, _INFINITY, _LEAST = 0x7FFFFFFF, 0x7F800000, (127 - 100) << 23
+"""Bits of a float32 magnitude, which have the order of the numbers."""
+_BFLOAT16_NAN, _SIGN_BITS = 0x7FC0, 0x80808080
+_SMALLEST_SCALE = (127 + SCALE_EXPONENT) << SCALE_FRACTION_BITS
+_LARGEST_SCALE = _SMALLEST_SCALE + (1 << SCALE_BITS) - 1
+"""The first bits of the smallest and largest scale of int4 and int5, as float32."""
+
+
+def make_quantise_blocks(scheme: Scheme) -> KernelFunction:
+    """Return the function that quantises blocks of sixteen rows."""
+    code, layout = scheme_code(scheme), scheme.layout
+    each, vector_bytes = layout.columns, layout.vector_bytes
+
+    def quantise(first: int, last: int, arguments: int) -> None:
+        rows, stride, columns, data, scales, wrong = load_int64s(arguments, 6)
+        numbers = allocate_stack_floats(_GROUP_FLOATS)
+        vectors = (columns + each - 1) // each
+        groups = (columns + GROUP_SIZE - 1) // GROUP_SIZE
+        for block in range(first, last):
+            for group in range(groups):
+                begin = group * GROUP_SIZE
+                count = min(GROUP_SIZE, columns - begin)
+                _interleave_group(rows + block * LANES * stride + begin * 4, stride, count, numbers)
+                found = quantise_group(
+                    code, numbers, (count + each - 1) // each,
+                    data + (block * vectors + begin // each) * vector_bytes,
+                    scales + (block * groups + group) * SCALES_BYTES,
+                )  # fmt: skip
+                if found != 0:
+                    atomic_store(wrong, 1)
+
+    return quantise
+
+
+@register_jitable
+def _interleave_group(rows: Any, stride: Any, count: Any, numbers: Any) -> None:
+    """Write the columns of sixteen rows, one vector each; those that do not exist are zeros."""
+    out = float32_view(numbers, _GROUP_FLOATS)
+    for k in range(count * LANES, _GROUP_FLOATS):
+        out[k] = 0
+    for lane in range(LANES):
+        row = float32_view(rows + lane * stride, count)
+        for k in range(count):
+            out[k * LANES + lane] = row[k]
+
+
+@intrinsic(prefer_literal=True)
+def quantise_group(
+    _context: Any, code: Any, numbers: Any, vectors: Any, data: Any, scales: Any
+) -> Any:
+    """Quantise the groups of sixteen rows; return 1 if some number cannot be stored, else 0.
+
+    ``numbers`` are float32 [32, 16]; ``vectors`` are stored of them.
+    """
+    scheme = _SCHEMES[require_literal(code, "the scheme")]
+
+    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        lanes, (_, numbers, vectors, data, scales) = SimdBuilder(builder), values
+        emit_group = _emit_int8_group if scheme is Scheme.INT8 else _emit_fitted_group
+        return emit_group(lanes, scheme, numbers, vectors, data, scales)
+
+    return types.int64(code, *[types.int64] * 4), emit
+
+
+def _emit_int8_group(
+    lanes: SimdBuilder, _scheme: Scheme, numbers: Value, vectors: Value, data: Value, scales: Value
+) -> Value:
+    largest = _emit_largest(lanes, numbers)
+    magnitude = lanes.bitcast_to_floats(largest)
+    exact = lanes.divide_floats(magnitude, lanes.float_constant(INT8_MAX))
+    bits = lanes.add_int(lanes.bitcast_to_ints(exact), lanes.int_lanes(1 << 15))
+    scale = lanes.bitcast_to_floats(lanes.mask_ints(bits, 0xFFFF0000))
+    unit = lanes.divide_floats(lanes.float_constant(1), scale)
+    zeros, is_zero = lanes.int_lanes(0), lanes.less_than_ints(largest, lanes.int_lanes(_LEAST))
+    unit = lanes.select_lanes(is_zero, lanes.float_constant(0), unit)
+    stored = lanes.select_lanes(is_zero, zeros, lanes.shift_right(bits, 16))
+    is_finite = lanes.less_than_ints(largest, lanes.int_lanes(_INFINITY))
+    stored = lanes.select_lanes(is_finite, stored, lanes.int_lanes(_BFLOAT16_NAN))
+    lanes.store_shorts(stored, scales)
+    low, high = lanes.float_constant(-INT8_MAX), lanes.float_constant(INT8_MAX)
+
+    def step(number: Value) -> Value:
+        whole = lanes.round_floats(lanes.multiply_floats(number, unit))
+        return lanes.mask_ints(lanes.truncate_to_ints(lanes.clamp_floats(whole, low, high)), 0xFF)
+
+    with lanes.loop(vectors) as vector:
+        word = zeros
+        for column in range(4):
+            moved = lanes.shift_left(
+                step(_load_column(lanes, numbers, vector, 4, column)), 8 * column
+            )
+            word = lanes.or_ints(word, moved)
+        word = lanes.xor_ints(word, lanes.int_lanes(_SIGN_BITS - (1 << 32)))
+        lanes.store_ints(word, lanes.offset(data, vector, VECTOR_BYTES))
+    return lanes.any_lane(lanes.invert(is_finite))
+
+
+def _emit_fitted_group(
+    lanes: SimdBuilder, scheme: Scheme, numbers: Value, vectors: Value, data: Value, scales: Value
+) -> Value:
+    """Fit int4 or int5."""
+    fit = _GroupFit(lanes, scheme, numbers)
+    wrong = fit.emit()
+    unit, zero = fit.best_unit_and_zero()
+    lanes.store_shorts(fit.stored_scale(), scales)
+    layout = scheme.layout
+    with lanes.loop(vectors) as vector:
+        place, word = lanes.offset(data, vector, layout.vector_bytes), lanes.int_lanes(0)
+        for half in range(2):
+            fifth = lanes.int_lanes(0)
+            for column in range(4):
+                number = _load_column(lanes, numbers, vector, 8, 4 * half + column)
+                step = lanes.truncate_to_ints(fit.step(number, unit, zero))
+                moved = lanes.shift_left(lanes.mask_ints(step, 15), 8 * column + 4 * half)
+                word = lanes.or_ints(word, moved)
+                bit = lanes.shift_left(lanes.shift_right(step, 4), column)
+                fifth = lanes.or_ints(fifth, bit)
+            if scheme is Scheme.INT5:
+                lanes.store_nibbles(fifth, lanes.add_int(place, lanes.int_constant(64 + 8 * half)))
+        lanes.store_ints(word, place)
+    return wrong
+
+
+def _load_column(
+    lanes: SimdBuilder, numbers: Value, vector: Value, columns: int, column: int
+) -> Value:
+    begin = lanes.offset(numbers, vector, columns * VECTOR_BYTES)
+    return lanes.load_floats(lanes.add_int(begin, lanes.int_constant(column * VECTOR_BYTES)))
+
+
+def _emit_largest(lanes: SimdBuilder, numbers: Value) -> Value:
+    """Return the bits of the largest magnitude; infinity is above numbers, NaN above infinity."""
+    largest = lanes.create_variable(lanes.zero_ints())
+    with lanes.loop(lanes.int_constant(GROUP_SIZE)) as column:
+        bits = lanes.load_ints(lanes.offset(numbers, column, VECTOR_BYTES))
+        bits = lanes.mask_ints(bits, _MAGNITUDE)
+        lanes.store_variable(lanes.max_int(lanes.load_variable(largest), bits), largest)
+    return lanes.load_variable(largest)
+
+
+class _GroupFit:
+    """Emits the least-squares fit of ``number = scale * (q - zero)`` in each lane."""
+
+    def __init__(self, lanes: SimdBuilder, scheme: Scheme, numbers: Value) -> None:
+        self._lanes, self._numbers = lanes, numbers
+        self._top = lanes.float_constant((1 << scheme.layout.bits) - 1)
+        self._units = ZERO_FRACTIONS[scheme]
+        zero = lanes.float_constant(0)
+        self._none = zero
+        self._least_error = lanes.create_variable(lanes.float_constant(float("inf")))
+        self._best_scale = lanes.create_variable(lanes.int_lanes(_SMALLEST_SCALE))
+        self._best_zero = lanes.create_variable(zero)
+
+    def emit(self) -> Value:
+        """Emit the search; return 1 if some number cannot be stored, else 0."""
+        lanes = self._lanes
+        low, high, total = (lanes.create_variable(self._none) for _ in range(3))
+        with self._columns() as number:
+            self._update(low, lambda old: lanes.min_floats(number, old))
+            self._update(high, lambda old: lanes.max_floats(number, old))
+            self._update(total, lambda old: lanes.add_floats(old, number))
+        least, most, total = (lanes.load_variable(each) for each in (low, high, total))
+        width = lanes.subtract_floats(most, least)
+        share = lanes.create_variable(lanes.float_constant(1))
+        exact = self._scale_code(lanes.divide_floats(width, self._top), clamped=False)
+        with lanes.loop(lanes.int_constant(RANGE_STEPS)):
+            part = lanes.load_variable(share)
+            less = self._constant(RANGE_SHRINKAGE)
+            lanes.store_variable(lanes.subtract_floats(part, less), share)
+            clipped = lanes.multiply_floats(width, part)
+            begin = lanes.multiply_floats(
+                self._constant(0.5), lanes.subtract_floats(lanes.add_floats(least, most), clipped)
+            )
+            scale = lanes.create_variable(self._scale_code(lanes.divide_floats(clipped, self._top)))
+            start = lanes.create_variable(begin)
+            with lanes.loop(lanes.int_constant(REFINEMENTS + 1)):
+                self._try(scale, start, total)
+        largest = _emit_largest(lanes, self._numbers)
+        is_finite = lanes.less_than_ints(largest, lanes.int_lanes(_INFINITY))
+        fits = lanes.less_than_ints(exact, lanes.int_lanes(_LARGEST_SCALE + 1))
+        return lanes.any_lane(lanes.invert(lanes.both(is_finite, fits)))
+
+    def _try(self, scale: Value, start: Value, total: Value) -> None:
+        """Quantise with a scale, keep it if it is the best, and fit a new one to the steps."""
+        lanes = self._lanes
+        code = lanes.load_variable(scale)
+        size = self._decode(code)
+        unit = lanes.divide_floats(self._constant(1), size)
+        offset = lanes.multiply_floats(lanes.load_variable(start), unit)
+        units = lanes.multiply_floats(offset, self._constant(-self._units))
+        stored = lanes.clamp_floats(
+            lanes.round_floats(units), self._none, self._constant((1 << ZERO_BITS) - 1)
+        )
+        zero = lanes.multiply_floats(stored, self._constant(1 / self._units))
+        error, steps, squares, products = (lanes.create_variable(self._none) for _ in range(4))
+        with self._columns() as number:
+            step = self.step(number, unit, zero)
+            value = lanes.multiply_floats(lanes.subtract_floats(step, zero), size)
+            lost = lanes.subtract_floats(number, value)
+            self._update(error, lambda old: lanes.fma(lost, lost, old))
+            self._update(steps, lambda old: lanes.add_floats(old, step))
+            self._update(squares, lambda old: lanes.fma(step, step, old))
+            self._update(products, lambda old: lanes.fma(step, number, old))
+        self._keep_best(lanes.load_variable(error), code, stored)
+        steps, squares, products = (lanes.load_variable(v) for v in (steps, squares, products))
+        count = self._constant(GROUP_SIZE)
+        spread = lanes.subtract_floats(
+            lanes.multiply_floats(count, squares), lanes.multiply_floats(steps, steps)
+        )
+        common = lanes.subtract_floats(
+            lanes.multiply_floats(count, products), lanes.multiply_floats(total, steps)
+        )
+        refined = self._scale_code(lanes.divide_floats(common, spread))
+        varies = lanes.less_than(self._none, spread)
+        refined = lanes.select_lanes(varies, refined, code)
+        lanes.store_variable(refined, scale)
+        rest = lanes.subtract_floats(total, lanes.multiply_floats(self._decode(refined), steps))
+        lanes.store_variable(lanes.divide_floats(rest, count), start)
+
+    def _keep_best(self, error: Value, code: Value, stored: Value) -> None:
+        lanes = self._lanes
+        is_better = lanes.less_than(error, lanes.load_variable(self._least_error))
+        for variable, new in (
+            (self._least_error, error),
+            (self._best_scale, code),
+            (self._best_zero, stored),
+        ):
+            old = lanes.load_variable(variable)
+            lanes.store_variable(lanes.select_lanes(is_better, new, old), variable)
+
+    def best_unit_and_zero(self) -> tuple[Value, Value]:
+        """Return the reciprocal of the best scale, and its zero point in steps."""
+        lanes = self._lanes
+        scale = self._decode(lanes.load_variable(self._best_scale))
+        zero = lanes.multiply_floats(
+            lanes.load_variable(self._best_zero), self._constant(1 / self._units)
+        )
+        return lanes.divide_floats(self._constant(1), scale), zero
+
+    def stored_scale(self) -> Value:
+        """Return the best scale and zero point as they are stored."""
+        lanes = self._lanes
+        code = lanes.subtract_int(
+            lanes.load_variable(self._best_scale), lanes.int_lanes(_SMALLEST_SCALE)
+        )
+        zero = lanes.truncate_to_ints(lanes.load_variable(self._best_zero))
+        return lanes.or_ints(lanes.shift_left(code, ZERO_BITS), zero)
+
+    def step(self, number: Value, unit: Value, zero: Value) -> Value:
+        """Return the q of a number, as float32."""
+        lanes = self._lanes
+        whole = lanes.round_floats(lanes.fma(number, unit, zero))
+        return lanes.clamp_floats(whole, self._none, self._top)
+
+    def _scale_code(self, scale: Value, *, clamped: bool = True) -> Value:
+        """Round a scale to four bits of fraction; return its first bits as float32."""
+        lanes, dropped = self._lanes, 23 - SCALE_FRACTION_BITS
+        bits = lanes.add_int(lanes.bitcast_to_ints(scale), lanes.int_lanes(1 << (dropped - 1)))
+        code = lanes.shift_right(bits, dropped, signed=True)
+        return lanes.clamp_ints(code, _SMALLEST_SCALE, _LARGEST_SCALE) if clamped else code
+
+    def _decode(self, code: Value) -> Value:
+        lanes = self._lanes
+        return lanes.bitcast_to_floats(lanes.shift_left(code, 23 - SCALE_FRACTION_BITS))
+
+    def _constant(self, number: float) -> Value:
+        return self._lanes.float_constant(number)
+
+    def _columns(self) -> Any:
+        return self._lanes.loop_floats(self._numbers, GROUP_SIZE)
+
+    def _update(self, variable: Value, change: Callable[[Value], Value]) -> None:
+        self._lanes.store_variable(change(self._lanes.load_variable(variable)), variable)
