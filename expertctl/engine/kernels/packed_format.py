@@ -91,7 +91,7 @@ _LAYOUTS = {  # columns, vector_bytes, row_bytes, bits, tile_tokens
     Scheme.FLOAT32: VectorLayout(1, 64, 4, 0, 6),
     Scheme.FLOAT16: VectorLayout(1, 32, 4, 0, 6),
     Scheme.BFLOAT16: VectorLayout(2, 64, 2, 0, 6),
-    Scheme.INT8: VectorLayout(4, 64, 1, 8, 6),
+    Scheme.INT8: VectorLayout(4, 64, 1, 8, 4),
     Scheme.INT5: VectorLayout(8, 80, 1, 5, 4),
     Scheme.INT4: VectorLayout(8, 64, 1, 4, 4),
 }

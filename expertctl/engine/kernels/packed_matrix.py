@@ -207,11 +207,12 @@ def _unpack_integers(matrix: PackedMatrix) -> AnyArray:
             halves = [half | fifth[:, :, k] for k, half in enumerate(halves)]
         stored = np.concatenate(halves, axis=3)
     flat = stored.transpose(0, 2, 1, 3).reshape(matrix.blocks * LANES, -1)[:rows, :columns]
-    scales, zeros = (
-        np.repeat(_flatten_scales(each, rows), GROUP_SIZE, axis=1)[:, :columns]
-        for each in np.broadcast_arrays(*decode_scales(matrix.scheme, matrix.scales))
-    )
-    return (flat.astype(np.float32) - zeros) * scales
+    numbers = flat.astype(np.float32)
+    scales, zeros = np.broadcast_arrays(*decode_scales(matrix.scheme, matrix.scales))
+    for change, each in ((np.subtract, zeros), (np.multiply, scales)):
+        wide = np.repeat(_flatten_scales(each, rows), GROUP_SIZE, axis=1)[:, :columns]
+        change(numbers, wide, out=numbers)
+    return numbers
 
 
 def _flatten_scales(scales: AnyArray, rows: int) -> AnyArray:
