@@ -98,8 +98,6 @@ _LAYOUTS = {  # columns, vector_bytes, row_bytes, bits, tile_tokens
 
 FLOAT_SCHEMES = frozenset({Scheme.FLOAT32, Scheme.FLOAT16})
 """Schemes whose GEMMs take float32 activations unchanged."""
-INTEGER_SCHEMES = frozenset({Scheme.INT8, Scheme.INT5, Scheme.INT4})
-"""Schemes of integers with a scale per group, whose GEMMs take int8 activations."""
 
 
 def rows_per_portion(columns: int) -> int:

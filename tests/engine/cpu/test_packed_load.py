@@ -120,6 +120,23 @@ def test_progress_counts_every_packed_byte(tmp_path: Path) -> None:
     assert sum(seen) == found.nbytes
 
 
+@pytest.mark.parametrize("scheme", INTEGERS, ids=lambda scheme: scheme.value)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused_by_name(
+    scheme: Scheme, bad: float, added: tuple[Path, QuantisedCache]
+) -> None:
+    directory, copies = added
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights = load_file(directory / "model.safetensors")[name].clone()
+    weights[5, 7] = bad
+    rewrite(directory, **{name.replace(".", "__"): weights})
+    with pytest.raises(InvalidPackageError, match=f"{name} has NaN, infinity") as refused:
+        load(directory, scheme, copies=copies)
+    assert "--dtype bf16" in refused.value.hint
+    assert not copies.path(scheme.value).exists()
+    load(directory, Scheme.BFLOAT16)
+
+
 def test_what_progress_raises_ends_the_load(tmp_path: Path) -> None:
     class GivenUpError(Exception):
         pass

@@ -319,14 +319,6 @@ class SimdBuilder:
         zero = ir.Constant(_FLOAT, 0.0)
         return self._call("llvm.vector.reduce.fadd.v16f32", _FLOAT, zero, floats)
 
-    def reduce_add_pairwise(self, floats: Value) -> Value:
-        """Return the sum of sixteen float32 in four halving steps, always in the same order."""
-        undefined = ir.Constant(_FLOATS, ir.Undefined)
-        for size in (8, 4, 2, 1):
-            moved = ir.Constant(_INTS, [(lane + size) % LANES for lane in range(LANES)])
-            floats = self._b.fadd(floats, self._b.shuffle_vector(floats, undefined, moved))
-        return self.extract_first(floats)
-
     def bf16_dot(self, floats: Value, a: Value, b: Value) -> Value:
         """Add two products of bfloat16 pairs to each lane."""
         pairs = (self._b.bitcast(a, _BFLOATS), self._b.bitcast(b, _BFLOATS))
