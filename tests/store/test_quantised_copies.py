@@ -245,13 +245,14 @@ def test_a_new_version_takes_the_place_of_an_older_one(
 ) -> None:
     write(copies)
     write(copies, scheme="int4")
-    old = copies.path("int8")
+    old = [copies.path(scheme) for scheme in ("int8", "int4")]
     monkeypatch.setattr(quantised_cache, "VERSION", quantised_cache.VERSION + 1)
     assert read(copies) is None
     assert copies.take_notes() == ()
     write(copies)
-    assert not old.exists()
-    assert read(copies) == DATA
+    assert not any(path.exists() for path in old)
+    write(copies, scheme="int4")
+    assert read(copies) == read(copies, "int4") == DATA
 
 
 def test_a_copy_serves_who_has_all_of_it_in_memory_and_who_has_only_the_rest(

@@ -63,7 +63,7 @@ from expertctl.trust.trust_store import TrustStore
 _FLOAT_BYTES = 4
 _COPIES = 2
 """Copies of their bytes on the way to or from the disk."""
-_UNPACKING = 18
+_UNPACKING = 16
 """Maximum additional bytes per number that is being unpacked."""
 _UNPACKED_AT_ONCE = 1 << 17
 _PACKED_BLOCK_ROWS = 16

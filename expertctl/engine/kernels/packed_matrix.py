@@ -94,8 +94,9 @@ def pack_matrix(numbers: AnyArray, scheme: Scheme) -> PackedMatrix:
 def pack_rows(matrix: PackedMatrix, numbers: AnyArray) -> bool:
     """Pack numbers into an existing matrix, or a slice of one.
 
-    Returns whether the scheme can store all numbers. Integers cannot store NaN or infinity, nor
-    int4 and int5 a group whose range is above 50,000; what becomes of such a group is undefined.
+    Returns whether the scheme can store all numbers. Integers cannot store NaN or infinity; groups
+    must not range over more than about 59,000 in int4 and 123,000 in int5. What becomes of a group
+    that cannot be stored is undefined, except that it is NaN in int8.
     """
     assert numbers.shape == (matrix.rows, matrix.columns)
     fits = True
@@ -207,16 +208,18 @@ def _unpack_integers(matrix: PackedMatrix) -> AnyArray:
             halves = [half | fifth[:, :, k] for k, half in enumerate(halves)]
         stored = np.concatenate(halves, axis=3)
     flat = stored.transpose(0, 2, 1, 3).reshape(matrix.blocks * LANES, -1)[:rows, :columns]
-    numbers = flat.astype(np.float32)
+    groups = np.zeros((rows, layout.count_groups(columns), GROUP_SIZE), np.float32)
+    numbers = groups.reshape(rows, -1)[:, :columns]
+    numbers[...] = flat
     scales, zeros = np.broadcast_arrays(*decode_scales(matrix.scheme, matrix.scales))
-    for change, each in ((np.subtract, zeros), (np.multiply, scales)):
-        wide = np.repeat(_flatten_scales(each, rows), GROUP_SIZE, axis=1)[:, :columns]
-        change(numbers, wide, out=numbers)
+    groups -= _per_row(zeros, rows)
+    groups *= _per_row(scales, rows)
     return numbers
 
 
-def _flatten_scales(scales: AnyArray, rows: int) -> AnyArray:
-    return scales.transpose(0, 2, 1).reshape(len(scales) * LANES, -1)[:rows].astype(np.float32)
+def _per_row(values: AnyArray, rows: int) -> AnyArray:
+    """Return values of blocks, [blocks, groups, 16], as [rows, groups, 1]."""
+    return values.transpose(0, 2, 1).reshape(len(values) * LANES, -1, 1)[:rows]
 
 
 def float32_to_bfloat16(numbers: AnyArray) -> AnyArray:

@@ -26,25 +26,28 @@ from expertctl.engine.kernels.program import array_address, encode_operands, row
 _CODE = "expertctl.engine.kernels.compiled.quantisation"
 """The module with the code of activations, which is imported only to compile it."""
 _WEIGHTS_CODE = "expertctl.engine.kernels.compiled.weight_quantisation"
-INT8_MAX = 127
+INT8_MAX, INT8_ZERO = 127, 128
+"""The largest weight or activation in steps, and the byte that stands for 0 in weights."""
 _NUMBERS = {Scheme.BFLOAT16: np.uint16, Scheme.INT8: np.int8}
 
 ZERO_BITS = 7
 """Bits of a zero point, below those of the scale."""
 ZERO_FRACTIONS = {Scheme.INT4: 8, Scheme.INT5: 4}
 """Units of the zero point per step: the zero point is nearly any number that q can be."""
-SCALE_EXPONENT, SCALE_FRACTION_BITS, SCALE_BITS = -20, 4, 9
-"""The exponent of the smallest scale, and the bits of the fraction and of all of a scale."""
+SCALE_SHIFT = 19
+"""Bits of a float32 below the five of exponent and four of fraction that are its scale."""
+SMALLEST_SCALE = (127 - 20) << 4
+LARGEST_SCALE = SMALLEST_SCALE + (1 << 9) - 1
+"""The smallest scale, 2^-20, and the largest, 31 * 2^7, as float32 without the bits below."""
 RANGE_STEPS, RANGE_SHRINKAGE, REFINEMENTS = 8, 0.03, 2
 """Ranges that are tried for a group, what is clipped in each, and how often each is refined."""
 
 
-def decode_scales(scheme: Scheme, stored: AnyArray) -> tuple[AnyArray, AnyArray | float]:
+def decode_scales(scheme: Scheme, stored: AnyArray) -> tuple[AnyArray, AnyArray]:
     """Return scales and zero points, float32, from the stored uint16 of a scheme of weights."""
     if scheme is Scheme.INT8:
-        return (stored.astype(np.uint32) << 16).view(np.float32), 128.0
-    codes = stored.astype(np.uint32) >> ZERO_BITS
-    bits = (codes << (23 - SCALE_FRACTION_BITS)) + np.uint32((127 + SCALE_EXPONENT) << 23)
+        return (stored.astype(np.uint32) << 16).view(np.float32), np.float32([INT8_ZERO])
+    bits = ((stored.astype(np.uint32) >> ZERO_BITS) + SMALLEST_SCALE) << SCALE_SHIFT
     zeros = (stored & ((1 << ZERO_BITS) - 1)).astype(np.float32)
     return bits.view(np.float32), zeros / np.float32(ZERO_FRACTIONS[scheme])
 
@@ -54,7 +57,7 @@ def encode_scale(scheme: Scheme, scale: float) -> int:
     bits = int(np.float32(scale).view(np.uint32))
     if scheme is Scheme.INT8:
         return bits >> 16
-    code = (bits >> (23 - SCALE_FRACTION_BITS)) - ((127 + SCALE_EXPONENT) << SCALE_FRACTION_BITS)
+    code = (bits >> SCALE_SHIFT) - SMALLEST_SCALE
     middle = (1 << (scheme.layout.bits - 1)) * ZERO_FRACTIONS[scheme]
     return code << ZERO_BITS | middle
 

@@ -23,7 +23,6 @@ from expertctl.engine.kernels.quantisation import (
     RANGE_SHRINKAGE,
     RANGE_STEPS,
     REFINEMENTS,
-    SCALE_EXPONENT,
     decode_scales,
 )
 from tests.engine.kernels.reference_gemm import INTEGERS, Array, make_random_numbers
@@ -96,7 +95,7 @@ def fit_by_the_formula(numbers: Array, bits: int) -> Array:
             (low + high - (high - low) * part) / 2,
         )
         for _ in range(REFINEMENTS + 1):
-            scale = np.maximum(scale, 2.0**SCALE_EXPONENT)
+            scale = np.maximum(scale, 2.0**-20)
             zero = np.clip(np.rint(-start / scale * units), 0, 127) / units
             found = np.clip(np.rint(wide / scale + zero), 0, top)
             error = ((wide - (found - zero) * scale) ** 2).sum(axis=1, keepdims=True)
@@ -127,7 +126,7 @@ def test_a_group_has_the_least_error_that_the_search_finds(
         ours = error[:, part].sum(axis=1)
         # Where two steps are equally near, float32 may choose the other one.
         np.testing.assert_array_less(ours, 1.5 * least + 1e-4 * most + 1e-12)
-        assert ours.sum() <= 1.01 * least.sum() + 1e-4 * most.sum()
+        assert ours.sum() <= 1.01 * least.sum() + 2e-5 * most.sum()
 
 
 @pytest.mark.parametrize(

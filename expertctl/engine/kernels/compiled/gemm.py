@@ -40,20 +40,17 @@ from expertctl.engine.kernels.packed_format import (
     VectorLayout,
 )
 from expertctl.engine.kernels.quantisation import (
-    SCALE_BITS,
-    SCALE_EXPONENT,
-    SCALE_FRACTION_BITS,
+    INT8_ZERO,
+    SCALE_SHIFT,
+    SMALLEST_SCALE,
     ZERO_BITS,
     ZERO_FRACTIONS,
 )
 
 _SCHEMES = tuple(Scheme)
 _LOW_NIBBLES, _EVEN_BYTES = 0x0F0F0F0F, 0x00FF00FF
-_INT8_ZERO = 128
-"""The byte that stands for 0 in int8."""
-_SCALE_SHIFT = 23 - SCALE_FRACTION_BITS - ZERO_BITS
-_SMALLEST_SCALE = (127 + SCALE_EXPONENT) << 23
-""" Of scales with a zero point: from their place to that in a float32, and the smallest one."""
+_ZERO_MASK = (1 << ZERO_BITS) - 1
+_SCALE_MASK = 0xFFFF - _ZERO_MASK
 _NARROW_TOKENS = {True: (4, 2, 1), False: (6, 4, 1)}
 """Tokens per tile without 512-bit registers, largest first: for integers, for floats."""
 _MIN_PREFETCH_TOKENS = 3
@@ -65,6 +62,11 @@ _ACCUMULATORS = 2
 def scheme_code(scheme: Scheme) -> int:
     """Return the compile-time constant that stands for a scheme."""
     return _SCHEMES.index(scheme)
+
+
+def require_scheme(code: Any) -> Scheme:
+    """Return the scheme that a compile-time constant stands for."""
+    return _SCHEMES[require_literal(code, "the scheme")]
 
 
 OPERANDS = len(TileOperands.__slots__)
@@ -80,10 +82,8 @@ def gemm_panel(
     sums of floats start from the values in ``out``.
     """
     constants = (code, portable, blocks, accumulates)
-    number, without, high, on = (
-        require_literal(each, "the shape of a panel") for each in constants
-    )
-    scheme, cpu = _SCHEMES[number], _select_cpu(bool(without))
+    without, high, on = (require_literal(each, "the shape of a panel") for each in constants[1:])
+    scheme, cpu = require_scheme(code), _select_cpu(bool(without))
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         found = [builder.extract_value(values[4], place) for place in range(OPERANDS)]
@@ -273,7 +273,7 @@ class _TileEmitter:
         if self._shape.scheme is not Scheme.INT8:
             return lanes.zero_ints() if self._in_ints else lanes.zero_floats()
         place = self._group_address(self._at.row_sums, group, token)
-        start = lanes.scale_ints(lanes.broadcast_int(place), -_INT8_ZERO)
+        start = lanes.scale_ints(lanes.broadcast_int(place), -INT8_ZERO)
         return start if self._in_ints else lanes.convert_to_floats(start)
 
     def _add_bytes(self, vector: Value, totals: list[list[list[Value]]], number: int) -> None:
@@ -365,8 +365,7 @@ class _TileEmitter:
             stored = lanes.load_shorts(lanes.offset(scales, group, SCALES_BYTES))
             scale = self._decode_scale(stored)
             if units is not None:
-                mask = (1 << ZERO_BITS) - 1
-                zero = lanes.convert_to_floats(lanes.mask_ints(stored, mask))
+                zero = lanes.convert_to_floats(lanes.mask_ints(stored, _ZERO_MASK))
             for token in self._tokens:
                 total = lanes.load_variable(totals[block][token])
                 exact = lanes.convert_to_floats(total) if self._in_ints else total
@@ -381,9 +380,9 @@ class _TileEmitter:
         lanes = self._lanes
         if self._shape.scheme is Scheme.INT8:
             return lanes.bitcast_to_floats(lanes.shift_left(stored, 16))
-        mask = ((1 << SCALE_BITS) - 1) << ZERO_BITS
-        moved = lanes.shift_left(lanes.mask_ints(stored, mask), _SCALE_SHIFT)
-        return lanes.bitcast_to_floats(lanes.add_int(moved, lanes.int_lanes(_SMALLEST_SCALE)))
+        code = lanes.shift_left(lanes.mask_ints(stored, _SCALE_MASK), SCALE_SHIFT - ZERO_BITS)
+        least = lanes.int_lanes(SMALLEST_SCALE << SCALE_SHIFT)
+        return lanes.bitcast_to_floats(lanes.add_int(code, least))
 
     def _load_weights(self, vector: Value, block: int) -> Value:
         lanes, place = self._lanes, self._vector_address(vector, block)

@@ -22,7 +22,7 @@ from expertctl.engine.kernels.compiled.simd import SimdBuilder
 from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES
 from expertctl.engine.kernels.quantisation import INT8_MAX
 
-_MAGNITUDE, _INFINITY, _LEAST = 0x7FFFFFFF, 0x7F800000, (127 - 100) << 23
+MAGNITUDE, INFINITY, LEAST = 0x7FFFFFFF, 0x7F800000, (127 - 100) << 23
 """Bits of a float32 magnitude, which have the order of the numbers."""
 
 
@@ -75,7 +75,7 @@ def _largest_magnitude(row: Any, count: Any) -> Any:
     largest = vector_largest_magnitude(row, count // LANES)
     bits = int32_view(row, count)
     for k in range(count // LANES * LANES, count):
-        largest = max(largest, bits[k] & np.int32(_MAGNITUDE))
+        largest = max(largest, bits[k] & np.int32(MAGNITUDE))
     return largest
 
 
@@ -88,7 +88,7 @@ def vector_largest_magnitude(_context: Any, row: Any, vectors: Any) -> Any:
         largest = lanes.create_variable(lanes.zero_ints())
         with lanes.loop(count) as vector:
             bits = lanes.load_ints(lanes.offset(place, vector, VECTOR_BYTES))
-            bits = lanes.mask_ints(bits, _MAGNITUDE)
+            bits = lanes.mask_ints(bits, MAGNITUDE)
             lanes.store_variable(lanes.max_int(lanes.load_variable(largest), bits), largest)
         return lanes.reduce_max_ints(lanes.load_variable(largest))
 
@@ -98,9 +98,9 @@ def vector_largest_magnitude(_context: Any, row: Any, vectors: Any) -> Any:
 @numba.njit
 def _group_scale(largest: Any, steps: Any) -> Any:
     """Return the value of a step and the steps per 1; 0 steps where that is not a number."""
-    if largest >= _INFINITY:
+    if largest >= INFINITY:
         return np.float32(np.nan), np.float32(0)
-    if largest < _LEAST:
+    if largest < LEAST:
         return np.float32(0), np.float32(0)
     number = np.int32(largest).view(np.float32)
     return number / steps, steps / number

@@ -12,35 +12,31 @@ from numba.extending import intrinsic, register_jitable
 
 from expertctl.engine.arrays import VECTOR_BYTES
 from expertctl.engine.kernels.compiled.compiler import KernelFunction
-from expertctl.engine.kernels.compiled.gemm import scheme_code
+from expertctl.engine.kernels.compiled.gemm import require_scheme, scheme_code
 from expertctl.engine.kernels.compiled.memory import (
     allocate_stack_floats,
     atomic_store,
     float32_view,
     load_int64s,
 )
-from expertctl.engine.kernels.compiled.simd import SimdBuilder, Value, require_literal
+from expertctl.engine.kernels.compiled.quantisation import INFINITY, LEAST, MAGNITUDE
+from expertctl.engine.kernels.compiled.simd import SimdBuilder, Value
 from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, SCALES_BYTES, Scheme
 from expertctl.engine.kernels.quantisation import (
     INT8_MAX,
+    INT8_ZERO,
+    LARGEST_SCALE,
     RANGE_SHRINKAGE,
     RANGE_STEPS,
     REFINEMENTS,
-    SCALE_BITS,
-    SCALE_EXPONENT,
-    SCALE_FRACTION_BITS,
+    SCALE_SHIFT,
+    SMALLEST_SCALE,
     ZERO_BITS,
     ZERO_FRACTIONS,
 )
 
-_SCHEMES = tuple(Scheme)
 _GROUP_FLOATS = GROUP_SIZE * LANES
-_MAGNITUDE, _INFINITY, _LEAST = 0x7FFFFFFF, 0x7F800000, (127 - 100) << 23
-"""Bits of a float32 magnitude, which have the order of the numbers."""
-_BFLOAT16_NAN, _SIGN_BITS = 0x7FC0, 0x80808080
-_SMALLEST_SCALE = (127 + SCALE_EXPONENT) << SCALE_FRACTION_BITS
-_LARGEST_SCALE = _SMALLEST_SCALE + (1 << SCALE_BITS) - 1
-"""The first bits of the smallest and largest scale of int4 and int5, as float32."""
+_BFLOAT16_NAN = 0x7FC0
 
 
 def make_quantise_blocks(scheme: Scheme) -> KernelFunction:
@@ -89,7 +85,7 @@ def quantise_group(
 
     ``numbers`` are float32 [32, 16]; ``vectors`` are stored of them.
     """
-    scheme = _SCHEMES[require_literal(code, "the scheme")]
+    scheme = require_scheme(code)
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         lanes, (_, numbers, vectors, data, scales) = SimdBuilder(builder), values
@@ -108,17 +104,18 @@ def _emit_int8_group(
     bits = lanes.add_int(lanes.bitcast_to_ints(exact), lanes.int_lanes(1 << 15))
     scale = lanes.bitcast_to_floats(lanes.mask_ints(bits, 0xFFFF0000))
     unit = lanes.divide_floats(lanes.float_constant(1), scale)
-    zeros, is_zero = lanes.int_lanes(0), lanes.less_than_ints(largest, lanes.int_lanes(_LEAST))
+    zeros, is_zero = lanes.int_lanes(0), lanes.less_than_ints(largest, lanes.int_lanes(LEAST))
     unit = lanes.select_lanes(is_zero, lanes.float_constant(0), unit)
     stored = lanes.select_lanes(is_zero, zeros, lanes.shift_right(bits, 16))
-    is_finite = lanes.less_than_ints(largest, lanes.int_lanes(_INFINITY))
+    is_finite = lanes.less_than_ints(largest, lanes.int_lanes(INFINITY))
     stored = lanes.select_lanes(is_finite, stored, lanes.int_lanes(_BFLOAT16_NAN))
     lanes.store_shorts(stored, scales)
     low, high = lanes.float_constant(-INT8_MAX), lanes.float_constant(INT8_MAX)
 
     def step(number: Value) -> Value:
         whole = lanes.round_floats(lanes.multiply_floats(number, unit))
-        return lanes.mask_ints(lanes.truncate_to_ints(lanes.clamp_floats(whole, low, high)), 0xFF)
+        steps = lanes.truncate_to_ints(lanes.clamp_floats(whole, low, high))
+        return lanes.add_int(steps, lanes.int_lanes(INT8_ZERO))
 
     with lanes.loop(vectors) as vector:
         word = zeros
@@ -127,7 +124,6 @@ def _emit_int8_group(
                 step(_load_column(lanes, numbers, vector, 4, column)), 8 * column
             )
             word = lanes.or_ints(word, moved)
-        word = lanes.xor_ints(word, lanes.int_lanes(_SIGN_BITS - (1 << 32)))
         lanes.store_ints(word, lanes.offset(data, vector, VECTOR_BYTES))
     return lanes.any_lane(lanes.invert(is_finite))
 
@@ -170,7 +166,7 @@ def _emit_largest(lanes: SimdBuilder, numbers: Value) -> Value:
     largest = lanes.create_variable(lanes.zero_ints())
     with lanes.loop(lanes.int_constant(GROUP_SIZE)) as column:
         bits = lanes.load_ints(lanes.offset(numbers, column, VECTOR_BYTES))
-        bits = lanes.mask_ints(bits, _MAGNITUDE)
+        bits = lanes.mask_ints(bits, MAGNITUDE)
         lanes.store_variable(lanes.max_int(lanes.load_variable(largest), bits), largest)
     return lanes.load_variable(largest)
 
@@ -185,7 +181,7 @@ class _GroupFit:
         zero = lanes.float_constant(0)
         self._none = zero
         self._least_error = lanes.create_variable(lanes.float_constant(float("inf")))
-        self._best_scale = lanes.create_variable(lanes.int_lanes(_SMALLEST_SCALE))
+        self._best_scale = lanes.create_variable(lanes.int_lanes(SMALLEST_SCALE))
         self._best_zero = lanes.create_variable(zero)
 
     def emit(self) -> Value:
@@ -213,8 +209,8 @@ class _GroupFit:
             with lanes.loop(lanes.int_constant(REFINEMENTS + 1)):
                 self._try(scale, start, total)
         largest = _emit_largest(lanes, self._numbers)
-        is_finite = lanes.less_than_ints(largest, lanes.int_lanes(_INFINITY))
-        fits = lanes.less_than_ints(exact, lanes.int_lanes(_LARGEST_SCALE + 1))
+        is_finite = lanes.less_than_ints(largest, lanes.int_lanes(INFINITY))
+        fits = lanes.less_than_ints(exact, lanes.int_lanes(LARGEST_SCALE + 1))
         return lanes.any_lane(lanes.invert(lanes.both(is_finite, fits)))
 
     def _try(self, scale: Value, start: Value, total: Value) -> None:
@@ -278,7 +274,7 @@ class _GroupFit:
         """Return the best scale and zero point as they are stored."""
         lanes = self._lanes
         code = lanes.subtract_int(
-            lanes.load_variable(self._best_scale), lanes.int_lanes(_SMALLEST_SCALE)
+            lanes.load_variable(self._best_scale), lanes.int_lanes(SMALLEST_SCALE)
         )
         zero = lanes.truncate_to_ints(lanes.load_variable(self._best_zero))
         return lanes.or_ints(lanes.shift_left(code, ZERO_BITS), zero)
@@ -291,14 +287,14 @@ class _GroupFit:
 
     def _scale_code(self, scale: Value, *, clamped: bool = True) -> Value:
         """Round a scale to four bits of fraction; return its first bits as float32."""
-        lanes, dropped = self._lanes, 23 - SCALE_FRACTION_BITS
-        bits = lanes.add_int(lanes.bitcast_to_ints(scale), lanes.int_lanes(1 << (dropped - 1)))
-        code = lanes.shift_right(bits, dropped, signed=True)
-        return lanes.clamp_ints(code, _SMALLEST_SCALE, _LARGEST_SCALE) if clamped else code
+        lanes, half = self._lanes, self._lanes.int_lanes(1 << (SCALE_SHIFT - 1))
+        bits = lanes.add_int(lanes.bitcast_to_ints(scale), half)
+        code = lanes.shift_right(bits, SCALE_SHIFT, signed=True)
+        return lanes.clamp_ints(code, SMALLEST_SCALE, LARGEST_SCALE) if clamped else code
 
     def _decode(self, code: Value) -> Value:
         lanes = self._lanes
-        return lanes.bitcast_to_floats(lanes.shift_left(code, 23 - SCALE_FRACTION_BITS))
+        return lanes.bitcast_to_floats(lanes.shift_left(code, SCALE_SHIFT))
 
     def _constant(self, number: float) -> Value:
         return self._lanes.float_constant(number)
