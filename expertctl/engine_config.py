@@ -22,6 +22,8 @@ Dtype = Literal["float32", "bf16", "int8", "int4"]
 """The data type of the base weights in memory."""
 QUANTISED_DTYPES = frozenset[Dtype]({"int8", "int4"})
 """The dtypes with one scale per group of weights."""
+KL_LIMITS: dict[Dtype, float] = {"int8": 0.05, "int4": 0.25}
+"""Maximum KL divergence from its own weights, in nats, at which a base runs in a dtype."""
 AdapterDtype = Literal["published", "fp16", "int8"]
 """The data type of the expert weights in memory."""
 MoeMiss = Literal["exact", "skip"]

@@ -32,6 +32,7 @@ from expertctl.cli.run_options import (
     WarmupFlags,
     check_cpu_only,
 )
+from expertctl.engine_config import KL_LIMITS, QUANTISED_DTYPES, Dtype
 from expertctl.errors import ExpertError, IncompatibleError, NotFoundError, UsageError
 from expertctl.settings import format_limit, format_size, load_settings, parse_size
 from expertctl.store.base_record import StoredBase
@@ -39,7 +40,7 @@ from expertctl.store.bases import BaseStore
 from expertctl.store.quantised_cache import UsageProfileFile
 
 if TYPE_CHECKING:
-    from expertctl.engine.moe.base_plan import BaseMemoryPlan, WeightedPlan
+    from expertctl.engine.moe.base_plan import BaseMemoryPlan, DenseMemoryPlan, WeightedPlan
     from expertctl.engine.moe.usage_profile import UsageProfile
     from expertctl.package.architectures import ExpertsConfig
 
@@ -100,8 +101,34 @@ def format_routed_plan(plan: "BaseMemoryPlan") -> str:
     return "\n".join(_format_plan_lines(plan))
 
 
+def format_dense_plan(plan: "DenseMemoryPlan") -> str:
+    """Return how a base without routed experts fits, as a table of data types."""
+    rows = [
+        [
+            each.dtype,
+            format_size(each.weight_bytes),
+            format_size(each.min_bytes),
+            "yes" if plan.fits(each) else "no",
+            _format_loss(each.dtype, each.kl_divergence),
+        ]
+        for each in plan.dtypes
+    ]
+    head = ["DTYPE", "WEIGHTS", "A TYPICAL RUN", "FITS", "KL DIVERGENCE"]
+    return f"{plan.base}, {format_limit(plan.limit)} of memory\n\n{format_table(head, rows)}"
+
+
+def _format_loss(dtype: "Dtype", loss: float | None) -> str:
+    """Return what a base loses in a data type, and what it may lose; nothing for floats."""
+    if dtype not in QUANTISED_DTYPES:
+        return ""
+    known = "measured by the first run" if loss is None else f"{loss:.2g}"
+    return f"{known}; the limit is {KL_LIMITS[dtype]}"
+
+
 def _format_plan_lines(plan: "BaseMemoryPlan") -> Iterator[str]:
     yield f"{plan.base} in {plan.dtype}, {format_limit(plan.limit)} of memory"
+    if loss := _format_loss(plan.dtype, plan.kl_divergence):
+        yield f"KL divergence from its own weights: {loss}"
     if plan.whole:
         yield "the whole base fits"
     elif not plan.fits:
@@ -302,37 +329,49 @@ def plan(
     moe_pin: MoePin = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show which routed experts would fit in memory.
+    """Show how a base would fit in memory, and what it loses in int8 and int4.
 
     Example: expertctl base plan Qwen/Qwen3-30B-A3B --memory 16GB
     """
     with guard_engine_import(as_json=as_json):
         from expertctl.engine.cpu.backend import choose_scheme
         from expertctl.engine.memory.budget import find_budget_limit
-        from expertctl.engine.moe.base_plan import plan_base
+        from expertctl.engine.moe.base_plan import plan_base, plan_dense_base
         from expertctl.engine.moe.expert_files import find_compact_bytes
         from expertctl.engine.moe.usage_store import ExpertUsageStore
+        from expertctl.engine.moe.warmup import describe_unused_option
     from expertctl.package.model_config import read_model_config
     from expertctl.routing.plan import choose_dtype
     from expertctl.store.quantised_cache import open_quantised_cache
 
     settings = load_settings()
     check_cpu_only(settings, "base plan")
-    base, routed = _find_routed_base(name)
+    base = open_base_store().find(name)
     open_base_store().check(base)
+    if base.foreign:
+        raise IncompatibleError(f"only transformers runs {base.name}: its memory is not planned")
+    routed = read_routed_config(base)
     warmup = WarmupFlags(moe_profile=moe_profile, moe_pin=moe_pin).resolve(settings, learn=None)
     engine = EngineFlags("cpu", memory, NumericsFlags(dtype)).resolve(settings)
     keeper = ExpertUsageStore(open_base_store(), warmup)
     config, width = read_model_config(base.path), choose_dtype(base, engine.dtype)
     copies = open_quantised_cache(open_base_store(), base)
+    limit = find_budget_limit(engine.memory_budget, "cpu")
+    if routed is None:
+        given = {"--lane": lane, "--moe-profile": moe_profile, "--moe-pin": moe_pin}
+        warn([describe_unused_option(base.name, name) for name, value in given.items() if value])
+        dense = plan_dense_base(config, base=base.name, limit=limit, copies=copies)
+        emit(dense.to_json(), format_dense_plan(dense), as_json=as_json)
+        return
     found = plan_base(
         config,
         width,
         base=base.name,
-        limit=find_budget_limit(engine.memory_budget, "cpu"),
+        limit=limit,
         start=keeper.plan_warmup(base, routed),
         lanes=_parse_lanes(lane or ()),
         compact=find_compact_bytes(copies, config, choose_scheme(config, width)),
+        copies=copies,
         strategy=strategy,
     )
     warn((*keeper.take_notes(), *(copies.take_notes() if copies else ())))

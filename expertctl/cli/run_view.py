@@ -213,7 +213,9 @@ def format_statistics(result: "RunResult") -> str:
     plan, document = result.planned.result.plan, result.to_json()
     moved = {"from files": result.bytes_read.ssd, "compiled in memory": result.bytes_read.ram}
     numerics = result.numerics
-    held = f"{numerics.dtype}, experts {numerics.adapter_dtype}, by {numerics.backend}"
+    loss = numerics.kl_divergence
+    dtype = numerics.dtype if loss is None else f"{numerics.dtype} (KL divergence {loss:.2g})"
+    held = f"{dtype}, experts {numerics.adapter_dtype}, by {numerics.backend}"
     lines = [
         format_footer(result),
         f"{_INDENT}job {result.job_id}, plan {plan.identity}",

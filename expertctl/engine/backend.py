@@ -30,7 +30,7 @@ from expertctl.engine_config import (
 from expertctl.errors import CountProgress, Notify, ignore_count, ignore_notification
 from expertctl.package.model_config import ModelConfig
 from expertctl.settings import Home
-from expertctl.store.quantised_cache import QuantisedCache
+from expertctl.store.quantised_cache import QuantisationQuality, QuantisedCache
 
 if TYPE_CHECKING:
     from expertctl.engine.moe.expert_cache import ExpertCache
@@ -114,6 +114,10 @@ class RunnableModel(SteppedModel, Protocol):
     @property
     def read_bytes(self) -> int:
         """Bytes of files read for the weights."""
+
+    @property
+    def quality(self) -> QuantisationQuality | None:
+        """What the base loses in int8 or int4; None where it is not measured."""
 
     @property
     def routed(self) -> RoutedExpertStats | None:

@@ -57,6 +57,24 @@ def read_tensor(tensor: StoredTensor, numbers: AnyArray) -> None:
         raise make_unreadable_error(tensor.path, error) from error
 
 
+def read_rows(tensor: StoredTensor, numbers: AnyArray) -> AnyArray:
+    """Return rows of a stored matrix by their numbers, float32 [rows, columns].
+
+    Raises:
+        InvalidPackageError: if the file cannot be read.
+    """
+    columns, dtype = tensor.info.shape[1], STORED_DTYPES[tensor.info.dtype]
+    rows = np.empty((len(numbers), columns), dtype)
+    try:
+        with tensor.open() as stream:
+            for row, number in zip(rows, numbers.tolist(), strict=True):
+                stream.seek(tensor.offset + number * row.nbytes)
+                _read_into(row, stream)
+    except OSError as error:
+        raise make_unreadable_error(tensor.path, error) from error
+    return widen(rows)
+
+
 def check_tied_head(directory: Path, stored: Mapping[str, StoredTensor]) -> None:
     """Check that a tied head stored in the files equals the embedding.
 

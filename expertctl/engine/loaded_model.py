@@ -44,6 +44,11 @@ class LoadedModel:
         return (*self.base.warnings, *self.model.warnings)
 
     @property
+    def kl_divergence(self) -> float | None:
+        """What the base loses in int8 or int4, in nats; None where it is not measured."""
+        return None if self.model.quality is None else self.model.quality.kl
+
+    @property
     def routed(self) -> RoutedExpertStats | None:
         """Routed-expert statistics so far; None where the base has no such experts."""
         return self.model.routed

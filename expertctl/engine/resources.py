@@ -33,7 +33,7 @@ from expertctl.engine.memory.process_registry import (
 from expertctl.engine.moe.usage_store import ExpertUsageStore
 from expertctl.engine.preparation import Files, PreparedRequest
 from expertctl.engine.result import BytesRead
-from expertctl.engine_config import DEFAULT_WARMUP, DeviceName, WarmupConfig
+from expertctl.engine_config import DEFAULT_WARMUP, QUANTISED_DTYPES, DeviceName, WarmupConfig
 from expertctl.errors import CountProgress, Notify, ignore_count, ignore_notification
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.store.disk import DerivedData
@@ -236,11 +236,25 @@ class ResourceManager:
             return model, stack.enter_context(plan)
 
     def _load_base(self, base: OpenBase, threads: int) -> RunnableModel:
-        context = self._build_load_context(base, threads)
+        context, is_new = self._build_load_context(base, threads), not self._base_slot.is_loaded
         model = self._base_slot.load(context, progress=self._progress)
+        if is_new and base.backend.dtype in QUANTISED_DTYPES:
+            self._require_quality(base, model, context)
         if base.config.experts is not None:
             self.usage_store.observe(base.stored, base.config.experts, model)
         return model
+
+    def _require_quality(self, base: OpenBase, model: RunnableModel, context: LoadContext) -> None:
+        """Check what a base loses in integers, or drop it."""
+        from expertctl.engine.cpu.backend import PackedModel
+        from expertctl.engine.cpu.quantisation_quality import require_quality
+
+        assert isinstance(model, PackedModel), "only its kernels compute with integers"
+        try:
+            model.quality = require_quality(base, model, context)
+        except BaseException:
+            self._base_slot.unload()
+            raise
 
     def _compile_plan(
         self,

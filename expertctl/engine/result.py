@@ -193,10 +193,12 @@ class Numerics:
     dtype: str
     adapter_dtype: str
     deterministic: bool
+    kl_divergence: float | None = None
+    """What the base loses in int8 or int4; see `QuantisationQuality`. None where unknown."""
 
     def to_json(self) -> JsonObject:
         """Return the ``numerics`` object."""
-        return dict(asdict(self))
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

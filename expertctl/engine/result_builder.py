@@ -222,7 +222,7 @@ def build_result(
         memory=memory,
         experts_loaded=context.loads,
         kv_reused_tokens=context.loaded.reused,
-        numerics=prepared.numerics,
+        numerics=replace(prepared.numerics, kl_divergence=context.loaded.kl_divergence),
         threads=context.threads,
         warnings=(
             *prepared.planned.warnings,

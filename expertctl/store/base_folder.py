@@ -36,10 +36,16 @@ USAGE_PROFILE = "habits.jsonl"
 """The usage profile of a base's routed experts, beside its record; see `UsageProfileFile`."""
 TOKENIZER_DIGEST = "tokenizer-digest.json"
 """The canonical digest of the tokenizer, beside the record; see `with_canonical_tokenizer`."""
+QUALITY = "quality-{}.json"
+"""What a base loses in a scheme of integers, beside the record; see `QuantisedCache`."""
 STAGED_PREFIX = ".new-"
 _COPY_NAME = re.compile(r"(int[0-9]{1,2}|bfloat16|float32)-[0-9]{1,9}")
 _STAGED_NAME = re.compile(re.escape(STAGED_PREFIX) + r"[0-9a-f]{16}")
-_OWN_ENTRIES = {QUANTISED, USAGE_PROFILE, TOKENIZER_DIGEST}
+_OWN_FILES = (
+    USAGE_PROFILE,
+    TOKENIZER_DIGEST,
+    *(QUALITY.format(scheme) for scheme in ("int8", "int5", "int4")),
+)
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _KEPT_ERRORS = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
 """Why a folder is not removed: it is gone already, holds other files, or is a mount."""
@@ -128,7 +134,7 @@ def remove_base_folder(home: Path) -> None:
     for path in list_removable(copies):
         remove_entry(path)
     with suppress(FileNotFoundError):
-        ours = [home / COPY_FOLDER, home / USAGE_PROFILE, home / TOKENIZER_DIGEST]
+        ours = [home / name for name in (COPY_FOLDER, *_OWN_FILES)]
         for path in ours if home.is_symlink() else list(home.iterdir()):
             if path != copies or not path.is_dir() or path.is_symlink():
                 remove_entry(path)
@@ -150,7 +156,7 @@ def _remove_if_empty(folder: Path) -> None:
 def _is_orphaned(home: Path) -> bool:
     """Tell whether a folder remained of a base: no record, and only entries with our names."""
     try:
-        ours = {path.name for path in home.iterdir()} <= {COPY_FOLDER, *_OWN_ENTRIES}
+        ours = {path.name for path in home.iterdir()} <= {COPY_FOLDER, QUANTISED, *_OWN_FILES}
         return ours and not _is_kept(home / QUANTISED)
     except (FileNotFoundError, PermissionError):  # removed meanwhile, or of another user
         return False

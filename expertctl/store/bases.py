@@ -24,6 +24,7 @@ from expertctl.package.base_model import (
     read_base_headers,
 )
 from expertctl.store.base_folder import (
+    QUALITY,
     QUANTISED,
     STAGED_PREFIX,
     USAGE_PROFILE,
@@ -224,6 +225,10 @@ class BaseStore:
     def copies_folder(self, base: StoredBase) -> Path:
         """Return the path of the quantised copies of a base; see `QuantisedCache`."""
         return self._base_folder(base.name) / QUANTISED
+
+    def quality_path(self, base: StoredBase, scheme: str) -> Path:
+        """Return the path of what a base loses in a scheme; see `QuantisedCache`."""
+        return self._base_folder(base.name) / QUALITY.format(scheme)
 
     def place_copy(self, base: StoredBase, staged: Path, place: Path) -> None:
         """Move a flushed file to its path among the copies and remove older ones of its scheme.

@@ -3,6 +3,7 @@
 ::
 
     bases/<name>/quantised/<scheme>-<version>    see `expertctl.store.quantised_file`
+    bases/<name>/quality-<scheme>.json           mode 0600; see `QuantisationQuality`
     bases/<name>/habits.jsonl                    mode 0600; see `UsageProfileFile`
 
 Losing one of them only costs time, so no run fails because of them. None is trusted unchecked: it
@@ -29,9 +30,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from expertctl.digest import Digest, Progress, ignore_progress
-from expertctl.errors import ConflictError, DiskFullError, Notify, StoreError, ignore_notification
+from expertctl.errors import (
+    ConflictError,
+    DiskFullError,
+    ExpertError,
+    Notify,
+    StoreError,
+    ignore_notification,
+)
 from expertctl.files import open_staged_file, write_atomic
+from expertctl.schema.validation import decode_json
 from expertctl.settings import format_size
 from expertctl.store.base_folder import check_private_folder, is_private_folder, list_copies
 from expertctl.store.base_record import StoredBase, check_unchanged
@@ -52,6 +63,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("expertctl.store")
 MAX_PROFILE_BYTES = 32 << 20
+_MAX_QUALITY_BYTES = 1 << 12
 LOCK_SECONDS = 5.0
 """How long to wait for the lock at most; a usage profile is not worth a longer wait."""
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -78,23 +90,7 @@ class UsageProfileFile:
         Raises:
             StoreError: when others may write it, or it is too large or cannot be read.
         """
-        path = self.path
-        with disk_errors(path):
-            try:
-                handle = os.open(path, _OPEN_FLAGS)
-            except FileNotFoundError:
-                return None
-            try:
-                _check_private(os.fstat(handle))
-                with os.fdopen(handle, "rb", closefd=False) as stream:
-                    data = stream.read(MAX_PROFILE_BYTES + 1)
-            finally:
-                os.close(handle)
-        if len(data) > MAX_PROFILE_BYTES:
-            raise StoreError(
-                f"{path} is larger than {MAX_PROFILE_BYTES} bytes", hint=f"remove {path}"
-            )
-        return data
+        return _read_private(self.path, max_bytes=MAX_PROFILE_BYTES)
 
     def update(self, change: Callable[[bytes | None], bytes]) -> None:
         """Replace the content by ``change(content)``, where an absent or unreadable one is None."""
@@ -120,6 +116,28 @@ class UsageProfileFile:
             left.unlink(missing_ok=True)
 
 
+def _read_private(path: Path, *, max_bytes: int) -> bytes | None:
+    """Return the content of a file that only this user may write; None where there is none.
+
+    Raises:
+        StoreError: when others may write it, or it is too large or cannot be read.
+    """
+    with disk_errors(path):
+        try:
+            handle = os.open(path, _OPEN_FLAGS)
+        except FileNotFoundError:
+            return None
+        try:
+            _check_private(os.fstat(handle))
+            with os.fdopen(handle, "rb", closefd=False) as stream:
+                data = stream.read(max_bytes + 1)
+        finally:
+            os.close(handle)
+    if len(data) > max_bytes:
+        raise StoreError(f"{path} is larger than {max_bytes} bytes", hint=f"remove {path}")
+    return data
+
+
 def _check_private(found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise OSError("it is no regular file")
@@ -131,7 +149,7 @@ VERSION = 5
 """Raised whenever the same base gives other bytes, by another packing or layout."""
 _WRITE_ERRORS = (ConflictError, DiskFullError, StoreError)
 """Why a copy is not stored, besides errors of the disk."""
-_LARGE_BYTES = 64 << 20
+LARGE_BYTES = 64 << 20
 """A smaller copy is written before the user could read a message about it."""
 
 
@@ -156,8 +174,25 @@ def list_outdated_copies(bases: BaseStore) -> tuple[Path, ...]:
     return tuple(sorted(path for path in found if not _is_current_version(path)))
 
 
+class QuantisationQuality(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the predictions of a base in integers are from those of its own weights."""
+
+    kl: float
+    """The mean KL divergence, in nats."""
+    predictions: int
+    """The number of tokens of the text that it was measured on."""
+
+
+class _QualityRecord(msgspec.Struct, forbid_unknown_fields=True):
+    """The content of the file of a quality."""
+
+    source: str
+    """What was compared, and on which text; anything else is measured again."""
+    quality: QuantisationQuality
+
+
 class QuantisedCache:
-    """The owner of the copies of one base whose weights have a digest."""
+    """The owner of the copies of one base whose weights have a digest, and of their quality."""
 
     def __init__(
         self, bases: BaseStore, base: StoredBase, *, notify: Notify = ignore_notification
@@ -256,6 +291,33 @@ class QuantisedCache:
 
         self._write(scheme, shape, checked(), min_bytes=min_bytes)
 
+    def read_quality(self, scheme: str, *, text: Digest) -> QuantisationQuality | None:
+        """Return the quality of a scheme as it was measured on a text; None where it was not."""
+        try:
+            data = _read_private(self._quality_path(scheme), max_bytes=_MAX_QUALITY_BYTES)
+            record = decode_json(data or b"", _QualityRecord)
+        except (msgspec.MsgspecError, ExpertError):  # it can be measured again
+            return None
+        return record.quality if record.source == self._quality_source(scheme, text) else None
+
+    def write_quality(self, scheme: str, quality: QuantisationQuality, *, text: Digest) -> None:
+        """Keep the quality of a scheme with the base, or note why that is impossible."""
+        path = self._quality_path(scheme)
+        record = _QualityRecord(self._quality_source(scheme, text), quality)
+        try:
+            with self._bases.lock_base(self._base, seconds=LOCK_SECONDS), disk_errors(path):
+                write_atomic(path, msgspec.json.encode(record) + b"\n", mode=0o600)
+        except _WRITE_ERRORS as error:
+            self._notes[f"quality {scheme}"] = (
+                f"{path} cannot be written ({error.message}): measured again next time"
+            )
+
+    def _quality_path(self, scheme: str) -> Path:
+        return self._bases.quality_path(self._base, scheme)
+
+    def _quality_source(self, scheme: str, text: Digest) -> str:
+        return f"{self._copy_source(scheme)} on {text}"
+
     def discard_copy(self, scheme: str, copy: QuantisedFile, *, why: str) -> None:
         """Remove an open copy, so that it is written again the next time, and note why."""
         path = self.path(scheme)
@@ -330,7 +392,7 @@ class QuantisedCache:
 
     def _announce_write(self, path: Path, min_bytes: int) -> None:
         """Tell the user about a write that takes long and occupies the disk."""
-        if min_bytes >= _LARGE_BYTES:
+        if min_bytes >= LARGE_BYTES:
             size, name = format_size(min_bytes), self._base.name
             self._notify(f"copying {name} for this machine, once: at least {size} to {path}")
 

@@ -160,6 +160,33 @@ def test_a_base_that_is_whole_is_planned_as_it_is_held(
         assert plan["block_bytes"] == plan["expert_bytes"], "no copy is read"
 
 
+def test_a_base_without_routed_experts_is_planned_in_every_dtype(
+    expertctl: CommandRunner, user_home: HomeFixture, tmp_path: Path
+) -> None:
+    user_home.bases.add(write_base(tmp_path / "dense", head_dim=16, hidden=64, intermediate=96))
+    plan = ("base", "plan", "dense", "--memory", "20MB")
+    text = expertctl(*plan).out
+    assert text.splitlines()[0] == "dense, 20 MB of memory"
+    for dtype, limit in (("int8", 0.05), ("int4", 0.25)):
+        assert f"measured by the first run; the limit is {limit}" in text
+        run = ("run", "hi", "--base", "dense", "--no-experts", "--max-tokens", "1", "--json")
+        ran = expertctl(*run, "--dtype", dtype, "--memory-budget", "20MB").document
+        planned = {each["dtype"]: each for each in expertctl(*plan, "--json").document["dtypes"]}
+        assert list(planned) == ["float32", "bf16", "int8", "int4"]
+        assert planned[dtype]["weight_bytes"] == ran["memory"]["base"]
+        assert planned[dtype]["kl_divergence"] == ran["numerics"]["kl_divergence"] > 0
+        assert planned["float32"]["kl_divergence"] is None
+        assert all(each["fits"] for each in planned.values())
+    assert "measured by" not in expertctl(*plan).out
+    assert (
+        "dense has no routed experts: --lane has no effect"
+        in expertctl(*plan, "--lane", "a=1MB").err
+    )
+    least = min(each["min_bytes"] for each in planned.values())
+    small = expertctl("base", "plan", "dense", "--memory", str(least - 1), "--json").document
+    assert not any(each["fits"] for each in small["dtypes"])
+
+
 def test_a_device_that_is_set_plans_no_processor(
     expertctl: CommandRunner, user_home: HomeFixture, base_dir: Path
 ) -> None:
@@ -390,7 +417,6 @@ def test_what_cannot_be_is_refused_with_a_way_out(
 ) -> None:
     user_home.bases.add(base_dir)
     user_home.bases.add(package_factory.base_dir)
-    assert "no routed experts" in expertctl("base", "plan", "tiny-base", exit_code=4).err
     assert "no routed experts" in expertctl("base", "profile", "show", "tiny-base", exit_code=4).err
     expertctl("base", "plan", "missing", exit_code=3)
     other = tmp_path / "other.json"

@@ -64,6 +64,7 @@ from expertctl.engine.text.prompt import RecordLogits
 from expertctl.engine_config import AdapterDtype, Dtype
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import ModelConfig
+from expertctl.store.quantised_cache import QuantisationQuality
 
 _FLOAT_BYTES = 4
 _SCHEMES: dict[Dtype, Scheme] = {
@@ -172,8 +173,18 @@ class PackedBackend:
 
     @property
     def loading_bytes(self) -> int:
-        """Maximum additional bytes needed while the weights are loaded."""
-        return packing_scratch_bytes(self.config)
+        """Maximum additional bytes needed while the weights are loaded and compared."""
+        packing = packing_scratch_bytes(self.config)
+        if not self.scheme.layout.is_grouped:
+            return packing
+        from expertctl.engine.cpu.quantisation_quality import (
+            count_measured_tokens,
+            quality_scratch_bytes,
+        )
+
+        tokens = count_measured_tokens(self.config)
+        reading = self.buffer_bytes(tokens) + self.kv_bytes(tokens)
+        return max(packing, quality_scratch_bytes(self.config, packed=reading))
 
     @property
     def min_weight_bytes(self) -> int:
@@ -318,6 +329,8 @@ class PackedModel:
         """
         self.base, self.experts, self._pool = base, experts, ThreadPool(threads)
         self._reader, self._routed = reader, experts or make_resident_experts(base)
+        self.quality: QuantisationQuality | None = None
+        """What it loses by its data type, where that was measured."""
         self.decoder = PackedDecoder(
             base, self._pool, tuner=ThreadTuner(threads), experts=self._routed
         )

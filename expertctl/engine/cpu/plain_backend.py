@@ -213,6 +213,10 @@ class PlainModel:
         return self.weights.warnings
 
     @property
+    def quality(self) -> None:
+        """None: nothing is quantised."""
+
+    @property
     def routed(self) -> RoutedExpertStats | None:
         """Statistics of resident experts; None where it has no routed experts."""
         return make_resident_stats(self.decoder.config)

@@ -39,7 +39,7 @@ from expertctl.engine.cpu.plain_routed_mlp import (
     gated_mlp_bytes,
     stack_gated_mlp,
 )
-from expertctl.engine.cpu.plain_weights import PlainWeights
+from expertctl.engine.cpu.plain_weights import StoredMatrix, WeightTensors
 from expertctl.engine.cpu.rope import (
     RotationTable,
     compute_rotation_table,
@@ -85,12 +85,12 @@ class PlainLayer:
     window: int | None
 
 
-def build_plain_layers(config: ModelConfig, weights: PlainWeights) -> list[PlainLayer]:
+def build_plain_layers(config: ModelConfig, weights: WeightTensors) -> list[PlainLayer]:
     """Return all layers in order."""
     return [_build_layer(config, weights, number) for number in range(config.layers)]
 
 
-def _build_layer(config: ModelConfig, weights: PlainWeights, number: int) -> PlainLayer:
+def _build_layer(config: ModelConfig, weights: WeightTensors, number: int) -> PlainLayer:
     tensors, prefix = weights.tensors, f"model.layers.{number}"
     mlp: GatedMlp | ExpertMixture
     if config.experts is None or not config.is_routed(number):
@@ -131,7 +131,7 @@ class _PlainPass:
 class PlainDecoder:
     """A base model that can be run; its weights are shared by all generations."""
 
-    def __init__(self, config: ModelConfig, weights: PlainWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: WeightTensors) -> None:
         """Group the weights by layer."""
         self.config = config
         self.modules = frozenset(config.linear_shapes())
@@ -193,6 +193,23 @@ class PlainDecoder:
             logits = self._compute_logits(hidden, deltas)
         return PrefillResult(logits, read, _measure_ms(started))
 
+    def read_hidden(self, ids: Sequence[int], cache: PagedKVCache) -> AnyArray:
+        """Read a text in one pass; return what `score` takes, float32 [tokens, hidden].
+
+        Raises:
+            UsageError: for a text without tokens.
+            BudgetError: when the cache is too small; nothing was read then.
+            IncompatibleError: for a token that this base does not have.
+        """
+        tokens = self._check_tokens(ids, EMPTY_DELTAS)
+        cache.ensure_capacity(len(tokens))
+        with rewind_on_error([cache]), _ignore_float_errors():
+            return self._forward(widen(self._embedding[tokens]), cache, EMPTY_DELTAS, whole=True)
+
+    def score(self, hidden: AnyArray, deltas: Deltas = EMPTY_DELTAS) -> AnyArray:
+        """Return the logits after tokens: [tokens, hidden] -> [tokens, vocab]."""
+        return self._head(normalise(hidden, self._norm, self.config.norm_eps), deltas)
+
     def decode(
         self, token: int, cache: PagedKVCache, deltas: Deltas = EMPTY_DELTAS
     ) -> DecodeResult:
@@ -221,9 +238,11 @@ class PlainDecoder:
 
     def matrix(self, module: str) -> FloatArray:
         """Return the weights [out, in] of a linear layer, by its module name, as a view."""
-        if module == "lm_head":
-            return self._head.weight
-        return self._weights.tensors[f"{module}.weight"]
+        stored = self._weights.tensors.get(f"{module}.weight")
+        weight = self._head.weight if module == "lm_head" else stored
+        assert weight is not None
+        assert not isinstance(weight, StoredMatrix)
+        return weight
 
     def _check_tokens(self, ids: Sequence[int], deltas: Deltas) -> AnyArray:
         if deltas:
@@ -350,8 +369,7 @@ class PlainDecoder:
     def _compute_logits(self, hidden: AnyArray, deltas: Deltas) -> AnyArray:
         """Compute the logits after the last token: [tokens, hidden] -> [vocab]."""
         with self._time_place("head"):
-            last = normalise(hidden[-1:], self._norm, self.config.norm_eps)
-            logits: AnyArray = self._head(last, deltas)[0]
+            logits: AnyArray = self.score(hidden[-1:], deltas)[0]
             return logits
 
     def _record_scores(
@@ -359,8 +377,7 @@ class PlainDecoder:
     ) -> None:
         """Pass on the logits of all rows [tokens, hidden] in parts; ``first`` is their position."""
         for begin in range(0, len(hidden), LOGIT_ROWS):
-            rows = normalise(hidden[begin : begin + LOGIT_ROWS], self._norm, self.config.norm_eps)
-            scores(first + begin, self._head(rows, deltas))
+            scores(first + begin, self.score(hidden[begin : begin + LOGIT_ROWS], deltas))
 
     def _time_place(self, place: str) -> AbstractContextManager[None]:
         return _UNTIMED if self._times is None else self._measure(self._times, place)

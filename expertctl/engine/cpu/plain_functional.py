@@ -15,7 +15,7 @@ import numpy as np
 
 from expertctl.engine.adapters.steps import Deltas, LinearDelta
 from expertctl.engine.arrays import AnyArray, FloatArray, widen
-from expertctl.engine.cpu.plain_weights import PlainWeights
+from expertctl.engine.cpu.plain_weights import StoredMatrix, WeightTensors
 
 WIDENED_NUMBERS = 1 << 16
 """Numbers of a bfloat16 matrix that are widened at once: they and their product stay in a cache."""
@@ -30,7 +30,7 @@ class StackedLinear:
     """Linear layers with the same input as one matrix [sum of outputs, in], and their biases."""
 
     modules: tuple[str, ...]
-    weight: FloatArray
+    weight: FloatArray | StoredMatrix
     bias: AnyArray | None  # [sum of outputs]
     ends: tuple[int, ...]  # the row after the last of each module
 
@@ -47,6 +47,7 @@ class StackedLinear:
 
     def _apply_changes(self, x: AnyArray, deltas: Deltas, y: AnyArray) -> None:
         changes = [deltas.get(module, _NO_CHANGE) for module in self.modules]
+        assert not isinstance(self.weight, StoredMatrix), "plans need weights in memory"
         together = all(change.input_scale is None for change in changes)
         if together:
             multiply(x, self.weight, y)
@@ -58,7 +59,7 @@ class StackedLinear:
             _add_change(x, change, None if self.bias is None else self.bias[begin:end], part)
 
 
-def stack_linear(weights: PlainWeights, modules: Sequence[str]) -> StackedLinear:
+def stack_linear(weights: WeightTensors, modules: Sequence[str]) -> StackedLinear:
     """Return linear layers of a base that follow each other, by their module names."""
     names = [f"{module}.weight" for module in modules]
     biases = [f"{module}.bias" for module in modules]
@@ -67,8 +68,14 @@ def stack_linear(weights: PlainWeights, modules: Sequence[str]) -> StackedLinear
     return StackedLinear(tuple(modules), weights.stack(names), bias, tuple(rows))
 
 
-def multiply(x: AnyArray, weight: FloatArray, out: AnyArray) -> None:
+def multiply(x: AnyArray, weight: FloatArray | StoredMatrix, out: AnyArray) -> None:
     """Multiply by a matrix [out, in], float32 or bfloat16: [tokens, in] -> [tokens, out]."""
+    if isinstance(weight, StoredMatrix):
+        begin = 0
+        for rows in weight.iter_portions():
+            np.matmul(x, rows.T, out=out[:, begin : begin + len(rows)])
+            begin += len(rows)
+        return
     if weight.dtype == np.float32:
         np.matmul(x, weight.T, out=out)
         return

@@ -21,7 +21,7 @@ from expertctl.engine.cpu.plain_functional import (
     silu_gate,
     stack_linear,
 )
-from expertctl.engine.cpu.plain_weights import PlainWeights
+from expertctl.engine.cpu.plain_weights import StoredMatrix, WeightTensors
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import (
     CHOICE_BIAS,
@@ -96,7 +96,7 @@ class GatedMlp:
         return self.down(silu_gate(both[:, :inner], both[:, inner:]), deltas)
 
 
-def stack_gated_mlp(weights: PlainWeights, module: str) -> GatedMlp:
+def stack_gated_mlp(weights: WeightTensors, module: str) -> GatedMlp:
     """Return the MLP whose three matrices are below a module name."""
     inputs = stack_linear(weights, (f"{module}.gate_proj", f"{module}.up_proj"))
     return GatedMlp(inputs, stack_linear(weights, (f"{module}.down_proj",)))
@@ -113,7 +113,7 @@ class ExpertMixture:
     """The router of a layer, its experts, and its shared expert with a gate, if it has them."""
 
     rule: RoutingRule
-    router: FloatArray  # [experts, hidden]
+    router: FloatArray | StoredMatrix  # [experts, hidden]
     choice_bias: AnyArray | None  # [experts]
     experts: tuple[GatedMlp, ...]
     shared: GatedMlp | None
@@ -142,7 +142,7 @@ class ExpertMixture:
 
 
 def build_expert_mixture(
-    weights: PlainWeights, config: ExpertsConfig, *, layer: str
+    weights: WeightTensors, config: ExpertsConfig, *, layer: str
 ) -> ExpertMixture:
     """Return the routed experts of a layer, by the prefix of its tensors' names."""
     tensors, router = weights.tensors, f"{layer}.{ROUTER_MODULE}"

@@ -4,13 +4,16 @@ All tensors are in one block of memory, which is written once: norms and biases 
 matrices, float32 or the bits of bfloat16. Tensors follow each other in the order of the
 configuration, so layers with the same input (queries, keys and values; gate and up) are one matrix
 as well (`PlainWeights.stack`). The output matrix of a tied base is the embedding.
+
+`StoredWeights` are the same tensors without the memory: matrices stay in the files, and some rows
+at a time are read whenever they are used.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,6 +23,7 @@ from expertctl.engine.base_files import (
     check_tied_head,
     iter_row_portions,
     list_rounding_warnings,
+    read_rows,
     tied_head_scratch_bytes,
 )
 from expertctl.engine.kernels.packed_format import rows_per_portion
@@ -65,6 +69,81 @@ class PlainWeights:
         assert ends[:-1] == [self._offsets[name] for name in names[1:]], "they are neighbours"
         whole = self._block[begin : begin + size].view(parts[0].dtype)
         return whole.reshape(-1, *parts[0].shape[1:])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredMatrix:
+    """A matrix in the files of a base, or several with the same columns as one."""
+
+    parts: tuple[StoredTensor, ...]
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return sum(part.info.shape[0] for part in self.parts)
+
+    def __getitem__(self, rows: AnyArray) -> AnyArray:
+        """Read rows of a single matrix by their numbers: float32 [rows, columns]."""
+        [tensor] = self.parts
+        return read_rows(tensor, rows)
+
+    def iter_portions(self) -> Iterator[AnyArray]:
+        """Yield all rows, some at a time: float32, valid until the next ones."""
+        for part in self.parts:
+            yield from map(widen, iter_row_portions(part))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredWeights:
+    """All tensors of a base by name: vectors in memory, float32, and matrices in the files."""
+
+    tensors: Mapping[str, AnyArray | StoredMatrix]
+
+    def get_output_matrix(self) -> AnyArray | StoredMatrix:
+        """Return the output matrix, which may be tied to the embedding."""
+        return self.tensors.get(HEAD_TENSOR, self.tensors[EMBEDDING_TENSOR])
+
+    def stack(self, names: Sequence[str]) -> AnyArray | StoredMatrix:
+        """Return vectors, or matrices with the same columns, as one."""
+        vectors, matrices = list[AnyArray](), list[StoredTensor]()
+        for part in (self.tensors[name] for name in names):
+            if isinstance(part, StoredMatrix):
+                matrices.extend(part.parts)
+            else:
+                vectors.append(part)
+        return StoredMatrix(tuple(matrices)) if matrices else np.concatenate(vectors)
+
+
+class WeightTensors(Protocol):
+    """What a decoder is built of: `PlainWeights` or `StoredWeights`."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """Vectors and matrices by name."""
+
+    def get_output_matrix(self) -> Any:
+        """Return the output matrix."""
+
+    def stack(self, names: Sequence[str]) -> Any:
+        """Return tensors that follow each other as one."""
+
+
+def open_stored_weights(directory: Path, config: ModelConfig) -> StoredWeights:
+    """Read the vectors of a base, and the headers of its files.
+
+    Raises:
+        NotFoundError: when a file is missing.
+        InvalidPackageError: when tensors are missing, unexpected or of another shape.
+    """
+    stored = read_base_tensors(directory, config)
+    return StoredWeights({name: _open_tensor(stored[name]) for name in config.tensor_shapes()})
+
+
+def _open_tensor(tensor: StoredTensor) -> AnyArray | StoredMatrix:
+    if len(tensor.info.shape) > 1:
+        return StoredMatrix((tensor,))
+    numbers = np.empty(tensor.info.shape, np.float32)
+    _read_tensor(tensor, numbers)
+    return numbers
 
 
 def check_plain_dtype(dtype: str) -> None:

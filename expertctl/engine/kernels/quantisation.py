@@ -46,7 +46,7 @@ RANGE_STEPS, RANGE_SHRINKAGE, REFINEMENTS = 8, 0.03, 2
 def decode_scales(scheme: Scheme, stored: AnyArray) -> tuple[AnyArray, AnyArray]:
     """Return scales and zero points, float32, from the stored uint16 of a scheme of weights."""
     if scheme is Scheme.INT8:
-        return (stored.astype(np.uint32) << 16).view(np.float32), np.float32([INT8_ZERO])
+        return (stored.astype(np.uint32) << 16).view(np.float32), np.full(1, INT8_ZERO, np.float32)
     bits = ((stored.astype(np.uint32) >> ZERO_BITS) + SMALLEST_SCALE) << SCALE_SHIFT
     zeros = (stored & ((1 << ZERO_BITS) - 1)).astype(np.float32)
     return bits.view(np.float32), zeros / np.float32(ZERO_FRACTIONS[scheme])

@@ -1,17 +1,27 @@
-"""How the routed experts of a base would fit into a memory: the result of `base plan`.
+"""How a base would fit into a memory: the results of `base plan`.
 
-Slots and pool are those of a run. The usage of the base, from a profile or learnt, says which share
-of its requests they serve. Lanes are memories of devices: this engine runs one, on a CPU, and plans
-up to three.
+A base without routed experts fits as a whole or not at all, in each data type. With routed experts,
+slots and pool are those of a run, and the usage of the base, from a profile or learnt, says which
+share of its requests they serve. Lanes are memories of devices: this engine runs one, on a CPU, and
+plans up to three.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import get_args
 
 from expertctl.engine.backend import LoadConfig
 from expertctl.engine.cpu.backend import PackedBackend, choose_scheme
 from expertctl.engine.cpu.packed_base import make_expert_shape
-from expertctl.engine.moe.cache_plan import CachePlan, fits_in_memory, plan_cache
+from expertctl.engine.cpu.quantisation_quality import find_quality
+from expertctl.engine.load_plan import choose_backend
+from expertctl.engine.moe.cache_plan import (
+    TYPICAL_SEQUENCE_TOKENS,
+    CachePlan,
+    fits_in_memory,
+    plan_cache,
+)
 from expertctl.engine.moe.placement import (
     DEFAULT_CURVE,
     WEIGHTINGS,
@@ -27,13 +37,44 @@ from expertctl.engine.moe.placement import (
 from expertctl.engine.moe.usage_profile import UsageProfile
 from expertctl.engine.moe.warmup import WarmupPlan
 from expertctl.engine_config import Dtype
-from expertctl.errors import IncompatibleError
+from expertctl.errors import IncompatibleError, NotFoundError
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
-from expertctl.schema.strict_json import JsonObject
+from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.store.quantised_cache import QuantisedCache
 
 NamedLanes = Mapping[str, int]
 """The bytes of each lane by name, in their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DtypePlan:
+    """A base without routed experts in one data type; sizes in bytes."""
+
+    dtype: Dtype
+    weight_bytes: int
+    min_bytes: int
+    """What a run takes with one sequence of usual length and without installed experts."""
+    kl_divergence: float | None
+    """What the base loses in it, in nats; None where it was not measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseMemoryPlan:
+    """How a base without routed experts would fit, in each data type that can run it."""
+
+    base: str
+    limit: int
+    dtypes: tuple[DtypePlan, ...]
+
+    def fits(self, plan: DtypePlan) -> bool:
+        """Return whether a run could start in a data type."""
+        return plan.min_bytes <= self.limit
+
+    def to_json(self) -> JsonObject:
+        """Return the document of ``base plan --json``."""
+        found = list[JsonValue]({**asdict(plan), "fits": self.fits(plan)} for plan in self.dtypes)
+        return {"base": self.base, "memory": self.limit, "dtypes": found}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +138,8 @@ class BaseMemoryPlan:
     requests_beyond_slots: tuple[int, ...]
     """Requests for each of the others, the largest count first."""
     weightings: tuple[WeightedPlan, ...]
+    kl_divergence: float | None = None
+    """What the base loses in this data type, in nats; None where it was not measured."""
     has_lanes: bool = False
     """Whether lanes were given: else one is as large as all slots."""
 
@@ -171,12 +214,33 @@ class BaseMemoryPlan:
             "planned_bytes": self.planned_bytes,
             "texts_bytes": self.sequence_bytes,
             "least_bytes": self.min_bytes,
+            "kl_divergence": self.kl_divergence,
             "known": self.usage_source,
             "served": _round_share(self.served_share),
             "served_with_pool": _round_share(self.served_with_pool),
             "layers": [_layer_json(layer) for layer in self.layers],
             "weightings": [_weighted_json(each) for each in self.weightings],
         }
+
+
+def plan_dense_base(
+    config: ModelConfig, *, base: str, limit: int, copies: QuantisedCache | None
+) -> DenseMemoryPlan:
+    """Plan a base without routed experts in all data types that can run it on this machine."""
+    tokens, found = min(TYPICAL_SEQUENCE_TOKENS, config.max_positions), list[DtypePlan]()
+    for dtype in get_args(Dtype):
+        with suppress(IncompatibleError, NotFoundError):
+            backend, _ = choose_backend(config, LoadConfig(dtype))
+            passing = max(backend.buffer_bytes(tokens), backend.loading_bytes)
+            quality = find_quality(copies, config, dtype)
+            plan = DtypePlan(
+                dtype=dtype,
+                weight_bytes=backend.weight_bytes,
+                min_bytes=backend.weight_bytes + passing + backend.kv_bytes(tokens),
+                kl_divergence=None if quality is None else quality.kl,
+            )
+            found.append(plan)
+    return DenseMemoryPlan(base=base, limit=limit, dtypes=tuple(found))
 
 
 def plan_base(
@@ -188,12 +252,14 @@ def plan_base(
     start: WarmupPlan,
     lanes: NamedLanes,
     compact: int | None = None,
+    copies: QuantisedCache | None = None,
     strategy: Strategy = "warm",
     curve: float = DEFAULT_CURVE,
 ) -> BaseMemoryPlan:
     """Plan a base in a memory; without lanes, one is as large as all slots.
 
-    ``compact`` is the size of an expert in the copy of the base, see `find_compact_bytes`.
+    ``compact`` is the size of an expert in the copy of the base, see `find_compact_bytes`;
+    ``copies`` are where what the base loses in a data type is kept.
 
     Raises:
         IncompatibleError: when it has no routed experts, or kernels do not support its sizes.
@@ -219,6 +285,7 @@ def plan_base(
     ranked = [sorted(layer.values(), reverse=True) for layer in counts]
     by_slots = list(zip(ranked, plan.capacities, strict=True))
     beyond = [count for layer, slots in by_slots for count in layer[slots:]]
+    quality = find_quality(copies, config, dtype)
     budgets = lanes or {"ram": sum(plan.capacities) * each}
     return BaseMemoryPlan(
         base=base,
@@ -235,6 +302,7 @@ def plan_base(
         requests_in_slots=sum(sum(layer[:slots]) for layer, slots in by_slots),
         requests_beyond_slots=tuple(sorted(beyond, reverse=True)),
         weightings=_plan_weightings(routed, usage, budgets, strategy, block=each, curve=curve),
+        kl_divergence=None if quality is None else quality.kl,
         has_lanes=bool(lanes),
     )
 

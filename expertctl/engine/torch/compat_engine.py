@@ -344,6 +344,10 @@ class CompatLoadedModel:
         return (SLOW, ESTIMATE, *self.base.warnings)
 
     @property
+    def kl_divergence(self) -> None:
+        """None: nothing is quantised."""
+
+    @property
     def routed(self) -> None:
         """None: the routing of experts inside transformers is not visible."""
 

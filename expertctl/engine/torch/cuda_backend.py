@@ -374,6 +374,10 @@ class CudaModel:
         return self.weights.warnings
 
     @property
+    def quality(self) -> None:
+        """None: nothing is quantised."""
+
+    @property
     def routed(self) -> RoutedExpertStats | None:
         """Routed-expert statistics so far, fetched from the device; None without such experts."""
         self.decoder.fetch_routed_counts()

@@ -137,6 +137,8 @@ export interface InferResult {
     readonly dtype: string;
     readonly adapterDtype: string;
     readonly deterministic: boolean;
+    /** What the base loses by int8 or int4, in nats; only with these, where it is measured. */
+    readonly klDivergence?: number;
   };
   readonly bytesRead: { readonly ssd: number; readonly ram: number };
   readonly threads: number;

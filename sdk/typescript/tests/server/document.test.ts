@@ -242,7 +242,7 @@ const ACTIVITY: Fields<MoeActivity> = {
   residence: false,
   guide: false,
 };
-const NUMERICS: Fields<InferResult["numerics"]> = { backend: true, dtype: true, adapterDtype: true, deterministic: true };
+const NUMERICS: Fields<InferResult["numerics"]> = { backend: true, dtype: true, adapterDtype: true, deterministic: true, klDivergence: false };
 const STARTED: Fields<Started> = { jobId: true, submittedAt: true, plan: true, tokens: true };
 const ROUTE: Fields<RouteResult> = {
   plan: true,

@@ -1,0 +1,202 @@
+"""What a base loses in int8 or int4, measured on a text: the KL divergence from its own weights.
+
+The text is processed twice: in float32, from the files of the base, of which a few rows are in
+memory at a time, and by the packed base, with its weights and activations in integers. The mean of
+``sum(p * (log p - log q))`` over all positions, in nats, says how much worse ``q``, the
+distribution of the packed base over the next token, predicts what the base would generate.
+
+It is measured once for a base and a data type, before the first answer, and kept with the base. In
+a data type whose limit it exceeds, a base does not run.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from expertctl.digest import Digest
+from expertctl.engine.adapters.compile import BASE_ONLY
+from expertctl.engine.arrays import AnyArray
+from expertctl.engine.backend import LoadContext
+from expertctl.engine.cpu.backend import PackedBackend, PackedModel, choose_scheme
+from expertctl.engine.cpu.plain_backend import use_blas_threads
+from expertctl.engine.cpu.plain_decoder import PlainDecoder, estimate_plain_pass_bytes
+from expertctl.engine.cpu.plain_weights import loading_scratch_bytes, open_stored_weights
+from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache, estimate_pages_bytes
+from expertctl.engine_config import KL_LIMITS, Dtype
+from expertctl.errors import IncompatibleError
+from expertctl.package.model_config import ModelConfig
+from expertctl.store.quantised_cache import LARGE_BYTES, QuantisationQuality, QuantisedCache
+
+if TYPE_CHECKING:
+    from expertctl.engine.load_plan import OpenBase
+
+MAX_TOKENS = 256
+TEXT = """\
+The harbour of Bergen has been a market for dried fish since the thirteenth century. Ships from \
+Lübeck brought grain, salt and cloth, and left with cod from the northern islands. In 1702 a fire \
+destroyed most of the wooden houses along the quay, but they were rebuilt on the old foundations, \
+so a visitor today still walks between the same narrow walls.
+
+def read_lines(path, limit=100):
+    \"\"\"Return at most `limit` lines of a file, without their line ends.\"\"\"
+    with open(path, encoding="utf-8") as file:
+        return [line.rstrip("\\n") for _, line in zip(range(limit), file)]
+
+Question: A train leaves at 9:40 and arrives at 12:15. How long does the journey take?
+Answer: From 9:40 to 12:00 it takes two hours and twenty minutes, and fifteen minutes more until \
+12:15. The journey takes two hours and thirty-five minutes.
+
+{"name": "Anna Lindqvist", "city": "Uppsala", "orders": [{"item": "lamp", "price": 49.5}]}
+
+Water boils at a lower temperature on a mountain because the air presses on it less. Cooks there \
+boil eggs for longer; a pressure cooker does the opposite. Wann fährt der nächste Zug nach Köln? \
+Le marché est ouvert tous les jours sauf le lundi.
+"""
+TEXT_DIGEST = Digest.compute(TEXT.encode())
+_SCORED_ROWS = 16
+_FLOAT_BYTES, _SCORED_COPIES = 4, 4
+
+
+def find_quality(
+    kept: QuantisedCache | None, config: ModelConfig, dtype: Dtype
+) -> QuantisationQuality | None:
+    """Return what a base is known to lose in a data type; None where it was not measured."""
+    if kept is None or dtype not in KL_LIMITS:
+        return None
+    return kept.read_quality(choose_scheme(config, dtype).value, text=TEXT_DIGEST)
+
+
+def require_quality(
+    base: "OpenBase", model: PackedModel, context: LoadContext
+) -> QuantisationQuality | None:
+    """Return what a base loses in its data type, measuring it the first time.
+
+    None where nothing can be kept with the base, or its tokenizer has no tokens for the text.
+
+    Raises:
+        IncompatibleError: if it loses more than the data type allows.
+        InvalidPackageError: if the files cannot be read, or changed since the base was packed.
+    """
+    backend, kept, name = base.backend, context.copies, base.stored.name
+    assert isinstance(backend, PackedBackend)
+    if kept is None:
+        return None
+    quality = find_quality(kept, base.config, backend.dtype)
+    if quality is None:
+        tokens = [token for token in base.tokenizer.encode(TEXT) if token < base.config.vocab_size]
+        if not tokens:
+            return None
+        if model.nbytes >= LARGE_BYTES:
+            context.tell(f"comparing {name} in {backend.dtype} with its own weights, once")
+        quality = measure_quality(backend, model, tokens, context)
+        kept.write_quality(backend.scheme.value, quality, text=TEXT_DIGEST)
+    check_quality(quality, backend.dtype, base=name)
+    return quality
+
+
+def measure_quality(
+    backend: PackedBackend, model: PackedModel, ids: Sequence[int], context: LoadContext
+) -> QuantisationQuality:
+    """Compare a packed base with the files it was packed from, on the first tokens of a text.
+
+    Raises:
+        InvalidPackageError: if the files cannot be read, or changed since the base was packed.
+    """
+    config = backend.config
+    tokens = list(ids)[: count_measured_tokens(config)]
+    with use_blas_threads(context.threads):
+        reference = PlainDecoder(config, open_stored_weights(context.directory, config))
+        hidden = reference.read_hidden(tokens, PagedKVCache(config, len(tokens), layout=ROW_PAGES))
+        reference.free_buffers()
+        comparison = _Comparison(reference, hidden)
+        cache = PagedKVCache(config, len(tokens), layout=backend.page_layout)
+        try:
+            model.prepare(cache, BASE_ONLY, tokens=len(tokens))
+            model.decoder.prefill(tokens, cache, scores=comparison.add)
+        finally:
+            model.free_buffers()
+        return QuantisationQuality(kl=comparison.finish(), predictions=len(tokens))
+
+
+def count_measured_tokens(config: ModelConfig) -> int:
+    """Return the maximum number of tokens that are compared."""
+    return min(MAX_TOKENS, config.max_positions)
+
+
+def quality_scratch_bytes(config: ModelConfig, *, packed: int) -> int:
+    """Return the maximum bytes that `measure_quality` needs besides the base.
+
+    ``packed`` are those that the packed base needs to read a text of so many tokens.
+    """
+    tokens = count_measured_tokens(config)
+    reading = estimate_plain_pass_bytes(config, tokens, chunk=tokens)
+    reading += estimate_pages_bytes(config, tokens, ROW_PAGES)
+    scored = _SCORED_COPIES * min(_SCORED_ROWS, tokens) * config.vocab_size * _FLOAT_BYTES
+    kept = _FLOAT_BYTES * tokens * config.hidden_size + config.count_weight_bytes(itemsize=0)
+    return kept + loading_scratch_bytes(config, "bf16") + max(reading, packed + scored)
+
+
+def check_quality(quality: QuantisationQuality, dtype: Dtype, *, base: str) -> None:
+    """Check that a base loses no more than its data type allows.
+
+    Raises:
+        IncompatibleError: if it loses more.
+    """
+    limit = KL_LIMITS[dtype]
+    if not quality.kl <= limit:  # NaN is not
+        raise IncompatibleError(
+            f"{base} loses too much in {dtype}: its predictions differ from those of its own "
+            f"weights by a KL divergence of {quality.kl:.3g}, and {dtype} allows {limit}",
+            hint="use --dtype bf16" if dtype == "int8" else "use --dtype int8 or bf16",
+        )
+
+
+class _Comparison:
+    """Adds up the KL divergence of rows of logits from those of a reference."""
+
+    def __init__(self, reference: PlainDecoder, hidden: AnyArray) -> None:
+        self._reference, self._hidden = reference, hidden
+        self._rows = np.empty((_SCORED_ROWS, reference.config.vocab_size), np.float32)
+        self._begin = self._filled = 0
+        self._total = 0.0
+
+    def add(self, first: int, logits: AnyArray) -> None:
+        """Take logits [rows, vocab] of the positions from ``first`` on, in order."""
+        assert first == self._begin + self._filled
+        for row in logits:
+            self._rows[self._filled] = row
+            self._filled += 1
+            if self._filled == _SCORED_ROWS:
+                self._compare()
+
+    def finish(self) -> float:
+        """Return the mean over all rows."""
+        self._compare()
+        assert self._begin == len(self._hidden)
+        return self._total / len(self._hidden)
+
+    def _compare(self) -> None:
+        """Compare what was taken; the reference reads its head once for all of these rows."""
+        if self._filled:
+            end = self._begin + self._filled
+            expected = self._reference.score(self._hidden[self._begin : end])
+            self._total += float(compute_kl(expected, self._rows[: self._filled]).sum())
+            self._begin, self._filled = end, 0
+
+
+def compute_kl(expected: AnyArray, logits: AnyArray) -> AnyArray:
+    """Return the KL divergence of each row, in nats: float32 [rows, vocab] twice -> [rows]."""
+    p, q = (_log_softmax(rows) for rows in (expected, logits))
+    q -= p
+    np.exp(p, out=p)
+    q *= p
+    found: AnyArray = -q.sum(axis=1, dtype=np.float64)
+    return found
+
+
+def _log_softmax(logits: AnyArray) -> AnyArray:
+    found: AnyArray = logits - logits.max(axis=1, keepdims=True)
+    sums = np.exp(found).sum(axis=1, dtype=np.float64, keepdims=True)
+    found -= np.log(sums).astype(np.float32)
+    return found
