@@ -151,7 +151,7 @@ def run_bench(
     return BenchResult(
         what=subject.description,
         cpu=cpu_model_name(),
-        dtype=subject.base.scheme.value,
+        dtype=_name_dtype(subject.base.scheme),
         costs=_model_costs(subject),
         chunk=PREFILL_CHUNK,
         context=subject.virtual_tokens + settings.context,
@@ -164,6 +164,11 @@ def run_bench(
         prompts={n: found[_PrefillTask(n)] for n in settings.prompts},
         warnings=subject.warnings,
     )
+
+
+def _name_dtype(scheme: Scheme) -> str:
+    """Return a scheme as users know it: five bits are what int4 is in small bases."""
+    return Scheme.INT4.value if scheme is Scheme.INT5 else scheme.value
 
 
 def _run_rounds(
@@ -295,7 +300,7 @@ def _matrices_to_read(base: PackedBase) -> tuple[PackedMatrix, ...]:
         return list_matrices(base)
     data = np.frombuffer(allocate(CACHE_BYTES), np.uint8)
     data[...] = 1  # otherwise the system maps one zero page many times
-    return (PackedMatrix(Scheme.FLOAT32, LANES, CACHE_BYTES // 64, data, np.zeros(0, np.float32)),)
+    return (PackedMatrix(Scheme.FLOAT32, LANES, CACHE_BYTES // 64, data, np.zeros(0, np.uint16)),)
 
 
 def _make_ids(tokens: int, vocabulary: int) -> list[int]:

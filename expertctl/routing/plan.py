@@ -39,7 +39,7 @@ from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical
 from expertctl.schema.validation import convert_document, find_problems
 from expertctl.store.base_record import StoredBase
 
-NUMERIC_VERSION = 6
+NUMERIC_VERSION = 7
 """Incremented whenever the engine's numbers change, so that no earlier result is reused."""
 
 

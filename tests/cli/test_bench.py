@@ -48,7 +48,7 @@ def test_a_shape_is_drawn_and_measured_and_nothing_is_installed(
 ) -> None:
     said = expertctl("bench", "--shape", "my-base", "--dtype", "int4", "--threads", 1, *QUICK)
     lines = said.out.splitlines()
-    assert lines[0] == "random weights in the shape of my-base, int5"
+    assert lines[0] == "random weights in the shape of my-base, int4"
     header = next(line for line in lines if line.startswith("WHAT"))
     assert header.split() == ["WHAT", "THREADS", "MEDIAN", "QUARTILES", "ROOF", "SHARE", "LIMIT"]
     rows = [line.split(",")[0] for line in lines if ", " in line and line[0] in "mawr"]

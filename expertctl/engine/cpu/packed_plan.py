@@ -270,7 +270,11 @@ def _write_module(part: ModuleAdapter, delta: FloatDelta, *, what: str) -> None:
     for matrix, block in ((part.a, delta.a), (part.b, delta.b)):
         if matrix is not None and block is not None:
             _check_range(matrix.scheme, block, what=what)
-            pack_rows(matrix, block)
+            if not pack_rows(matrix, block):
+                raise IncompatibleError(
+                    f"{what}: the plan's values include NaN or infinity, which int8 cannot store",
+                    hint="leave out the expert that has them",
+                )
     for vector, scale in (
         (part.input_scale, delta.input_scale),
         (part.output_scale, delta.output_scale),

@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 
 from expertctl.digest import Progress
-from expertctl.engine.arrays import VECTOR_BYTES, AnyArray
+from expertctl.engine.arrays import VECTOR_BYTES, AnyArray, widen
 from expertctl.engine.base_files import iter_row_portions
 from expertctl.engine.cpu.packed_base import TensorPlace, write_tensor
 from expertctl.engine.kernels.moe_gemm import compact_chunk_sizes
@@ -28,7 +28,7 @@ from expertctl.engine.kernels.packed_matrix import (
 )
 from expertctl.engine.kernels.program import array_address, encode_operands
 from expertctl.engine.memory.host import count_usable_cores
-from expertctl.errors import InvalidPackageError
+from expertctl.errors import ExpertError, IncompatibleError, InvalidPackageError
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.store.quantised_file import ALIGNED
 
@@ -82,7 +82,7 @@ _SLICE_NUMBERS = 1 << 22
 _MAX_THREADS = 4
 """More threads would be limited by memory bandwidth."""
 _NUMBER_BYTES, _THREAD_BYTES = 16, 4 << 20
-"""Bytes per number of a portion (stored, widened, padded, as steps), and per thread."""
+"""Maximum bytes per number of a portion (as it is stored, widened, padded), and per thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,8 @@ def pack_tensor(
     """Read a tensor from its file and pack it into its place, in portions.
 
     Raises:
-        InvalidPackageError: if the file cannot be read to its end, or integers cannot store it.
+        InvalidPackageError: if the file cannot be read to its end, or has NaN for integers.
+        IncompatibleError: if weights are too large for integers.
     """
     _pack_slice(TensorRows(tensor, 0, tensor.info.shape[0], place, hasher))
 
@@ -122,7 +123,8 @@ def pack_slices(queues: Iterable[Iterable[TensorRows]], progress: Progress) -> N
     """Pack queues in parallel threads; the slices of each queue are packed in order.
 
     Raises:
-        InvalidPackageError: if a file cannot be read to its end, or integers cannot store it.
+        InvalidPackageError: if a file cannot be read to its end, or has NaN for integers.
+        IncompatibleError: if weights are too large for integers.
     """
     left = deque(map(iter, queues))
     running: dict[Future[None], tuple[TensorRows, Iterator[TensorRows]]] = {}
@@ -167,9 +169,20 @@ def _pack_slice(stretch: TensorRows) -> None:
         else:
             fits = write_tensor(place[done : done + count], numbers)
         if not fits:
-            raise InvalidPackageError(
-                str(stretch.tensor.path),
-                [f"{stretch.tensor.stored} has NaN, infinity, or numbers too large for integers"],
-                hint="try --dtype bf16",
-            )
+            raise _make_refusal(stretch.tensor, widen(numbers))
         done += count
+
+
+def _make_refusal(tensor: StoredTensor, numbers: AnyArray) -> ExpertError:
+    """Return the error for numbers of which integers cannot store some."""
+    path, name = str(tensor.path), tensor.stored
+    if not np.isfinite(numbers).all():
+        return InvalidPackageError(
+            path,
+            [f"{name} has NaN or infinity"],
+            hint="int8 and int4 cannot store them; in other data types, answers are undefined",
+        )
+    return IncompatibleError(
+        f"{path}: {name} has weights up to {np.abs(numbers).max():.3g}, too large for int4",
+        hint="use --dtype int8 or bf16",
+    )

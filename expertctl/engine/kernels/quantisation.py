@@ -28,6 +28,8 @@ _CODE = "expertctl.engine.kernels.compiled.quantisation"
 _WEIGHTS_CODE = "expertctl.engine.kernels.compiled.weight_quantisation"
 INT8_MAX, INT8_ZERO = 127, 128
 """The largest weight or activation in steps, and the byte that stands for 0 in weights."""
+INT8_SCALES = 8
+"""Scales that are tried for a group of weights, neighbouring bfloat16 numbers."""
 _NUMBERS = {Scheme.BFLOAT16: np.uint16, Scheme.INT8: np.int8}
 
 ZERO_BITS = 7
@@ -53,12 +55,12 @@ def decode_scales(scheme: Scheme, stored: AnyArray) -> tuple[AnyArray, AnyArray]
 
 
 def encode_scale(scheme: Scheme, scale: float) -> int:
-    """Return the stored uint16 of about this scale, with a zero point in the middle."""
+    """Return the stored uint16 of about this scale; random steps have a mean of zero with it."""
     bits = int(np.float32(scale).view(np.uint32))
     if scheme is Scheme.INT8:
         return bits >> 16
     code = (bits >> SCALE_SHIFT) - SMALLEST_SCALE
-    middle = (1 << (scheme.layout.bits - 1)) * ZERO_FRACTIONS[scheme]
+    middle = ((1 << scheme.layout.bits) - 1) * ZERO_FRACTIONS[scheme] // 2
     return code << ZERO_BITS | middle
 
 

@@ -130,11 +130,27 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
     weights = load_file(directory / "model.safetensors")[name].clone()
     weights[5, 7] = bad
     rewrite(directory, **{name.replace(".", "__"): weights})
-    with pytest.raises(InvalidPackageError, match=f"{name} has NaN, infinity") as refused:
+    with pytest.raises(InvalidPackageError, match=f"{name} has NaN or infinity") as refused:
         load(directory, scheme, copies=copies)
-    assert "--dtype bf16" in refused.value.hint
+    assert "int8 and int4 cannot store them" in refused.value.hint
     assert not copies.path(scheme.value).exists()
     load(directory, Scheme.BFLOAT16)
+
+
+def test_weights_that_are_too_large_for_int4_are_refused_by_name(
+    added: tuple[Path, QuantisedCache],
+) -> None:
+    directory, copies = added
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights = load_file(directory / "model.safetensors")[name].clone()
+    weights[5, 7] = 2e5
+    rewrite(directory, **{name.replace(".", "__"): weights})
+    for scheme in (Scheme.INT5, Scheme.INT4):
+        with pytest.raises(IncompatibleError, match=f"{name} has weights up to 2e") as refused:
+            load(directory, scheme, copies=copies)
+        assert refused.value.hint == "use --dtype int8 or bf16"
+        assert not copies.path(scheme.value).exists()
+    load(directory, Scheme.INT8)
 
 
 def test_what_progress_raises_ends_the_load(tmp_path: Path) -> None:
@@ -317,6 +333,11 @@ BYTES_OF_VERSION = {
         Scheme.INT5: "f5f631ded8a7013f",
         Scheme.INT4: "547b99ac5a733a32",
     },
+    6: {
+        Scheme.INT8: "ed3bf99dc06d2b5f",
+        Scheme.INT5: "fcda02809bd95a1a",
+        Scheme.INT4: "b74402efb6d9dad4",
+    },
 }
 """What a small base is like in each `VERSION`. Lines are added, never changed: copies of an older
 version are still on disks, and their seals are right."""
@@ -326,9 +347,10 @@ LAYOUT_OF_VERSION = {
     3: "030d6436f91839f0",
     4: "81fe6915197b92e0",
     5: "81fe6915197b92e0",
+    6: "81fe6915197b92e0",
 }
 """What the file is like in which they are; from 3 on a digest of a small one."""
-NUMBERS_OF_VERSION = {2: 4, 3: 4, 4: 4, 5: 6}
+NUMBERS_OF_VERSION = {2: 4, 3: 4, 4: 4, 5: 6, 6: 7}
 """The `NUMERIC_VERSION` that a `VERSION` came with, as other steps give other answers."""
 _GOLDEN = {Scheme.INT8: "1ddc00b5523a8dc1", Scheme.INT4: "c9cb2db5da890d55"}
 GOLDEN_OF_VERSION = {
@@ -338,11 +360,16 @@ GOLDEN_OF_VERSION = {
         Scheme.INT5: "83069b1c1bb0022d",
         Scheme.INT4: "ebd5297d464d2a44",
     },
+    6: {
+        Scheme.INT8: "e98d108042137090",
+        Scheme.INT5: "83069b1c1bb0022d",
+        Scheme.INT4: "ebd5297d464d2a44",
+    },
 }
 """The same of a matrix that a formula makes, whatever becomes of random numbers."""
 
 
-COMPACT_OF_VERSION = {4: "f3293de8a18e2c36", 5: "f3293de8a18e2c36"}
+COMPACT_OF_VERSION = dict.fromkeys((4, 5, 6), "f3293de8a18e2c36")
 """And of an expert in bfloat16, from the version on that keeps them compact."""
 
 

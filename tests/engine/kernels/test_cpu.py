@@ -28,7 +28,7 @@ from expertctl.engine.kernels.packed_format import Scheme
 cpu = get_host_cpu()
 assert cpu.has_float16 and not (cpu.has_512_bit_registers or cpu.bf16_dot or cpu.byte_dot), cpu
 rng = np.random.default_rng(0)
-for scheme in (Scheme.BFLOAT16, Scheme.INT8):
+for scheme in (Scheme.BFLOAT16, Scheme.INT8, Scheme.INT5, Scheme.INT4):
     matrix = pack_matrix(rng.standard_normal((70, 300)).astype(np.float32), scheme)
     given, out = aligned_zeros((3, 300), np.float32), aligned_zeros((3, 80), np.float32)
     given[...] = rng.standard_normal((3, 300))

@@ -64,7 +64,8 @@ def test_scores_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("scheme", "most"), [(Scheme.BFLOAT16, 0.02), (Scheme.INT8, 0.06), (Scheme.INT4, 0.06)]
+    ("scheme", "most"),
+    [(Scheme.BFLOAT16, 0.02), (Scheme.INT8, 0.06), (Scheme.INT5, 0.06), (Scheme.INT4, 0.06)],
 )
 def test_fewer_bits_are_those_of_the_weights_and_of_what_meets_them(
     scheme: Scheme, most: float, oracle: MakeReferenceModel, crew: ThreadPool

@@ -24,6 +24,7 @@ from expertctl.engine.kernels.compiled.simd import SimdBuilder, Value
 from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, SCALES_BYTES, Scheme
 from expertctl.engine.kernels.quantisation import (
     INT8_MAX,
+    INT8_SCALES,
     INT8_ZERO,
     LARGEST_SCALE,
     RANGE_SHRINKAGE,
@@ -89,43 +90,71 @@ def quantise_group(
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         lanes, (_, numbers, vectors, data, scales) = SimdBuilder(builder), values
-        emit_group = _emit_int8_group if scheme is Scheme.INT8 else _emit_fitted_group
-        return emit_group(lanes, scheme, numbers, vectors, data, scales)
+        if scheme is Scheme.INT8:
+            return _emit_int8_group(lanes, numbers, vectors, data, scales)
+        return _emit_fitted_group(lanes, scheme, numbers, vectors, data, scales)
 
     return types.int64(code, *[types.int64] * 4), emit
 
 
 def _emit_int8_group(
-    lanes: SimdBuilder, _scheme: Scheme, numbers: Value, vectors: Value, data: Value, scales: Value
+    lanes: SimdBuilder, numbers: Value, vectors: Value, data: Value, scales: Value
 ) -> Value:
     largest = _emit_largest(lanes, numbers)
-    magnitude = lanes.bitcast_to_floats(largest)
-    exact = lanes.divide_floats(magnitude, lanes.float_constant(INT8_MAX))
-    bits = lanes.add_int(lanes.bitcast_to_ints(exact), lanes.int_lanes(1 << 15))
-    scale = lanes.bitcast_to_floats(lanes.mask_ints(bits, 0xFFFF0000))
-    unit = lanes.divide_floats(lanes.float_constant(1), scale)
-    zeros, is_zero = lanes.int_lanes(0), lanes.less_than_ints(largest, lanes.int_lanes(LEAST))
+    best = _emit_best_int8_scale(lanes, numbers, largest)
+    unit = lanes.divide_floats(lanes.float_constant(1), _decode_bfloat16(lanes, best))
+    is_zero = lanes.less_than_ints(largest, lanes.int_lanes(LEAST))
     unit = lanes.select_lanes(is_zero, lanes.float_constant(0), unit)
-    stored = lanes.select_lanes(is_zero, zeros, lanes.shift_right(bits, 16))
+    stored = lanes.select_lanes(is_zero, lanes.int_lanes(0), best)
     is_finite = lanes.less_than_ints(largest, lanes.int_lanes(INFINITY))
     stored = lanes.select_lanes(is_finite, stored, lanes.int_lanes(_BFLOAT16_NAN))
     lanes.store_shorts(stored, scales)
-    low, high = lanes.float_constant(-INT8_MAX), lanes.float_constant(INT8_MAX)
-
-    def step(number: Value) -> Value:
-        whole = lanes.round_floats(lanes.multiply_floats(number, unit))
-        steps = lanes.truncate_to_ints(lanes.clamp_floats(whole, low, high))
-        return lanes.add_int(steps, lanes.int_lanes(INT8_ZERO))
-
     with lanes.loop(vectors) as vector:
-        word = zeros
+        word = lanes.int_lanes(0)
         for column in range(4):
-            moved = lanes.shift_left(
-                step(_load_column(lanes, numbers, vector, 4, column)), 8 * column
-            )
-            word = lanes.or_ints(word, moved)
+            number = _load_column(lanes, numbers, vector, 4, column)
+            step = lanes.truncate_to_ints(_int8_step(lanes, number, unit))
+            stepped = lanes.add_int(step, lanes.int_lanes(INT8_ZERO))
+            word = lanes.or_ints(word, lanes.shift_left(stepped, 8 * column))
         lanes.store_ints(word, lanes.offset(data, vector, VECTOR_BYTES))
     return lanes.any_lane(lanes.invert(is_finite))
+
+
+def _emit_best_int8_scale(lanes: SimdBuilder, numbers: Value, largest: Value) -> Value:
+    """Return the scale with the least squared error, as the bits of a bfloat16.
+
+    The first one that is tried clips the largest number, if that is positive, by up to a step.
+    """
+    exact = lanes.divide_floats(lanes.bitcast_to_floats(largest), lanes.float_constant(INT8_MAX))
+    first = lanes.shift_right(lanes.bitcast_to_ints(exact), 16)
+    code = lanes.create_variable(lanes.add_int(first, lanes.int_lanes(-1)))
+    best = lanes.create_variable(first)
+    least = lanes.create_variable(lanes.float_constant(float("inf")))
+    with lanes.loop(lanes.int_constant(INT8_SCALES)):
+        tried, error = lanes.load_variable(code), lanes.create_variable(lanes.zero_floats())
+        scale = _decode_bfloat16(lanes, tried)
+        unit = lanes.divide_floats(lanes.float_constant(1), scale)
+        with lanes.loop_floats(numbers, GROUP_SIZE) as number:
+            value = lanes.multiply_floats(_int8_step(lanes, number, unit), scale)
+            lost = lanes.subtract_floats(number, value)
+            lanes.store_variable(lanes.fma(lost, lost, lanes.load_variable(error)), error)
+        is_better = lanes.less_than(lanes.load_variable(error), lanes.load_variable(least))
+        for variable, new in ((least, lanes.load_variable(error)), (best, tried)):
+            old = lanes.load_variable(variable)
+            lanes.store_variable(lanes.select_lanes(is_better, new, old), variable)
+        lanes.store_variable(lanes.add_int(tried, lanes.int_lanes(1)), code)
+    return lanes.load_variable(best)
+
+
+def _decode_bfloat16(lanes: SimdBuilder, bits: Value) -> Value:
+    return lanes.bitcast_to_floats(lanes.shift_left(bits, 16))
+
+
+def _int8_step(lanes: SimdBuilder, number: Value, unit: Value) -> Value:
+    whole = lanes.round_floats(lanes.multiply_floats(number, unit))
+    return lanes.clamp_floats(
+        whole, lanes.float_constant(-INT8_ZERO), lanes.float_constant(INT8_MAX)
+    )
 
 
 def _emit_fitted_group(
@@ -179,7 +208,7 @@ class _GroupFit:
         self._top = lanes.float_constant((1 << scheme.layout.bits) - 1)
         self._units = ZERO_FRACTIONS[scheme]
         zero = lanes.float_constant(0)
-        self._none = zero
+        self._zero = zero
         self._least_error = lanes.create_variable(lanes.float_constant(float("inf")))
         self._best_scale = lanes.create_variable(lanes.int_lanes(SMALLEST_SCALE))
         self._best_zero = lanes.create_variable(zero)
@@ -187,7 +216,7 @@ class _GroupFit:
     def emit(self) -> Value:
         """Emit the search; return 1 if some number cannot be stored, else 0."""
         lanes = self._lanes
-        low, high, total = (lanes.create_variable(self._none) for _ in range(3))
+        low, high, total = (lanes.create_variable(self._zero) for _ in range(3))
         with self._columns() as number:
             self._update(low, lambda old: lanes.min_floats(number, old))
             self._update(high, lambda old: lanes.max_floats(number, old))
@@ -222,10 +251,10 @@ class _GroupFit:
         offset = lanes.multiply_floats(lanes.load_variable(start), unit)
         units = lanes.multiply_floats(offset, self._constant(-self._units))
         stored = lanes.clamp_floats(
-            lanes.round_floats(units), self._none, self._constant((1 << ZERO_BITS) - 1)
+            lanes.round_floats(units), self._zero, self._constant((1 << ZERO_BITS) - 1)
         )
         zero = lanes.multiply_floats(stored, self._constant(1 / self._units))
-        error, steps, squares, products = (lanes.create_variable(self._none) for _ in range(4))
+        error, steps, squares, products = (lanes.create_variable(self._zero) for _ in range(4))
         with self._columns() as number:
             step = self.step(number, unit, zero)
             value = lanes.multiply_floats(lanes.subtract_floats(step, zero), size)
@@ -244,7 +273,7 @@ class _GroupFit:
             lanes.multiply_floats(count, products), lanes.multiply_floats(total, steps)
         )
         refined = self._scale_code(lanes.divide_floats(common, spread))
-        varies = lanes.less_than(self._none, spread)
+        varies = lanes.less_than(self._zero, spread)
         refined = lanes.select_lanes(varies, refined, code)
         lanes.store_variable(refined, scale)
         rest = lanes.subtract_floats(total, lanes.multiply_floats(self._decode(refined), steps))
@@ -283,7 +312,7 @@ class _GroupFit:
         """Return the q of a number, as float32."""
         lanes = self._lanes
         whole = lanes.round_floats(lanes.fma(number, unit, zero))
-        return lanes.clamp_floats(whole, self._none, self._top)
+        return lanes.clamp_floats(whole, self._zero, self._top)
 
     def _scale_code(self, scale: Value, *, clamped: bool = True) -> Value:
         """Round a scale to four bits of fraction; return its first bits as float32."""
