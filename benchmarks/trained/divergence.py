@@ -29,7 +29,7 @@ DOCUMENTS = (
 )
 """Files of the project. The other part of the text is from the reference of Python's language."""
 TOPICS = ("class", "execmodel", "import", "try", "with")
-SHARE = 2500
+SHARE = 1500
 """Characters that are taken from each file and topic."""
 
 Numbers = np.ndarray[Any, Any]
@@ -134,6 +134,7 @@ class PackedScorer:
     def __init__(self, directory: Path, scheme: Scheme, *, threads: int = 2) -> None:
         """Load the weights."""
         self._config = read_model_config(directory)
+        self.vocabulary = self._config.vocab_size
         base = load_packed_base(directory, self._config, scheme)
         self._pool = ThreadPool(threads)
         self._decoder = PackedDecoder(base, self._pool)
@@ -151,6 +152,16 @@ class PackedScorer:
         cache = PagedKVCache(self._config, len(ids), layout=self._layout)
         self._decoder.prefill(ids, cache, scores=record)
         return found
+
+    def start(self, ids: Sequence[int], *, capacity: int) -> PagedKVCache:
+        """Process the beginning of a sequence of at most ``capacity`` tokens."""
+        cache = PagedKVCache(self._config, capacity, layout=self._layout)
+        self._decoder.prefill(ids, cache)
+        return cache
+
+    def decode(self, token: int, cache: PagedKVCache) -> Numbers:
+        """Process one more token; return its logits, float32 [vocab]."""
+        return self._decoder.decode(token, cache).logits
 
     def close(self) -> None:
         """End the threads."""

@@ -56,7 +56,7 @@ class LlamaBase:
         assert self._context, f"llama.cpp does not open {self._path.name}"
         self._memory = library.llama_get_memory(self._context)
         words = library.llama_model_get_vocab(self._model)
-        self._vocabulary = int(library.llama_vocab_n_tokens(words))
+        self.vocabulary = int(library.llama_vocab_n_tokens(words))
         self.set_threads(self._threads)
         return self
 
@@ -99,7 +99,7 @@ class LlamaBase:
         finally:
             library.llama_batch_free(batch)
         logits = library.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(logits, (count, self._vocabulary)).copy()
+        return np.ctypeslib.as_array(logits, (count, self.vocabulary)).copy()
 
     def process(self, ids: Sequence[int]) -> Numbers:
         """Process further tokens; return the logits of the last one, float32 [vocab], not owned."""
@@ -107,7 +107,7 @@ class LlamaBase:
         failed = library.llama_decode(self._context, library.llama_batch_get_one(held, len(ids)))
         assert not failed, failed
         logits = library.llama_get_logits_ith(self._context, -1)
-        return np.ctypeslib.as_array(logits, (self._vocabulary,))
+        return np.ctypeslib.as_array(logits, (self.vocabulary,))
 
     def answer(self, ids: Sequence[int], *, tokens: int, end: int) -> list[int]:
         """Return the greedy answer to a prompt, without the token that ends it."""

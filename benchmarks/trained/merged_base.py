@@ -99,9 +99,7 @@ def write_float_gguf(directory: Path) -> Path:
     return path
 
 
-def read_floats(
-    directory: Path, config: ModelConfig
-) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+def read_floats(directory: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """Yield the tensors of a float32 base, without a head that is the embedding."""
     stored = read_base_tensors(directory, config)
     for name, shape in config.tensor_shapes().items():

@@ -169,7 +169,17 @@ def _ask_top(rng: random.Random, text: str, number: str) -> tuple[str, str]:
 QUESTIONS = (_ask_column, _ask_count, _ask_aggregate, _ask_top)
 
 PLACES = ("Paris", "London", "Berlin", "Rome", "Boston", "Tokyo", "Cairo", "Lima")
-TIMES = ("tomorrow", "on Monday", "tonight", "next week", "on Friday", "at noon", "this evening", "today", "on Sunday")
+TIMES = (
+    "tomorrow",
+    "on Monday",
+    "tonight",
+    "next week",
+    "on Friday",
+    "at noon",
+    "this evening",
+    "today",
+    "on Sunday",
+)
 PEOPLE = ("Anna", "my mother", "Tom", "my boss", "the doctor", "Sarah", "my brother")
 SLOTS = {"place": PLACES, "time": TIMES, "person": PEOPLE}
 INTENTS = {

