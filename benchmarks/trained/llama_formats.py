@@ -6,6 +6,7 @@ values in float16. Importing this module needs no llama.cpp.
 
 import ctypes
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -120,9 +121,18 @@ class LlamaBase:
 
 
 def _open_library() -> Any:
+    """Import llama.cpp, which logs nothing from now on."""
     import llama_cpp.llama_cpp as library
-    from llama_cpp._logger import set_verbose
 
-    set_verbose(False)
+    library.llama_log_set(_make_silent_logger(), None)
     library.llama_backend_init()
     return library
+
+
+@cache
+def _make_silent_logger() -> Any:
+    """Return the same callback each time: llama.cpp keeps its address."""
+    import llama_cpp.llama_cpp as library
+
+    logger: Any = library.llama_log_callback
+    return logger(lambda level, text, data: None)
