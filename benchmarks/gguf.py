@@ -151,7 +151,7 @@ def _encode_text(text: str) -> bytes:
 
 def _encode_typed(value: GGUFValue) -> bytes:
     if isinstance(value, list):
-        kind = _STRING if value and isinstance(value[0], str) else _INT32
+        kind = _INT32 if value and isinstance(value[0], int) else _STRING
         items = [_encode_text(v) if isinstance(v, str) else struct.pack("<i", v) for v in value]
         return struct.pack("<IIQ", _ARRAY, kind, len(value)) + b"".join(items)
     if isinstance(value, str):

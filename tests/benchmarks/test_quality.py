@@ -47,8 +47,9 @@ WEIGHTS = 1_000_000
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    sizes = {"heads": HEADS, "kv_heads": 1, "head_dim": HEAD_DIM, "intermediate": 64}
-    return write_base(tmp_path / "base", arch="llama", **sizes)
+    return write_base(
+        tmp_path / "base", arch="llama", heads=HEADS, kv_heads=1, head_dim=HEAD_DIM, intermediate=64
+    )
 
 
 def draw_chunks(count: int = 4, length: int = 40) -> list[list[int]]:
@@ -87,10 +88,10 @@ def test_statistics_are_those_of_all_predictions() -> None:
 def test_fewer_bits_are_further_from_float32(base: Path) -> None:
     chunks = draw_chunks()
     reference = [normalise(logits) for logits in score(base, Scheme.FLOAT32, chunks)]
-    found = {}
+    found = dict[Scheme, Divergence]()
     for scheme in (Scheme.FLOAT32, Scheme.INT8, Scheme.INT5, Scheme.INT4):
-        logits = iter(score(base, scheme, chunks))
-        found[scheme] = measure_divergence(chunks, reference, lambda _, each=logits: next(each))
+        with closing(PackedScorer(base, scheme, threads=1)) as scorer:
+            found[scheme] = measure_divergence(chunks, reference, scorer.score)
     assert abs(found[Scheme.FLOAT32].mean) < 1e-6
     assert found[Scheme.FLOAT32].top == 1
     assert 0 < found[Scheme.INT8].mean < found[Scheme.INT5].mean < found[Scheme.INT4].mean
