@@ -51,14 +51,14 @@ from benchmarks.trained.merged_base import (
     write_merged_base,
 )
 from benchmarks.trained.questions import write_answers
-from benchmarks.trained.tasks import TASKS
-from benchmarks.trained.training import (
+from benchmarks.trained.start_base import (
     INSTALL,
     find_gguf,
     list_missing_packages,
-    train_expert,
     write_start,
 )
+from benchmarks.trained.tasks import TASKS
+from benchmarks.trained.training import train_expert
 from expertctl.cli.plot import check_plot_path, write_figure
 from expertctl.engine.kernels.jit import use_kernel_cache
 from expertctl.engine_config import AdapterDtype, Dtype

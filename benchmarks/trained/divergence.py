@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.trained.training import TOPICS, load_model
+from benchmarks.trained.start_base import load_model
+from benchmarks.trained.training import TOPICS
 from expertctl.engine.cpu.base_loader import load_packed_base
 from expertctl.engine.cpu.decoder import PackedDecoder
 from expertctl.engine.kernels.packed_format import Scheme

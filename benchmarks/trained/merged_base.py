@@ -1,10 +1,8 @@
-"""The two bases that formats are compared on: the trained base with an expert merged, off any grid.
+"""The two bases that formats are compared on: the trained base with an expert merged, and noise.
 
-The blocks of the original lie on the grid of Q4_1, which would favour that format. So channels are
-shuffled, which changes nothing that the base computes: a block of 32 then has weights of up to 32
-grids. Gaussian noise of a twentieth of each block's step is added to that. A third of a step, which
-would hide the grid by itself, costs 84 % of perplexity, because it is as much as rounding to four
-bits.
+Channels of the original are shuffled already (`start_base`). Gaussian noise of a twentieth of each
+block's step is added to that. A third of a step, which would hide the grid of the original by
+itself, costs 84 % of perplexity, because it is as much as rounding to four bits.
 
 A base is also written as a GGUF file in float32, from which llama.cpp makes its own formats.
 """
@@ -19,8 +17,8 @@ import numpy as np
 
 from benchmarks.gguf import write_gguf_tensors
 from benchmarks.small_llama import list_metadata, list_vocabulary, reorder
+from benchmarks.trained.start_base import START_FOLDER, load_model, load_tokenizer, save_plain
 from benchmarks.trained.tasks import JSON, SQL, Task
-from benchmarks.trained.training import START_FOLDER, load_model, load_tokenizer, save_plain
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import ModelConfig, read_model_config
@@ -54,7 +52,6 @@ def write_merged_base(folder: Path, base: MergedBase) -> Path:
     if (directory / "tokenizer.json").exists():
         return directory
     model = merge_expert(folder, base.merged)
-    shuffle_channels(model, base.seed)
     add_noise(model, base.seed)
     save_plain(model, directory)
     load_tokenizer(folder / START_FOLDER).save_pretrained(directory)
@@ -68,45 +65,6 @@ def merge_expert(folder: Path, task: Task) -> Any:
     start = load_model(folder / START_FOLDER)
     adapted: Any = peft.PeftModel.from_pretrained(start, folder / "experts" / task.name)
     return adapted.merge_and_unload()
-
-
-def shuffle_channels(model: Any, seed: int) -> None:
-    """Permute the channels of the residual stream, of each MLP, and within the heads of values.
-
-    Permutations of rows and columns cancel out: up to rounding, the outputs stay the same.
-    """
-    import torch
-
-    drawn, config = torch.Generator().manual_seed(seed), model.config
-    hidden = torch.randperm(config.hidden_size, generator=drawn)
-    head = torch.randperm(config.head_dim, generator=drawn)
-    with torch.no_grad():
-        for weight in (model.model.embed_tokens.weight, model.model.norm.weight):
-            weight.copy_(weight[..., hidden])
-        for layer in model.model.layers:
-            inner = torch.randperm(config.intermediate_size, generator=drawn)
-            _shuffle_layer(layer, hidden, inner, head)
-
-
-def _shuffle_layer(layer: Any, hidden: Any, inner: Any, head: Any) -> None:
-    attention, mlp = layer.self_attn, layer.mlp
-    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-        norm.weight.copy_(norm.weight[hidden])
-    for matrix in (
-        attention.q_proj,
-        attention.k_proj,
-        attention.v_proj,
-        mlp.gate_proj,
-        mlp.up_proj,
-    ):
-        matrix.weight.copy_(matrix.weight[:, hidden])
-    for matrix in (mlp.gate_proj, mlp.up_proj):
-        matrix.weight.copy_(matrix.weight[inner])
-    mlp.down_proj.weight.copy_(mlp.down_proj.weight[hidden][:, inner])
-    values, output = attention.v_proj.weight, attention.o_proj.weight
-    values.copy_(values.view(-1, len(head), len(hidden))[:, head].reshape(values.shape))
-    columns = output[hidden].view(len(hidden), -1, len(head))[:, :, head]
-    output.copy_(columns.reshape(output.shape))
 
 
 def add_noise(model: Any, seed: int) -> None:

@@ -10,7 +10,8 @@ from benchmarks.engines import LLAMA_INSTALL, has_llama
 from benchmarks.trained.answers import BaseWithExperts
 from benchmarks.trained.llama_formats import LlamaBase, quantise
 from benchmarks.trained.merged_base import write_float_gguf
-from benchmarks.trained.training import END_OF_TURN, encode_prompt, load_tokenizer
+from benchmarks.trained.start_base import load_tokenizer
+from benchmarks.trained.training import END_OF_TURN, encode_prompt
 
 QUESTIONS = (
     "What is the capital of France?",

