@@ -50,14 +50,14 @@ from benchmarks.trained.merged_base import (
     write_float_gguf,
     write_merged_base,
 )
-from benchmarks.trained.questions import write_answers
+from benchmarks.trained.questions import answer_with_llama, write_answers
 from benchmarks.trained.start_base import (
     INSTALL,
     find_gguf,
     list_missing_packages,
     write_start,
 )
-from benchmarks.trained.tasks import TASKS
+from benchmarks.trained.tasks import TASKS, Sample, Task, count_exact
 from benchmarks.trained.training import train_expert
 from expertctl.cli.plot import check_plot_path, write_figure
 from expertctl.engine.kernels.jit import use_kernel_cache
@@ -172,17 +172,32 @@ def _measure_speed(directory: Path, rounds: int) -> SecondsByThreads:
 def _compare_answers(base: MergedBase, opened: BaseWithExperts, count: int) -> Iterator[Row]:
     """Yield the share of right answers of each task: the base answers the task that is merged."""
     for task in TASKS.values():
-        samples = task.make_test_samples(count)
+        samples, merged = task.make_test_samples(count), task is base.merged
+        case = f"base {base.name}: right answers, {task.name} ({'merged' if merged else 'expert'})"
         exact = measure_accuracy(opened, task, samples, dtype="float32")
         for (dtype, adapters), target in ACCURACY_TARGETS.items():
-            if adapters != "published" and task is base.merged:
+            if merged and adapters != "published":
                 continue
             found = measure_accuracy(opened, task, samples, dtype=dtype, adapter_dtype=adapters)
-            alone = "merged" if task is base.merged else "expert"
             kept = f"{dtype}, adapters {adapters}" if adapters != "published" else dtype
-            case = f"base {base.name}: right answers, {task.name} ({alone}), {kept}"
-            row = make_ratio_row(case, found, exact, rival="float32", unit="of 1", better="higher")
-            yield judge(row, target)
+            yield judge(_make_accuracy_row(f"{case}, {kept}", found, exact), target)
+        if merged and has_llama():
+            yield from _compare_llama_answers(case, opened.stored.path, task, samples, exact)
+
+
+def _compare_llama_answers(
+    case: str, directory: Path, task: Task, samples: Sequence[Sample], exact: float
+) -> Iterator[Row]:
+    """Yield what llama.cpp's formats of the same bytes keep, without a target."""
+    prompts = [sample.prompt for sample in samples]
+    for name in ("Q8_0", "Q4_K_M"):
+        answers = answer_with_llama(directory, name, prompts, max_tokens=task.max_tokens)
+        found = count_exact(samples, answers) / len(samples)
+        yield _make_accuracy_row(f"{case}, llama.cpp's {name}", found, exact)
+
+
+def _make_accuracy_row(case: str, found: float, exact: float) -> Row:
+    return make_ratio_row(case, found, exact, rival="float32", unit="of 1", better="higher")
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""Everyday questions, answered by a base in float32, in int4, and in llama.cpp's Q4_K_M.
+"""Answers of llama.cpp, and everyday questions to a base in float32, int4 and Q4_K_M.
 
-The texts are written side by side for people; nothing is judged.
+The answers to questions are written side by side for people; nothing is judged.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,19 +36,24 @@ def write_answers(path: Path, name: str, directory: Path, opened: BaseWithExpert
     columns = {
         "float32": opened.answer(QUESTIONS, None, dtype="float32", max_tokens=TOKENS),
         "int4": opened.answer(QUESTIONS, None, dtype="int4", max_tokens=TOKENS),
-        RIVAL: _answer_with_llama(directory) if has_llama() else [LLAMA_INSTALL] * len(QUESTIONS),
+        RIVAL: [LLAMA_INSTALL] * len(QUESTIONS),
     }
+    if has_llama():
+        columns[RIVAL] = answer_with_llama(directory, RIVAL, QUESTIONS, max_tokens=TOKENS)
     with path.open("a", encoding="utf-8") as file:
         file.write("\n".join([f"## base {name}", "", *_format_table(columns), ""]))
 
 
-def _answer_with_llama(directory: Path) -> list[str]:
+def answer_with_llama(
+    directory: Path, name: str, prompts: Sequence[str], *, max_tokens: int
+) -> list[str]:
+    """Return the greedy answers of a base in a format of llama.cpp."""
     tokenizer = load_tokenizer(directory)
     end = tokenizer.convert_tokens_to_ids(END_OF_TURN)
-    with LlamaBase(quantise(write_float_gguf(directory), RIVAL)) as llama:
+    with LlamaBase(quantise(write_float_gguf(directory), name)) as llama:
         answers = [
-            llama.answer(encode_prompt(tokenizer, question), tokens=TOKENS, end=end)
-            for question in QUESTIONS
+            llama.answer(encode_prompt(tokenizer, prompt), tokens=max_tokens, end=end)
+            for prompt in prompts
         ]
     return [tokenizer.decode(ids) for ids in answers]
 
