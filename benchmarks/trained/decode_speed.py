@@ -45,7 +45,10 @@ def measure_decoding(openers: Mapping[str, Opener], *, rounds: int) -> SecondsBy
 class _PackedEngine:
     def __init__(self, directory: Path, scheme: Scheme) -> None:
         from benchmarks.trained.divergence import PackedScorer
+        from expertctl.engine.kernels.jit import use_kernel_cache
+        from expertctl.settings import Home
 
+        use_kernel_cache(Home(directory.parent / "home"))
         self._scorers = {n: PackedScorer(directory, scheme, threads=n) for n in THREADS}
         self.weight_bytes = self._scorers[1].nbytes
         self.about = f"ours, {scheme.value}"
