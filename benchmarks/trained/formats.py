@@ -36,6 +36,8 @@ RIVALS = {"int8": "Q8_0", "int4": "Q4_K_M", "int4, 4 bits": "Q4_0"}
 DIVERGENCE_TARGET, BYTES_TARGET, SPEED_TARGET = "<= 1", "<= 1.03", ">= 1.5"
 JUDGED = ("int8", "int4")
 """Our formats that have targets."""
+_LEAST_SHOWN = 1e-6
+"""Divergence of formats that are plotted: float32 has less."""
 _COLOURS, _MARKS = {OURS: "#2a6fb0", LLAMA: "#d9822b"}, {OURS: "o", LLAMA: "s"}
 
 
@@ -169,20 +171,23 @@ def build_figure(formats: Sequence[FormatQuality]) -> "Figure":
     threads = max((count for each in formats for count in each.rates), default=None)
     figure = Figure(figsize=(5.5 if threads is None else 11.0, 4.6), layout="constrained")
     panels = figure.subplots(1, 1 if threads is None else 2, squeeze=False)[0]
-    shown = [each for each in formats if each.divergence.mean > 0]
+    shown = [each for each in formats if each.divergence.mean > _LEAST_SHOWN]
     for each in shown:
         style = {"color": _COLOURS[each.family], "marker": _MARKS[each.family], "linestyle": ""}
         points = [(each.bits, each.divergence.mean)]
         points += [] if threads is None else [(each.divergence.mean, each.rates[threads])]
+        label = each.name if each.base == shown[0].base else ""
+        place: tuple[float, float] = (6, 4) if each.family == LLAMA else (-6, -10)
         for axes, point in zip(panels, points, strict=True):
-            axes.plot(*point, **style)
+            axes.plot(*point, **style, alpha=0.7)
             axes.annotate(
-                f"{each.name} ({each.base})", point, xytext=(4, 4), textcoords="offset points",
-                fontsize=7, parse_math=False,
+                label, point, xytext=place, textcoords="offset points", fontsize=7,
+                ha="left" if each.family == LLAMA else "right", parse_math=False,
             )  # fmt: skip
+    panels[0].margins(0.15)
     panels[0].set(xlabel="bits per weight", ylabel="mean KL from float32, nats", yscale="log")
     if threads is not None:
         rate = f"tokens per second, threads: {threads}"
         panels[1].set(xlabel="mean KL from float32, nats", ylabel=rate, xscale="log")
-    figure.suptitle(f"{OURS}: circles, {LLAMA}: squares", fontsize=10)
+    figure.suptitle(f"{OURS}: circles, {LLAMA}: squares; names at the first base", fontsize=10)
     return figure
