@@ -82,12 +82,18 @@ def write_gguf(path: Path, config: ModelConfig, scheme: Scheme, *, seed: int = 0
 
 
 def write_gguf_tensors(
-    path: Path, facts: dict[str, GGUFValue], tensors: Mapping[str, np.ndarray[Any, Any]]
+    path: Path,
+    facts: dict[str, GGUFValue],
+    tensors: Mapping[str, np.ndarray[Any, Any]],
+    scheme: Scheme = Scheme.BFLOAT16,
 ) -> None:
-    """Write tensors with the names of a Hugging Face base: uint16 is bfloat16, the rest float32."""
+    """Write tensors with the names of a Hugging Face base: matrices of a scheme, float32 vectors.
+
+    Matrices are uint16 in bfloat16, and float32 in float32.
+    """
     shapes = [(_to_gguf_name(name), one.shape) for name, one in tensors.items()]
     with path.open("wb") as file:
-        file.write(_make_header(facts, shapes, Scheme.BFLOAT16))
+        file.write(_make_header(facts, shapes, scheme))
         for one in tensors.values():
             _pad(file)
             file.write(one.tobytes())
@@ -145,7 +151,7 @@ def _encode_text(text: str) -> bytes:
 
 def _encode_typed(value: GGUFValue) -> bytes:
     if isinstance(value, list):
-        kind = _STRING if value and isinstance(value[0], str) else _INT32
+        kind = _INT32 if value and isinstance(value[0], int) else _STRING
         items = [_encode_text(v) if isinstance(v, str) else struct.pack("<i", v) for v in value]
         return struct.pack("<IIQ", _ARRAY, kind, len(value)) + b"".join(items)
     if isinstance(value, str):

@@ -58,8 +58,8 @@ def write_small_llama(folder: Path) -> None:
     (base / "config.json").write_text(json.dumps(CONFIG))
     _write_safetensors(base / "model.safetensors", weights)
     path = folder / GGUF_NAME
-    facts = {**_list_metadata(config), **_list_vocabulary(tokenizer)}
-    write_gguf_tensors(path, facts, {n: _reorder(n, one, config) for n, one in weights.items()})
+    facts = {**list_metadata(config), **list_vocabulary(json.loads(tokenizer.to_str()))}
+    write_gguf_tensors(path, facts, {n: reorder(n, one, config) for n, one in weights.items()})
 
 
 def _write_safetensors(path: Path, weights: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -87,15 +87,15 @@ def _draw_weights(config: ModelConfig) -> Iterator[tuple[str, np.ndarray[Any, An
             yield name, drawn.view(_BF16).reshape(shape)
 
 
-def _reorder(name: str, bits: np.ndarray[Any, Any], config: ModelConfig) -> np.ndarray[Any, Any]:
+def reorder(name: str, one: np.ndarray[Any, Any], config: ModelConfig) -> np.ndarray[Any, Any]:
     """Return a tensor as llama.cpp expects it: norms in float32, rotated rows interleaved."""
-    if bits.ndim == 1:
-        return (bits.astype(np.uint32) << 16).view(np.float32)
+    if one.ndim == 1:
+        return (one.astype(np.uint32) << 16).view(np.float32) if one.dtype == _BF16 else one
     heads = {"q_proj": config.heads, "k_proj": config.kv_heads}.get(name.split(".")[-2])
     if heads is None:
-        return bits
-    halves = bits.reshape(heads, 2, config.head_dim // 2, bits.shape[1])
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(bits.shape)
+        return one
+    halves = one.reshape(heads, 2, config.head_dim // 2, one.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(one.shape)
 
 
 def _train_tokenizer(path: Path) -> Tokenizer:
@@ -115,26 +115,39 @@ def _train_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _list_vocabulary(tokenizer: Tokenizer) -> dict[str, GGUFValue]:
-    document = json.loads(tokenizer.to_str())["model"]
-    known = {number: token for token, number in document["vocab"].items()}
-    tokens = [known.get(number, f"<|unused_{number}|>") for number in range(VOCABULARY)]
-    kinds = [
-        _CONTROL if number not in known or number == 0 else _NORMAL for number in range(VOCABULARY)
-    ]
-    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in document["merges"]]
+def list_vocabulary(
+    document: Mapping[str, Any],
+    *,
+    size: int = VOCABULARY,
+    splitting: str = "gpt-2",
+    begin: int = 0,
+    end: int = 0,
+) -> dict[str, GGUFValue]:
+    """Return the vocabulary of a ``tokenizer.json``, byte-level BPE, for GGUF.
+
+    ``splitting`` is llama.cpp's name of how text is split into words, ``begin`` and ``end`` are the
+    ids of the tokens at the beginning and end of a text.
+    """
+    model, added = document["model"], document["added_tokens"]
+    known = {number: token for token, number in model["vocab"].items()}
+    known |= {each["id"]: each["content"] for each in added}
+    special = {each["id"] for each in added if each["special"]}
+    tokens = [known.get(number, f"<|unused_{number}|>") for number in range(size)]
+    kinds = [_CONTROL if n not in known or n in special else _NORMAL for n in range(size)]
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
     return {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.pre": splitting,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.bos_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.bos_token_id": begin,
+        "tokenizer.ggml.eos_token_id": end,
     }
 
 
-def _list_metadata(config: ModelConfig) -> dict[str, GGUFValue]:
+def list_metadata(config: ModelConfig) -> dict[str, GGUFValue]:
+    """Return the sizes of a Llama for GGUF."""
     return {
         "general.architecture": "llama",
         "general.alignment": 32,

@@ -1,0 +1,1 @@
+"""Small real bases and experts that are trained for `benchmarks.quality`, and what they answer."""
