@@ -36,6 +36,7 @@ from expertctl.engine.kernels.layer_operations import (
     swiglu_kernel,
 )
 from expertctl.engine.kernels.lora import AdapterBatchTable, gemm_kernel
+from expertctl.engine.kernels.machine_code import FunctionSource
 from expertctl.engine.kernels.packed_format import (
     ATTENTION_INPUTS,
     FLOAT_SCHEMES,
@@ -54,7 +55,6 @@ from expertctl.engine.kernels.packed_matrix import (
 )
 from expertctl.engine.kernels.program import Program, ProgramBuilder
 from expertctl.engine.kernels.quantisation import activation_kernel
-from expertctl.engine.kernels.source import FunctionSource
 from expertctl.engine.kernels.thread_pool import POOL_SOURCES
 from expertctl.engine.moe.routed_experts import RoutedExperts
 from expertctl.engine.moe.routed_operations import RoutedOperations

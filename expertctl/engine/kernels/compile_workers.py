@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import BinaryIO
 
-from expertctl.engine.kernels.source import SOURCES_DIGEST, FunctionSource, compile_source
+from expertctl.engine.kernels.machine_code import SOURCES_DIGEST, FunctionSource, compile_source
 from expertctl.engine.memory.host import count_usable_cores, find_unused_bytes
 
 MAX_WORKERS = 8

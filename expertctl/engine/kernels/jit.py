@@ -29,8 +29,14 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from expertctl.engine.kernels.machine_code import CompiledFunction, identify_processor, load_code
-from expertctl.engine.kernels.source import SOURCES_DIGEST, FunctionSource, compile_source
+from expertctl.engine.kernels.machine_code import (
+    SOURCES_DIGEST,
+    CompiledFunction,
+    FunctionSource,
+    compile_source,
+    identify_processor,
+    load_code,
+)
 from expertctl.errors import CountProgress, Notify, ignore_count, ignore_notification
 from expertctl.files import make_folders, write_atomic
 from expertctl.settings import Home

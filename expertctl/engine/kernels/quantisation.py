@@ -24,8 +24,7 @@ from expertctl.engine.kernels.packed_format import GROUP_SIZE, Scheme
 from expertctl.engine.kernels.program import array_address, encode_operands, row_address
 
 _CODE = "expertctl.engine.kernels.compiled.quantisation"
-"""The module with the code of activations, which is imported only to compile it."""
-_WEIGHTS_CODE = "expertctl.engine.kernels.compiled.weight_quantisation"
+"""The module with the code, which is imported only to compile it."""
 INT8_MAX, INT8_ZERO = 127, 128
 """The largest weight or activation in steps, and the byte that stands for 0 in weights."""
 INT8_SCALES = 8
@@ -140,7 +139,7 @@ def _quantising_kernel() -> Kernel:
 def weight_kernel(scheme: Scheme) -> Kernel:
     """Return the kernel that quantises weights to integers; one item is a block of sixteen rows."""
     name = f"quantise weights to {scheme.value}"
-    return load_kernel(name, _WEIGHTS_CODE, "make_quantise_blocks", scheme=scheme)
+    return load_kernel(name, _CODE, "make_quantise_blocks", scheme=scheme)
 
 
 def weight_arguments(

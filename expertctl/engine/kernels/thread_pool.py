@@ -31,8 +31,8 @@ import numpy as np
 
 from expertctl.engine.arrays import AnyArray, aligned_zeros
 from expertctl.engine.kernels.jit import load_functions
+from expertctl.engine.kernels.machine_code import FunctionSource
 from expertctl.engine.kernels.program import Program
-from expertctl.engine.kernels.source import FunctionSource
 
 _CODE = "expertctl.engine.kernels.compiled.thread_pool"
 """The module with the code, which is imported only to compile it."""

@@ -18,7 +18,7 @@ from expertctl.engine.kernels.layer_operations import (
     rope_kv_write_kernel,
     swiglu_kernel,
 )
-from expertctl.engine.kernels.source import FunctionSource, compile_source
+from expertctl.engine.kernels.machine_code import FunctionSource, compile_source
 
 SOURCES = {
     kernel.name: kernel.source

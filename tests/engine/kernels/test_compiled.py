@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock, Timeout
 
 from expertctl.engine.kernels import jit as module
-from expertctl.engine.kernels import source
+from expertctl.engine.kernels import machine_code
 from expertctl.engine.kernels.compiled import compiler
 from expertctl.engine.kernels.jit import (
     COMPILING,
@@ -45,7 +45,7 @@ def make_multiple(factor: int) -> Callable[[int], int]:
 def load_function(
     name: str, module: str, function: str, *, arity: int, **parameters: object
 ) -> CompiledFunction:
-    [loaded] = load_functions({name: source.FunctionSource(module, function, arity, parameters)})
+    [loaded] = load_functions({name: machine_code.FunctionSource(module, function, arity, parameters)})
     return loaded
 
 
@@ -134,7 +134,7 @@ def test_progress_counts_the_functions_that_are_compiled(place: Home) -> None:
     seen: list[tuple[int, int]] = []
     use_kernel_cache(place, progress=lambda *counts: seen.append(counts))
     names = ("one", "two", "three")
-    wanted = dict.fromkeys(names, source.FunctionSource(__name__, "triple", 1, {}))
+    wanted = dict.fromkeys(names, machine_code.FunctionSource(__name__, "triple", 1, {}))
     load_functions(wanted)
     counted = [counts for counts in seen if counts[1]]
     assert (counted[0], counted[-1]) == ((0, 3), (3, 3))
@@ -438,7 +438,7 @@ def test_code_is_not_compiled_from_sources_that_were_replaced_since_the_start(
 ) -> None:
     (tmp_path / "later.py").write_text("def double(number: int) -> int:\n    return 2 * number\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(source, "_hash_sources", lambda: "other")
+    monkeypatch.setattr(machine_code, "_hash_sources", lambda: "other")
     use_kernel_cache(place)
     assert load_triple()(2) == 6  # its module was imported before
     with pytest.raises(IncompatibleError, match="changed") as caught:

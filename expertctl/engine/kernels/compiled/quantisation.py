@@ -1,29 +1,50 @@
-"""Code that converts activations to bfloat16 or int8.
+"""Code that converts activations to bfloat16 or int8, and quantises weights to integers.
 
-`expertctl.engine.kernels.quantisation` describes the formats.
+Weights are quantised a group of sixteen rows at once: each lane has the group of another row, so
+that nothing is summed across lanes. `expertctl.engine.kernels.quantisation` describes the formats
+and how a group is fitted.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 from expertctl.engine.arrays import VECTOR_BYTES
+from expertctl.engine.kernels.compiled.compiler import KernelFunction
+from expertctl.engine.kernels.compiled.gemm import require_scheme, scheme_code
 from expertctl.engine.kernels.compiled.memory import (
+    allocate_stack_floats,
+    atomic_store,
     float32_view,
     int8_view,
     int32_view,
     load_int64s,
     uint16_view,
 )
-from expertctl.engine.kernels.compiled.simd import SimdBuilder
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES
-from expertctl.engine.kernels.quantisation import INT8_MAX
+from expertctl.engine.kernels.compiled.simd import SimdBuilder, Value
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, SCALES_BYTES, Scheme
+from expertctl.engine.kernels.quantisation import (
+    INT8_MAX,
+    INT8_SCALES,
+    INT8_ZERO,
+    LARGEST_SCALE,
+    RANGE_SHRINKAGE,
+    RANGE_STEPS,
+    REFINEMENTS,
+    SCALE_SHIFT,
+    SMALLEST_SCALE,
+    ZERO_BITS,
+    ZERO_FRACTIONS,
+)
 
 MAGNITUDE, INFINITY, LEAST = 0x7FFFFFFF, 0x7F800000, (127 - 100) << 23
 """Bits of a float32 magnitude, which have the order of the numbers."""
+_GROUP_FLOATS = GROUP_SIZE * LANES
+_BFLOAT16_NAN = 0x7FC0
 
 
 def round_rows(first: int, last: int, arguments: int) -> None:
@@ -66,7 +87,7 @@ def quantise_row(row: Any, columns: Any, out: Any, scales: Any, sums: Any) -> No
         place, count = row + begin * 4, min(GROUP_SIZE, columns - begin)
         scale, factor = _group_scale(_largest_magnitude(place, count), np.float32(INT8_MAX))
         float32_view(scales, groups)[group] = scale
-        int32_view(sums, groups)[group] = _quantise_group(place, out + begin, count, factor)
+        int32_view(sums, groups)[group] = _quantise_numbers(place, out + begin, count, factor)
 
 
 @numba.njit
@@ -107,7 +128,7 @@ def _group_scale(largest: Any, steps: Any) -> Any:
 
 
 @numba.njit
-def _quantise_group(row: Any, steps: Any, count: Any, factor: Any) -> Any:
+def _quantise_numbers(row: Any, steps: Any, count: Any, factor: Any) -> Any:
     """Write the steps of a group at an address; return their sum."""
     numbers, stored, total = float32_view(row, count), int8_view(steps, count), np.int32(0)
     if not factor > 0:  # the products may be NaN, which has no integer value
@@ -124,7 +145,7 @@ def _quantise_group(row: Any, steps: Any, count: Any, factor: Any) -> Any:
 
 @intrinsic
 def vector_quantise(_context: Any, row: Any, steps: Any, vectors: Any, factor: Any) -> Any:
-    """Do the same as `_quantise_group` for whole vectors, where the factor is positive."""
+    """Do the same as `_quantise_numbers` for whole vectors, where the factor is positive."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         lanes, (place, out, count, number) = SimdBuilder(builder), values
@@ -137,3 +158,298 @@ def vector_quantise(_context: Any, row: Any, steps: Any, vectors: Any, factor: A
         return lanes.reduce_add_ints(lanes.load_variable(total))
 
     return types.int32(*[types.int64] * 3, types.float32), emit
+
+
+def make_quantise_blocks(scheme: Scheme) -> KernelFunction:
+    """Return the function that quantises blocks of sixteen rows."""
+    code, layout = scheme_code(scheme), scheme.layout
+    each, vector_bytes = layout.columns, layout.vector_bytes
+
+    def quantise(first: int, last: int, arguments: int) -> None:
+        rows, stride, columns, data, scales, wrong = load_int64s(arguments, 6)
+        numbers = allocate_stack_floats(_GROUP_FLOATS)
+        vectors = (columns + each - 1) // each
+        groups = (columns + GROUP_SIZE - 1) // GROUP_SIZE
+        for block in range(first, last):
+            for group in range(groups):
+                begin = group * GROUP_SIZE
+                count = min(GROUP_SIZE, columns - begin)
+                _interleave_group(rows + block * LANES * stride + begin * 4, stride, count, numbers)
+                found = quantise_group(
+                    code, numbers, (count + each - 1) // each,
+                    data + (block * vectors + begin // each) * vector_bytes,
+                    scales + (block * groups + group) * SCALES_BYTES,
+                )  # fmt: skip
+                if found != 0:
+                    atomic_store(wrong, 1)
+
+    return quantise
+
+
+@register_jitable
+def _interleave_group(rows: Any, stride: Any, count: Any, numbers: Any) -> None:
+    """Write the columns of sixteen rows, one vector each; those that do not exist are zeros."""
+    out = float32_view(numbers, _GROUP_FLOATS)
+    for k in range(count * LANES, _GROUP_FLOATS):
+        out[k] = 0
+    for lane in range(LANES):
+        row = float32_view(rows + lane * stride, count)
+        for k in range(count):
+            out[k * LANES + lane] = row[k]
+
+
+@intrinsic(prefer_literal=True)
+def quantise_group(
+    _context: Any, code: Any, numbers: Any, vectors: Any, data: Any, scales: Any
+) -> Any:
+    """Quantise the groups of sixteen rows; return 1 if some number cannot be stored, else 0.
+
+    ``numbers`` are float32 [32, 16]; ``vectors`` are stored of them.
+    """
+    scheme = require_scheme(code)
+
+    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        lanes, (_, numbers, vectors, data, scales) = SimdBuilder(builder), values
+        if scheme is Scheme.INT8:
+            return _emit_int8_group(lanes, numbers, vectors, data, scales)
+        return _emit_fitted_group(lanes, scheme, numbers, vectors, data, scales)
+
+    return types.int64(code, *[types.int64] * 4), emit
+
+
+def _emit_int8_group(
+    lanes: SimdBuilder, numbers: Value, vectors: Value, data: Value, scales: Value
+) -> Value:
+    largest = _emit_largest(lanes, numbers)
+    best = _emit_best_int8_scale(lanes, numbers, largest)
+    unit = lanes.divide_floats(lanes.float_constant(1), _decode_bfloat16(lanes, best))
+    is_zero = lanes.less_than_ints(largest, lanes.int_lanes(LEAST))
+    unit = lanes.select_lanes(is_zero, lanes.float_constant(0), unit)
+    stored = lanes.select_lanes(is_zero, lanes.int_lanes(0), best)
+    is_finite = lanes.less_than_ints(largest, lanes.int_lanes(INFINITY))
+    stored = lanes.select_lanes(is_finite, stored, lanes.int_lanes(_BFLOAT16_NAN))
+    lanes.store_shorts(stored, scales)
+    with lanes.loop(vectors) as vector:
+        word = lanes.int_lanes(0)
+        for column in range(4):
+            number = _load_column(lanes, numbers, vector, 4, column)
+            step = lanes.truncate_to_ints(_int8_step(lanes, number, unit))
+            stepped = lanes.add_int(step, lanes.int_lanes(INT8_ZERO))
+            word = lanes.or_ints(word, lanes.shift_left(stepped, 8 * column))
+        lanes.store_ints(word, lanes.offset(data, vector, VECTOR_BYTES))
+    return lanes.any_lane(lanes.invert(is_finite))
+
+
+def _emit_best_int8_scale(lanes: SimdBuilder, numbers: Value, largest: Value) -> Value:
+    """Return the scale with the least squared error, as the bits of a bfloat16.
+
+    The first one that is tried clips the largest number, if that is positive, by up to a step.
+    """
+    exact = lanes.divide_floats(lanes.bitcast_to_floats(largest), lanes.float_constant(INT8_MAX))
+    first = lanes.shift_right(lanes.bitcast_to_ints(exact), 16)
+    code = lanes.create_variable(lanes.add_int(first, lanes.int_lanes(-1)))
+    best = lanes.create_variable(first)
+    least = lanes.create_variable(lanes.float_constant(float("inf")))
+    with lanes.loop(lanes.int_constant(INT8_SCALES)):
+        tried, error = lanes.load_variable(code), lanes.create_variable(lanes.zero_floats())
+        scale = _decode_bfloat16(lanes, tried)
+        unit = lanes.divide_floats(lanes.float_constant(1), scale)
+        with lanes.loop_floats(numbers, GROUP_SIZE) as number:
+            value = lanes.multiply_floats(_int8_step(lanes, number, unit), scale)
+            lost = lanes.subtract_floats(number, value)
+            lanes.store_variable(lanes.fma(lost, lost, lanes.load_variable(error)), error)
+        is_better = lanes.less_than(lanes.load_variable(error), lanes.load_variable(least))
+        for variable, new in ((least, lanes.load_variable(error)), (best, tried)):
+            old = lanes.load_variable(variable)
+            lanes.store_variable(lanes.select_lanes(is_better, new, old), variable)
+        lanes.store_variable(lanes.add_int(tried, lanes.int_lanes(1)), code)
+    return lanes.load_variable(best)
+
+
+def _decode_bfloat16(lanes: SimdBuilder, bits: Value) -> Value:
+    return lanes.bitcast_to_floats(lanes.shift_left(bits, 16))
+
+
+def _int8_step(lanes: SimdBuilder, number: Value, unit: Value) -> Value:
+    whole = lanes.round_floats(lanes.multiply_floats(number, unit))
+    return lanes.clamp_floats(
+        whole, lanes.float_constant(-INT8_ZERO), lanes.float_constant(INT8_MAX)
+    )
+
+
+def _emit_fitted_group(
+    lanes: SimdBuilder, scheme: Scheme, numbers: Value, vectors: Value, data: Value, scales: Value
+) -> Value:
+    """Fit int4 or int5."""
+    fit = _GroupFit(lanes, scheme, numbers)
+    wrong = fit.emit()
+    unit, zero = fit.best_unit_and_zero()
+    lanes.store_shorts(fit.stored_scale(), scales)
+    layout = scheme.layout
+    with lanes.loop(vectors) as vector:
+        place, word = lanes.offset(data, vector, layout.vector_bytes), lanes.int_lanes(0)
+        for half in range(2):
+            fifth = lanes.int_lanes(0)
+            for column in range(4):
+                number = _load_column(lanes, numbers, vector, 8, 4 * half + column)
+                step = lanes.truncate_to_ints(fit.step(number, unit, zero))
+                moved = lanes.shift_left(lanes.mask_ints(step, 15), 8 * column + 4 * half)
+                word = lanes.or_ints(word, moved)
+                bit = lanes.shift_left(lanes.shift_right(step, 4), column)
+                fifth = lanes.or_ints(fifth, bit)
+            if scheme is Scheme.INT5:
+                lanes.store_nibbles(fifth, lanes.add_int(place, lanes.int_constant(64 + 8 * half)))
+        lanes.store_ints(word, place)
+    return wrong
+
+
+def _load_column(
+    lanes: SimdBuilder, numbers: Value, vector: Value, columns: int, column: int
+) -> Value:
+    begin = lanes.offset(numbers, vector, columns * VECTOR_BYTES)
+    return lanes.load_floats(lanes.add_int(begin, lanes.int_constant(column * VECTOR_BYTES)))
+
+
+def _emit_largest(lanes: SimdBuilder, numbers: Value) -> Value:
+    """Return the bits of the largest magnitude; infinity is above numbers, NaN above infinity."""
+    largest = lanes.create_variable(lanes.zero_ints())
+    with lanes.loop(lanes.int_constant(GROUP_SIZE)) as column:
+        bits = lanes.load_ints(lanes.offset(numbers, column, VECTOR_BYTES))
+        bits = lanes.mask_ints(bits, MAGNITUDE)
+        lanes.store_variable(lanes.max_int(lanes.load_variable(largest), bits), largest)
+    return lanes.load_variable(largest)
+
+
+class _GroupFit:
+    """Emits the least-squares fit of ``number = scale * (q - zero)`` in each lane."""
+
+    def __init__(self, lanes: SimdBuilder, scheme: Scheme, numbers: Value) -> None:
+        self._lanes, self._numbers = lanes, numbers
+        self._top = lanes.float_constant((1 << scheme.layout.bits) - 1)
+        self._units = ZERO_FRACTIONS[scheme]
+        zero = lanes.float_constant(0)
+        self._zero = zero
+        self._least_error = lanes.create_variable(lanes.float_constant(float("inf")))
+        self._best_scale = lanes.create_variable(lanes.int_lanes(SMALLEST_SCALE))
+        self._best_zero = lanes.create_variable(zero)
+
+    def emit(self) -> Value:
+        """Emit the search; return 1 if some number cannot be stored, else 0."""
+        lanes = self._lanes
+        low, high, total = (lanes.create_variable(self._zero) for _ in range(3))
+        with self._columns() as number:
+            self._update(low, lambda old: lanes.min_floats(number, old))
+            self._update(high, lambda old: lanes.max_floats(number, old))
+            self._update(total, lambda old: lanes.add_floats(old, number))
+        least, most, total = (lanes.load_variable(each) for each in (low, high, total))
+        width = lanes.subtract_floats(most, least)
+        share = lanes.create_variable(lanes.float_constant(1))
+        exact = self._scale_code(lanes.divide_floats(width, self._top), clamped=False)
+        with lanes.loop(lanes.int_constant(RANGE_STEPS)):
+            part = lanes.load_variable(share)
+            less = self._constant(RANGE_SHRINKAGE)
+            lanes.store_variable(lanes.subtract_floats(part, less), share)
+            clipped = lanes.multiply_floats(width, part)
+            begin = lanes.multiply_floats(
+                self._constant(0.5), lanes.subtract_floats(lanes.add_floats(least, most), clipped)
+            )
+            scale = lanes.create_variable(self._scale_code(lanes.divide_floats(clipped, self._top)))
+            start = lanes.create_variable(begin)
+            with lanes.loop(lanes.int_constant(REFINEMENTS + 1)):
+                self._try(scale, start, total)
+        largest = _emit_largest(lanes, self._numbers)
+        is_finite = lanes.less_than_ints(largest, lanes.int_lanes(INFINITY))
+        fits = lanes.less_than_ints(exact, lanes.int_lanes(LARGEST_SCALE + 1))
+        return lanes.any_lane(lanes.invert(lanes.both(is_finite, fits)))
+
+    def _try(self, scale: Value, start: Value, total: Value) -> None:
+        """Quantise with a scale, keep it if it is the best, and fit a new one to the steps."""
+        lanes = self._lanes
+        code = lanes.load_variable(scale)
+        size = self._decode(code)
+        unit = lanes.divide_floats(self._constant(1), size)
+        offset = lanes.multiply_floats(lanes.load_variable(start), unit)
+        units = lanes.multiply_floats(offset, self._constant(-self._units))
+        stored = lanes.clamp_floats(
+            lanes.round_floats(units), self._zero, self._constant((1 << ZERO_BITS) - 1)
+        )
+        zero = lanes.multiply_floats(stored, self._constant(1 / self._units))
+        error, steps, squares, products = (lanes.create_variable(self._zero) for _ in range(4))
+        with self._columns() as number:
+            step = self.step(number, unit, zero)
+            value = lanes.multiply_floats(lanes.subtract_floats(step, zero), size)
+            lost = lanes.subtract_floats(number, value)
+            self._update(error, lambda old: lanes.fma(lost, lost, old))
+            self._update(steps, lambda old: lanes.add_floats(old, step))
+            self._update(squares, lambda old: lanes.fma(step, step, old))
+            self._update(products, lambda old: lanes.fma(step, number, old))
+        self._keep_best(lanes.load_variable(error), code, stored)
+        steps, squares, products = (lanes.load_variable(v) for v in (steps, squares, products))
+        count = self._constant(GROUP_SIZE)
+        spread = lanes.subtract_floats(
+            lanes.multiply_floats(count, squares), lanes.multiply_floats(steps, steps)
+        )
+        common = lanes.subtract_floats(
+            lanes.multiply_floats(count, products), lanes.multiply_floats(total, steps)
+        )
+        refined = self._scale_code(lanes.divide_floats(common, spread))
+        varies = lanes.less_than(self._zero, spread)
+        refined = lanes.select_lanes(varies, refined, code)
+        lanes.store_variable(refined, scale)
+        rest = lanes.subtract_floats(total, lanes.multiply_floats(self._decode(refined), steps))
+        lanes.store_variable(lanes.divide_floats(rest, count), start)
+
+    def _keep_best(self, error: Value, code: Value, stored: Value) -> None:
+        lanes = self._lanes
+        is_better = lanes.less_than(error, lanes.load_variable(self._least_error))
+        for variable, new in (
+            (self._least_error, error),
+            (self._best_scale, code),
+            (self._best_zero, stored),
+        ):
+            old = lanes.load_variable(variable)
+            lanes.store_variable(lanes.select_lanes(is_better, new, old), variable)
+
+    def best_unit_and_zero(self) -> tuple[Value, Value]:
+        """Return the reciprocal of the best scale, and its zero point in steps."""
+        lanes = self._lanes
+        scale = self._decode(lanes.load_variable(self._best_scale))
+        zero = lanes.multiply_floats(
+            lanes.load_variable(self._best_zero), self._constant(1 / self._units)
+        )
+        return lanes.divide_floats(self._constant(1), scale), zero
+
+    def stored_scale(self) -> Value:
+        """Return the best scale and zero point as they are stored."""
+        lanes = self._lanes
+        code = lanes.subtract_int(
+            lanes.load_variable(self._best_scale), lanes.int_lanes(SMALLEST_SCALE)
+        )
+        zero = lanes.truncate_to_ints(lanes.load_variable(self._best_zero))
+        return lanes.or_ints(lanes.shift_left(code, ZERO_BITS), zero)
+
+    def step(self, number: Value, unit: Value, zero: Value) -> Value:
+        """Return the q of a number, as float32."""
+        lanes = self._lanes
+        whole = lanes.round_floats(lanes.fma(number, unit, zero))
+        return lanes.clamp_floats(whole, self._zero, self._top)
+
+    def _scale_code(self, scale: Value, *, clamped: bool = True) -> Value:
+        """Round a scale to four bits of fraction; return its first bits as float32."""
+        lanes, half = self._lanes, self._lanes.int_lanes(1 << (SCALE_SHIFT - 1))
+        bits = lanes.add_int(lanes.bitcast_to_ints(scale), half)
+        code = lanes.shift_right(bits, SCALE_SHIFT, signed=True)
+        return lanes.clamp_ints(code, SMALLEST_SCALE, LARGEST_SCALE) if clamped else code
+
+    def _decode(self, code: Value) -> Value:
+        lanes = self._lanes
+        return lanes.bitcast_to_floats(lanes.shift_left(code, SCALE_SHIFT))
+
+    def _constant(self, number: float) -> Value:
+        return self._lanes.float_constant(number)
+
+    def _columns(self) -> Any:
+        return self._lanes.loop_floats(self._numbers, GROUP_SIZE)
+
+    def _update(self, variable: Value, change: Callable[[Value], Value]) -> None:
+        self._lanes.store_variable(change(self._lanes.load_variable(variable)), variable)
