@@ -45,7 +45,9 @@ def make_multiple(factor: int) -> Callable[[int], int]:
 def load_function(
     name: str, module: str, function: str, *, arity: int, **parameters: object
 ) -> CompiledFunction:
-    [loaded] = load_functions({name: machine_code.FunctionSource(module, function, arity, parameters)})
+    [loaded] = load_functions(
+        {name: machine_code.FunctionSource(module, function, arity, parameters)}
+    )
     return loaded
 
 
