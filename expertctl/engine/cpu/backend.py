@@ -36,6 +36,7 @@ from expertctl.engine.kernels.jit import compile_missing, use_kernel_cache
 from expertctl.engine.kernels.packed_format import PlanPacking, Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import (
+    ROW_PAGES,
     BlockPool,
     InterleavedPages,
     PagedKVCache,
@@ -73,6 +74,8 @@ _SCHEMES: dict[Dtype, Scheme] = {
     "int8": Scheme.INT8,
     "int4": Scheme.INT4,
 }
+MEASURED_TOKENS, SCORED_ROWS, _SCORED_COPIES = 256, 16, 4
+"""Tokens of the text on which a base is compared, and rows of logits that are compared at once."""
 FOUR_BIT_WEIGHTS = 500_000_000
 """Minimum weights of a base that can spare the fifth bit of each in int4."""
 
@@ -82,6 +85,27 @@ def choose_scheme(config: ModelConfig, dtype: Dtype) -> Scheme:
     if dtype == "int4" and _count_weights(config) < FOUR_BIT_WEIGHTS:
         return Scheme.INT5
     return _SCHEMES[dtype]
+
+
+def count_measured_tokens(config: ModelConfig) -> int:
+    """Return the maximum number of tokens on which a base is compared with its own weights."""
+    return min(MEASURED_TOKENS, config.max_positions)
+
+
+def quality_scratch_bytes(config: ModelConfig, *, packed: int) -> int:
+    """Return the maximum bytes that `measure_quality` needs besides the base.
+
+    ``packed`` are those that the packed base needs to read a text of so many tokens.
+    """
+    from expertctl.engine.cpu.plain_decoder import estimate_plain_pass_bytes
+    from expertctl.engine.cpu.plain_weights import loading_scratch_bytes
+
+    tokens = count_measured_tokens(config)
+    reading = estimate_plain_pass_bytes(config, tokens, chunk=tokens)
+    reading += estimate_pages_bytes(config, tokens, ROW_PAGES)
+    scored = _SCORED_COPIES * min(SCORED_ROWS, tokens) * config.vocab_size * _FLOAT_BYTES
+    kept = _FLOAT_BYTES * tokens * config.hidden_size + config.count_weight_bytes(itemsize=0)
+    return kept + loading_scratch_bytes(config, "bf16") + max(reading, packed + scored)
 
 
 @lru_cache(maxsize=8)
@@ -177,11 +201,6 @@ class PackedBackend:
         packing = packing_scratch_bytes(self.config)
         if not self.scheme.layout.is_grouped:
             return packing
-        from expertctl.engine.cpu.quantisation_quality import (
-            count_measured_tokens,
-            quality_scratch_bytes,
-        )
-
         tokens = count_measured_tokens(self.config)
         reading = self.buffer_bytes(tokens) + self.kv_bytes(tokens)
         return max(packing, quality_scratch_bytes(self.config, packed=reading))

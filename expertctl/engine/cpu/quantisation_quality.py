@@ -18,11 +18,17 @@ from expertctl.digest import Digest
 from expertctl.engine.adapters.compile import BASE_ONLY
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.backend import LoadContext
-from expertctl.engine.cpu.backend import PackedBackend, PackedModel, choose_scheme
+from expertctl.engine.cpu.backend import (
+    SCORED_ROWS,
+    PackedBackend,
+    PackedModel,
+    choose_scheme,
+    count_measured_tokens,
+)
 from expertctl.engine.cpu.plain_backend import use_blas_threads
-from expertctl.engine.cpu.plain_decoder import PlainDecoder, estimate_plain_pass_bytes
-from expertctl.engine.cpu.plain_weights import loading_scratch_bytes, open_stored_weights
-from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache, estimate_pages_bytes
+from expertctl.engine.cpu.plain_decoder import PlainDecoder
+from expertctl.engine.cpu.plain_weights import open_stored_weights
+from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
 from expertctl.engine_config import KL_LIMITS, Dtype
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig
@@ -31,7 +37,6 @@ from expertctl.store.quantised_cache import LARGE_BYTES, QuantisationQuality, Qu
 if TYPE_CHECKING:
     from expertctl.engine.load_plan import OpenBase
 
-MAX_TOKENS = 256
 TEXT = """\
 The harbour of Bergen has been a market for dried fish since the thirteenth century. Ships from \
 Lübeck brought grain, salt and cloth, and left with cod from the northern islands. In 1702 a fire \
@@ -54,8 +59,6 @@ boil eggs for longer; a pressure cooker does the opposite. Wann fährt der näch
 Le marché est ouvert tous les jours sauf le lundi.
 """
 TEXT_DIGEST = Digest.compute(TEXT.encode())
-_SCORED_ROWS = 16
-_FLOAT_BYTES, _SCORED_COPIES = 4, 4
 
 
 def find_quality(
@@ -119,24 +122,6 @@ def measure_quality(
         return QuantisationQuality(kl=comparison.finish(), predictions=len(tokens))
 
 
-def count_measured_tokens(config: ModelConfig) -> int:
-    """Return the maximum number of tokens that are compared."""
-    return min(MAX_TOKENS, config.max_positions)
-
-
-def quality_scratch_bytes(config: ModelConfig, *, packed: int) -> int:
-    """Return the maximum bytes that `measure_quality` needs besides the base.
-
-    ``packed`` are those that the packed base needs to read a text of so many tokens.
-    """
-    tokens = count_measured_tokens(config)
-    reading = estimate_plain_pass_bytes(config, tokens, chunk=tokens)
-    reading += estimate_pages_bytes(config, tokens, ROW_PAGES)
-    scored = _SCORED_COPIES * min(_SCORED_ROWS, tokens) * config.vocab_size * _FLOAT_BYTES
-    kept = _FLOAT_BYTES * tokens * config.hidden_size + config.count_weight_bytes(itemsize=0)
-    return kept + loading_scratch_bytes(config, "bf16") + max(reading, packed + scored)
-
-
 def check_quality(quality: QuantisationQuality, dtype: Dtype, *, base: str) -> None:
     """Check that a base loses no more than its data type allows.
 
@@ -157,7 +142,7 @@ class _Comparison:
 
     def __init__(self, reference: PlainDecoder, hidden: AnyArray) -> None:
         self._reference, self._hidden = reference, hidden
-        self._rows = np.empty((_SCORED_ROWS, reference.config.vocab_size), np.float32)
+        self._rows = np.empty((SCORED_ROWS, reference.config.vocab_size), np.float32)
         self._begin = self._filled = 0
         self._total = 0.0
 
@@ -167,7 +152,7 @@ class _Comparison:
         for row in logits:
             self._rows[self._filled] = row
             self._filled += 1
-            if self._filled == _SCORED_ROWS:
+            if self._filled == SCORED_ROWS:
                 self._compare()
 
     def finish(self) -> float:

@@ -13,15 +13,18 @@ from safetensors.torch import load_file, save_file
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.backend import LoadConfig, LoadContext
 from expertctl.engine.cpu import quantisation_quality
-from expertctl.engine.cpu.backend import PackedBackend, PackedModel
+from expertctl.engine.cpu.backend import (
+    MEASURED_TOKENS,
+    PackedBackend,
+    PackedModel,
+    quality_scratch_bytes,
+)
 from expertctl.engine.cpu.plain_decoder import PlainDecoder
 from expertctl.engine.cpu.plain_weights import load_plain_weights, open_stored_weights
 from expertctl.engine.cpu.quantisation_quality import (
-    MAX_TOKENS,
     TEXT,
     compute_kl,
     measure_quality,
-    quality_scratch_bytes,
 )
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
 from expertctl.engine.local_engine import LocalEngine
@@ -38,7 +41,7 @@ from tests.store.fixtures import HomeFixture, user_home
 
 __all__ = ["user_home"]
 
-IDS = list(TEXT.encode())[:MAX_TOKENS]
+IDS = list(TEXT.encode())[:MEASURED_TOKENS]
 SIZES: dict[str, Any] = {"hidden": 64, "intermediate": 96, "head_dim": 16}
 OBJECTS = 64 << 10
 
@@ -67,14 +70,14 @@ def test_it_is_the_divergence_of_what_is_computed_from_float32(
     found = measure_quality(backend, model, IDS, context)
     assert model.holds_only_weights
     reference = PlainDecoder(backend.config, load_plain_weights(directory, backend.config))
-    before = PagedKVCache(backend.config, MAX_TOKENS, layout=ROW_PAGES)
-    exact, packed = np.empty((2, MAX_TOKENS, backend.config.vocab_size), np.float32)
+    before = PagedKVCache(backend.config, MEASURED_TOKENS, layout=ROW_PAGES)
+    exact, packed = np.empty((2, MEASURED_TOKENS, backend.config.vocab_size), np.float32)
     for place, token in enumerate(IDS):
         exact[place] = reference.decode(token, before).logits
-    cache = PagedKVCache(backend.config, MAX_TOKENS, layout=backend.page_layout)
+    cache = PagedKVCache(backend.config, MEASURED_TOKENS, layout=backend.page_layout)
     for place, token in enumerate(IDS):
         packed[place] = model.decoder.decode(token, cache).logits
-    assert found.predictions == MAX_TOKENS
+    assert found.predictions == MEASURED_TOKENS
     assert found.kl == pytest.approx(softmax_kl(exact, packed), rel=1e-2)
     model.close()
 
@@ -112,7 +115,7 @@ def test_weights_in_files_compute_as_those_in_memory(
 def test_measuring_needs_no_more_memory_than_it_says(sizes: Any, tmp_path: Path) -> None:
     directory = write_base(tmp_path / "base", **sizes)
     backend, model, context = load_in("int8", directory, tmp_path)
-    packed = backend.buffer_bytes(MAX_TOKENS) + backend.kv_bytes(MAX_TOKENS)
+    packed = backend.buffer_bytes(MEASURED_TOKENS) + backend.kv_bytes(MEASURED_TOKENS)
     measure_quality(backend, model, IDS, context)  # imports, compiles
     tracemalloc.start()
     try:
