@@ -307,9 +307,10 @@ class QuantisedCache:
         try:
             with self._bases.lock_base(self._base, seconds=LOCK_SECONDS), disk_errors(path):
                 write_atomic(path, msgspec.json.encode(record) + b"\n", mode=0o600)
-        except _WRITE_ERRORS as error:
+        except (*_WRITE_ERRORS, OSError) as error:
+            reason = _os_error_reason(error) if isinstance(error, OSError) else error.message
             self._notes[f"quality {scheme}"] = (
-                f"{path} cannot be written ({error.message}): measured again next time"
+                f"{path} cannot be written ({reason}): measured again next time"
             )
 
     def _quality_path(self, scheme: str) -> Path:
