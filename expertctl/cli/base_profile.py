@@ -7,7 +7,7 @@ runs on this machine or imported from a file, and kept only on this machine. Tex
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
@@ -358,9 +358,18 @@ def plan(
     copies = open_quantised_cache(open_base_store(), base)
     limit = find_budget_limit(engine.memory_budget, "cpu")
     if routed is None:
-        given = {"--lane": lane, "--moe-profile": moe_profile, "--moe-pin": moe_pin}
+        given: dict[str, object] = {
+            "--lane": lane,
+            "--moe-profile": moe_profile,
+            "--moe-pin": moe_pin,
+        }
+        given["--strategy"] = strategy != "warm"
         warn([describe_unused_option(base.name, name) for name, value in given.items() if value])
-        dense = plan_dense_base(config, base=base.name, limit=limit, copies=copies)
+        dtypes = get_args(Dtype) if dtype is None else (dtype,)
+        dense = plan_dense_base(
+            config, engine, base=base.name, limit=limit, copies=copies, dtypes=dtypes
+        )
+        warn(f"{name} cannot run it: {why}" for name, why in dense.unavailable.items())
         emit(dense.to_json(), format_dense_plan(dense), as_json=as_json)
         return
     found = plan_base(

@@ -360,7 +360,7 @@ class BaseSlot:
         Raises:
             BudgetError: when it does not fit.
         """
-        if self._base is not None and self._base.has_same_weights(base):
+        if self.has(base):
             return
         self.unload()
         what = f"the base {base.stored.name}"
@@ -371,6 +371,10 @@ class BaseSlot:
             self._tiers.release(Tier.DEVICE, "base", base.weight_bytes)
             raise
         self._base = base
+
+    def has(self, base: OpenBase) -> bool:
+        """Return whether a base is the current one."""
+        return self._base is not None and self._base.has_same_weights(base)
 
     @property
     def nbytes(self) -> int:

@@ -164,7 +164,7 @@ class ResourceManager:
         stack: ExitStack,
     ) -> LoadedModel:
         """Load everything into memory; the certain needs are reserved first."""
-        self._base_slot.reserve(base)
+        self._reserve_base(base)
         wanted = build_kv_request(base, prepared, cache_key)
         kv = stack.enter_context(self.get_kv_store(base.backend).allocate(wanted))
         certain = prepared.buffer_bytes()
@@ -208,7 +208,7 @@ class ResourceManager:
             BudgetError: when it does not fit.
             InvalidPackageError: when its tensors do not match its configuration.
         """
-        self._base_slot.reserve(base)
+        self._reserve_base(base)
         return self._load_base(base, threads)
 
     @contextmanager
@@ -236,25 +236,50 @@ class ResourceManager:
             return model, stack.enter_context(plan)
 
     def _load_base(self, base: OpenBase, threads: int) -> RunnableModel:
-        context, is_new = self._build_load_context(base, threads), not self._base_slot.is_loaded
-        model = self._base_slot.load(context, progress=self._progress)
-        if is_new and base.backend.dtype in QUANTISED_DTYPES:
-            self._require_quality(base, model, context)
+        context = self._build_load_context(base, threads)
+        if self._base_slot.is_loaded or base.backend.dtype not in QUANTISED_DTYPES:
+            model = self._base_slot.load(context, progress=self._progress)
+        else:
+            model = self._load_quantised(base, context)
         if base.config.experts is not None:
             self.usage_store.observe(base.stored, base.config.experts, model)
         return model
 
-    def _require_quality(self, base: OpenBase, model: RunnableModel, context: LoadContext) -> None:
-        """Check what a base loses in integers, or drop it."""
+    def _reserve_base(self, base: OpenBase) -> None:
+        """Reserve memory for a base in place of any other, unless it is known to be refused."""
+        if base.backend.dtype in QUANTISED_DTYPES and not self._base_slot.has(base):
+            from expertctl.engine.cpu.quantisation_quality import refuse_known_loss
+
+            refuse_known_loss(base, open_quantised_cache(self._planner.bases, base.stored))
+        self._base_slot.reserve(base)
+
+    def _load_quantised(self, base: OpenBase, context: LoadContext) -> RunnableModel:
+        """Load a base in integers and check what it loses, or drop it.
+
+        With routed experts that is measured first, on a model of its own, whose copy is then read.
+        """
         from expertctl.engine.cpu.backend import PackedModel
         from expertctl.engine.cpu.quantisation_quality import require_quality
 
-        assert isinstance(model, PackedModel), "only its kernels compute with integers"
+        apart, packed = base.config.experts is not None, 0
+
+        def count(size: int) -> None:
+            nonlocal packed
+            packed += size
+            self._progress(size)
+
         try:
-            model.quality = require_quality(base, model, context)
+            quality = require_quality(base, None, context, progress=count) if apart else None
+            counts = self._progress if not packed else lambda _: self._progress(0)
+            model = self._base_slot.load(context, progress=counts)
+            assert isinstance(model, PackedModel), "only its kernels compute with integers"
+            model.quality = quality
+            if not apart:
+                model.quality = require_quality(base, model, context, progress=self._progress)
         except BaseException:
             self._base_slot.unload()
             raise
+        return model
 
     def _compile_plan(
         self,

@@ -28,7 +28,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -95,7 +95,7 @@ class UsageProfileFile:
     def update(self, change: Callable[[bytes | None], bytes]) -> None:
         """Replace the content by ``change(content)``, where an absent or unreadable one is None."""
         with self.bases.lock_base(self.base, seconds=LOCK_SECONDS):
-            self._remove_leftovers()
+            _remove_leftovers(self.path)
             data: bytes | None = None
             with suppress(StoreError):
                 data = self.read()
@@ -105,15 +105,16 @@ class UsageProfileFile:
     def remove(self) -> bool:
         """Remove the file; return whether there was one."""
         with self.bases.lock_base(self.base, seconds=LOCK_SECONDS), disk_errors(self.path):
-            self._remove_leftovers()
+            _remove_leftovers(self.path)
             was_there = self.path.is_symlink() or self.path.exists()
             self.path.unlink(missing_ok=True)
             return was_there
 
-    def _remove_leftovers(self) -> None:
-        """Remove the temporary files of killed processes; the lock is held."""
-        for left in self.path.parent.glob(f".{self.path.name}.*.tmp"):
-            left.unlink(missing_ok=True)
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the temporary files of killed processes that wrote a file; the lock is held."""
+    for left in path.parent.glob(f".{path.name}.*.tmp"):
+        left.unlink(missing_ok=True)
 
 
 def _read_private(path: Path, *, max_bytes: int) -> bytes | None:
@@ -177,9 +178,9 @@ def list_outdated_copies(bases: BaseStore) -> tuple[Path, ...]:
 class QuantisationQuality(msgspec.Struct, frozen=True, kw_only=True):
     """How far the predictions of a base in integers are from those of its own weights."""
 
-    kl: float
+    kl: Annotated[float, msgspec.Meta(ge=0)]
     """The mean KL divergence, in nats."""
-    predictions: int
+    predictions: Annotated[int, msgspec.Meta(ge=1)]
     """The number of tokens of the text that it was measured on."""
 
 
@@ -187,7 +188,7 @@ class _QualityRecord(msgspec.Struct, forbid_unknown_fields=True):
     """The content of the file of a quality."""
 
     source: str
-    """What was compared, and on which text; anything else is measured again."""
+    """What was compared, and how; anything else is measured again."""
     quality: QuantisationQuality
 
 
@@ -291,21 +292,28 @@ class QuantisedCache:
 
         self._write(scheme, shape, checked(), min_bytes=min_bytes)
 
-    def read_quality(self, scheme: str, *, text: Digest) -> QuantisationQuality | None:
-        """Return the quality of a scheme as it was measured on a text; None where it was not."""
+    def read_quality(self, scheme: str, *, method: Digest) -> QuantisationQuality | None:
+        """Return the quality of a scheme as a method measured it; None where it did not."""
         try:
             data = _read_private(self._quality_path(scheme), max_bytes=_MAX_QUALITY_BYTES)
             record = decode_json(data or b"", _QualityRecord)
         except (msgspec.MsgspecError, ExpertError):  # it can be measured again
             return None
-        return record.quality if record.source == self._quality_source(scheme, text) else None
+        return record.quality if record.source == self._quality_source(scheme, method) else None
 
-    def write_quality(self, scheme: str, quality: QuantisationQuality, *, text: Digest) -> None:
-        """Keep the quality of a scheme with the base, or note why that is impossible."""
+    def write_quality(self, scheme: str, quality: QuantisationQuality, *, method: Digest) -> None:
+        """Keep the quality of a scheme with the base, or note why that is impossible.
+
+        Raises:
+            BaseMismatchError: when the files of the base are not those added, so that it is the
+                quality of another base.
+        """
         path = self._quality_path(scheme)
-        record = _QualityRecord(self._quality_source(scheme, text), quality)
+        record = _QualityRecord(self._quality_source(scheme, method), quality)
+        self._bases.check(self._base)
         try:
             with self._bases.lock_base(self._base, seconds=LOCK_SECONDS), disk_errors(path):
+                _remove_leftovers(path)
                 write_atomic(path, msgspec.json.encode(record) + b"\n", mode=0o600)
         except (*_WRITE_ERRORS, OSError) as error:
             reason = _os_error_reason(error) if isinstance(error, OSError) else error.message
@@ -316,8 +324,9 @@ class QuantisedCache:
     def _quality_path(self, scheme: str) -> Path:
         return self._bases.quality_path(self._base, scheme)
 
-    def _quality_source(self, scheme: str, text: Digest) -> str:
-        return f"{self._copy_source(scheme)} on {text}"
+    def _quality_source(self, scheme: str, method: Digest) -> str:
+        tokenizer = self._base.identity.tokenizer
+        return f"{self._copy_source(scheme)}, tokenizer {tokenizer}, by {method}"
 
     def discard_copy(self, scheme: str, copy: QuantisedFile, *, why: str) -> None:
         """Remove an open copy, so that it is written again the next time, and note why."""

@@ -23,7 +23,7 @@ __all__ = ["expertctl", "fast", "package_factory", "user_home"]
 
 pytestmark = pytest.mark.all
 
-BUDGET = "90MB"
+BUDGET, SMALL_BUDGET = "90MB", "40MB"
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +182,34 @@ def test_a_base_without_routed_experts_is_planned_in_every_dtype(
         "dense has no routed experts: --lane has no effect"
         in expertctl(*plan, "--lane", "a=1MB").err
     )
+    only = expertctl(*plan, "--dtype", "int8", "--json").document["dtypes"]
+    assert only == [planned["int8"]]
     least = min(each["min_bytes"] for each in planned.values())
     small = expertctl("base", "plan", "dense", "--memory", str(least - 1), "--json").document
     assert not any(each["fits"] for each in small["dtypes"])
+
+
+@pytest.mark.parametrize("miss", ["exact", "skip"])
+def test_what_routed_experts_lose_is_measured_exactly_and_counts_as_no_use(
+    miss: str,
+    expertctl: CommandRunner,
+    user_home: HomeFixture,
+    base_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("expertctl.routing.plan.SMALL_BASE", 0)
+    user_home.bases.add(base_dir)
+    run = ("run", "Sort: 3, 1, 2", "--no-experts", "--greedy", "--max-tokens", "8", "--json")
+    options = ("--base", "moe", "--dtype", "int8", "--memory-budget", SMALL_BUDGET)
+    ran = expertctl(*run, *options, "--moe-miss", miss).document
+    assert ran["moe"]["in_memory"] < 4 * 32, "not all of them fit"
+    tokens = ran["tokens"]["prompt"] + ran["tokens"]["generated"]
+    assert expertctl("base", "profile", "show", "moe", "--json").document["tokens"] <= tokens
+    [base] = user_home.bases.list_bases()
+    user_home.bases.quality_path(base, "int8").unlink()
+    whole = expertctl(*run, "--base", "moe", "--dtype", "int8").document
+    found, expected = (each["numerics"]["kl_divergence"] for each in (ran, whole))
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_device_that_is_set_plans_no_processor(

@@ -74,8 +74,8 @@ _SCHEMES: dict[Dtype, Scheme] = {
     "int8": Scheme.INT8,
     "int4": Scheme.INT4,
 }
-MEASURED_TOKENS, SCORED_ROWS, _SCORED_COPIES = 256, 16, 4
-"""Tokens of the text on which a base is compared, and rows of logits that are compared at once."""
+MEASURED_TOKENS, SCORED_ROWS, _SCORED_COPIES = 256, 16, 5
+"""Tokens on which a base is compared, rows of logits at once, and copies of them meanwhile."""
 FOUR_BIT_WEIGHTS = 500_000_000
 """Minimum weights of a base that can spare the fifth bit of each in int4."""
 
@@ -184,6 +184,12 @@ class PackedBackend:
         plan = warmup.adapt_cache_plan(self.cache, routed.layers)
         fewer = (self.cache.blocks - plan.blocks) * make_expert_shape(config, self.scheme).nbytes
         return replace(self, weight_bytes=self.weight_bytes - fewer, cache=plan, start=warmup)
+
+    @property
+    def exact(self) -> "PackedBackend":
+        """The same without a warm-up, and with missing experts read, never skipped."""
+        plan = None if self.cache is None else replace(self.cache, miss="exact")
+        return replace(self, cache=plan, start=WarmupPlan())
 
     @property
     def name(self) -> BackendName:

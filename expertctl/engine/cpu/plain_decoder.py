@@ -10,7 +10,7 @@ The pages of a layer are gathered in one buffer, which all layers share, before 
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -193,8 +193,16 @@ class PlainDecoder:
             logits = self._compute_logits(hidden, deltas)
         return PrefillResult(logits, read, _measure_ms(started))
 
-    def read_hidden(self, ids: Sequence[int], cache: PagedKVCache) -> AnyArray:
+    def read_hidden(
+        self,
+        ids: Sequence[int],
+        cache: PagedKVCache,
+        *,
+        between_layers: Callable[[], None] = lambda: None,
+    ) -> AnyArray:
         """Read a text in one pass; return what `score` takes, float32 [tokens, hidden].
+
+        ``between_layers`` is called before each layer and may raise.
 
         Raises:
             UsageError: for a text without tokens.
@@ -204,7 +212,13 @@ class PlainDecoder:
         tokens = self._check_tokens(ids, EMPTY_DELTAS)
         cache.ensure_capacity(len(tokens))
         with rewind_on_error([cache]), _ignore_float_errors():
-            return self._forward(widen(self._embedding[tokens]), cache, EMPTY_DELTAS, whole=True)
+            return self._forward(
+                widen(self._embedding[tokens]),
+                cache,
+                EMPTY_DELTAS,
+                whole=True,
+                between_layers=between_layers,
+            )
 
     def score(self, hidden: AnyArray, deltas: Deltas = EMPTY_DELTAS) -> AnyArray:
         """Return the logits after tokens: [tokens, hidden] -> [tokens, vocab]."""
@@ -267,7 +281,13 @@ class PlainDecoder:
         return part if start >= virtual else np.concatenate((before[start:end], part))
 
     def _forward(
-        self, x: AnyArray, cache: PagedKVCache, deltas: Deltas, *, whole: bool = False
+        self,
+        x: AnyArray,
+        cache: PagedKVCache,
+        deltas: Deltas,
+        *,
+        whole: bool = False,
+        between_layers: Callable[[], None] = lambda: None,
     ) -> AnyArray:
         """Run all layers over one part of a sequence: [tokens, hidden] -> [tokens, hidden].
 
@@ -277,6 +297,7 @@ class PlainDecoder:
         step = self._start_pass(len(x), cache, deltas)
         queries = self._plan_queries(step, begin=0)
         for number, layer in enumerate(self._layers):
+            between_layers()
             if number == len(self._layers) - 1 and not whole and step.tokens > 1:
                 queries = self._plan_queries(step, begin=step.tokens - 1)
             with self._time_place(f"layers.{number}.attention"):

@@ -9,16 +9,18 @@ It is measured once for a base and a data type, before the first answer, and kep
 a data type whose limit it exceeds, a base does not run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from expertctl.digest import Digest
+from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.engine.adapters.compile import BASE_ONLY
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.backend import LoadContext
 from expertctl.engine.cpu.backend import (
+    MEASURED_TOKENS,
     SCORED_ROWS,
     PackedBackend,
     PackedModel,
@@ -32,6 +34,7 @@ from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
 from expertctl.engine_config import KL_LIMITS, Dtype
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig
+from expertctl.routing.plan import NUMERIC_VERSION
 from expertctl.store.quantised_cache import LARGE_BYTES, QuantisationQuality, QuantisedCache
 
 if TYPE_CHECKING:
@@ -58,7 +61,8 @@ Water boils at a lower temperature on a mountain because the air presses on it l
 boil eggs for longer; a pressure cooker does the opposite. Wann fährt der nächste Zug nach Köln? \
 Le marché est ouvert tous les jours sauf le lundi.
 """
-TEXT_DIGEST = Digest.compute(TEXT.encode())
+METHOD = Digest.compute(f"{NUMERIC_VERSION} {MEASURED_TOKENS} {TEXT}".encode())
+"""All that a measured value depends on besides the base and its quantisation."""
 
 
 def find_quality(
@@ -67,52 +71,89 @@ def find_quality(
     """Return what a base is known to lose in a data type; None where it was not measured."""
     if kept is None or dtype not in KL_LIMITS:
         return None
-    return kept.read_quality(choose_scheme(config, dtype).value, text=TEXT_DIGEST)
+    return kept.read_quality(choose_scheme(config, dtype).value, method=METHOD)
+
+
+def refuse_known_loss(base: "OpenBase", kept: QuantisedCache | None) -> None:
+    """Refuse a base that is known to lose too much in its data type, before it is loaded.
+
+    Raises:
+        IncompatibleError: if it is.
+    """
+    backend = base.backend
+    assert isinstance(backend, PackedBackend)
+    quality = find_quality(kept, base.config, backend.dtype)
+    if quality is not None:
+        _check_quality(quality, backend.dtype, base=base, kept=kept)
 
 
 def require_quality(
-    base: "OpenBase", model: PackedModel, context: LoadContext
+    base: "OpenBase",
+    model: PackedModel | None,
+    context: LoadContext,
+    *,
+    progress: Progress = ignore_progress,
 ) -> QuantisationQuality | None:
     """Return what a base loses in its data type, measuring it the first time.
 
-    None where nothing can be kept with the base, or its tokenizer has no tokens for the text.
+    Without ``model`` one is loaded for it, exact, and closed: the experts of one that generates
+    may be skipped, and are counted. ``progress`` counts the packed bytes of that model, is called
+    with 0 during the comparison, and may raise. None where nothing can be kept with any base on
+    this system, or the tokenizer has no tokens for the text.
 
     Raises:
         IncompatibleError: if it loses more than the data type allows.
-        InvalidPackageError: if the files cannot be read, or changed since the base was packed.
+        BaseMismatchError: if the files of the base have changed.
+        InvalidPackageError: if they cannot be read.
     """
-    backend, kept, name = base.backend, context.copies, base.stored.name
+    backend, kept = base.backend, context.copies
     assert isinstance(backend, PackedBackend)
     if kept is None:
         return None
     quality = find_quality(kept, base.config, backend.dtype)
-    if quality is None:
-        tokens = [token for token in base.tokenizer.encode(TEXT) if token < base.config.vocab_size]
-        if not tokens:
-            return None
-        if model.nbytes >= LARGE_BYTES:
-            context.tell(f"comparing {name} in {backend.dtype} with its own weights, once")
-        quality = measure_quality(backend, model, tokens, context)
-        kept.write_quality(backend.scheme.value, quality, text=TEXT_DIGEST)
-    check_quality(quality, backend.dtype, base=name)
+    if quality is not None:
+        _check_quality(quality, backend.dtype, base=base, kept=kept)
+        return quality
+    tokens = [token for token in base.tokenizer.encode(TEXT) if token < base.config.vocab_size]
+    if not tokens:
+        return None
+    if base.weight_bytes >= LARGE_BYTES:
+        context.tell(f"comparing {base.stored.name} in {backend.dtype} with its own weights, once")
+    with ExitStack() as stack:
+        if model is None:
+            model = backend.exact.load(context, progress=progress)
+            stack.callback(model.close)
+        quality = measure_quality(
+            backend, model, tokens, context, between_layers=lambda: progress(0)
+        )
+    kept.write_quality(backend.scheme.value, quality, method=METHOD)
+    _check_quality(quality, backend.dtype, base=base, kept=kept)
     return quality
 
 
 def measure_quality(
-    backend: PackedBackend, model: PackedModel, ids: Sequence[int], context: LoadContext
+    backend: PackedBackend,
+    model: PackedModel,
+    ids: Sequence[int],
+    context: LoadContext,
+    *,
+    between_layers: Callable[[], None] = lambda: None,
 ) -> QuantisationQuality:
-    """Compare a packed base with the files it was packed from, on the first tokens of a text.
+    """Compare a packed base with the files of its base, on the first tokens of a text.
+
+    ``between_layers`` is called often and may raise.
 
     Raises:
-        InvalidPackageError: if the files cannot be read, or changed since the base was packed.
+        InvalidPackageError: if the files cannot be read.
     """
     config = backend.config
     tokens = list(ids)[: count_measured_tokens(config)]
     with use_blas_threads(context.threads):
         reference = PlainDecoder(config, open_stored_weights(context.directory, config))
-        hidden = reference.read_hidden(tokens, PagedKVCache(config, len(tokens), layout=ROW_PAGES))
+        cache = PagedKVCache(config, len(tokens), layout=ROW_PAGES)
+        hidden = reference.read_hidden(tokens, cache, between_layers=between_layers)
         reference.free_buffers()
-        comparison = _Comparison(reference, hidden)
+        comparison = _Comparison(reference, hidden, between_layers)
         cache = PagedKVCache(config, len(tokens), layout=backend.page_layout)
         try:
             model.prepare(cache, BASE_ONLY, tokens=len(tokens))
@@ -122,26 +163,40 @@ def measure_quality(
         return QuantisationQuality(kl=comparison.finish(), predictions=len(tokens))
 
 
-def check_quality(quality: QuantisationQuality, dtype: Dtype, *, base: str) -> None:
+def _check_quality(
+    quality: QuantisationQuality, dtype: Dtype, *, base: "OpenBase", kept: QuantisedCache | None
+) -> None:
     """Check that a base loses no more than its data type allows.
 
     Raises:
         IncompatibleError: if it loses more.
     """
-    limit = KL_LIMITS[dtype]
-    if not quality.kl <= limit:  # NaN is not
-        raise IncompatibleError(
-            f"{base} loses too much in {dtype}: its predictions differ from those of its own "
-            f"weights by a KL divergence of {quality.kl:.3g}, and {dtype} allows {limit}",
-            hint="use --dtype bf16" if dtype == "int8" else "use --dtype int8 or bf16",
-        )
+    if _is_within_limit(quality, dtype):
+        return
+    others = "bf16"
+    if dtype == "int4":
+        wider = find_quality(kept, base.config, "int8")
+        others = "int8 or bf16" if wider is None or _is_within_limit(wider, "int8") else "bf16"
+    raise IncompatibleError(
+        f"{base.stored.name} loses too much in {dtype}: its predictions differ from those of its "
+        f"own weights by a KL divergence of {quality.kl:.3g}, "
+        f"and {dtype} allows {KL_LIMITS[dtype]}",
+        hint=f"use --dtype {others}",
+    )
+
+
+def _is_within_limit(quality: QuantisationQuality, dtype: Dtype) -> bool:
+    """Return whether a base runs in a data type; NaN is above every limit."""
+    return quality.kl <= KL_LIMITS[dtype]
 
 
 class _Comparison:
     """Adds up the KL divergence of rows of logits from those of a reference."""
 
-    def __init__(self, reference: PlainDecoder, hidden: AnyArray) -> None:
-        self._reference, self._hidden = reference, hidden
+    def __init__(
+        self, reference: PlainDecoder, hidden: AnyArray, between_layers: Callable[[], None]
+    ) -> None:
+        self._reference, self._hidden, self._between = reference, hidden, between_layers
         self._rows = np.empty((SCORED_ROWS, reference.config.vocab_size), np.float32)
         self._begin = self._filled = 0
         self._total = 0.0
@@ -156,17 +211,20 @@ class _Comparison:
                 self._compare()
 
     def finish(self) -> float:
-        """Return the mean over all rows."""
+        """Return the mean over all rows; rounding alone may make the sum negative."""
         self._compare()
         assert self._begin == len(self._hidden)
-        return self._total / len(self._hidden)
+        mean = self._total / len(self._hidden)
+        return 0.0 if mean <= 0 else mean
 
     def _compare(self) -> None:
         """Compare what was taken; the reference reads its head once for all of these rows."""
         if self._filled:
+            self._between()
             end = self._begin + self._filled
-            expected = self._reference.score(self._hidden[self._begin : end])
-            self._total += float(compute_kl(expected, self._rows[: self._filled]).sum())
+            with np.errstate(all="ignore"):  # infinite logits give NaN, which is refused
+                expected = self._reference.score(self._hidden[self._begin : end])
+                self._total += float(compute_kl(expected, self._rows[: self._filled]).sum())
             self._begin, self._filled = end, 0
 
 

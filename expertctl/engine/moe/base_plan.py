@@ -7,7 +7,6 @@ plans up to three.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import get_args
 
@@ -36,7 +35,7 @@ from expertctl.engine.moe.placement import (
 )
 from expertctl.engine.moe.usage_profile import UsageProfile
 from expertctl.engine.moe.warmup import WarmupPlan
-from expertctl.engine_config import Dtype
+from expertctl.engine_config import Dtype, EngineConfig
 from expertctl.errors import IncompatibleError, NotFoundError
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
@@ -66,6 +65,8 @@ class DenseMemoryPlan:
     base: str
     limit: int
     dtypes: tuple[DtypePlan, ...]
+    unavailable: Mapping[Dtype, str]
+    """Why a data type cannot run it."""
 
     def fits(self, plan: DtypePlan) -> bool:
         """Return whether a run could start in a data type."""
@@ -224,23 +225,34 @@ class BaseMemoryPlan:
 
 
 def plan_dense_base(
-    config: ModelConfig, *, base: str, limit: int, copies: QuantisedCache | None
+    config: ModelConfig,
+    engine: EngineConfig,
+    *,
+    base: str,
+    limit: int,
+    copies: QuantisedCache | None,
+    dtypes: Sequence[Dtype] = get_args(Dtype),
 ) -> DenseMemoryPlan:
-    """Plan a base without routed experts in all data types that can run it on this machine."""
-    tokens, found = min(TYPICAL_SEQUENCE_TOKENS, config.max_positions), list[DtypePlan]()
-    for dtype in get_args(Dtype):
-        with suppress(IncompatibleError, NotFoundError):
-            backend, _ = choose_backend(config, LoadConfig(dtype))
-            passing = max(backend.buffer_bytes(tokens), backend.loading_bytes)
-            quality = find_quality(copies, config, dtype)
-            plan = DtypePlan(
-                dtype=dtype,
-                weight_bytes=backend.weight_bytes,
-                min_bytes=backend.weight_bytes + passing + backend.kv_bytes(tokens),
-                kl_divergence=None if quality is None else quality.kl,
-            )
-            found.append(plan)
-    return DenseMemoryPlan(base=base, limit=limit, dtypes=tuple(found))
+    """Plan a base without routed experts in data types, as ``engine`` runs it otherwise."""
+    tokens = min(TYPICAL_SEQUENCE_TOKENS, config.max_positions)
+    found, unavailable = list[DtypePlan](), dict[Dtype, str]()
+    for dtype in dtypes:
+        try:
+            backend, _ = choose_backend(config, LoadConfig(dtype, engine))
+            weights = backend.weight_bytes
+        except (IncompatibleError, NotFoundError) as error:
+            unavailable[dtype] = error.message
+            continue
+        passing = max(backend.buffer_bytes(tokens), backend.loading_bytes)
+        quality = find_quality(copies, config, dtype)
+        plan = DtypePlan(
+            dtype=dtype,
+            weight_bytes=weights,
+            min_bytes=weights + passing + backend.kv_bytes(tokens),
+            kl_divergence=None if quality is None else quality.kl,
+        )
+        found.append(plan)
+    return DenseMemoryPlan(base=base, limit=limit, dtypes=tuple(found), unavailable=unavailable)
 
 
 def plan_base(
