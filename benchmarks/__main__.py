@@ -1,5 +1,6 @@
-"""Run every benchmark, one at a time, each in its own process, and print one table."""
+"""Run benchmarks, all or those named, one at a time, each in its own process; print tables."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -33,8 +34,14 @@ def benchmark_names() -> list[str]:
 
 def main() -> None:
     """Print one table per benchmark; exit 1 when a target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    names = benchmark_names()
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(names)}")
+    wanted = parser.parse_args().names
+    if unknown := sorted({*wanted} - {*names}):
+        parser.error(f"no such benchmark: {', '.join(unknown)}")
     missed = False
-    for name in benchmark_names():
+    for name in wanted or names:
         command = [sys.executable, "-m", f"benchmarks.{name}", "--json"]
         output = subprocess.run(command, check=False, stdout=subprocess.PIPE).stdout
         document = json.loads(output)  # also of one that exits 1 for what it found
