@@ -49,6 +49,7 @@ CONFIG_KEYS = {
     "moe_warmup": "EXPERT_MOE_WARMUP",
     "moe_learn": "EXPERT_MOE_LEARN",
     "encoder": "EXPERT_ENCODER",
+    "history": "EXPERT_HISTORY",
     "serve_base": "EXPERT_SERVE_BASE",
     "serve_host": "EXPERT_SERVE_HOST",
     "serve_port": "EXPERT_SERVE_PORT",
@@ -235,6 +236,16 @@ class Home:
         return self.root / "engines"
 
     @property
+    def chat_history(self) -> Path:
+        """The lines that were typed in chats, mode 0600."""
+        return self.root / "chat-history"
+
+    @property
+    def last_conversation(self) -> Path:
+        """The last conversation, which ``run --continue`` continues, mode 0600."""
+        return self.root / "last-conversation.json"
+
+    @property
     def static_encoder(self) -> Path:
         """The token vectors of the encoder ``static``."""
         return self.root / "static-encoder"
@@ -323,6 +334,8 @@ class Settings:
     moe_warmup: str | None = None
     moe_learn: bool = True
     encoder: str | None = None
+    history: bool = True
+    """Whether the lines typed in chats and the last conversation are kept."""
     serve: ServeDefaults = ServeDefaults()
 
 
@@ -364,6 +377,7 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         moe_warmup=values.get("moe_warmup"),
         moe_learn=parse_switch("moe_learn", values.get("moe_learn", "yes")),
         encoder=values.get("encoder"),
+        history=parse_switch("history", values.get("history", "yes")),
         serve=_read_serve_defaults(values),
     )
 
@@ -405,7 +419,25 @@ def read_config(path: Path) -> dict[str, str]:
     """Return the known keys of ``config.toml`` as text; a missing file is empty.
 
     Raises:
-        InvalidPackageError: for broken TOML or an unknown key.
+        InvalidPackageError: for broken TOML.
+    """
+    return {key: text for key, text in read_config_file(path).items() if key in CONFIG_KEYS}
+
+
+def find_unknown_settings(path: Path) -> list[str]:
+    """Return the keys of ``config.toml`` that are ignored, such as those of later versions.
+
+    Raises:
+        InvalidPackageError: for broken TOML.
+    """
+    return [key for key in read_config_file(path) if key not in CONFIG_KEYS]
+
+
+def read_config_file(path: Path) -> dict[str, str]:
+    """Return all keys of ``config.toml`` as text; a missing file is empty.
+
+    Raises:
+        InvalidPackageError: for broken TOML.
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -413,9 +445,6 @@ def read_config(path: Path) -> dict[str, str]:
         return {}
     except (ValueError, RecursionError) as error:  # tomllib's own is a ValueError, among others
         raise InvalidPackageError(str(path), [f"not valid TOML: {error}"]) from error
-    problems = [f"unknown setting {key!r}" for key in document if key not in CONFIG_KEYS]
-    if problems:
-        raise InvalidPackageError(str(path), problems, hint=f"known: {', '.join(CONFIG_KEYS)}")
     return {key: str(value) for key, value in document.items()}
 
 

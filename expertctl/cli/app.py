@@ -25,7 +25,7 @@ from expertctl.cli.help import (
     limit_verbosity,
     write_sections,
 )
-from expertctl.cli.output import fail, print_message
+from expertctl.cli.output import fail, print_message, quote, warn
 from expertctl.cli.process import (
     FAILURE,
     INTERRUPTED,
@@ -39,12 +39,12 @@ from expertctl.cli.process import (
 )
 from expertctl.errors import BudgetError, DiskFullError, ExpertError, StoreError, UsageError
 from expertctl.files import NO_SPACE_ERRORS
-from expertctl.settings import find_home
+from expertctl.settings import find_home, find_unknown_settings
 
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Use": {
         "run": ("run:run", "Answer a prompt with the experts that suit it, or with named ones"),
-        "chat": ("chat:chat", "Chat with experts; /help lists the commands"),
+        "chat": ("chat:chat", "Chat with experts; /? lists the commands"),
         "serve": ("serve:app", "Run an OpenAI- and Anthropic-compatible server"),
         "route": ("run:route", "Show which experts would answer a prompt, and why"),
     },
@@ -128,6 +128,18 @@ class LazyGroup(HelpGroup):
         self.commands = names  # typer suggests its keys; commands come from `get_command`
         return super().resolve_command(ctx, args)
 
+    def shell_complete(self, ctx: typer.Context, incomplete: str) -> list[Any]:  # type: ignore[override]  # typer.Context is the public name
+        """Complete commands without importing any, and options."""
+        from typer._click.shell_completion import CompletionItem  # typer exports it nowhere
+
+        lines = {name: line for section in SECTIONS.values() for name, (_, line) in section.items()}
+        found = [
+            CompletionItem(name, help=line)
+            for name, line in lines.items()
+            if name.startswith(incomplete)
+        ]
+        return found or super().shell_complete(ctx, incomplete)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands by section, without importing any."""
         titled = {
@@ -207,6 +219,7 @@ def run(words: list[str]) -> int:
     """Run one command and return its exit code. No user error is a traceback."""
     with limit_verbosity():
         as_json = "--json" in words
+        _warn_of_unknown_settings()
         try:
             result = get_command(app).main(words, prog_name="expertctl", standalone_mode=False)
             sys.stdout.flush()
@@ -225,6 +238,14 @@ def run(words: list[str]) -> int:
             fail(short, as_json=as_json)
             return get_exit_code(short)
         return result if isinstance(result, int) else OK
+
+
+def _warn_of_unknown_settings() -> None:
+    """Tell which settings are ignored; a file that cannot be read is reported where it is used."""
+    with suppress(ExpertError, OSError):
+        path = find_home().config
+        for key in find_unknown_settings(path):
+            warn([f"{path}: {quote(key)} is not a setting of this version, and is ignored"])
 
 
 def _explain_error(error: ExpertError) -> ExpertError:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
+from expertctl.cli.completion import complete_bases
 from expertctl.cli.engine import guard_engine_import
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import (
@@ -198,7 +199,9 @@ def _build_lane_rows(each: "WeightedPlan") -> Iterator[list[str]]:
 
 profile_app = CommandGroup("Manage usage profiles of routed experts.")
 
-BaseName = Annotated[str, typer.Argument(metavar="NAME", help="The name of a base.")]
+BaseName = Annotated[
+    str, typer.Argument(metavar="NAME", help="The name of a base.", autocompletion=complete_bases)
+]
 ProfileFormat = Literal["activity", "prompts"]
 _MAX_LANE_NAME = 20
 """Most characters in the name of a lane."""

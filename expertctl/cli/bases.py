@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from expertctl.cli.base_profile import open_base_store, plan, profile_app, read_routed_config
+from expertctl.cli.completion import complete_bases
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, note, warn
 from expertctl.cli.progress import show_loading, show_progress
@@ -118,7 +119,10 @@ def list_bases(as_json: JsonFlag = False) -> None:
 
 @app.command()
 def remove(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a base.")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="The name of a base.", autocompletion=complete_bases),
+    ],
     force: Annotated[
         bool, typer.Option("--force", help="Remove it even if experts need it.")
     ] = False,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from expertctl.cli.bench_moe import bench_moe
+from expertctl.cli.completion import complete_bases, complete_experts
 from expertctl.cli.engine import guard_engine_import, open_planner, resolve_base
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import (
@@ -93,6 +94,7 @@ BenchBase = Annotated[
     typer.Option(
         "--base",
         metavar="NAME|DIR",
+        autocompletion=complete_bases,
         help="Base to measure, by name or folder (default: the experts' base, the setting `base`, "
         "or the newest one; the demo base only if named).",
     ),
@@ -105,7 +107,12 @@ Shape = Annotated[
 ]
 Experts = Annotated[
     list[str] | None,
-    typer.Option("--expert", metavar="REF[:WEIGHT]", help="Use this expert; repeatable."),
+    typer.Option(
+        "--expert",
+        metavar="REF[:WEIGHT]",
+        autocompletion=complete_experts,
+        help="Use this expert; repeatable.",
+    ),
 ]
 Tokens = Annotated[int, typer.Option(min=1, max=4096, help="Tokens to generate in a round.")]
 Prompts = Annotated[

@@ -7,13 +7,14 @@ the end.
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from expertctl.cli.chat_settings import SETTINGS, change_sampling, format_sampling
 from expertctl.cli.engine import (
     LoadingCancelledError,
     LoadingProgress,
@@ -24,16 +25,26 @@ from expertctl.cli.engine import (
     save_plan,
 )
 from expertctl.cli.help import expand_flags
+from expertctl.cli.history import (
+    complete_path,
+    encode_conversation,
+    keep_conversation,
+    open_line_editor,
+    read_conversation,
+    read_last_conversation,
+)
 from expertctl.cli.output import (
     JsonFlag,
     debug,
     fail,
+    format_count,
     note,
     open_answer_stream,
     print_json,
     print_message,
     terminal_width,
     warn,
+    write_file,
 )
 from expertctl.cli.process import OK, CancellationFlag, TerminatedError, get_exit_code
 from expertctl.cli.progress import show_loading
@@ -49,12 +60,14 @@ from expertctl.cli.prompt_input import (
 )
 from expertctl.cli.run_options import (
     Base,
+    Continue,
     EngineFlags,
     ExpertFlags,
     MoeLearn,
     OnBudget,
     SamplingFlags,
     Stats,
+    System,
     Template,
     VerifyBase,
     WarmupFlags,
@@ -69,8 +82,11 @@ if TYPE_CHECKING:
     from expertctl.engine.request import RunRequest
     from expertctl.routing.planner import Planner
 
-EXIT_COMMANDS = ("/exit", "/quit")
-EXIT_HINT = "press Ctrl-C again to leave, or /help"
+    _Send = Callable[..., Generator[str, None, Turn]]
+
+EXIT_COMMANDS = ("/bye", "/exit", "/quit")
+EXIT_HINT = "press Ctrl-C again to leave, or /?"
+_OPENING = "/? lists the commands, /bye leaves"
 
 
 @expand_flags
@@ -90,6 +106,7 @@ def chat(
         str | None, typer.Option(metavar="FILE", help="File to append to the first message.")
     ] = None,
     template: Template = None,
+    system: System = None,
     sampling: SamplingFlags,
     truncate: Annotated[
         bool,
@@ -97,6 +114,7 @@ def chat(
             "--truncate", help="Leave out the oldest turns when a conversation does not fit."
         ),
     ] = False,
+    resume: Continue = False,
     flags: EngineFlags,
     on_budget: OnBudget = "refuse",
     warmup: WarmupFlags,
@@ -105,7 +123,7 @@ def chat(
     as_json: JsonFlag = False,
     stats: Stats = False,
 ) -> None:
-    r"""Chat with experts; /help lists the commands.
+    r"""Chat with experts; /? lists the commands.
 
     Example: printf 'Put 41, 17, 23 in ascending order\nAnd 9, 8, 7\n' | expertctl chat
     """
@@ -133,7 +151,12 @@ def chat(
             "--expert and --no-experts contradict each other",
             hint="leave out --expert or --no-experts",
         )
+    earlier = read_last_conversation(settings) if resume else None
     session = _open_session(pattern, settings, as_json=as_json, stats=stats)
+    if earlier is not None:
+        session.conversation.restore(earlier)
+    if system is not None:
+        session.conversation.system = system
     if named:
         session.conversation.use_experts(named)
     raise typer.Exit(session.run(make_line_reader(as_json=as_json), first=first.prompt))
@@ -163,7 +186,7 @@ def _open_session(
         from expertctl.engine.conversation import Conversation
 
     session = _ChatSession(
-        Conversation(engine, pattern), planner, loading, as_json=as_json, stats=stats
+        Conversation(engine, pattern), planner, settings, loading, as_json=as_json, stats=stats
     )
     session.on_close = engine.close
     return session
@@ -176,12 +199,14 @@ class _ChatSession:
         self,
         conversation: "Conversation",
         planner: "Planner",
+        settings: Settings,
         loading: LoadingProgress,
         *,
         as_json: bool,
         stats: bool,
     ) -> None:
         self.conversation, self._planner, self._loading = conversation, planner, loading
+        self._settings = settings
         self._as_json, self._stats = as_json, stats
         self._interactive = is_terminal()
         self._exit_code = OK
@@ -189,6 +214,21 @@ class _ChatSession:
         self._warned: set[str] = set()
         self.on_close: Callable[[], None] = lambda: None
         """Called at the end of the chat, to save the usage profile."""
+        self._commands: dict[str, Callable[[list[str]], None]] = {
+            **dict.fromkeys(("/?", "/help"), self._show_help),
+            "/experts": self._select_experts,
+            "/system": self._set_system,
+            "/set": self._change_setting,
+            "/retry": self._retry,
+            "/plan": self._show_plan,
+            "/feedback": self._record_feedback,
+            "/save": self._save,
+            "/load": self._load,
+            **dict.fromkeys(("/reset", "/clear"), self._reset_conversation),
+            **dict.fromkeys(
+                EXIT_COMMANDS, _check_no_arguments
+            ),  # without arguments they end the chat earlier
+        }
 
     def run(self, read_line: ReadLine, *, first: str = "") -> int:
         """Answer until the end of the input, and return the exit code.
@@ -196,11 +236,15 @@ class _ChatSession:
         If ``first`` is given and stdin is not a terminal, nothing else is read.
         """
         if self._interactive:
-            note("/help lists the commands, /exit leaves")
+            note(self._describe_start(), dim=True)
+        lines = self._settings.home.chat_history if self._settings.history else None
         try:
             if first:
                 self._handle_input(ChatInput(first))
-            if self._interactive or not first:
+            if self._interactive:
+                with open_line_editor(lines, self._complete):
+                    self._answer_lines(read_line)
+            elif not first:
                 self._answer_lines(read_line)
         except KeyboardInterrupt:  # other errors print a document of their own
             self._print_turns()
@@ -209,6 +253,16 @@ class _ChatSession:
         with suppress(UsageError):  # an interrupted answer may still be resolved
             self.on_close()
         return OK if self._interactive else self._exit_code
+
+    def _describe_start(self) -> str:
+        """Return the base, the number of its experts, and how to get help."""
+        from expertctl.cli.run_view import find_fitting_experts
+
+        with suppress(ExpertError):  # the first message reports it
+            base, fitting, _ = find_fitting_experts(self.conversation, self._planner)
+            if base is not None:
+                return f"{base.name}, {format_count(len(fitting), 'expert')}; {_OPENING}"
+        return _OPENING
 
     def _answer_lines(self, read_line: ReadLine) -> None:
         while (line := self._read_next(read_line)) is not None and not _is_exit(line):
@@ -250,20 +304,27 @@ class _ChatSession:
         self._documents.append({"prompt": text, "error": fields})
 
     def _answer(self, prompt: str) -> None:
+        self._answer_with(self.conversation.send, prompt)
+
+    def _retry(self, rest: list[str]) -> None:
+        _check_no_arguments(rest)
+        self._answer_with(lambda _, **options: self.conversation.retry(**options), "/retry")
+
+    def _answer_with(self, send: "_Send", prompt: str) -> None:
         ending = CancellationFlag()
         with ending.catch_signals(*((signal.SIGINT,) if self._interactive else ())):
             self._loading.is_cancelled = ending
             try:
-                turn = self._stream_answer(prompt, ending)
+                turn = self._stream_answer(send(prompt, cancelled=ending))
             except LoadingCancelledError:
                 print_message("  [interrupted before the first word]")
                 return
         self._documents.append({"prompt": prompt, **turn.result.to_json()})
         self._show_turn(turn)
+        keep_conversation(self._settings, self.conversation.saved)
 
-    def _stream_answer(self, prompt: str, cancelled: Callable[[], bool]) -> "Turn":
+    def _stream_answer(self, pieces: "Generator[str, None, Turn]") -> "Turn":
         """Print the answer as it is generated; a progress bar shows loading before its start."""
-        pieces = self.conversation.send(prompt, cancelled=cancelled)
         try:
             with show_loading("reading", as_json=self._as_json) as self._loading.report:
                 piece = next(pieces)
@@ -286,28 +347,37 @@ class _ChatSession:
         self._warned.update(new)
         warn(new)
         debug(format_stage_times(turn.result))
-        note(format_turn(turn))
+        note(format_turn(turn), dim=True)
         if self._stats:
             print_message(format_statistics(turn.result))
 
     def _run_command(self, words: list[str]) -> None:
-        commands: dict[str, Callable[[list[str]], None]] = {
-            "/help": self._show_help,
-            "/experts": self._select_experts,
-            "/plan": self._show_plan,
-            "/feedback": self._record_feedback,
-            "/reset": self._reset_conversation,
-            **dict.fromkeys(
-                EXIT_COMMANDS, _check_no_arguments
-            ),  # without arguments they end the chat earlier
-        }
         name, *rest = words
-        if name not in commands:
+        if name not in self._commands:
             raise UsageError(
                 f"{name[:40]} is not a command",
-                hint='/help lists them; put a message that begins with / between """ and """',
+                hint='/? lists them; put a message that begins with / between """ and """',
             )
-        commands[name](rest)
+        self._commands[name](rest)
+
+    def _complete(self, line: str) -> list[str]:
+        """Return what the last word of a line may become."""
+        name, *rest = line.split(" ")
+        if not rest:
+            return [f"{each} " for each in self._commands if name]
+        if name in {"/plan", "/save", "/load"}:
+            return complete_path(rest[-1])
+        if name == "/experts":
+            with suppress(ExpertError):
+                return ["auto ", "none ", *(f"{ref} " for ref in self._list_references())]
+        known = {"/set": SETTINGS, "/feedback": ("good", "bad")}
+        return [f"{each} " for each in known.get(name, ())]
+
+    def _list_references(self) -> list[str]:
+        from expertctl.cli.run_view import find_fitting_experts
+
+        _, fitting, _ = find_fitting_experts(self.conversation, self._planner)
+        return [str(expert.stored.ref) for expert in fitting]
 
     def _show_help(self, rest: list[str]) -> None:
         from expertctl.cli.run_view import CHAT_HELP
@@ -355,6 +425,32 @@ class _ChatSession:
         job_id, catalogue = self.conversation.turns[-1].result.job_id, self._planner.catalogue
         print_message(record_verdict(catalogue, job_id, verdict))
 
+    def _set_system(self, rest: list[str]) -> None:
+        if rest:
+            text = " ".join(rest)
+            self.conversation.system = "" if text in {'""', "none"} else text
+        system = self.conversation.system
+        print_message(f"system message: {system}" if system else "there is no system message")
+
+    def _change_setting(self, rest: list[str]) -> None:
+        """Set a sampling setting for the next answers, or show those that were set."""
+        sampling, seed = self.conversation.sampling, self.conversation.seed
+        if rest:
+            sampling, seed = change_sampling(sampling, seed, rest[0], " ".join(rest[1:]))
+            self.conversation.set_sampling(sampling, seed=seed)
+        print_message(format_sampling(sampling, seed))
+
+    def _save(self, rest: list[str]) -> None:
+        path = _parse_path(rest, "/save FILE")
+        write_file(path, encode_conversation(self.conversation.saved), mode=0o600)
+        print_message(f"saved {path}")
+
+    def _load(self, rest: list[str]) -> None:
+        path = _parse_path(rest, "/load FILE")
+        saved = read_conversation(path)
+        self.conversation.restore(saved)
+        print_message(f"{format_count(len(saved.messages), 'message')} read from {path}")
+
     def _reset_conversation(self, rest: list[str]) -> None:
         _check_no_arguments(rest)
         self.conversation.reset()
@@ -365,6 +461,12 @@ def _is_exit(message: ChatInput) -> bool:
     return message.is_command and message.text.strip() in EXIT_COMMANDS
 
 
+def _parse_path(rest: list[str], usage: str) -> Path:
+    if not rest:
+        raise UsageError("there is no file name", hint=usage)
+    return Path(" ".join(rest)).expanduser()
+
+
 def _check_no_arguments(rest: list[str]) -> None:
     if rest:
-        raise UsageError(f"unexpected argument {' '.join(rest)[:80]!r}", hint="see /help")
+        raise UsageError(f"unexpected argument {' '.join(rest)[:80]!r}", hint="see /?")

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.completion import complete_settings
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, print_message
 from expertctl.engine_config import ADAPTER_DTYPES, DEVICES, DTYPES, MOE_COLDS, MOE_WARMUPS
@@ -32,6 +33,7 @@ from expertctl.settings import (
     parse_size,
     parse_switch,
     read_config,
+    read_config_file,
 )
 
 _BOOLEAN_KEYS = {
@@ -39,6 +41,7 @@ _BOOLEAN_KEYS = {
     "allow_http",
     "deterministic",
     "moe_learn",
+    "history",
     "serve_completions_special_tokens",
     "serve_json_instruction",
     "serve_strict_fields",
@@ -71,6 +74,7 @@ _DEFAULTS = {
     "moe_cold": "auto",
     "moe_warmup": "hybrid",
     "moe_learn": "yes",
+    "history": "yes",
     "serve_host": "127.0.0.1",
     "serve_port": "8000",
     "serve_rows": "16",
@@ -92,6 +96,43 @@ _DEFAULT_DESCRIPTIONS = {
 }
 """Defaults that depend on something else, described for people: short, for a table."""
 _NO_DEFAULT = "none"
+MEANINGS = {
+    "registry": "the registry that commands use without --registry",
+    "offline": "reach no registry",
+    "base": "the base that answers if neither an option nor an expert decides",
+    "ca_file": "certificates that are trusted in addition to those of the system",
+    "allow_http": "reach registries on other machines without encryption",
+    "minimum_release_age": "how old a version must be before it is installed",
+    "minimum_release_age_exclude": "namespaces and packages that may be newer",
+    "device": "where bases are computed",
+    "memory_budget": "the most memory that the engine uses",
+    "dtype": "the data type of base weights in memory",
+    "adapter_dtype": "the data type of experts in memory",
+    "deterministic": "bit-identical results, whatever the threads and other requests",
+    "moe_cold": "how routed experts that do not fit are reached",
+    "moe_warmup": "when routed experts are read",
+    "moe_learn": "save which routed experts a base uses",
+    "encoder": "what compares prompts with experts: minilm, static, lexical or a folder",
+    "history": "keep lines of chats and the last conversation",
+    "serve_base": "the base of serve",
+    "serve_host": "the address that serve listens on",
+    "serve_port": "its port",
+    "serve_url": "the address that its clients use",
+    "serve_rows": "the most sequences generated at the same time",
+    "serve_queue": "the most requests that wait",
+    "serve_prefix_cache_memory": "the most memory for cached prompts",
+    "serve_timeout": "seconds after which a request ends",
+    "serve_behind": "seconds after which a client that does not read is dropped",
+    "serve_completions_special_tokens": "read control tokens in prompts of /v1/completions",
+    "serve_aliases": "other names of models, ALIAS=MODEL, separated by commas",
+    "serve_allowed_hosts": "names of this server in Host headers, separated by commas",
+    "serve_allowed_origins": "web pages that may use it, separated by commas",
+    "serve_strict_fields": "refuse fields of requests that are not supported",
+    "serve_json_instruction": "tell the model about the wanted JSON format",
+    "serve_tls_cert": "the certificate for https",
+    "serve_tls_key": "its private key",
+}
+"""What each setting means, in a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +210,7 @@ def _build_setting(key: str, stored: Mapping[str, str], environment: Mapping[str
 def _edit_file(path: Path, key: str, value: str | None) -> None:
     make_folders(path.parent, mode=0o700)
     with hold_lock(path.with_name(f"{path.name}.lock"), guarded=path, seconds=LOCK_SECONDS):
-        stored = read_config(path)
+        stored = read_config_file(path)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         changed = _replace_line(text, key, "" if value is None else f"{key} = {_quote(value)}\n")
         wanted = {k: v for k, v in stored.items() if k != key}
@@ -218,7 +259,12 @@ def _quote(value: str) -> str:
 
 
 app = CommandGroup("Show and change settings.")
-SettingKey = Annotated[str, typer.Argument(metavar="KEY", help=f"One of {', '.join(CONFIG_KEYS)}.")]
+SettingKey = Annotated[
+    str,
+    typer.Argument(
+        metavar="KEY", autocompletion=complete_settings, help=f"One of {', '.join(CONFIG_KEYS)}."
+    ),
+]
 
 
 @app.command()
@@ -267,14 +313,17 @@ def unset(key: SettingKey, as_json: JsonFlag = False) -> None:
 
 @app.command("list")
 def list_settings(as_json: JsonFlag = False) -> None:
-    """List all settings, with where each comes from or its default.
+    """List all settings: value or default, where it comes from, and what it means.
 
     Example: expertctl config list
     """
     found = _load_all_settings()
-    rows = [[s.key, s.describe(), "-" if s.source == "default" else s.source] for s in found]
+    rows = [
+        [s.key, s.describe(), "-" if s.source == "default" else s.source, MEANINGS[s.key]]
+        for s in found
+    ]
     document = {"settings": [_build_document(setting) for setting in found]}
-    emit(document, format_table(["KEY", "VALUE", "SOURCE"], rows), as_json=as_json)
+    emit(document, format_table(["KEY", "VALUE", "SOURCE", "MEANING"], rows), as_json=as_json)
 
 
 def _load_all_settings() -> list[Setting]:

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.completion import complete_registries
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, make_note_once, note, print_message
 from expertctl.errors import ExpertError, NotFoundError, UsageError, to_single_line
@@ -47,7 +48,10 @@ from expertctl.trust.trust_store import TrustStore
 RegistryOption = Annotated[
     str | None,
     typer.Option(
-        "--registry", metavar="HOST", help="Use this registry instead of the configured one."
+        "--registry",
+        metavar="HOST",
+        autocompletion=complete_registries,
+        help="Use this registry instead of the configured one.",
     ),
 ]
 
@@ -185,7 +189,12 @@ def is_package_name(text: str) -> bool:
 
 
 RegistryArgument = Annotated[
-    str | None, typer.Argument(metavar="HOST", help="The registry (default: the configured one).")
+    str | None,
+    typer.Argument(
+        metavar="HOST",
+        autocompletion=complete_registries,
+        help="The registry (default: the configured one).",
+    ),
 ]
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.completion import complete_experts
 from expertctl.cli.install import (
     AcceptChanged,
     AllowBaseMismatch,
@@ -129,7 +130,11 @@ def outdated(offline: Offline = False, as_json: JsonFlag = False) -> None:
 def update(
     refs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="Update only these, and what they require."),
+        typer.Argument(
+            metavar="NAME",
+            autocompletion=complete_experts,
+            help="Update only these, and what they require.",
+        ),
     ] = None,
     offline: Offline = False,
     allow_base_mismatch: AllowBaseMismatch = False,
@@ -266,7 +271,10 @@ def _build_standing_document(standing: OutdatedEntry) -> dict[str, object]:
 
 
 def why(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="An installed expert.")],
+    ref: Annotated[
+        str,
+        typer.Argument(metavar="REF", help="An installed expert.", autocompletion=complete_experts),
+    ],
     as_json: JsonFlag = False,
 ) -> None:
     """Show why an expert is installed. Shows what requires it, who signed it, and what needs it.

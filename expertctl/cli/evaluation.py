@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from expertctl.cli.completion import complete_experts
 from expertctl.cli.engine import guard_engine_import, open_planner, resolve_base
 from expertctl.cli.help import expand_flags
 from expertctl.cli.output import JsonFlag, emit, format_table, note, quote, warn
@@ -227,7 +228,11 @@ class EvaluationFlags:
 
     target: Annotated[
         str | None,
-        typer.Argument(metavar="FILE|REF", help="A .expert file, or an installed expert."),
+        typer.Argument(
+            metavar="FILE|REF",
+            autocompletion=complete_experts,
+            help="A .expert file, or an installed expert.",
+        ),
     ] = None
     data: Annotated[
         Path | None,

@@ -1,11 +1,11 @@
-"""Formats ``--help``, and the options ``-q`` and ``-v``, which every command and group has.
+"""Formats ``--help``, and ``-q``, ``-v`` and ``--color``, which every command and group has.
 
 `CommandGroup` replaces `typer.Typer` for every group; `HelpCommand` and `HelpGroup` write the
 pages: commands and options by section, short metavars, up to 100 columns. An option names its
 section with ``rich_help_panel``. A docstring paragraph that begins with ``Example:`` is a command
 line and is never folded.
 
-``-q`` and ``-v`` work before and after the name of a command, as in ``expertctl -q run`` and
+These three work before and after the name of a command, as in ``expertctl -q run`` and
 ``expertctl run -q``. A command that has an option of the same name keeps its own. ``-v`` prints
 the records that modules of expertctl log, whatever their level, and the settings; secrets are
 removed from all of them.
@@ -26,7 +26,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 from typer.models import Default
 
-from expertctl.cli.output import VERBOSITY, debug
+from expertctl.cli.output import VERBOSITY, Colour, debug
 from expertctl.errors import ExpertError, UsageError, hide_secrets
 from expertctl.settings import CONFIG_KEYS, find_home, read_config
 
@@ -53,6 +53,11 @@ def _set_verbose(context: typer.Context, wanted: bool) -> None:
         _refuse_both()
         _add_handler()
         _print_settings()
+
+
+def _set_colour(context: typer.Context, wanted: Colour) -> None:
+    if wanted != "auto" and not context.resilient_parsing:
+        VERBOSITY.colour = wanted
 
 
 def _refuse_both() -> None:
@@ -83,20 +88,29 @@ def _declare_options(
             show_default=False,
         ),
     ] = False,
+    color: Annotated[
+        Colour,
+        typer.Option(
+            callback=_set_colour,
+            expose_value=False,
+            help="Colour errors, warnings and hints; auto does on a terminal.",
+            show_default=False,
+        ),
+    ] = "auto",
 ) -> None:
     """Declare the options; never called."""
 
 
 @cache
 def build_options() -> tuple[Any, ...]:
-    """Return the two options; the parser compares them by identity, so they are built once."""
+    """Return these options; the parser compares them by identity, so they are built once."""
     app = typer.Typer(add_completion=False)
     app.command()(_declare_options)
     return tuple(get_command(app).params)
 
 
 def add_options(parameters: Sequence[Any]) -> list[Any]:
-    """Return the parameters of a command with those of the two options that it does not have."""
+    """Return the parameters of a command with those of these options that it does not have."""
     taken = {name for parameter in parameters for name in parameter.opts}
     return [*parameters, *(each for each in build_options() if taken.isdisjoint(each.opts))]
 
@@ -120,10 +134,12 @@ def check_text_options(parameters: Sequence[Any], words: Sequence[str]) -> None:
     for word in rest:
         if word == "--":
             return
+        if word in with_value:
+            next(rest, None)
         if word in ours:
             last = word if has_text else ""
         elif word in with_value:
-            next(rest, None)
+            continue
         elif word == "-" or not word.startswith("-"):
             if last:
                 raise UsageError(
@@ -144,6 +160,7 @@ def limit_verbosity() -> Iterator[None]:
         if VERBOSITY.is_verbose:
             _remove_handler()
         VERBOSITY.is_quiet = VERBOSITY.is_verbose = False
+        VERBOSITY.colour = "auto"
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.completion import complete_experts, complete_packages
 from expertctl.cli.connection import add_package_suggestions
 from expertctl.cli.installed import build_expert_document
 from expertctl.cli.output import JsonFlag, emit, make_note_once, note, print_message, warn
@@ -77,7 +78,11 @@ Offline = Annotated[
 def install(
     targets: Annotated[
         list[str] | None,
-        typer.Argument(metavar="REF|FILE", help="References and .expert files, mixed."),
+        typer.Argument(
+            metavar="REF|FILE",
+            autocompletion=complete_packages,
+            help="References and .expert files, mixed.",
+        ),
     ] = None,
     locked: Locked = False,
     offline: Offline = False,
@@ -279,7 +284,12 @@ def import_(
 
 
 def remove(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="An expert, or sha256:… of one.")],
+    ref: Annotated[
+        str,
+        typer.Argument(
+            metavar="REF", autocompletion=complete_experts, help="An expert, or sha256:… of one."
+        ),
+    ],
     force: Annotated[
         bool, typer.Option("--force", help="Remove it even if other experts require it.")
     ] = False,

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from threading import Lock
-from typing import Annotated, TextIO
+from typing import Annotated, Literal, TextIO
 
 import typer
 
@@ -49,13 +49,20 @@ _UNBROKEN_SPACE = "\0"
 _ALWAYS_PRINTED = (WARNING_PREFIX, "error: ")
 
 
+_STYLES = {WARNING_PREFIX: "1;33", "error: ": "1;31", "hint: ": "1;36"}
+"""Beginnings of lines, and the attributes in which a terminal shows them: bold, and a colour."""
+_DIM = "2"
+Colour = Literal["auto", "always", "never"]
+
+
 class Verbosity:
     """How much goes to stderr; `expertctl.cli.help` sets it from the options of a command."""
 
     def __init__(self) -> None:
-        """Start with notes and progress, and without details."""
+        """Start with notes and progress, without details, and with colour on a terminal."""
         self.is_quiet = False
         self.is_verbose = False
+        self.colour: Colour = "auto"
 
 
 VERBOSITY = Verbosity()
@@ -88,15 +95,54 @@ def write_piece(text: str) -> None:
     sys.stdout.flush()
 
 
-def note(text: str) -> None:
+def note(text: str, *, dim: bool = False) -> None:
     """Print a line on stderr; ``--quiet`` hides it unless it is a warning or an error."""
     if not VERBOSITY.is_quiet or text.startswith(_ALWAYS_PRINTED):
-        print_message(text)
+        print_message(text, dim=dim)
 
 
-def print_message(text: str) -> None:
+def print_message(text: str, *, dim: bool = False) -> None:
     """Print a line on stderr, also with ``--quiet``: the user asked for it, or must know it."""
-    _print_line(_fold_for_stream(text, sys.stderr), sys.stderr)
+    shown = _fold_for_stream(text, sys.stderr)
+    _print_line(_add_colour(shown, dim=dim) if has_colour(sys.stderr) else shown, sys.stderr)
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Return whether a stream is coloured: by ``--color``, else the environment, else a terminal.
+
+    See https://no-color.org and https://force-color.org.
+    """
+    if VERBOSITY.colour != "auto":
+        return VERBOSITY.colour == "always"
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    is_capable = "WT_SESSION" in os.environ if sys.platform == "win32" else _names_a_terminal()
+    return is_capable and stream.isatty()
+
+
+def _names_a_terminal() -> bool:
+    return os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _add_colour(text: str, *, dim: bool) -> str:
+    """Add the control sequences of colours to printable text."""
+    if dim:
+        return _paint(text, _DIM)
+    return "\n".join(map(_paint_beginning, text.split("\n")))
+
+
+def _paint_beginning(line: str) -> str:
+    for beginning, attributes in _STYLES.items():
+        if line.startswith(beginning):
+            word = beginning.rstrip()
+            return _paint(word, attributes) + line[len(word) :]
+    return line
+
+
+def _paint(text: str, attributes: str) -> str:
+    return f"\x1b[{attributes}m{text}\x1b[0m"
 
 
 def debug(text: str) -> None:

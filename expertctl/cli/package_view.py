@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.completion import complete_experts
 from expertctl.cli.output import JsonFlag, emit, format_table, print_message, truncate
 from expertctl.cli.progress import show_progress
 from expertctl.digest import FileDigest, Progress
@@ -40,7 +41,12 @@ from expertctl.store.store import Store
 from expertctl.trust.bundle import read_bundle
 
 PackageTarget = Annotated[
-    str, typer.Argument(metavar="FILE|REF", help="A .expert file, or an installed expert.")
+    str,
+    typer.Argument(
+        metavar="FILE|REF",
+        autocompletion=complete_experts,
+        help="A .expert file, or an installed expert.",
+    ),
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.completion import complete_bases, complete_experts, complete_own_keys
 from expertctl.cli.engine import find_base_or_folder
 from expertctl.cli.evaluation import MetricOption, measure_build
 from expertctl.cli.help import expand_flags
@@ -65,7 +66,12 @@ SET_SUFFIX = ".experts"
 
 def export(
     targets: Annotated[
-        list[str], typer.Argument(metavar="FILE|REF", help="A .expert file, or installed experts.")
+        list[str],
+        typer.Argument(
+            metavar="FILE|REF",
+            autocompletion=complete_experts,
+            help="A .expert file, or installed experts.",
+        ),
     ],
     output: Annotated[
         Path | None,
@@ -175,6 +181,7 @@ class ManifestFlags:
         str | None,
         typer.Option(
             metavar="NAME|DIR",
+            autocompletion=complete_bases,
             help="The base it was trained on: one you added, or a Hugging Face directory; "
             "./NAME is always the directory.",
         ),
@@ -231,7 +238,13 @@ def build(
         typer.Option("--output", "-o", metavar="FILE", help="Default: NAME-VERSION.expert here."),
     ] = None,
     sign: Annotated[
-        str | None, typer.Option("--sign", metavar="KEY", help="Sign with one of your keys.")
+        str | None,
+        typer.Option(
+            "--sign",
+            metavar="KEY",
+            autocompletion=complete_own_keys,
+            help="Sign with one of your keys.",
+        ),
     ] = None,
     manifest: ManifestFlags,
     level: Annotated[
@@ -290,7 +303,12 @@ def build(
 
 def sign(
     file: File,
-    key: Annotated[str, typer.Option("--key", metavar="NAME", help="One of your keys.")],
+    key: Annotated[
+        str,
+        typer.Option(
+            "--key", metavar="NAME", autocompletion=complete_own_keys, help="One of your keys."
+        ),
+    ],
     as_json: JsonFlag = False,
 ) -> None:
     """Sign a package, or replace its signature. Its content digest stays.

@@ -313,11 +313,6 @@ def make_line_reader(*, as_json: bool = False) -> ReadLine:
         return _read_piped_line
     if as_json or not sys.stdout.isatty():
         return _read_terminal_line
-    with suppress(ImportError):  # readline is not on every system, nor needed
-        import readline
-
-        if "libedit" not in (readline.__doc__ or ""):
-            readline.parse_and_bind("set enable-bracketed-paste on")
     return _read_edited_line
 
 

@@ -14,6 +14,7 @@ import typer
 
 from expertctl.cli.engine import open_engine, open_planner, resolve_base
 from expertctl.cli.help import expand_flags
+from expertctl.cli.history import keep_conversation, read_last_conversation
 from expertctl.cli.output import (
     JsonFlag,
     debug,
@@ -31,6 +32,7 @@ from expertctl.cli.prompt_input import load_saved_plan, read_input, read_prompt
 from expertctl.cli.run_options import (
     Base,
     Body,
+    Continue,
     EngineFlags,
     EngineOption,
     ExpertFlags,
@@ -39,6 +41,7 @@ from expertctl.cli.run_options import (
     Prompt,
     SamplingFlags,
     Stats,
+    System,
     Template,
     Trace,
     Truncate,
@@ -49,7 +52,7 @@ from expertctl.cli.run_options import (
 from expertctl.settings import Settings, load_settings
 
 if TYPE_CHECKING:
-    from expertctl.engine.request import RunRequest
+    from expertctl.engine.request import RunRequest, SavedConversation
     from expertctl.engine.result import RunResult
 
 
@@ -97,6 +100,8 @@ def run(
     base: Base = None,
     body: Body = None,
     template: Template = None,
+    system: System = None,
+    resume: Continue = False,
     sampling: SamplingFlags,
     truncate: Truncate = False,
     flags: EngineFlags,
@@ -125,6 +130,7 @@ def run(
     texts = read_input(prompt, body, plan=plan)
     message = UserMessage(prompt=texts.prompt, body=texts.body, template=template)
     message.text()
+    earlier = _read_earlier(settings, system, resume=resume)
     named = tuple(map(parse_expert, experts.expert or ()))
     request = RunRequest(
         message=message,
@@ -134,14 +140,40 @@ def run(
         saved=load_saved_plan(plan),
         truncate=truncate,
         verify_base=verify_base,
+        history=earlier.messages,
+        before=earlier.plan,
         on_budget=on_budget,
         trace=trace,
     )
     check_request(request.route)
     result = _generate(request, settings, stream=stream and not as_json, as_json=as_json)
+    _keep(settings, request, result)
     _print_result(result, stream=stream, as_json=as_json, stats=stats or trace)
     if result.generated.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
+
+
+def _read_earlier(settings: Settings, system: str | None, *, resume: bool) -> "SavedConversation":
+    """Return what precedes the prompt: a system message, and with ``resume`` the last one."""
+    from expertctl.engine.request import SavedConversation
+    from expertctl.engine.text.prompt import ConversationMessage
+
+    earlier = read_last_conversation(settings) if resume else SavedConversation()
+    if system is None:
+        return earlier
+    turns = (message for message in earlier.messages if message.role != "system")
+    first = (ConversationMessage("system", system),) if system else ()
+    return replace(earlier, messages=(*first, *turns))
+
+
+def _keep(settings: Settings, request: "RunRequest", result: "RunResult") -> None:
+    """Keep the messages and the plan of an answer, for ``--continue``."""
+    from expertctl.engine.request import SavedConversation
+    from expertctl.engine.text.prompt import ConversationMessage
+
+    answer = ConversationMessage("assistant", result.generated.text)
+    plan = result.planned.result.plan
+    keep_conversation(settings, SavedConversation((*request.messages, answer), plan))
 
 
 def _generate(
@@ -196,4 +228,4 @@ def _print_result(result: "RunResult", *, stream: bool, as_json: bool, stats: bo
     if stats:
         print_message(format_statistics(result))
     else:
-        note(format_footer(result))
+        note(format_footer(result), dim=True)

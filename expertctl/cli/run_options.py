@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
+from expertctl.cli.completion import complete_bases, complete_experts
 from expertctl.engine_config import (
     ADAPTER_DTYPES,
     DEFAULT_SKIP_CAP,
@@ -60,6 +61,7 @@ Base = Annotated[
     str | None,
     _option(
         metavar="NAME|DIR",
+        autocompletion=complete_bases,
         help="Base model, by name or folder (default: the experts' base, the setting `base`, or "
         "the newest one).",
     ),
@@ -70,6 +72,13 @@ Body = Annotated[
 Template = Annotated[
     str | None,
     _option(metavar="TEXT", help="Template with {prompt} and {body}, each at most once."),
+]
+System = Annotated[
+    str | None,
+    _option("--system", "-s", metavar="TEXT", help="System message of the conversation."),
+]
+Continue = Annotated[
+    bool, _option("--continue", "-c", help="Continue the last conversation of run or chat.")
 ]
 Truncate = Annotated[
     bool, _option("--truncate", help="Cut off the end of a prompt that is too long.")
@@ -169,13 +178,19 @@ class ExpertFlags:
             "--expert",
             "-e",
             metavar="REF[:WEIGHT]",
+            autocompletion=complete_experts,
             help="Use this expert; repeat for several, applied in this order.",
             section=EXPERTS,
         ),
     ] = None
     exclude: Annotated[
         list[str] | None,
-        _option(metavar="REF", help="Never use this expert; repeatable.", section=EXPERTS),
+        _option(
+            metavar="REF",
+            help="Never use this expert; repeatable.",
+            section=EXPERTS,
+            autocompletion=complete_experts,
+        ),
     ] = None
     max_experts: Annotated[
         int, _option(help="Maximum number of experts to combine, 1 to 10.", section=EXPERTS)

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from expertctl.engine.decoding import LayerTimer
     from expertctl.engine.moe.counters import RoutedExpertStats
     from expertctl.engine.result import GenerationTrace, RunResult
-    from expertctl.routing.candidate import RoutingCandidate
+    from expertctl.routing.candidate import InstalledExpert, RoutingCandidate
     from expertctl.routing.plan import Plan, PlannedExpert
     from expertctl.routing.planner import Planner
     from expertctl.routing.router import RoutingResult
+    from expertctl.store.base_record import StoredBase
 
 
 def format_routed_report(moe: "RoutedExpertStats | None") -> Iterator[str]:
@@ -326,13 +327,17 @@ CHAT_HELP = '''\
 /experts REF[:W] ...  answer with these experts from now on
 /experts none         answer with the base alone from now on
 /experts auto         choose experts automatically for each message
+/system [TEXT]        show or change the system message; none removes it
+/set [NAME VALUE]     show or change how tokens are sampled, such as temperature 0.7
+/retry                answer the last message again
 /plan                 show which experts answered the last message, and why
 /plan FILE            save that plan, for `expertctl run --plan FILE`
 /feedback good        rate the last answer: good or bad
-/reset                clear the conversation
-/exit, /quit          leave, as the end of the input (Ctrl-D) does
+/save FILE            save the conversation; /load FILE continues it
+/reset, /clear        clear the conversation
+/bye, /exit, /quit    leave, as the end of the input (Ctrl-D) does
 A line that ends in \\ continues on the next one; """ begins and ends a text of several lines.
-Ctrl-C stops an answer. The text so far stays in the conversation.'''
+The tab key completes commands, experts and files. Ctrl-C stops an answer; the text so far stays.'''
 
 
 def format_turn(turn: "Turn") -> str:
@@ -358,16 +363,26 @@ def format_plan_experts(plan: "Plan") -> str:
     return f"{experts} on {plan.base}" if experts else f"{plan.base} alone"
 
 
-def format_fitting_experts(conversation: "Conversation", planner: "Planner") -> str:
-    """Return the installed experts that fit the base of a conversation."""
+def find_fitting_experts(
+    conversation: "Conversation", planner: "Planner"
+) -> "tuple[StoredBase | None, list[InstalledExpert], int]":
+    """Return the base of a conversation, the installed experts that fit it, and the other count."""
     from expertctl.routing.candidate import explain_misfit
 
     name = conversation.base
     base = planner.bases.find(name) if name else planner.base_selector.find_default()
+    installed = planner.read_inventory().experts
+    if base is None:
+        return None, [], len(installed)
+    fitting = [e for e in installed if not explain_misfit(e, base.identity, allow_mismatch=False)]
+    return base, fitting, len(installed) - len(fitting)
+
+
+def format_fitting_experts(conversation: "Conversation", planner: "Planner") -> str:
+    """Return the installed experts that fit the base of a conversation."""
+    base, fitting, others = find_fitting_experts(conversation, planner)
     if base is None:
         return "no base model is registered that a chat can use"
-    installed = planner.read_inventory().experts
-    fitting = [e for e in installed if not explain_misfit(e, base.identity, allow_mismatch=False)]
     rows = [
         [
             "*" if expert.digest in conversation.current_experts else "",
@@ -377,7 +392,6 @@ def format_fitting_experts(conversation: "Conversation", planner: "Planner") -> 
         ]
         for expert in fitting
     ]
-    others = len(installed) - len(fitting)
     lines = [
         format_table(["", "EXPERT", "KIND", "DESCRIPTION"], rows) if rows else "no expert fits"
     ]

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.completion import complete_packages
 from expertctl.cli.connection import Connection, RegistryOption, connect, has_registry
 from expertctl.cli.output import JsonFlag, emit, format_table, note, print_message, truncate
 from expertctl.cli.package_view import build_manifest_rows
@@ -295,7 +296,12 @@ def search(
 
 
 def info(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="A package, or a version of one.")],
+    ref: Annotated[
+        str,
+        typer.Argument(
+            metavar="REF", autocompletion=complete_packages, help="A package, or a version of one."
+        ),
+    ],
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -16,6 +16,7 @@ from typing import Annotated, Self, cast
 
 import typer
 
+from expertctl.cli.completion import complete_experts
 from expertctl.cli.output import JsonFlag, emit, format_count, format_table, note, warn
 from expertctl.cli.prompt_input import STDIN, is_piped, read_text
 from expertctl.errors import UsageError
@@ -232,7 +233,8 @@ _Document = dict[str, object]
 
 def stats(
     ref: Annotated[
-        str | None, typer.Argument(metavar="REF", help="Only this expert.", show_default=False)
+        str | None,
+        typer.Argument(metavar="REF", help="Only this expert.", autocompletion=complete_experts),
     ] = None,
     days: Annotated[int, typer.Option(min=1, max=366, help="How many days to draw.")] = 14,
     clear: Annotated[

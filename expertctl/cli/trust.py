@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.completion import complete_own_keys, complete_registries, complete_trusted_keys
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, make_note_once, note, warn
 from expertctl.errors import UsageError
@@ -85,7 +86,12 @@ def list_registries(as_json: JsonFlag = False) -> None:
 
 @registries_app.command("remove")
 def remove_registry(
-    host: Annotated[str, typer.Argument(metavar="HOST", help="A known registry.")],
+    host: Annotated[
+        str,
+        typer.Argument(
+            metavar="HOST", autocompletion=complete_registries, help="A known registry."
+        ),
+    ],
     as_json: JsonFlag = False,
 ) -> None:
     """Stop trusting a registry and the keys pinned from it. What it revoked stays revoked.
@@ -149,7 +155,12 @@ def _format_added(known: KnownRegistry) -> str:
 
 keys_app = CommandGroup("Manage your own signing keys.")
 
-OwnKeyName = Annotated[str, typer.Argument(metavar="NAME", help="The name of one of your keys.")]
+OwnKeyName = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME", help="The name of one of your keys.", autocompletion=complete_own_keys
+    ),
+]
 NamespacesOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -262,7 +273,12 @@ def export(
 @keys_app.command()
 def revoke(
     name: Annotated[
-        str, typer.Argument(metavar="NAME|KEYID", help="Your key, a trusted key, or a key id.")
+        str,
+        typer.Argument(
+            metavar="NAME|KEYID",
+            help="Your key, a trusted key, or a key id.",
+            autocompletion=complete_trusted_keys,
+        ),
     ],
     reason: Annotated[str, typer.Option(help="Why; shown with every refusal.")] = "",
     as_json: JsonFlag = False,
@@ -377,7 +393,12 @@ def add(
 
 @app.command()
 def remove(
-    name: Annotated[str, typer.Argument(metavar="NAME|KEYID", help="A trusted key.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|KEYID", help="A trusted key.", autocompletion=complete_trusted_keys
+        ),
+    ],
     as_json: JsonFlag = False,
 ) -> None:
     """Stop trusting a key. A revocation of it stays.

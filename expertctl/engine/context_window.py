@@ -49,7 +49,7 @@ def insert_samples(
     """
     if not samples:
         return messages
-    first = next((n for n, each in enumerate(messages) if each.role != "system"), len(messages))
+    first = _count_system_messages(messages)
     extended = (*messages[:first], *samples, *messages[first:])
     alone = len(encode(messages).ids)
     try:
@@ -115,14 +115,27 @@ def _make_context_error(
 def _truncate(
     messages: Sequence[ConversationMessage], encode: Encode, room: int, max_tokens: int
 ) -> EncodedPrompt:
-    """Drop as few of the oldest turns as necessary; if that is not enough, cut the last message."""
-    turns = _split_turns(messages)
-    gone = _count_dropped_turns(turns, encode, max_tokens)
-    prompt = encode(_join_turns(turns[gone:]))
+    """Drop as few of the oldest turns as necessary; if that is not enough, cut the last message.
+
+    System messages at the beginning stay.
+    """
+    first = min(_count_system_messages(messages), len(messages) - 1)
+    system, turns = messages[:first], _split_turns(messages[first:])
+
+    def encode_turns(turns: Sequence[ConversationMessage]) -> EncodedPrompt:
+        return encode([*system, *turns])
+
+    gone = _count_dropped_turns(turns, encode_turns, max_tokens)
+    prompt = encode_turns(_join_turns(turns[gone:]))
     warnings = _build_truncation_warnings(gone, len(turns) - 1)
     if len(prompt.ids) >= room:
-        prompt = _truncate_message(turns[-1], encode, max_tokens)
+        prompt = _truncate_message(turns[-1], encode_turns, max_tokens)
     return replace(prompt, warnings=(*prompt.warnings, *warnings))
+
+
+def _count_system_messages(messages: Sequence[ConversationMessage]) -> int:
+    """Return how many system messages a conversation begins with."""
+    return next((n for n, each in enumerate(messages) if each.role != "system"), len(messages))
 
 
 def _split_turns(messages: Sequence[ConversationMessage]) -> list[list[ConversationMessage]]:

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from expertctl.digest import Digest
 from expertctl.engine.generation import CancelCheck, never_cancelled
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.request import NamedExpert, RunRequest
+from expertctl.engine.request import NamedExpert, RunRequest, SavedConversation
 from expertctl.engine.result import RunResult
 from expertctl.engine.text.prompt import ConversationMessage, UserMessage
+from expertctl.errors import NotFoundError
 from expertctl.routing.plan import Plan
+from expertctl.routing.request import SamplingOverrides, check_request
 from expertctl.routing.session import KEPT_REASON
 
 _PLACEHOLDER_PROMPT = "?"
@@ -67,7 +69,10 @@ class Conversation:
         is part of every prompt; without one, it follows only the first prompt.
         """
         self.turns: list[Turn] = []
+        self.system = ""
+        """The system message of all turns from now on, if not empty."""
         self._engine, self._pattern = engine, pattern
+        self._restored = SavedConversation()
         self._key = uuid.uuid4().hex
         self._before: Plan | None = None
         self._named: tuple[Digest, ...] = ()
@@ -83,6 +88,38 @@ class Conversation:
         """The base of the last turn, else the requested one, if any."""
         return self.turns[-1].plan.base if self.turns else self._pattern.base
 
+    @property
+    def saved(self) -> SavedConversation:
+        """What `restore` takes."""
+        return SavedConversation(self.messages, self._before)
+
+    @property
+    def messages(self) -> tuple[ConversationMessage, ...]:
+        """The system message, if any, and all turns."""
+        turns = (message for turn in self.turns for message in turn.iter_messages())
+        system = (ConversationMessage("system", self.system),) if self.system else ()
+        return (*system, *self._restored.messages, *turns)
+
+    @property
+    def sampling(self) -> SamplingOverrides:
+        """The sampling settings that the user gave."""
+        return self._pattern.route.sampling
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that the user gave."""
+        return self._pattern.route.seed
+
+    def set_sampling(self, sampling: SamplingOverrides, *, seed: int | None) -> None:
+        """Generate with these settings from now on.
+
+        Raises:
+            UsageError: when one of them is outside its limits, or they contradict each other.
+        """
+        route = replace(self._pattern.route, sampling=sampling, seed=seed)
+        check_request(replace(route, prompt=_PLACEHOLDER_PROMPT))
+        self._pattern = replace(self._pattern, route=route)
+
     def send(
         self, prompt: str, *, cancelled: CancelCheck = never_cancelled
     ) -> Generator[str, None, Turn]:
@@ -93,11 +130,37 @@ class Conversation:
         Raises:
             ExpertError: as `LocalEngine.run` does.
         """
-        history = tuple(message for turn in self.turns for message in turn.iter_messages())
-        message = self._make_message(prompt, first=not history)
+        return (yield from self._send(prompt, seed=self.seed, cancelled=cancelled))
+
+    def retry(self, *, cancelled: CancelCheck = never_cancelled) -> Generator[str, None, Turn]:
+        """Answer the last prompt again, with another seed, in place of the last answer.
+
+        A turn that fails, or whose generator is closed, leaves the conversation unchanged.
+
+        Raises:
+            NotFoundError: when there is no answer yet.
+            ExpertError: as `LocalEngine.run` does.
+        """
+        if not self.turns:
+            raise NotFoundError("there is no answer yet", hint="send a message first")
+        last, before = self.turns.pop(), self._before
+        self._before = self.turns[-1].plan if self.turns else self._restored.plan
+        try:
+            return (yield from self._send(last.message.prompt, seed=None, cancelled=cancelled))
+        except BaseException:
+            self.turns.append(last)
+            self._before = before
+            raise
+
+    def _send(
+        self, prompt: str, *, seed: int | None, cancelled: CancelCheck
+    ) -> Generator[str, None, Turn]:
+        history = self.messages
+        is_first = all(message.role == "system" for message in history)
+        message = self._make_message(prompt, first=is_first)
         request = replace(
             self._pattern,
-            route=replace(self._pattern.route, prompt=prompt),
+            route=replace(self._pattern.route, prompt=prompt, seed=seed),
             cache_key=self._key,
             message=message,
             history=history,
@@ -137,10 +200,18 @@ class Conversation:
         self._named, self._before = (), None
 
     def reset(self) -> None:
-        """Drop all turns and their cached KV."""
+        """Drop all turns and their cached KV; the system message stays."""
         self._engine.forget(self._key)
         self.turns.clear()
-        self._before = None
+        self._restored, self._before = SavedConversation(), None
+
+    def restore(self, saved: SavedConversation) -> None:
+        """Continue a saved conversation in place of all turns."""
+        self.reset()
+        leading = [message.content for message in saved.messages if message.role == "system"]
+        turns = tuple(message for message in saved.messages if message.role != "system")
+        self.system = leading[0] if leading else ""
+        self._restored, self._before = SavedConversation(turns, saved.plan), saved.plan
 
     def _make_message(self, prompt: str, *, first: bool) -> UserMessage:
         given = self._pattern.message

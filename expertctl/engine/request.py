@@ -1,16 +1,25 @@
-"""Input of the engine: a message, experts from the store or from files, and limits."""
+"""Input of the engine: a message, experts from the store or from files, and limits.
+
+A conversation is saved as the ``messages`` of a chat request (system, user and assistant, in turn)
+with the last ``plan`` beside them.
+"""
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, RawPrompt, UserMessage
+from expertctl.errors import InvalidPackageError
 from expertctl.package.read import is_file_name
-from expertctl.routing.plan import Plan, SavedPlan
+from expertctl.routing.plan import Plan, SavedPlan, parse_plan
 from expertctl.routing.request import ForcedExpert, RouteRequest, parse_forced, parse_weight
 from expertctl.schema.strict_json import JsonValue
+from expertctl.schema.validation import decode_json
 
 _WEIGHT = r"(?::(?P<weight>[^:/\\]*))?"
 _PACKAGE = re.compile(rf"(?P<path>.*\.expert){_WEIGHT}", re.DOTALL)
@@ -76,6 +85,60 @@ class RunRequest:
             UsageError: when the message is empty, too long or not text.
         """
         return self.turns or (*self.history, ConversationMessage("user", self.message.text()))
+
+
+class _MessageDocument(msgspec.Struct, frozen=True):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class _ConversationDocument(msgspec.Struct, frozen=True):
+    messages: list[_MessageDocument]
+    plan: msgspec.Raw = msgspec.Raw(b"null")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedConversation:
+    """Messages, and the plan that answered last, whose experts answer a follow-up."""
+
+    messages: tuple[ConversationMessage, ...] = ()
+    plan: Plan | None = None
+
+    @classmethod
+    def parse(cls, data: bytes, *, what: str) -> "SavedConversation":
+        """Read a document; what else it has, and a plan of another version, are ignored.
+
+        Raises:
+            InvalidPackageError: if it is not JSON, or its messages are not at most one of the
+                system, then those of user and assistant in turn, the assistant's last.
+        """
+        try:
+            saved = decode_json(data, _ConversationDocument)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise _make_saved_error(what, str(error)) from error
+        turns = saved.messages[1 if saved.messages and saved.messages[0].role == "system" else 0 :]
+        if [each.role for each in turns] != ["user", "assistant"] * (len(turns) // 2):
+            raise _make_saved_error(what, "messages of user and assistant do not alternate")
+        for number, each in enumerate(saved.messages):
+            if not each.content.strip() and each.role != "assistant":
+                raise _make_saved_error(what, f"messages[{number}] is empty")
+        messages = tuple(ConversationMessage(each.role, each.content) for each in saved.messages)
+        with suppress(InvalidPackageError):
+            return cls(messages, parse_plan(b'{"plan": ' + bytes(saved.plan) + b"}").plan)
+        return cls(messages)
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """Return the document, which `parse` reads."""
+        messages: list[JsonValue] = [
+            {"role": each.role, "content": each.content} for each in self.messages
+        ]
+        plan = {} if self.plan is None else {"plan": self.plan.to_json()}
+        return {"messages": messages, **plan}
+
+
+def _make_saved_error(what: str, problem: str) -> InvalidPackageError:
+    hint = "a conversation is saved by /save FILE in `expertctl chat`"
+    return InvalidPackageError(what, [problem], hint=hint)
 
 
 def parse_expert(text: str) -> NamedExpert:

@@ -247,7 +247,7 @@ class IndexStore:
     def find_problems(self, known: KnownRegistry) -> list[StoreError]:
         """Return an error for every stored document of a registry that cannot be read."""
         found = []
-        for package in self._list_packages(known):
+        for package in self.list_packages(known):
             try:
                 self.load(known, package)
                 self.first_contents(known, package)
@@ -257,10 +257,11 @@ class IndexStore:
 
     def check_integrity(self, known: KnownRegistry) -> None:
         """Raise unless every stored document of a registry can be read."""
-        for package in self._list_packages(known):
+        for package in self.list_packages(known):
             assert self.load(known, package) is not None
 
-    def _list_packages(self, known: KnownRegistry) -> list[PackageName]:
+    def list_packages(self, known: KnownRegistry) -> list[PackageName]:
+        """Return the packages of which there is a document of a registry, sorted."""
         key = known.index_key.key_id.removeprefix("sha256:")
         paths = sorted((self._index_folder(known) / key).glob("*/[!.]*.json"))
         return [PackageName(path.parent.name, path.stem) for path in paths]

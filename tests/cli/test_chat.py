@@ -371,7 +371,7 @@ def test_ctrl_c_ends_an_answer_and_twice_at_the_prompt_the_chat(terminal: ChatTe
 
 
 def test_lines_are_edited_recalled_and_continued(terminal: ChatTerminal) -> None:
-    terminal.wait_for("/help lists the commands")
+    terminal.wait_for("/? lists the commands")
     terminal.wait_for("> ")
     terminal.type("/hexx\x7f\x7flp\n")
     assert "/experts auto" in terminal.wait_for("> ")

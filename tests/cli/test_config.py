@@ -1,5 +1,6 @@
 """``expertctl config`` as a person types it, and the file it writes."""
 
+import re
 import stat
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from expertctl.cli.config import read_settings, set_value, unset_value
+from expertctl.cli.config import MEANINGS, read_settings, set_value, unset_value
 from expertctl.engine.memory.host import MACHINE_SHARE
 from expertctl.errors import InvalidPackageError, StoreError, UsageError
 from expertctl.files import make_folders
@@ -40,12 +41,13 @@ def test_all_settings_are_listed_with_their_source(
 ) -> None:
     expertctl("config", "set", "device", "cpu")
     monkeypatch.setenv("EXPERT_OFFLINE", "1")
-    rows = [line.split() for line in expertctl("config", "list").out.splitlines()[1:]]
+    lines = expertctl("config", "list").out.splitlines()[1:]
+    rows = [re.split(" {2,}", line)[:3] for line in lines]
     assert [row[0] for row in rows] == list(CONFIG_KEYS)
     assert ["device", "cpu", "file"] in rows
     assert ["offline", "1", "environment"] in rows
-    assert ["registry", "none", "(default)", "-"] in rows
-    assert ["serve_rows", "16", "(default)", "-"] in rows
+    assert ["registry", "none (default)", "-"] in rows
+    assert ["serve_rows", "16 (default)", "-"] in rows
     documents = expertctl("config", "list", "--json").document["settings"]
     assert {"key": "device", "value": "cpu", "source": "file", "default": "cpu"} in documents
     rest = {"source": "default", "default": "8000"}
@@ -73,6 +75,7 @@ def test_the_listed_defaults_are_those_that_commands_use(expertctl: CommandRunne
         "moe_cold": unset.engine.moe_cold,
         "moe_warmup": unset.engine.moe.warmup,
         "moe_learn": "yes" if unset.engine.moe.learns else "no",
+        "history": "yes" if load_settings().history else "no",
         "serve_host": unset.host,
         "serve_port": str(unset.port),
         "serve_rows": str(unset.engine.batching.rows),
@@ -169,7 +172,7 @@ def test_comments_and_other_settings_stay(expertctl: CommandRunner, home: Path) 
     assert read_config(path) == {"device": "cpu", "encoder": "lexical"}
 
 
-@pytest.mark.parametrize("text", ["device = [", "colour = 1", 'device = """\nregistry = 1\n"""'])
+@pytest.mark.parametrize("text", ["device = [", 'device = """\nregistry = 1\n"""'])
 def test_a_file_that_cannot_be_changed_safely_is_left_alone(
     text: str, expertctl: CommandRunner, home: Path
 ) -> None:
@@ -250,3 +253,31 @@ def test_how_numbers_are_held_is_checked_before_it_is_kept(
     said = expertctl("config", "set", key, value, exit_code=2)
     assert known in said.err
     assert expertctl("config", "get", key, "--json").document["value"] is None
+
+
+def test_a_setting_of_another_version_is_told_and_ignored(
+    expertctl: CommandRunner, home: Path
+) -> None:
+    home.mkdir()
+    path = home / "config.toml"
+    path.write_text('# mine\nnew_thing = 3\nbase = "a"\n[table]\nx = 1\n')
+    said = expertctl("config", "get", "base")
+    assert said.out == "a\n"
+    assert said.err.splitlines() == [
+        f'warning: {path}: "{name}" is not a setting of this version, and is ignored'
+        for name in ("new_thing", "table")
+    ]
+    assert "is not a setting" in expertctl("config", "set", "new_thing", "4", exit_code=2).err
+    path.write_text('# mine\nnew_thing = 3\nbase = "a"\n')
+    expertctl("config", "set", "base", "b")
+    assert path.read_text() == '# mine\nnew_thing = 3\nbase = "b"\n'
+    expertctl("config", "unset", "base")
+    assert path.read_text() == "# mine\nnew_thing = 3\n"
+
+
+def test_every_setting_is_listed_with_its_meaning(expertctl: CommandRunner, home: Path) -> None:
+    lines = expertctl("config", "list").out.splitlines()
+    assert lines[0].split() == ["KEY", "VALUE", "SOURCE", "MEANING"]
+    for line, (key, meaning) in zip(lines[1:], MEANINGS.items(), strict=True):
+        assert line.startswith(f"{key} ")
+        assert line.endswith(f" {meaning}")

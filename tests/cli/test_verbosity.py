@@ -1,13 +1,14 @@
 """``-q`` and ``-v``: every command has them, before and after its name."""
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
 
 from expertctl.cli import app
 from expertctl.cli.help import _remove_secrets
-from expertctl.cli.output import VERBOSITY, make_note_once, note, warn
+from expertctl.cli.output import VERBOSITY, has_colour, make_note_once, note, warn
 from expertctl.cli.progress import show_counter
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.registry.live_registry import (
@@ -229,3 +230,51 @@ def test_trust_that_changes_is_told_to_the_quiet_too(
     for _ in range(2):
         tell("sha256:ab was revoked for acme/* of r.example: stolen")
     assert capsys.readouterr().err.count("was revoked") == 1
+
+
+RED, YELLOW, CYAN, DIM, END = "\x1b[1;31m", "\x1b[1;33m", "\x1b[1;36m", "\x1b[2m", "\x1b[0m"
+
+
+def test_beginnings_of_messages_are_coloured_where_that_is_wanted(
+    expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = expertctl("keys", "lst", exit_code=2).err
+    assert "\x1b" not in plain
+    for words in (("--color", "always", "keys", "lst"), ("keys", "--color=always", "lst")):
+        shown = expertctl(*words, exit_code=2).err
+        assert shown.startswith(f"{RED}error:{END} ")
+        assert f"\n{CYAN}hint:{END} " in shown
+        for code in (RED, CYAN, END):
+            shown = shown.replace(code, "")
+        assert shown == plain
+    assert expertctl("keys", "lst", exit_code=2).err == plain, "the next command has its own"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert RED in expertctl("keys", "lst", exit_code=2).err
+    assert "\x1b" not in expertctl("keys", "--color", "never", "lst", exit_code=2).err
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in expertctl("keys", "lst", exit_code=2).err
+
+
+def test_a_terminal_has_colour_unless_it_is_dumb(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, child = os.openpty()
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    with os.fdopen(main, "rb"), os.fdopen(child, "w") as terminal:
+        monkeypatch.setenv("TERM", "xterm-256color")
+        assert has_colour(terminal)
+        monkeypatch.setenv("TERM", "dumb")
+        assert not has_colour(terminal)
+        monkeypatch.delenv("TERM")
+        assert not has_colour(terminal)
+
+
+def test_status_is_dim_and_text_of_others_cannot_colour(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(VERBOSITY, "colour", "always")
+    note("  [a \x1b[31mstatus]", dim=True)
+    warn(["careful"])
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"{DIM}  [a ")
+    assert "\x1b[31m" not in shown
+    assert shown.endswith(f"{YELLOW}warning:{END} careful\n")

@@ -215,3 +215,23 @@ def test_samples_that_a_template_refuses_are_left_out() -> None:
 
     said = talk("hi")
     assert insert_samples(said, SAMPLES, encode_one, room=1000, max_tokens=1) is said
+
+
+@pytest.mark.parametrize("systems", [["sys"], ["one", "two"]])
+def test_system_messages_stay_when_turns_are_dropped(systems: list[str]) -> None:
+    first = [ConversationMessage("system", text) for text in systems]
+    messages = [*first, *talk("a" * 30, "b" * 30, "question")]
+    size = len(encode([*first, *talk("question")]).ids)
+    prompt = fit_to_context(messages, encode, context=size + 8, max_tokens=8, truncate=True)
+    assert prompt.ids == encode([*first, *talk("question")]).ids
+    assert prompt.warnings == ("the turn before did not fit into the context and was dropped",)
+    cut = fit_to_context(messages, encode, context=size - 2, max_tokens=1, truncate=True)
+    assert cut.ids == encode([*first, *talk("quest")]).ids
+    with pytest.raises(UsageError, match="no part of the prompt fits"):
+        fit_to_context(messages, encode, context=6, max_tokens=1, truncate=True)
+
+
+def test_a_system_message_alone_is_cut_as_a_prompt_is() -> None:
+    alone = [ConversationMessage("system", "abcdefghij")]
+    prompt = fit_to_context(alone, encode, context=8, max_tokens=100, truncate=True)
+    assert prompt.ids == (1, 2, *b"abc", 3)

@@ -13,7 +13,7 @@ import pytest
 
 from expertctl.engine.conversation import Conversation, Turn
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.request import NamedExpert, RunRequest
+from expertctl.engine.request import NamedExpert, RunRequest, SavedConversation
 from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import BudgetError, ExpertError, NotFoundError, UsageError
@@ -339,3 +339,55 @@ def test_a_base_without_a_chat_template_takes_one_message(
     say(conversation, "x")
     with pytest.raises(ExpertError, match="no chat template"):
         say(conversation, "y")
+
+
+def test_a_system_message_precedes_every_turn_and_a_body_still_the_first(
+    engine: LocalEngine,
+) -> None:
+    conversation = talk(engine, message={"body": "B"})
+    conversation.system = "S"
+    say(conversation, "x")
+    say(conversation, "y")
+    roles = [(each.role, each.content) for each in conversation.messages]
+    answers = [turn.result.generated.text for turn in conversation.turns]
+    assert roles == [
+        ("system", "S"),
+        *(("user", "x\n\nB"), ("assistant", answers[0])),
+        *(("user", "y"), ("assistant", answers[1])),
+    ]
+    conversation.reset()
+    assert [each.role for each in conversation.messages] == ["system"]
+
+
+def test_a_restored_conversation_answers_as_the_one_it_was_saved_from(engine: LocalEngine) -> None:
+    first = talk(engine)
+    first.system = "S"
+    say(first, "x")
+    data = json.dumps(first.saved.to_json()).encode()
+    second = talk(engine)
+    say(second, "something else")
+    second.restore(SavedConversation.parse(data, what="a file"))
+    found, expected = say(second, "y").result, say(first, "y").result
+    assert found.generated.tokens == expected.generated.tokens
+    assert found.prompt_tokens == expected.prompt_tokens
+    assert second.messages == first.messages
+
+
+def test_an_answer_that_is_given_again_replaces_the_last_or_leaves_it(engine: LocalEngine) -> None:
+    conversation = talk(engine, route={"sampling": SamplingOverrides(temperature=2, max_tokens=6)})
+    with pytest.raises(NotFoundError, match="no answer yet"):
+        next(conversation.retry())
+    say(conversation, "x")
+    last = say(conversation, "y")
+    assert last.result.planned.result.plan.seed == 0
+    stream = conversation.retry()
+    next(stream)
+    stream.close()
+    assert conversation.turns[-1] is last
+    pieces = "".join(conversation.retry())
+    again = conversation.turns[-1]
+    assert (len(conversation.turns), again.message.prompt) == (2, "y")
+    assert pieces == again.result.generated.text
+    assert again.result.planned.result.plan.seed != 0
+    assert again.result.prompt_tokens == last.result.prompt_tokens
+    conversation._engine.check_integrity()
