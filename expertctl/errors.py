@@ -374,3 +374,39 @@ def ignore_count(done: int, total: int) -> None:
 
 def ignore_notification(_: str) -> None:
     """Ignore the sentence."""
+
+
+def format_install_command(*extras: str) -> str:
+    """Return the command that adds extras to this installation, for a shell.
+
+    It names this interpreter, and where expertctl was installed from if pip recorded that: a name
+    alone would be looked up in an index, where there may be no such package.
+    """
+    import shlex
+    import sys
+    from importlib.util import find_spec
+
+    pip = [sys.executable, "-m", "pip", "install"]
+    if find_spec("pip") is None:  # in environments that uv made
+        pip = ["uv", "pip", "install", "--python", sys.executable]
+    return shlex.join([*pip, *_build_requirement(f"[{','.join(extras)}]")])
+
+
+def _build_requirement(extras: str) -> list[str]:
+    """Return the arguments of pip for this installation; see PEP 610 for its record."""
+    import json
+    from importlib.metadata import PackageNotFoundError, distribution
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    try:
+        record = json.loads(distribution("expertctl").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, OSError, ValueError):
+        record = {}
+    address = str(record.get("url", ""))
+    if record.get("dir_info", {}).get("editable"):
+        return ["-e", url2pathname(urlsplit(address).path) + extras]
+    if "vcs_info" in record:
+        source = record["vcs_info"]
+        address = f"{source['vcs']}+{address}@{source['commit_id']}"
+    return [f"expertctl{extras} @ {address}" if address else f"expertctl{extras}"]

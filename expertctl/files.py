@@ -36,6 +36,12 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     sync_folder(path.parent)
 
 
+def remove_leftovers(path: Path) -> None:
+    """Remove temporary files of processes killed in `write_atomic`; no other may write now."""
+    for left in path.parent.glob(f".{path.name}.*.tmp"):
+        left.unlink(missing_ok=True)
+
+
 def write_to_path(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Write to a path of the user: links are followed, devices and pipes are written into.
 

@@ -33,7 +33,11 @@ Sizes are written `512MiB`, `2GB` or in bytes, times `12h`, `3d` or `2w`, boolea
 | `EXPERT_HOME` | the home, where everything is stored; `~/.expert` if not set |
 | `EXPERT_TOKEN`, `EXPERT_USER` | a login for the registry of `EXPERT_REGISTRY` |
 | `EXPERT_SERVER`, `EXPERT_API_KEY` | the server that the [Python client](../how-to/serve.md) uses |
+| `EXPERT_LOG_FORMAT` | `text` or `json`: how servers log; else text on a terminal |
 | `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY`, `NO_PROXY` | [proxies](../how-to/registries.md) |
+| `OMP_NUM_THREADS` | the most threads that the engine uses |
+| `SOURCE_DATE_EPOCH` | the time that `build` writes into packages |
+| `COLUMNS` | the width of `stats` where there is no terminal |
 | `NO_COLOR`, `FORCE_COLOR`, `TERM` | whether messages are coloured; `--color` decides before them |
 | `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_…` | where [traces of `serve`](../how-to/serve.md) are sent |
 

@@ -199,6 +199,7 @@ def root(
 
     Example: expertctl run "Sort these numbers: 41, 17, 23"
     """
+    _warn_of_unknown_settings()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -219,7 +220,6 @@ def run(words: list[str]) -> int:
     """Run one command and return its exit code. No user error is a traceback."""
     with limit_verbosity():
         as_json = "--json" in words
-        _warn_of_unknown_settings()
         try:
             result = get_command(app).main(words, prog_name="expertctl", standalone_mode=False)
             sys.stdout.flush()

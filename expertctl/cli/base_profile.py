@@ -361,17 +361,19 @@ def plan(
     copies = open_quantised_cache(open_base_store(), base)
     limit = find_budget_limit(engine.memory_budget, "cpu")
     if routed is None:
-        given: dict[str, object] = {
-            "--lane": lane,
-            "--moe-profile": moe_profile,
-            "--moe-pin": moe_pin,
+        given = {
+            "--lane": bool(lane),
+            "--moe-profile": moe_profile is not None,
+            "--moe-pin": moe_pin is not None,
+            "--strategy": strategy != "warm",
         }
-        given["--strategy"] = strategy != "warm"
         warn([describe_unused_option(base.name, name) for name, value in given.items() if value])
         dtypes = get_args(Dtype) if dtype is None else (dtype,)
         dense = plan_dense_base(
             config, engine, base=base.name, limit=limit, copies=copies, dtypes=dtypes
         )
+        if dtype is not None and dtype in dense.unavailable:
+            raise IncompatibleError(dense.unavailable[dtype], hint="leave out --dtype")
         warn(f"{name} cannot run it: {why}" for name, why in dense.unavailable.items())
         emit(dense.to_json(), format_dense_plan(dense), as_json=as_json)
         return

@@ -10,7 +10,7 @@ from expertctl.cli.completion import complete_bases
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, note, warn
 from expertctl.cli.progress import show_loading, show_progress
-from expertctl.errors import ExpertError
+from expertctl.errors import ExpertError, format_install_command
 from expertctl.install.installed_experts import remove_base
 from expertctl.settings import format_size, load_settings
 from expertctl.store.base_record import StoredBase
@@ -61,7 +61,7 @@ def add(
     if base.foreign:
         note(
             f"only `run --engine transformers` runs {base.name}: slowly, with one expert; "
-            "it needs pip install 'expertctl[compat]'"
+            f"it needs {format_install_command('compat')}"
         )
     document = _build_document(base, routed)
     if compile_kernels:

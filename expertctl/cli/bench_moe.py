@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from expertctl.cli.completion import complete_bases
 from expertctl.cli.engine import guard_engine_import, open_planner, resolve_base
 from expertctl.cli.help import expand_flags
 from expertctl.cli.output import (
@@ -107,6 +108,7 @@ BenchBase = Annotated[
     typer.Option(
         "--base",
         metavar="NAME|DIR",
+        autocompletion=complete_bases,
         help="Base, by name or folder (default: the newest with routed experts).",
     ),
 ]

@@ -5,10 +5,12 @@ on; a script gets the exit code of the first error. ``--json`` prints all turns 
 the end.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +30,7 @@ from expertctl.cli.help import expand_flags
 from expertctl.cli.history import (
     complete_path,
     encode_conversation,
+    find_last_base,
     keep_conversation,
     open_line_editor,
     read_conversation,
@@ -42,6 +45,7 @@ from expertctl.cli.output import (
     open_answer_stream,
     print_json,
     print_message,
+    quote,
     terminal_width,
     warn,
     write_file,
@@ -127,7 +131,7 @@ def chat(
 
     Example: printf 'Put 41, 17, 23 in ascending order\nAnd 9, 8, 7\n' | expertctl chat
     """
-    from expertctl.engine.request import RunRequest, parse_expert
+    from expertctl.engine.request import RunRequest, SavedConversation, parse_expert
     from expertctl.engine.text.prompt import UserMessage
     from expertctl.routing.request import check_request
 
@@ -136,10 +140,11 @@ def chat(
     first = _read_first_message(prompt, body)
     message = UserMessage(prompt="?", body=first.body, template=template)
     message.text()
+    earlier = read_last_conversation(settings) if resume else SavedConversation()
     pattern = RunRequest(
         message=message,
         route=build_route_request(message.prompt, config, experts=experts, sampling=sampling),
-        base=resolve_base(base, settings, as_json=as_json),
+        base=resolve_base(base, settings, as_json=as_json) or find_last_base(earlier, settings),
         truncate=truncate,
         verify_base=verify_base,
         on_budget=on_budget,
@@ -151,12 +156,8 @@ def chat(
             "--expert and --no-experts contradict each other",
             hint="leave out --expert or --no-experts",
         )
-    earlier = read_last_conversation(settings) if resume else None
     session = _open_session(pattern, settings, as_json=as_json, stats=stats)
-    if earlier is not None:
-        session.conversation.restore(earlier)
-    if system is not None:
-        session.conversation.system = system
+    session.conversation.restore(earlier if system is None else earlier.with_system(system))
     if named:
         session.conversation.use_experts(named)
     raise typer.Exit(session.run(make_line_reader(as_json=as_json), first=first.prompt))
@@ -242,7 +243,7 @@ class _ChatSession:
             if first:
                 self._handle_input(ChatInput(first))
             if self._interactive:
-                with open_line_editor(lines, self._complete):
+                with open_line_editor(lines, self._complete, read_line) as read_line:
                     self._answer_lines(read_line)
             elif not first:
                 self._answer_lines(read_line)
@@ -304,24 +305,25 @@ class _ChatSession:
         self._documents.append({"prompt": text, "error": fields})
 
     def _answer(self, prompt: str) -> None:
-        self._answer_with(self.conversation.send, prompt)
+        self._answer_with(partial(self.conversation.send, prompt))
 
     def _retry(self, rest: list[str]) -> None:
         _check_no_arguments(rest)
-        self._answer_with(lambda _, **options: self.conversation.retry(**options), "/retry")
+        self._answer_with(self.conversation.retry)
 
-    def _answer_with(self, send: "_Send", prompt: str) -> None:
+    def _answer_with(self, send: "_Send") -> None:
         ending = CancellationFlag()
         with ending.catch_signals(*((signal.SIGINT,) if self._interactive else ())):
             self._loading.is_cancelled = ending
             try:
-                turn = self._stream_answer(send(prompt, cancelled=ending))
+                turn = self._stream_answer(send(cancelled=ending))
             except LoadingCancelledError:
                 print_message("  [interrupted before the first word]")
                 return
-        self._documents.append({"prompt": prompt, **turn.result.to_json()})
+        self._documents.append({"prompt": turn.message.prompt, **turn.result.to_json()})
         self._show_turn(turn)
-        keep_conversation(self._settings, self.conversation.saved)
+        if turn.has_messages:
+            keep_conversation(self._settings, self.conversation.saved)
 
     def _stream_answer(self, pieces: "Generator[str, None, Turn]") -> "Turn":
         """Print the answer as it is generated; a progress bar shows loading before its start."""
@@ -366,11 +368,13 @@ class _ChatSession:
         if not rest:
             return [f"{each} " for each in self._commands if name]
         if name in {"/plan", "/save", "/load"}:
-            return complete_path(rest[-1])
+            *words, _ = rest
+            start = len(" ".join(words)) + bool(words)
+            return [each[start:] for each in complete_path(" ".join(rest))]
         if name == "/experts":
             with suppress(ExpertError):
                 return ["auto ", "none ", *(f"{ref} " for ref in self._list_references())]
-        known = {"/set": SETTINGS, "/feedback": ("good", "bad")}
+        known = {"/set": SETTINGS if len(rest) == 1 else ("default",), "/feedback": ("good", "bad")}
         return [f"{each} " for each in known.get(name, ())]
 
     def _list_references(self) -> list[str]:
@@ -404,13 +408,13 @@ class _ChatSession:
     def _show_plan(self, rest: list[str]) -> None:
         from expertctl.cli.run_view import format_routing
 
-        _check_no_arguments(rest[1:])
         if not self.conversation.turns:
             raise NotFoundError("there is no plan yet", hint="send a message first")
         turn = self.conversation.turns[-1]
         if rest:
-            save_plan(Path(rest[0]), {"plan": turn.plan.to_json(), "threads": turn.result.threads})
-            print_message(f"saved {rest[0]}")
+            path = _parse_path(rest, "/plan FILE")
+            save_plan(path, {"plan": turn.plan.to_json(), "threads": turn.result.threads})
+            print_message(f"saved {path}")
         else:
             print_message(
                 format_routing(turn.result.planned.result, width=terminal_width(sys.stderr))
@@ -428,7 +432,7 @@ class _ChatSession:
     def _set_system(self, rest: list[str]) -> None:
         if rest:
             text = " ".join(rest)
-            self.conversation.system = "" if text in {'""', "none"} else text
+            self.conversation.system = "" if text == "none" else text
         system = self.conversation.system
         print_message(f"system message: {system}" if system else "there is no system message")
 
@@ -464,7 +468,15 @@ def _is_exit(message: ChatInput) -> bool:
 def _parse_path(rest: list[str], usage: str) -> Path:
     if not rest:
         raise UsageError("there is no file name", hint=usage)
-    return Path(" ".join(rest)).expanduser()
+    text = " ".join(rest)
+    try:
+        os.fsencode(text)
+        path = Path(text).expanduser()
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"{quote(text)} is not a file name", hint=usage) from error
+    if "\0" in text:
+        raise UsageError(f"{quote(text)} is not a file name", hint=usage)
+    return path
 
 
 def _check_no_arguments(rest: list[str]) -> None:

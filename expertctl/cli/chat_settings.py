@@ -1,5 +1,6 @@
 """Sampling settings that ``/set`` changes in a chat, with the names of the options of ``run``."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -9,12 +10,16 @@ from expertctl.errors import UsageError
 if TYPE_CHECKING:
     from expertctl.routing.request import SamplingOverrides
 
-_SWITCH = {"yes": True, "no": False}
+_SWITCH = {
+    **dict.fromkeys(("yes", "true", "1"), True),
+    **dict.fromkeys(("no", "false", "0"), False),
+}
+_KINDS = {"greedy": "yes or no", **dict.fromkeys(("top_k", "max_tokens", "seed"), "a whole number")}
 _PARSERS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float),
     **dict.fromkeys(("top_k", "max_tokens", "seed"), int),
     "greedy": lambda text: _SWITCH[text.lower()],
-    "stop": lambda text: (text,),
+    "stop": lambda text: tuple(json.loads(f"[{text}]")) if text.startswith('"') else (text,),
 }
 SETTINGS = tuple(_PARSERS)
 _UNSET = "default"
@@ -38,13 +43,14 @@ def change_sampling(
     try:
         value = None if text == _UNSET else _PARSERS[name](text)
     except (ValueError, KeyError):
-        kind = "yes or no" if name == "greedy" else "a number"
+        kind = "a text" if name == "stop" else _KINDS.get(name, "a number")
         message = f"{name}: {text[:40]!r} is not {kind}"
         raise UsageError(message, hint=f"/set {name} VALUE, or {_UNSET}") from None
     if name == "seed":
         return sampling, value
     if name == "greedy":
-        return replace(sampling, greedy=bool(value), temperature=None), seed
+        temperature = None if value else sampling.temperature
+        return replace(sampling, greedy=bool(value), temperature=temperature), seed
     given: dict[str, Any] = {name: value}
     changed = replace(sampling, **given)
     return (replace(changed, greedy=False) if name == "temperature" and value else changed), seed
@@ -61,5 +67,5 @@ def format_sampling(sampling: "SamplingOverrides", seed: int | None) -> str:
 
 def _format_value(value: object) -> str:
     if isinstance(value, tuple):
-        return ", ".join(map(repr, value))
+        return ", ".join(map(json.dumps, value))
     return "yes" if value is True else f"{value:g}" if isinstance(value, float) else str(value)

@@ -149,12 +149,6 @@ class Setting:
         """The default value; ``None`` where that depends on something else, or there is none."""
         return _DEFAULTS.get(self.key)
 
-    def describe(self) -> str:
-        """Return the value for people; a default is marked."""
-        if self.value is not None:
-            return self.value
-        return f"{self.describe_default()} (default)"
-
     def describe_default(self) -> str:
         """Return the default for people, described where it depends on something else."""
         return self.default or _DEFAULT_DESCRIPTIONS.get(self.key, _NO_DEFAULT)
@@ -188,7 +182,8 @@ def unset_value(path: Path, key: str) -> None:
         UsageError: for an unknown key.
         InvalidPackageError: when the file cannot be read, or not be edited line by line.
     """
-    check_key(key)
+    if key not in read_config_file(path):  # one of another version may be in it
+        check_key(key)
     _edit_file(path, key, None)
 
 
@@ -319,11 +314,17 @@ def list_settings(as_json: JsonFlag = False) -> None:
     """
     found = _load_all_settings()
     rows = [
-        [s.key, s.describe(), "-" if s.source == "default" else s.source, MEANINGS[s.key]]
-        for s in found
+        [each.key, each.value or "-", each.describe_default(), source, MEANINGS[each.key]]
+        for each in found
+        for source in ["-" if each.source == "default" else each.source]
     ]
+    header = ["KEY", "VALUE", "DEFAULT", "SOURCE", "MEANING"]
     document = {"settings": [_build_document(setting) for setting in found]}
-    emit(document, format_table(["KEY", "VALUE", "SOURCE", "MEANING"], rows), as_json=as_json)
+    emit(
+        document,
+        format_table(header, rows),
+        as_json=as_json,
+    )
 
 
 def _load_all_settings() -> list[Setting]:
@@ -336,4 +337,5 @@ def _build_document(setting: Setting) -> dict[str, object]:
         "value": setting.value,
         "source": setting.source,
         "default": setting.default,
+        "meaning": MEANINGS[setting.key],
     }

@@ -15,7 +15,7 @@ from expertctl.cli.output import (
 )
 from expertctl.cli.process import FAILURE, UNREACHABLE, UNTRUSTED
 from expertctl.cli.progress import show_progress
-from expertctl.errors import ExpertError, OfflineError, to_single_line
+from expertctl.errors import ExpertError, OfflineError, format_install_command, to_single_line
 from expertctl.install.doctor import (
     Diagnosis,
     Finding,
@@ -90,8 +90,8 @@ def format_memory_report(report: "MemoryReport") -> str:
         *_format_caches(report),
     ]
     if not report.has_sizes:
-        parts.append("the memory sizes of bases and experts need the engine:\n"
-                     "  pip install 'expertctl[engine]'")  # fmt: skip
+        command = format_install_command("engine")
+        parts.append(f"the memory sizes of bases and experts need the engine:\n  {command}")
     return "\n\n".join(parts)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from expertctl.cli.output import note, warn, write_file
 from expertctl.cli.process import restore_collections
 from expertctl.cli.progress import LoadingBar, show_progress
-from expertctl.errors import ConflictError, ExpertError, NotFoundError
+from expertctl.errors import ConflictError, ExpertError, NotFoundError, format_install_command
 from expertctl.settings import Settings
 from expertctl.store.preference import find_working_folder
 
@@ -88,7 +88,12 @@ def open_engine(
         raise build_missing_engine_error(error) from error
     restore_collections()
     return LocalEngine.from_config(
-        planner, config, progress=progress, kernel_progress=progress.report_kernels, tell=note
+        planner,
+        config,
+        progress=progress,
+        kernel_progress=progress.report_kernels,
+        reading=progress.report_reading,
+        tell=note,
     )
 
 
@@ -114,13 +119,13 @@ def build_missing_engine_error(error: ModuleNotFoundError) -> ExpertError:
     if name == "torch":
         return NotFoundError(
             "a CUDA device needs torch, which is not installed",
-            hint="pip install 'expertctl[cuda]', or compute on the processor with --device cpu",
+            hint=f"{format_install_command('cuda')}; or compute on the processor: --device cpu",
         )
     if name not in ENGINE_MODULES:
         raise error
     return NotFoundError(
         f"running a model needs {name}, which is not installed",
-        hint="pip install 'expertctl[engine]'",
+        hint=format_install_command("engine"),
     )
 
 
@@ -220,6 +225,11 @@ class LoadingProgress:
         """Show how many kernels are compiled."""
         if self.report is not None:
             self.report.report_kernels(done, total)
+
+    def report_reading(self, done: int, total: int) -> None:
+        """Show how many tokens of the prompt are read."""
+        if self.report is not None:
+            self.report.report_reading(done, total)
 
 
 def save_plan(path: Path, document: dict[str, object]) -> None:

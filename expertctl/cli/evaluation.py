@@ -250,7 +250,9 @@ class EvaluationFlags:
     compose: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="REF[:WEIGHT]", help="Also apply this expert after it, as a chain; repeatable."
+            metavar="REF[:WEIGHT]",
+            autocompletion=complete_experts,
+            help="Also apply this expert after it, as a chain; repeatable.",
         ),
     ] = None
     metric: MetricOption = "exact_match"

@@ -116,7 +116,7 @@ def add_options(parameters: Sequence[Any]) -> list[Any]:
 
 
 def check_text_options(parameters: Sequence[Any], words: Sequence[str]) -> None:
-    """Check that neither option stands between the words of a prompt, which may mean it.
+    """Check that none of these stands between the words of a prompt, which may mean it.
 
     Raises:
         UsageError: when one does.
@@ -136,7 +136,7 @@ def check_text_options(parameters: Sequence[Any], words: Sequence[str]) -> None:
             return
         if word in with_value:
             next(rest, None)
-        if word in ours:
+        if word.partition("=")[0] in ours:
             last = word if has_text else ""
         elif word in with_value:
             continue

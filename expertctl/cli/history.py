@@ -3,7 +3,7 @@
 ::
 
     chat-history            the last 1,000 lines that were typed, a JSON string each; mode 0600
-    last-conversation.json  for ``run --continue``, see `expertctl.engine.conversation`; mode 0600
+    last-conversation.json  for ``--continue``, see `expertctl.engine.request`; mode 0600
 
 The setting ``history`` switches both off. Where one of them cannot be read or written, a chat goes
 on without it.
@@ -17,22 +17,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from expertctl.cli.output import debug
-from expertctl.errors import InvalidPackageError, NotFoundError, UsageError
-from expertctl.files import write_atomic
+from expertctl.cli.prompt_input import ReadLine
+from expertctl.errors import ExpertError, InvalidPackageError, NotFoundError, UsageError
+from expertctl.files import (
+    hold_lock,
+    make_folders,
+    open_regular_file,
+    remove_leftovers,
+    write_atomic,
+)
 from expertctl.settings import Settings
 
 if TYPE_CHECKING:
     from expertctl.engine.request import SavedConversation
 
 MAX_LINES = 1000
+_LOCK_SECONDS = 5.0
 _MAX_LINES_BYTES, MAX_CONVERSATION_BYTES = 1 << 24, 1 << 24
-_SAVE_HINT = "name a file that /save wrote, or one with the messages of a chat request"
+_SAVE_HINT = "name a file that /save wrote"
 
 Complete = Callable[[str], Sequence[str]]
 """Takes a line up to the cursor; returns what its last word may become."""
 
 
-def read_conversation(path: Path) -> "SavedConversation":
+def read_conversation(path: Path, *, hint: str = _SAVE_HINT) -> "SavedConversation":
     """Return a saved conversation.
 
     Raises:
@@ -42,15 +50,15 @@ def read_conversation(path: Path) -> "SavedConversation":
     from expertctl.engine.request import SavedConversation
 
     try:
-        with path.open("rb") as stream:
+        with open_regular_file(path) as stream:
             data = stream.read(MAX_CONVERSATION_BYTES + 1)
     except OSError as error:
         reason = error.strerror or error
-        raise NotFoundError(f"{path} cannot be read: {reason}", hint=_SAVE_HINT) from error
+        raise NotFoundError(f"{path} cannot be read: {reason}", hint=hint) from error
     if len(data) > MAX_CONVERSATION_BYTES:
         problem = f"more than {MAX_CONVERSATION_BYTES} bytes, the maximum of a conversation"
-        raise InvalidPackageError(str(path), [problem], hint=_SAVE_HINT)
-    return SavedConversation.parse(data, what=str(path))
+        raise InvalidPackageError(str(path), [problem], hint=hint)
+    return SavedConversation.parse(data, what=str(path), hint=hint)
 
 
 def encode_conversation(saved: "SavedConversation") -> bytes:
@@ -61,7 +69,8 @@ def encode_conversation(saved: "SavedConversation") -> bytes:
 def keep_conversation(settings: Settings, saved: "SavedConversation") -> None:
     """Keep a conversation as the last one, in place of the one before, if ``history`` is on."""
     if settings.history:
-        _write_private(settings.home.last_conversation, encode_conversation(saved))
+        data = encode_conversation(saved)
+        _write_private(settings.home.last_conversation, lambda _: data)
 
 
 def read_last_conversation(settings: Settings) -> "SavedConversation":
@@ -79,12 +88,45 @@ def read_last_conversation(settings: Settings) -> "SavedConversation":
     if not path.exists():
         hint = "leave out --continue; the next run can be continued"
         raise NotFoundError("there is no conversation to continue", hint=hint)
-    return read_conversation(path)
+    return read_conversation(path, hint=f"leave out --continue, or delete {path}")
+
+
+def find_last_base(saved: "SavedConversation", settings: Settings) -> str | None:
+    """Return the base that answered last in a conversation, if it still exists."""
+    from expertctl.store.bases import BaseStore
+
+    if saved.plan is None:
+        return None
+    name = saved.plan.base
+    known = BaseStore(settings.home.bases).list_bases()
+    return name if any(base.name == name for base in known) else None
 
 
 @contextmanager
-def open_line_editor(path: Path | None, complete: Complete) -> Iterator[None]:
-    """Recall the lines in a file, complete with the tab key, and add the typed lines at the end."""
+def open_line_editor(
+    path: Path | None, complete: Complete, read_line: ReadLine
+) -> Iterator[ReadLine]:
+    """Recall the lines in a file and complete with the tab key; yield a reader.
+
+    At the end, the lines that it returned are added to the file.
+    """
+    typed: list[str] = []
+
+    def read(prompt: str) -> str | None:
+        line = read_line(prompt)
+        if line is not None and line.strip():
+            typed.append(line)
+        return line
+
+    with _use_readline(path, complete):
+        try:
+            yield read
+        finally:
+            _add_lines(path, typed)
+
+
+@contextmanager
+def _use_readline(path: Path | None, complete: Complete) -> Iterator[None]:
     try:
         import readline
     except ImportError:  # it is not on every system, nor needed
@@ -96,15 +138,12 @@ def open_line_editor(path: Path | None, complete: Complete) -> Iterator[None]:
     readline.set_completer_delims(" ")
     readline.set_completer(_make_completer(complete))
     for line in _read_lines(path):
-        readline.add_history(line)
-    before = readline.get_current_history_length()
+        with suppress(ValueError):  # of characters that the terminal's encoding lacks
+            readline.add_history(line)
     try:
         yield
     finally:
         readline.set_completer(None)
-        count = readline.get_current_history_length()
-        typed = [readline.get_history_item(number + 1) for number in range(before, count)]
-        _add_lines(path, [line for line in typed if line.strip()])
 
 
 _READLINE_COMMANDS = ("tab: complete", "set enable-bracketed-paste on")
@@ -141,25 +180,32 @@ def _read_lines(path: Path | None) -> list[str]:
     if path is None:
         return []
     try:
-        with path.open("rb") as stream:
+        with open_regular_file(path) as stream:
             lines = [json.loads(line) for line in stream.read(_MAX_LINES_BYTES).splitlines()]
-    except FileNotFoundError:
+    except NotFoundError:
         return []
-    except (OSError, ValueError, RecursionError) as error:
+    except (ExpertError, OSError, ValueError, RecursionError) as error:
         debug(f"{path} is not used: {error}")
         return []
     return [line for line in lines if isinstance(line, str)][-MAX_LINES:]
 
 
 def _add_lines(path: Path | None, typed: Sequence[str]) -> None:
-    if path is not None and typed:
+    def encode(path: Path) -> bytes:
         lines = [*_read_lines(path), *typed][-MAX_LINES:]
-        _write_private(path, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
+        return "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+
+    if path is not None and typed:
+        _write_private(path, encode)
 
 
-def _write_private(path: Path, data: bytes) -> None:
+def _write_private(path: Path, encode: Callable[[Path], bytes]) -> None:
+    """Replace a file by what ``encode`` returns while no other process may change it."""
+    lock = path.with_name(f"{path.name}.lock")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, data, mode=0o600)
-    except OSError as error:
-        debug(f"{path} cannot be written: {error.strerror or error}")
+        make_folders(path.parent, mode=0o700)
+        with hold_lock(lock, guarded=path, seconds=_LOCK_SECONDS):
+            remove_leftovers(path)
+            write_atomic(path, encode(path), mode=0o600)
+    except (ExpertError, OSError) as error:
+        debug(f"{path} cannot be written: {error}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from expertctl.cli.output import format_count, make_printable, truncate, write_file
-from expertctl.errors import NotFoundError, UsageError
+from expertctl.errors import NotFoundError, UsageError, format_install_command
 from expertctl.package.evaluation import format_correct_count
 from expertctl.package.write import require_folder
 
@@ -56,7 +56,7 @@ def check_plot_path(path: Path, *, example: str = "scores") -> None:
     if find_spec("matplotlib") is None:
         raise NotFoundError(
             "plotting needs matplotlib, which is not installed",
-            hint="pip install 'expertctl[plot]'",
+            hint=format_install_command("plot"),
         )
 
 

@@ -30,7 +30,7 @@ def show_progress(label: str, total: int | None, *, as_json: bool = False) -> It
 
 
 class LoadingBar:
-    """The progress of loading: bytes, and beside them the kernels that are compiled meanwhile.
+    """The progress up to the first word: bytes and kernels, then tokens of the prompt.
 
     Bytes may be counted in several threads.
     """
@@ -40,6 +40,7 @@ class LoadingBar:
         self._bars, self._compiled = bars, 0
         self._bytes_task = None if bars is None else bars.add_task(label, total=None)
         self._kernels_task: TaskID | None = None
+        self._reading_task: TaskID | None = None
         self._lines: Progress = ignore_progress
 
     def __call__(self, count: int) -> None:
@@ -58,6 +59,19 @@ class LoadingBar:
             self._compiled, self._lines = 0, make_line_reporter("compiling kernels", total)
         self._lines(done - self._compiled)
         self._compiled = done
+
+    def report_reading(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` tokens of the prompt are read, when all is loaded."""
+        if self._bars is None:
+            return
+        if self._reading_task is None:
+            if self._bytes_task is not None:
+                self._bars.remove_task(self._bytes_task)
+                self._bytes_task = None
+            self._reading_task = self._bars.add_task(
+                "reading the prompt", total=total, counts_items=True
+            )
+        self._bars.update(self._reading_task, completed=done, total=total)
 
     def _show_kernels(self, bars: "Bars", done: int, total: int) -> None:
         if self._kernels_task is not None and done in {0, total}:

@@ -15,7 +15,7 @@ import typer
 from expertctl.cli.connection import RegistryOption, connect
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, print_message, warn
-from expertctl.errors import UsageError, to_single_line
+from expertctl.errors import UsageError, format_install_command, to_single_line
 from expertctl.registry import accounts
 from expertctl.registry.accounts import NamespaceDetails, ReadAccess, RegistryUser, Role
 from expertctl.schema.strict_json import JsonObject
@@ -488,4 +488,4 @@ def _guard_server_import() -> Iterator[None]:
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
         message = f"the registry server is not installed: {missing} is missing"
-        raise UsageError(message, hint="pip install 'expertctl[registry]'") from error
+        raise UsageError(message, hint=format_install_command("registry")) from error

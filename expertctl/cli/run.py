@@ -14,7 +14,7 @@ import typer
 
 from expertctl.cli.engine import open_engine, open_planner, resolve_base
 from expertctl.cli.help import expand_flags
-from expertctl.cli.history import keep_conversation, read_last_conversation
+from expertctl.cli.history import find_last_base, keep_conversation, read_last_conversation
 from expertctl.cli.output import (
     JsonFlag,
     debug,
@@ -136,7 +136,7 @@ def run(
         message=message,
         experts=named,
         route=build_route_request(message.prompt, config, experts=experts, sampling=sampling),
-        base=resolve_base(base, settings, as_json=as_json),
+        base=resolve_base(base, settings, as_json=as_json) or find_last_base(earlier, settings),
         saved=load_saved_plan(plan),
         truncate=truncate,
         verify_base=verify_base,
@@ -147,8 +147,8 @@ def run(
     )
     check_request(request.route)
     result = _generate(request, settings, stream=stream and not as_json, as_json=as_json)
-    _keep(settings, request, result)
     _print_result(result, stream=stream, as_json=as_json, stats=stats or trace)
+    _keep(settings, request, result)
     if result.generated.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
 
@@ -156,23 +156,21 @@ def run(
 def _read_earlier(settings: Settings, system: str | None, *, resume: bool) -> "SavedConversation":
     """Return what precedes the prompt: a system message, and with ``resume`` the last one."""
     from expertctl.engine.request import SavedConversation
-    from expertctl.engine.text.prompt import ConversationMessage
 
     earlier = read_last_conversation(settings) if resume else SavedConversation()
-    if system is None:
-        return earlier
-    turns = (message for message in earlier.messages if message.role != "system")
-    first = (ConversationMessage("system", system),) if system else ()
-    return replace(earlier, messages=(*first, *turns))
+    return earlier if system is None else earlier.with_system(system)
 
 
 def _keep(settings: Settings, request: "RunRequest", result: "RunResult") -> None:
     """Keep the messages and the plan of an answer, for ``--continue``."""
-    from expertctl.engine.request import SavedConversation
+    from expertctl.engine.request import FileExpert, SavedConversation
     from expertctl.engine.text.prompt import ConversationMessage
 
     answer = ConversationMessage("assistant", result.generated.text)
-    plan = result.planned.result.plan
+    if not answer.content and result.generated.finish_reason == "cancelled":
+        return
+    from_files = any(isinstance(expert, FileExpert) for expert in request.experts)
+    plan = None if from_files else result.planned.result.plan
     keep_conversation(settings, SavedConversation((*request.messages, answer), plan))
 
 

@@ -19,7 +19,7 @@ from expertctl.cli.help import CommandGroup, expand_flags
 from expertctl.cli.output import JsonFlag, emit, format_table, print_message, warn
 from expertctl.cli.run_options import ADVANCED, PLACEMENT, Base, EngineFlags, MoeLearn, WarmupFlags
 from expertctl.engine_config import DEFAULT_QUEUE, DEFAULT_ROWS, BatchingConfig
-from expertctl.errors import UsageError
+from expertctl.errors import UsageError, format_install_command
 from expertctl.settings import load_settings, parse_age, parse_size
 
 if TYPE_CHECKING:
@@ -404,7 +404,7 @@ def _check_tracing_extra() -> None:
     except ModuleNotFoundError as error:
         raise UsageError(
             f"traces need {error.name}, which is not installed",
-            hint="pip install 'expertctl[otel]', or unset OTEL_EXPORTER_OTLP_ENDPOINT",
+            hint=f"{format_install_command('otel')}; or unset OTEL_EXPORTER_OTLP_ENDPOINT",
         ) from error
 
 
@@ -419,5 +419,5 @@ def _guard_server_import() -> Iterator[None]:
             raise build_missing_engine_error(error) from error
         raise UsageError(
             f"serving needs {missing}, which is not installed",
-            hint="pip install 'expertctl[engine,server]'",
+            hint=format_install_command("engine", "server"),
         ) from error

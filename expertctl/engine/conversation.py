@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from expertctl.digest import Digest
 from expertctl.engine.generation import CancelCheck, never_cancelled
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.request import NamedExpert, RunRequest, SavedConversation
+from expertctl.engine.request import FileExpert, NamedExpert, RunRequest, SavedConversation
 from expertctl.engine.result import RunResult
 from expertctl.engine.text.prompt import ConversationMessage, UserMessage
 from expertctl.errors import NotFoundError
@@ -51,12 +51,16 @@ class Turn:
         """Whether the experts were chosen only because they answered the previous turn."""
         return any(expert.reason == KEPT_REASON for expert in self.plan.experts)
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether later turns read it: not if it was cancelled before the first piece."""
+        return bool(self.result.generated.text) or not self.interrupted
+
     def iter_messages(self) -> Iterator[ConversationMessage]:
-        """Yield the messages that later turns read; none for an answer cancelled while empty."""
-        answer = self.result.generated.text
-        if answer or not self.interrupted:
+        """Yield the messages that later turns read."""
+        if self.has_messages:
             yield ConversationMessage("user", self.message.text())
-            yield ConversationMessage("assistant", answer)
+            yield ConversationMessage("assistant", self.result.generated.text)
 
 
 class Conversation:
@@ -90,15 +94,16 @@ class Conversation:
 
     @property
     def saved(self) -> SavedConversation:
-        """What `restore` takes."""
-        return SavedConversation(self.messages, self._before)
+        """What `restore` takes; without the plan if experts of it are not installed."""
+        from_files = any(isinstance(expert, FileExpert) for expert in self._pattern.experts)
+        return SavedConversation(self.messages, None if from_files else self._before)
 
     @property
     def messages(self) -> tuple[ConversationMessage, ...]:
         """The system message, if any, and all turns."""
         turns = (message for turn in self.turns for message in turn.iter_messages())
-        system = (ConversationMessage("system", self.system),) if self.system else ()
-        return (*system, *self._restored.messages, *turns)
+        whole = SavedConversation((*self._restored.messages, *turns))
+        return whole.with_system(self.system).messages
 
     @property
     def sampling(self) -> SamplingOverrides:
@@ -138,26 +143,28 @@ class Conversation:
         A turn that fails, or whose generator is closed, leaves the conversation unchanged.
 
         Raises:
-            NotFoundError: when there is no answer yet.
+            NotFoundError: when there is no answer of this conversation yet.
             ExpertError: as `LocalEngine.run` does.
         """
         if not self.turns:
-            raise NotFoundError("there is no answer yet", hint="send a message first")
-        last, before = self.turns.pop(), self._before
-        self._before = self.turns[-1].plan if self.turns else self._restored.plan
+            message = "there is no answer of this chat yet"
+            raise NotFoundError(message, hint="send a message first")
+        last, before, turn = self.turns.pop(), self._before, None
+        if before is not None:  # else experts are chosen anew
+            self._before = self.turns[-1].plan if self.turns else self._restored.plan
         try:
-            return (yield from self._send(last.message.prompt, seed=None, cancelled=cancelled))
-        except BaseException:
-            self.turns.append(last)
-            self._before = before
-            raise
+            turn = yield from self._send(last.message.prompt, seed=None, cancelled=cancelled)
+        finally:
+            if turn is None or not turn.has_messages:
+                self.turns[len(self.turns) - (turn is not None) :] = [last]
+                self._before = before
+        return turn
 
     def _send(
         self, prompt: str, *, seed: int | None, cancelled: CancelCheck
     ) -> Generator[str, None, Turn]:
         history = self.messages
-        is_first = all(message.role == "system" for message in history)
-        message = self._make_message(prompt, first=is_first)
+        message = self._make_message(prompt, first=not any(t.has_messages for t in self.turns))
         request = replace(
             self._pattern,
             route=replace(self._pattern.route, prompt=prompt, seed=seed),
@@ -208,10 +215,8 @@ class Conversation:
     def restore(self, saved: SavedConversation) -> None:
         """Continue a saved conversation in place of all turns."""
         self.reset()
-        leading = [message.content for message in saved.messages if message.role == "system"]
-        turns = tuple(message for message in saved.messages if message.role != "system")
-        self.system = leading[0] if leading else ""
-        self._restored, self._before = SavedConversation(turns, saved.plan), saved.plan
+        self.system = saved.system
+        self._restored, self._before = SavedConversation(saved.turns, saved.plan), saved.plan
 
     def _make_message(self, prompt: str, *, first: bool) -> UserMessage:
         given = self._pattern.message

@@ -46,7 +46,7 @@ from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.moe.cache_plan import fits_in_memory
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine_config import Dtype
-from expertctl.errors import ExpertError, IncompatibleError, NotFoundError
+from expertctl.errors import ExpertError, IncompatibleError, NotFoundError, format_install_command
 from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.package.read import accept_unsigned, read_package, verify_contents
 from expertctl.package.tensor_file import ADAPTER_LIMITS, LENGTH_BYTES
@@ -318,7 +318,7 @@ def _choose_packed_backend(config: ModelConfig, load_config: LoadConfig) -> "Pac
     if (problem := _find_numba_problem(load_config.home)) is not None:
         raise NotFoundError(
             f"the kernels of the processor need numba, which {problem}",
-            hint="pip install 'expertctl[engine]'",
+            hint=format_install_command("engine"),
         )
     from expertctl.engine.cpu.backend import PackedBackend
 

@@ -21,6 +21,7 @@ from expertctl.engine.result import GenerationTrace, TracedModel
 from expertctl.engine.running_batch import TextConsumer, generate_text
 from expertctl.engine.running_sequence import Consumer, RunningSequence
 from expertctl.engine.text.prompt import PromptLogprobs
+from expertctl.errors import CountProgress, ignore_count
 from expertctl.routing.plan import Plan
 
 
@@ -60,10 +61,22 @@ class LoadedModel:
         cancelled: CancelCheck,
         *,
         trace: GenerationTrace | None = None,
+        reading: CountProgress = ignore_count,
     ) -> Generator[str, None, GenerationOutput]:
-        """Yield text as it becomes final; return the complete output at the end."""
-        consumer = TextConsumer(cancelled)
-        sequence = self.start_sequence(consumer, prompt, plan, progress=consumer.check_prefill)
+        """Yield text as it becomes final; return the complete output at the end.
+
+        ``reading`` counts the tokens of the prompt that are read, of all that must be.
+        """
+        consumer, read, total = TextConsumer(cancelled), 0, len(prompt.ids) - self.reused
+
+        def count(tokens: int) -> None:
+            nonlocal read
+            read += tokens
+            reading(min(read, total), total)
+            consumer.check_prefill(tokens)
+
+        reading(0, total)
+        sequence = self.start_sequence(consumer, prompt, plan, progress=count)
         model = self.model if trace is None else TracedModel(self.model, trace)
         generated = yield from generate_text(model, sequence)
         if generated.finish_reason != "cancelled":

@@ -77,6 +77,7 @@ class LocalEngine:
         budget: int | None = None,
         progress: Progress = ignore_progress,
         kernel_progress: CountProgress = ignore_count,
+        reading: CountProgress = ignore_count,
         tell: Notify = ignore_notification,
         numpy_below: int = NUMPY_MAX_BYTES,
         device: DeviceName = "cpu",
@@ -85,8 +86,9 @@ class LocalEngine:
         """Start with nothing loaded; ``budget`` applies to the memory of ``device``.
 
         ``progress`` counts bytes of experts and bases, none while a run is queued; an exception
-        that it raises ends the run. ``kernel_progress`` counts compiled kernels. ``tell`` gets
-        messages for the user during a run. Bases of fewer bytes than ``numpy_below`` run in numpy.
+        that it raises ends the run. ``kernel_progress`` counts compiled kernels, and ``reading``
+        tokens of the prompt. ``tell`` gets messages for the user during a run. Bases of fewer bytes
+        than ``numpy_below`` run in numpy.
         ``moe`` configures the warm-up of routed experts. The budget and the warm-up in the
         ``config`` of a request are not read.
 
@@ -102,7 +104,7 @@ class LocalEngine:
         self._headroom = 0
         """Bytes that a run needed besides its base, when routed-expert slots left too little."""
         self._planner, self._progress, self._tell = planner, progress, tell
-        self._kernel_progress = kernel_progress
+        self._kernel_progress, self._reading = kernel_progress, reading
         self._session = PlanningSession(planner)
         self._resources = self._create_resources(find_budget_limit(budget, device))
 
@@ -114,6 +116,7 @@ class LocalEngine:
         *,
         progress: Progress = ignore_progress,
         kernel_progress: CountProgress = ignore_count,
+        reading: CountProgress = ignore_count,
         tell: Notify = ignore_notification,
         numpy_below: int = NUMPY_MAX_BYTES,
     ) -> Self:
@@ -123,6 +126,7 @@ class LocalEngine:
             budget=config.memory_budget,
             progress=progress,
             kernel_progress=kernel_progress,
+            reading=reading,
             tell=tell,
             numpy_below=numpy_below,
             device=config.device,
@@ -142,7 +146,9 @@ class LocalEngine:
         with self.open_context(request) as context:
             plan, prompt = context.prepared.planned.result.plan, context.prepared.prompt
             trace = GenerationTrace() if request.trace else None
-            generated = yield from context.loaded.generate(prompt, plan, cancelled, trace=trace)
+            generated = yield from context.loaded.generate(
+                prompt, plan, cancelled, trace=trace, reading=self._reading
+            )
             memory = MemoryUsage.from_budget(self.budget)
         form = check_answer(generated, context.prepared.planned, request.route.prompt)
         result = build_result(request, context, generated, form, memory, trace=trace)

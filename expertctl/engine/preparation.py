@@ -36,7 +36,13 @@ from expertctl.engine.text.chat_template import (
     encode_raw_prompt,
 )
 from expertctl.engine.text.prompt import ConversationMessage
-from expertctl.errors import BudgetError, InvalidPackageError, NotFoundError, UsageError
+from expertctl.errors import (
+    BudgetError,
+    InvalidPackageError,
+    NotFoundError,
+    UsageError,
+    format_install_command,
+)
 from expertctl.routing.candidate import InstalledExpert
 from expertctl.routing.plan import choose_dtype
 from expertctl.routing.planner import DroppedExpert, PlannedPrompt, Planner, drop_lowest_scoring
@@ -122,7 +128,7 @@ def plan_request(session: PlanningSession, request: RunRequest, files: Files) ->
     except ModuleNotFoundError as error:
         raise NotFoundError(
             f"--engine transformers needs {error.name}, which is not installed",
-            hint="pip install 'expertctl[compat]'",
+            hint=format_install_command("compat"),
         ) from error
     chosen = bool(force) or request.saved is not None
     return plan_single_expert(

@@ -7,7 +7,7 @@ with the last ``plan`` beside them.
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -104,8 +104,24 @@ class SavedConversation:
     messages: tuple[ConversationMessage, ...] = ()
     plan: Plan | None = None
 
+    @property
+    def system(self) -> str:
+        """The system message; empty if there is none."""
+        first = self.messages[0] if self.messages else None
+        return first.content if first is not None and first.role == "system" else ""
+
+    @property
+    def turns(self) -> tuple[ConversationMessage, ...]:
+        """The messages of user and assistant."""
+        return tuple(message for message in self.messages if message.role != "system")
+
+    def with_system(self, text: str) -> "SavedConversation":
+        """Return the same with another system message, or with none for a blank text."""
+        first = (ConversationMessage("system", text),) if text.strip() else ()
+        return replace(self, messages=(*first, *self.turns))
+
     @classmethod
-    def parse(cls, data: bytes, *, what: str) -> "SavedConversation":
+    def parse(cls, data: bytes, *, what: str, hint: str = "") -> "SavedConversation":
         """Read a document; what else it has, and a plan of another version, are ignored.
 
         Raises:
@@ -115,13 +131,14 @@ class SavedConversation:
         try:
             saved = decode_json(data, _ConversationDocument)
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise _make_saved_error(what, str(error)) from error
+            raise InvalidPackageError(what, [str(error)], hint=hint) from error
         turns = saved.messages[1 if saved.messages and saved.messages[0].role == "system" else 0 :]
         if [each.role for each in turns] != ["user", "assistant"] * (len(turns) // 2):
-            raise _make_saved_error(what, "messages of user and assistant do not alternate")
+            problem = "messages: not those of a user and an assistant in turn, an answer last"
+            raise InvalidPackageError(what, [problem], hint=hint)
         for number, each in enumerate(saved.messages):
             if not each.content.strip() and each.role != "assistant":
-                raise _make_saved_error(what, f"messages[{number}] is empty")
+                raise InvalidPackageError(what, [f"messages[{number}] is empty"], hint=hint)
         messages = tuple(ConversationMessage(each.role, each.content) for each in saved.messages)
         with suppress(InvalidPackageError):
             return cls(messages, parse_plan(b'{"plan": ' + bytes(saved.plan) + b"}").plan)
@@ -134,11 +151,6 @@ class SavedConversation:
         ]
         plan = {} if self.plan is None else {"plan": self.plan.to_json()}
         return {"messages": messages, **plan}
-
-
-def _make_saved_error(what: str, problem: str) -> InvalidPackageError:
-    hint = "a conversation is saved by /save FILE in `expertctl chat`"
-    return InvalidPackageError(what, [problem], hint=hint)
 
 
 def parse_expert(text: str) -> NamedExpert:

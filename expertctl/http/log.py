@@ -1,4 +1,7 @@
-"""The log of both HTTP servers, one JSON object a line on stderr, and its middleware.
+"""The log of both HTTP servers on stderr, and its middleware.
+
+On a terminal, lines are for people; elsewhere each is a JSON object. ``EXPERT_LOG_FORMAT`` decides
+otherwise: ``text`` or ``json``.
 
 Nothing that a client sends can begin a new line, colour a terminal, or leak a secret: text is
 ASCII with escapes, bounded, and tokens are removed. Queries and headers are not logged at all.
@@ -10,6 +13,8 @@ so it also answers unexpected errors: with 500 and no detail; the traceback is l
 import json
 import logging
 import logging.config
+import os
+import sys
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,7 +25,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from expertctl.errors import hide_secrets
+from expertctl.errors import hide_secrets, replace_unsafe
 
 MAX_TEXT = 500
 
@@ -43,6 +48,44 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str).replace("\x7f", "\\u007f")
 
 
+_FIELDS_FOR_PEOPLE = {
+    "request": ("ms", "caller", "user"),
+    "job": (
+        *("experts_used", "input_tokens", "output_tokens", "tokens_per_second"),
+        *("total_latency_ms", "finish_reasons", "error"),
+    ),
+}
+"""Message of a record → its fields that matter to a person at a terminal."""
+
+
+class TextFormatter(logging.Formatter):
+    """Formats a record and its ``fields`` as a line for people, with local time."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of one record, and below it the traceback, if any."""
+        fields: dict[str, object] = dict(getattr(record, "fields", None) or {})
+        text = record.getMessage()
+        if text == "request":
+            text = "{method} {path} {status}".format_map(fields)
+        wanted = _FIELDS_FOR_PEOPLE.get(record.getMessage(), fields)
+        fields = {name: fields[name] for name in wanted if name in fields}
+        shown = (f"{k}={_format_field(v)}" for k, v in fields.items() if v not in (None, "", []))
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        at = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
+        line = ascii(redact(" ".join([f"{level}{text}", *shown])))[1:-1]
+        if record.exc_info:
+            line += "\n" + replace_unsafe(hide_secrets(self.formatException(record.exc_info)))
+        return f"{at} {line}"
+
+
+def _format_field(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
+    if isinstance(value, list | tuple):
+        return ",".join(map(_format_field, value))
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
 def redact(text: str) -> str:
     """Return a text with tokens masked, truncated to `MAX_TEXT` characters."""
     shown = hide_secrets(text)
@@ -51,15 +94,17 @@ def redact(text: str) -> str:
 
 def build_log_config(*names: str) -> dict[str, Any]:
     """Return the settings that send these loggers, and warnings of granian, to stderr."""
+    is_text = os.environ.get("EXPERT_LOG_FORMAT", "text" if sys.stderr.isatty() else "") == "text"
+    formatter = TextFormatter if is_text else JsonFormatter
     levels = {**dict.fromkeys(names, "INFO"), "_granian": "WARNING"}
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"json": {"()": JsonFormatter}},
+        "formatters": {"line": {"()": formatter}},
         "handlers": {
             "stderr": {
                 "class": "logging.StreamHandler",
-                "formatter": "json",
+                "formatter": "line",
                 "stream": "ext://sys.stderr",
             }
         },

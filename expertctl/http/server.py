@@ -134,13 +134,18 @@ _READ_BYTES = 4096
 
 
 def install_signal_handlers(server: MPServer) -> None:
-    """Stop ``server`` at SIGINT and SIGTERM, reload its workers at SIGHUP; a startup hook."""
+    """Stop ``server`` at SIGINT and SIGTERM, reload its workers at SIGHUP; a startup hook.
+
+    On a terminal SIGHUP says that the terminal is closed, so the server stops, too.
+    """
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)
     signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
     for number in _SIGNALS:
         signal.signal(number, operator.is_)  # does nothing, in C: no signal can interrupt it
-    threading.Thread(target=_forward_signals, args=(receiver, server), daemon=True).start()
+    reloads = set() if sys.stdin.isatty() and sys.stderr.isatty() else {signal.SIGHUP}
+    arguments = (receiver, server, reloads)
+    threading.Thread(target=_forward_signals, args=arguments, daemon=True).start()
 
 
 def ignore_signals() -> None:
@@ -149,10 +154,15 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def forward_first_signal(loop: asyncio.AbstractEventLoop, on_stop: Callable[[], None]) -> None:
+def forward_first_signal(
+    loop: asyncio.AbstractEventLoop,
+    on_stop: Callable[[], None],
+    on_second_interrupt: Callable[[], None],
+) -> None:
     """Forward only the first signal to the handlers that a worker will add to its loop.
 
-    ``on_stop``, which must return at once, is called before that handler.
+    ``on_stop`` is called before that handler, and ``on_second_interrupt`` when SIGINT comes for
+    the second time, as when Ctrl-C is pressed again. Both must return at once.
     """
     signal.set_wakeup_fd(-1)
     add = loop.add_signal_handler
@@ -164,19 +174,23 @@ def forward_first_signal(loop: asyncio.AbstractEventLoop, on_stop: Callable[[], 
             if len(received) == 1:
                 on_stop()
                 handler(*values)
+            elif number == signal.SIGINT and received.count(signal.SIGINT) == 2:
+                on_second_interrupt()
 
         add(number, run_handler_once)
 
     loop.add_signal_handler = add_once  # type: ignore[method-assign,assignment]  # not our class
 
 
-def _forward_signals(pipe: int, server: MPServer) -> None:
+def _forward_signals(pipe: int, server: MPServer, reloads: set[int]) -> None:
     """Forward signals to the server; repeat a stop until the server has ended.
+
+    Signals in ``reloads`` restart the workers, and all others stop the server.
 
     Once is not enough: a reload that begins just then loses it, and a worker that was just forked
     has the handlers of its parent, which do nothing there.
     """
-    while set(os.read(pipe, _READ_BYTES)) == {signal.SIGHUP}:
+    while set(os.read(pipe, _READ_BYTES)) <= reloads:
         server.signal_handler_reload()  # type: ignore[no-untyped-call]  # granian's
     while True:
         server.signal_handler_interrupt()  # type: ignore[no-untyped-call]  # granian's
@@ -213,6 +227,8 @@ class GranianOptions:
     private_key: Path | None = None
     on_stop: OnStop = do_nothing
     """Called first in a worker that gets a stop signal; must return at once."""
+    on_second_interrupt: OnStop = do_nothing
+    """Called in a worker that gets SIGINT for the second time; must return at once."""
 
 
 def build_server(options: GranianOptions, address: ListenAddress) -> MPServer:
@@ -281,11 +297,12 @@ def _load_worker(load: LoadApp, options: GranianOptions, parent: int) -> Starlet
     _exit_with_parent(parent)
     made: list[Starlette] = []
 
-    def stop_worker() -> None:
+    def call(hook: OnStop) -> None:
         for app in made:
-            options.on_stop(app)
+            hook(app)
 
-    forward_first_signal(asyncio.get_event_loop(), stop_worker)
+    hooks = (partial(call, options.on_stop), partial(call, options.on_second_interrupt))
+    forward_first_signal(asyncio.get_event_loop(), *hooks)
     configure_log(options.log)
     made.append(load())
     return made[0]

@@ -30,7 +30,13 @@ from expertctl.engine_config import (
     EngineName,
     MoeMiss,
 )
-from expertctl.errors import ExpertError, IncompatibleError, InvalidPackageError, NotFoundError
+from expertctl.errors import (
+    ExpertError,
+    IncompatibleError,
+    InvalidPackageError,
+    NotFoundError,
+    format_install_command,
+)
 from expertctl.files import open_regular_file
 from expertctl.package.base_model import read_base_config
 from expertctl.package.base_tensors import read_base_tensors
@@ -344,7 +350,7 @@ def describe_compat_version() -> str:
     except PackageNotFoundError as error:
         raise NotFoundError(
             f"--engine transformers needs {error.name}, which is not installed",
-            hint="pip install 'expertctl[compat]'",
+            hint=format_install_command("compat"),
         ) from error
 
 

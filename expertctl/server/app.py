@@ -393,12 +393,8 @@ class EngineWorker:
     def __init__(self, settings: ServeSettings, home: Settings) -> None:
         """Open the planner; the engine is not loaded yet."""
         planner = Planner.open(home, notify=LOG.info, folder=find_working_folder())
-        self._engine = ServingEngine(
-            planner,
-            settings.engine,
-            tell=_log_engine_message,
-            on_failure=self._handle_engine_failure,
-        )
+        tell, on_failure = _log_engine_message, self._handle_engine_failure
+        self._engine = ServingEngine(planner, settings.engine, tell=tell, on_failure=on_failure)
         self._readiness = Readiness("loading")
         self._service = build_service(self._engine, planner, settings, readiness=self._readiness)
         self._close_lock = threading.Lock()
@@ -417,7 +413,14 @@ class EngineWorker:
 
     def close_soon(self, *, seconds: float) -> None:
         """Start closing in a thread."""
+        LOG.info(
+            "stopping after %d running requests; Ctrl-C again ends them now", self._engine.job_count
+        )
         threading.Thread(target=self.close, kwargs={"seconds": seconds}, daemon=True).start()
+
+    def cancel_soon(self) -> None:
+        """Cancel current jobs in a thread: what they have written is their answer."""
+        threading.Thread(target=self._engine.cancel_all, daemon=True).start()
 
     def close(self, *, seconds: float) -> None:
         """Accept no more jobs; give running ones ``seconds`` to end, and wait for them."""

@@ -2,7 +2,8 @@
 
 The worker answers ``/healthz`` from the start and everything else once the base is loaded. An error
 while loading is raised in the parent process. On shutdown the worker accepts no more jobs; running
-ones get `DRAIN_SECONDS`, after which what they have written is their answer.
+ones get `DRAIN_SECONDS`, or until Ctrl-C is pressed again. Then what they have written is their
+answer.
 
 Memory: glibc gives each thread its own arena, up to eight per processor, and memory free in one
 arena is not used by another. The server has dozens of threads that compute now and then, so they
@@ -161,6 +162,7 @@ def _build_hosting(settings: ServeSettings) -> GranianOptions:
         certificate=settings.certificate,
         private_key=settings.private_key,
         on_stop=_begin_shutdown,
+        on_second_interrupt=_hasten_shutdown,
     )
 
 
@@ -191,3 +193,7 @@ async def _trim_heap_regularly() -> None:
 
 def _begin_shutdown(app: Starlette) -> None:
     app.state.opening.close_soon(seconds=DRAIN_SECONDS)
+
+
+def _hasten_shutdown(app: Starlette) -> None:
+    app.state.opening.cancel_soon()

@@ -41,7 +41,7 @@ from expertctl.errors import (
     StoreError,
     ignore_notification,
 )
-from expertctl.files import open_staged_file, write_atomic
+from expertctl.files import open_staged_file, remove_leftovers, write_atomic
 from expertctl.schema.validation import decode_json
 from expertctl.settings import format_size
 from expertctl.store.base_folder import check_private_folder, is_private_folder, list_copies
@@ -95,7 +95,7 @@ class UsageProfileFile:
     def update(self, change: Callable[[bytes | None], bytes]) -> None:
         """Replace the content by ``change(content)``, where an absent or unreadable one is None."""
         with self.bases.lock_base(self.base, seconds=LOCK_SECONDS):
-            _remove_leftovers(self.path)
+            remove_leftovers(self.path)
             data: bytes | None = None
             with suppress(StoreError):
                 data = self.read()
@@ -105,16 +105,10 @@ class UsageProfileFile:
     def remove(self) -> bool:
         """Remove the file; return whether there was one."""
         with self.bases.lock_base(self.base, seconds=LOCK_SECONDS), disk_errors(self.path):
-            _remove_leftovers(self.path)
+            remove_leftovers(self.path)
             was_there = self.path.is_symlink() or self.path.exists()
             self.path.unlink(missing_ok=True)
             return was_there
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Remove the temporary files of killed processes that wrote a file; the lock is held."""
-    for left in path.parent.glob(f".{path.name}.*.tmp"):
-        left.unlink(missing_ok=True)
 
 
 def _read_private(path: Path, *, max_bytes: int) -> bytes | None:
@@ -313,7 +307,7 @@ class QuantisedCache:
         self._bases.check(self._base)
         try:
             with self._bases.lock_base(self._base, seconds=LOCK_SECONDS), disk_errors(path):
-                _remove_leftovers(path)
+                remove_leftovers(path)
                 write_atomic(path, msgspec.json.encode(record) + b"\n", mode=0o600)
         except (*_WRITE_ERRORS, OSError) as error:
             reason = _os_error_reason(error) if isinstance(error, OSError) else error.message

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from expertctl.errors import format_install_command
 from expertctl.routing import plan as plan_module
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.engine.compat_models import CompatModel, copy_adapter, write_model
@@ -82,4 +83,4 @@ def test_without_its_libraries_the_extra_is_named(
 
     monkeypatch.setattr(plan_module, "version", absent)
     said = expertctl("run", PROMPT, *QUIET, exit_code=3)
-    assert "pip install 'expertctl[compat]'" in said.err
+    assert format_install_command("compat") in said.err

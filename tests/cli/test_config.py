@@ -33,7 +33,7 @@ def test_a_setting_is_written_read_and_taken_back(expertctl: CommandRunner, home
     expertctl("config", "unset", "memory_budget")
     said = expertctl("config", "get", "memory_budget", "--json")
     wanted = {"key": "memory_budget", "value": None, "source": "default", "default": None}
-    assert said.document == wanted
+    assert said.document == {**wanted, "meaning": MEANINGS["memory_budget"]}
 
 
 def test_all_settings_are_listed_with_their_source(
@@ -42,15 +42,16 @@ def test_all_settings_are_listed_with_their_source(
     expertctl("config", "set", "device", "cpu")
     monkeypatch.setenv("EXPERT_OFFLINE", "1")
     lines = expertctl("config", "list").out.splitlines()[1:]
-    rows = [re.split(" {2,}", line)[:3] for line in lines]
+    rows = [re.split(" {2,}", line)[:4] for line in lines]
     assert [row[0] for row in rows] == list(CONFIG_KEYS)
-    assert ["device", "cpu", "file"] in rows
-    assert ["offline", "1", "environment"] in rows
-    assert ["registry", "none (default)", "-"] in rows
-    assert ["serve_rows", "16 (default)", "-"] in rows
+    assert ["device", "cpu", "cpu", "file"] in rows
+    assert ["offline", "1", "no", "environment"] in rows
+    assert ["registry", "-", "none", "-"] in rows
+    assert ["serve_rows", "-", "16", "-"] in rows
     documents = expertctl("config", "list", "--json").document["settings"]
-    assert {"key": "device", "value": "cpu", "source": "file", "default": "cpu"} in documents
-    rest = {"source": "default", "default": "8000"}
+    device = {"key": "device", "value": "cpu", "source": "file", "default": "cpu"}
+    assert {**device, "meaning": MEANINGS["device"]} in documents
+    rest = {"source": "default", "default": "8000", "meaning": MEANINGS["serve_port"]}
     assert {"key": "serve_port", "value": None, **rest} in documents
 
 
@@ -268,6 +269,10 @@ def test_a_setting_of_another_version_is_told_and_ignored(
         for name in ("new_thing", "table")
     ]
     assert "is not a setting" in expertctl("config", "set", "new_thing", "4", exit_code=2).err
+    assert "is not a setting" in expertctl("config", "unset", "newer_thing", exit_code=2).err
+    path.write_text('# mine\nnew_thing = 3\nbase = "a"\n')
+    expertctl("config", "unset", "new_thing")
+    assert path.read_text() == '# mine\nbase = "a"\n'
     path.write_text('# mine\nnew_thing = 3\nbase = "a"\n')
     expertctl("config", "set", "base", "b")
     assert path.read_text() == '# mine\nnew_thing = 3\nbase = "b"\n'
@@ -277,7 +282,7 @@ def test_a_setting_of_another_version_is_told_and_ignored(
 
 def test_every_setting_is_listed_with_its_meaning(expertctl: CommandRunner, home: Path) -> None:
     lines = expertctl("config", "list").out.splitlines()
-    assert lines[0].split() == ["KEY", "VALUE", "SOURCE", "MEANING"]
+    assert lines[0].split() == ["KEY", "VALUE", "DEFAULT", "SOURCE", "MEANING"]
     for line, (key, meaning) in zip(lines[1:], MEANINGS.items(), strict=True):
         assert line.startswith(f"{key} ")
         assert line.endswith(f" {meaning}")

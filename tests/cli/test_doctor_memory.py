@@ -15,6 +15,7 @@ from expertctl.engine.memory.process_registry import (
     EngineRegistration,
     MemoryAdmission,
 )
+from expertctl.errors import format_install_command
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.engine.process_with_base import read_process_line
@@ -183,7 +184,7 @@ def test_sizes_are_left_out_where_something_of_the_engine_is_absent(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert engine_packages.base.identity.name in done.stdout
-    assert "pip install 'expertctl[engine]'" in done.stdout
+    assert format_install_command("engine") in done.stdout
 
 
 def test_names_from_elsewhere_cannot_command_the_terminal(

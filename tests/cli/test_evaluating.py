@@ -15,6 +15,7 @@ import pytest
 from expertctl.cli.evaluation import find_answer_warnings
 from expertctl.digest import Digest
 from expertctl.engine.evaluation_result import AccuracyScore, EvaluationResult, ScoredAnswer
+from expertctl.errors import format_install_command
 from expertctl.package.evaluation import EvaluationData, EvaluationSample
 from expertctl.routing.plan import PlannedExpert
 from expertctl.schema.manifest import parse_manifest
@@ -222,7 +223,7 @@ def test_without_matplotlib_the_extra_is_named_before_anything_is_answered(
     picture = workspace.folder / "scores.svg"
     said = expertctl("eval", "x/y", "--data", "nowhere", "--plot", picture, exit_code=3)
     assert said.err.startswith("error: plotting needs matplotlib")
-    assert "hint: pip install 'expertctl[plot]'" in said.err
+    assert f"hint: {format_install_command('plot')}" in said.err
 
 
 @pytest.mark.parametrize("words", [["eval", "acme/sums", "--data"], ["build", "my-lora", "--eval"]])

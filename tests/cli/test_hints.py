@@ -61,6 +61,7 @@ def here(
         (["route", "x", "--seed", "-1"], 2, "give a value between these, or leave it out"),
         (["route", "x", "--max-experts", "11"], 2, "give a value between these, or leave it out"),
         (["route", "x", "--memory-budget", "0"], 2, "write for example 4GB, or leave it out"),
+        (["route", "x", "--memory-budget", "200"], 2, "write for example 200MB, or leave it out"),
         (["route", "x", *["--stop", "y"] * 40], 2, "give fewer, or shorter ones"),
         (
             ["route", "x", "--expert", "acme/one", "--no-experts"],

@@ -16,7 +16,7 @@ from expertctl.routing.request import SamplingOverrides
 from expertctl.settings import find_home
 from tests.cli.test_chat import ChatTerminal, talkative, turns
 from tests.cli.test_run import PROMPT, QUIET, Expertctl, RunWorkspace, expertctl, workspace
-from tests.factories import decode_bytes
+from tests.factories import decode_bytes, write_base
 
 __all__ = ["expertctl", "talkative", "workspace"]
 
@@ -118,7 +118,7 @@ def test_an_answer_is_given_again_with_another_seed(
     kept = [role("user", FIRST), role("assistant", other["text"]), role("user", SECOND)]
     assert last_conversation() == [*kept, role("assistant", last["text"])]
     [failed] = turns(expertctl, said="/retry\n", code=3)
-    assert failed["error"]["message"] == "there is no answer yet"
+    assert failed["error"]["message"] == "there is no answer of this chat yet"
 
 
 def test_settings_of_a_chat_are_those_of_a_run(
@@ -130,7 +130,7 @@ def test_settings_of_a_chat_are_those_of_a_run(
     assert turn["tokens"]["ids"] == run["tokens"]["ids"]
     told = expertctl("chat", "--greedy", stdin=script.encode()).err.splitlines()
     assert told[0] == "max_tokens 3; greedy yes"
-    assert told[-1] == "max_tokens 3; greedy yes; stop 'o'"
+    assert told[-1] == 'max_tokens 3; greedy yes; stop "o"'
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,17 @@ def test_settings_of_a_chat_are_those_of_a_run(
     [
         ("/set colour red", 2, "'colour' is not a setting of a chat"),
         ("/set top_k", 2, "top_k needs a value"),
-        ("/set top_k many", 2, "top_k: 'many' is not a number"),
+        ("/set top_k 2.5", 2, "top_k: '2.5' is not a whole number"),
+        ("/set temperature warm", 2, "temperature: 'warm' is not a number"),
+        ('/set stop "a', 2, "stop: '\"a' is not a text"),
+        ("/save ~nobody-here/x", 2, "is not a file name"),
+        ("/load a\0b", 2, "is not a file name"),
         ("/set greedy perhaps", 2, "greedy: 'perhaps' is not yes or no"),
         ("/set temperature 9", 2, "temperature 9.0 is outside 0 to 2"),
         ("/set seed -1", 2, "seed -1 is outside"),
         ("/save", 2, "there is no file name"),
         ("/load", 2, "there is no file name"),
-        ("/load nowhere.json", 3, "nowhere.json cannot be read"),
+        ("/load nowhere.json", 3, "nowhere.json: no such file"),
         ("/save no/such/folder.json", 3, "cannot be written"),
         ("/retry now", 2, "unexpected argument"),
     ],
@@ -217,7 +221,7 @@ def test_every_setting_is_set_shown_and_taken_back(name: str) -> None:
     text = texts.get(name, "1")
     changed, seed = change_sampling(SamplingOverrides(), None, name, text)
     assert format_sampling(changed, seed) == f"{name} {texts.get(name, text)}".replace(
-        "end", "'end'"
+        "end", '"end"'
     )
     before, none = change_sampling(changed, seed, name, "default")
     assert (before, none) == (SamplingOverrides(), None)
@@ -285,12 +289,28 @@ def test_lines_are_completed_and_recalled_in_the_next_chat(terminal: ChatTermina
     assert len(path.read_bytes().splitlines()) == MAX_LINES
 
 
-@pytest.mark.parametrize("data", [b"\xff\n", b"[" * 100_000, b"5\n{}\n", b"not json\n"])
-def test_a_damaged_history_is_begun_anew(data: bytes, terminal: ChatTerminal) -> None:
-    terminal.wait_for("> ")
-    find_home().chat_history.write_bytes(data)
-    leave(terminal)
-    assert find_home().chat_history.read_bytes() == b'"/bye"\n'
+DAMAGED = (b"\xff\n", b"[" * 100_000, b"5\n{}\n", b"not json\n", b'"\\u0000"\n"\\ud800"\n')
+
+
+@pytest.mark.parametrize("data", DAMAGED)
+def test_a_damaged_history_is_begun_anew(data: bytes, talkative: None) -> None:
+    path = find_home().chat_history
+    path.write_bytes(data)
+    terminal = ChatTerminal()
+    try:
+        terminal.wait_for("> ")
+        leave(terminal)
+    finally:
+        terminal.close()
+    assert path.read_bytes().splitlines()[-1] == b'"/bye"'
+
+
+def test_a_pipe_in_place_of_a_file_does_not_block(
+    workspace: RunWorkspace, expertctl: Expertctl
+) -> None:
+    os.mkfifo(find_home().last_conversation)
+    assert expertctl("run", FIRST, "-c", *ALONE).code == 8
+    assert expertctl("chat", *ALONE, stdin=f"/load {find_home().last_conversation}\n".encode()).code
 
 
 def test_with_history_off_no_line_is_kept(
@@ -321,3 +341,42 @@ def test_a_follow_up_keeps_the_experts_of_the_last_run(
     expertctl("run", PROMPT, *QUIET)
     [turn] = turns(expertctl, "-c", said="And 9, 8, 7\n")
     assert [e["reason"] for e in turn["plan"]["experts"]] == ["kept from the previous turn"]
+
+
+def test_a_body_belongs_to_the_first_message_of_a_continued_chat(
+    workspace: RunWorkspace, expertctl: Expertctl
+) -> None:
+    body = workspace.folder / "body.txt"
+    body.write_text("41, 7")
+    expertctl("run", FIRST, *ALONE)
+    turns(expertctl, "-c", "--body", body, "--no-experts", said=f"{SECOND}\nMore\n")
+    asked = [each["content"] for each in last_conversation() if each["role"] == "user"]
+    assert asked == [FIRST, f"{SECOND}\n\n41, 7", "More"]
+
+
+def test_the_base_that_answered_last_answers_again(
+    workspace: RunWorkspace, expertctl: Expertctl
+) -> None:
+    other = write_base(workspace.folder / "other", seed=9)
+    expertctl("run", FIRST, "--base", "my-base", *ALONE)
+    assert expertctl("base", "add", other).code == 0
+    assert expertctl("run", FIRST, "--json", *ALONE).document["plan"]["base"] == "other"
+    expertctl("run", FIRST, "--base", "my-base", *ALONE)
+    for words in ((), ("--base", "other"), ()):
+        base = expertctl("run", "-c", SECOND, *words, "--json", *ALONE).document["plan"]["base"]
+        assert base == ("other" if words else base)
+    assert base == "other", "the last answer was its"
+    expertctl("run", FIRST, "--base", "my-base", *ALONE)
+    [turn] = turns(expertctl, "-c", "--no-experts", said=f"{SECOND}\n")
+    assert turn["plan"]["base"] == "my-base"
+    expertctl("base", "remove", "my-base", "--force")
+    assert expertctl("run", "-c", SECOND, "--json", *ALONE).document["plan"]["base"] == "other"
+
+
+def test_no_expert_of_a_file_is_kept_and_a_blank_system_message_is_none(
+    workspace: RunWorkspace, expertctl: Expertctl
+) -> None:
+    expertctl("run", FIRST, "-s", " ", "-e", workspace.package, *QUIET)
+    assert [each["role"] for each in last_conversation()] == ["user", "assistant"]
+    outcome = expertctl("run", "-c", "And 9, 8, 7", *QUIET)
+    assert outcome.code == 0, outcome.err

@@ -10,7 +10,7 @@ from PIL import Image
 from expertctl.cli.plot import build_evaluation_figure, check_plot_path, draw_evaluation
 from expertctl.digest import Digest
 from expertctl.engine.evaluation_result import AccuracyScore, EvaluationResult, ScoredAnswer
-from expertctl.errors import NotFoundError, UsageError
+from expertctl.errors import NotFoundError, UsageError, format_install_command
 from expertctl.package.evaluation import EvaluationData, EvaluationSample
 from expertctl.routing.plan import PlannedExpert
 
@@ -135,4 +135,4 @@ def test_what_cannot_be_drawn_is_refused_first(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(NotFoundError, match="needs matplotlib") as caught:
         check_plot_path(tmp_path / "x.png")
-    assert caught.value.hint == "pip install 'expertctl[plot]'"
+    assert caught.value.hint == format_install_command("plot")

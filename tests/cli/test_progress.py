@@ -145,3 +145,24 @@ def test_with_json_on_a_terminal_there_is_no_bar(monkeypatch: pytest.MonkeyPatch
         bar(1)
         bar.report_kernels(0, 2)
     assert stream.getvalue() == ""
+
+
+def test_a_bar_of_the_prompt_takes_the_place_of_that_of_loading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with show_loading("loading", as_json=False) as bar:
+        bar(2_500_000)
+        for done in (0, 512, 700):
+            bar.report_reading(done, 700)
+            bar(0)
+        bars = bar._bars
+        assert bars is not None
+        bars.refresh()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    last = shown.rpartition("reading the prompt")[2]
+    assert "loading" not in last
+    assert "700 of 700" in last
+    with show_loading("loading", as_json=True) as silent:
+        silent.report_reading(0, 700)

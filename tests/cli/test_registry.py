@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from expertctl.cli import registry as command
+from expertctl.errors import format_install_command
 from registry_server.settings import read_settings
 from tests.cli.command_runner import CommandRunner, expertctl  # noqa: F401  # a fixture
 from tests.registry_server.operation.server_process import run_server
@@ -171,7 +172,7 @@ def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
     )
     assert result.returncode == 2
     assert "the registry server is not installed" in result.stderr
-    assert "pip install 'expertctl[registry]'" in result.stderr
+    assert format_install_command("registry") in result.stderr
 
 
 def test_help_shows_an_example(expertctl: CommandRunner) -> None:  # noqa: F811

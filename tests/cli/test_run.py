@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from expertctl.cli import app
+from expertctl.errors import format_install_command
 from expertctl.schema.validation import find_problems, find_schema
 from expertctl.settings import CONFIG_KEYS
 from tests.cli.command_runner import ReplacedStdin, stdin
@@ -651,7 +652,7 @@ def test_without_a_library_the_way_out_is_named(
     result = run_without(module, *arguments)
     assert (result.returncode, result.stdout) == (3, "")
     assert result.stderr.startswith(f"error: {said}")
-    assert f"hint: pip install 'expertctl[{extra}]'" in result.stderr
+    assert f"hint: {format_install_command(*extra.split(','))}" in result.stderr
 
 
 @pytest.mark.parametrize("option", ["--plan", "--expert"])

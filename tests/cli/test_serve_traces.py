@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from expertctl.errors import format_install_command
 from tests.cli.command_runner import CommandRunner
 
 WITHOUT = (
@@ -41,4 +42,4 @@ def test_traces_without_the_extra_are_an_error_that_names_it(tmp_path: Path, var
     )
     assert result.returncode == 2
     assert "traces need opentelemetry" in result.stderr
-    assert "pip install 'expertctl[otel]'" in result.stderr
+    assert format_install_command("otel") in result.stderr

@@ -375,7 +375,7 @@ def test_a_restored_conversation_answers_as_the_one_it_was_saved_from(engine: Lo
 
 def test_an_answer_that_is_given_again_replaces_the_last_or_leaves_it(engine: LocalEngine) -> None:
     conversation = talk(engine, route={"sampling": SamplingOverrides(temperature=2, max_tokens=6)})
-    with pytest.raises(NotFoundError, match="no answer yet"):
+    with pytest.raises(NotFoundError, match="no answer of this chat yet"):
         next(conversation.retry())
     say(conversation, "x")
     last = say(conversation, "y")

@@ -27,6 +27,7 @@ from expertctl.errors import (
     IncompatibleError,
     InvalidPackageError,
     NotFoundError,
+    format_install_command,
 )
 from expertctl.package.model_config import read_model_config
 from expertctl.settings import Home
@@ -161,7 +162,7 @@ def test_numpy_runs_a_large_base_where_numba_is_missing_and_says_so(
         assert choose_backend(config, LoadConfig()) == (backend, ())
     with pytest.raises(NotFoundError, match="need numba") as error:
         choose_backend(dense, LoadConfig("int8"))
-    assert error.value.hint == "pip install 'expertctl[engine]'"
+    assert error.value.hint == format_install_command("engine")
 
 
 def test_numpy_runs_a_large_base_where_numba_cannot_be_imported(

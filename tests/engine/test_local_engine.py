@@ -345,3 +345,16 @@ def test_one_seed_gives_one_text(engine: LocalEngine) -> None:
         return run(engine, replace(wanted, route=route)).generated.tokens
 
     assert text(1) == text(1) != text(2)
+
+
+def test_the_tokens_of_a_prompt_are_counted_while_it_is_read(
+    user_home: HomeFixture, engine_packages: EnginePackages
+) -> None:
+    seen = list[tuple[int, int]]()
+    engine = LocalEngine(planner(user_home), reading=lambda *count: seen.append(count))
+    result = run(engine, request(prompt="x" * 300))
+    total = result.prompt_tokens
+    assert seen[0] == (0, total)
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)
+    assert {each for _, each in seen} == {total}

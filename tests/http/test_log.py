@@ -2,11 +2,19 @@
 
 import json
 import logging
+import re
 import sys
 
 import pytest
 
-from expertctl.http.log import MAX_TEXT, JsonFormatter, build_log_config, configure_log, redact
+from expertctl.http.log import (
+    MAX_TEXT,
+    JsonFormatter,
+    TextFormatter,
+    build_log_config,
+    configure_log,
+    redact,
+)
 
 SECRET = "xpk_" + "Ab1-_" * 8 + "xyz"
 
@@ -83,3 +91,48 @@ def test_the_log_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert (out, json.loads(err)["message"]) == ("", "hello")
     assert set(config["loggers"]) == {"registry_server", "_granian"}
+
+
+def text_of(message: str, **fields: object) -> str:
+    record = logging.LogRecord("x", logging.INFO, "f", 1, message, None, None)
+    record.fields = fields
+    return TextFormatter().format(record)
+
+
+def test_people_read_what_was_asked_and_how_long_it_took() -> None:
+    fields = {"id": "a1", "method": "POST", "path": "/v1/infer", "route": "/v1/infer"}
+    line = text_of("request", **fields, status=200, received=10, sent=20, ms=81.234, caller=None)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d POST /v1/infer 200 ms=81.23", line)
+    line = text_of(
+        "job", job="7f", experts_used=["a/b", "c/d"], total_latency_ms=1234.5, error=None
+    )
+    assert line[9:] == "job experts_used=a/b,c/d total_latency_ms=1234"
+    line = text_of("loading", base="tiny", empty=[], no=None, more={"a": 1})
+    assert line[9:] == 'loading base=tiny more={"a": 1}'
+
+
+@pytest.mark.parametrize("text", ["a\nb", "\x1b[31mred", "\u202ebidi", "\x7f"])
+def test_no_client_can_begin_a_line_or_colour_a_terminal(text: str) -> None:
+    line = text_of("request", method=text, path=text, status=1, ms=1.0, user=text)
+    assert line.isprintable()
+    assert line.isascii()
+    assert SECRET not in text_of(f"token {SECRET}", token=SECRET)
+
+
+@pytest.mark.parametrize(("wanted", "is_text"), [("text", True), ("json", False), (None, False)])
+def test_the_format_of_the_log_is_chosen(
+    wanted: str | None,
+    is_text: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("EXPERT_LOG_FORMAT", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("EXPERT_LOG_FORMAT", wanted)
+    configure_log(build_log_config("registry_server"))
+    logging.getLogger("registry_server.requests").warning("careful")
+    line = capsys.readouterr().err
+    assert line[9:] == "warning: careful\n" if is_text else json.loads(line)["level"] == "warning"
+    monkeypatch.delenv("EXPERT_LOG_FORMAT", raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert build_log_config("x")["formatters"]["line"]["()"] is TextFormatter

@@ -7,7 +7,12 @@ import pytest
 
 from expertctl.digest import Digest
 from expertctl.engine_config import Dtype, EngineConfig, MoeMiss
-from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
+from expertctl.errors import (
+    IncompatibleError,
+    InvalidPackageError,
+    NotFoundError,
+    format_install_command,
+)
 from expertctl.routing import plan as plan_module
 from expertctl.routing.plan import (
     NumericSettings,
@@ -124,7 +129,7 @@ def test_without_the_libraries_the_extra_is_named(
     monkeypatch.setattr(plan_module, "version", absent)
     with pytest.raises(NotFoundError, match="transformers, which is not installed") as caught:
         make_numeric_settings(base, engine="transformers")
-    assert caught.value.hint == "pip install 'expertctl[compat]'"
+    assert caught.value.hint == format_install_command("compat")
 
 
 @pytest.mark.all

@@ -3,8 +3,9 @@
 import json
 import signal
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,27 @@ def test_an_answer_that_runs_when_it_is_told_to_end_is_finished(home: Path) -> N
         ended.join(START_SECONDS)
         assert rest.rstrip().endswith(b"data: [DONE]"), rest[-300:]
         assert server.process.returncode == 0
+
+
+def test_a_second_ctrl_c_ends_running_answers_as_far_as_they_are(home: Path) -> None:
+    with run_server(home) as server, closing(server.connect()) as client:
+        body = json.dumps(asked(100_000, stream=True))
+        client.request("POST", CHAT, body=body, headers={"Content-Type": "application/json"})
+        answer = client.getresponse()
+        answer.readline()
+        processes = [psutil.Process(server.process.pid)]
+        processes += processes[0].children()
+        for process in processes:  # as a terminal does
+            process.send_signal(signal.SIGINT)
+        while "stopping after 1 running requests; Ctrl-C again" not in server.log.read_text():
+            time.sleep(0.05)
+        assert server.process.poll() is None
+        answer.readline()
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGINT)
+        assert answer.read().rstrip().endswith(b"data: [DONE]")
+        assert server.process.wait(20) == 0
 
 
 def test_a_worker_that_is_killed_ends_the_command_with_an_error(home: Path) -> None:

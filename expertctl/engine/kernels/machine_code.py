@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
-from expertctl.errors import IncompatibleError, KernelsUnavailableError
+from expertctl.errors import IncompatibleError, KernelsUnavailableError, format_install_command
 
 _COMPILER = "expertctl.engine.kernels.compiled.compiler"
 """Imported by name, because it imports numba and what numba compiles."""
@@ -174,7 +174,7 @@ def _import_llvm() -> Any:
     except ImportError as error:
         raise KernelsUnavailableError(
             f"kernels cannot be loaded without LLVM: {error}",
-            hint="pip install 'expertctl[engine]'",
+            hint=format_install_command("engine"),
         ) from error
 
 
@@ -226,7 +226,7 @@ def compile_source(source: FunctionSource) -> bytes:
     except (ImportError, OSError) as error:  # OSError: a library cannot be loaded
         raise KernelsUnavailableError(
             f"kernels must be compiled for this machine, and numba cannot be imported: {error}",
-            hint="pip install 'expertctl[engine]'",
+            hint=format_install_command("engine"),
         ) from error
     if source.parameters:
         function = function(**source.parameters)

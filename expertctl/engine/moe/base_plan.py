@@ -75,7 +75,9 @@ class DenseMemoryPlan:
     def to_json(self) -> JsonObject:
         """Return the document of ``base plan --json``."""
         found = list[JsonValue]({**asdict(plan), "fits": self.fits(plan)} for plan in self.dtypes)
-        return {"base": self.base, "memory": self.limit, "dtypes": found}
+        unavailable: JsonObject = {str(name): why for name, why in self.unavailable.items()}
+        document: JsonObject = {"base": self.base, "memory": self.limit, "dtypes": found}
+        return {**document, "unavailable": unavailable}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -262,6 +262,15 @@ class ServingEngine:
         self._processor.close()
         self._runner.close()
 
+    @property
+    def job_count(self) -> int:
+        """The number of current jobs, waiting ones included."""
+        return len(self._scheduler.requests)
+
+    def cancel_all(self) -> None:
+        """Cancel all current jobs: what they have written is their answer."""
+        self._scheduler.cancel_all()
+
     def _collect_counters(self) -> Counters | None:
         """Return the counters, including counts still on a device, so that a reset covers them."""
         model = self._runner.model

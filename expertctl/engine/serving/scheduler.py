@@ -385,6 +385,10 @@ class Scheduler:
             self.is_closing = True
             while self._states and (left := until - time.monotonic()) > 0:
                 self.condition.wait(left)
+        self.cancel_all()
+
+    def cancel_all(self) -> None:
+        """Cancel all current jobs."""
         for state in self.requests:
             self.cancel(state.job.id)
 

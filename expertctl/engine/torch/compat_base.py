@@ -20,7 +20,12 @@ from expertctl.engine.sampling import estimate_sample_bytes
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine.torch.devices import use_torch_threads
 from expertctl.engine.torch.weights import parse_torch_dtype
-from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
+from expertctl.errors import (
+    IncompatibleError,
+    InvalidPackageError,
+    NotFoundError,
+    format_install_command,
+)
 from expertctl.package.adapter import truncate_problems
 from expertctl.package.base_model import (
     DEFAULT_MAX_POSITIONS,
@@ -212,7 +217,7 @@ def _find_model_class(config: Any, name: str) -> Any:
 def _make_unknown_error(what: str, architecture: str) -> IncompatibleError:
     return IncompatibleError(
         f"{what}: the installed transformers has no causal language model {architecture[:100]!r}",
-        hint="upgrade it: pip install --upgrade 'expertctl[compat]'",
+        hint=f"upgrade it: {format_install_command('compat')} --upgrade",
     )
 
 
@@ -258,7 +263,7 @@ def _offline_transformers() -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise NotFoundError(
             f"--engine transformers needs {error.name}, which is not installed",
-            hint="pip install 'expertctl[compat]'",
+            hint=format_install_command("compat"),
         ) from error
     logging: Any = transformers.logging
     logging.set_verbosity_error()

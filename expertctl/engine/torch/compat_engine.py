@@ -46,7 +46,7 @@ from expertctl.engine.result import GenerationTrace, TracedModel
 from expertctl.engine.running_batch import TextConsumer, generate_text
 from expertctl.engine.running_sequence import RunningSequence
 from expertctl.engine.torch.compat_base import CompatBase, load_model
-from expertctl.errors import IncompatibleError, UsageError
+from expertctl.errors import CountProgress, IncompatibleError, UsageError, ignore_count
 from expertctl.package.adapter import PEFT_PREFIX, truncate_problems
 from expertctl.routing.plan import Plan
 from expertctl.routing.planner import PlannedPrompt
@@ -358,11 +358,13 @@ class CompatLoadedModel:
         cancelled: CancelCheck,
         *,
         trace: GenerationTrace | None = None,
+        reading: CountProgress = ignore_count,
     ) -> Generator[str, None, GenerationOutput]:
         """Yield text as it becomes final; return the complete output at the end.
 
-        The trace has no layers: transformers does not expose its own.
+        The trace has no layers, and the prompt is read at once: transformers does not expose more.
         """
+        reading(0, len(prompt.ids))
         writer = OutputWriter(
             self.base.tokenizer, plan.params, seed=plan.seed, max_tokens=prompt.max_tokens
         )

@@ -19,6 +19,7 @@ from expertctl.errors import (
     InvalidPackageError,
     NotFoundError,
     UsageError,
+    format_install_command,
 )
 from expertctl.store.bases import BaseStore
 from tests.engine.compat_models import CONFIGS, CompatModel, write_model
@@ -248,4 +249,4 @@ def test_a_missing_library_is_named_with_the_extra(
     monkeypatch.setitem(sys.modules, "transformers.utils", None)
     with pytest.raises(NotFoundError, match="transformers") as caught:
         opened(copy)
-    assert caught.value.hint == "pip install 'expertctl[compat]'"
+    assert caught.value.hint == format_install_command("compat")

@@ -1,7 +1,9 @@
 """How a server ends when signals come together, early, late, or to all of its processes."""
 
 import os
+import pty
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -136,3 +138,20 @@ def test_a_reload_renews_the_workers_and_an_end_meanwhile_is_not_lost(
             continue
         send_signals(server.process.send_signal)
         ends_well(server, [old, *new])
+
+
+def test_it_ends_with_its_terminal(made: CreatedRegistry) -> None:
+    program = "from expertctl.cli.app import main; main()"
+    words = ["registry", "serve", str(made.settings.data), "--port", "0"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", program, *words])
+    shown = b""
+    while b"listening on" not in shown:
+        shown += os.read(terminal, 4096)
+    processes = [psutil.Process(pid), *psutil.Process(pid).children()]
+    assert len(processes) == 2
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert [each for each in processes if each.is_running()] == []
