@@ -148,7 +148,7 @@ class EngineConfig:
 DEFAULT_CONFIG = EngineConfig()
 
 
-_MIN_BUDGET = 10_000
+_MIN_BUDGET = 1000
 """Bytes; whoever gives a smaller number means another unit."""
 
 

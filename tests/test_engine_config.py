@@ -16,7 +16,7 @@ def test_what_may_be_left_out_is_a_share(cap: float) -> None:
 
 
 def test_a_budget_is_more_than_nothing() -> None:
-    check_engine_config(EngineConfig(memory_budget=10_000))
+    check_engine_config(EngineConfig(memory_budget=1000))
     with pytest.raises(UsageError, match="a memory budget of 0 bytes is too small"):
         check_engine_config(EngineConfig(memory_budget=0))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from expertctl.errors import format_install_command
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.factories import write_base
 from tests.gpt2_base import write_gpt2
@@ -154,7 +155,7 @@ def test_a_foreign_base_is_added_with_a_note_on_what_runs_it(
 ) -> None:
     said = expertctl("base", "add", write_gpt2(tmp_path / "gpt2"), "--json")
     assert "only `run --engine transformers` runs gpt2" in said.err
-    assert "expertctl[compat]" in said.err
+    assert format_install_command("compat") in said.err
     assert said.document["engine"] == "transformers"
     assert expertctl("base", "list").out.splitlines()[1].split()[-3:-1] == ["transformers", "ok"]
 
