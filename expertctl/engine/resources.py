@@ -5,7 +5,7 @@ remaining memory while the base is read, and its plan comes last.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
 from expertctl.digest import Digest, Progress, ignore_progress
@@ -256,30 +256,34 @@ class ResourceManager:
     def _load_quantised(self, base: OpenBase, context: LoadContext) -> RunnableModel:
         """Load a base in integers and check what it loses, or drop it.
 
-        With routed experts that is measured first, on a model of its own, whose copy is then read.
+        With routed experts that is measured first, on a model of its own that is exact: those of a
+        model that generates may be skipped, and are counted. The copy of that model is then read.
         """
-        from expertctl.engine.cpu.backend import PackedModel
-        from expertctl.engine.cpu.quantisation_quality import require_quality
+        from expertctl.engine.cpu.backend import PackedBackend, PackedModel
+        from expertctl.engine.cpu.quantisation_quality import needs_measuring, require_quality
 
-        apart, packed = base.config.experts is not None, 0
-
-        def count(size: int) -> None:
-            nonlocal packed
-            packed += size
-            self._progress(size)
-
+        backend, counts = base.backend, self._progress
+        assert isinstance(backend, PackedBackend), "only its kernels compute with integers"
+        is_apart = base.config.experts is not None and needs_measuring(base, context.copies)
         try:
-            quality = require_quality(base, None, context, progress=count) if apart else None
-            counts = self._progress if not packed else lambda _: self._progress(0)
+            if is_apart:
+                with closing(backend.exact.load(context, progress=self._progress)) as measured:
+                    self._base_slot.read_bytes += measured.read_bytes
+                    quality = require_quality(base, measured, context, progress=self._progress)
+                counts = self._count_nothing
             model = self._base_slot.load(context, progress=counts)
-            assert isinstance(model, PackedModel), "only its kernels compute with integers"
+            assert isinstance(model, PackedModel)
+            if not is_apart:
+                quality = require_quality(base, model, context, progress=self._progress)
             model.quality = quality
-            if not apart:
-                model.quality = require_quality(base, model, context, progress=self._progress)
         except BaseException:
             self._base_slot.unload()
             raise
         return model
+
+    def _count_nothing(self, _: int) -> None:
+        """Report that something was loaded whose bytes are counted already."""
+        self._progress(0)
 
     def _compile_plan(
         self,

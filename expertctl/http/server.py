@@ -150,8 +150,16 @@ def install_signal_handlers(server: MPServer) -> None:
 
 def ignore_signals() -> None:
     """Ignore late signals, so that they do not change the exit status; a shutdown hook."""
+    sys.unraisablehook = _report_unraisable
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def _report_unraisable(report: "sys.UnraisableHookArgs") -> None:
+    """Report an error that cannot be raised; Python's about a signal ignored meanwhile is none."""
+    error = report.exc_value
+    if not (isinstance(error, OSError) and str(error).endswith("ignored due to race condition")):
+        sys.__unraisablehook__(report)
 
 
 def forward_first_signal(

@@ -10,7 +10,6 @@ a data type whose limit it exceeds, a base does not run.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,6 +73,13 @@ def find_quality(
     return kept.read_quality(choose_scheme(config, dtype).value, method=METHOD)
 
 
+def needs_measuring(base: "OpenBase", kept: QuantisedCache | None) -> bool:
+    """Return whether what a base loses must be measured before it answers."""
+    backend = base.backend
+    assert isinstance(backend, PackedBackend)
+    return kept is not None and find_quality(kept, base.config, backend.dtype) is None
+
+
 def refuse_known_loss(base: "OpenBase", kept: QuantisedCache | None) -> None:
     """Refuse a base that is known to lose too much in its data type, before it is loaded.
 
@@ -89,17 +95,15 @@ def refuse_known_loss(base: "OpenBase", kept: QuantisedCache | None) -> None:
 
 def require_quality(
     base: "OpenBase",
-    model: PackedModel | None,
+    model: PackedModel,
     context: LoadContext,
     *,
     progress: Progress = ignore_progress,
 ) -> QuantisationQuality | None:
-    """Return what a base loses in its data type, measuring it the first time.
+    """Return what a base loses in its data type, measuring it on ``model`` the first time.
 
-    Without ``model`` one is loaded for it, exact, and closed: the experts of one that generates
-    may be skipped, and are counted. ``progress`` counts the packed bytes of that model, is called
-    with 0 during the comparison, and may raise. None where nothing can be kept with any base on
-    this system, or the tokenizer has no tokens for the text.
+    ``progress`` is called with 0 during the comparison, and may raise. None where nothing can be
+    kept with any base on this system, or the tokenizer has no tokens for the text.
 
     Raises:
         IncompatibleError: if it loses more than the data type allows.
@@ -119,13 +123,7 @@ def require_quality(
         return None
     if base.weight_bytes >= LARGE_BYTES:
         context.tell(f"comparing {base.stored.name} in {backend.dtype} with its own weights, once")
-    with ExitStack() as stack:
-        if model is None:
-            model = backend.exact.load(context, progress=progress)
-            stack.callback(model.close)
-        quality = measure_quality(
-            backend, model, tokens, context, between_layers=lambda: progress(0)
-        )
+    quality = measure_quality(backend, model, tokens, context, between_layers=lambda: progress(0))
     kept.write_quality(backend.scheme.value, quality, method=METHOD)
     _check_quality(quality, backend.dtype, base=base, kept=kept)
     return quality
