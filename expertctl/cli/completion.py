@@ -11,10 +11,9 @@ from expertctl.errors import ExpertError
 from expertctl.settings import CONFIG_KEYS, Home, find_home
 
 _List = Callable[[Home], Iterable[str]]
-Complete = Callable[[str], list[str]]
 
 
-def _completion(list_names: _List) -> Complete:
+def _completion(list_names: _List) -> Callable[[str], list[str]]:
     """Return a function for typer that returns those names that begin with the word so far."""
 
     @wraps(list_names, assigned=("__doc__", "__name__"), updated=())

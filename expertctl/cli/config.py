@@ -320,11 +320,7 @@ def list_settings(as_json: JsonFlag = False) -> None:
     ]
     header = ["KEY", "VALUE", "DEFAULT", "SOURCE", "MEANING"]
     document = {"settings": [_build_document(setting) for setting in found]}
-    emit(
-        document,
-        format_table(header, rows),
-        as_json=as_json,
-    )
+    emit(document, format_table(header, rows), as_json=as_json)
 
 
 def _load_all_settings() -> list[Setting]:

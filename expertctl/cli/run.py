@@ -136,7 +136,8 @@ def run(
         message=message,
         experts=named,
         route=build_route_request(message.prompt, config, experts=experts, sampling=sampling),
-        base=resolve_base(base, settings, as_json=as_json) or find_last_base(earlier, settings),
+        base=resolve_base(base, settings, as_json=as_json)
+        or (None if named or plan else find_last_base(earlier, settings)),
         saved=load_saved_plan(plan),
         truncate=truncate,
         verify_base=verify_base,

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -247,11 +248,16 @@ def test_paths_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert complete_path("no/where/") == []
 
 
-@pytest.fixture
-def terminal(talkative: None) -> Iterator[ChatTerminal]:
-    terminal = ChatTerminal("--greedy", "--max-tokens", "3")
-    yield terminal
-    terminal.close()
+@contextmanager
+def open_chat(*words: str) -> Iterator[ChatTerminal]:
+    """Start a chat at a terminal of its own, and wait for its prompt."""
+    terminal = ChatTerminal(*words)
+    try:
+        terminal.wait_for("/? lists the commands, /bye leaves")
+        terminal.wait_for("> ")
+        yield terminal
+    finally:
+        terminal.close()
 
 
 def leave(terminal: ChatTerminal) -> None:
@@ -259,34 +265,36 @@ def leave(terminal: ChatTerminal) -> None:
     assert terminal.process.wait(60) == 0
 
 
-def test_lines_are_completed_and_recalled_in_the_next_chat(terminal: ChatTerminal) -> None:
-    opening = terminal.wait_for("/? lists the commands, /bye leaves")
-    assert "talk, 0 experts; " in opening
-    terminal.wait_for("> ")
-    terminal.type("/exp\tau\t\n")
-    terminal.wait_for("experts are chosen for each message from now on")
-    terminal.wait_for("> ")
-    terminal.type("/system Grüße\n")
-    terminal.wait_for("system message: Grüße")
-    terminal.wait_for("> ")
-    leave(terminal)
+def test_lines_are_completed_and_recalled_in_the_next_chat(talkative: None) -> None:
     path = find_home().chat_history
+    with open_chat() as terminal:
+        terminal.type("/exp\tau\t\n")
+        terminal.wait_for("experts are chosen for each message from now on")
+        terminal.wait_for("> ")
+        terminal.type("/system Grüße\n")
+        terminal.wait_for("system message: Grüße")
+        terminal.wait_for("> ")
+        leave(terminal)
     assert path.stat().st_mode & 0o777 == 0o600
     lines = [json.loads(line) for line in path.read_bytes().splitlines()]
     assert lines == ["/experts auto ", "/system Grüße", "/bye"]
 
     path.write_text("".join(f'"line {number}"\n' for number in range(2 * MAX_LINES)))
-    again = ChatTerminal("--greedy", "--max-tokens", "3")
-    try:
-        again.wait_for("> ")
+    with open_chat("--greedy", "--max-tokens", "3") as again:
         again.type("\x10\n")  # Ctrl-P: the line before
         again.wait_for(f"line {2 * MAX_LINES - 1}")
         again.wait_for("written")
         again.wait_for("> ")
         leave(again)
-    finally:
-        again.close()
     assert len(path.read_bytes().splitlines()) == MAX_LINES
+
+
+def test_the_first_line_names_the_base_and_counts_its_experts(talkative: None) -> None:
+    terminal = ChatTerminal()
+    try:
+        assert "talk, 0 experts; " in terminal.wait_for("/? lists the commands")
+    finally:
+        terminal.close()
 
 
 DAMAGED = (b"\xff\n", b"[" * 100_000, b"5\n{}\n", b"not json\n", b'"\\u0000"\n"\\ud800"\n')
@@ -296,12 +304,8 @@ DAMAGED = (b"\xff\n", b"[" * 100_000, b"5\n{}\n", b"not json\n", b'"\\u0000"\n"\
 def test_a_damaged_history_is_begun_anew(data: bytes, talkative: None) -> None:
     path = find_home().chat_history
     path.write_bytes(data)
-    terminal = ChatTerminal()
-    try:
-        terminal.wait_for("> ")
+    with open_chat() as terminal:
         leave(terminal)
-    finally:
-        terminal.close()
     assert path.read_bytes().splitlines()[-1] == b'"/bye"'
 
 
@@ -317,12 +321,8 @@ def test_with_history_off_no_line_is_kept(
     talkative: None, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(os.environ, "EXPERT_HISTORY", "0")
-    terminal = ChatTerminal()
-    try:
-        terminal.wait_for("> ")
+    with open_chat() as terminal:
         leave(terminal)
-    finally:
-        terminal.close()
     assert not find_home().chat_history.exists()
 
 
@@ -380,3 +380,20 @@ def test_no_expert_of_a_file_is_kept_and_a_blank_system_message_is_none(
     assert [each["role"] for each in last_conversation()] == ["user", "assistant"]
     outcome = expertctl("run", "-c", "And 9, 8, 7", *QUIET)
     assert outcome.code == 0, outcome.err
+
+
+def test_named_experts_and_a_plan_bring_their_own_base(
+    workspace: RunWorkspace, expertctl: Expertctl
+) -> None:
+    other = write_base(workspace.folder / "other", seed=9)
+    assert expertctl("base", "add", other).code == 0
+    plan = workspace.folder / "plan.json"
+    plan.write_text(expertctl("run", PROMPT, "-e", "acme/sorting", "--json", *QUIET).out)
+    for words in (("-e", "acme/sorting"), ("--plan", plan)):
+        expertctl("run", FIRST, "--base", "other", *ALONE)
+        outcome = expertctl("run", "-c", PROMPT, *words, "--json", *QUIET)
+        assert outcome.code == 0, outcome.err
+        assert outcome.document["plan"]["base"] == "my-base"
+    expertctl("run", FIRST, "--base", "other", *ALONE)
+    [turn] = turns(expertctl, "-c", "-e", "acme/sorting", said=f"{PROMPT}\n")
+    assert turn["plan"]["base"] == "my-base"
