@@ -140,7 +140,7 @@ def _check_private(found: os.stat_result) -> None:
         check_private_folder(found)
 
 
-VERSION = 6
+VERSION = 7
 """Raised whenever the same base gives other bytes, by another packing or layout."""
 _WRITE_ERRORS = (ConflictError, DiskFullError, StoreError)
 """Why a copy is not stored, besides errors of the disk."""

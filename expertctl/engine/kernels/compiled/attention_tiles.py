@@ -85,7 +85,7 @@ def vector_sum(_context: Any, address: Any) -> Any:
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         lanes = SimdBuilder(builder)
-        return lanes.reduce_add_floats(lanes.load_floats(values[0]))
+        return lanes.extract_first(lanes.sum_lanes(lanes.load_floats(values[0])))
 
     return types.float32(types.int64), emit
 

@@ -6,6 +6,7 @@ and how a group is fitted.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -19,6 +20,7 @@ from expertctl.engine.kernels.compiled.gemm import require_scheme, scheme_code
 from expertctl.engine.kernels.compiled.memory import (
     allocate_stack_floats,
     atomic_store,
+    copy_bytes,
     float32_view,
     int8_view,
     int32_view,
@@ -28,6 +30,7 @@ from expertctl.engine.kernels.compiled.memory import (
 from expertctl.engine.kernels.compiled.simd import SimdBuilder, Value
 from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, SCALES_BYTES, Scheme
 from expertctl.engine.kernels.quantisation import (
+    ACTIVATION_RANGES,
     INT8_MAX,
     INT8_SCALES,
     INT8_ZERO,
@@ -44,6 +47,7 @@ from expertctl.engine.kernels.quantisation import (
 MAGNITUDE, INFINITY, LEAST = 0x7FFFFFFF, 0x7F800000, (127 - 100) << 23
 """Bits of a float32 magnitude, which have the order of the numbers."""
 _GROUP_FLOATS = GROUP_SIZE * LANES
+_PART_FLOATS = 2 * GROUP_SIZE
 _BFLOAT16_NAN = 0x7FC0
 
 
@@ -81,83 +85,112 @@ def quantise_rows(first: int, last: int, arguments: int) -> None:
 @numba.njit
 def quantise_row(row: Any, columns: Any, out: Any, scales: Any, sums: Any) -> None:
     """Quantise one row to int8 by groups, in compiled code; all arguments are addresses."""
-    groups = (columns + GROUP_SIZE - 1) // GROUP_SIZE
+    groups = columns // GROUP_SIZE
     for group in range(groups):
         begin = group * GROUP_SIZE
-        place, count = row + begin * 4, min(GROUP_SIZE, columns - begin)
-        scale, factor = _group_scale(_largest_magnitude(place, count), np.float32(INT8_MAX))
-        float32_view(scales, groups)[group] = scale
-        int32_view(sums, groups)[group] = _quantise_numbers(place, out + begin, count, factor)
+        sum_of = _quantise_activations(row + begin * 4, out + begin, scales + group * 4)
+        int32_view(sums, groups)[group] = sum_of
+    if groups * GROUP_SIZE < columns:
+        begin = groups * GROUP_SIZE
+        sum_of = _quantise_part(
+            row + begin * 4, columns - begin, out + begin, scales + groups * 4
+        )  # fmt: skip
+        int32_view(sums, groups + 1)[groups] = sum_of
 
 
 @numba.njit
-def _largest_magnitude(row: Any, count: Any) -> Any:
-    """Return the bits of the largest magnitude; infinity is above numbers, NaN above infinity."""
-    largest = vector_largest_magnitude(row, count // LANES)
-    bits = int32_view(row, count)
-    for k in range(count // LANES * LANES, count):
-        largest = max(largest, bits[k] & np.int32(MAGNITUDE))
-    return largest
-
-
-@intrinsic
-def vector_largest_magnitude(_context: Any, row: Any, vectors: Any) -> Any:
-    """Do the same as `_largest_magnitude` for whole vectors at an address."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        lanes, (place, count) = SimdBuilder(builder), values
-        largest = lanes.create_variable(lanes.zero_ints())
-        with lanes.loop(count) as vector:
-            bits = lanes.load_ints(lanes.offset(place, vector, VECTOR_BYTES))
-            bits = lanes.mask_ints(bits, MAGNITUDE)
-            lanes.store_variable(lanes.max_int(lanes.load_variable(largest), bits), largest)
-        return lanes.reduce_max_ints(lanes.load_variable(largest))
-
-    return types.int32(types.int64, types.int64), emit
-
-
-@numba.njit
-def _group_scale(largest: Any, steps: Any) -> Any:
-    """Return the value of a step and the steps per 1; 0 steps where that is not a number."""
-    if largest >= INFINITY:
-        return np.float32(np.nan), np.float32(0)
-    if largest < LEAST:
-        return np.float32(0), np.float32(0)
-    number = np.int32(largest).view(np.float32)
-    return number / steps, steps / number
-
-
-@numba.njit
-def _quantise_numbers(row: Any, steps: Any, count: Any, factor: Any) -> Any:
-    """Write the steps of a group at an address; return their sum."""
-    numbers, stored, total = float32_view(row, count), int8_view(steps, count), np.int32(0)
-    if not factor > 0:  # the products may be NaN, which has no integer value
-        for k in range(count):
-            stored[k] = 0
-        return total
-    total += vector_quantise(row, steps, count // LANES, factor)
-    for k in range(count // LANES * LANES, count):
-        step = np.int32(np.rint(numbers[k] * factor))
-        stored[k] = step
-        total += step
+def _quantise_part(row: Any, count: Any, out: Any, scale: Any) -> Any:
+    """Quantise the group at the end of a row that has fewer columns than others."""
+    whole = allocate_stack_floats(_PART_FLOATS)
+    steps = whole + GROUP_SIZE * 4
+    float32_view(whole, GROUP_SIZE)[:] = 0
+    copy_bytes(whole, row, count * 4)
+    total = _quantise_activations(whole, steps, scale)
+    copy_bytes(out, steps, count)
     return total
 
 
+@numba.njit
+def _quantise_activations(row: Any, out: Any, scale: Any) -> Any:
+    """Write the steps of a whole group, and its scale, at addresses; return their sum."""
+    largest = find_largest_magnitude(row)
+    if largest >= INFINITY or largest < LEAST:
+        float32_view(scale, 1)[0] = np.nan if largest >= INFINITY else 0
+        int8_view(out, GROUP_SIZE)[:] = 0
+        return np.int32(0)
+    return fit_activations(row, out, scale, np.int32(largest).view(np.float32))
+
+
 @intrinsic
-def vector_quantise(_context: Any, row: Any, steps: Any, vectors: Any, factor: Any) -> Any:
-    """Do the same as `_quantise_numbers` for whole vectors, where the factor is positive."""
+def find_largest_magnitude(_context: Any, row: Any) -> Any:
+    """Return the bits of a group's largest magnitude.
+
+    Those of infinity are above those of numbers, those of NaN above those of infinity.
+    """
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        lanes, (place, out, count, number) = SimdBuilder(builder), values
-        total, every = lanes.create_variable(lanes.zero_ints()), lanes.splat_float(number)
-        with lanes.loop(count) as vector:
-            floats = lanes.load_floats(lanes.offset(place, vector, VECTOR_BYTES))
-            found = lanes.round_to_ints(lanes.multiply_floats(floats, every))
-            lanes.store_bytes(found, lanes.offset(out, vector, LANES))
-            lanes.store_variable(lanes.add_int(lanes.load_variable(total), found), total)
-        return lanes.reduce_add_ints(lanes.load_variable(total))
+        lanes = SimdBuilder(builder)
+        sizes = [lanes.mask_ints(bits, MAGNITUDE) for bits in _load_group(lanes, values[0])]
+        return lanes.reduce_max_ints(lanes.max_int(*sizes))
+
+    return types.int32(types.int64), emit
+
+
+@intrinsic
+def fit_activations(_context: Any, row: Any, out: Any, scale: Any, largest: Any) -> Any:
+    """Quantise a group whose largest magnitude is given; return the sum of its steps."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        lanes, (row, out, scale, number) = SimdBuilder(builder), values
+        step = lanes.divide_floats(lanes.splat_float(number), lanes.float_constant(INT8_MAX))
+        unit = lanes.divide_floats(lanes.float_constant(INT8_MAX), lanes.splat_float(number))
+        bits = _load_group(lanes, row)
+        exact = [lanes.multiply_floats(lanes.bitcast_to_floats(each), unit) for each in bits]
+        first, second = (_fit_steps(lanes, exact, largest) for largest in ACTIVATION_RANGES)
+        # The squared error with the best scale is sum(x^2) - sum(x q)^2 / sum(q^2).
+        gains = (
+            lanes.multiply_floats(lanes.multiply_floats(one.products, one.products), other.squares)
+            for one, other in ((first, second), (second, first))
+        )
+        is_second = lanes.less_than(*gains)
+        products = lanes.select_lanes(is_second, second.products, first.products)
+        squares = lanes.select_lanes(is_second, second.squares, first.squares)
+        fitted = lanes.multiply_floats(step, lanes.divide_floats(products, squares))
+        lanes.store_first_float(fitted, scale)
+        total = lanes.zero_ints()
+        for vector, (one, other) in enumerate(zip(first.steps, second.steps, strict=True)):
+            found = lanes.truncate_to_ints(lanes.select_lanes(is_second, other, one))
+            lanes.store_bytes(found, lanes.offset(out, lanes.int_constant(vector), LANES))
+            total = lanes.add_int(total, found)
+        return lanes.reduce_add_ints(total)
 
     return types.int32(*[types.int64] * 3, types.float32), emit
+
+
+@dataclass(frozen=True, slots=True)
+class _FittedSteps:
+    """Steps of a group, float32 vectors, and in every lane the sums that give their scale."""
+
+    steps: list[Value]
+    products: Value
+    squares: Value
+
+
+def _fit_steps(lanes: SimdBuilder, exact: list[Value], largest: int) -> _FittedSteps:
+    """Round a group, given in steps of which its largest is `INT8_MAX`, to ``largest`` steps."""
+    factor = lanes.float_constant(largest / INT8_MAX)
+    steps = [lanes.round_floats(lanes.multiply_floats(each, factor)) for each in exact]
+    products, squares = lanes.zero_floats(), lanes.zero_floats()
+    for each, whole in zip(exact, steps, strict=True):
+        products = lanes.fma(each, whole, products)
+        squares = lanes.fma(whole, whole, squares)
+    return _FittedSteps(steps, lanes.sum_lanes(products), lanes.sum_lanes(squares))
+
+
+def _load_group(lanes: SimdBuilder, row: Value) -> list[Value]:
+    """Load a group of float32, as bits."""
+    vectors = map(lanes.int_constant, range(GROUP_SIZE // LANES))
+    return [lanes.load_ints(lanes.offset(row, vector, VECTOR_BYTES)) for vector in vectors]
 
 
 def make_quantise_blocks(scheme: Scheme) -> KernelFunction:

@@ -199,10 +199,6 @@ class SimdBuilder:
         """Convert sixteen int32 to float32."""
         return self._b.sitofp(ints, _FLOATS)
 
-    def round_to_ints(self, floats: Value) -> Value:
-        """Return the nearest int32, ties to even; undefined if there is none."""
-        return self.truncate_to_ints(self.round_floats(floats))
-
     def bitcast_to_ints(self, floats: Value) -> Value:
         """Reinterpret the bits of float32 as int32."""
         return self._b.bitcast(floats, _INTS)
@@ -314,10 +310,12 @@ class SimdBuilder:
         """Return the largest of sixteen float32."""
         return self._call("llvm.vector.reduce.fmax.v16f32", _FLOAT, floats)
 
-    def reduce_add_floats(self, floats: Value) -> Value:
-        """Return the sum of sixteen float32, from first to last."""
-        zero = ir.Constant(_FLOAT, 0.0)
-        return self._call("llvm.vector.reduce.fadd.v16f32", _FLOAT, zero, floats)
+    def sum_lanes(self, floats: Value) -> Value:
+        """Return the sum of sixteen float32, added in a tree, in every lane."""
+        for distance in (8, 4, 2, 1):
+            order = ir.Constant(_INTS, [lane ^ distance for lane in range(LANES)])
+            floats = self._b.fadd(floats, self._b.shuffle_vector(floats, floats, order))
+        return floats
 
     def bf16_dot(self, floats: Value, a: Value, b: Value) -> Value:
         """Add two products of bfloat16 pairs to each lane."""
