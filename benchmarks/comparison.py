@@ -12,11 +12,14 @@ from benchmarks.engine_process import Decode, EngineProcess, ReadMemory, ReadPro
 from benchmarks.gguf import width_name, write_gguf
 from benchmarks.harness import Row, Run, Seconds, compare_rates, make_absent_row, take_turns
 from benchmarks.inputs import make_base_config
+from benchmarks.trained.formats import describe_divergences
 from expertctl.engine.kernels.packed_format import Scheme
 
 OURS, TRANSFORMERS, MEMORY_READ = "ours", "transformers", "memory"
 LLAMA_LABELS = {False: "llama.cpp", True: "llama.cpp, flash attention"}
 THREADS = (1, 2)
+QUALITIES = {Scheme.INT8: ("int8", "Q8_0"), Scheme.INT4: ("int4, 4 bits", "Q4_0")}
+"""Our format and that of llama.cpp as `benchmarks.quality` names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ def measure_cases(cases: Sequence[ComparisonCase], *, rounds: int) -> list[Row]:
             notes = "; ".join(
                 sorted({e.about for name, e in opened.items() if name not in (OURS, MEMORY_READ)})
             )
+            if scheme in QUALITIES:
+                notes = f"{describe_divergences(*QUALITIES[scheme])}; {notes}"
             rows[-1] = replace(rows[-1], note=notes)
     return rows
 

@@ -33,6 +33,7 @@ from benchmarks.trained.divergence import (
     read_text,
 )
 from benchmarks.trained.formats import (
+    DEFAULT_FOLDER,
     SCHEMES,
     FormatQuality,
     add_rates,
@@ -41,6 +42,7 @@ from benchmarks.trained.formats import (
     make_ratio_row,
     make_speed_rows,
     measure_formats,
+    write_divergences,
 )
 from benchmarks.trained.llama_formats import LLAMA_FORMATS, quantise
 from benchmarks.trained.merged_base import (
@@ -65,7 +67,6 @@ from expertctl.engine_config import AdapterDtype, Dtype
 from expertctl.settings import Home
 
 NAME = "quality"
-DEFAULT_FOLDER = Path("~/.cache/expertctl-benchmarks/quality")
 NOISE_TARGET = "<= 1.03"
 ACCURACY_TARGETS: dict[tuple[Dtype, AdapterDtype], str] = {
     ("int8", "published"): ">= 0.98",
@@ -109,6 +110,8 @@ def measure(options: QualityOptions, rounds: int) -> QualityReport:
     for task in TASKS.values():
         train_expert(options.folder, task)
     reports = [_measure_base(base, options, rounds) for base in MERGED_BASES]
+    if options.chunks:
+        write_divergences(options.folder, [each for found in reports for each in found.formats])
     return QualityReport(
         tuple(row for report in reports for row in report.rows),
         tuple(each for report in reports for each in report.formats),

@@ -4,6 +4,7 @@ A format of ours is compared with the one of llama.cpp that has about as many by
 plots all of them.
 """
 
+import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -36,6 +37,9 @@ RIVALS = {"int8": "Q8_0", "int4": "Q4_K_M", "int4, 4 bits": "Q4_0"}
 DIVERGENCE_TARGET, BYTES_TARGET, SPEED_TARGET = "<= 1", "<= 1.03", ">= 1.5"
 JUDGED = ("int8", "int4")
 """Our formats that have targets."""
+DEFAULT_FOLDER = Path("~/.cache/expertctl-benchmarks/quality")
+_DIVERGENCES = "divergences.json"
+"""The file with the mean divergences of all formats of each base, beside the bases."""
 _LEAST_SHOWN = 1e-6
 """Divergence of formats that are plotted: float32 has less."""
 _COLOURS, _MARKS = {OURS: "#2a6fb0", LLAMA: "#d9822b"}, {OURS: "o", LLAMA: "s"}
@@ -82,6 +86,29 @@ def measure_formats(
         with LlamaBase(quantise(write_float_gguf(directory), theirs)) as llama:
             found = measure_divergence(chunks, reference, llama.score)
             yield FormatQuality(name, LLAMA, theirs, llama.nbytes, weights, found)
+
+
+def write_divergences(folder: Path, formats: Sequence[FormatQuality]) -> None:
+    """Keep the mean divergences of all formats, for the rows of other benchmarks."""
+    found: dict[str, dict[str, float]] = {}
+    for each in formats:
+        found.setdefault(each.name, {})[each.base] = each.divergence.mean
+    (folder / _DIVERGENCES).write_text(json.dumps(found), encoding="utf-8")
+
+
+def describe_divergences(ours: str, theirs: str, *, folder: Path = DEFAULT_FOLDER) -> str:
+    """Say what two formats lose on trained bases, as `write_divergences` kept it."""
+    try:
+        text = (folder.expanduser() / _DIVERGENCES).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return "KL of both sides: python -m benchmarks quality, run before"
+    found = json.loads(text)
+    parts = (
+        f"{name} {', '.join(f'{value:.4f}' for value in found[name].values())}"
+        for name in (ours, theirs)
+        if name in found
+    )
+    return f"KL from float32 on trained bases (nats): {'; '.join(parts)}"
 
 
 def make_format_rows(formats: Sequence[FormatQuality]) -> Iterator[Row]:

@@ -31,8 +31,10 @@ from benchmarks.trained.formats import (
     FormatQuality,
     add_rates,
     build_figure,
+    describe_divergences,
     make_format_rows,
     make_speed_rows,
+    write_divergences,
 )
 from benchmarks.trained.llama_formats import LlamaBase, quantise
 from benchmarks.trained.merged_base import write_float_gguf
@@ -249,6 +251,15 @@ def test_int8_and_int4_are_judged_by_rivals_at_equal_bytes() -> None:
     assert "int8: 8.00 bits, KL 0.00400" in str(rows["KL, int8"].note)
     assert (rows["KL, int4, 4 bits"].theirs, rows["KL, int4, 4 bits"].ok) == (0.3, None)
     assert (rows["KL, Q6_K"].ours, rows["KL, Q6_K"].theirs) == (None, 0.006)
+
+
+def test_divergences_are_kept_for_the_rows_of_other_benchmarks(tmp_path: Path) -> None:
+    assert "python -m benchmarks quality" in describe_divergences("int8", "Q8_0", folder=tmp_path)
+    other = FormatQuality("b", OURS, "int8", 1, 1, Divergence(0.006, 0.1, 0.9, 0.95, 20.0))
+    write_divergences(tmp_path, [*FORMATS, other])
+    said = describe_divergences("int8", "Q8_0", folder=tmp_path)
+    assert said.endswith(": int8 0.0040, 0.0060; Q8_0 0.0050")
+    assert describe_divergences("int8", "Q9", folder=tmp_path).endswith(": int8 0.0040, 0.0060")
 
 
 def test_without_llama_cpp_rows_say_how_to_install_it() -> None:
