@@ -14,14 +14,16 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import jsonschema_rs
 import msgspec
 
 from expertctl.errors import InvalidPackageError, NotFoundError
 from expertctl.files import open_regular_file
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
+
+if TYPE_CHECKING:  # a run that reads no document with a schema does not import it
+    import jsonschema_rs
 
 _Kind = TypeVar("_Kind")
 _prepared_types: set[object] = set()
@@ -91,8 +93,10 @@ def find_problems(document: JsonValue, schema: str) -> list[str]:
 
 
 def _find_first_problem(
-    validator: jsonschema_rs.Draft202012Validator, document: JsonValue
+    validator: "jsonschema_rs.Draft202012Validator", document: JsonValue
 ) -> Iterator[str]:
+    import jsonschema_rs
+
     try:
         validator.validate(document)
     except jsonschema_rs.ValidationError as error:
@@ -113,7 +117,7 @@ def _is_large(document: JsonValue) -> bool:
     return False
 
 
-def _format_problem(error: jsonschema_rs.ValidationError) -> str:
+def _format_problem(error: "jsonschema_rs.ValidationError") -> str:
     where = "/".join(str(part) for part in error.instance_path) or "document"
     return f"{where[:MAX_PROBLEM_LENGTH]}: {shorten_middle(error.message)}"
 
@@ -126,7 +130,9 @@ def shorten_middle(message: str) -> str:
 
 
 @cache
-def _load_validator(name: str) -> jsonschema_rs.Draft202012Validator:
+def _load_validator(name: str) -> "jsonschema_rs.Draft202012Validator":
+    import jsonschema_rs
+
     schema = json.loads(find_schema(name).read_text(encoding="utf-8"))
     return jsonschema_rs.Draft202012Validator(schema)
 
