@@ -8,20 +8,25 @@ store, and the history starts anew. A damaged file is moved aside, and `notes` s
 nothing can be written, reading still works and uses are not recorded.
 """
 
+import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from sqlite_utils import Database
+from typing import TYPE_CHECKING, Any
 
 from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, NotFoundError, StoreError, UsageError
 from expertctl.schema.manifest import Manifest
 from expertctl.store.disk import FileCachedValue
-from expertctl.store.index_database import IndexDatabase, advance_revision, immediate_transaction
+from expertctl.store.index_database import (
+    IndexDatabase,
+    advance_revision,
+    immediate_transaction,
+    list_tables,
+    query_dicts,
+)
 from expertctl.store.refs import StoredExpert
 from expertctl.store.run_record import (
     FINISH_ERROR,
@@ -36,6 +41,9 @@ from expertctl.store.run_record import (
     UserVerdict,
     parse_evidence,
 )
+
+if TYPE_CHECKING:
+    from sqlite_utils.db import Table
 
 MAX_RUNS = 10_000
 LAST = "last"
@@ -120,7 +128,7 @@ class RunHistory:
         if not self._database.path.exists():
             raise _unknown_run_error(name)
 
-        def judge(db: Database) -> None:
+        def judge(db: sqlite3.Connection) -> None:
             number, job = _find_run(db, name)
             now = replace(job, verdict=verdict, judged_at=self._clock())
             if job.verdict != verdict:
@@ -148,7 +156,7 @@ class RunHistory:
     def record_gain(self, gain: PairGain) -> None:
         """Store the gain of a chain of two experts; a later measurement replaces an earlier one."""
 
-        def record(db: Database) -> None:
+        def record(db: sqlite3.Connection) -> None:
             db.execute(_SET_GAIN, gain.to_row())
             advance_revision(db)
 
@@ -170,7 +178,7 @@ class RunHistory:
         """Delete every run, use and rating; return the number of runs. Gains stay."""
         counts: list[int] = []
 
-        def clear(db: Database) -> None:
+        def clear(db: sqlite3.Connection) -> None:
             db.execute("PRAGMA secure_delete = ON")
             counts.append(db.execute("SELECT count(*) FROM jobs").fetchone()[0])
             for table in (*_PARTS, "outcomes", "usage"):
@@ -188,7 +196,7 @@ class RunHistory:
     def _read_rates(self) -> SuccessRates:
         kept: dict[str, list[StoredEvidence]] = defaultdict(list)
 
-        def read(db: Database) -> None:
+        def read(db: sqlite3.Connection) -> None:
             for digest, *evidence in db.execute(_ALL_OUTCOMES):
                 kept[digest].append(tuple(evidence))
 
@@ -196,12 +204,12 @@ class RunHistory:
         return SuccessRates(kept, now=self._clock())
 
 
-def _run_atomically(db: Database, action: Callable[[Database], object]) -> None:
+def _run_atomically(db: sqlite3.Connection, action: Callable[[sqlite3.Connection], object]) -> None:
     with immediate_transaction(db):
         action(db)
 
 
-def _insert_run(db: Database, job: RunRecord) -> None:
+def _insert_run(db: sqlite3.Connection, job: RunRecord) -> None:
     number = db.execute(_INSERT_JOB, _run_values(job)).lastrowid or 0
     for place, used in enumerate(job.experts):
         digest = str(used.content_digest)
@@ -219,7 +227,7 @@ def _insert_run(db: Database, job: RunRecord) -> None:
         advance_revision(db)
 
 
-def _change_verdict(db: Database, number: int, before: RunRecord, now: RunRecord) -> None:
+def _change_verdict(db: sqlite3.Connection, number: int, before: RunRecord, now: RunRecord) -> None:
     _apply_evidence(db, before, at=now.evidence.at, join=RunEvidence.subtract)
     _apply_evidence(db, now, at=now.evidence.at, join=RunEvidence.add)
     changes = [_verdict_count(now, kind) - _verdict_count(before, kind) for kind in ("good", "bad")]
@@ -235,7 +243,7 @@ def _verdict_count(job: RunRecord, kind: str) -> int:
 
 
 def _apply_evidence(
-    db: Database,
+    db: sqlite3.Connection,
     job: RunRecord,
     *,
     at: float,
@@ -254,7 +262,7 @@ def _apply_evidence(
         db.execute(_SET_OUTCOME, [*key, *sums])
 
 
-def _find_run(db: Database, name: str) -> tuple[int, RunRecord]:
+def _find_run(db: sqlite3.Connection, name: str) -> tuple[int, RunRecord]:
     """Find one run by its id, a prefix of its id, or `LAST`."""
     if name == LAST:
         rows = _query_rows(
@@ -295,18 +303,18 @@ def _ambiguous_run_error(name: str, ids: Sequence[str]) -> UsageError:
     return UsageError(f"several runs begin with {name!r}: {shown}{more}", hint="write more of it")
 
 
-def _iter_runs(db: Database) -> Iterator[RunRecord]:
+def _iter_runs(db: sqlite3.Connection) -> Iterator[RunRecord]:
     rows = _query_rows(db, "ORDER BY number DESC")
     experts, figures = _query_experts(db, rows), _query_figures(db, rows)
     return (_make_run(row, experts[row["number"]], figures.get(row["number"])) for row in rows)
 
 
-def _query_rows(db: Database, clause: str, *values: object) -> list[dict[str, Any]]:
-    return list(db.query(f"SELECT number, {_JOB_COLUMNS} FROM jobs {clause}", values))  # noqa: S608  # constants
+def _query_rows(db: sqlite3.Connection, clause: str, *values: object) -> list[dict[str, Any]]:
+    return list(query_dicts(db, f"SELECT number, {_JOB_COLUMNS} FROM jobs {clause}", values))  # noqa: S608  # constants
 
 
 def _query_experts(
-    db: Database, rows: Sequence[Mapping[str, Any]]
+    db: sqlite3.Connection, rows: Sequence[Mapping[str, Any]]
 ) -> dict[int, tuple[UsedExpert, ...]]:
     numbers = [row["number"] for row in rows]
     found: dict[int, list[UsedExpert]] = {number: [] for number in numbers}
@@ -321,13 +329,15 @@ def _query_experts(
     return {number: tuple(each) for number, each in found.items()}
 
 
-def _query_figures(db: Database, rows: Sequence[Mapping[str, Any]]) -> dict[int, RunFigures]:
+def _query_figures(
+    db: sqlite3.Connection, rows: Sequence[Mapping[str, Any]]
+) -> dict[int, RunFigures]:
     """Return the figures of runs that have any; a file of an older version has none."""
-    if "job_figures" not in db.table_names():
+    if "job_figures" not in list_tables(db):
         return {}
     numbers = [row["number"] for row in rows]
     query = f"SELECT number, {', '.join(_FIGURES)} FROM job_figures WHERE number BETWEEN ? AND ?"  # noqa: S608  # constants
-    found = db.query(query, [min(numbers, default=0), max(numbers, default=0)])
+    found = query_dicts(db, query, [min(numbers, default=0), max(numbers, default=0)])
     return {row.pop("number"): RunFigures(**row) for row in found}
 
 
@@ -350,6 +360,13 @@ def _make_run(
     )
 
 
+def _open_experts(db: sqlite3.Connection) -> "Table":
+    """Return the table of experts; sqlite_utils is imported only to change it."""
+    from sqlite_utils import Database
+
+    return Database(db, execute_plugins=False).table("experts")
+
+
 class Catalogue:
     """The owner of the table of experts; `history` owns the rest of the file.
 
@@ -370,19 +387,19 @@ class Catalogue:
     def add_all(self, experts: Iterable[tuple[StoredExpert, Manifest]]) -> None:
         """Store several experts in one write."""
         rows = [_expert_row(expert, manifest) for expert, manifest in experts]
-        self._write(lambda db: db.table("experts").upsert_all(rows, pk="ref"))
+        self._write(lambda db: _open_experts(db).upsert_all(rows, pk="ref"))
 
     def remove(self, expert: StoredExpert) -> None:
         """Remove an expert; its history stays in case it is installed again."""
-        self._write(lambda db: db.table("experts").delete_where("ref = ?", [expert.ref]))
+        self._write(lambda db: _open_experts(db).delete_where("ref = ?", [expert.ref]))
 
     def rebuild(self, experts: Iterable[tuple[StoredExpert, Manifest]]) -> None:
         """Replace all experts; the history stays."""
         rows = [_expert_row(expert, manifest) for expert, manifest in experts]
 
-        def replace(db: Database) -> None:
-            db.table("experts").delete_where()
-            db.table("experts").insert_all(rows, pk="ref")
+        def replace(db: sqlite3.Connection) -> None:
+            _open_experts(db).delete_where()
+            _open_experts(db).insert_all(rows, pk="ref")
 
         self._write(replace)
 
@@ -418,8 +435,8 @@ class Catalogue:
         """Raise unless the file is whole and has our tables."""
         assert self.find_problems() == []
 
-    def _write(self, action: Callable[[Database], object]) -> None:
-        def change(db: Database) -> None:
+    def _write(self, action: Callable[[sqlite3.Connection], object]) -> None:
+        def change(db: sqlite3.Connection) -> None:
             with immediate_transaction(db):
                 action(db)
                 advance_revision(db)

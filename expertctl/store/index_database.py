@@ -7,12 +7,10 @@ says so. Where nothing can be written, reading still works.
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-from sqlite_utils import Database
 
 from expertctl.store.disk import FileCachedValue
 from expertctl.store.locks import (
@@ -77,7 +75,7 @@ class IndexDatabase:
         """Return the number that `advance_revision` increments; a replaced file has another one."""
         return self._revision.get()
 
-    def write(self, action: Callable[[Database], object]) -> None:
+    def write(self, action: Callable[[sqlite3.Connection], object]) -> None:
         """Run an action that changes the tables; a damaged file is replaced first."""
         try:
             self._attempt(action)
@@ -87,7 +85,7 @@ class IndexDatabase:
             self._move_aside(str(error))
             self._retry_on_new_file(action)
 
-    def write_relaxed(self, action: Callable[[Database], object]) -> None:
+    def write_relaxed(self, action: Callable[[sqlite3.Connection], object]) -> None:
         """Write as `write` does without waiting for the disk: a power failure may undo it.
 
         SQLite checkpoints its log into the file, and flushes both, when the last open connection is
@@ -107,16 +105,16 @@ class IndexDatabase:
     def query_rows(self, table: str, query: str, *values: object) -> list[dict[str, Any]]:
         """Return the rows of a query of one table."""
         found: list[dict[str, Any]] = []
-        self.read(table, lambda db: found.extend(db.query(query, values)))
+        self.read(table, lambda db: found.extend(query_dicts(db, query, values)))
         return found
 
-    def read(self, table: str, action: Callable[[Database], object]) -> None:
+    def read(self, table: str, action: Callable[[sqlite3.Connection], object]) -> None:
         """Run a read-only action; skip it where the file or the table does not exist yet."""
         if not self.path.exists():
             return
 
-        def ask(db: Database) -> None:
-            if table in db.table_names():
+        def ask(db: sqlite3.Connection) -> None:
+            if table in list_tables(db):
                 action(db)
 
         try:
@@ -126,7 +124,7 @@ class IndexDatabase:
                 raise translate_sqlite_error(error, self.path) from error
             self._move_aside(str(error))
 
-    def _query(self, action: Callable[[Database], None]) -> None:
+    def _query(self, action: Callable[[sqlite3.Connection], None]) -> None:
         """Run a read; on a full disk without a log's shared memory, as long as there is no log."""
         try:
             with self._open_for_reading() as db:
@@ -134,7 +132,7 @@ class IndexDatabase:
         except sqlite3.DatabaseError as error:
             if not is_disk_full(error) or self._log_size():
                 raise
-            with _open_database(self.path, "mode=ro&immutable=1") as db:
+            with open_connection(self.path, "mode=ro&immutable=1") as db:
                 action(db)
 
     def find_problems(self) -> list[str]:
@@ -146,7 +144,7 @@ class IndexDatabase:
             problems.append("others may read or write it")
         try:
             with self._open_for_reading() as db:
-                return [*problems, *quick_check(db.conn), *_find_foreign_tables(db)]
+                return [*problems, *quick_check(db), *_find_foreign_tables(db)]
         except sqlite3.DatabaseError as error:
             return [*problems, str(error)]
 
@@ -154,20 +152,20 @@ class IndexDatabase:
         rows = self.query_rows("revision", "SELECT number FROM revision")
         return int(rows[0]["number"]) if rows else 0
 
-    def _attempt(self, action: Callable[[Database], object]) -> None:
+    def _attempt(self, action: Callable[[sqlite3.Connection], object]) -> None:
         with self._open_for_writing() as db:
             action(db)
 
-    def _retry_on_new_file(self, action: Callable[[Database], object]) -> None:
+    def _retry_on_new_file(self, action: Callable[[sqlite3.Connection], object]) -> None:
         try:
             self._attempt(action)
         except sqlite3.DatabaseError as error:
             raise translate_sqlite_error(error, self.path) from error
 
     @contextmanager
-    def _open_for_writing(self) -> Iterator[Database]:
+    def _open_for_writing(self) -> Iterator[sqlite3.Connection]:
         create_private_file(self.path)
-        with _open_database(self.path, "mode=rw") as db:
+        with open_connection(self.path, "mode=rw") as db:
             db.execute("PRAGMA synchronous = NORMAL")
             if db.execute("PRAGMA user_version").fetchone()[0] != _LAYOUT_VERSION:
                 _create_tables(db)
@@ -178,17 +176,17 @@ class IndexDatabase:
         """Hold the file open for reading, where it can be read."""
         with ExitStack() as stack:
             with suppress(sqlite3.DatabaseError):
-                db = stack.enter_context(_open_database(self.path, "mode=ro"))
+                db = stack.enter_context(open_connection(self.path, "mode=ro"))
                 db.execute("PRAGMA user_version")
             yield
 
     @contextmanager
-    def _open_for_reading(self) -> Iterator[Database]:
+    def _open_for_reading(self) -> Iterator[sqlite3.Connection]:
         """Open without writing; where no log can be written, open the file as immutable."""
         log = [self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm")]
         can_log = os.access(self.path.parent, os.W_OK) or all(path.exists() for path in log)
         mode = "mode=ro" if can_log else "mode=ro&immutable=1"
-        with _open_database(self.path, mode) as db:
+        with open_connection(self.path, mode) as db:
             yield db
 
     def _move_aside(self, why: str) -> None:
@@ -218,14 +216,29 @@ class IndexDatabase:
 
 
 @contextmanager
-def immediate_transaction(db: Database) -> Iterator[None]:
+def immediate_transaction(db: sqlite3.Connection) -> Iterator[None]:
     """Run the body in one transaction that waits for other writers before it reads."""
     db.execute("BEGIN IMMEDIATE")
-    with db.conn:
+    with db:
         yield
 
 
-def advance_revision(db: Database) -> None:
+def query_dicts(
+    db: sqlite3.Connection, query: str, values: Sequence[object] = ()
+) -> Iterator[dict[str, Any]]:
+    """Yield each row of a query by its columns."""
+    cursor = db.execute(query, values)
+    columns = [description[0] for description in cursor.description]
+    for row in cursor:
+        yield dict(zip(columns, row, strict=True))
+
+
+def list_tables(db: sqlite3.Connection) -> list[str]:
+    """Return the names of all tables."""
+    return [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+
+
+def advance_revision(db: sqlite3.Connection) -> None:
     """Increment the revision; a new file begins above every number of an older file."""
     first = time.time_ns()
     db.execute(
@@ -234,24 +247,21 @@ def advance_revision(db: Database) -> None:
     )
 
 
-@contextmanager
-def _open_database(path: Path, parameters: str) -> Iterator[Database]:
-    with open_connection(path, parameters) as connection:
-        yield Database(connection, execute_plugins=False)
-
-
-def _create_tables(db: Database) -> None:
+def _create_tables(db: sqlite3.Connection) -> None:
     """Create the missing tables; existing ones of an older version stay."""
-    use_write_ahead_log(db.conn)
+    use_write_ahead_log(db)
     with immediate_transaction(db):
         for name, columns in TABLES.items():
             db.execute(f"CREATE TABLE IF NOT EXISTS {name} ({columns})")
         db.execute(f"PRAGMA user_version = {_LAYOUT_VERSION}")
 
 
-def _find_foreign_tables(db: Database) -> list[str]:
+def _find_foreign_tables(db: sqlite3.Connection) -> list[str]:
     """Report the tables that have our names but not our columns."""
-    there = {name: set(db.table(name).columns_dict) for name in db.table_names()}
+    there = {
+        name: {row[1] for row in db.execute("SELECT * FROM pragma_table_info(?)", [name])}
+        for name in list_tables(db)
+    }
     return [
         f"the table {name} is not ours"
         for name in TABLES

@@ -263,7 +263,7 @@ def test_only_the_newest_runs_are_kept_and_their_evidence_stays(
     rows = [(f"{number:032x}", clock.now, "default", "base", "stop") for number in range(MAX_RUNS)]
 
     history._database.write(
-        lambda db: db.conn.executemany(
+        lambda db: db.executemany(
             "INSERT INTO jobs (job_id, at, task, base, finish_reason, blamed, prompt_tokens, "
             "generated_tokens) VALUES (?, ?, ?, ?, ?, 0, 0, 0)",
             rows,

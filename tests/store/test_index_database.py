@@ -4,7 +4,6 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from sqlite_utils import Database
 
 from expertctl.errors import StoreError
 from expertctl.store.index_database import IndexDatabase, advance_revision, immediate_transaction
@@ -15,7 +14,7 @@ def database(tmp_path: Path) -> IndexDatabase:
     return IndexDatabase(tmp_path / "index.db")
 
 
-def step(db: Database) -> None:
+def step(db: sqlite3.Connection) -> None:
     with immediate_transaction(db):
         advance_revision(db)
 
@@ -35,7 +34,7 @@ def test_what_is_damaged_again_and_again_is_told_once(database: IndexDatabase) -
     database.write(step)
     asked: list[int] = []
 
-    def fail(_: Database) -> None:
+    def fail(_: sqlite3.Connection) -> None:
         asked.append(1)
         error = sqlite3.DatabaseError("malformed")
         error.sqlite_errorname = "SQLITE_CORRUPT"
@@ -52,7 +51,7 @@ def test_what_fails_in_the_middle_leaves_nothing(database: IndexDatabase) -> Non
     database.write(step)
     before = database.read_revision()
 
-    def fail(db: Database) -> None:
+    def fail(db: sqlite3.Connection) -> None:
         with immediate_transaction(db):
             advance_revision(db)
             raise KeyboardInterrupt
@@ -89,7 +88,7 @@ def test_a_file_that_takes_the_place_of_another_has_a_revision_of_its_own(
 def test_the_log_of_what_is_jotted_down_stays_short(database: IndexDatabase) -> None:
     log = database.path.with_name("index.db-wal")
 
-    def long(db: Database) -> None:
+    def long(db: sqlite3.Connection) -> None:
         with immediate_transaction(db):
             db.execute(
                 "INSERT INTO gains (first, second, base) VALUES (hex(randomblob(20)), '', ?)",
