@@ -34,7 +34,9 @@ Sizes are written `512MiB`, `2GB` or in bytes, times `12h`, `3d` or `2w`, boolea
 | `EXPERT_TOKEN`, `EXPERT_USER` | a login for the registry of `EXPERT_REGISTRY` |
 | `EXPERT_SERVER`, `EXPERT_API_KEY` | the server that the [Python client](../how-to/serve.md) uses |
 | `EXPERT_LOG_FORMAT` | `text` or `json`: how servers log; else text on a terminal |
+| `EXPERT_REGISTRY_DATA` | a registry's folder for [other servers](../how-to/run-a-registry.md) |
 | `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY`, `NO_PROXY` | [proxies](../how-to/registries.md) |
+| `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME` | where MiniLM weights are looked for |
 | `OMP_NUM_THREADS` | the most threads that the engine uses |
 | `SOURCE_DATE_EPOCH` | the time that `build` writes into packages |
 | `COLUMNS` | the width of `stats` where there is no terminal |
