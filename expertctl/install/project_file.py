@@ -222,7 +222,7 @@ def _replace_line(text: str, package: PackageName, line: str) -> str:
 
 
 FORMAT = 1
-_RELOCK_HINT = "`expertctl lock` writes it anew"
+_RELOCK_HINT = "delete it, and `expertctl lock` writes it anew"
 _LOCK_HEADER = "# Written by `expertctl lock`; change experts.toml instead.\n"
 _KEYS = ("name", "version", "registry", "package_digest", "content_digest", "base", "requires")
 

@@ -115,7 +115,7 @@ def parse_toml(text: str, *, what: str) -> dict[str, object]:
     if match := _MARKER.search(text):
         line = text.count("\n", 0, match.start()) + 1
         problem = f"line {line} is the marker of a merge conflict"
-        hint = "choose one side in experts.toml, then `expertctl lock` writes expert.lock anew"
+        hint = "choose one side in experts.toml, delete expert.lock, and run `expertctl lock`"
         raise InvalidPackageError(what, [problem], hint=hint)
     try:
         return tomllib.loads(text)
