@@ -18,6 +18,7 @@ from tests.server.status_page.browser import BrowserTab, run_browser
 
 pytestmark = pytest.mark.all
 ROOT = Path(__file__).parents[2]
+MAX_SCREENSHOT_BYTES = 150_000
 SHOWN = ("index.html", "readme.html", "reference/settings.html", "adr/0018-cuda.html")
 
 
@@ -117,6 +118,15 @@ def test_files_that_pages_link_to_are_the_ones_of_the_repository(site: Path) -> 
     assert len(copies) > 5
     for path in copies:
         assert path.read_bytes() == (ROOT / path.relative_to(site / "files")).read_bytes()
+
+
+def test_screenshots_are_small_and_shown(pages: dict[Path, References]) -> None:
+    shown = {Path(address).name for page in pages.values() for address in page.loaded}
+    images = sorted((ROOT / "docs" / "images").glob("*.png"))
+    assert len(images) >= 3
+    for image in images:
+        assert image.stat().st_size < MAX_SCREENSHOT_BYTES
+        assert image.name in shown
 
 
 @pytest.fixture(scope="module")
