@@ -16,7 +16,7 @@ from expertctl.digest import Progress
 from expertctl.engine.arrays import VECTOR_BYTES, AnyArray, widen
 from expertctl.engine.base_files import iter_row_portions
 from expertctl.engine.cpu.packed_base import TensorPlace, write_tensor
-from expertctl.engine.kernels.moe_gemm import compact_chunk_sizes
+from expertctl.engine.kernels.moe_layer import compact_chunk_sizes
 from expertctl.engine.kernels.packed_format import Scheme, rows_per_portion
 from expertctl.engine.kernels.packed_matrix import (
     ExpertShape,

@@ -14,7 +14,7 @@ import numpy as np
 from expertctl.engine.arrays import AnyArray, aligned_zeros
 from expertctl.engine.kernels.layer_operations import AttentionShape, prefill_attention_items
 from expertctl.engine.kernels.lora import AdapterBatchTable, batch_table_bytes
-from expertctl.engine.kernels.moe_routing import allocate_permutation
+from expertctl.engine.kernels.moe_layer import allocate_permutation
 from expertctl.engine.kernels.packed_format import (
     FLOAT_SCHEMES,
     LANES,

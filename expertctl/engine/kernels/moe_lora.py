@@ -17,7 +17,7 @@ import numpy as np
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.kernels.jit import Kernel, load_kernel
 from expertctl.engine.kernels.lora import RECORD_BYTES
-from expertctl.engine.kernels.moe_routing import MoePermutation
+from expertctl.engine.kernels.moe_layer import MoePermutation
 from expertctl.engine.kernels.packed_format import LANES, Scheme
 from expertctl.engine.kernels.program import array_address, encode_operands, row_address
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from expertctl.engine.arrays import aligned_zeros
 from expertctl.engine.cpu.packed_base import PackedBase, make_expert_shape
-from expertctl.engine.kernels.moe_routing import NO_EXPERT
+from expertctl.engine.kernels.moe_layer import NO_EXPERT
 from expertctl.engine.kernels.packed_matrix import ExpertShape
 from expertctl.engine.moe.counters import (
     Counters,

@@ -20,13 +20,23 @@ from expertctl.engine.kernels.layer_operations import (
     swiglu_kernel,
 )
 from expertctl.engine.kernels.lora import gemm_arguments, gemm_items, gemm_kernel
-from expertctl.engine.kernels.moe_gemm import (
+from expertctl.engine.kernels.moe_layer import (
     CompactMatrix,
+    combine_arguments,
+    combine_kernel,
+    drop_experts_arguments,
+    drop_experts_kernel,
+    gather_rows_arguments,
+    gather_rows_kernel,
     moe_gemm_arguments,
     moe_gemm_compact_arguments,
     moe_gemm_compact_kernel,
     moe_gemm_items,
     moe_gemm_kernel,
+    permute_arguments,
+    permute_kernel,
+    topk_routing_arguments,
+    topk_routing_kernel,
 )
 from expertctl.engine.kernels.moe_lora import (
     DOWN,
@@ -35,18 +45,6 @@ from expertctl.engine.kernels.moe_lora import (
     moe_input_scale_kernel,
     moe_lora_arguments,
     moe_lora_kernel,
-)
-from expertctl.engine.kernels.moe_routing import (
-    combine_arguments,
-    combine_kernel,
-    drop_experts_arguments,
-    drop_experts_kernel,
-    gather_rows_arguments,
-    gather_rows_kernel,
-    permute_arguments,
-    permute_kernel,
-    topk_routing_arguments,
-    topk_routing_kernel,
 )
 from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix

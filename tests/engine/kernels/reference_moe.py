@@ -13,12 +13,7 @@ import numpy as np
 from expertctl.engine.arrays import aligned_zeros
 from expertctl.engine.kernels.layer_operations import swiglu_arguments, swiglu_kernel
 from expertctl.engine.kernels.lora import gemm_arguments, gemm_items, gemm_kernel
-from expertctl.engine.kernels.moe_gemm import (
-    moe_gemm_arguments,
-    moe_gemm_items,
-    moe_gemm_kernel,
-)
-from expertctl.engine.kernels.moe_routing import (
+from expertctl.engine.kernels.moe_layer import (
     MoePermutation,
     Scoring,
     allocate_permutation,
@@ -28,6 +23,9 @@ from expertctl.engine.kernels.moe_routing import (
     drop_experts_kernel,
     gather_rows_arguments,
     gather_rows_kernel,
+    moe_gemm_arguments,
+    moe_gemm_items,
+    moe_gemm_kernel,
     permute_arguments,
     permute_kernel,
     topk_routing_arguments,

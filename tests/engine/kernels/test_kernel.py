@@ -18,8 +18,8 @@ import numpy as np
 from expertctl.engine.kernels.jit import use_kernel_cache
 from expertctl.engine.kernels.lora import fused_lora_kernel, lora_expand_kernel, lora_shrink_kernel
 from expertctl.engine.kernels.lora import gemm_kernel
-from expertctl.engine.kernels.moe_gemm import moe_gemm_kernel
-from expertctl.engine.kernels.moe_routing import topk_routing_kernel
+from expertctl.engine.kernels.moe_layer import moe_gemm_kernel
+from expertctl.engine.kernels.moe_layer import topk_routing_kernel
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.packed_matrix import pack_matrix, unpack_matrix
 from expertctl.engine.kernels.thread_pool import ThreadPool, load_pool_functions

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.moe_routing import (
+from expertctl.engine.kernels.moe_layer import (
     NO_POSITION,
     MoePermutation,
     combine_arguments,

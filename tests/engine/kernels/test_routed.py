@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.engine.arrays import aligned_zeros
-from expertctl.engine.kernels.moe_gemm import (
+from expertctl.engine.kernels.moe_layer import (
+    NO_POSITION,
+    MoePermutation,
     moe_gemm_arguments,
     moe_gemm_items,
     moe_gemm_kernel,
-)
-from expertctl.engine.kernels.moe_routing import (
-    NO_POSITION,
-    MoePermutation,
 )
 from expertctl.engine.kernels.packed_format import LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertMatrix, PackedMatrix

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from expertctl.engine.arrays import aligned_zeros
 from expertctl.engine.cpu.tensor_packing import compact_expert, is_compact
-from expertctl.engine.kernels.moe_gemm import (
+from expertctl.engine.kernels.moe_layer import (
     CompactMatrix,
     moe_gemm_compact_arguments,
     moe_gemm_compact_kernel,

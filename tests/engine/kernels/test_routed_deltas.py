@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.engine.kernels.lora import RECORD_WORDS, AdapterBatchTable, ModuleAdapter
+from expertctl.engine.kernels.moe_layer import NO_POSITION, MoePermutation
 from expertctl.engine.kernels.moe_lora import (
     DOWN,
     EXPERT_MODULES,
@@ -20,7 +21,6 @@ from expertctl.engine.kernels.moe_lora import (
     moe_lora_arguments,
     moe_lora_kernel,
 )
-from expertctl.engine.kernels.moe_routing import NO_POSITION, MoePermutation
 from expertctl.engine.kernels.packed_format import LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import pack_matrix
 from expertctl.engine.kernels.program import ProgramBuilder

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.engine.cpu.plain_routed_mlp import RoutingRule
-from expertctl.engine.kernels.moe_routing import (
+from expertctl.engine.kernels.moe_layer import (
     MIN_WEIGHT_SUM,
     NO_EXPERT,
     Scoring,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.moe_routing import NO_POSITION, allocate_permutation
+from expertctl.engine.kernels.moe_layer import NO_POSITION, allocate_permutation
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.quantisation import PreparedActivations
 from tests.engine.kernels.reference_gemm import make_random_numbers, quantise_rows

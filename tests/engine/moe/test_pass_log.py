@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from expertctl.engine.kernels.moe_routing import NO_EXPERT
+from expertctl.engine.kernels.moe_layer import NO_EXPERT
 from expertctl.engine.moe.counters import Counters, ExpertActivity, count_requests_by_layer
 from expertctl.engine.moe.routed_experts import PassLog, RoutingChoices, sum_skips
 from expertctl.package.model_config import ModelConfig, parse_model_config
