@@ -3,18 +3,24 @@
 Run ``python -m scripts.api_pages`` in the root of the checkout.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expertctl.http.openapi import EVENT_STREAM, build_openapi
+from expertctl.http.openapi import (
+    Description,
+    DescriptionPart,
+    build_openapi,
+    describe_answer,
+    describe_fields,
+    describe_type,
+    title_group,
+)
 from expertctl.server import operations as server
 from registry_server.api import routes as registry
 
 Security = list[dict[str, Any]]
-TITLES = {"openai": "OpenAI", "native": "Native"}
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 _REGISTRY = """\
 # The registry's API
@@ -118,7 +124,7 @@ def _write_body(page: ApiPage) -> Iterator[str]:
             text = "\n".join(_write_operation(page, method.upper(), path, operation))
             by_tag.setdefault(operation["tags"][0], []).append(text)
     for tag, texts in by_tag.items():
-        yield f"\n## {TITLES.get(tag, tag.capitalize())}\n"
+        yield f"\n## {title_group(tag)}\n"
         yield from texts
     yield "\n## Schemas\n"
     schemas = document["components"]["schemas"]
@@ -133,13 +139,13 @@ def _write_operation(
     yield f"{operation['summary']}{page.describe_security(operation['security'])}"
     for parameter in operation["parameters"]:
         if parameter["in"] == "query":
-            yield f"- `?{parameter['name']}=`: {_describe_type(parameter['schema'])}"
+            yield f"- `?{parameter['name']}=`: {_to_markdown(describe_type(parameter['schema']))}"
     if "requestBody" in operation:
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
-        yield f"- body: {_describe_type(schema)}"
+        yield f"- body: {_to_markdown(describe_type(schema))}"
     own = [status for status in operation["responses"] if int(status) not in page.always]
     good, *bad = own
-    answer = _describe_response(operation["responses"][good].get("content", {}))
+    answer = _to_markdown(describe_answer(operation["responses"][good].get("content", {})))
     also = f"; also {', '.join(bad)}" if bad else ""
     yield f"- returns {good}: {answer}{also}\n"
 
@@ -152,72 +158,26 @@ def _describe_key_security(security: Security) -> str:
     return " Public." if security == [{}] else ""
 
 
-def _describe_response(content: dict[str, Any]) -> str:
-    kinds = [
-        _describe_type(each["schema"]) for media, each in content.items() if media != EVENT_STREAM
-    ]
-    events = (
-        f", or events: {_describe_type(content[EVENT_STREAM]['schema'])}"
-        if EVENT_STREAM in content
-        else ""
-    )
-    return f"{' or '.join(kinds) or 'no body'}{events}"
-
-
 def _describe_schema(name: str, schema: dict[str, Any]) -> Iterator[str]:
     yield f"### {name}\n\n{schema['description']}\n\n| key | value |\n|---|---|"
-    for key, value in schema["properties"].items():
-        optional = "" if key in schema.get("required", ()) else "; optional"
-        yield f"| `{key}` | {_describe_type(value)}{optional} |"
+    for field in describe_fields(schema):
+        optional = "" if field.is_required else "; optional"
+        yield f"| `{field.name}` | {_to_markdown(field.type)}{optional} |"
     yield ""
 
 
-def _describe_type(schema: dict[str, Any]) -> str:
-    if "$ref" in schema:
-        name = schema["$ref"].rpartition("/")[2]
-        return f"[{name}](#{name.lower()})"
-    for several in ("anyOf", "oneOf"):
-        if several in schema:
-            return " or ".join(_describe_type(each) for each in schema[several]) + _list_schemas(
-                schema
-            )
-    if isinstance(schema.get("type"), list):
-        return " or ".join(_describe_type({**schema, "type": kind}) for kind in schema["type"])
-    if "enum" in schema:
-        words = " or ".join(f"`{json.dumps(word)}`" for word in schema["enum"])
-        return words + _list_schemas(schema)
-    kind = str(schema.get("type", "any"))
-    if kind == "array":
-        return f"list of {_describe_type(schema['items'])}" if "items" in schema else "list"
-    return f"{_describe_format(schema, kind)}{_describe_bounds(schema)}{_list_schemas(schema)}"
+def _to_markdown(description: Description) -> str:
+    return "".join(map(_mark_part, description))
 
 
-def _describe_format(schema: dict[str, Any], kind: str) -> str:
-    words = {"string": "text", "null": "null", "integer": "integer", "boolean": "true or false"}
-    if schema.get("format") == "date-time":
-        return "time"
-    return "base64" if "contentEncoding" in schema else words.get(kind, kind)
-
-
-def _describe_bounds(schema: dict[str, Any]) -> str:
-    if "minLength" in schema or "maxLength" in schema:
-        return f" of{_describe_range(schema.get('minLength'), schema.get('maxLength'))} characters"
-    return _describe_range(schema.get("minimum"), schema.get("maximum"))
-
-
-def _describe_range(low: float | None, high: float | None) -> str:
-    if low is None or high is None:
-        bounds = [f" at least {low}"] if low is not None else []
-        return "".join([*bounds, f" at most {high}"] if high is not None else bounds)
-    return f" {low} to {high}"
-
-
-def _list_schemas(schema: dict[str, Any]) -> str:
-    examples = ", ".join(f"`{each}`" for each in schema.get("examples", ()))
-    words = [schema["description"].rstrip(".")] if "description" in schema else []
-    words += [f"such as {examples}"] if examples else []
-    words += [f"`{schema['default']}` by default"] if schema.get("default") else []
-    return f": {'; '.join(words)}" if words else ""
+def _mark_part(part: DescriptionPart) -> str:
+    match part.kind:
+        case "text":
+            return part.text
+        case "code":
+            return f"`{part.text}`"
+        case "schema":
+            return f"[{part.text}](#{part.text.lower()})"
 
 
 if __name__ == "__main__":

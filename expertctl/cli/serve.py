@@ -260,6 +260,8 @@ def serve(
         emit(document, "", as_json=as_json)
         sys.stdout.flush()
         print_message(f"ready on {address.url}")
+        if sys.stderr.isatty():
+            print_message(_list_addresses(address.url))
 
     serve_generation(wanted, settings, insecure=insecure_http, prepare=prepare, report=report)
 
@@ -347,6 +349,13 @@ def revoke_key(
         warn(
             [f"no key is left: all requests are refused; remove {keys.path} to serve without keys"]
         )
+
+
+def _list_addresses(url: str) -> str:
+    """Return where programs and people find what, one address a line."""
+    places = {"API": "/v1", "API in words": "/docs", "chat": "/chat", "status": "/status"}
+    width = max(map(len, places)) + 2
+    return "\n".join(f"  {name:<{width}}{url}{path}" for name, path in places.items())
 
 
 def _build_key_document(one: "ApiKey") -> dict[str, object]:

@@ -1,12 +1,18 @@
-"""The OpenAPI 3.1 document of an API, built from its operations and their types.
+"""The OpenAPI 3.1 document of an API, built from its operations and their types, and in words.
 
 Schemas come from the types that read requests and write answers. A document whose schema is a file
 is annotated with `refer_to_schema` instead; `ApiDescription.schemas` contains its schema.
+
+`build_reference` describes such a document for people: text with code and links to schemas, which a
+page renders as it likes.
 """
 
+import json
+import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -132,7 +138,10 @@ class _DocumentBuilder:
             },
         }
         if (body := operation.body_type) is not None:
-            content: JsonObject = {JSON_MEDIA_TYPE: {"schema": self._schemas[body]}}
+            form: JsonObject = {"schema": self._schemas[body]}
+            if operation.example is not None:
+                form["example"] = operation.example
+            content: JsonObject = {JSON_MEDIA_TYPE: form}
             described["requestBody"] = {"required": True, "content": content}
         return described
 
@@ -202,3 +211,239 @@ def _reopen_schema(schema: JsonObject) -> JsonObject:
 def _any_of(schemas: Sequence[JsonObject]) -> JsonObject:
     first, *others = schemas
     return {"anyOf": list[JsonValue](schemas)} if others else first
+
+
+Document = Mapping[str, Any]
+"""An OpenAPI document, or a part of one, that `build_openapi` made."""
+_GROUP_TITLES = {"openai": "OpenAI"}
+_CODE = re.compile(r"`+([^`]+)`+")
+_TYPE_NAMES = {"string": "text", "boolean": "true or false"}
+
+
+@dataclass(frozen=True, slots=True)
+class DescriptionPart:
+    """A part of a description: plain text, code, or the name of a schema of the document."""
+
+    text: str
+    kind: Literal["text", "code", "schema"] = "text"
+
+
+Description = tuple[DescriptionPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldDescription:
+    """A parameter, or a field of a schema."""
+
+    name: str
+    type: Description
+    is_required: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDescription:
+    """What an operation returns with a status, beyond those that every request may get."""
+
+    status: int
+    meaning: Description
+    type: Description
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationDescription:
+    """One operation: what it takes, what it returns, and a command that calls it."""
+
+    id: str
+    method: str
+    path: str
+    summary: Description
+    is_public: bool
+    """Whether it needs no key, although others do."""
+    parameters: tuple[FieldDescription, ...]
+    body: Description
+    answers: tuple[AnswerDescription, ...]
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemaDescription:
+    """One schema: an object with its fields."""
+
+    name: str
+    meaning: Description
+    fields: tuple[FieldDescription, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiReference:
+    """An API in words; operations are grouped, schemas sorted by name."""
+
+    title: str
+    version: str
+    summary: Description
+    url: str
+    groups: Mapping[str, tuple[OperationDescription, ...]]
+    common: Mapping[int, Description]
+    """Statuses that any request may get."""
+    schemas: tuple[SchemaDescription, ...]
+
+
+def build_reference(document: Document, api: ApiDescription) -> ApiReference:
+    """Describe the document of an API."""
+    groups: dict[str, list[OperationDescription]] = {}
+    [server] = document["servers"]
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            described = _describe_operation(method.upper(), path, operation, server["url"], api)
+            groups.setdefault(title_group(operation["tags"][0]), []).append(described)
+    schemas = document["components"]["schemas"]
+    return ApiReference(
+        title=document["info"]["title"],
+        version=document["info"]["version"],
+        summary=split_code(document["info"]["description"]),
+        url=server["url"],
+        groups={title: tuple(some) for title, some in groups.items()},
+        common={
+            status: split_code(api.status_descriptions[status]) for status in api.common_statuses
+        },
+        schemas=tuple(_describe_component(name, schemas[name]) for name in sorted(schemas)),
+    )
+
+
+def title_group(tag: str) -> str:
+    """Return the title of the operations with a tag."""
+    return _GROUP_TITLES.get(tag, tag.capitalize())
+
+
+def split_code(text: str) -> Description:
+    """Return a text as a description; what is between backticks is code."""
+    found = enumerate(_CODE.split(" ".join(text.split())))
+    return tuple(DescriptionPart(part, "code" if n % 2 else "text") for n, part in found if part)
+
+
+def describe_type(schema: Document) -> Description:
+    """Describe the values that a JSON schema allows."""
+    if "$ref" in schema:
+        return (DescriptionPart(schema["$ref"].rpartition("/")[2], "schema"),)
+    for several in ("anyOf", "oneOf"):
+        if several in schema:
+            return (*_join_options(map(describe_type, schema[several])), *_describe_use(schema))
+    kind = schema.get("type", "any")
+    if isinstance(kind, list):
+        return _join_options(describe_type({**schema, "type": one}) for one in kind)
+    if "enum" in schema:
+        options = ((DescriptionPart(json.dumps(one), "code"),) for one in schema["enum"])
+        return (*_join_options(options), *_describe_use(schema))
+    if kind == "array":
+        items = describe_type(schema["items"]) if "items" in schema else ()
+        return (DescriptionPart("list of " if items else "list"), *items)
+    text = f"{_name_format(schema, kind)}{_describe_bounds(schema)}"
+    return (DescriptionPart(text), *_describe_use(schema))
+
+
+def describe_answer(content: Document) -> Description:
+    """Describe the content of an answer, by media type; a stream of events comes last."""
+    kinds = [
+        describe_type(each["schema"]) for media, each in content.items() if media != EVENT_STREAM
+    ]
+    text = _join_options(kinds) or (DescriptionPart("no body"),)
+    if EVENT_STREAM not in content:
+        return text
+    return (
+        *text,
+        DescriptionPart(", or events: "),
+        *describe_type(content[EVENT_STREAM]["schema"]),
+    )
+
+
+def describe_fields(schema: Document) -> tuple[FieldDescription, ...]:
+    """Describe the fields of an object."""
+    required = schema.get("required", ())
+    return tuple(
+        FieldDescription(name, describe_type(value), name in required)
+        for name, value in schema.get("properties", {}).items()
+    )
+
+
+def _describe_operation(
+    method: str, path: str, operation: Document, url: str, api: ApiDescription
+) -> OperationDescription:
+    content = operation.get("requestBody", {}).get("content", {}).get(JSON_MEDIA_TYPE)
+    keyed = operation["security"] != list(api.public_security)
+    return OperationDescription(
+        id=operation["operationId"],
+        method=method,
+        path=path,
+        summary=split_code(operation["summary"]),
+        is_public=not keyed and api.security != api.public_security,
+        parameters=tuple(
+            FieldDescription(
+                one["name"], describe_type(one["schema"]), bool(one.get("required", False))
+            )
+            for one in operation["parameters"]
+        ),
+        body=describe_type(content["schema"]) if content else (),
+        answers=tuple(
+            AnswerDescription(
+                int(status),
+                split_code(answer["description"]),
+                describe_answer(answer.get("content", {})),
+            )
+            for status, answer in operation["responses"].items()
+            if int(status) not in api.common_statuses
+        ),
+        command=_write_command(
+            method, f"{url}{path}", content and content.get("example"), keyed=keyed
+        ),
+    )
+
+
+def _write_command(method: str, url: str, example: JsonValue, *, keyed: bool) -> str:
+    """Return a command of curl; what stands for a value is in capitals."""
+    words = [f"curl {re.sub(r'{(.*?)}', lambda found: found[1].upper(), url)}"]
+    if method not in {"GET", "POST"}:
+        words[0] = words[0].replace("curl", f"curl -X {method}")
+    if keyed:
+        words.append('-H "Authorization: Bearer $EXPERT_API_KEY"')
+    if example is not None:
+        words.append(f"-H 'Content-Type: {JSON_MEDIA_TYPE}'")
+        words.append(f"-d {shlex.quote(json.dumps(example, ensure_ascii=False))}")
+    return " \\\n  ".join(words)
+
+
+def _describe_component(name: str, schema: Document) -> SchemaDescription:
+    meaning = split_code(schema["description"])
+    return SchemaDescription(name=name, meaning=meaning, fields=describe_fields(schema))
+
+
+def _join_options(options: Iterable[Description]) -> Description:
+    first, *others = [*options] or [()]
+    return (*first, *(part for other in others for part in (DescriptionPart(" or "), *other)))
+
+
+def _name_format(schema: Document, kind: str) -> str:
+    if schema.get("format") == "date-time":
+        return "time"
+    return "base64" if "contentEncoding" in schema else _TYPE_NAMES.get(kind, kind)
+
+
+def _describe_bounds(schema: Document) -> str:
+    if "minLength" in schema or "maxLength" in schema:
+        return f" of{_describe_range(schema.get('minLength'), schema.get('maxLength'))} characters"
+    return _describe_range(schema.get("minimum"), schema.get("maximum"))
+
+
+def _describe_range(low: float | None, high: float | None) -> str:
+    if low is None or high is None:
+        bounds = [f" at least {low}"] if low is not None else []
+        return "".join([*bounds, f" at most {high}"] if high is not None else bounds)
+    return f" {low} to {high}"
+
+
+def _describe_use(schema: Document) -> Description:
+    """Return what a value means, with examples and its default, after a colon."""
+    examples = ", ".join(f"`{each}`" for each in schema.get("examples", ()))
+    words = [schema["description"].rstrip(".")] if "description" in schema else []
+    words += [f"such as {examples}"] if examples else []
+    words += [f"`{schema['default']}` by default"] if schema.get("default") else []
+    return (DescriptionPart(": "), *split_code("; ".join(words))) if words else ()

@@ -282,6 +282,8 @@ class Operation:
     """Types that other types refer to only by name."""
     same_form_statuses: tuple[int, ...] = ()
     """Error statuses whose body has the type of the successful answer."""
+    example: JsonObject | None = None
+    """A body that works on any server."""
 
     @property
     def name(self) -> str:

@@ -54,7 +54,7 @@ from expertctl.http.operation import JSON_MEDIA_TYPE, OPENAPI_PATH
 from expertctl.http.server import build_url, is_loopback
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import RouteRequest
-from expertctl.server import operations
+from expertctl.server import operations, pages
 from expertctl.server.anthropic import routes as anthropic
 from expertctl.server.metrics import Metrics
 from expertctl.server.native import routes as native
@@ -155,8 +155,6 @@ class ServerRequestObserver:
 
 LARGE_BODIES_BYTES = 256 << 20
 """Maximum bytes of large bodies held at once."""
-PUBLIC_PATHS = frozenset({"/health", "/healthz", "/readyz", "/version", "/openapi.json"})
-"""Paths that need neither a key nor a ready engine; they reveal nothing secret."""
 
 
 def limit_requests(app: ASGIApp, settings: ServeSettings) -> LimitsMiddleware:
@@ -279,7 +277,7 @@ _EXPOSED_HEADERS = (
     *RATE_HEADER_NAMES,
 )
 """The response headers that pages of the allowed origins may read."""
-_PUBLIC_PATHS = frozenset({*PUBLIC_PATHS, *operations.STATUS_PUBLIC_PATHS, "/"})
+_PUBLIC_PATHS = operations.PUBLIC_PATHS | pages.PUBLIC_PATHS
 
 
 def create_app(service: Service, *, lifespan: Lifespan[Starlette] | None = None) -> Starlette:
@@ -331,7 +329,7 @@ def _build_routes(service: Service) -> list[BaseRoute]:
         *openai.build_routes(service),
         *anthropic.build_routes(service),
         *native.build_routes(service),
-        *operations.build_status_routes(service),
+        *pages.build_routes(service),
     ]
 
 

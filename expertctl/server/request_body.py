@@ -103,6 +103,9 @@ _NEUTRAL_VALUES: Mapping[str, tuple[JsonValue, ...]] = {
     "speed": (None, "standard"),
 }
 """Known delivery fields → supported values; any other value is ignored."""
+EXAMPLE_PROMPT = "Sort these numbers: 41, 17, 23"
+EXAMPLE_MESSAGE: JsonObject = {"role": "user", "content": EXAMPLE_PROMPT}
+"""For the examples of the OpenAPI document."""
 
 
 @dataclass(frozen=True, slots=True)

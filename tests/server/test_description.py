@@ -10,11 +10,11 @@ from expertctl.server.operations import OPERATIONS
 from tests.server.harness import ServerHarness
 
 UNDESCRIBED = {"/", "/openapi.json"}
-"""Beside the status page, which is for browsers."""
+"""Beside the pages, which are for browsers."""
 
 
 def _is_for_browsers(path: str) -> bool:
-    return path in UNDESCRIBED or path.startswith("/status")
+    return path in UNDESCRIBED or path.startswith(("/status", "/static", "/chat", "/docs"))
 
 
 @pytest.fixture
@@ -68,3 +68,18 @@ def test_errors_are_described_in_the_shape_of_their_api(
     body = served.client().post(path, json={"nothing": 1}).json()
     schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
     assert Draft202012Validator(schema).is_valid(body)
+
+
+def test_every_body_has_an_example_that_is_answered(served: ServerHarness, document: Any) -> None:
+    client, statuses = served.client(), dict[str, int]()
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            if "requestBody" not in operation:
+                continue
+            content = operation["requestBody"]["content"]["application/json"]
+            schema = {**content["schema"], "components": document["components"]}
+            assert Draft202012Validator(schema).is_valid(content["example"]), path
+            statuses[path] = client.request(method, path, json=content["example"]).status_code
+    assert statuses.pop("/moe") == 422, "the base has no routed experts"
+    assert statuses.pop("/v1/jobs") == 202
+    assert set(statuses.values()) == {200}

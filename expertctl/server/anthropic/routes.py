@@ -58,7 +58,11 @@ from expertctl.server.anthropic.message_response import (
 from expertctl.server.chat_prompt import ChatTemplateTraits
 from expertctl.server.output_parser import OutputParser, OutputPart
 from expertctl.server.reasoning_parser import ReasoningText
-from expertctl.server.request_body import build_ignored_headers, build_router
+from expertctl.server.request_body import (
+    EXAMPLE_MESSAGE,
+    build_ignored_headers,
+    build_router,
+)
 from expertctl.server.responses import GENERATION_ERRORS, get_caller
 from expertctl.server.service import Service
 from expertctl.server.settings import parse_model
@@ -294,9 +298,19 @@ class AnthropicEndpoints:
 
 OPERATIONS = (
     Operation(
-        "POST", MESSAGES, AnthropicEndpoints.create_message, "anthropic", errors=GENERATION_ERRORS
+        "POST",
+        MESSAGES,
+        AnthropicEndpoints.create_message,
+        "anthropic",
+        errors=GENERATION_ERRORS,
+        example={"model": "auto", "max_tokens": 64, "messages": [EXAMPLE_MESSAGE]},
     ),
     Operation(
-        "POST", COUNT_TOKENS, AnthropicEndpoints.count_tokens, "anthropic", errors=GENERATION_ERRORS
+        "POST",
+        COUNT_TOKENS,
+        AnthropicEndpoints.count_tokens,
+        "anthropic",
+        errors=GENERATION_ERRORS,
+        example={"model": "auto", "messages": [EXAMPLE_MESSAGE]},
     ),
 )

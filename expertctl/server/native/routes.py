@@ -40,6 +40,7 @@ from expertctl.server.native.infer import (
 )
 from expertctl.server.native.jobs import JobDocument, JobStore, StoredJob, build_job_document
 from expertctl.server.request_body import (
+    EXAMPLE_PROMPT,
     InferAnswer,
     MoeActivity,
     RouteAnswer,
@@ -339,11 +340,33 @@ class NativeEndpoints:
 
 
 OPERATIONS = (
-    Operation("POST", INFER, NativeEndpoints.infer, "native", errors=GENERATION_ERRORS),
-    Operation("POST", JOBS, NativeEndpoints.submit_job, "native", 202, GENERATION_ERRORS),
+    Operation(
+        "POST",
+        INFER,
+        NativeEndpoints.infer,
+        "native",
+        errors=GENERATION_ERRORS,
+        example={"prompt": EXAMPLE_PROMPT},
+    ),
+    Operation(
+        "POST",
+        JOBS,
+        NativeEndpoints.submit_job,
+        "native",
+        202,
+        GENERATION_ERRORS,
+        example={"prompt": EXAMPLE_PROMPT},
+    ),
     Operation("GET", JOB, NativeEndpoints.get_job, "native", errors=(404,)),
     Operation("DELETE", JOB, NativeEndpoints.cancel_job, "native", errors=(404,)),
-    Operation("POST", ROUTE, NativeEndpoints.route, "native", errors=GENERATION_ERRORS),
+    Operation(
+        "POST",
+        ROUTE,
+        NativeEndpoints.route,
+        "native",
+        errors=GENERATION_ERRORS,
+        example={"prompt": EXAMPLE_PROMPT},
+    ),
     Operation("GET", EXPERTS, NativeEndpoints.list_experts, "native"),
     Operation("GET", MOE, NativeEndpoints.observation, "native"),
     Operation(
@@ -353,5 +376,6 @@ OPERATIONS = (
         "native",
         errors=GENERATION_ERRORS,
         authorise=require_manager,
+        example={"mode": "full"},
     ),
 )

@@ -62,7 +62,12 @@ from expertctl.server.openai.response import (
 )
 from expertctl.server.output_parser import OutputParser, OutputPart
 from expertctl.server.reasoning_parser import ReasoningText
-from expertctl.server.request_body import build_ignored_headers, build_router
+from expertctl.server.request_body import (
+    EXAMPLE_MESSAGE,
+    EXAMPLE_PROMPT,
+    build_ignored_headers,
+    build_router,
+)
 from expertctl.server.responses import GENERATION_ERRORS, get_caller
 from expertctl.server.service import Service
 from expertctl.server.streaming import (
@@ -419,7 +424,12 @@ class OpenAIEndpoints:
 
 OPERATIONS = (
     Operation(
-        "POST", CHAT, OpenAIEndpoints.create_chat_completion, "openai", errors=GENERATION_ERRORS
+        "POST",
+        CHAT,
+        OpenAIEndpoints.create_chat_completion,
+        "openai",
+        errors=GENERATION_ERRORS,
+        example={"model": "auto", "messages": [EXAMPLE_MESSAGE]},
     ),
     Operation(
         "POST",
@@ -428,5 +438,6 @@ OPERATIONS = (
         "openai",
         errors=GENERATION_ERRORS,
         referenced_types=(PromptExtensions,),
+        example={"model": "auto", "prompt": EXAMPLE_PROMPT, "max_tokens": 16},
     ),
 )

@@ -21,7 +21,8 @@ class Page {
   #figures = new Figures();
   #samples = [];
   #last = null;
-  #residents = { able: 0, in_memory: 0, listed: [] };
+  /** The experts in memory; null until it is told. */
+  #residents = null;
   #residentsAt = -Infinity;
   #key = null;
   #timer = null;
@@ -65,7 +66,9 @@ class Page {
     this.#residentsAt = now;
     try {
       const response = await this.#fetched("/status/experts");
-      if (response.ok) this.#residents = await response.json();
+      if (!response.ok) return;
+      this.#residents = await response.json();
+      this.#figures.show(this.#samples, this.#residents);
     } catch {
       return; // the other numbers tell whether the server is there
     }

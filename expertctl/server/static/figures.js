@@ -9,19 +9,20 @@ import { held, isUnused, OWNERS } from "./sample.js";
 const JOBS = ["finished", "failed", "cancelled", "refused"];
 const TIERS = { ram: "Main memory", device: "Device" };
 
-/** Name, number and what stands below it, of a sample. */
+/** Name, number and what stands below it, of a sample; and whether it is left out of an unused server. */
 const TILES = [
   ["Answers now", ({ data }) => count(data.jobs.running), ({ data }) => `of ${count(data.jobs.rows)} at a time`],
   ["Queue", ({ data }) => count(data.jobs.waiting), ({ data }) => `of ${count(data.queue)} places · ${count(data.jobs.preparing)} prepared`],
-  ["Answers", ({ answerSpeed }) => speed(answerSpeed ?? 0), ({ data }) => `${count(data.tokens.answer)} tokens so far`],
-  ["Prompts", ({ promptSpeed }) => speed(promptSpeed ?? 0), ({ data }) => `${count(data.tokens.prompt)} read, ${count(data.tokens.reused)} reused`],
+  ["Answers", ({ answerSpeed }) => speed(answerSpeed ?? 0), ({ data }) => `${count(data.tokens.answer)} tokens so far`, true],
+  ["Prompts", ({ promptSpeed }) => speed(promptSpeed ?? 0), ({ data }) => `${count(data.tokens.prompt)} read, ${count(data.tokens.reused)} reused`, true],
   ["Memory", ({ data }) => bytes(held(data)), ({ data }) => `${percent(held(data), data.memory.limit)} of ${bytes(data.memory.limit)}`],
-  ["Keys and values", ({ data }) => percent(data.kv.in_use, data.kv.limit), ({ data }) => `${bytes(data.kv.in_use)} in use, ${bytes(data.kv.kept)} of ${bytes(data.kv.kept_limit)} kept`],
+  ["Keys and values", ({ data }) => percent(data.kv.in_use, data.kv.limit), ({ data }) => `${bytes(data.kv.in_use)} in use, ${bytes(data.kv.kept)} of ${bytes(data.kv.kept_limit)} kept`, true],
 ];
 
 const CHARTS = [
   {
     title: "Jobs",
+    ofJobs: true,
     whole: true,
     show: count,
     tick: count,
@@ -34,6 +35,7 @@ const CHARTS = [
   },
   {
     title: "Batch size",
+    ofJobs: true,
     show: mean,
     tick: mean,
     least: 2,
@@ -41,6 +43,7 @@ const CHARTS = [
   },
   {
     title: "Answers written",
+    ofJobs: true,
     show: speed,
     tick: shortSpeed,
     least: 10,
@@ -48,6 +51,7 @@ const CHARTS = [
   },
   {
     title: "Prompts read",
+    ofJobs: true,
     show: speed,
     tick: shortSpeed,
     least: 10,
@@ -55,6 +59,7 @@ const CHARTS = [
   },
   {
     title: "Time to the first token",
+    ofJobs: true,
     show: time,
     tick: time,
     least: 0.01,
@@ -83,12 +88,12 @@ const CHARTS = [
 
 /** Everything below the head of the page. */
 export class Figures {
-  #charts = CHARTS.map((options) => new Chart(options));
+  #charts = CHARTS.map((options) => ({ chart: new Chart(options), ...options }));
+  #drawn = "";
   #routed = new Routed();
   #tiles = TILES.map(([name]) => tile(name));
 
   constructor() {
-    byId("charts").append(...this.#charts.map(({ figure }) => figure));
     byId("tiles").append(...this.#tiles.map(({ node }) => node));
     say(byId("example"), example(location.origin));
   }
@@ -96,15 +101,38 @@ export class Figures {
   /** Show samples, the last one being now. */
   show(samples, residents) {
     const sample = samples[samples.length - 1];
+    const unused = isUnused(sample.data);
     byId("figures").hidden = false;
-    byId("idle").hidden = !isUnused(sample.data);
-    TILES.forEach(([, number, below], place) => this.#tiles[place].show(number(sample), below(sample)));
-    for (const chart of this.#charts) chart.draw(samples);
-    showExperts(sample.data.experts, residents);
+    byId("idle").hidden = !unused;
+    TILES.forEach(([, number, below, ofUse], place) => {
+      this.#tiles[place].node.hidden = unused && ofUse === true;
+      this.#tiles[place].show(number(sample), below(sample));
+    });
+    this.#draw(samples, unused);
+    byId("experts-part").hidden = residents === null;
+    if (residents !== null) showExperts(sample.data.experts, residents);
     showTiers(sample.data.tiers);
+    byId("jobs-part").hidden = unused;
     showJobs(sample.data.jobs);
+    byId("totals").hidden = byId("loads-part").hidden && unused;
     this.#routed.show(samples);
   }
+
+  /** Draw the charts that have something to show; those of jobs come and go together. */
+  #draw(samples, unused) {
+    const isBusy = this.#charts.some(({ ofJobs, series }) => ofJobs && hasValue(series, samples));
+    const wanted = this.#charts.filter(({ ofJobs, series }) => (ofJobs ? isBusy : hasValue(series, samples)));
+    const titles = wanted.map(({ title }) => title).join();
+    if (titles !== this.#drawn) byId("charts").replaceChildren(...wanted.map(({ chart }) => chart.figure));
+    this.#drawn = titles;
+    byId("quiet").hidden = unused || isBusy;
+    for (const { chart } of wanted) chart.draw(samples);
+  }
+}
+
+/** Whether any series has been more than nothing. */
+function hasValue(series, samples) {
+  return samples.some((sample) => series.some(({ of }) => of(sample) > 0));
 }
 
 /** Those at work first, then those that are only in memory. */
@@ -127,7 +155,9 @@ function showExperts(busy, { able, in_memory: inMemory, listed }) {
 }
 
 function showTiers(tiers) {
-  const rows = Object.entries(tiers).map(([name, { hits, loads, evictions, nbytes }]) => [
+  const used = Object.entries(tiers).filter(([, { hits, loads, evictions, nbytes }]) => hits + loads + evictions + nbytes > 0);
+  byId("loads-part").hidden = used.length === 0;
+  const rows = used.map(([name, { hits, loads, evictions, nbytes }]) => [
     TIERS[name] ?? name,
     count(hits),
     count(loads),

@@ -71,9 +71,8 @@ def load(url: str) -> Iterator[None]:
 def check_no_complaints(tab: BrowserTab, url: str) -> None:
     """Nothing was complained of, and nobody else was asked for anything."""
     assert tab.complaints == []
-    assert {address for address in tab.asked if not address.startswith(f"{url}/status")} <= {
-        f"{url}/"
-    }
+    ours = (f"{url}/status", f"{url}/static/")
+    assert {address for address in tab.asked if not address.startswith(ours)} <= {f"{url}/"}
 
 
 def test_a_server_that_was_never_asked_says_what_to_do(
@@ -91,6 +90,28 @@ def test_a_server_that_was_never_asked_says_what_to_do(
     assert answer.status_code == 200
     tab.wait_for("document.querySelector('#idle').hidden")
     check_no_complaints(tab, server.url)
+
+
+def test_an_idle_server_shows_no_chart_without_anything_in_it(
+    stock: ServedPackages, tab: BrowserTab, tmp_path: Path
+) -> None:
+    titles = "[...document.querySelectorAll('#charts h2')].map((title) => title.innerText)"
+    seen = "[...document.querySelectorAll('#tiles .tile')].filter((tile) => tile.offsetHeight)"
+    with run_home_server(stock.make_home(tmp_path / "idle").root) as server:
+        tab.open(f"{server.url}/status")
+        tab.wait_for(f"location.origin === '{server.url}' && {LIVE}")
+        assert tab.evaluate(titles) == ["Memory by owner"]
+        assert tab.evaluate(f"{seen}.length") == 3
+        assert tab.evaluate("document.querySelector('#totals').offsetHeight") == 0
+        body = {"prompt": "sort", "max_tokens": 5, "force_experts": [EXPERTS[0]]}
+        httpx.post(f"{server.url}/v1/infer", json=body, timeout=60).raise_for_status()
+        tab.wait_for(f"{titles}.includes('Jobs')")
+        assert tab.evaluate(f"{seen}.length") == 6
+        assert "finished" in tab.read_text("#totals")
+        tab.open(f"{server.url}/status")
+        tab.wait_for(f"performance.now() < 60000 && {LIVE}")
+        assert tab.evaluate(titles) == ["Memory by owner", "Keys and values"]
+        assert "No request is running" in tab.read_text("#quiet")
 
 
 @pytest.mark.parametrize("width", [390, 1200])
@@ -122,8 +143,10 @@ def test_load_is_seen_in_numbers_and_curves(
 def test_a_chart_is_read_with_the_keyboard_and_told_in_words(
     server: HomeServerProcess, tab: BrowserTab
 ) -> None:
-    tab.open(f"{server.url}/status")
-    tab.wait_for("document.querySelectorAll('.line[d*=L]').length >= 3")
+    with load(server.url):
+        tab.open(f"{server.url}/status")
+        tab.wait_for("document.querySelector('#charts').innerText.includes('Jobs')")
+        tab.wait_for("document.querySelectorAll('.line[d*=L]').length >= 3")
     tab.evaluate("document.querySelector('figure svg').focus()")
     label = "document.activeElement.getAttribute('aria-label')"
     assert re.match(r"Jobs, now\. Answers being written: \d+, at most \d+; ", tab.evaluate(label))
@@ -145,7 +168,7 @@ def test_everything_is_reached_by_tab_and_has_a_name(
         reached.append(
             tab.evaluate("document.activeElement.innerText || document.activeElement.id")
         )
-    assert "Skip to the figures" in reached
+    assert "Skip to the content" in reached
     assert "Pause" in reached
     tree = tab.send_command("Accessibility.getFullAXTree")["nodes"]
     wanted = {"image", "button", "link", "region", "figure", "textbox", "table"}
@@ -221,7 +244,7 @@ def test_names_are_text_whatever_they_say(server: HomeServerProcess, tab: Browse
     tab.open(f"{server.url}/status")
     tab.wait_for(LIVE)
     name = "<img src=x onerror=alert(1)>"
-    module = "import('/status/elements.js')"
+    module = "import('/static/elements.js')"
     shown = tab.evaluate(
         f"{module}.then((m) => m.element('p', {{}}, {json.dumps(name)}).children.length)"
     )
@@ -266,7 +289,7 @@ def test_routed_experts_are_shown_layer_by_layer(
     ), rows
     tile = tab.evaluate("document.querySelector('#tiles').lastChild.innerText")
     assert re.fullmatch(r"Routed experts\s+(\d+\.\d|100) %\s+hits; room for \d+ of 72", tile), tile
-    module = "import('/status/numbers.js')"
+    module = "import('/static/numbers.js')"
     shares = tab.evaluate(
         f"{module}.then((m) => [[9999, 10000], [2, 2], [0, 0]].map((of) => m.nearPercent(...of)))"
     )

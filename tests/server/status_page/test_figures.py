@@ -3,7 +3,7 @@
 from expertctl.engine.memory.adapter_cache import TierTraffic
 from expertctl.engine.running_batch import StepCounters
 from expertctl.engine.serving.request import EngineSnapshot, JobTotals
-from expertctl.server.operations import FirstTokenTotals, build_figures
+from expertctl.server.pages import FirstTokenTotals, build_figures
 
 SQL, DATES = "acme/sql@1.0.0", "acme/dates@1.0.0"
 

@@ -8,7 +8,7 @@ from starlette.testclient import TestClient
 
 from expertctl.engine.moe.counters import ExpertActivity, ExpertResidency, RoutedExpertStats
 from expertctl.engine_config import WarmupConfig
-from expertctl.server.operations import build_figures, describe_routed_experts
+from expertctl.server.pages import build_figures, describe_routed_experts
 from tests.server.harness import ROUTED_EXPERTS, ROUTED_LAYERS, ServerHarness, run_routed_app
 from tests.server.status_page.test_figures import NONE, snapshot
 

@@ -1,4 +1,4 @@
-"""The status page as a browser gets it, without one."""
+"""The pages as a browser gets them, without one."""
 
 import re
 from pathlib import Path
@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from expertctl.server.operations import FILES, HEADERS
+from expertctl.server.pages import FILES, HEADERS
 from tests.server.conftest import MakeServed
 from tests.server.harness import BASE, EXPERTS, ServerHarness
 
 STATIC = Path(__file__).parents[3] / "expertctl" / "server" / "static"
-PAGES = ("/status", *(f"/status/{name}" for name in FILES))
+TEMPLATES = STATIC.parent / "templates"
+PAGES = ("/status", "/chat", "/docs")
+PATHS = (*PAGES, *(f"/static/{name}" for name in FILES))
 
 
 def test_the_address_of_the_server_leads_to_the_page(served: ServerHarness) -> None:
@@ -20,7 +22,7 @@ def test_the_address_of_the_server_leads_to_the_page(served: ServerHarness) -> N
     assert (answer.status_code, answer.headers["location"]) == (307, "/status")
 
 
-@pytest.mark.parametrize("path", PAGES)
+@pytest.mark.parametrize("path", PATHS)
 def test_a_file_of_the_page_comes_with_its_type_and_a_strict_policy(
     path: str, served: ServerHarness
 ) -> None:
@@ -33,36 +35,45 @@ def test_a_file_of_the_page_comes_with_its_type_and_a_strict_policy(
     assert "unsafe" not in policy
     assert "default-src 'none'" in policy
     assert "frame-ancestors 'none'" in policy
+    assert "require-trusted-types-for 'script'" in policy
+    assert ("script-src" in policy) is (path != "/docs")
+    assert "set-cookie" not in answer.headers
 
 
-def test_every_file_beside_the_page_is_served_and_asked_for() -> None:
-    page, *rest = sorted(STATIC.iterdir(), key=lambda path: path.name != "page.html")
-    assert {path.name for path in rest} == set(FILES)
+def test_every_static_file_is_served_and_asked_for() -> None:
+    assert {path.name for path in STATIC.iterdir()} == set(FILES)
     named = set[str]()
-    for path in (page, *STATIC.glob("*.js")):
-        named |= set(re.findall(r'(?:/status/|from "\./)([a-z]+\.[a-z]+)"', path.read_text()))
+    for path in (*TEMPLATES.glob("*.html"), *STATIC.glob("*.js")):
+        named |= set(re.findall(r'(?:/static/|from "\./)([a-z]+\.[a-z]+)"', path.read_text()))
     assert named == set(FILES)
 
 
-def test_the_page_has_nothing_from_elsewhere_and_no_script_of_its_own() -> None:
-    page = (STATIC / "page.html").read_text()
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_has_nothing_from_elsewhere_and_no_script_of_its_own(
+    path: str, served: ServerHarness
+) -> None:
+    page = served.client().get(path).text
     assert re.findall(r'(?:src|href)="(?!/|#)[^"]*"', page) == []
     assert re.findall(r"<script(?![^>]* src=)", page) == []
-    assert re.findall(r"\son\w+=|\sstyle=|javascript:", page) == []
+    assert re.findall(r"<[^>]*(?:\son\w+=|\sstyle=|javascript:)", page) == []
+
+
+def test_scripts_make_no_markup_of_text_and_store_nothing() -> None:
     for script in STATIC.glob("*.js"):
         text = script.read_text()
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
         assert not re.search(r"localStorage|sessionStorage|document\.cookie|indexedDB", text)
 
 
-@pytest.mark.parametrize("name", ["page.html", "nothing", "..%2fpage.html", "%2e%2e/app.js"])
+@pytest.mark.parametrize("name", ["status.html", "nothing", "..%2fpage.html", "%2e%2e/app.js"])
 def test_there_are_no_other_files(name: str, served: ServerHarness) -> None:
-    assert served.client().get(f"/status/{name}").status_code in {400, 404}
+    assert served.client().get(f"/static/{name}").status_code in {400, 404}
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
-def test_the_page_is_only_read(method: str, served: ServerHarness) -> None:
-    assert served.client().request(method, "/status/data", json={}).status_code == 405
+@pytest.mark.parametrize("path", ["/status/data", "/chat", "/docs"])
+def test_the_pages_are_only_read(path: str, method: str, served: ServerHarness) -> None:
+    assert served.client().request(method, path, json={}).status_code == 405
 
 
 def test_the_numbers_say_what_was_done(served: ServerHarness) -> None:
@@ -112,7 +123,7 @@ def test_numbers_want_a_key_where_there_are_keys_and_the_page_does_not(
 ) -> None:
     served = make_served()
     made = served.service.keys.create("status", now=0.0)
-    for path in PAGES:
+    for path in PATHS:
         assert served.client().get(path).status_code == 200
     for path in ("/status/data", "/status/experts"):
         assert served.client().get(path).status_code == 401
@@ -126,7 +137,7 @@ def test_the_page_is_there_before_the_base_is_and_the_numbers_say_why_not(
 ) -> None:
     served = make_served()
     served.service.readiness.state = "loading"
-    assert served.client().get("/status").status_code == 200
+    assert [served.client().get(path).status_code for path in PAGES] == [200] * 3
     answer = served.client().get("/status/data")
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "the base is being loaded"
