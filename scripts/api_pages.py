@@ -46,9 +46,9 @@ _SERVE = """\
 # The API of the generation server
 
 This page describes the API of [`expertctl serve`](../how-to/serve.md). It is generated from the
-OpenAPI 3.1 document that a running server serves at `/openapi.json`. The endpoints of the OpenAI
-and Anthropic APIs follow their published documentation and accept further fields; `/v1/infer` is
-native and returns everything that is known about an answer.
+OpenAPI 3.1 document that a running server serves at `/openapi.json`, and for people at `/docs`.
+The endpoints of the OpenAI and Anthropic APIs follow their published documentation and accept
+further fields; `/v1/infer` is native and returns everything that is known about an answer.
 
 Requests and responses are JSON, and a request must have that content type. The endpoints of OpenAI
 and Anthropic, `/v1/infer` and `/v1/jobs` ignore unknown fields: the header `x-expertctl-ignored`

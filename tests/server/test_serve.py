@@ -1,7 +1,12 @@
 """The server as a process: when it says that it is ready, and how it ends."""
 
 import json
+import os
+import pty
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +21,7 @@ from expertctl.server.api_keys import ApiKeyStore
 from expertctl.settings import Home
 from tests.server.harness import BASE, ServedPackages
 from tests.server.server_process import (
+    SERVE_PROGRAM,
     START_SECONDS,
     GenerationServerProcess,
     run_server,
@@ -57,6 +63,27 @@ def test_it_is_ready_when_it_says_so_and_answers(server: GenerationServerProcess
     assert (
         0 < log.index(f"loading {BASE}, ") < log.index(f"ready on http://127.0.0.1:{server.port}")
     )
+
+
+def test_on_a_terminal_it_says_where_its_pages_are(home: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", SERVE_PROGRAM, "serve", "--port", "0", "--json"]
+    environment = {**os.environ, "EXPERT_HOME": str(home), "EXPERT_ENCODER": "lexical"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environment)
+    os.close(theirs)
+    said = b""
+    try:
+        while b"/status\r\n" not in said:
+            said += os.read(ours, 4096)
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"]
+    finally:
+        process.kill()
+        process.communicate()
+        os.close(ours)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", said.decode())
+    addresses = [line.split()[-1] for line in shown.splitlines() if line.startswith("  ")]
+    assert addresses == [f"{url}/v1", f"{url}/docs", f"{url}/chat", f"{url}/status"]
 
 
 def test_the_process_that_listens_for_signals_has_no_torch(server: GenerationServerProcess) -> None:

@@ -111,7 +111,7 @@ class Choice {
 
   /** What is missing before a message can be sent; empty if nothing is. */
   get problem() {
-    return this.who === "named" && this.#named.length === 0 ? "Choose at least one expert, or another answerer." : "";
+    return this.who === "named" && this.#named.length === 0 ? "Choose at least one expert, or let the router choose." : "";
   }
 
   #changed(field) {

@@ -28,6 +28,7 @@ ANSWER = ("It is ", "sunny", " in Paris")
 OBJECT = ('{"sorted": ', "[1, 2, 3]", " }")
 BROKEN = ('{"sorted"', ": [1, 2")
 FENCED = ("```json\n", '{"fenced": true}', "\n```", "\nThat is it.")
+HOSTILE = ("<img src=x ", "onerror=\"document.title='owned'\">", "<script>alert(1)</script>")
 FOREVER = ("On", " and")
 """The last word is followed by the first."""
 SCRIPTS = {
@@ -40,6 +41,7 @@ SCRIPTS = {
     "[object]": OBJECT,
     "[broken]": BROKEN,
     "[fenced]": FENCED,
+    "[hostile]": HOSTILE,
     "[forever]": FOREVER,
 }
 CONTEXT = 16_384
@@ -61,9 +63,10 @@ TEMPLATE = """\
 {%- elif 'broken' in said %}[broken]
 {%- elif 'fenced' in said %}[fenced]
 {%- elif 'forever' in said %}[forever]
+{%- elif 'hostile' in said %}[hostile]
 {%- elif 'JSON' in said %}[object]
 {%- elif enable_thinking is defined and enable_thinking == 'inside' %}[inside]<think>
-{%- elif enable_thinking %}[thoughts]
+{%- elif enable_thinking or 'ponder' in said %}[thoughts]
 {%- else %}[hello]
 {%- endif -%}
 """
