@@ -258,10 +258,11 @@ def _read_secret(headers: Headers) -> str:
 
 
 def _list_origins(settings: ServeSettings) -> frozenset[str]:
-    """Return the allowed origins; own pages count under every local name of this machine."""
+    """Return the allowed origins; own pages count under every name of this server."""
     secure = settings.certificate is not None
     names = ("localhost", "127.0.0.1", "::1") if is_loopback(settings.host) else ()
-    own = {build_url(name, settings.port, secure=secure) for name in names}
+    own_names = (*names, *settings.allowed_hosts)
+    own = {build_url(name, settings.port, secure=secure) for name in own_names}
     return frozenset({settings.public_url, *own, *settings.allowed_origins})
 
 

@@ -90,6 +90,10 @@ def test_a_container_may_use_the_name_that_its_settings_allow(make_served: MakeS
     settings = ServeSettings(allowed_hosts=("host.docker.internal",), engine=SMALL)
     client = make_served(settings).client()
     assert client.post("/v1/chat/completions", json=CHAT, headers=named).status_code == 200
+    page = {**named, "Origin": "http://host.docker.internal:8000"}
+    assert client.post("/v1/chat/completions", json=CHAT, headers=page).status_code == 200
+    stranger = {**named, "Origin": "http://host.docker.internal:3000"}
+    assert client.post("/v1/chat/completions", json=CHAT, headers=stranger).status_code == 403
     other = {"Host": "host.docker.internal.example.com"}
     assert client.post("/v1/chat/completions", json=CHAT, headers=other).status_code == 421
 
