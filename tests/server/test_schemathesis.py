@@ -1,7 +1,7 @@
 """Schemathesis reads the OpenAPI document and tries to find a request that belies it.
 
-All its checks run, in all its phases. What no schema says, such as whether a model is there or
-settings fit each other, may be refused by any status that the document names.
+All its checks but one run, in all its phases. What no schema says, such as whether a model is there
+or settings fit each other, may be refused by any status that the document names.
 """
 
 import time
@@ -50,6 +50,7 @@ def configuration(secret: str) -> schemathesis.Config:
             "checks": {
                 "negative_data_rejection": {"expected-statuses": REFUSED},
                 "positive_data_acceptance": {"expected-statuses": ACCEPTED},
+                "use_after_free": {"enabled": False},  # a cancelled job can still be read
             },
         }
     )

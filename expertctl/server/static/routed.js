@@ -28,7 +28,7 @@ export class Routed {
     const { routed } = data;
     byId("routed").hidden = routed === null;
     putIf(routed !== null, this.#tile.node, byId("tiles"));
-    const isDrawn = routed !== null && !routed.whole && askedOf(data) > 0;
+    const isDrawn = routed !== null && !routed.whole && askedOf(data) > 0 && samples.some(({ hits }) => hits !== null);
     putIf(isDrawn, this.#chart.figure, byId("charts"));
     if (isDrawn) this.#chart.draw(samples);
     if (routed === null) return;
