@@ -16,16 +16,18 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from urllib.parse import urlsplit
 
 import anyio
 from anyio import to_thread
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from expertctl.errors import ExpertError, NotFoundError, UsageError
 from expertctl.http.limits import (
@@ -37,9 +39,8 @@ from expertctl.http.limits import (
 )
 from expertctl.http.log import RequestLogMiddleware, RequestRecord, get_route_path
 from expertctl.http.server import is_loopback
-from registry_server.access import authentication as access
-from registry_server.access.authentication import AuthenticationMiddleware
-from registry_server.access.rights import ANONYMOUS, Identity
+from registry_server.access.authentication import AuthenticationMiddleware, is_program_path
+from registry_server.access.rights import Identity
 from registry_server.api import routes as api
 from registry_server.errors import REQUEST_LOGGER, OciCode, OciError, error_response
 from registry_server.oci import routes as oci
@@ -47,8 +48,9 @@ from registry_server.operation.gc import remove_stale_uploads
 from registry_server.publishing.index import is_renewal_due, renew_indexes
 from registry_server.registry import Registry, open_registry
 from registry_server.settings import RegistryLimits, ServerSettings
-from registry_server.web import pages as web
-from registry_server.web.pages import prefers_html, render_error_page
+from registry_server.web.account import make_account_routes
+from registry_server.web.pages import make_fallback_route, make_page_routes
+from registry_server.web.rendering import prefers_html, render_error_page
 
 
 def make_request_limits(
@@ -58,7 +60,7 @@ def make_request_limits(
     bounds = RequestPolicy(
         names=build_host_names(settings.host, settings.public_url),
         accepts_addresses=not is_loopback(settings.host),
-        origins=frozenset({settings.public_url}),
+        origins=_list_own_origins(settings),
         body_limit=partial(_body_limit, settings.limits),
         build_response=partial(_refusal_response, settings),
         server_label="this registry",
@@ -76,7 +78,45 @@ def _body_limit(limits: RegistryLimits, path: str) -> int | None:
             return None
         if "/manifests/" in path:
             return limits.manifest_bytes
-    return limits.body_bytes
+    return limits.body_bytes if is_program_path(path) else min(limits.body_bytes, MAX_FORM_BYTES)
+
+
+MAX_FORM_BYTES = 16 << 10
+"""Maximum size of a form of the pages."""
+
+
+def _list_own_origins(settings: ServerSettings) -> frozenset[str]:
+    """Return the origins of this registry's pages; on this machine it has several names."""
+    url = urlsplit(settings.public_url)
+    if not is_loopback(url.hostname or ""):
+        return frozenset({settings.public_url})
+    port = f":{url.port}" if url.port else ""
+    names = {url.netloc.removesuffix(port), "127.0.0.1", "localhost", "[::1]"}
+    return frozenset(f"{url.scheme}://{name}{port}" for name in names)
+
+
+class TransportSecurityMiddleware:
+    """Makes browsers use https only (RFC 6797), if the public URL is https."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        """Add the header to all responses, unless only this machine reaches the registry."""
+        self._app = app
+        name = urlsplit(settings.public_url).hostname or ""
+        self._is_needed = settings.is_encrypted and not is_loopback(name)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+
+        async def send_with_header(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["Strict-Transport-Security"] = HSTS
+            await send(message)
+
+        await self._app(scope, receive, send_with_header if self._is_needed else send)
+
+
+HSTS = "max-age=31536000"
+"""One year, for this host only: its other names and subdomains are not the registry's."""
 
 
 def _refusal_response(settings: ServerSettings, refusal: RequestRefusal, scope: Scope) -> Response:
@@ -129,7 +169,7 @@ class RegistryRequestObserver:
         hint = f"report request {exchange.id} to the operator of this registry"
         error = ExpertError("the registry failed to answer this request", hint=hint)
         if prefers_html(scope):
-            return render_error_page(self.registry, ANONYMOUS, error)
+            return render_error_page(self.registry, HTTPConnection(scope), error)
         return error_response(error, scope, self.registry.settings)
 
 
@@ -221,6 +261,7 @@ def build_app(registry: Registry) -> Starlette:
     app = Starlette(
         routes=_build_routes(registry),
         middleware=[
+            Middleware(TransportSecurityMiddleware, registry.settings),
             Middleware(make_request_log, registry),
             Middleware(make_request_limits, registry.settings),
             Middleware(AuthenticationMiddleware, registry),
@@ -241,11 +282,12 @@ def _build_routes(registry: Registry) -> list[BaseRoute]:
     """Return all routes; the pages last, because their patterns are the most general."""
     return [
         *api.make_health_routes(registry),
-        *access.make_token_routes(registry),
         *oci.make_oci_routes(registry),
         *api.make_index_routes(registry),
         *api.make_api_routes(registry),
-        *web.make_page_routes(registry),
+        *make_page_routes(registry),
+        *make_account_routes(registry),
+        make_fallback_route(registry),
     ]
 
 

@@ -60,6 +60,8 @@ class ServerSettings:
     """The settings of a registry."""
 
     data: Path
+    name: str | None = None
+    """The display name on the pages; by default the host of the public URL."""
     host: str = "127.0.0.1"
     port: int = 8080
     url: str | None = None
@@ -82,6 +84,16 @@ class ServerSettings:
         scheme = "https" if self.certificate else "http"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{scheme}://{host}:{self.port}"
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether clients use https, here or at a proxy."""
+        return self.public_url.startswith("https://")
+
+    @property
+    def display_name(self) -> str:
+        """The name that pages show."""
+        return self.name or urlsplit(self.public_url).netloc
 
     @property
     def database(self) -> Path:
@@ -107,7 +119,9 @@ class ServerSettings:
 SETTINGS_NAME = "registry.toml"
 READ_ACCESS_VALUES = ("public", "token")
 _MAX_BYTES = 64 << 10
+MAX_DISPLAY_NAME = 60
 _SETTING_KEYS = (
+    "name",
     "host",
     "port",
     "url",
@@ -188,7 +202,8 @@ def _format_lines(settings: ServerSettings) -> list[str]:
     lines = [f"read = {_quote(settings.read)}", f"host = {_quote(settings.host)}"]
     lines += [f"port = {settings.port}"]
     paths = {"certificate": settings.certificate, "private_key": settings.private_key}
-    texts = {"url": settings.url, **{k: str(v) for k, v in paths.items() if v is not None}}
+    texts = {"name": settings.name, "url": settings.url}
+    texts |= {k: str(v) for k, v in paths.items() if v is not None}
     lines += [f"{key} = {_quote(text)}" for key, text in texts.items() if text is not None]
     if settings.index_interval_days != DEFAULT_INTERVAL_DAYS:
         lines += [f"index_interval_days = {settings.index_interval_days}"]
@@ -258,6 +273,7 @@ def _read_table(data: Path, reader: _SettingsReader) -> ServerSettings:
     reader.check(both, "certificate and private_key belong together")
     return replace(
         defaults,
+        name=_read_display_name(reader),
         host=host,
         port=port,
         url=_read_url(reader),
@@ -268,6 +284,13 @@ def _read_table(data: Path, reader: _SettingsReader) -> ServerSettings:
         trusted_proxies=_read_proxies(reader),
         limits=_read_limits(reader),
     )
+
+
+def _read_display_name(reader: _SettingsReader) -> str | None:
+    text = reader.read_value("name", str, "").strip()
+    problem = f"name must be one printable line of at most {MAX_DISPLAY_NAME} characters"
+    reader.check(text.isprintable() and len(text) <= MAX_DISPLAY_NAME, problem)
+    return text or None
 
 
 def _read_url(reader: _SettingsReader) -> str | None:

@@ -325,6 +325,7 @@ DataFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The registry's 
 @app.command()
 def init(
     data: DataFolder,
+    name: Annotated[str | None, typer.Option(help="The name that its pages show.")] = None,
     url: Annotated[
         str | None, typer.Option(help="The public address, such as https://experts.acme.io.")
     ] = None,
@@ -355,6 +356,7 @@ def init(
         return
     settings = ServerSettings(
         data=data.absolute(),
+        name=name,
         host=host,
         port=port,
         url=url,

@@ -1,20 +1,15 @@
-"""Authentication and rate limits, before any other part of the server, and the token endpoint.
+"""Authentication and rate limits, before any other part of the server.
 
-`AuthenticationMiddleware` sets ``scope["state"]["identity"]``. There are no cookies. A browser does
-store the login of the pages; `LimitsMiddleware` checks ``Origin``, so that pages of other sites
-cannot use that login to write.
-
-``/token`` implements docker's token authentication: a 401 response names it as the realm, a client
-requests it with Basic or without credentials, and then repeats its request with the session token,
-limited to the requested scopes, as its bearer token.
+`AuthenticationMiddleware` sets ``scope["state"]["identity"]``. Programs send a secret with every
+request; only the web pages accept a cookie instead, that of `browser_session`.
 
 Client address: ``X-Forwarded-For`` counts only if the peer is a trusted proxy. It is read from its
 end, where proxies append, to the first address that is not a trusted proxy; the client may have
 written everything before that.
 
-Secrets: only the ``Authorization`` header may contain one. Bearer holds the token; Basic holds it
-as the password, for clients that support nothing else, and its user name is ignored. Secrets in the
-URL or in cookies are ignored.
+Secrets: only the ``Authorization`` header may contain a token. Bearer holds the token; Basic holds
+it as the password, for clients that support nothing else, and its user name is ignored. Tokens in
+the URL or in cookies are ignored. With such a header, the session cookie is ignored too.
 
 `IdentityCache` keeps the identities of secrets until the next commit. Most requests come between
 two writes, so the last result still holds. A commit by any worker empties the cache, so a revoked
@@ -41,30 +36,29 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import partial
 
 from anyio import to_thread
-from sqlalchemy import Connection
 from starlette.datastructures import Headers
-from starlette.requests import HTTPConnection, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from expertctl.errors import (
     DiskFullError,
     ExpertError,
-    ForbiddenError,
-    NotFoundError,
     RateLimitError,
     StoreError,
     UnauthenticatedError,
 )
 from expertctl.http.limits import RateLimiter
 from registry_server.access import accounts, rights
-from registry_server.access.accounts import SESSION_SECONDS, SessionKey, parse_requested_scopes
-from registry_server.access.rights import Identity, TokenScope
+from registry_server.access.accounts import SessionKey
+from registry_server.access.browser_session import (
+    BrowserSession,
+    find_session,
+    read_session_cookie,
+)
+from registry_server.access.rights import Identity
 from registry_server.database.connection import Database
 from registry_server.errors import SESSION_PREFIX, error_response
 from registry_server.registry import Registry
@@ -166,6 +160,7 @@ class IdentityCache:
     sessions: SessionKey
     _version: int = -1
     _identities: dict[str, Identity] = field(default_factory=dict)
+    _browsers: dict[str, BrowserSession] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def find(self, secret: str) -> Identity | None:
@@ -184,6 +179,27 @@ class IdentityCache:
                 self._identities[hashed] = found
         ended = found is not None and found.expires is not None and found.expires <= time.time()
         return None if ended else found
+
+    def find_session(self, secret: str) -> Identity | None:
+        """Return the identity of a session of the pages; None unless the session is valid.
+
+        Raises:
+            StoreError: when the database cannot be read.
+        """
+        hashed = accounts.hash_secret(secret)
+        with self._lock:
+            self._clear_after_commit()
+            found = self._browsers.get(hashed)
+            if found is None:
+                with self.database.read() as connection:
+                    found = find_session(connection, secret)
+                if found is not None:
+                    self._browsers[hashed] = found
+        now = time.time()
+        if found is None or found.expires <= now:
+            return None
+        identity = found.identity
+        return None if identity.expires is not None and identity.expires <= now else identity
 
     def was_issued_here(self, secret: str) -> bool:
         """Return whether this registry issued a secret that is not valid now.
@@ -207,8 +223,10 @@ class IdentityCache:
 
     def _clear_after_commit(self) -> None:
         version = self.database.version()
-        if version != self._version or len(self._identities) >= MAX_CACHED_IDENTITIES:
+        kept = len(self._identities) + len(self._browsers)
+        if version != self._version or kept >= MAX_CACHED_IDENTITIES:
             self._identities.clear()
+            self._browsers.clear()
             self._version = version
 
     def _load(self, secret: str) -> Identity | None:
@@ -313,6 +331,15 @@ def is_refused_write(method: str, status: int) -> bool:
     return method in _WRITE_METHODS and (refused or status == _DISK_FULL)
 
 
+API_PREFIXES = ("/v2", "/api", "/tuf", "/token")
+"""Path prefixes of programs, whose errors are not pages and which ignore cookies."""
+
+
+def is_program_path(path: str) -> bool:
+    """Return whether programs, not browsers, use a path."""
+    return any(path == start or path.startswith(f"{start}/") for start in API_PREFIXES)
+
+
 def get_identity(request: HTTPConnection) -> Identity:
     """Return the identity that made a request."""
     identity = request.scope["state"]["identity"]
@@ -320,20 +347,80 @@ def get_identity(request: HTTPConnection) -> Identity:
     return identity
 
 
+class Authenticator:
+    """Identifies callers, and limits and records failed logins, also those of the login page."""
+
+    def __init__(self, registry: Registry) -> None:
+        """Start with all rate limits unused."""
+        limits = registry.settings.limits
+        self._cache = IdentityCache(registry.database, SessionKey.derive(registry.index_key))
+        self._requests = RateLimiter(limits.requests_per_minute, time.monotonic)
+        self._failures = FailedLoginLimiter.create(limits.failures_per_minute, time.monotonic)
+        self.refusals = RefusalLog(registry.database, time.monotonic)
+
+    def identify(self, secret: str | None, address: str) -> Identity:
+        """Return the identity that a secret authenticates.
+
+        Raises:
+            UnauthenticatedError: when it is wrong, expired or revoked.
+            RateLimitError: when too many logins of this address failed.
+        """
+        identity = self._cache.find(secret) if secret else None
+        if identity is not None:
+            return replace(identity, address=address)
+        self._limit_failed_logins(secret, get_rate_limit_key(address))
+        raise UnauthenticatedError(
+            "the token is wrong, expired or revoked",
+            hint="log in again with `expertctl login`, or set another EXPERT_TOKEN",
+        )
+
+    def log_in(self, secret: str, address: str) -> Identity:
+        """Identify the user of the login form, who needs a token; record a refusal.
+
+        Raises:
+            UnauthenticatedError: when it is not a valid token.
+            RateLimitError: when too many logins of this address failed.
+        """
+        try:
+            return self.identify(secret if accounts.looks_like_token(secret) else None, address)
+        except UnauthenticatedError:
+            self.refusals.record_failed_login(address, secret)
+            raise
+
+    def find_session(self, secret: str, address: str) -> Identity | None:
+        """Return the identity of a session of the pages; None unless the session is valid."""
+        identity = self._cache.find_session(secret)
+        return None if identity is None else replace(identity, address=address)
+
+    def limit_requests(self, identity: Identity) -> None:
+        """Count a request.
+
+        Raises:
+            RateLimitError: when this token, or this address without one, sent too many.
+        """
+        key = identity.token_id or get_rate_limit_key(identity.address or UNKNOWN_ADDRESS)
+        if seconds := self._requests.take(key):
+            raise RateLimitError("too many requests", retry_after=seconds)
+
+    def _limit_failed_logins(self, secret: str | None, key: str) -> None:
+        """Limit failed logins; a secret that was valid once does not count as a guess."""
+        if seconds := self._failures.wait(key, secret):
+            raise RateLimitError("too many failed logins", retry_after=seconds)
+        if seconds := self._requests.take(f"{key} failed"):
+            raise RateLimitError("too many requests", retry_after=seconds)
+        if not secret or not self._cache.was_issued_here(secret):
+            self._failures.count(key, secret)
+
+
 class AuthenticationMiddleware:
     """Identifies the caller, or refuses: 401 for an invalid secret, 429 for too many requests."""
 
     def __init__(self, app: ASGIApp, registry: Registry) -> None:
         """Start with all rate limits unused."""
-        limits = registry.settings.limits
         self._app = app
         self._registry = registry
         self._proxies = parse_networks(registry.settings.trusted_proxies)
-        sessions = SessionKey.derive(registry.index_key)
-        self._identity_cache = IdentityCache(registry.database, sessions)
-        self._requests = RateLimiter(limits.requests_per_minute, time.monotonic)
-        self._failures = FailedLoginLimiter.create(limits.failures_per_minute, time.monotonic)
-        self._refusals = RefusalLog(registry.database, time.monotonic)
+        self._authenticator = Authenticator(registry)
         self._use_writes = RateLimiter(1, time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -341,14 +428,15 @@ class AuthenticationMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        state = {**scope.get("state", {}), "authenticator": self._authenticator, "session": None}
+        scope["state"] = state
         try:
-            identity = self._check_request(scope)
+            identity = state["identity"] = self._check_request(scope)
         except ExpertError as error:
             await error_response(error, scope, self._registry.settings)(scope, receive, send)
             if isinstance(error, UnauthenticatedError):
                 await self._record_failed_login(scope)
             return
-        scope["state"] = {**scope.get("state", {}), "identity": identity}
         status = 0
 
         async def send_and_record_status(message: Message) -> None:
@@ -364,7 +452,7 @@ class AuthenticationMiddleware:
         if is_refused_write(scope.get("method", ""), status):
             method, path = scope["method"], scope["path"]
             note = partial(
-                self._refusals.record_refused_change,
+                self._authenticator.refusals.record_refused_change,
                 identity,
                 method=method,
                 path=path,
@@ -375,42 +463,31 @@ class AuthenticationMiddleware:
             await to_thread.run_sync(self._mark_token_used, identity.token_id)
 
     async def _record_failed_login(self, scope: Scope) -> None:
-        address, secret = (
-            resolve_client_address(scope, self._proxies),
-            read_secret(Headers(scope=scope)),
-        )
-        await to_thread.run_sync(self._refusals.record_failed_login, address, secret)
+        address = resolve_client_address(scope, self._proxies)
+        secret = read_secret(Headers(scope=scope))
+        record = self._authenticator.refusals.record_failed_login
+        await to_thread.run_sync(record, address, secret)
 
     def _check_request(self, scope: Scope) -> Identity:
         """Identify the caller; a short database read, cheaper here than a thread switch."""
         address = resolve_client_address(scope, self._proxies)
-        key = get_rate_limit_key(address)
-        identity = self._identify(Headers(scope=scope), address, key)
-        if seconds := self._requests.take(identity.token_id or key):
-            raise RateLimitError("too many requests", retry_after=seconds)
+        headers = Headers(scope=scope)
+        if is_anonymous(headers):
+            identity = self._find_browser(scope, address) or Identity(address=address)
+        else:
+            identity = self._authenticator.identify(read_secret(headers), address)
+        self._authenticator.limit_requests(identity)
         return identity
 
-    def _identify(self, headers: Headers, address: str, key: str) -> Identity:
-        if is_anonymous(headers):
-            return Identity(address=address)
-        secret = read_secret(headers)
-        identity = self._identity_cache.find(secret) if secret else None
+    def _find_browser(self, scope: Scope, address: str) -> Identity | None:
+        """Return the identity of the session cookie, which only pages accept."""
+        if is_program_path(str(scope["path"])):
+            return None
+        secret = read_session_cookie(HTTPConnection(scope), self._registry.settings)
+        identity = self._authenticator.find_session(secret, address) if secret else None
         if identity is not None:
-            return replace(identity, address=address)
-        self._limit_failed_logins(secret, key)
-        raise UnauthenticatedError(
-            "the token is wrong, expired or revoked",
-            hint="log in again with `expertctl login`, or set another EXPERT_TOKEN",
-        )
-
-    def _limit_failed_logins(self, secret: str | None, key: str) -> None:
-        """Limit failed logins; a secret that was valid once does not count as a guess."""
-        if seconds := self._failures.wait(key, secret):
-            raise RateLimitError("too many failed logins", retry_after=seconds)
-        if seconds := self._requests.take(f"{key} failed"):
-            raise RateLimitError("too many requests", retry_after=seconds)
-        if not secret or not self._identity_cache.was_issued_here(secret):
-            self._failures.count(key, secret)
+            scope["state"]["session"] = secret
+        return identity
 
     def _mark_token_used(self, token_id: str) -> None:
         """Record that a token was used, for listings; a full disk must not refuse readers."""
@@ -419,44 +496,3 @@ class AuthenticationMiddleware:
             self._registry.database.write_relaxed() as connection,
         ):
             accounts.mark_used(connection, token_id)
-
-
-def make_token_routes(registry: Registry) -> list[BaseRoute]:
-    """Return the route of the token endpoint."""
-    key = SessionKey.derive(registry.index_key)
-
-    async def token(request: Request) -> Response:
-        identity = get_identity(request)
-        asked = parse_requested_scopes(request.query_params.getlist("scope"))
-        granted = await to_thread.run_sync(_grant_scopes, registry, identity, asked)
-        return _token_response(key.issue(identity, granted))
-
-    return [Route("/token", token, methods=["GET"])]
-
-
-def _grant_scopes(
-    registry: Registry, identity: Identity, requested: list[TokenScope]
-) -> list[TokenScope]:
-    """Return the permitted scopes; the protocol requires that others are omitted silently."""
-    with registry.database.read() as connection:
-        return [scope for scope in requested if _is_granted(connection, identity, scope)]
-
-
-def _is_granted(connection: Connection, identity: Identity, scope: TokenScope) -> bool:
-    assert scope.namespace is not None
-    try:
-        rights.authorise(connection, identity, scope.action, scope.namespace, scope.package)
-    except (UnauthenticatedError, ForbiddenError, NotFoundError):
-        return False
-    return True
-
-
-def _token_response(secret: str) -> Response:
-    now = datetime.now(UTC).replace(microsecond=0, tzinfo=None).isoformat()
-    body = {
-        "token": secret,
-        "access_token": secret,
-        "expires_in": SESSION_SECONDS,
-        "issued_at": f"{now}Z",
-    }
-    return JSONResponse(body, headers={"Cache-Control": "no-store"})

@@ -237,6 +237,17 @@ def list_members(connection: Connection, namespace_id: int) -> dict[str, str]:
     return {name: role for name, role in connection.execute(query)}
 
 
+def list_roles(connection: Connection, user_id: int) -> dict[str, str]:
+    """Return the role of a user in each namespace, sorted by namespace."""
+    query = (
+        select(NAMESPACES.c.name, MEMBERS.c.role)
+        .join(NAMESPACES, NAMESPACES.c.id == MEMBERS.c.namespace_id)
+        .where(MEMBERS.c.user_id == user_id)
+        .order_by(NAMESPACES.c.name)
+    )
+    return {name: role for name, role in connection.execute(query)}
+
+
 def set_member(connection: Connection, namespace: NamespaceRow, user: str, role: str) -> None:
     """Give a user a role in a namespace; it replaces the previous role.
 

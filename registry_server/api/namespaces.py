@@ -139,7 +139,7 @@ def list_namespaces(context: ApiContext, query: ListQuery) -> NamespacePage:
         found = namespaces.list_namespaces(
             connection, where, limit=query.limit + 1, after=query.cursor
         )
-        shown = [_describe_namespace(context, connection, row) for row in found[: query.limit]]
+        shown = [describe_namespace(context, connection, row) for row in found[: query.limit]]
     return NamespacePage(shown, shown[-1].name if len(found) > query.limit else None)
 
 
@@ -155,14 +155,14 @@ def create_namespace(context: ApiContext, body: NamespaceRequest) -> NamespaceFa
             namespaces.set_member(connection, row, owner, "owner")
         detail = f"{row.kind}, read by {row.read}, quota {row.quota}"
         rights.write_audit_row(connection, context.identity, "namespace.create", row.name, detail)
-        return _describe_namespace(context, connection, row)
+        return describe_namespace(context, connection, row)
 
 
 def show_namespace(context: ApiContext, path: NamespacePath) -> NamespaceFacts:
     """Return a namespace."""
     with context.registry.database.read() as connection:
         row = rights.authorise(connection, context.identity, Action.READ, path.namespace)
-        return _describe_namespace(context, connection, row)
+        return describe_namespace(context, connection, row)
 
 
 def change_namespace(
@@ -178,7 +178,7 @@ def change_namespace(
         namespaces.update_namespace(connection, row, read=read, quota=room)
         detail = f"read by {read}, quota {room}"
         rights.write_audit_row(connection, context.identity, "namespace.change", row.name, detail)
-        return _describe_namespace(
+        return describe_namespace(
             context, connection, namespaces.get_namespace(connection, row.name)
         )
 
@@ -239,9 +239,10 @@ OPERATIONS = (
 )
 
 
-def _describe_namespace(
+def describe_namespace(
     context: ApiContext, connection: Connection, row: NamespaceRow
 ) -> NamespaceFacts:
+    """Return the facts about a namespace that the caller may read."""
     people = namespaces.list_members(connection, row.id)
     known = load_publisher_keys(connection, row.id)
     facts = {

@@ -40,7 +40,7 @@ from expertctl.schema.strict_json import JsonObject
 from registry_server.access import rights
 from registry_server.access.authentication import get_identity
 from registry_server.access.rights import Action, Identity
-from registry_server.api import namespaces, packages, people
+from registry_server.api import namespaces, packages, people, search
 from registry_server.api.schema import ApiContext, ApiOutput, ErrorBody, Read
 from registry_server.database.tables import USERS
 from registry_server.oci.blobs import matches_etag
@@ -166,7 +166,13 @@ def _index_response(envelope: bytes, request_headers: Mapping[str, str]) -> Resp
     return Response(envelope, headers=headers, media_type="application/json")
 
 
-OPERATIONS = (*ABOUT_OPERATIONS, *packages.OPERATIONS, *namespaces.OPERATIONS, *people.OPERATIONS)
+OPERATIONS = (
+    *ABOUT_OPERATIONS,
+    *search.OPERATIONS,
+    *packages.OPERATIONS,
+    *namespaces.OPERATIONS,
+    *people.OPERATIONS,
+)
 OPENAPI_PATH = "/api/v1/openapi.json"
 
 

@@ -64,6 +64,16 @@ TOKENS = Table(
 )
 """``hash`` is the hex sha256 of the secret, which has 256 bits; ``scopes`` is a JSON list."""
 
+BROWSER_SESSIONS = Table(
+    "browser_sessions",
+    METADATA,
+    Column("hash", String(64), primary_key=True),
+    Column("token_id", ForeignKey("tokens.id"), nullable=False, index=True),
+    Column("created", Float, nullable=False),
+    Column("expires", Float, nullable=False, index=True),
+)
+"""Logins of the web pages; ``hash`` is the hex sha256 of the value of the cookie."""
+
 NAMESPACES = Table(
     "namespaces",
     METADATA,
@@ -197,14 +207,18 @@ PACKAGES = Table(
     Column("signed", Float, nullable=False, index=True, server_default="0"),
     Column("latest", String(256)),
     Column("search_text", Text, nullable=False, server_default=""),
+    Column("base", String(200), nullable=False, server_default=""),
+    Column("kinds", String(100), nullable=False, server_default=""),
     UniqueConstraint("namespace_id", "name"),
-    Index("ix_packages_search", "namespace_id", "latest", "search_text", "name"),
+    Index("ix_packages_search", "namespace_id", "latest", "base", "kinds", "search_text", "name"),
 )
 """``index_document`` is the signed envelope, ``revision`` its version number, ``signed`` its time;
 ``updated`` is when the package itself changed.
 
 ``latest`` is the leading version of the package, null if all are yanked; ``search_text`` contains
-the words that searches match, folded to lower case, with one space between them.
+the words that searches match, folded to lower case, with one space between them. ``base`` is the
+name of the base model and ``kinds`` has the kinds of the adapters, each between single spaces, both
+of the leading version.
 """
 
 RELEASES = Table(
@@ -254,7 +268,7 @@ AUDIT = Table(
 )
 
 
-HEAD = "0003"
+HEAD = "0004"
 """The last revision in ``migrations/versions``."""
 
 

@@ -1,30 +1,45 @@
-"""The routes below ``/v2/``: manifests by tag or digest, and lists of tags and referrers.
+"""The routes below ``/v2/``: manifests by tag or digest, lists of tags and referrers; ``/token``.
 
 In a namespace for packages, the PUT of a tag publishes a version; nothing else writes there. Lists
 come in pages, with ``Link`` headers. There is no ``_catalog``: it is not part of the specification
 and would reveal names to users who may not read them; ``/api/v1`` lists what a user may read.
+
+``/token`` implements docker's token authentication: a 401 response names it as the realm, a client
+requests it with Basic or without credentials, and then repeats its request with the session token,
+limited to the requested scopes, as its bearer token.
 """
 
 import json
 import re
 from contextlib import suppress
+from datetime import UTC, datetime
 from urllib.parse import urlencode
 
 from anyio import to_thread
+from sqlalchemy import Connection
 from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from expertctl.errors import DiskFullError, StoreError, TooLargeError, UnauthenticatedError
+from expertctl.errors import (
+    DiskFullError,
+    ForbiddenError,
+    NotFoundError,
+    StoreError,
+    TooLargeError,
+    UnauthenticatedError,
+)
 from expertctl.package.layout import INDEX_TYPE
 from registry_server.access import namespaces, rights
+from registry_server.access.accounts import SESSION_SECONDS, SessionKey, parse_requested_scopes
 from registry_server.access.rights import (
     MAX_TAG_LENGTH,
     Action,
     Identity,
     RepositoryAccess,
     RepositoryName,
+    TokenScope,
     authorise_repository,
     current_identity,
     parse_digest,
@@ -375,6 +390,7 @@ def make_oci_routes(registry: Registry) -> list[BaseRoute]:
         *blobs.make_blob_routes(registry),
         *make_manifest_routes(registry),
         *make_listing_routes(registry),
+        *make_token_routes(registry),
     ]
 
 
@@ -383,3 +399,44 @@ async def _check_api_version(request: Request) -> Response:
     if current_identity(request).user_id is None:
         raise UnauthenticatedError("log in first", hint="make a token with `expertctl token new`")
     return JSONResponse({}, headers={"Docker-Distribution-Api-Version": "registry/2.0"})
+
+
+def make_token_routes(registry: Registry) -> list[BaseRoute]:
+    """Return the route of the token endpoint."""
+    key = SessionKey.derive(registry.index_key)
+
+    async def token(request: Request) -> Response:
+        identity = current_identity(request)
+        asked = parse_requested_scopes(request.query_params.getlist("scope"))
+        granted = await to_thread.run_sync(_grant_scopes, registry, identity, asked)
+        return _token_response(key.issue(identity, granted))
+
+    return [Route("/token", token, methods=["GET"])]
+
+
+def _grant_scopes(
+    registry: Registry, identity: Identity, requested: list[TokenScope]
+) -> list[TokenScope]:
+    """Return the permitted scopes; the protocol requires that others are omitted silently."""
+    with registry.database.read() as connection:
+        return [scope for scope in requested if _is_granted(connection, identity, scope)]
+
+
+def _is_granted(connection: Connection, identity: Identity, scope: TokenScope) -> bool:
+    assert scope.namespace is not None
+    try:
+        rights.authorise(connection, identity, scope.action, scope.namespace, scope.package)
+    except (UnauthenticatedError, ForbiddenError, NotFoundError):
+        return False
+    return True
+
+
+def _token_response(secret: str) -> Response:
+    now = datetime.now(UTC).replace(microsecond=0, tzinfo=None).isoformat()
+    body = {
+        "token": secret,
+        "access_token": secret,
+        "expires_in": SESSION_SECONDS,
+        "issued_at": f"{now}Z",
+    }
+    return JSONResponse(body, headers={"Cache-Control": "no-store"})

@@ -28,7 +28,7 @@ from expertctl.registry.index_document import (
     open_index,
     sign_index,
 )
-from expertctl.schema.manifest import Manifest
+from expertctl.schema.manifest import AdapterKind, Manifest
 from expertctl.schema.validation import decode_json
 from expertctl.trust.keys import PrivateKey, PublicKey
 from registry_server.access.namespaces import NamespaceRow, fold_name
@@ -97,6 +97,11 @@ def build_search_text(name: PackageName, manifest: Manifest) -> str:
     routing = manifest.routing
     texts = (str(name), manifest.description, routing.task, *manifest.tags, *routing.keywords)
     return fold_words(" ".join(texts))[:MAX_SEARCH_TEXT]
+
+
+def list_kinds(manifest: Manifest) -> list[AdapterKind]:
+    """Return the kinds of the adapters of a package, each once."""
+    return list(dict.fromkeys(entry.kind for entry in manifest.adapters))
 
 
 def fold_words(text: str) -> str:
@@ -287,7 +292,12 @@ def _build_search_columns(
     )
     manifest = decode_json(connection.execute(query).scalar_one(), Manifest)
     latest = str(speaking.version) if speaking.yanked is None else None
-    return {"latest": latest, "search_text": build_search_text(document.package, manifest)}
+    return {
+        "latest": latest,
+        "search_text": build_search_text(document.package, manifest),
+        "base": manifest.base.name,
+        "kinds": f" {' '.join(list_kinds(manifest))} ",
+    }
 
 
 def _sign_and_verify(document: IndexDocument, key: PrivateKey) -> bytes:

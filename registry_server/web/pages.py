@@ -1,286 +1,80 @@
-"""The pages of the registry: home, search, packages and versions, and error pages.
+"""The public pages of the registry: home, browsing, search, packages, publishing, and errors.
 
-They show the documents of the API with the same rights: without the right to read a namespace, the
-page is the same as if it did not exist. Templates escape all values, and headers forbid scripts,
-frames and content of other sites; there are no cookies.
-
-READMEs are untrusted. Each of two layers is sufficient: markdown-it renders CommonMark and tables
-with raw HTML disabled and links to the web only, and nh3 allows only the tags below. Images are
-replaced by their description, because loading them would reveal readers to other sites.
+They show the documents of the API with the same rights. Without the right to read a namespace, a
+page is the same 404 as if the namespace did not exist. The pages for the user of a login are in
+`account`.
 """
 
-import hashlib
-import unicodedata
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from pathlib import Path
-from urllib.parse import urlencode, urlsplit
+from functools import partial
+from urllib.parse import urlencode
 
 import msgspec
-import nh3
 from anyio import to_thread
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markdown_it import MarkdownIt
-from markdown_it.renderer import RendererHTML
-from markdown_it.token import Token
-from markdown_it.utils import EnvType, OptionsDict
-from markupsafe import Markup, escape
-from starlette.datastructures import Headers
+from sqlalchemy import Connection
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
-from expertctl import __version__
 from expertctl.digest import Digest
-from expertctl.errors import ExpertError, NotFoundError, UnauthenticatedError, UsageError
-from expertctl.package.evaluation import summarise_evaluation
+from expertctl.errors import (
+    ExpertError,
+    ForbiddenError,
+    NotFoundError,
+    UnauthenticatedError,
+    UsageError,
+)
 from expertctl.reference import PackageName, Reference
 from expertctl.schema.manifest import Manifest
 from expertctl.schema.validation import convert_document, decode_json
-from registry_server.access.authentication import get_identity
-from registry_server.access.rights import Identity
-from registry_server.api.packages import (
-    MAX_QUERY,
-    FileFacts,
-    SearchQuery,
-    describe_package,
-    describe_version,
-    find_packages,
-    stats,
-)
+from registry_server.access import rights
+from registry_server.access.authentication import get_identity, is_program_path
+from registry_server.access.namespaces import NamespaceRow
+from registry_server.access.rights import Action, Identity
+from registry_server.api.namespaces import describe_namespace
+from registry_server.api.packages import FileFacts, describe_package, describe_version
 from registry_server.api.schema import ApiContext
-from registry_server.errors import get_retry_after, get_status
-from registry_server.registry import Registry
-
-MAX_README_CHARACTERS = 60_000
-"""The worst README of this length takes about a second of processor time, once."""
-
-_CACHED_READMES = 64
-"""Maximum number of rendered READMEs in memory."""
-
-_ALLOWED_TAGS = {
-    *("h2", "h3", "h4", "h5", "h6", "p", "br", "hr", "blockquote", "pre", "code", "em", "strong"),
-    *("s", "ul", "ol", "li", "a", "table", "thead", "tbody", "tr", "th", "td", "span"),
-}
-_ALLOWED_ATTRIBUTES = {"a": {"href"}, "ol": {"start"}, "span": {"class"}}
-_ALLOWED_SCHEMES = {"http", "https"}
-
-
-def render_markdown(text: str) -> Markup:
-    """Render a README as HTML that is safe within a page; a long one is truncated."""
-    return _render_cached(
-        text if len(text) <= MAX_README_CHARACTERS else f"{text[:MAX_README_CHARACTERS]}…"
-    )
-
-
-@lru_cache(_CACHED_READMES)
-def _render_cached(text: str) -> Markup:
-    html = str(_build_parser().render(text))
-    safe = nh3.clean(
-        html,
-        tags=_ALLOWED_TAGS,
-        attributes=_ALLOWED_ATTRIBUTES,
-        url_schemes=_ALLOWED_SCHEMES,
-        link_rel="nofollow noopener noreferrer",
-        strip_comments=True,
-    )
-    return Markup(safe)  # noqa: S704  # sanitised HTML, the only text that is not escaped
-
-
-def check_link(address: str | None) -> str | None:
-    """Return a URL if a page may link to it: absolute, and of the web."""
-    if not address or not address.isprintable() or " " in address:
-        return None
-    try:
-        parts = urlsplit(address)
-    except ValueError:
-        return None
-    return address if parts.scheme in _ALLOWED_SCHEMES and parts.hostname else None
-
-
-@cache
-def _build_parser() -> MarkdownIt:
-    parser = MarkdownIt("commonmark", {"html": False, "maxNesting": 20, "linkify": False})
-    parser.enable("table").enable("strikethrough")
-    parser.validateLink = lambda url: True  # type: ignore[method-assign]  # `_linked` drops bad ones
-    parser.add_render_rule("link_open", _render_link_open)
-    parser.add_render_rule("image", _render_image)
-    parser.add_render_rule("heading_open", _render_heading)
-    parser.add_render_rule("heading_close", _render_heading)
-    return parser
-
-
-def _render_link_open(
-    renderer: RendererHTML, tokens: Sequence[Token], index: int, options: OptionsDict, env: EnvType
-) -> str:
-    """Render the text of a link, and its URL only if it leads to the web."""
-    address = check_link(str(tokens[index].attrGet("href") or ""))
-    return f'<a href="{escape(address)}">' if address else "<a>"
-
-
-def _render_image(
-    renderer: RendererHTML, tokens: Sequence[Token], index: int, options: OptionsDict, env: EnvType
-) -> str:
-    """Render the description of an image instead of the image."""
-    text = renderer.renderInlineAsText(tokens[index].children or [], options, env)
-    return f'<span class="picture">{escape(text or "picture")}</span>'
-
-
-def _render_heading(
-    renderer: RendererHTML, tokens: Sequence[Token], index: int, options: OptionsDict, env: EnvType
-) -> str:
-    """Render a heading one level below the heading of the page."""
-    token = tokens[index]
-    level = min(int(token.tag[1:]) + 1, 6)
-    return f"<h{level}>" if token.nesting > 0 else f"</h{level}>\n"
-
-
-_WEB_FOLDER = Path(__file__).parent
-_CONTENT_POLICY = (
-    "default-src 'none'; style-src 'self'; img-src 'self'; form-action 'self'; "
-    "base-uri 'none'; frame-ancestors 'none'"
+from registry_server.api.search import (
+    KINDS,
+    MAX_OFFSET,
+    MAX_QUERY,
+    PackageCount,
+    SearchQuery,
+    count_by_base,
+    count_by_kind,
+    count_by_namespace,
+    find_packages,
+    load_stats,
 )
-SECURITY_HEADERS: Mapping[str, str] = {
-    "Content-Security-Policy": _CONTENT_POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Permissions-Policy": "interest-cohort=()",
-}
-API_PREFIXES = ("/v2", "/api", "/tuf", "/token")
-"""Path prefixes of programs, whose errors are not pages."""
-
-STATIC_FILES: Mapping[str, str] = {"style.css": "text/css", "icon.svg": "image/svg+xml"}
-"""The static files of the pages → their media types."""
-
-_ALLOWED_CONTROLS = {"\n", "\t", "\N{ZERO WIDTH JOINER}", "\N{ZERO WIDTH NON-JOINER}"}
-_UNITS = ("kB", "MB", "GB", "TB")
-
-
-@dataclass(frozen=True, slots=True)
-class SiteContext:
-    """Facts about the registry that every page can show."""
-
-    host: str
-    url: str
-    fingerprint: str
-    private: bool
-    version: str
-    style: str
-
-    @classmethod
-    def create(cls, registry: Registry) -> "SiteContext":
-        """Return the facts of a registry; its URL comes from the settings, never from a header."""
-        settings = registry.settings
-        return cls(
-            host=urlsplit(settings.public_url).netloc,
-            url=settings.public_url,
-            fingerprint=registry.index_key.public.key_id,
-            private=settings.read != "public",
-            version=__version__,
-            style=hashlib.sha256(read_static_file("style.css")).hexdigest()[:12],
-        )
-
-
-def render_page(
-    registry: Registry,
-    template: str,
-    identity: Identity,
-    values: Mapping[str, object],
-    *,
-    status: int = 200,
-) -> Response:
-    """Render a page; ``values`` are the variables of its template."""
-    found = _build_environment().get_template(template)
-    html = found.render(site=SiteContext.create(registry), user=identity.name, **values)
-    caching = {"Cache-Control": "private, no-cache", "Vary": "Authorization"}
-    return HTMLResponse(html, status, {**SECURITY_HEADERS, **caching})
-
-
-def render_error_page(registry: Registry, identity: Identity, error: ExpertError) -> Response:
-    """Render the page of an error; a 401 makes the browser ask for a name and a token."""
-    status = get_status(error)
-    values = {"code": status, "message": error.message, "hint": error.hint}
-    response = render_page(registry, "error.html", identity, values, status=status)
-    if status == 401:
-        response.headers["WWW-Authenticate"] = 'Basic realm="expertctl registry", charset="UTF-8"'
-    if (seconds := get_retry_after(error)) is not None:
-        response.headers["Retry-After"] = str(seconds)
-    return response
-
-
-def prefers_html(scope: Scope) -> bool:
-    """Return whether a request comes from a browser that expects a page."""
-    path = str(scope["path"])
-    if any(path == start or path.startswith(f"{start}/") for start in API_PREFIXES):
-        return False
-    return scope["method"] in {"GET", "HEAD"} and "text/html" in Headers(scope=scope).get(
-        "accept", ""
-    )
-
-
-@cache
-def read_static_file(name: str) -> bytes:
-    """Return the bytes of one of `STATIC`."""
-    assert name in STATIC_FILES
-    return (_WEB_FOLDER / "static" / name).read_bytes()
-
-
-def replace_control_characters(text: str) -> str:
-    """Replace control and formatting characters, which could reorder or hide other text."""
-    return "".join(c if _is_safe_character(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def _is_safe_character(character: str) -> bool:
-    kind = unicodedata.category(character)
-    return kind not in {"Cc", "Cf", "Cs", "Co"} or character in _ALLOWED_CONTROLS
-
-
-@cache
-def _build_environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(_WEB_FOLDER / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "shown": replace_control_characters,
-        "size": _format_size,
-        "day": lambda moment: moment[:10],
-        "brief": lambda digest: f"{digest.partition(':')[2][:12]}…",
-        "summarised": summarise_evaluation,
-        "gain": lambda value: f"{value:+.3g}",
-        "count": _format_count,
-    }
-    return environment
-
-
-def _format_size(size: int) -> str:
-    """Format bytes in powers of 1000: ``12.3 MB``."""
-    value, unit = float(size), "B"
-    for larger in _UNITS:
-        if value < 999.95:
-            break
-        value, unit = value / 1000, larger
-    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def _format_count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
+from registry_server.registry import Registry
+from registry_server.web.rendering import (
+    MAX_README_CHARACTERS,
+    SECURITY_HEADERS,
+    STATIC_FILES,
+    check_link,
+    read_static_file,
+    render_error_page,
+    render_markdown,
+    render_page,
+    replace_control_characters,
+)
 
 README = "README.md"
 _RESULTS_PER_PAGE = 20
 _HOME_RESULTS = 8
+_HOME_COUNTS = 12
+_BROWSE_COUNTS = 30
+_COUNTS_PER_PAGE = 100
 _MAX_VERSIONS = 100
 _Handler = Callable[[Request], Awaitable[Response]]
 _PageView = Callable[[Registry, Request], Response]
+_CountQuery = Callable[..., list[PackageCount]]
+_FACETS: dict[str, tuple[str, _CountQuery]] = {
+    "namespaces": ("Namespaces", count_by_namespace),
+    "bases": ("Base models", count_by_base),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,37 +90,40 @@ class FallbackRoute(Route):
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Match a page; paths of programs get their own errors."""
-        path = str(scope.get("path", ""))
-        if any(path == start or path.startswith(f"{start}/") for start in API_PREFIXES):
+        if is_program_path(str(scope.get("path", ""))):
             return Match.NONE, {}
         return super().matches(scope)
 
 
 def make_page_routes(registry: Registry) -> list[BaseRoute]:
-    """Return the routes of the pages; the last one matches all other paths."""
-    shows: tuple[tuple[str, _PageView], ...] = (
+    """Return the routes of the public pages."""
+    views: tuple[tuple[str, _PageView], ...] = (
         ("/", _show_home),
+        ("/browse", _show_browse),
+        ("/browse/{facet}", _show_facet),
         ("/search", _show_search),
-        ("/login", _show_login),
+        ("/publish", _show_publish),
+        ("/namespaces/{namespace}", show_namespace),
         ("/packages/{namespace}/{name}", _show_package),
         ("/packages/{namespace}/{name}/{version}", _show_package),
+        ("/static/{name}", _show_static),
     )
-    pages = [Route(path, _make_handler(registry, show), methods=["GET"]) for path, show in shows]
-    static = Route("/static/{name}", _make_handler(registry, _show_static), methods=["GET"])
-    elsewhere = FallbackRoute(
-        "/{path:path}", _make_handler(registry, _show_not_found), methods=["GET"]
-    )
-    return [*pages, static, elsewhere]
+    return [Route(path, make_handler(registry, view), methods=["GET"]) for path, view in views]
 
 
-def _make_handler(registry: Registry, show: _PageView) -> _Handler:
+def make_fallback_route(registry: Registry) -> BaseRoute:
+    """Return the route of all other paths."""
+    return FallbackRoute("/{path:path}", make_handler(registry, _show_not_found), methods=["GET"])
+
+
+def make_handler(registry: Registry, view: _PageView) -> _Handler:
     """Return an endpoint that builds a page in a thread, and shows errors as pages."""
 
     async def handle(request: Request) -> Response:
         try:
-            return await to_thread.run_sync(partial(show, registry, request))
+            return await to_thread.run_sync(partial(view, registry, request))
         except ExpertError as error:
-            return render_error_page(registry, get_identity(request), error)
+            return render_error_page(registry, request, error)
 
     return handle
 
@@ -334,40 +131,161 @@ def _make_handler(registry: Registry, show: _PageView) -> _Handler:
 def _show_home(registry: Registry, request: Request) -> Response:
     identity = get_identity(request)
     with registry.database.read() as connection:
-        found = find_packages(connection, identity, SearchQuery(limit=_HOME_RESULTS))
-    counts = stats(ApiContext(registry, identity))
-    return render_page(registry, "home.html", identity, {"recent": found.results, "counts": counts})
+        values: dict[str, object] = {
+            "popular": find_packages(
+                connection, identity, SearchQuery(limit=_HOME_RESULTS)
+            ).results,
+            "counts": load_stats(connection, identity),
+            **_load_counts(connection, identity, limit=_HOME_COUNTS),
+        }
+    return render_page(registry, "home.html", request, values)
+
+
+def _load_counts(connection: Connection, identity: Identity, *, limit: int) -> dict[str, object]:
+    return {
+        "kinds": count_by_kind(connection, identity),
+        "bases": count_by_base(connection, identity, limit=limit),
+        "namespaces": count_by_namespace(connection, identity, limit=limit),
+    }
+
+
+def _show_browse(registry: Registry, request: Request) -> Response:
+    identity = get_identity(request)
+    with registry.database.read() as connection:
+        values = _load_counts(connection, identity, limit=_BROWSE_COUNTS)
+        counts = load_stats(connection, identity)
+    return render_page(registry, "browse.html", request, {**values, "counts": counts})
+
+
+def _show_facet(registry: Registry, request: Request) -> Response:
+    facet = request.path_params["facet"]
+    if facet not in _FACETS:
+        raise NotFoundError("there is nothing at this address")
+    (title, count), offset = _FACETS[facet], read_offset(request)
+    identity, wanted = get_identity(request), _COUNTS_PER_PAGE + 1
+    with registry.database.read() as connection:
+        found = count(connection, identity, limit=wanted, offset=offset)
+    values: dict[str, object] = {
+        "facet": facet,
+        "title": title,
+        "rows": found[:_COUNTS_PER_PAGE],
+        **_make_page_links(
+            request.url.path,
+            {},
+            offset=offset,
+            size=_COUNTS_PER_PAGE,
+            has_more=len(found) == wanted and offset + _COUNTS_PER_PAGE < MAX_OFFSET,
+        ),
+    }
+    return render_page(registry, "facet.html", request, values)
+
+
+def read_offset(request: Request) -> int:
+    """Return the number of rows before the requested page of a list.
+
+    Raises:
+        UsageError: when the query parameter ``cursor`` is not one of a link to a page.
+    """
+    text = request.query_params.get("cursor", "0")
+    if not text.isascii() or not text.isdecimal() or len(text) > 5 or int(text) >= MAX_OFFSET:
+        raise UsageError("there is no such page of results")
+    return int(text)
+
+
+def _make_page_links(
+    path: str, parameters: dict[str, str], *, offset: int, size: int, has_more: bool
+) -> dict[str, object]:
+    """Return the variables ``previous`` and ``next`` of a list; None at its ends."""
+    given = {name: value for name, value in parameters.items() if value}
+
+    def link(cursor: int) -> str:
+        pairs = urlencode({**given, "cursor": str(cursor)} if cursor else given)
+        return f"{path}?{pairs}" if pairs else path
+
+    return {
+        "previous": link(max(0, offset - size)) if offset else None,
+        "next": link(offset + size) if has_more else None,
+    }
 
 
 def _show_search(registry: Registry, request: Request) -> Response:
-    identity = get_identity(request)
-    query, cursor = (request.query_params.get(name, "") for name in ("q", "cursor"))
-    if len(query) > MAX_QUERY:
+    asked = {
+        name: request.query_params.get(name, "") for name in ("q", "namespace", "base", "kind")
+    }
+    if len(asked["q"]) > MAX_QUERY:
         raise UsageError(f"search for at most {MAX_QUERY} characters")
-    wanted = {"q": query, "limit": _RESULTS_PER_PAGE, "cursor": cursor}
-    try:
-        asked = convert_document(wanted, SearchQuery)
-    except msgspec.ValidationError as error:
-        raise UsageError("there is no such page of results") from error
     with registry.database.read() as connection:
-        found = find_packages(connection, identity, asked)
-    more = f"/search?{urlencode({'q': query, 'cursor': found.next})}" if found.next else None
-    values: dict[str, object] = {"query": query, "results": found.results, "next": more}
-    return render_page(registry, "search.html", identity, values)
+        listed = _list_page(connection, request, "/search", asked)
+        bases = count_by_base(connection, get_identity(request), limit=_COUNTS_PER_PAGE)
+    known = [count.name for count in bases]
+    chosen = [asked["base"]] if asked["base"] and asked["base"] not in known else []
+    values = {"query": asked["q"], "asked": asked, "kinds": KINDS, "bases": [*chosen, *known]}
+    return render_page(registry, "search.html", request, {**values, **listed})
 
 
-def _show_login(_: Registry, request: Request) -> Response:
-    """Make the browser ask for a token, which it then sends with every request."""
-    if get_identity(request).user_id is None:
-        raise UnauthenticatedError("log in to see content that is not public")
-    return RedirectResponse("/", 303, {"Cache-Control": "no-store"})
+def _list_page(
+    connection: Connection, request: Request, path: str, asked: dict[str, str]
+) -> dict[str, object]:
+    """Return the variables of a list of packages with links to the pages before and after it."""
+    offset = read_offset(request)
+    cursor = str(offset) if offset else ""
+    try:
+        wanted = {**asked, "limit": _RESULTS_PER_PAGE, "cursor": cursor}
+        query = convert_document(wanted, SearchQuery)
+    except msgspec.ValidationError as error:
+        raise UsageError("there is no such search") from error
+    found = find_packages(connection, get_identity(request), query)
+    links = _make_page_links(
+        path,
+        asked if path == "/search" else {},
+        offset=offset,
+        size=_RESULTS_PER_PAGE,
+        has_more=found.next is not None,
+    )
+    return {"results": found.results, "total": found.total, "first": offset + 1, **links}
+
+
+def _show_publish(registry: Registry, request: Request) -> Response:
+    return render_page(registry, "publish.html", request, {})
+
+
+def show_namespace(registry: Registry, request: Request) -> Response:
+    """Show the packages, keys and members of a namespace; owners can change the members."""
+    identity, name = get_identity(request), request.path_params["namespace"]
+    with registry.database.read() as connection:
+        row = authorise_page(connection, identity, name)
+        values: dict[str, object] = {
+            "space": describe_namespace(ApiContext(registry, identity), connection, row),
+            "may_manage": identity.covers(Action.MANAGE, row.name)
+            and rights.has_right(connection, identity, Action.MANAGE, row),
+            **_list_page(connection, request, request.url.path, {"namespace": row.name}),
+        }
+    return render_page(registry, "namespace.html", request, values)
+
+
+def authorise_page(
+    connection: Connection, identity: Identity, namespace: str, package: str | None = None
+) -> NamespaceRow:
+    """Return a namespace that ``identity`` may read.
+
+    Raises:
+        NotFoundError: when there is none, or it may not; the response is the same.
+    """
+    try:
+        return rights.authorise(connection, identity, Action.READ, namespace, package)
+    except (UnauthenticatedError, ForbiddenError, NotFoundError) as error:
+        raise NotFoundError(f"there is no such {'package' if package else 'namespace'}") from error
 
 
 def _show_package(registry: Registry, request: Request) -> Response:
     identity, path_params = get_identity(request), request.path_params
     name = _parse_package_name(path_params["namespace"], path_params["name"])
     with registry.database.read() as connection:
-        package = describe_package(connection, identity, name)
+        authorise_page(connection, identity, name.namespace, name.name)
+        try:
+            package = describe_package(connection, identity, name)
+        except NotFoundError as error:
+            raise NotFoundError("there is no such package") from error
         version = path_params.get("version") or package.latest or package.versions[0].version
         release = describe_version(connection, identity, name, version)
     manifest = decode_json(release.manifest, Manifest)
@@ -375,6 +293,8 @@ def _show_package(registry: Registry, request: Request) -> Response:
     values = {
         "package": package,
         "versions": package.versions[:_MAX_VERSIONS],
+        "yanked_count": sum(row.yanked is not None for row in package.versions),
+        "downloads": sum(row.downloads for row in package.versions),
         "namespace": name.namespace,
         "short": name.name,
         "release": release,
@@ -385,7 +305,7 @@ def _show_package(registry: Registry, request: Request) -> Response:
         "requires": [_make_link(text, name) for text in composition.requires],
         "conflicts": [_make_link(text, name) for text in composition.conflicts],
     }
-    return render_page(registry, "package.html", identity, values)
+    return render_page(registry, "package.html", request, values)
 
 
 def _parse_package_name(namespace: str, name: str) -> PackageName:

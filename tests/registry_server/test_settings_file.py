@@ -32,6 +32,7 @@ def problems(folder: Path, text: str) -> tuple[str, ...]:
 def test_settings_come_back_as_they_were_written(tmp_path: Path) -> None:
     settings = ServerSettings(
         data=tmp_path,
+        name='Experts of "Example" \\ Söhne',
         host="0.0.0.0",
         port=443,
         url="https://experts.example.org",
@@ -116,6 +117,18 @@ def test_a_url_is_a_scheme_and_a_host_and_nothing_else(url: str, tmp_path: Path)
     assert problem.endswith("is not https://host[:port] or http://host[:port]")
 
 
+@pytest.mark.parametrize("name", ["two\nlines", "x" * 61, "turned \u202e around", "\x1b[31m"])
+def test_a_display_name_is_one_printable_line(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidPackageError, match="name must be one printable line"):
+        check_settings(ServerSettings(data=tmp_path, name=name))
+
+
+def test_without_a_name_the_host_is_displayed(tmp_path: Path) -> None:
+    settings = ServerSettings(data=tmp_path, url="https://experts.example.org")
+    assert settings.display_name == "experts.example.org"
+    assert replace(settings, name="Ours").display_name == "Ours"
+
+
 def test_the_known_settings_are_told_only_to_who_named_another(tmp_path: Path) -> None:
     settings = ServerSettings(data=tmp_path)
     with pytest.raises(InvalidPackageError) as wrong:
@@ -124,7 +137,7 @@ def test_the_known_settings_are_told_only_to_who_named_another(tmp_path: Path) -
     settings_path(tmp_path).write_text("reed = 'public'", encoding="utf-8")
     with pytest.raises(InvalidPackageError) as unknown:
         read_settings(tmp_path)
-    assert unknown.value.hint.startswith("known: host, port")
+    assert unknown.value.hint.startswith("known: name, host, port")
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:

@@ -477,7 +477,8 @@ def test_who_asks_is_told_to_one_request_alone(served: RegistryHarness) -> None:
         seen.append(scope["state"]["identity"])
 
     async def ask(*headers: tuple[bytes, bytes]) -> None:
-        scope: Scope = {"type": "http", "client": None, "headers": headers, "state": shared}
+        scope: Scope = {"type": "http", "path": "/", "client": None, "headers": headers}
+        scope["state"] = shared
         await AuthenticationMiddleware(app, served.registry)(scope, receive, send)
 
     async def receive() -> Message:

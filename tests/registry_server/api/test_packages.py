@@ -167,7 +167,14 @@ def test_counts_are_of_what_one_may_read(
     size = olga("GET", "packages/open/sql")[1]["versions"][0]["size"]
     assert nobody("GET", "stats") == (
         200,
-        {"namespaces": 1, "packages": 1, "versions": 1, "bytes": size, "downloads": 3},
+        {
+            "namespaces": 1,
+            "packages": 1,
+            "versions": 1,
+            "yanked": 0,
+            "bytes": size,
+            "downloads": 3,
+        },
     )
     everything = olga("GET", "stats")[1]
     assert everything["bytes"] > size
@@ -175,6 +182,19 @@ def test_counts_are_of_what_one_may_read(
         "namespaces": 2,
         "packages": 2,
         "versions": 3,
+        "yanked": 0,
         "bytes": 0,
         "downloads": 9,
     }
+
+
+def test_counts_are_those_of_the_lists(publish: Publish, olga: JsonApiClient) -> None:
+    """What is yanked is in neither, and is counted separately."""
+    publish("acme/sql", "1.0.0")
+    publish("acme/sql", "1.1.0")
+    publish("acme/tone", "1.0.0")
+    olga("PUT", "packages/acme/sql/1.1.0/yank", {"reason": "wrong"})
+    olga("PUT", "packages/acme/tone/1.0.0/yank", {"reason": "wrong"})
+    counts, found = olga("GET", "stats")[1], olga("GET", "search")[1]
+    assert counts["packages"] == found["total"] == len(found["results"]) == 1
+    assert (counts["versions"], counts["yanked"]) == (1, 2)

@@ -14,8 +14,8 @@ def names(who: JsonApiClient, query: str, rest: str = "") -> list[str]:
 
 def test_a_result_says_what_the_package_is(publish: Publish, olga: JsonApiClient) -> None:
     publish("acme/sql", "1.0.0", description="Writes SQL.", routing={"task": "code"})
-    ((result,), following) = olga("GET", "search?q=sql")[1].values()
-    assert following is None
+    (result,), following, total = olga("GET", "search?q=sql")[1].values()
+    assert (following, total) == (None, 1)
     assert result.pop("updated").endswith("Z")
     base = result.pop("base")
     assert base == olga("GET", "packages/acme/sql")[1]["versions"][0]["base"]["name"]
@@ -147,3 +147,33 @@ def test_attack_84_no_text_is_a_part_of_a_statement(
 )
 def test_attack_84_a_search_is_bounded(olga: JsonApiClient, query: str, status: int) -> None:
     assert olga("GET", f"search?{query}")[0] == status
+
+
+@pytest.mark.parametrize(
+    ("rest", "expected"),
+    [
+        ("&namespace=acme", ["acme/sql", "acme/tone"]),
+        ("&namespace=acme&q=sql", ["acme/sql"]),
+        ("&base=other/base", ["acme/tone"]),
+        ("&base=other", []),
+        ("&kind=lora", ["acme/sql", "acme/tone", "open/sql"]),
+        ("&kind=dora", []),
+        ("&namespace=no%25", []),
+        ("&namespace=' OR 1=1 --", []),
+    ],
+)
+def test_results_are_limited_to_a_namespace_a_base_or_a_kind(
+    publish: Publish, olga: JsonApiClient, rest: str, expected: list[str]
+) -> None:
+    publish("acme/sql")
+    base = olga("GET", "packages/acme/sql/1.0.0")[1]["manifest"]["base"]
+    publish("acme/tone", base=base | {"name": "other/base"}, description="Keeps a tone.")
+    publish("open/sql")
+    page = olga("GET", f"search?{rest}")[1]
+    assert [result["name"] for result in page["results"]] == expected
+    assert page["total"] == len(expected)
+
+
+@pytest.mark.parametrize("rest", ["kind=qlora", "kind=LORA", f"base={'a' * 201}"])
+def test_attack_84_filters_are_bounded(olga: JsonApiClient, rest: str) -> None:
+    assert olga("GET", f"search?{rest}")[0] == 400

@@ -112,3 +112,30 @@ def test_index_documents_signed_before_that_was_recorded_are_as_old_as_their_cha
         assert list_schema_differences(connection) == []
     database.close()
     assert tuple(row) == (2.5, 2.5)
+
+
+def test_packages_can_be_browsed_that_were_published_before_that(tmp_path: Path) -> None:
+    manifest = '{"base": {"name": "org/base, v2"}, "adapters": [%s]}'
+    adapters = ", ".join(f'{{"kind": "{kind}"}}' for kind in ("lora", "dora", "lora"))
+    with create_engine(f"sqlite:///{tmp_path / 'registry.db'}").begin() as connection:
+        migrate(connection, revision="0003")
+        columns = "namespace_id, name, skeleton, description, revision, index_document"
+        connection.exec_driver_sql(
+            "INSERT INTO namespaces VALUES (1, 'acme', 'acme', 'expert', 'token', NULL, 0, 0)"
+        )
+        for name, latest in (("sql", "'1.0.0'"), ("yanked", "NULL")):
+            connection.exec_driver_sql(
+                f"INSERT INTO packages ({columns}, created, updated, latest) "
+                f"VALUES (1, '{name}', '{name}', '', 3, x'00', 1.5, 2.5, {latest})"
+            )
+        release = "package_id, version, content_digest, manifest, size, published, downloads"
+        connection.exec_driver_sql(
+            f"INSERT INTO releases ({release}) VALUES (1, '1.0.0', '', ?, 0, 0, 0)",
+            ((manifest % adapters).encode(),),
+        )
+    database = Database.open(tmp_path / "registry.db")
+    with database.read() as connection:
+        rows = connection.exec_driver_sql("SELECT base, kinds FROM packages ORDER BY id").all()
+        assert list_schema_differences(connection) == []
+    database.close()
+    assert [tuple(row) for row in rows] == [("org/base, v2", " lora dora "), ("", "")]

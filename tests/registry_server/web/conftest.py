@@ -1,9 +1,11 @@
 """A registry with packages to look at."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.rights import Identity
@@ -15,8 +17,37 @@ from tests.registry_server.publishing.package_fixtures import (
     build_template,
     upload_and_publish,
 )
+from tests.registry_server.web.test_markdown import ParsedHtml
 
 Publish = Callable[..., InMemoryPackage]
+
+
+@dataclass
+class Browser:
+    """A browser with its cookies, which fills in forms."""
+
+    client: TestClient
+
+    def get(self, path: str) -> tuple[int, str]:
+        answer = self.client.get(path)
+        return answer.status_code, answer.text
+
+    def read_key(self, path: str) -> str:
+        """The key in the forms of a page."""
+        fields = [a for tag, a in ParsedHtml(self.client.get(path).text).tags if tag == "input"]
+        found = {a["value"] for a in fields if a.get("name") == "form_key"}
+        assert len(found) == 1
+        return str(found.pop())
+
+    def send(self, page: str, path: str, **fields: str) -> tuple[int, str, str]:
+        """Send a form of a page; return status, text, and where it leads."""
+        answer = self.client.post(path, data={"form_key": self.read_key(page), **fields})
+        return answer.status_code, answer.text, answer.headers.get("location", "")
+
+    def log_in(self, secret: str, target: str = "") -> "Browser":
+        status, text, _ = self.send("/login", "/login", token=secret, next=target)
+        assert status == 303, text
+        return self
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +78,14 @@ def publish(served: RegistryHarness, owner: Identity, template: PackageTemplate)
         return parcel
 
     return publish
+
+
+@pytest.fixture
+def visitor(served: RegistryHarness) -> Browser:
+    return Browser(served.client())
+
+
+@pytest.fixture
+def olga(served: RegistryHarness, publish: Publish, visitor: Browser) -> Browser:
+    """The owner of ``acme`` and ``hidden``, logged in."""
+    return visitor.log_in(served.create_token("olga"))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from registry_server.web.pages import MAX_README_CHARACTERS, check_link, render_markdown
+from registry_server.web.rendering import MAX_README_CHARACTERS, check_link, render_markdown
 
 ALLOWED = {
     *("h2", "h3", "h4", "h5", "h6", "p", "br", "hr", "blockquote", "pre", "code", "em", "strong"),
@@ -40,7 +40,7 @@ def check_harmless(html: str) -> ParsedHtml:
     seen = ParsedHtml(html)
     for tag, attributes in seen.tags:
         assert tag in ALLOWED
-        assert set(attributes) <= {"href", "rel", "class", "start"}
+        assert set(attributes) <= {"href", "rel", "class", "start", "tabindex"}
         if "href" in attributes:
             assert (attributes["href"] or "").startswith(("http://", "https://"))
             assert attributes["rel"] == "nofollow noopener noreferrer"

@@ -8,10 +8,10 @@ from starlette.testclient import TestClient
 
 from expertctl.reference import PackageName
 from registry_server.access import namespaces
-from registry_server.access.rights import Identity
+from registry_server.access.rights import Identity, TokenScope
 from registry_server.publishing.index import load_publisher_keys
 from registry_server.publishing.releases import revoke_key, yank_release
-from registry_server.web.pages import SECURITY_HEADERS
+from registry_server.web.rendering import SECURITY_HEADERS
 from tests.registry_server.harness import RegistryHarness
 from tests.registry_server.web.conftest import Publish
 from tests.registry_server.web.test_markdown import ATTACKS, ParsedHtml
@@ -35,7 +35,9 @@ def text_of(html: str) -> str:
 def check_no_active_content(html: str) -> None:
     """Demand a page without anything that runs, loads from elsewhere or submits elsewhere."""
     for tag, attributes in ParsedHtml(html).tags:
-        assert tag not in {"script", "iframe", "object", "embed", "svg", "math", "style", "base"}
+        assert tag not in {"iframe", "object", "embed", "svg", "math", "style", "base"}
+        if tag == "script":
+            assert (attributes.get("src") or "").startswith("/static/copy.js?v=")
         assert not [name for name in attributes if name.startswith("on") or name == "style"]
         for name in ("src", "href", "action"):
             value = attributes.get(name) or "/"
@@ -78,8 +80,10 @@ def test_every_answer_allows_a_browser_little(
     assert {name: answer.headers[name] for name in SECURITY_HEADERS} == dict(SECURITY_HEADERS)
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; ")
-    assert not [word for word in ("unsafe", "script", "http", "*", "data:") if word in policy]
-    assert "set-cookie" not in answer.headers
+    assert not [word for word in ("unsafe", "http", "*", "data:") if word in policy]
+    assert "script-src 'self';" in policy
+    assert "strict-transport-security" not in answer.headers
+    assert ("set-cookie" in answer.headers) == (path == "/login")
 
 
 def test_search_finds_by_words_and_keeps_the_question(
@@ -142,7 +146,8 @@ def test_a_package_page_says_what_it_is(
     for part in (
         "expertctl install 127.0.0.1:8080/acme/sql",
         "Hello See docs.",
-        "exact sql 12 of 200 (6 %) 182 of 200 (91 %) 86 to 94 % +0.85 exact_match 200 2026-11-20",
+        "exact sql exact_match, 200 prompts, 2026-11-20 6 % 12 of 200 91 % 182 of 200 86 to 94 % "
+        "+85 points",
         "CTE: None. Use joins.",
         "0.9.0 yanked It was wrong.",
         "1.0.0 latest",
@@ -227,6 +232,7 @@ def test_what_is_not_there_is_a_404_page(path: str, browser: TestClient, publish
     publish()
     answer = browser.get(path)
     assert (answer.status_code, "Back to the start" in answer.text) == (404, True)
+    assert 'action="/search"' in answer.text
     check_no_active_content(answer.text)
 
 
@@ -241,28 +247,43 @@ def test_a_hidden_package_is_as_good_as_none(
     """No oracle: who may not read cannot tell what is there, in any list, count or answer."""
     publish("hidden/plan", description="Nobody may see this.")
     hidden, none = (browser.get(f"/packages/{name}") for name in ("hidden/plan", "gone/plan"))
-    assert (hidden.status_code, none.status_code) == (401, 401)
-    assert hidden.text == none.text
-    assert hidden.headers["www-authenticate"].startswith("Basic realm=")
+    assert (hidden.status_code, none.status_code) == (404, 404)
+    assert hidden.text.replace("hidden", "gone") == none.text
+    assert "www-authenticate" not in hidden.headers
+    spaces = [browser.get(f"/namespaces/{name}") for name in ("hidden", "gone")]
+    assert [answer.status_code for answer in spaces] == [404, 404]
+    assert spaces[0].text.replace("hidden", "gone") == spaces[1].text
     assert "hidden" not in browser.get("/").text
-    assert "hidden" not in browser.get("/search?q=nobody").text.replace("visually-hidden", "")
+    assert "hidden/" not in browser.get("/search?q=nobody").text
+    for path in ("/browse", "/browse/namespaces", "/browse/bases", "/search?namespace=hidden"):
+        answer = browser.get(path)
+        assert "hidden/" not in answer.text
+        assert "/hidden" not in answer.text
     assert "0 experts" in text_of(browser.get("/").text)
 
 
-def test_a_browser_logs_in_with_a_name_and_a_token(
+def test_a_program_may_read_pages_with_a_token(
     browser: TestClient, publish: Publish, served: RegistryHarness
 ) -> None:
     publish("hidden/plan", description="For us.")
-    challenge = browser.get("/login")
-    assert (challenge.status_code, "password is a token" in challenge.text) == (401, True)
     pair = base64.b64encode(f"uli:{served.create_user('uli')}".encode()).decode()
     browser.headers["Authorization"] = f"Basic {pair}"
-    assert browser.get("/login").headers["location"] == "/"
     page = browser.get("/packages/hidden/plan")
     assert page.status_code == 200
     assert "logged in as uli" in text_of(page.text)
     assert page.headers["cache-control"] == "private, no-cache"
-    assert page.headers["vary"] == "Authorization"
+    assert page.headers["vary"] == "Authorization, Cookie"
+
+
+def test_a_token_for_one_namespace_finds_no_other(
+    browser: TestClient, publish: Publish, served: RegistryHarness
+) -> None:
+    publish("hidden/plan")
+    secret = served.create_token("olga", TokenScope.parse("read:acme"))
+    browser.headers["Authorization"] = f"Bearer {secret}"
+    hidden, none = (browser.get(f"/packages/{name}") for name in ("hidden/plan", "gone/plan"))
+    assert (hidden.status_code, none.status_code) == (404, 404)
+    assert hidden.text.replace("hidden", "gone") == none.text
 
 
 HOSTILE: dict[str, Any] = {
