@@ -122,7 +122,7 @@ def test_requests_are_counted_by_template_and_status(served: RegistryHarness) ->
     text = served.registry.metrics.render_exposition(served.registry.database).decode()
     for labels, count in (
         ('route="/healthz",status="200"', "1.0"),
-        ('route="/packages/{namespace}/{name}",status="401"', "2.0"),
+        ('route="/packages/{namespace}/{name}",status="404"', "2.0"),
     ):
         assert f'requests_total{{method="GET",{labels}}} {count}' in text
     assert "expertctl_registry_requests_running 0.0" in text

@@ -89,3 +89,11 @@ def visitor(served: RegistryHarness) -> Browser:
 def olga(served: RegistryHarness, publish: Publish, visitor: Browser) -> Browser:
     """The owner of ``acme`` and ``hidden``, logged in."""
     return visitor.log_in(served.create_token("olga"))
+
+
+@pytest.fixture
+def browser(served: RegistryHarness) -> TestClient:
+    """A browser that nobody logged in."""
+    client = served.client()
+    client.headers["Accept"] = "text/html,application/xhtml+xml"
+    return client

@@ -241,3 +241,37 @@ def test_pages_of_a_login_violate_no_rule(
     submit(tab, "form[action='/account/tokens']", name="ci", place="acme")
     found["no new token"] = list_violations(tab, axe)
     assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_the_check_finds_what_is_wrong(
+    tab: BrowserTab, axe: str, populated: PopulatedRegistry
+) -> None:
+    go(tab, populated.url, width=390)
+    tab.evaluate("document.querySelector('main').innerHTML += '<img src=/static/icon.svg>'")
+    tab.evaluate("document.querySelector('main').style.width = '500px'")
+    found = list_violations(tab, axe)
+    assert [line.partition(":")[0] for line in found] == [
+        "image-alt",
+        "the page is wider than the window",
+    ]
+
+
+def test_a_button_copies_a_command(tab: BrowserTab, populated: PopulatedRegistry) -> None:
+    go(tab, f"{populated.url}/packages/acme/sql")
+    permissions = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+    tab.send_command("Browser.grantPermissions", permissions=permissions)
+    tab.evaluate("document.querySelector('.copy').click()")
+    wait_for(tab, "document.querySelector('.copy').innerText === 'Copied'")
+    host = populated.url.removeprefix("http://")
+    copied = tab.evaluate("navigator.clipboard.readText()")
+    assert copied == f"expertctl install {host}/acme/sql"
+
+
+def test_pages_work_without_scripts(tab: BrowserTab, populated: PopulatedRegistry) -> None:
+    tab.send_command("Network.setBlockedURLs", urls=["*.js*"])
+    log_in(tab, populated)
+    go(tab, f"{populated.url}/packages/acme/sql")
+    assert "expertctl install" in tab.read_text("main")
+    assert "Copy" not in tab.read_text("main")
+    submit(tab, "form[action='/logout']")
+    assert "Log in" in tab.read_text("header")

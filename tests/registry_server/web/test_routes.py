@@ -20,14 +20,6 @@ SCRIPT = "<script>alert(1)</script>"
 MARK = '"><img src=x onerror=alert(1)>'
 
 
-@pytest.fixture
-def browser(served: RegistryHarness) -> TestClient:
-    """A browser that nobody logged in."""
-    client = served.client()
-    client.headers["Accept"] = "text/html,application/xhtml+xml"
-    return client
-
-
 def text_of(html: str) -> str:
     return " ".join(ParsedHtml(html).text.split())
 
