@@ -54,15 +54,19 @@ from registry_server.web.rendering import prefers_html, render_error_page
 
 
 def make_request_limits(
-    app: ASGIApp, settings: ServerSettings, *, stall_seconds: float = STALL_SECONDS
+    app: ASGIApp,
+    settings: ServerSettings,
+    *,
+    registry: Registry | None = None,
+    stall_seconds: float = STALL_SECONDS,
 ) -> LimitsMiddleware:
-    """Wrap the application of a registry in its request limits."""
+    """Wrap the application of a registry in its request limits; ``registry`` renders pages."""
     bounds = RequestPolicy(
         names=build_host_names(settings.host, settings.public_url),
         accepts_addresses=not is_loopback(settings.host),
         origins=_list_own_origins(settings),
         body_limit=partial(_body_limit, settings.limits),
-        build_response=partial(_refusal_response, settings),
+        build_response=partial(_refusal_response, settings, registry),
         server_label="this registry",
         host_hint="set `url` in registry.toml to the public URL",
         origin_hint="set `url` in registry.toml to the URL of the page that sends the request",
@@ -119,7 +123,16 @@ HSTS = "max-age=31536000"
 """One year, for this host only: its other names and subdomains are not the registry's."""
 
 
-def _refusal_response(settings: ServerSettings, refusal: RequestRefusal, scope: Scope) -> Response:
+_FORM_REFUSALS = {403, 413, 415}
+"""Statuses of refused forms, which browsers get as pages."""
+
+
+def _refusal_response(
+    settings: ServerSettings, registry: Registry | None, refusal: RequestRefusal, scope: Scope
+) -> Response:
+    if registry is not None and refusal.status in _FORM_REFUSALS and prefers_html(scope):
+        request = HTTPConnection(scope)
+        return render_error_page(registry, request, refusal.error, status=refusal.status)
     return error_response(refusal.error, scope, settings, status=refusal.status)
 
 
@@ -263,7 +276,7 @@ def build_app(registry: Registry) -> Starlette:
         middleware=[
             Middleware(TransportSecurityMiddleware, registry.settings),
             Middleware(make_request_log, registry),
-            Middleware(make_request_limits, registry.settings),
+            Middleware(make_request_limits, registry.settings, registry=registry),
             Middleware(AuthenticationMiddleware, registry),
         ],
         exception_handlers={

@@ -279,9 +279,12 @@ def test_a_form_without_the_key_of_its_session_changes_nothing(
 @pytest.mark.parametrize("path", ["/login", *FORMS])
 def test_a_form_of_another_site_is_refused(path: str, olga: Browser) -> None:
     key = olga.read_key("/account")
+    olga.client.headers["Accept"] = "text/html"
     for origin in ("https://evil.example", "null", "http://127.0.0.1:9999"):
         answer = olga.client.post(path, data={"form_key": key}, headers={"Origin": origin})
         assert answer.status_code == 403
+        assert "set `url` in registry.toml" in text_of(answer.text).lower()
+        check_no_active_content(answer.text)
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "[::1]"])
