@@ -80,22 +80,41 @@ _ROUNDING = 0.00005
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSummary:
-    """An entry of ``evaluation`` as table cells; ``interval`` is empty if the metric has none."""
+    """An entry of ``evaluation`` as cells of a table; only proportions have counts and intervals.
+
+    Whether the expert is better or worse is known for proportions only.
+    """
 
     base: str
     expert: str
-    interval: str
+    gain: str
+    base_count: str = ""
+    expert_count: str = ""
+    interval: str = ""
+    is_better: bool = False
+    is_worse: bool = False
 
 
 def summarise_evaluation(entry: Evaluation) -> EvaluationSummary:
-    """Return the results of an entry, as counts if the metric counts right answers."""
+    """Return the results of an entry, as percentages if the metric counts right answers."""
     n, base, expert = entry.n, count_correct(entry, entry.base), count_correct(entry, entry.expert)
     if base is None or expert is None:
-        return EvaluationSummary(f"{entry.base:.4g}", f"{entry.expert:.4g}", "")
-    interval = format_interval(wilson_interval(expert, n), n)
+        gain = _format_gain(entry.expert - entry.base, ".3g")
+        return EvaluationSummary(f"{entry.base:.4g}", f"{entry.expert:.4g}", gain)
     return EvaluationSummary(
-        format_correct_count(base, n), format_correct_count(expert, n), interval
+        base=format_proportion(base, n),
+        expert=format_proportion(expert, n),
+        gain=f"{_format_gain(100 * (expert - base) / n, f'.{_count_digits(n)}f')} points",
+        base_count=f"{base:,} of {n:,}",
+        expert_count=f"{expert:,} of {n:,}",
+        interval=format_interval(wilson_interval(expert, n), n),
+        is_better=expert > base,
+        is_worse=expert < base,
     )
+
+
+def _format_gain(value: float, digits: str) -> str:
+    return f"{value:+{digits}}".replace("-", "\N{MINUS SIGN}")
 
 
 def describe_evaluation(entry: Evaluation) -> str:

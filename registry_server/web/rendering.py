@@ -31,13 +31,7 @@ from starlette.types import Scope
 
 from expertctl import __version__
 from expertctl.errors import ExpertError
-from expertctl.package.evaluation import (
-    count_correct,
-    format_interval,
-    format_proportion,
-    wilson_interval,
-)
-from expertctl.schema.manifest import Evaluation
+from expertctl.package.evaluation import summarise_evaluation
 from registry_server.access.authentication import is_program_path
 from registry_server.access.browser_session import FormKey
 from registry_server.access.rights import ANONYMOUS, Identity
@@ -304,7 +298,7 @@ def _build_environment() -> Environment:
         "kind_name": lambda kind: _KIND_NAMES.get(kind, kind),
         "number": lambda number: f"{number:,}",
         "brief": lambda digest: f"{digest.partition(':')[2][:12]}…",
-        "measured": EvaluationRow.from_entry,
+        "summarised": summarise_evaluation,
         "count": _format_count,
     }
     return environment
@@ -322,40 +316,3 @@ def _format_size(size: int) -> str:
 
 def _format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationRow:
-    """A result of an evaluation as cells of a table; only proportions have counts and intervals."""
-
-    base: str
-    expert: str
-    gain: str
-    base_count: str = ""
-    expert_count: str = ""
-    interval: str = ""
-    tone: str = ""
-    """``gain``, ``loss`` or empty: whether more is better is known for proportions only."""
-
-    @classmethod
-    def from_entry(cls, entry: Evaluation) -> "EvaluationRow":
-        """Format an entry of a manifest: percentages if it counts answers."""
-        n = entry.n
-        base, expert = count_correct(entry, entry.base), count_correct(entry, entry.expert)
-        if base is None or expert is None:
-            gain = _format_signed(f"{entry.expert - entry.base:+.3g}")
-            return cls(f"{entry.base:.4g}", f"{entry.expert:.4g}", gain)
-        points = f"{100 * (expert - base) / n:+.{1 if n >= 1000 else 0}f} points"
-        return cls(
-            base=format_proportion(base, n),
-            expert=format_proportion(expert, n),
-            gain=_format_signed(points),
-            base_count=f"{base:,} of {n:,}",
-            expert_count=f"{expert:,} of {n:,}",
-            interval=format_interval(wilson_interval(expert, n), n),
-            tone="gain" if expert > base else "loss" if expert < base else "",
-        )
-
-
-def _format_signed(text: str) -> str:
-    return text.replace("-", "\N{MINUS SIGN}")

@@ -1,5 +1,7 @@
 """Evaluations in words: counts, shares, and an interval that shows how little few answers prove."""
 
+from dataclasses import astuple
+
 import pytest
 
 from expertctl.package.evaluation import describe_evaluation, summarise_evaluation
@@ -44,10 +46,51 @@ def test_an_evaluation_is_told_in_counts_where_it_counts(measured: Evaluation, t
     assert describe_evaluation(measured) == text
 
 
-def test_a_table_has_the_interval_of_the_expert_only_where_answers_were_counted() -> None:
-    counted = summarise_evaluation(entry(n=5, base=0, expert=1))
-    assert (counted.base, counted.expert) == ("0 of 5 (0 %)", "5 of 5 (100 %)")
-    assert counted.interval == "57 to 100 %"
-    nearly = summarise_evaluation(entry(n=300, base=0.0033, expert=0.9967))
-    assert (nearly.base, nearly.expert) == ("1 of 300 (1 %)", "299 of 300 (99 %)")
-    assert summarise_evaluation(entry(n=20, base=0.1, expert=0.35, metric="bleu")).interval == ""
+@pytest.mark.parametrize(
+    ("measured", "cells"),
+    [
+        (
+            entry(n=200, base=0.06, expert=0.91),
+            ("6 %", "91 %", "+85 points", "12 of 200", "182 of 200", "86 to 94 %", True, False),
+        ),
+        (
+            entry(n=200, base=0.91, expert=0.06),
+            (
+                "91 %",
+                "6 %",
+                "\N{MINUS SIGN}85 points",
+                "182 of 200",
+                "12 of 200",
+                "3 to 10 %",
+                False,
+                True,
+            ),
+        ),
+        (
+            entry(n=1500, base=0.5, expert=0.5),
+            (
+                *("50.0 %", "50.0 %", "+0.0 points", "750 of 1,500", "750 of 1,500"),
+                *("47.5 to 52.5 %", False, False),
+            ),
+        ),
+        (
+            entry(n=300, base=0.0033, expert=0.9967),
+            ("1 %", "99 %", "+99 points", "1 of 300", "299 of 300", "98 to 100 %", True, False),
+        ),
+        (
+            entry(n=64, base=2.4, expert=2.1, metric="nll"),
+            ("2.4", "2.1", "\N{MINUS SIGN}0.3", "", "", "", False, False),
+        ),
+    ],
+)
+def test_a_table_has_percentages_and_intervals_only_where_answers_were_counted(
+    measured: Evaluation, cells: tuple[str | bool, ...]
+) -> None:
+    assert astuple(summarise_evaluation(measured)) == cells
+
+
+def test_the_table_and_the_line_state_the_same() -> None:
+    measured = entry(n=200, base=0.06, expert=0.91)
+    text, row = describe_evaluation(measured), summarise_evaluation(measured)
+    for part in (row.expert, row.expert_count, row.base_count, row.interval):
+        assert part in text
