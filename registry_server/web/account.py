@@ -26,7 +26,7 @@ from expertctl.errors import (
     UsageError,
 )
 from expertctl.schema.validation import convert_document
-from registry_server.access import accounts, rights
+from registry_server.access import rights
 from registry_server.access.authentication import Authenticator, get_identity
 from registry_server.access.browser_session import (
     MAX_SECONDS,
@@ -332,7 +332,3 @@ def _change_users(registry: Registry, request: Request, form: _Form) -> Response
     problem = "a name has lower-case letters, digits and single dashes, 64 at most"
     created = people.create_user(context, _convert(wanted, people.UserRequest, problem))
     return _render_users(registry, request, created=created)
-
-
-assert set(PERMISSIONS) - {""} <= set(Action)
-assert max(map(int, LIFETIMES)) * DAY <= accounts.MAX_TOKEN_SECONDS

@@ -8,6 +8,7 @@ import pytest
 from registry_server.access import accounts, rights
 from registry_server.access.rights import TokenScope
 from registry_server.settings import ServerSettings
+from registry_server.web.account import LIFETIMES, PERMISSIONS
 from tests.registry_server.harness import RegistryHarness, create_registry
 from tests.registry_server.web.conftest import Browser, Publish
 from tests.registry_server.web.test_login import FORMS, new_browser
@@ -56,6 +57,16 @@ def test_revoking_the_token_of_the_login_ends_it(served: RegistryHarness, visito
     fields = {"id": served.authenticate(secret).token_id or ""}
     visitor.send("/account", "/account/tokens/revoke", **fields)
     assert visitor.get("/account")[0] == 303
+
+
+def test_every_choice_of_the_form_makes_a_token(served: RegistryHarness, olga: Browser) -> None:
+    for permission in PERMISSIONS:
+        for days in LIFETIMES:
+            fields = {"name": "ci", "days": days, "permission": permission, "place": ""}
+            text = olga.send("/account", "/account/tokens", **fields)[1]
+            made = served.authenticate(text[text.index("xpt_") :][: accounts.TOKEN_LENGTH])
+            assert (made.expires is None) == (days == "0")
+            assert not permission or [str(scope) for scope in made.scopes] == [permission]
 
 
 @pytest.mark.parametrize(
