@@ -39,7 +39,7 @@ Sizes are written `512MiB`, `2GB` or in bytes, times `12h`, `3d` or `2w`, boolea
 | `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME` | where MiniLM weights are looked for |
 | `OMP_NUM_THREADS` | the most threads that the engine uses |
 | `SOURCE_DATE_EPOCH` | the time that `build` writes into packages |
-| `COLUMNS` | the width of `stats` where there is no terminal |
+| `COLUMNS` | the width of the terminal, instead of what it says |
 | `NO_COLOR`, `FORCE_COLOR`, `TERM` | whether messages are coloured; `--color` decides before them |
 | `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_…` | where [traces of `serve`](../how-to/serve.md) are sent |
 

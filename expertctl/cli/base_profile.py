@@ -110,20 +110,19 @@ def format_dense_plan(plan: "DenseMemoryPlan") -> str:
             format_size(each.weight_bytes),
             format_size(each.min_bytes),
             "yes" if plan.fits(each) else "no",
-            _format_loss(each.dtype, each.kl_divergence),
+            *_format_loss(each.dtype, each.kl_divergence),
         ]
         for each in plan.dtypes
     ]
-    head = ["DTYPE", "WEIGHTS", "A TYPICAL RUN", "FITS", "KL DIVERGENCE"]
+    head = ["DTYPE", "WEIGHTS", "A TYPICAL RUN", "FITS", "KL DIVERGENCE", "LIMIT"]
     return f"{plan.base}, {format_limit(plan.limit)} of memory\n\n{format_table(head, rows)}"
 
 
-def _format_loss(dtype: "Dtype", loss: float | None) -> str:
+def _format_loss(dtype: "Dtype", loss: float | None) -> tuple[str, str]:
     """Return what a base loses in a data type, and what it may lose; nothing for floats."""
     if dtype not in QUANTISED_DTYPES:
-        return ""
-    known = "measured by the first run" if loss is None else f"{loss:.2g}"
-    return f"{known}; the limit is {KL_LIMITS[dtype]}"
+        return "", ""
+    return "the first run tells" if loss is None else f"{loss:.2g}", str(KL_LIMITS[dtype])
 
 
 def _format_plan_lines(plan: "BaseMemoryPlan") -> Iterator[str]:

@@ -288,7 +288,7 @@ def _find_routed_base(bases: "Sequence[StoredBase]") -> str:
     if not routed:
         raise NotFoundError(
             "no registered base has routed experts",
-            hint="expertctl base add DIR adds one: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE or Dots1",
+            hint="`expertctl base add DIR` adds one: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE or Dots1",
         )
     return routed[0].name
 

@@ -153,6 +153,12 @@ class Setting:
         """Return the default for people, described where it depends on something else."""
         return self.default or _DEFAULT_DESCRIPTIONS.get(self.key, _NO_DEFAULT)
 
+    def describe_value(self) -> str:
+        """Return the value for people, with its source unless that is the file."""
+        if self.value is None:
+            return f"({self.describe_default()})"
+        return self.value + (" from environment" if self.source == "environment" else "")
+
 
 def read_settings(path: Path, environment: Mapping[str, str]) -> list[Setting]:
     """Return every known setting.
@@ -308,19 +314,16 @@ def unset(key: SettingKey, as_json: JsonFlag = False) -> None:
 
 @app.command("list")
 def list_settings(as_json: JsonFlag = False) -> None:
-    """List all settings: value or default, where it comes from, and what it means.
+    """List all settings: the value, or the default in parentheses, and what it means.
 
     Example: expertctl config list
     """
     found = _load_all_settings()
-    rows = [
-        [each.key, each.value or "-", each.describe_default(), source, MEANINGS[each.key]]
-        for each in found
-        for source in ["-" if each.source == "default" else each.source]
-    ]
-    header = ["KEY", "VALUE", "DEFAULT", "SOURCE", "MEANING"]
+    rows = [[each.key, each.describe_value(), MEANINGS[each.key]] for each in found]
+    header = ["KEY", "VALUE (DEFAULT)", "MEANING"]
     document = {"settings": [_build_document(setting) for setting in found]}
-    emit(document, format_table(header, rows), as_json=as_json)
+    table = format_table(header, rows, shorten=("VALUE (DEFAULT)", "MEANING"))
+    emit(document, table, as_json=as_json)
 
 
 def _load_all_settings() -> list[Setting]:

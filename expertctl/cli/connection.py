@@ -382,7 +382,8 @@ def _format_tokens(found: list[AccessToken]) -> str:
         ]
         for token in found
     ]
-    return format_table(["ID", "NAME", "SCOPES", "EXPIRES", "LAST USED"], rows) if rows else ""
+    header = ["ID", "NAME", "SCOPES", "EXPIRES", "LAST USED"]
+    return format_table(header, rows, shorten=("NAME", "SCOPES")) if rows else ""
 
 
 def _format_minute(time: str | None) -> str:

@@ -11,7 +11,6 @@ from expertctl.cli.output import (
     format_count,
     format_table,
     make_note_once,
-    truncate,
 )
 from expertctl.cli.process import FAILURE, UNREACHABLE, UNTRUSTED
 from expertctl.cli.progress import show_progress
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
     )
 
 
-_MAX_NAME, _SHOWN_EXPERTS = 28, 12
-"""Most columns of a name, and most experts that are shown."""
+_SHOWN_EXPERTS = 12
+"""Most experts that are shown."""
 _TOKENS = 1000
 _PURPOSES = ("base", "experts", "kv", "buffers")
 _DTYPES = ("float32", "bf16", "int8", "int4")
@@ -153,14 +152,15 @@ def _format_waiting_runs(report: "MemoryReport") -> Iterator[str]:
 def _format_bases(report: "MemoryReport") -> Iterator[str]:
     if report.bases:
         header = ("BASE", "ON DISK", *map(str.upper, _DTYPES), f"{_TOKENS:,} TOKENS")
-        yield format_table(header, [_format_base_row(base) for base in report.bases])
+        rows = [_format_base_row(base) for base in report.bases]
+        yield format_table(header, rows, shorten=("BASE",))
 
 
 def _format_base_row(base: "BaseSize") -> tuple[str, ...]:
     weights = (_format_size(base.weights.get(dtype)) for dtype in _DTYPES)
     tokens = None if base.token is None else _TOKENS * base.token
     return (
-        truncate(base.name, _MAX_NAME),
+        base.name,
         format_size(base.on_disk),
         *weights,
         _format_size(tokens),

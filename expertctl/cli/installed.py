@@ -122,8 +122,5 @@ def _format_experts(now: StoreScan, preference: VersionPreference, flagged: Flag
         ]
         for expert in now.experts
     ]
-    return (
-        format_table(["NAME", "VERSION", "REGISTRY", "BASE", "SIZE", "SIGNER", "FLAGS"], rows)
-        if rows
-        else ""
-    )
+    header = ["NAME", "VERSION", "REGISTRY", "BASE", "SIZE", "SIGNER", "FLAGS"]
+    return format_table(header, rows, shorten=("REGISTRY", "BASE", "SIGNER")) if rows else ""

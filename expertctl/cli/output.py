@@ -9,18 +9,19 @@ control characters before a terminal sees it.
 Answers are wrapped for a terminal while they are written, and left as they are for a program. A
 word is held back until it is complete, so lines break between words. Text without spaces, such as
 Chinese, may break between any two characters. Lines of a fenced block are not wrapped, because
-their line ends mean something, nor is a word wider than the terminal.
+their line ends mean something, nor is a word wider than the terminal, nor a command.
+
+Tables come from `format_table`: where one is too wide for the terminal, some columns are cut, and
+where that is not enough, each row becomes a record. A pipe or a file gets all of it.
 """
 
 import json
 import os
 import re
 import sys
-import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 from typing import Annotated, Literal, TextIO
@@ -38,7 +39,11 @@ from expertctl.files import NO_SPACE_ERRORS, write_to_path
 
 _MIN_WIDTH = 20
 """Fewest columns of folded text."""
-_GAP, _BELOW_INDENT = "  ", "    "
+_GAP = "  "
+_SHORTEST_CELL = 16
+"""Fewest columns to which a cell is cut."""
+_COMMAND = re.compile(r"`[^`]*`|(?:^ *|(?<=  )|(?<=^hint: ))(?:expertctl|\S*python\S*|pip|uv) .*")
+"""A command in a text, or on a line or in a cell of its own, where no line is broken."""
 _UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?i?B|ms|s|%)(?!\w))")
 """The space between a number and its unit, where no line is broken."""
 _QUOTED_CHARACTERS = 300
@@ -118,12 +123,9 @@ def has_colour(stream: TextIO) -> bool:
         return False
     if os.environ.get("FORCE_COLOR"):
         return True
-    is_capable = "WT_SESSION" in os.environ if sys.platform == "win32" else _names_a_terminal()
-    return is_capable and stream.isatty()
-
-
-def _names_a_terminal() -> bool:
-    return os.environ.get("TERM", "dumb") != "dumb"
+    if sys.platform == "win32":
+        return "WT_SESSION" in os.environ and stream.isatty()
+    return os.environ.get("TERM", "dumb") != "dumb" and stream.isatty()
 
 
 def _add_colour(text: str, *, dim: bool) -> str:
@@ -200,9 +202,15 @@ def _fold_for_stream(text: str, stream: TextIO) -> str:
 
 
 def terminal_width(stream: TextIO) -> int:
-    """Return the columns of a terminal; 0 for a pipe or a file, where lines may have any length."""
+    """Return the columns of a terminal; 0 for a pipe or a file, where lines may have any length.
+
+    ``COLUMNS`` in the environment replaces what the terminal says.
+    """
     if not stream.isatty():
         return 0
+    chosen = os.environ.get("COLUMNS", "")
+    if chosen.isdecimal() and int(chosen):
+        return int(chosen)
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except OSError:
@@ -212,9 +220,10 @@ def terminal_width(stream: TextIO) -> int:
 def fold(line: str, width: int) -> str:
     """Break a line at spaces; the rest is indented to the last column of the left half.
 
-    Two spaces separate cells; a cell such as ``2.6 MB`` is broken only if it is wider than a line.
+    Two spaces separate cells; a cell such as ``2.6 MB`` is broken only if it is wider than a line,
+    and a command never.
     """
-    if len(line) <= width:
+    if count_columns(line) <= width:
         return line
     indent = len(line) - len(line.lstrip())
     column = line.rfind("  ", indent, width // 2) + 2
@@ -222,14 +231,32 @@ def fold(line: str, width: int) -> str:
     wide_gap = len(line[start:]) - len(line[start:].lstrip())
     if wide_gap and start + wide_gap + _MIN_WIDTH <= width:  # the column begins after the middle
         start = hanging = start + wide_gap
+    hanging += count_columns(line[:start]) - start
     room = max(width - hanging, _MIN_WIDTH)
+    line = _COMMAND.sub(_join_words, line)
     cells = re.split("( {2,})", _UNIT.sub(_UNBROKEN_SPACE, line[start:]))
     whole = "".join(
-        cell.replace(" ", _UNBROKEN_SPACE) if 0 < len(cell.strip()) <= room else cell
+        cell.replace(" ", _UNBROKEN_SPACE) if 0 < count_columns(cell.strip()) <= room else cell
         for cell in cells
     )
-    parts = textwrap.wrap(whole, room, break_long_words=False, break_on_hyphens=False)
-    return line[:start] + f"\n{' ' * hanging}".join(parts).replace(_UNBROKEN_SPACE, " ")
+    shown = line[:start] + f"\n{' ' * hanging}".join(_break_at_spaces(whole, room))
+    return shown.replace(_UNBROKEN_SPACE, " ")
+
+
+def _break_at_spaces(text: str, room: int) -> list[str]:
+    lines = [""]
+    for gap, word in re.findall("( *)([^ ]+)", text):
+        if lines[-1] and count_columns(lines[-1] + gap + word) > room:
+            lines.append(word)
+        else:
+            lines[-1] += gap + word
+    return lines
+
+
+def _join_words(found: re.Match[str]) -> str:
+    """Protect the spaces of a command, but not its indentation."""
+    command = found[0].lstrip()
+    return found[0][: -len(command)] + command.replace(" ", _UNBROKEN_SPACE)
 
 
 def _escape_unencodable(text: str, stream: TextIO) -> str:
@@ -238,30 +265,63 @@ def _escape_unencodable(text: str, stream: TextIO) -> str:
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, shorten: Sequence[str] = ()
+) -> str:
     """Align columns with two spaces between them; readable without colour.
 
-    If all columns but the last do not fit a terminal, those that do not fit go to a second line,
-    the same ones in each row.
+    On a terminal that is too narrow, cells of the columns named in ``shorten`` are cut, the widest
+    first. If that is not enough, each row becomes a record with a line for each cell. Columns that
+    users copy, such as digests, must not be named.
     """
-    lines = [list(header), *[list(row) for row in rows]]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    fitting = _count_fitting_columns(widths, terminal_width(sys.stdout))
-    parts = [(line[:fitting], line[fitting:]) for line in lines]
-    shown = [(_align(left, widths), _align(below, widths[fitting:])) for left, below in parts]
-    return "\n".join(f"{left}\n{_BELOW_INDENT}{below}" if below else left for left, below in shown)
+    widths = [max(map(count_columns, column)) for column in zip(header, *rows, strict=True)]
+    room = terminal_width(sys.stdout) or sum(widths) + len(_GAP) * len(widths)
+    places = map(header.index, shorten)
+    least = {n: max(_SHORTEST_CELL, len(header[n])) for n in places}
+    while sum(widths) + len(_GAP) * (len(widths) - 1) > room:
+        widest = max(least, key=lambda n: (widths[n] > least[n], widths[n]), default=None)
+        if widest is None or widths[widest] <= least[widest]:
+            return format_records(header, rows)
+        widths[widest] -= 1
+    cells = [map(_pad, map(truncate, line, widths), widths) for line in (header, *rows)]
+    return "\n".join(_GAP.join(line).rstrip() for line in cells)
 
 
-def _count_fitting_columns(widths: Sequence[int], room: int) -> int:
-    """Return how many columns fit on one line; a long last one is folded instead."""
-    ends = [end - len(_GAP) for end in accumulate(width + len(_GAP) for width in widths)]
-    if not room or len(ends) < 2 or ends[-2] <= room:
-        return len(ends)
-    return max(sum(end <= room for end in ends), 1)
+def format_records(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a block of lines ``name: value`` for each row, without empty cells."""
+    width = max(map(count_columns, header)) + 1
+    labels = [_pad(f"{name}:", width) if name else "" for name in header]
+    blocks = [
+        [(label, cell.strip()) for label, cell in zip(labels, row, strict=True) if cell.strip()]
+        for row in rows
+    ]
+    return "\n\n".join(map(format_fields, blocks))
 
 
-def _align(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return _GAP.join(map(str.ljust, cells, widths)).rstrip()
+def format_fields(rows: Sequence[Sequence[str]]) -> str:
+    """Return lines of a name and a value, the values below each other."""
+    width = max((count_columns(name) for name, _ in rows), default=0)
+    return "\n".join(f"{_pad(name, width)}{_GAP}{value}" if name else value for name, value in rows)
+
+
+def _pad(text: str, width: int) -> str:
+    return text + " " * (width - count_columns(text))
+
+
+def truncate(text: str, width: int) -> str:
+    """Cut a text to a number of columns: words at their end, a name in its middle."""
+    if count_columns(text) <= width:
+        return text
+    tail = "" if " " in text.strip() else _take_columns(text[::-1], (width - 1) // 2)[::-1]
+    return _take_columns(text, width - 1 - count_columns(tail)).rstrip() + "…" + tail
+
+
+def _take_columns(text: str, width: int) -> str:
+    """Return the longest beginning that is not wider than a number of columns."""
+    end = 0
+    while end < len(text) and count_columns(text[: end + 1]) <= width:
+        end += 1
+    return text[:end]
 
 
 def format_count(count: int, thing: str) -> str:
@@ -279,15 +339,10 @@ def format_rate(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
 
 
-def truncate(text: str, limit: int) -> str:
-    """Return a text of at most ``limit`` characters; an ellipsis ends one that was cut."""
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
-
-
 def quote(text: str) -> str:
     """Return the first 300 characters as a JSON string, so that spaces and line ends show."""
-    cut = text if len(text) <= _QUOTED_CHARACTERS else f"{text[:_QUOTED_CHARACTERS]}…"
-    return json.dumps(cut, ensure_ascii=False)
+    end = "…" if len(text) > _QUOTED_CHARACTERS else ""
+    return json.dumps(text[:_QUOTED_CHARACTERS] + end, ensure_ascii=False)
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
@@ -307,7 +362,6 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
         raise NotFoundError(message, hint="name a file in a writable folder") from error
 
 
-_MIN_WRAP_WIDTH = 20
 _TAB = 8
 _JOINER = "\N{ZERO WIDTH JOINER}"
 _FENCES = ("```", "~~~")
@@ -329,7 +383,7 @@ class WordWrap:
     def feed(self, text: str) -> str:
         """Take the next piece of an answer and return what can be printed now."""
         room = self._width()
-        if room < _MIN_WRAP_WIDTH:
+        if room < _MIN_WIDTH:
             return self.finish() + text
         return "".join(self._feed_character(character, room) for character in text)
 

@@ -10,7 +10,14 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.completion import complete_experts
-from expertctl.cli.output import JsonFlag, emit, format_table, print_message, truncate
+from expertctl.cli.output import (
+    JsonFlag,
+    emit,
+    format_fields,
+    format_table,
+    print_message,
+    truncate,
+)
 from expertctl.cli.progress import show_progress
 from expertctl.digest import FileDigest, Progress
 from expertctl.errors import to_single_line
@@ -147,8 +154,7 @@ def format_contents(contents: PackageContents) -> str:
         ["signed by", read_signer(contents) or "nobody"],
     ]
     files = [[f.path, format_size(f.size), str(f.digest)] for f in contents.files]
-    width = max(len(row[0]) for row in rows)
-    head = "\n".join(f"{name.ljust(width)}  {to_single_line(value)}" for name, value in rows)
+    head = format_fields([(name, to_single_line(value)) for name, value in rows])
     return f"{head}\n\n{format_table(['file', 'size', 'digest'], files)}"
 
 

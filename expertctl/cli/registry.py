@@ -135,7 +135,8 @@ def list_namespaces(registry: RegistryOption = None, as_json: JsonFlag = False) 
     shown = [_build_namespace_document(each, connection.host) for each in found]
     rows = [[n.name, n.kind, n.read, _format_usage(n), " ".join(n.owners)] for n in found]
     rows = [[to_single_line(cell) for cell in row] for row in rows]
-    text = format_table(["NAME", "KIND", "READ", "USED", "OWNERS"], rows) if rows else ""
+    header = ["NAME", "KIND", "READ", "USED", "OWNERS"]
+    text = format_table(header, rows, shorten=("OWNERS",)) if rows else ""
     emit({"registry": connection.host, "namespaces": shown}, text, as_json=as_json)
 
 

@@ -392,9 +392,9 @@ def format_fitting_experts(conversation: "Conversation", planner: "Planner") -> 
         ]
         for expert in fitting
     ]
-    lines = [
-        format_table(["", "EXPERT", "KIND", "DESCRIPTION"], rows) if rows else "no expert fits"
-    ]
+    header = ["", "EXPERT", "KIND", "DESCRIPTION"]
+    table = format_table(header, rows, shorten=("DESCRIPTION",))
+    lines = [table if rows else "no expert fits"]
     lines += [f"{others} more, made for other bases than {base.name}"] if others else []
     return "\n".join(lines)
 

@@ -8,7 +8,7 @@ import typer
 
 from expertctl.cli.completion import complete_packages
 from expertctl.cli.connection import Connection, RegistryOption, connect, has_registry
-from expertctl.cli.output import JsonFlag, emit, format_table, note, print_message, truncate
+from expertctl.cli.output import JsonFlag, emit, format_fields, format_table, note, print_message
 from expertctl.cli.package_view import build_manifest_rows
 from expertctl.digest import Digest
 from expertctl.errors import (
@@ -46,7 +46,7 @@ from expertctl.store.preference import (
     read_flags,
     read_preference,
 )
-from expertctl.store.refs import StoredExpert
+from expertctl.store.refs import LOCAL, StoredExpert
 from expertctl.store.store import Store
 from expertctl.store.suspicions import SuspicionStore
 from expertctl.trust.trust_record import TrustRecord
@@ -183,8 +183,7 @@ def format_info(
     suspicions = [flag for e in local.experts for flag in local.flagged.get(e.content_digest, ())]
     suspicions = suspicions or list(assessment.flags if assessment is not None else ())
     rows += [["suspicious", flag.sentence] for flag in suspicions]
-    width = max(len(name) for name, _ in rows)
-    head = "\n".join(f"{name.ljust(width)}  {to_single_line(value)}" for name, value in rows)
+    head = format_fields([(name, to_single_line(value)) for name, value in rows])
     return f"{head}\n\n{_format_versions(offer.page)}" if offer is not None else head
 
 
@@ -193,7 +192,8 @@ def _format_installed(expert: StoredExpert, local: InstalledVersions) -> str:
     revoked = "" if local.preference.signers.has_revoked(expert) else None
     unused = "" if local.used == expert else ", unused"
     state = _format_state(yanked=yanked, revoked=revoked)
-    return f"{expert.version} from {expert.registry}{unused}{state}, {expert.content_digest}"
+    source = "a file" if expert.registry == LOCAL else expert.registry
+    return f"{expert.version} from {source}{unused}{state}, {expert.content_digest}"
 
 
 def _build_offer_rows(offer: PackageOffer, assessment: OfferAssessment) -> list[list[str]]:
@@ -234,7 +234,8 @@ def _format_versions(page: PackageSummary) -> str:
         ]
         for release in page.versions
     ]
-    return format_table(["VERSION", "PUBLISHED", "SIZE", "DOWNLOADS", "SIGNER", "STATE"], rows)
+    header = ["VERSION", "PUBLISHED", "SIZE", "DOWNLOADS", "SIGNER", "STATE"]
+    return format_table(header, rows, shorten=("STATE",))
 
 
 def _format_release_state(release: PackageVersion) -> str:
@@ -257,8 +258,6 @@ def _format_install_command(offer: PackageOffer) -> str | None:
 
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
-_MAX_DESCRIPTION = 60
-"""Most characters of a description in a table."""
 
 
 def search(
@@ -391,12 +390,12 @@ def _format_hits(hits: Sequence[PackageHit]) -> str:
             to_single_line("+".join(hit.kinds)),
             to_single_line(hit.base),
             str(hit.downloads),
-            truncate(_format_hit_state(hit) + to_single_line(hit.description), _MAX_DESCRIPTION),
+            _format_hit_state(hit) + to_single_line(hit.description),
         ]
         for hit in hits
     ]
     header = ["NAME", "VERSION", "KIND", "BASE", "DOWNLOADS", "DESCRIPTION"]
-    return format_table(header, rows) if rows else ""
+    return format_table(header, rows, shorten=("BASE", "DESCRIPTION")) if rows else ""
 
 
 def _format_hit_state(hit: PackageHit) -> str:

@@ -16,7 +16,7 @@ import typer
 
 from expertctl.cli.engine import build_missing_engine_error, open_planner, resolve_base
 from expertctl.cli.help import CommandGroup, expand_flags
-from expertctl.cli.output import JsonFlag, emit, format_table, print_message, warn
+from expertctl.cli.output import JsonFlag, emit, format_table, note, print_message, warn
 from expertctl.cli.run_options import ADVANCED, PLACEMENT, Base, EngineFlags, MoeLearn, WarmupFlags
 from expertctl.engine_config import DEFAULT_QUEUE, DEFAULT_ROWS, BatchingConfig
 from expertctl.errors import UsageError, format_install_command
@@ -316,6 +316,8 @@ def list_keys(as_json: JsonFlag = False) -> None:
     from expertctl.server.api_keys import ApiKeyStore
 
     keys = ApiKeyStore(load_settings().home.api_keys).list_keys()
+    if not keys:
+        note("no keys; `expertctl serve key new NAME` makes one")
     rows = [
         [
             each.name,

@@ -5,19 +5,25 @@ encode them.
 """
 
 import json
-import os
-import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime
-from typing import Annotated, Self, cast
+from typing import Annotated, cast
 
 import typer
 
 from expertctl.cli.completion import complete_experts
-from expertctl.cli.output import JsonFlag, emit, format_count, format_table, note, warn
+from expertctl.cli.output import (
+    JsonFlag,
+    emit,
+    format_count,
+    format_table,
+    note,
+    terminal_width,
+    warn,
+)
 from expertctl.cli.prompt_input import STDIN, is_piped, read_text
 from expertctl.errors import UsageError
 from expertctl.settings import load_settings
@@ -48,9 +54,8 @@ class TerminalCanvas:
 
     @classmethod
     def for_stdout(cls) -> "TerminalCanvas":
-        """Return the canvas of stdout; a pipe is 80 columns wide."""
-        columns = shutil.get_terminal_size((_DEFAULT_COLUMNS, 24)).columns
-        width = columns if sys.stdout.isatty() or "COLUMNS" in os.environ else _DEFAULT_COLUMNS
+        """Return the canvas of stdout; for a pipe it is 80 columns wide."""
+        width = terminal_width(sys.stdout) or _DEFAULT_COLUMNS
         return cls(width, _can_encode(_EIGHTHS + _LEVELS + NO_VALUE, sys.stdout.encoding))
 
     def draw_bar(self, share: float, width: int) -> str:
@@ -82,30 +87,29 @@ def _can_encode(text: str, encoding: str | None) -> bool:
 
 _SHOWN_EXPERTS = 15
 _SHOWN_JOBS = 5
-_NARROWEST_BAR, _WIDEST_BAR = 4, 30
-_SHORTEST_NAME, _LONGEST_NAME = 12, 48
+_NARROWEST_BAR, _WIDEST_BAR = 4, 24
+_NO_BAR = 46
+"""Columns of a row besides its name and its bar."""
+_RATE_NOTE = (
+    "SUCCESS is smoothed: (good + 2) / (good + bad + 4), where older runs and format checks count "
+    "less"
+)
 _LABEL = 10
 """Columns before a sparkline."""
 _CAPTION = 16
 """Columns after a sparkline."""
 _HEADER = ["EXPERT", "USES", "", "SUCCESS", "SAID", "FIRST", "TOTAL"]
-_OPTIONAL = 4
-"""Index of the first optional column; without room, the last ones are left out first."""
-_CELL_WIDTH = 9
-"""Width of an optional column, its gap included."""
-_GAP = 2
 
 
 def format_stats(tally: RunStatistics, canvas: TerminalCanvas) -> str:
-    """Return all statistics, no line wider than the canvas."""
+    """Return all statistics; drawings are not wider than the canvas."""
     parts = [
         [_format_summary(tally.runs)],
         _format_experts(tally, canvas),
         _format_days(tally, canvas),
         _format_newest(tally),
     ]
-    lines = "\n\n".join("\n".join(part) for part in parts if part).splitlines()
-    return "\n".join(_truncate(line, canvas.columns) for line in lines)
+    return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def _format_summary(runs: RunSummary) -> str:
@@ -123,20 +127,22 @@ def _format_experts(tally: RunStatistics, canvas: TerminalCanvas) -> list[str]:
     if alone.jobs:
         lines.append(("base alone", len(alone.jobs), None, alone))
     most = max(uses for _, uses, _, _ in lines)
-    room = _TableLayout.fit(canvas, max(len(name) for name, *_ in lines))
+    room = canvas.columns - _NO_BAR - max(len(name) for name, *_ in lines)
+    bar = min(room, _WIDEST_BAR) if room >= _NARROWEST_BAR else 0
     rows = [
         [
-            _truncate(name, room.name),
+            name,
             f"{uses:>4}",
-            canvas.draw_bar(uses / most if most else 0.0, room.bar).ljust(room.bar),
+            canvas.draw_bar(uses / most if most else 0.0, bar) if bar else "",
             "-" if success is None else f"{success:.2f}",
             *_format_run_figures(runs),
-        ][: room.cells]
+        ]
         for name, uses, success, runs in lines
     ]
     more = len(tally.experts) - len(shown)
     remainder = [f"and {format_count(more, 'more expert')}: see --json"] if more else []
-    return [format_table(_HEADER[: room.cells], rows), *remainder]
+    rated = any(success is not None for _, _, success, _ in lines)
+    return [format_table(_HEADER, rows), *remainder, *([_RATE_NOTE] if rated else [])]
 
 
 def _format_run_figures(runs: RunSummary) -> list[str]:
@@ -146,25 +152,6 @@ def _format_run_figures(runs: RunSummary) -> list[str]:
         _format_milliseconds(runs.first_token_ms),
         _format_milliseconds(runs.total_ms),
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class _TableLayout:
-    """The widths of names and bars, and the number of cells in a row."""
-
-    name: int
-    bar: int
-    cells: int
-
-    @classmethod
-    def fit(cls, canvas: TerminalCanvas, longest: int) -> Self:
-        needed = sum(len(cell) + _GAP for cell in _HEADER[1:_OPTIONAL]) + _NARROWEST_BAR
-        wanted = min(longest, _LONGEST_NAME)
-        left = canvas.columns - needed - max(_SHORTEST_NAME, min(wanted, canvas.columns // 3))
-        cells = min(len(_HEADER), _OPTIONAL + max(0, left) // _CELL_WIDTH)
-        left = canvas.columns - needed - (cells - _OPTIONAL) * _CELL_WIDTH
-        name = max(_SHORTEST_NAME, min(wanted, left))
-        return cls(name, min(_WIDEST_BAR, _NARROWEST_BAR + max(0, left - name)), cells)
 
 
 def _format_days(tally: RunStatistics, canvas: TerminalCanvas) -> list[str]:
@@ -200,7 +187,8 @@ def _format_sparkline(
 
 def _format_newest(tally: RunStatistics) -> list[str]:
     rows = [_format_job(job) for job in tally.runs.jobs[:_SHOWN_JOBS]]
-    return [format_table(["JOB", "WHEN", "SAID", "FORM", "TOKENS/S", "ANSWERED BY"], rows)]
+    header = ["JOB", "WHEN", "SAID", "FORM", "TOKENS/S", "ANSWERED BY"]
+    return [format_table(header, rows, shorten=("ANSWERED BY",))]
 
 
 def _format_job(job: RunRecord) -> list[str]:
@@ -222,10 +210,6 @@ def _format_milliseconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value / 1000:.1f} s" if value >= 10_000 else f"{value:.0f} ms"
-
-
-def _truncate(text: str, columns: int) -> str:
-    return text if len(text) <= columns else f"{text[: columns - 3]}..."
 
 
 _Document = dict[str, object]
@@ -488,8 +472,8 @@ def _format_feedback(judgement: _Judgement) -> str:
 
 def _format_expert(used: UsedExpert, judgement: _Judgement) -> str:
     before, after = judgement.compare_rates(used)
-    rates = f"success at {judgement.job.task} {_format_rate(after)}, before {_format_rate(before)}"
-    return f"  {used.ref}: {rates}"
+    rates = f"{_format_rate(after)}, before {_format_rate(before)}"
+    return f"  {used.ref}: smoothed success rate at {judgement.job.task} {rates}"
 
 
 def _format_rate(rate: float | None) -> str:

@@ -405,7 +405,8 @@ def _describe_rank(
         rivals = [c for c in able[1:] if explain_not_composing(c.expert, [candidate.expert], gains)]
         second = rivals[0] if rivals else None
         tie = _describe_tie(candidate, second, "same score as") if second else ""
-        return f"best of {len(candidates)}, score {candidate.score:.2f}{tie}"
+        compared = sum(not c.is_ineligible for c in candidates)
+        return f"best of {compared}, score {candidate.score:.2f}{tie}"
     tie = _describe_tie(able[0], candidate, "same score, which goes first")
     return f"score {candidate.score:.2f}, behind {able[0].expert.ref}{tie}"
 

@@ -43,9 +43,10 @@ def test_what_the_stream_cannot_say_is_drawn_in_ascii(
     assert TerminalCanvas.for_stdout().has_blocks is blocks
 
 
-def test_a_pipe_is_eighty_columns_wide_unless_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
-    monkeypatch.delenv("COLUMNS", raising=False)
-    assert TerminalCanvas.for_stdout().columns == 80
+def test_a_pipe_gets_drawings_of_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", shown)
     monkeypatch.setenv("COLUMNS", "41")
+    assert TerminalCanvas.for_stdout().columns == 80
+    monkeypatch.setattr(shown, "isatty", lambda: True)
     assert TerminalCanvas.for_stdout().columns == 41

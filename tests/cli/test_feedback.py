@@ -32,8 +32,8 @@ def test_a_person_says_what_an_answer_was(expertctl: CommandRunner, catalogue: C
     said = expertctl("feedback", job_id[:6], "good")
     assert said.out.splitlines() == [
         f"job {job_id[:8]} was rated good",
-        "  acme/x@1.0.0: success at default 0.56, before unknown",
-        "  acme/y@1.0.0: success at default 0.56, before unknown",
+        "  acme/x@1.0.0: smoothed success rate at default 0.56, before unknown",
+        "  acme/y@1.0.0: smoothed success rate at default 0.56, before unknown",
     ]
     said = expertctl("feedback", "last", "bad", "--json")
     assert said.err == ""
@@ -97,9 +97,15 @@ def test_what_a_chat_says_of_a_judgement_is_what_the_command_says(
 ) -> None:
     catalogue.history.record_run(make_run(1))
     text = record_verdict(catalogue, "last", "good")
-    assert text.splitlines()[1] == "  acme/x@1.0.0: success at default 0.60, before unknown"
+    assert (
+        text.splitlines()[1]
+        == "  acme/x@1.0.0: smoothed success rate at default 0.60, before unknown"
+    )
     again = expertctl("feedback", "last", "good").out
-    assert again.splitlines()[1] == "  acme/x@1.0.0: success at default 0.60, before 0.60"
+    assert (
+        again.splitlines()[1]
+        == "  acme/x@1.0.0: smoothed success rate at default 0.60, before 0.60"
+    )
 
 
 def test_a_history_that_cannot_be_read_is_told(

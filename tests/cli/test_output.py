@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,12 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.cli.output import (
+    count_columns,
     emit,
     fail,
     fold,
     format_table,
     make_printable,
     note,
+    terminal_width,
+    truncate,
 )
 from expertctl.errors import UsageError
 from expertctl.settings import format_size
@@ -114,20 +118,72 @@ def test_a_table_lines_up_without_trailing_spaces() -> None:
     assert text == "name    size\na       1 B\nlonger  2 B"
 
 
-def test_a_narrow_terminal_gets_the_same_columns_of_each_row_below(
+HEADER = ["NAME", "BASE", "ABOUT"]
+ROWS = [["a/b", "SmolLM2-135M-Instruct", "sorts numbers of any kind"], ["字" * 6, "x", ""]]
+
+
+def show_table(width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr("expertctl.cli.output.terminal_width", lambda _: width)
+    return format_table(HEADER, ROWS, shorten=("BASE", "ABOUT")).splitlines()
+
+
+def test_a_narrow_terminal_gets_names_cut_in_the_middle_and_words_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("expertctl.cli.output.terminal_width", lambda _: 12)
-    rows = [["a", "1.0.0", "me", ""], ["abc", "2.0.0", "", ""]]
-    shown = format_table(["NAME", "VERSION", "SIGNER", "FLAGS"], rows)
-    assert shown == "NAME\n    VERSION  SIGNER  FLAGS\na\n    1.0.0    me\nabc\n    2.0.0"
-    monkeypatch.setattr("expertctl.cli.output.terminal_width", lambda _: 20)
-    shown = format_table(["NAME", "VERSION", "SIGNER", "FLAGS"], rows)
-    assert shown == "NAME  VERSION\n    SIGNER  FLAGS\na     1.0.0\n    me\nabc   2.0.0"
-    monkeypatch.setattr("expertctl.cli.output.terminal_width", lambda _: 23)
-    assert format_table(["NAME", "VERSION", "SIGNER", "FLAGS"], rows).startswith(
-        "NAME  VERSION  SIGNER  FLA"
-    )
+    whole = show_table(0, monkeypatch)
+    assert whole == show_table(62, monkeypatch)
+    assert whole[1] == "a/b           SmolLM2-135M-Instruct  sorts numbers of any kind"
+    assert whole[2] == f"{'字' * 6}  x"
+    cut = show_table(50, monkeypatch)
+    assert cut[1] == "a/b           SmolLM2-…Instruct  sorts numbers of…"
+    assert max(map(count_columns, cut)) <= 50
+    assert cut[2] == whole[2]
+
+
+def test_rows_become_records_where_cutting_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert show_table(40, monkeypatch) == [
+        "NAME:   a/b",
+        "BASE:   SmolLM2-135M-Instruct",
+        "ABOUT:  sorts numbers of any kind",
+        "",
+        f"NAME:   {'字' * 6}",
+        "BASE:   x",
+    ]
+
+
+def test_columns_that_are_copied_are_whole_at_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expertctl.cli.output.terminal_width", lambda _: 60)
+    digest = f"sha256:{'0' * 64}"
+    assert format_table(["A", "KEY ID"], [["b", digest]]) == f"A:       b\nKEY ID:  {digest}"
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_categories=["C"])), st.integers(1, 30))
+def test_a_text_is_cut_to_the_columns_that_it_may_take(text: str, width: int) -> None:
+    assert count_columns(truncate(text, width)) <= max(width, 0)
+    assert truncate(text, count_columns(text)) == text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "hint: trust it with `expertctl trust add alice alice.pub --namespace acme`, then retry",
+        "hint: expertctl registry add https://registry.example --fingerprint sha256:00112233",
+        "install  expertctl install registry.example.com/acme/a-long-name@1.0.0 --save",
+        "  /home/me/.venv/bin/python -m pip install 'expertctl[engine] @ file:///home/me/src'",
+    ],
+)
+def test_a_command_is_never_folded(line: str) -> None:
+    command = re.search(r"`[^`]+`|expertctl .*|/home.*", line)
+    assert command is not None
+    assert command[0] in fold(line, 40)
+
+
+def test_the_environment_may_say_how_wide_a_terminal_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.get_terminal_size", lambda _: os.terminal_size((40, 10)))
+    for chosen, width in [("100", 100), ("0", 40), ("wide", 40), ("", 40)]:
+        monkeypatch.setenv("COLUMNS", chosen)
+        assert terminal_width(OutputTerminal()) == width
+        assert terminal_width(io.StringIO()) == 0
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_info_of_what_only_this_machine_has(
     store, bases = Store(places.store), BaseStore(places.bases)
     install_files([path], InstallContext(store, bases, trust, places.registries))
     said = expertctl("info", "acme/secret")
-    assert "1.0.0 from local" in said.out
+    assert "1.0.0 from a file" in said.out
     assert "showing only installed versions" in said.err
     assert expertctl("info", "acme/secret", "--json").document["offer"] is None
 
@@ -173,7 +173,7 @@ def test_info_of_what_is_installed_needs_no_registry(
     install_files([path], InstallContext(store, bases, trust, places.registries))
     monkeypatch.delenv("EXPERT_REGISTRY", raising=False)
     said = expertctl("info", "acme/secret")
-    assert "1.0.0 from local" in said.out
+    assert "1.0.0 from a file" in said.out
     assert "showing only installed versions: no registry is set" in said.err
     assert "no registry is set" in expertctl("info", "acme/none", exit_code=2).err
 

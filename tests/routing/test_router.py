@@ -109,6 +109,12 @@ def test_who_is_closer_and_may_not_be_used_is_named_when_the_base_answers(router
     )
 
 
+def test_the_best_expert_is_compared_only_with_those_that_may_answer(router: Router) -> None:
+    unsigned = make_sql_expert("acme/mine", signer=None)
+    (planned,) = router(make_sort_expert(), make_sql_expert(), unsigned).plan.experts
+    assert planned.reason.startswith("best of 2, ")
+
+
 def test_good_answers_lift_nobody_over_the_threshold(router: Router) -> None:
     expert = make_sort_expert()
     prompt = "Tell me a joke"
