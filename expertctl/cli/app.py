@@ -103,6 +103,8 @@ COMMANDS: dict[str, str] = {
     name: target for section in SECTIONS.values() for name, (target, _) in section.items()
 }
 HELP_COMMAND = "help"
+_COMPLETE = "_EXPERTCTL_COMPLETE"
+"""The variable in which a shell asks for completions."""
 
 
 class LazyGroup(HelpGroup):
@@ -221,7 +223,12 @@ def run(words: list[str]) -> int:
     with limit_verbosity():
         as_json = "--json" in words
         try:
-            result = get_command(app).main(words, prog_name="expertctl", standalone_mode=False)
+            command = get_command(app)
+            if _COMPLETE in os.environ:
+                from expertctl.cli.completion import prepare_completion
+
+                prepare_completion()
+            result = command.main(words, prog_name="expertctl", standalone_mode=False)
             sys.stdout.flush()
         except ExpertError as error:
             fail(_explain_error(error), as_json=as_json)

@@ -10,6 +10,7 @@ import pytest
 from expertctl.cli import completion
 from expertctl.cli.app import COMMANDS
 from expertctl.settings import CONFIG_KEYS, find_home
+from expertctl.trust.trust_store import TrustStore
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.registry.live_registry import (
     LiveRegistry,
@@ -31,6 +32,7 @@ def ask(words: str, shell: str = "bash") -> list[str]:
     asked = {"_EXPERTCTL_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": words}
     asked |= {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
     asked |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    asked |= {"_TYPER_COMPLETE_WORD_TO_COMPLETE": words.rpartition(" ")[2]}
     program = "import sys; from expertctl.cli.app import main; sys.argv[0] = 'expertctl'; main()"
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -86,6 +88,63 @@ def test_commands_options_and_settings_are_completed_in_every_shell() -> None:
     assert ask("expertctl trust re") != []
     for shell in ("zsh", "fish"):
         assert any("reindex" in line for line in ask("expertctl rein", shell))
+
+
+BASH = """
+set -e
+eval "$(_EXPERTCTL_COMPLETE=source_bash {program})"
+COMP_WORDS=({words}) COMP_CWORD={at}
+_expertctl_completion {program}
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+def complete_in_bash(*words: str) -> list[str]:
+    """What bash replaces the last word by; the words are split as it splits them."""
+    program = Path(sys.executable).parent / "expertctl"
+    quoted = " ".join(f"'{word}'" for word in words)
+    script = BASH.format(program=program, words=quoted, at=len(words) - 1)
+    done = subprocess.run(
+        ["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout.split()
+
+
+def test_bash_completes_a_version_after_the_sign_at_which_it_splits_words(
+    expertctl: CommandRunner, workspace: PackageWorkspace, trust: TrustStore
+) -> None:
+    expertctl("install", workspace.package("acme/sql"))
+    assert complete_in_bash("expertctl", "run", "--expert", "acme/s") == [
+        "acme/sql", "acme/sql@1.0.0",
+    ]  # fmt: skip
+    assert complete_in_bash("expertctl", "run", "--expert", "acme/sql", "@") == ["1.0.0"]
+    assert complete_in_bash("expertctl", "run", "--expert", "acme/sql", "@", "1.") == ["1.0.0"]
+    assert complete_in_bash("expertctl", "remove", "acme/sql@1") == ["acme/sql@1.0.0"]
+    assert complete_in_bash("expertctl", "run", "--expert=", "acme/sql", "@", "2") == []
+    after = ("expertctl", "run", "--expert", "acme/sql", "@", "1.0.0", ":", "0.5", "--dtype", "b")
+    assert complete_in_bash(*after) == ["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "at", "before", "last"),
+    [
+        ("x run", 2, ["x", "run"], ""),
+        ("x run a @ 1 : 0.5 b", 7, ["x", "run", "a@1:0.5"], "b"),
+        ("x run a @", 3, ["x", "run"], "a@"),
+        ("x run a @", 4, ["x", "run", "a@"], ""),
+        ("x login https : //h : 80", 6, ["x", "login"], "https://h:80"),
+    ],
+)
+def test_words_that_bash_split_are_joined(sent: str, at: int, before: list[str], last: str) -> None:
+    assert completion.join_split_words(sent.split(), at) == (before, last)
+
+
+def test_powershell_gets_a_value_and_a_text_that_is_not_empty(expertctl: CommandRunner) -> None:
+    """Its `CompletionResult` refuses empty texts; typer's script splits lines at ``:::``."""
+    for words in ("expertctl ", "expertctl run --", "expertctl config get "):
+        shown = [line.split(":::") for line in ask(words, "powershell")]
+        assert shown
+        assert all(len(parts) == 2 and all(parts) for parts in shown)
 
 
 def test_a_home_that_is_damaged_or_not_there_completes_nothing() -> None:
