@@ -23,6 +23,7 @@ from expertctl.cli.help import (
     HelpGroup,
     build_single_command,
     limit_verbosity,
+    print_help_page,
     write_sections,
 )
 from expertctl.cli.output import fail, print_message, quote, warn
@@ -170,6 +171,8 @@ def _show_help(
     Example: expertctl help registry init
     """
     words = [*(command or ()), "--help"]
+    if print_help_page(words):
+        return
     context.find_root().command.main(words, prog_name="expertctl", standalone_mode=False)
 
 
@@ -223,6 +226,8 @@ def run(words: list[str]) -> int:
     with limit_verbosity():
         as_json = "--json" in words
         try:
+            if print_help_page(words):
+                return OK
             command = get_command(app)
             if _COMPLETE in os.environ:
                 from expertctl.cli.completion import prepare_completion

@@ -12,6 +12,7 @@ removed from all of them.
 """
 
 import inspect
+import json
 import os
 import re
 import time
@@ -19,9 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import cache, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from typer._click.formatting import HelpFormatter  # typer exports it nowhere
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 from typer.models import Default
@@ -216,7 +219,10 @@ def _remove_secrets(text: str) -> str:
 
 MAX_WIDTH = 100
 """Help is as wide as the terminal, up to this many columns."""
-CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": MAX_WIDTH}
+CONTEXT_SETTINGS: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": MAX_WIDTH,
+}
 EXAMPLE_PREFIX = "Example: "
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _NUMBERS = {int: "N", float: "NUMBER"}
@@ -301,6 +307,43 @@ def write_description(command: Any, formatter: Any) -> None:
                 formatter.write_text(part)
     if examples:
         formatter.write("\nExample:\n" + "".join(f"  {line}\n" for line in examples))
+
+
+HELP_PAGES = Path(__file__).with_name("help_pages.json")
+"""What ``--help`` of each command writes, so that it imports no command.
+
+``python -m scripts.help_pages`` writes it.
+"""
+
+
+def print_help_page(words: Sequence[str]) -> bool:
+    """Print the page of a command if that is all that is asked for, and return whether it was."""
+    *names, last = words or [""]
+    if last not in CONTEXT_SETTINGS["help_option_names"]:
+        return False
+    page = json.loads(HELP_PAGES.read_text(encoding="utf-8")).get(" ".join(names))
+    if page is None or any(" " in name for name in names):
+        return False
+    formatter = HelpFormatter(max_width=MAX_WIDTH)
+    replay_page(page, formatter)
+    typer.echo(formatter.getvalue().rstrip("\n"))
+    return True
+
+
+def replay_page(page: Iterable[Sequence[Any]], formatter: HelpFormatter) -> None:
+    """Write a page."""
+    for kind, *values in page:
+        if kind == "usage":
+            formatter.write_usage(*values)
+        elif kind == "text":
+            formatter.write_paragraph()
+            with formatter.indentation():
+                formatter.write_text(*values)
+        elif kind == "table":
+            title, rows = values
+            write_sections({title: [(name, text) for name, text in rows]}, formatter)
+        else:
+            formatter.write(*values)
 
 
 class HelpCommand(TyperCommand):

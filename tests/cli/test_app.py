@@ -10,7 +10,9 @@ import pytest
 
 from expertctl import __version__, errors
 from expertctl.cli import app
+from expertctl.cli.help import HELP_PAGES
 from expertctl.cli.process import get_exit_code
+from scripts.help_pages import build_pages
 
 SUBCLASSES = [
     value
@@ -115,12 +117,43 @@ def test_the_help_lists_every_command_by_section(capsys: pytest.CaptureFixture[s
     assert all(any(line.startswith(f"  {name} ") for line in lines) for name in app.COMMANDS)
 
 
-def test_the_help_imports_no_command() -> None:
-    code = "import sys; from expertctl.cli import app; app.run(['--help']); print(*sys.modules)"
+PAGES = json.loads(HELP_PAGES.read_text(encoding="utf-8"))
+
+
+def test_no_help_imports_a_command_or_a_library_that_only_commands_need() -> None:
+    code = (
+        f"import sys; from expertctl.cli import app; names = {list(PAGES)}\n"
+        "for name in names: assert app.run([*name.split(), '--help']) == 0\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
+    loaded = set(done.stderr.split())
     targets = {f"expertctl.cli.{target.partition(':')[0]}" for target in app.COMMANDS.values()}
     assert loaded & targets == set()
+    heavy = {"numpy", "httpx2", "cryptography", "sqlite_utils", "jsonschema_rs", "msgspec", "rich"}
+    assert loaded & heavy == set()
+
+
+def test_the_help_pages_are_those_of_the_commands() -> None:
+    """If not, run ``python -m scripts.help_pages``."""
+    assert json.loads(json.dumps(build_pages())) == PAGES
+
+
+@pytest.mark.parametrize("words", [["run"], ["registry"], ["trust", "registry", "add"], []])
+def test_a_stored_help_page_reads_as_the_command_itself_prints_it(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    assert app.run([*words, "--help"]) == 0
+    stored = capsys.readouterr().out
+    assert app.run(["-q", *words, "--help"]) == 0
+    assert stored == capsys.readouterr().out
+
+
+def test_help_of_what_is_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["registry", "nothing", "--help"]) == 2
+    assert app.run(["registry init", "--help"]) == 2
+    assert app.run(["help", "nothing"]) == 2
 
 
 @pytest.mark.parametrize("name", list(app.COMMANDS))
