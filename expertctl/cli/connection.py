@@ -377,8 +377,8 @@ def _format_tokens(found: list[AccessToken]) -> str:
             to_single_line(token.id),
             to_single_line(token.name),
             to_single_line(" ".join(token.scopes)) or "all",
-            _format_minute(token.expires),
-            _format_minute(token.last_used),
+            format_minute(token.expires),
+            format_minute(token.last_used),
         ]
         for token in found
     ]
@@ -386,6 +386,6 @@ def _format_tokens(found: list[AccessToken]) -> str:
     return format_table(header, rows, shorten=("NAME", "SCOPES")) if rows else ""
 
 
-def _format_minute(time: str | None) -> str:
+def format_minute(time: str | None) -> str:
     """Return a time to the minute, so that the table fits a terminal."""
     return to_single_line(time[:16].replace("T", " ")) if time else "never"

@@ -228,11 +228,11 @@ def _print_lock(
 def _format_all_current(count: int) -> str:
     match count:
         case 0:
-            return "the list is empty; `expertctl install acme/sql` adds to it"
+            return "nothing to update: `expertctl install acme/sql` adds to the list"
         case 1:
-            return "the only expert is up to date"
+            return "the one expert of the list is up to date"
         case _:
-            return f"all {count} experts are up to date"
+            return f"all {count} experts of the list are up to date"
 
 
 def _format_standing(standing: OutdatedEntry) -> list[str]:

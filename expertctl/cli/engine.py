@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertctl.cli.output import note, warn, write_file
+from expertctl.cli.output import format_count, note, warn, write_file
 from expertctl.cli.process import restore_collections
 from expertctl.cli.progress import LoadingBar, show_progress
 from expertctl.errors import ConflictError, ExpertError, NotFoundError, format_install_command
@@ -71,8 +71,8 @@ def _install_starter(planner: "Planner", settings: Settings, *, as_json: bool) -
         installed = install_starter(context, progress=report)
     unfinished.unlink(missing_ok=True)
     warn(warning for item in installed for warning in item.warnings)
-    names = ", ".join(item.expert.ref for item in installed)
-    note(f"installed the starter pack: {names}")
+    count = format_count(len(installed), "expert")
+    note(f"installed the starter pack: a base and {count}; `expertctl list` shows them")
 
 
 def open_engine(

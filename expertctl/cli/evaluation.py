@@ -308,7 +308,8 @@ def evaluate(
     if options.target is None or options.data is None:
         raise UsageError(
             f"{'FILE|REF' if options.target is None else '--data'} is missing",
-            hint="eval REF --data FILE measures an expert, eval --routing FILE the router",
+            hint="`expertctl eval REF --data FILE` measures an expert, "
+            "`expertctl eval --routing FILE` the router",
         )
     flags = EngineFlags("cpu", options.memory_budget, numerics, miss)
     _evaluate_answers(options.target, options.data, options, flags, as_json=as_json)

@@ -40,11 +40,11 @@ from expertctl.files import NO_SPACE_ERRORS, write_to_path
 _MIN_WIDTH = 20
 """Fewest columns of folded text."""
 _GAP = "  "
-_SHORTEST_CELL = 16
+_SHORTEST_CELL = 10
 """Fewest columns to which a cell is cut."""
 _COMMAND = re.compile(r"`[^`]*`|(?:^ *|(?<=  )|(?<=^hint: ))(?:expertctl|\S*python\S*|pip|uv) .*")
 """A command in a text, or on a line or in a cell of its own, where no line is broken."""
-_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?i?B|ms|s|%)(?!\w))")
+_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?i?B|ms|s|%|tokens(?:/s)?)(?!\w))")
 """The space between a number and its unit, where no line is broken."""
 _QUOTED_CHARACTERS = 300
 _PRINT_LOCK = Lock()
@@ -228,6 +228,8 @@ def fold(line: str, width: int) -> str:
     indent = len(line) - len(line.lstrip())
     column = line.rfind("  ", indent, width // 2) + 2
     start, hanging = (column, column) if column > 1 else (indent, indent + 2)
+    if count_columns(line[start:].split()[0]) > width - start:  # it has more room on the next line
+        start, hanging = indent, indent + 2
     wide_gap = len(line[start:]) - len(line[start:].lstrip())
     if wide_gap and start + wide_gap + _MIN_WIDTH <= width:  # the column begins after the middle
         start = hanging = start + wide_gap

@@ -462,7 +462,7 @@ def _print_build_notes(built: building.BuildResult) -> None:
         names = to_single_line(", ".join(built.left_out))
         note(f"left out, because nothing in the package needs them: {names}")
     if built.signer is None:
-        note("not signed; sign it with `expertctl sign FILE --key NAME`")
+        note(f"not signed; `expertctl sign {shlex.quote(str(built.path))} --key NAME` signs it")
 
 
 def _measure_weights(directory: Path) -> int | None:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from expertctl.cli.connection import RegistryOption, connect
+from expertctl.cli.connection import RegistryOption, connect, format_minute
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, print_message, warn
 from expertctl.errors import UsageError, format_install_command, to_single_line
@@ -73,7 +73,14 @@ def list_users(registry: RegistryOption = None, as_json: JsonFlag = False) -> No
         "registry": connection.host,
         "users": [_build_user_document(each) for each in found],
     }
-    rows = [[to_single_line(each.name), _format_role(each), each.created or ""] for each in found]
+    rows = [
+        [
+            to_single_line(each.name),
+            _format_role(each),
+            format_minute(each.created) if each.created else "",
+        ]
+        for each in found
+    ]
     emit(document, format_table(["NAME", "ROLE", "SINCE"], rows), as_json=as_json)
 
 

@@ -175,9 +175,8 @@ def _format_candidates(candidates: Sequence["RoutingCandidate"], width: int) -> 
     columns = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
     room = width - sum(columns) - len(columns) * _GAP if width else _UNLIMITED
     whys = [_format_reason(candidate, room) for candidate in candidates]
-    return format_table(
-        [*_HEADER, "WHY"], [[*row, why] for row, why in zip(rows, whys, strict=True)]
-    )
+    cells = [[*row, why] for row, why in zip(rows, whys, strict=True)]
+    return format_table([*_HEADER, "WHY"], cells, shorten=("WHY",))
 
 
 def _format_candidate(candidate: "RoutingCandidate") -> list[str]:

@@ -299,7 +299,8 @@ def _missing_error(
     search: ResolverState,
 ) -> ExpertError:
     by_user = [need for need in requirements if need.is_from_user]
-    why = f": {offer.reason}" if offer.reason else ""
+    reason = offer.reason.removeprefix(f"{package}: ")
+    why = f": {reason}" if reason else ""
     if by_user:
         file = "give its .expert file to the same `expertctl install`"
         hint = f"{offer.hint}; or {file}" if offer.hint else f"check the name, or {file}"

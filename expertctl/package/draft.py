@@ -93,7 +93,7 @@ DEFAULT_VERSION = "0.1.0"
 DEFAULT_LICENSE = "unspecified"
 _MAX_LABEL = 200
 """How many characters of an adapter's base label are shown."""
-BASE_HINT = "run `expertctl base add DIR`, or pass `--base DIR`"
+BASE_HINT = "run `expertctl base add DIR`, or name one with `--base NAME` or `--base DIR`"
 _ASCII_LETTERS = str.maketrans(
     dict(zip("ßæœøłđðþ\u0131", ("ss", "ae", "oe", "o", "l", "d", "d", "th", "i"), strict=True))
 )

@@ -217,7 +217,8 @@ def _not_found_error(wanted: Reference, now: StoreScan) -> NotFoundError:
             hint += "; a prerelease must be named"
         return NotFoundError(f"no installed version fits {wanted}", hint=hint)
     near = find_similar_names(str(wanted.package), [str(e.package) for e in now.experts])
-    hint = f"did you mean {' or '.join(near)}?" if near else "`expertctl list` shows what is"
+    known = "`expertctl list` shows what is installed"
+    hint = f"did you mean {' or '.join(near)}?" if near else known
     return NotFoundError(f"{wanted} is not installed", hint=hint)
 
 

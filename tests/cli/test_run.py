@@ -264,7 +264,7 @@ def test_a_new_home_gets_the_starter_pack_first(expertctl: Expertctl) -> None:
     prompt = "Sort these numbers: 41, 17, 23"
     outcome = expertctl("run", prompt, "--json", "--max-tokens", "20")
     assert outcome.code == 0, outcome.err
-    assert "installed the starter pack: starter/" in outcome.err
+    assert "installed the starter pack: a base and 9 experts; " in outcome.err
     assert outcome.document["plan"]["experts"][0]["ref"].startswith("starter/sorting@")
     again = expertctl("route", prompt)
     assert again.code == 0

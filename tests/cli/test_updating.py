@@ -132,7 +132,7 @@ def test_what_is_outdated_is_shown_and_updated(
     publisher.publish("acme/sql@1.0.0")
     wants('"acme/sql" = "^1"')
     expertctl("install")
-    assert "the only expert is up to date" in expertctl("outdated").err
+    assert "the one expert of the list is up to date" in expertctl("outdated").err
     publisher.publish("acme/sql@1.1.0")
     publisher.publish("acme/sql@2.0.0")
     publisher.yank("acme/sql@1.0.0", "wrong")
