@@ -25,7 +25,7 @@ WIDTHS = (80, 120)
 _HEIGHT, _HISTORY = 50, 20_000
 _LIMIT_S, _POLL_S = 300.0, 0.05
 _SHELL, _CHAT = "$", ">"
-_PORTS = {"SERVER": "18000", "REGISTRY": "18080"}
+_PORTS = {"SERVER": 18_000, "REGISTRY": 18_080}
 _VARYING = (
     (r"sha256:[0-9a-f]{64}", "sha256:" + "0123456789abcdef" * 4),
     (r'(?<="job_id": ")[0-9a-f]{32}', "0123456789abcdef" * 2),
@@ -61,7 +61,7 @@ SESSION = r"""
 $ # A first answer
 $ expertctl --help
 $ expertctl run "Sort these numbers: 41, 17, 23, 15"
-$ expertctl run --json "Sort these numbers: 30, 20, 10" | head -c 300; echo
+$ expertctl run --json --seed 7 "Sort these numbers: 30, 20, 10" | head -c 300; echo
 $ expertctl run --no-experts "Sort these numbers: 41, 17, 23, 15"
 $ expertctl list
 $ expertctl info starter/sorting
@@ -240,7 +240,7 @@ def record(*, width: int) -> str:
     ) as name:
         folder = Path(name)
         home = _make_home(folder)
-        ports = {"SERVER": _find_port(), "REGISTRY": _find_port()}
+        ports = {role: _find_port(port, width=width) for role, port in _PORTS.items()}
         terminal = Terminal(folder, width=width)
         environment = {
             "HOME": str(home),
@@ -255,7 +255,7 @@ def record(*, width: int) -> str:
             shown = terminal.read()
     text = shown.removesuffix(f"\n{_SHELL}").replace(str(home), "~")
     for role, port in ports.items():
-        text = text.replace(str(port), _PORTS[role])
+        text = text.replace(str(port), str(_PORTS[role]))
     return _INTRODUCTION.format(width=width) + "\n" + normalise(text) + "\n"
 
 
@@ -275,11 +275,14 @@ def _make_home(folder: Path) -> Path:
     return home
 
 
-def _find_port() -> int:
-    """Return a free port of five digits."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def _find_port(shown: int, *, width: int) -> int:
+    """Return a free port, another for each width, that ends as ``shown`` does: it may be cut."""
+    first = WIDTHS.index(width)
+    for port in range(shown + 10_000 * first, 1 << 16, 10_000 * len(WIDTHS)):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+    raise OSError(f"every port that ends as {shown} does is taken")
 
 
 def normalise(text: str) -> str:

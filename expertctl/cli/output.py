@@ -11,8 +11,7 @@ word is held back until it is complete, so lines break between words. Text witho
 Chinese, may break between any two characters. Lines of a fenced block are not wrapped, because
 their line ends mean something, nor is a word wider than the terminal, nor a command.
 
-Tables come from `format_table`: where one is too wide for the terminal, some columns are cut, and
-where that is not enough, each row becomes a record. A pipe or a file gets all of it.
+Tables come from `format_table`, which cuts what is too wide for a terminal; a pipe gets all of it.
 """
 
 import json
@@ -22,6 +21,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import compress
 from pathlib import Path
 from threading import Lock
 from typing import Annotated, Literal, TextIO
@@ -52,8 +52,6 @@ _UNBROKEN_SPACE = "\0"
 """Stands for a space at which no line is broken; `make_printable` removes it from any text."""
 
 _ALWAYS_PRINTED = (WARNING_PREFIX, "error: ")
-
-
 _STYLES = {WARNING_PREFIX: "1;33", "error: ": "1;31", "hint: ": "1;36"}
 """Beginnings of lines, and the attributes in which a terminal shows them: bold, and a colour."""
 _DIM = "2"
@@ -272,15 +270,17 @@ def format_table(
 ) -> str:
     """Align columns with two spaces between them; readable without colour.
 
-    On a terminal that is too narrow, cells of the columns named in ``shorten`` are cut, the widest
-    first. If that is not enough, each row becomes a record with a line for each cell. Columns that
-    users copy, such as digests, must not be named.
+    On a terminal that is too narrow, empty columns are left out, and cells of the columns named in
+    ``shorten`` are cut, the widest first. If that is not enough, each row becomes a record with a
+    line for each cell. Columns that users copy, such as digests, must not be named.
     """
     widths = [max(map(count_columns, column)) for column in zip(header, *rows, strict=True)]
     room = terminal_width(sys.stdout) or sum(widths) + len(_GAP) * len(widths)
-    places = map(header.index, shorten)
-    least = {n: max(_SHORTEST_CELL, len(header[n])) for n in places}
+    least = {n: max(_SHORTEST_CELL, len(x)) for n, x in enumerate(header) if x in shorten}
     while sum(widths) + len(_GAP) * (len(widths) - 1) > room:
+        if not all(full := [any(column) for column in zip(*rows, strict=True)]):
+            shown = [list(compress(line, full)) for line in (header, *rows)]
+            return format_table(shown[0], shown[1:], shorten=shorten)
         widest = max(least, key=lambda n: (widths[n] > least[n], widths[n]), default=None)
         if widest is None or widths[widest] <= least[widest]:
             return format_records(header, rows)

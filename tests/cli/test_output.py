@@ -81,6 +81,7 @@ def test_an_error_shows_the_fact_then_the_way_out(capsys: pytest.CaptureFixture[
         ("base  float32  8.1 MB  2 MB", "base  float32  8.1 MB\n      2 MB"),
         ("base  float32  12345678.9 MB", "base  float32\n      12345678.9 MB"),
         ("signed by sha256:" + "0" * 64, "signed by\n  sha256:" + "0" * 64),
+        ("KEY ID:  sha256:" + "0" * 64, "KEY ID:\n  sha256:" + "0" * 64),
         ("read in 12 ms, written in 2522 ms", "read in 12 ms, written\n  in 2522 ms"),
         ("missed of them were 22.2 % in all", "missed of them were\n  22.2 % in all"),
         ("all twelve take 225.5 MB there", "all twelve take\n  225.5 MB there"),
@@ -141,7 +142,7 @@ def test_a_narrow_terminal_gets_names_cut_in_the_middle_and_words_at_the_end(
 
 
 def test_rows_become_records_where_cutting_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert show_table(40, monkeypatch) == [
+    assert show_table(35, monkeypatch) == [
         "NAME:   a/b",
         "BASE:   SmolLM2-135M-Instruct",
         "ABOUT:  sorts numbers of any kind",
@@ -149,6 +150,14 @@ def test_rows_become_records_where_cutting_is_not_enough(monkeypatch: pytest.Mon
         f"NAME:   {'字' * 6}",
         "BASE:   x",
     ]
+
+
+def test_a_narrow_terminal_gets_no_empty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    header, rows = ["NAME", "FLAGS", "BASE"], [["a", "", "long"]]
+    monkeypatch.setattr("expertctl.cli.output.terminal_width", lambda _: 17)
+    assert format_table(header, rows) == "NAME  FLAGS  BASE\na            long"
+    monkeypatch.setattr("expertctl.cli.output.terminal_width", lambda _: 16)
+    assert format_table(header, rows) == "NAME  BASE\na     long"
 
 
 def test_columns_that_are_copied_are_whole_at_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
