@@ -14,6 +14,7 @@ _VARIABLE = re.compile(
 _OF_OTHERS = {
     *("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "TRANSFORMERS_OFFLINE"),  # we set them
     "WT_SESSION",  # Windows' terminal sets it
+    *("COMP_WORDS", "COMP_CWORD"),  # bash sets them
 }
 
 
