@@ -74,6 +74,8 @@ class InstalledVersions:
     experts: tuple[StoredExpert, ...]
     flagged: FlagsByDigest
     preference: VersionPreference
+    manifest: Manifest | None = None
+    """That of the version that is used, if no registry says more."""
 
     @property
     def used(self) -> StoredExpert | None:
@@ -179,6 +181,8 @@ def format_info(
     rows = [["name", str(package)]]
     if offer is not None and assessment is not None:
         rows += _build_offer_rows(offer, assessment)
+    elif local.manifest is not None:
+        rows += build_manifest_rows(local.manifest)
     rows += [["installed", _format_installed(expert, local)] for expert in local.experts]
     suspicions = [flag for e in local.experts for flag in local.flagged.get(e.content_digest, ())]
     suspicions = suspicions or list(assessment.flags if assessment is not None else ())
@@ -315,6 +319,9 @@ def info(
     here = _read_installed(settings.home, wanted)
     there = (_fetch_offer_if_any if here.experts else _fetch_offer)(settings, wanted, registry)
     known = assess_offer(there, settings.home) if there is not None else None
+    if there is None and here.used is not None:
+        store = Store(settings.home.store)
+        here = replace(here, manifest=store.read_manifest(here.used))
     document = build_info_document(wanted.package, there, known, here)
     emit(document, format_info(wanted.package, there, known, here), as_json=as_json)
 

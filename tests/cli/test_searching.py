@@ -174,6 +174,7 @@ def test_info_of_what_is_installed_needs_no_registry(
     monkeypatch.delenv("EXPERT_REGISTRY", raising=False)
     said = expertctl("info", "acme/secret")
     assert "1.0.0 from a file" in said.out
+    assert "description  LoRA adapter secret" in said.out
     assert "showing only installed versions: no registry is set" in said.err
     assert "no registry is set" in expertctl("info", "acme/none", exit_code=2).err
 
