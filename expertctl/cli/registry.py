@@ -488,11 +488,7 @@ def gc(
 
 @contextmanager
 def _guard_server_import() -> Iterator[None]:
-    """Guard imports of the server, an extra that few installations have.
-
-    Raises:
-        UsageError: when the extra is not installed.
-    """
+    """Turn a missing module of the server, an optional extra, into a `UsageError`."""
     try:
         yield
     except ModuleNotFoundError as error:
