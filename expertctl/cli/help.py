@@ -268,7 +268,7 @@ def build_help_row(parameter: Any, context: Any) -> tuple[str, str] | None:
 
 def _clean_defaults(text: str) -> str:
     """Write defaults without a second pair of brackets, and leave out what the usage line shows."""
-    text = text.replace("[default: (", "[default: ").replace(")]", "]").replace("); ", "; ")
+    text = re.sub(r"\[default: \(([^\]]*)\)([;\]])", r"[default: \1\2", text)
     return text.replace("  [required]", "").replace("; required]", "]")
 
 

@@ -24,7 +24,7 @@ from expertctl.trust.keys import KeyRing
 from expertctl.trust.trust_store import PublisherIdentity, TrustStore
 
 user_app = CommandGroup("Manage the accounts of a registry.")
-namespace_app = CommandGroup("Manage namespaces: publishers, readers and quotas.")
+namespace_app = CommandGroup("Manage namespaces: owners, publishers, who may read, quotas.")
 keys_app = CommandGroup("Manage the keys that may sign in a namespace.")
 
 NamespaceName = Annotated[str, typer.Argument(metavar="NAMESPACE", help="Such as acme.")]
@@ -307,7 +307,7 @@ def _build_namespace_document(found: NamespaceDetails, host: str) -> dict[str, o
 
 def _format_namespace(found: NamespaceDetails) -> str:
     publish = ", ".join([*found.owners, *found.publishers]) or "nobody yet"
-    readers = "all" if found.read == "public" else "users"
+    readers = "everyone" if found.read == "public" else "every account"
     lines = [
         f"{to_single_line(found.name)}: {to_single_line(found.kind)}, read by {readers}",
         f"used     {_format_usage(found)}",

@@ -78,7 +78,7 @@ def test_a_namespace_is_made_with_its_owners_shown_and_changed(
         "keys": [],
     }
     words = ["registry", "namespace", "set", "acme", "--read", "public"]
-    assert "read by all" in expertctl(*words).out
+    assert "read by everyone" in expertctl(*words).out
     again = expertctl("registry", "namespace", "set", "acme", "--quota", "default", "--json")
     assert (again.document["quota"], again.document["read"]) == (50_000_000_000, "public")
     listed = expertctl("registry", "namespace", "list").out.splitlines()
@@ -90,7 +90,7 @@ def test_without_an_owner_whoever_makes_a_namespace_owns_it(
     expertctl: CommandRunner, chief: str
 ) -> None:
     said = expertctl("registry", "namespace", "add", "acme", "--kind", "oci")
-    assert said.out.splitlines()[0] == "acme: oci, read by users"
+    assert said.out.splitlines()[0] == "acme: oci, read by every account"
     assert "publish  chief" in said.out
 
 
