@@ -237,12 +237,12 @@ def list_members(connection: Connection, namespace_id: int) -> dict[str, str]:
     return {name: role for name, role in connection.execute(query)}
 
 
-def list_roles(connection: Connection, user_id: int) -> dict[str, str]:
-    """Return the role of a user in each namespace, sorted by namespace."""
+def list_roles(connection: Connection, user_id: int, where: ColumnElement[bool]) -> dict[str, str]:
+    """Return the role of a user in each namespace for which ``where`` holds, sorted by name."""
     query = (
         select(NAMESPACES.c.name, MEMBERS.c.role)
         .join(NAMESPACES, NAMESPACES.c.id == MEMBERS.c.namespace_id)
-        .where(MEMBERS.c.user_id == user_id)
+        .where(MEMBERS.c.user_id == user_id, where)
         .order_by(NAMESPACES.c.name)
     )
     return {name: role for name, role in connection.execute(query)}

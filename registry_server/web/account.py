@@ -224,7 +224,8 @@ def _render_account(
     except ForbiddenError:  # the login has fewer rights than its user
         tokens = None
     with registry.database.read() as connection:
-        roles = list_roles(connection, context.identity.user_id or 0)
+        readable = rights.build_readable_filter(context.identity)
+        roles = list_roles(connection, context.identity.user_id or 0, readable)
     values: dict[str, object] = {
         "current": people.whoami(context),
         "tokens": tokens,

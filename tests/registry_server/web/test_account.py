@@ -98,6 +98,8 @@ def test_a_login_with_a_narrow_token_stays_narrow(
     status, text = visitor.get("/account")
     assert status == 200
     assert "This token has fewer rights than you." in text_of(text)
+    assert "acme: owner" in text_of(text)
+    assert "hidden" not in text_of(text)
     assert visitor.get("/packages/hidden/plan")[0] == 404
     assert "Members" not in visitor.get("/namespaces/acme")[1]
     fields = {"name": "more", "days": "7", "permission": "", "place": ""}
