@@ -100,13 +100,17 @@ def _list_own_origins(settings: ServerSettings) -> frozenset[str]:
 
 
 class TransportSecurityMiddleware:
-    """Makes browsers use https only (RFC 6797), if the public URL is https."""
+    """Makes browsers use https only (RFC 6797), if the public URL is https on its default port.
+
+    Browsers apply it to all ports of a host, so on another port it would break other services.
+    """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         """Add the header to all responses, unless only this machine reaches the registry."""
         self._app = app
-        name = urlsplit(settings.public_url).hostname or ""
-        self._is_needed = settings.is_encrypted and not is_loopback(name)
+        url = urlsplit(settings.public_url)
+        public = url.port is None and not is_loopback(url.hostname or "")
+        self._is_needed = settings.is_encrypted and public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""

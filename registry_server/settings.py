@@ -32,6 +32,7 @@ from expertctl.files import write_atomic
 
 DAY = 86400.0
 DEFAULT_INTERVAL_DAYS = 7
+DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,16 @@ class ServerSettings:
 
     @property
     def public_url(self) -> str:
-        """The scheme, host and port that clients use, without a trailing slash."""
-        if self.url:
-            return self.url.rstrip("/")
+        """The scheme, host and port that clients use, as a browser writes them in ``Origin``.
+
+        The host is in lower case, and the default port of the scheme is left out.
+        """
         scheme = "https" if self.certificate else "http"
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{scheme}://{host}:{self.port}"
+        url = urlsplit(self.url or f"{scheme}://{host}:{self.port}")
+        name = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
+        port = "" if url.port in {None, DEFAULT_PORTS[url.scheme]} else f":{url.port}"
+        return f"{url.scheme}://{name}{port}"
 
     @property
     def is_encrypted(self) -> bool:

@@ -129,9 +129,9 @@ class FormKey:
 
 def _cookie_name(settings: ServerSettings, purpose: str) -> str:
     """Return a name that a registry on another port of the same host does not use."""
-    if settings.is_encrypted:
-        return f"__Host-expertctl-{purpose}"
-    return f"expertctl-{purpose}-{urlsplit(settings.public_url).port or 80}"
+    port = urlsplit(settings.public_url).port
+    prefix, suffix = "__Host-" if settings.is_encrypted else "", f"-{port}" if port else ""
+    return f"{prefix}expertctl-{purpose}{suffix}"
 
 
 def _read_cookie(request: HTTPConnection, name: str) -> str | None:

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from sqlalchemy import func, select, update
@@ -77,12 +78,56 @@ def test_behind_https_cookies_and_browsers_use_nothing_else(tmp_path: Path) -> N
     served.close()
 
 
-@pytest.mark.parametrize("url", ["http://experts.example.org", "https://localhost:8443"])
+@pytest.mark.parametrize(
+    "url",
+    ["http://experts.example.org", "https://localhost", "https://experts.example.org:8443"],
+)
 def test_no_browser_is_bound_to_https_without_a_public_one(url: str, tmp_path: Path) -> None:
     served = make_encrypted(tmp_path, url)
     answer = TestClient(served.app, base_url=url).get("/")
     assert "strict-transport-security" not in answer.headers
     served.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "origin"),
+    [
+        ({"url": "https://Experts.Example.org"}, "https://experts.example.org"),
+        ({"url": "HTTPS://experts.example.org:443/"}, "https://experts.example.org"),
+        ({"url": "http://experts.example.org:080"}, "http://experts.example.org"),
+        ({"url": "https://experts.example.org:8443"}, "https://experts.example.org:8443"),
+        ({"url": "https://[2001:DB8::1]:443"}, "https://[2001:db8::1]"),
+        ({"port": 80}, "http://127.0.0.1"),
+        ({"port": 80}, "http://localhost"),
+        ({"port": 443, "certificate": Path("chain.pem")}, "https://127.0.0.1"),
+    ],
+)
+def test_forms_work_at_every_spelling_of_the_public_url(
+    options: dict[str, Any], origin: str, tmp_path: Path
+) -> None:
+    served = create_registry(ServerSettings(data=tmp_path / "registry", **options))
+    client = TestClient(served.app, base_url=origin)
+    fields = {"form_key": Browser(client).read_key("/login"), "token": served.create_user("bob")}
+    for sent, status in ((f"{origin}:9999", 403), (origin, 303)):
+        headers = {"Origin": sent}
+        answer = client.post("/login", data=fields, headers=headers, follow_redirects=False)
+        assert answer.status_code == status
+    client.close()
+    served.close()
+
+
+def test_registries_on_ports_of_one_host_do_not_share_a_login(tmp_path: Path) -> None:
+    names = set()
+    for port in (443, 8443, 9443):
+        url = f"https://experts.example.org:{port}"
+        served = make_encrypted(tmp_path / str(port), url)
+        client = TestClient(served.app, base_url=url)
+        client.follow_redirects = False
+        Browser(client).log_in(served.create_user("bob"))
+        names |= set(client.cookies)
+        client.close()
+        served.close()
+    assert names == {f"__Host-expertctl-session{end}" for end in ("", "-8443", "-9443")}
 
 
 def test_only_the_hash_of_a_session_is_stored(served: RegistryHarness, olga: Browser) -> None:
