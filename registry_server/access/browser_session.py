@@ -100,10 +100,21 @@ class FormKey:
     """Whether the browser does not have the secret yet; `set_cookie` gives it."""
 
     @classmethod
-    def read(cls, request: HTTPConnection, settings: ServerSettings) -> "FormKey":
-        """Return the secret of the browser: its session, or the cookie of the login form."""
-        known = request.scope.get("state", {}).get("session")
-        known = known or _read_cookie(request, _cookie_name(settings, "form"))
+    def read_session(cls, request: HTTPConnection) -> "FormKey":
+        """Return the session of the browser."""
+        return cls._make(request.scope.get("state", {}).get("session"))
+
+    @classmethod
+    def read_login(cls, request: HTTPConnection, settings: ServerSettings) -> "FormKey":
+        """Return the cookie of the login form.
+
+        A browser may show that form although it has a session: it does not send the cookie of the
+        session with a link from another site.
+        """
+        return cls._make(_read_cookie(request, _cookie_name(settings, "form")))
+
+    @classmethod
+    def _make(cls, known: str | None) -> "FormKey":
         return cls(known or secrets.token_urlsafe(32), known is None)
 
     def derive(self) -> str:
@@ -111,9 +122,8 @@ class FormKey:
         return hmac.new(self.secret.encode("ascii"), b"form", sha256).hexdigest()
 
     def set_cookie(self, response: Response, settings: ServerSettings) -> None:
-        """Give the browser the secret."""
-        if self.is_new:
-            _set_cookie(response, settings, "form", self.secret, seconds=3600)
+        """Give the browser the secret of the login form for another hour."""
+        _set_cookie(response, settings, "form", self.secret, seconds=3600)
 
     def check(self, given: str) -> None:
         """Check the key of a form.

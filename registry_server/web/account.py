@@ -91,10 +91,14 @@ def _handle_form(registry: Registry, view: _FormView) -> Callable[[Request], Awa
     async def handle(request: Request) -> Response:
         try:
             form = await read_form(request)
-            FormKey.read(request, registry.settings).check(form.get("form_key", ""))
+            if view is _log_in:
+                key = FormKey.read_login(request, registry.settings)
+            elif request.state.session:
+                key = FormKey.read_session(request)
+            else:  # it has ended since the page with the form was loaded
+                return _redirect("/login")
+            key.check(form.get("form_key", ""))
             return await to_thread.run_sync(partial(view, registry, request, form))
-        except UnauthenticatedError:
-            return _redirect("/login")
         except ExpertError as error:
             return render_error_page(registry, request, error)
 
@@ -136,17 +140,6 @@ def _read_target(text: str) -> str:
     return text if LOCAL_PATH.fullmatch(text) else "/account"
 
 
-def _require_session(request: Request) -> Identity:
-    """Return the user of the login.
-
-    Raises:
-        UnauthenticatedError: when nobody is logged in with a browser.
-    """
-    if not request.state.session:
-        raise UnauthenticatedError("log in first")
-    return get_identity(request)
-
-
 def _show_login(registry: Registry, request: Request) -> Response:
     target = _read_target(request.query_params.get("next", ""))
     if request.state.session:
@@ -157,9 +150,9 @@ def _show_login(registry: Registry, request: Request) -> Response:
 def _render_login(
     registry: Registry, request: Request, target: str, error: ExpertError | None = None
 ) -> Response:
-    key = FormKey.read(request, registry.settings)
+    key = FormKey.read_login(request, registry.settings)
     values: dict[str, object] = {
-        "form_key": key.derive(),
+        "login_key": key.derive(),
         "target": target,
         "problem": error.message if error else None,
         "hours": MAX_SECONDS // 3600,
@@ -196,7 +189,7 @@ def _log_in(registry: Registry, request: Request, form: _Form) -> Response:
 
 def _log_out(registry: Registry, request: Request, _: _Form) -> Response:
     """End the session, and make the browser forget it."""
-    identity = _require_session(request)
+    identity = get_identity(request)
     with registry.database.write() as connection:
         end_session(connection, request.state.session)
         rights.write_audit_row(connection, identity, "session.end", identity.name or "")
@@ -241,7 +234,7 @@ def _render_account(
 
 def _create_token(registry: Registry, request: Request, form: _Form) -> Response:
     """Create a token and show its secret, which nobody can read again."""
-    context = ApiContext(registry, _require_session(request))
+    context = ApiContext(registry, get_identity(request))
     try:
         action, place = form.get("permission", ""), form.get("place", "").strip()
         days = form.get("days", "")
@@ -269,7 +262,7 @@ def _convert(document: Mapping[str, object], kind: type[_Input], problem: str) -
 
 
 def _revoke_token(registry: Registry, request: Request, form: _Form) -> Response:
-    identity = _require_session(request)
+    identity = get_identity(request)
     path = _convert({"id": form.get("id", "")}, people.TokenPath, "this is not the id of a token")
     people.revoke_token(ApiContext(registry, identity), path)
     return _redirect("/account")
@@ -277,7 +270,7 @@ def _revoke_token(registry: Registry, request: Request, form: _Form) -> Response
 
 def _change_member(registry: Registry, request: Request, form: _Form) -> Response:
     """Give a user a role in a namespace, or take it away."""
-    identity = _require_session(request)
+    identity = get_identity(request)
     with registry.database.read() as connection:
         namespace = authorise_page(connection, identity, request.path_params["namespace"]).name
     context = ApiContext(registry, identity)
@@ -322,7 +315,7 @@ def _require_admin(identity: Identity) -> None:
 
 def _change_users(registry: Registry, request: Request, form: _Form) -> Response:
     """Create a user, whose first token is shown once, or remove one."""
-    identity = _require_session(request)
+    identity = get_identity(request)
     _require_admin(identity)
     context, name = ApiContext(registry, identity), form.get("name", "").strip()
     if form.get("change") == "remove":

@@ -220,9 +220,8 @@ def render_page(
     state = request.scope.get("state", {})
     user: Identity = state.get("identity", ANONYMOUS)
     has_session = bool(state.get("session"))
-    key = FormKey.read(request, registry.settings)
     shared = {"site": SiteContext.create(registry), "user": user, "has_session": has_session}
-    shared["form_key"] = key.derive()
+    shared["form_key"] = FormKey.read_session(request).derive()
     html = _build_environment().get_template(template).render({**shared, **values})
     caching = "no-store" if has_session else "private, no-cache"
     headers = {"Cache-Control": caching, "Vary": "Authorization, Cookie"}

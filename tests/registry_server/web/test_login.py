@@ -1,5 +1,6 @@
 """Logging in and out of the pages: cookies, sessions and their ends, and the keys of forms."""
 
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,6 +202,23 @@ def test_a_session_in_memory_ends_too(
     assert olga.get("/browse")[1].count("Log out") == 0
 
 
+@pytest.mark.parametrize("path", FORMS)
+def test_a_form_of_an_expired_session_leads_to_a_login(
+    path: str, served: RegistryHarness, olga: Browser
+) -> None:
+    key = olga.read_key("/account")
+    with served.registry.database.write() as connection:
+        connection.execute(update(BROWSER_SESSIONS).values(expires=time.time() - 1))
+    answer = olga.client.post(path, data={"form_key": key})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/login")
+
+
+def test_the_cookie_of_the_login_form_is_renewed_with_each_page(visitor: Browser) -> None:
+    first, second = (visitor.client.get("/login").headers["set-cookie"] for _ in range(2))
+    assert first == second
+    assert "max-age=3600" in second.lower()
+
+
 def test_sessions_outlive_a_restart(served: RegistryHarness, olga: Browser) -> None:
     again = open_harness(served.settings)
     client = again.client()
@@ -225,8 +243,17 @@ def test_a_login_replaces_the_session_of_the_browser(
 ) -> None:
     """Nobody can be made to use a session that another knows."""
     before = olga.client.cookies["expertctl-session-8080"]
-    key = olga.read_key("/account")
-    fields = {"form_key": key, "token": served.create_user("bob")}
+    link = new_browser(served)  # a link of another site, with which no session cookie is sent
+    fields = {"form_key": link.read_key("/login")}
+    olga.client.cookies.update(link.client.cookies)
+    answer = olga.client.post("/login", data={**fields, "token": WRONG})
+    assert answer.status_code == 403
+    forms = dict(
+        re.findall(r'action="(/log\w+)".*?name="form_key" value="(\w+)"', answer.text, re.S)
+    )
+    assert forms["/login"] == fields["form_key"]
+    assert forms["/logout"] == olga.read_key("/account")
+    fields["token"] = served.create_user("bob")
     assert olga.client.post("/login", data=fields).status_code == 303
     assert olga.client.cookies["expertctl-session-8080"] != before
     assert "bob" in text_of(olga.get("/account")[1])
