@@ -29,7 +29,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from expertctl.errors import ExpertError, NotFoundError, UsageError
+from expertctl.errors import ExpertError, NotFoundError, UnauthenticatedError, UsageError
 from expertctl.http.limits import (
     STALL_SECONDS,
     LimitsMiddleware,
@@ -134,10 +134,18 @@ _FORM_REFUSALS = {403, 413, 415}
 def _refusal_response(
     settings: ServerSettings, registry: Registry | None, refusal: RequestRefusal, scope: Scope
 ) -> Response:
-    if registry is not None and refusal.status in _FORM_REFUSALS and prefers_html(scope):
-        request = HTTPConnection(scope)
-        return render_error_page(registry, request, refusal.error, status=refusal.status)
+    if registry is not None and refusal.status in _FORM_REFUSALS:
+        return build_error_response(registry, refusal.error, scope, status=refusal.status)
     return error_response(refusal.error, scope, settings, status=refusal.status)
+
+
+def build_error_response(
+    registry: Registry, error: ExpertError, scope: Scope, *, status: int | None = None
+) -> Response:
+    """Return a page for a browser, or JSON; a 401 is for programs, which send tokens."""
+    if prefers_html(scope) and not isinstance(error, UnauthenticatedError):
+        return render_error_page(registry, HTTPConnection(scope), error, status=status)
+    return error_response(error, scope, registry.settings, status=status)
 
 
 def make_request_log(app: ASGIApp, registry: Registry) -> RequestLogMiddleware:
@@ -185,9 +193,7 @@ class RegistryRequestObserver:
         """Return the response to a request that failed because of a bug."""
         hint = f"report request {exchange.id} to the operator of this registry"
         error = ExpertError("the registry failed to answer this request", hint=hint)
-        if prefers_html(scope):
-            return render_error_page(self.registry, HTTPConnection(scope), error)
-        return error_response(error, scope, self.registry.settings)
+        return build_error_response(self.registry, error, scope)
 
 
 def _logged_address(scope: Scope, identity: object) -> str | None:
@@ -281,7 +287,7 @@ def build_app(registry: Registry) -> Starlette:
             Middleware(TransportSecurityMiddleware, registry.settings),
             Middleware(make_request_log, registry),
             Middleware(make_request_limits, registry.settings, registry=registry),
-            Middleware(AuthenticationMiddleware, registry),
+            Middleware(AuthenticationMiddleware, registry, partial(build_error_response, registry)),
         ],
         exception_handlers={
             ExpertError: _handle_expert_error,
@@ -310,8 +316,7 @@ def _build_routes(registry: Registry) -> list[BaseRoute]:
 
 async def _handle_expert_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ExpertError)
-    registry: Registry = request.app.state.registry
-    return error_response(error, request.scope, registry.settings)
+    return build_error_response(request.app.state.registry, error, request.scope)
 
 
 async def _handle_http_error(request: Request, error: Exception) -> Response:

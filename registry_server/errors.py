@@ -154,7 +154,7 @@ def error_response(
     status = status or get_status(error)
     path = str(scope.get("path", ""))
     body = _oci_error_body(error, status) if path.startswith("/v2") else _api_error_body(error)
-    headers = {"Cache-Control": "no-store", **_error_headers(error)}
+    headers = {"Cache-Control": "no-store", **list_error_headers(error)}
     response = Response(json.dumps(body), status, headers, media_type="application/json")
     required = _required_scope(path, str(scope.get("method", "")))
     if status == 401:
@@ -208,7 +208,8 @@ def _api_error_body(error: ExpertError) -> dict[str, object]:
     return {"error": shown}
 
 
-def _error_headers(error: ExpertError) -> Mapping[str, str]:
+def list_error_headers(error: ExpertError) -> Mapping[str, str]:
+    """Return the headers of an error itself, such as ``Allow`` and ``Retry-After``."""
     own = error.headers if isinstance(error, OciError) else {}
     seconds = get_retry_after(error)
     return own if seconds is None else {**own, "Retry-After": str(seconds)}

@@ -41,6 +41,7 @@ from functools import partial
 from anyio import to_thread
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from expertctl.errors import (
@@ -60,7 +61,7 @@ from registry_server.access.browser_session import (
 )
 from registry_server.access.rights import Identity
 from registry_server.database.connection import Database
-from registry_server.errors import SESSION_PREFIX, error_response
+from registry_server.errors import SESSION_PREFIX
 from registry_server.registry import Registry
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -415,9 +416,15 @@ class Authenticator:
 class AuthenticationMiddleware:
     """Identifies the caller, or refuses: 401 for an invalid secret, 429 for too many requests."""
 
-    def __init__(self, app: ASGIApp, registry: Registry) -> None:
-        """Start with all rate limits unused."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        registry: Registry,
+        build_response: Callable[[ExpertError, Scope], Response],
+    ) -> None:
+        """Start with all rate limits unused; ``build_response`` makes refusals."""
         self._app = app
+        self._build_response = build_response
         self._registry = registry
         self._proxies = parse_networks(registry.settings.trusted_proxies)
         self._authenticator = Authenticator(registry)
@@ -433,7 +440,7 @@ class AuthenticationMiddleware:
         try:
             identity = state["identity"] = self._check_request(scope)
         except ExpertError as error:
-            await error_response(error, scope, self._registry.settings)(scope, receive, send)
+            await self._build_response(error, scope)(scope, receive, send)
             if isinstance(error, UnauthenticatedError):
                 await self._record_failed_login(scope)
             return

@@ -35,7 +35,7 @@ from expertctl.package.evaluation import summarise_evaluation
 from registry_server.access.authentication import is_program_path
 from registry_server.access.browser_session import FormKey
 from registry_server.access.rights import ANONYMOUS, Identity
-from registry_server.errors import get_retry_after, get_status
+from registry_server.errors import get_status, list_error_headers
 from registry_server.registry import Registry
 
 MAX_README_CHARACTERS = 60_000
@@ -242,8 +242,7 @@ def render_error_page(
         "words": _guess_words(path),
     }
     response = render_page(registry, "error.html", request, values, status=status)
-    if (seconds := get_retry_after(error)) is not None:
-        response.headers["Retry-After"] = str(seconds)
+    response.headers.update(list_error_headers(error))
     return response
 
 

@@ -4,6 +4,7 @@ import time
 from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import anyio
@@ -16,6 +17,7 @@ from expertctl.http.log import JsonFormatter
 from registry_server.access import accounts, rights
 from registry_server.access.authentication import AuthenticationMiddleware, RefusalLog
 from registry_server.access.rights import Identity
+from registry_server.app import build_error_response
 from tests.registry_server.conftest import NewRegistry
 from tests.registry_server.harness import URL, RegistryHarness, open_harness
 
@@ -479,7 +481,8 @@ def test_who_asks_is_told_to_one_request_alone(served: RegistryHarness) -> None:
     async def ask(*headers: tuple[bytes, bytes]) -> None:
         scope: Scope = {"type": "http", "path": "/", "client": None, "headers": headers}
         scope["state"] = shared
-        await AuthenticationMiddleware(app, served.registry)(scope, receive, send)
+        refuse = partial(build_error_response, served.registry)
+        await AuthenticationMiddleware(app, served.registry, refuse)(scope, receive, send)
 
     async def receive() -> Message:
         raise AssertionError
@@ -503,6 +506,7 @@ def test_what_is_no_request_passes_by(served: RegistryHarness) -> None:
     async def nothing(*_: object) -> Message:
         raise AssertionError
 
-    guarded = AuthenticationMiddleware(app, served.registry)
+    refuse = partial(build_error_response, served.registry)
+    guarded = AuthenticationMiddleware(app, served.registry, refuse)
     anyio.run(guarded, {"type": "lifespan"}, nothing, nothing)
     assert seen == ["lifespan"]

@@ -12,6 +12,7 @@ from registry_server.access.rights import Identity, TokenScope
 from registry_server.publishing.index import load_publisher_keys
 from registry_server.publishing.releases import revoke_key, yank_release
 from registry_server.web.rendering import SECURITY_HEADERS
+from tests.registry_server.conftest import NewRegistry
 from tests.registry_server.harness import RegistryHarness
 from tests.registry_server.web.conftest import Publish
 from tests.registry_server.web.test_markdown import ATTACKS, ParsedHtml
@@ -359,6 +360,10 @@ def test_pages_take_nothing_but_questions(browser: TestClient) -> None:
     for method in ("POST", "PUT", "PATCH", "DELETE"):
         assert browser.request(method, "/").status_code == 405
         assert browser.request(method, "/search").status_code == 405
+        answer = browser.request(method, "/search")
+        assert "is not allowed here" in text_of(answer.text)
+        assert answer.headers["allow"]
+        check_no_active_content(answer.text)
 
 
 def test_a_head_has_no_body(browser: TestClient) -> None:
@@ -392,3 +397,17 @@ def test_every_new_version_is_counted(served: RegistryHarness, publish: Publish)
     text = served.registry.metrics.render_exposition(served.registry.database).decode()
     assert "expertctl_registry_publishes_total 2.0" in text
     assert "expertctl_registry_releases 2.0" in text
+
+
+def test_browsers_get_limits_as_pages_and_programs_as_json(make_registry: NewRegistry) -> None:
+    served = make_registry(requests_per_minute=1)
+    client = served.client()
+    client.get("/")
+    page = client.get("/search", headers={"Accept": "text/html"})
+    assert (page.status_code, "too many requests" in text_of(page.text).lower()) == (429, True)
+    assert int(page.headers["retry-after"]) > 0
+    check_no_active_content(page.text)
+    for path, kind in (("/search", "*/*"), ("/api/v1/search", "text/html")):
+        answer = client.get(path, headers={"Accept": kind})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit")
+        assert int(answer.headers["retry-after"]) > 0
