@@ -150,6 +150,11 @@ class MintedToken:
         return f"Minted({self.token!r})"
 
 
+def make_token_id() -> str:
+    """Return the id of a new token, which is random."""
+    return secrets.token_hex(8)
+
+
 def create_token(
     connection: Connection,
     user: UserRow,
@@ -157,10 +162,18 @@ def create_token(
     name: str,
     scopes: tuple[TokenScope, ...],
     expires: float | None = None,
+    token_id: str | None = None,
 ) -> MintedToken:
-    """Create a token for ``user``; the caller decides which rights it may have."""
+    """Create a token for ``user``; the caller decides which rights it may have.
+
+    Raises:
+        ConflictError: when there is, or was, a token with the id ``token_id``.
+    """
+    token_id = token_id or make_token_id()
+    if connection.execute(select(TOKENS.c.id).where(TOKENS.c.id == token_id)).first():
+        raise ConflictError(f"the token {token_id} was made already")
     secret = TOKEN_PREFIX + secrets.token_urlsafe(32)
-    token = TokenRow(secrets.token_hex(8), user.name, name, scopes, time.time(), expires, None)
+    token = TokenRow(token_id, user.name, name, scopes, time.time(), expires, None)
     connection.execute(
         insert(TOKENS).values(
             id=token.id,
@@ -183,12 +196,14 @@ def mint_token(
     name: str,
     scopes: tuple[TokenScope, ...],
     seconds: int | None,
+    token_id: str | None = None,
 ) -> MintedToken:
     """Create a token with at most the rights and the lifetime of the token of ``identity``.
 
     Without scopes it gets the scopes of that token.
 
     Raises:
+        ConflictError: when there is, or was, a token with the id ``token_id``.
         ForbiddenError: when a scope exceeds the rights of that token.
         UsageError: when there are too many scopes or the time is out of range.
     """
@@ -201,7 +216,9 @@ def mint_token(
     limits = [t for t in (identity.expires, seconds and time.time() + seconds) if t is not None]
     expires = min(limits, default=None)
     chosen = scopes or identity.scopes
-    return create_token(connection, user, name=name, scopes=chosen, expires=expires)
+    return create_token(
+        connection, user, name=name, scopes=chosen, expires=expires, token_id=token_id
+    )
 
 
 def find_identity(connection: Connection, secret: str) -> Identity | None:

@@ -189,6 +189,15 @@ def list_tokens(context: ApiContext, query: ListQuery) -> TokenPage:
 
 def create_token(context: ApiContext, body: TokenRequest) -> CreatedToken:
     """Create a token with at most the rights and the lifetime of the token of the request."""
+    return create_token_once(context, body, accounts.make_token_id())
+
+
+def create_token_once(context: ApiContext, body: TokenRequest, token_id: str) -> CreatedToken:
+    """Create a token as `create_token` does, with an id that no token had before.
+
+    Raises:
+        ConflictError: when there is, or was, a token with this id.
+    """
     identity = context.identity
     rights.require_user(identity)
     if not body.name.isprintable():
@@ -197,7 +206,13 @@ def create_token(context: ApiContext, body: TokenRequest) -> CreatedToken:
     with context.registry.database.write() as connection:
         user = accounts.get_user(connection, identity.name or "")
         minted = accounts.mint_token(
-            connection, identity, user, name=body.name, scopes=scopes, seconds=body.expires_in
+            connection,
+            identity,
+            user,
+            name=body.name,
+            scopes=scopes,
+            seconds=body.expires_in,
+            token_id=token_id,
         )
         facts = _token_facts(minted.token)
         rights.write_audit_row(

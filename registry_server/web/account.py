@@ -2,7 +2,8 @@
 
 All changes are made by POST of a form with the key of its session, and by the functions of the API,
 so that rights, limits and the audit log are the same. A token with fewer rights than its user can
-log in, and has no more rights here. A new token is shown once, in the response that creates it.
+log in, and has no more rights here. A new token is shown once, in the response that creates it. The
+form contains the id of the new token, so sending it again creates no other one.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,6 +18,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from expertctl.errors import (
+    ConflictError,
     ExpertError,
     ForbiddenError,
     MediaTypeError,
@@ -26,7 +28,7 @@ from expertctl.errors import (
     UsageError,
 )
 from expertctl.schema.validation import convert_document
-from registry_server.access import rights
+from registry_server.access import accounts, rights
 from registry_server.access.authentication import Authenticator, get_identity
 from registry_server.access.browser_session import (
     MAX_SECONDS,
@@ -57,13 +59,14 @@ _Input = TypeVar("_Input", bound=ApiInput)
 MAX_FORM_FIELDS = 20
 _FORM_TYPE = "application/x-www-form-urlencoded"
 DAY = 86400
+_EMPTY_TOKEN_FORM = {"name": "", "days": "90", "permission": "read", "place": ""}
 LIFETIMES = {"7": "7 days", "30": "30 days", "90": "90 days", "365": "1 year", "0": "no end"}
 """Choices of the form: days until a new token expires → text."""
 PERMISSIONS = {
-    "": "everything that this login may do",
     "read": "read",
     "push": "read and publish",
     "yank": "read and yank",
+    "": "everything that this login may do",
 }
 """Choices of the form: the action of the scope of a new token → text."""
 
@@ -79,7 +82,12 @@ def make_account_routes(registry: Registry) -> list[BaseRoute]:
         ("/namespaces/{namespace}/members", _change_member),
         ("/users", _change_users),
     )
+
+    def lead_back(_: Registry, __: Request) -> Response:
+        return _redirect("/account")
+
     return [
+        Route("/account/tokens", make_handler(registry, lead_back), methods=["GET"]),
         *(Route(path, make_handler(registry, view), methods=["GET"]) for path, view in views),
         *(Route(path, _handle_form(registry, view), methods=["POST"]) for path, view in forms),
     ]
@@ -209,6 +217,7 @@ def _render_account(
     request: Request,
     *,
     created: people.CreatedToken | None = None,
+    entered: _Form | None = None,
     error: ExpertError | None = None,
 ) -> Response:
     context = ApiContext(registry, get_identity(request))
@@ -225,6 +234,8 @@ def _render_account(
         "roles": roles,
         "created": created,
         "problem": error,
+        "entered": {**_EMPTY_TOKEN_FORM, **(entered or {})},
+        "new_id": accounts.make_token_id(),
         "lifetimes": LIFETIMES,
         "permissions": PERMISSIONS,
     }
@@ -236,22 +247,41 @@ def _create_token(registry: Registry, request: Request, form: _Form) -> Response
     """Create a token and show its secret, which nobody can read again."""
     context = ApiContext(registry, get_identity(request))
     try:
-        action, place = form.get("permission", ""), form.get("place", "").strip()
-        days = form.get("days", "")
-        if action not in PERMISSIONS or days not in LIFETIMES:
-            raise UsageError("choose one of the listed rights and lifetimes")
-        if place and not action:
-            raise UsageError("choose what the token may do in the namespace")
-        wanted: dict[str, object] = {"name": form.get("name", "").strip()}
-        if action:
-            wanted["scopes"] = [f"{action}:{place}" if place else action]
-        if int(days):
-            wanted["expires_in"] = int(days) * DAY
-        body = _convert(wanted, people.TokenRequest, "a token has a name of 1 to 100 characters")
-        created = people.create_token(context, body)
-    except (UsageError, ForbiddenError) as error:
+        path = _convert({"id": form.get("id", "")}, people.TokenPath, "the form cannot be read")
+        body = _read_token_request(form)
+        created = people.create_token_once(context, body, path.id)
+    except ConflictError:
+        error = ConflictError(
+            "this form was sent before, and its token was shown then",
+            hint="if you have lost the token, revoke it and make another one",
+        )
         return _render_account(registry, request, error=error)
+    except (UsageError, ForbiddenError) as error:
+        return _render_account(registry, request, entered=form, error=error)
     return _render_account(registry, request, created=created)
+
+
+def _read_token_request(form: _Form) -> people.TokenRequest:
+    """Return the token that a form asks for.
+
+    Raises:
+        UsageError: when a field is invalid.
+    """
+    action, place = form.get("permission", ""), form.get("place", "").strip()
+    days = form.get("days", "")
+    if action not in PERMISSIONS or days not in LIFETIMES:
+        raise UsageError("choose one of the listed rights and lifetimes")
+    if place and not action:
+        raise UsageError("choose what the token may do in the namespace")
+    wanted: dict[str, object] = {}
+    if int(days):
+        wanted["expires_in"] = int(days) * DAY
+    if action:
+        wanted["scopes"] = [f"{action}:{place}" if place else action]
+        where = "“only in” takes a namespace or a package, such as acme or acme/sql"
+        _convert({**wanted, "name": "any"}, people.TokenRequest, where)
+    wanted["name"] = form.get("name", "").strip()
+    return _convert(wanted, people.TokenRequest, "a token has a name of 1 to 100 characters")
 
 
 def _convert(document: Mapping[str, object], kind: type[_Input], problem: str) -> _Input:

@@ -12,7 +12,14 @@ from registry_server.web.account import LIFETIMES, PERMISSIONS
 from tests.registry_server.harness import RegistryHarness, create_registry
 from tests.registry_server.web.conftest import Browser, Publish
 from tests.registry_server.web.test_login import FORMS, new_browser
+from tests.registry_server.web.test_markdown import ParsedHtml
 from tests.registry_server.web.test_routes import check_no_active_content, text_of
+
+
+def send_token_form(browser: Browser, **fields: str) -> tuple[int, str, str]:
+    """Send the form for a new token as the page of the account has it now."""
+    fields = {"id": accounts.make_token_id(), **fields}
+    return browser.send("/account", "/account/tokens", **fields)
 
 
 @pytest.mark.parametrize("path", FORMS)
@@ -28,7 +35,7 @@ def test_without_a_login_forms_lead_to_one(
 
 def test_a_token_is_made_shown_once_and_revoked(served: RegistryHarness, olga: Browser) -> None:
     fields = {"name": "ci <b>", "days": "30", "permission": "push", "place": "acme"}
-    status, text, _ = olga.send("/account", "/account/tokens", **fields)
+    status, text, _ = send_token_form(olga, **fields)
     assert status == 200
     check_no_active_content(text)
     secret = text[text.index("xpt_") :][: accounts.TOKEN_LENGTH]
@@ -45,7 +52,7 @@ def test_a_token_is_made_shown_once_and_revoked(served: RegistryHarness, olga: B
 
 def test_a_token_may_be_made_without_an_end(served: RegistryHarness, olga: Browser) -> None:
     """It lives as long as the token of the login, not only as long as the login."""
-    text = olga.send("/account", "/account/tokens", name="all", days="0", permission="")[1]
+    text = send_token_form(olga, name="all", days="0", permission="")[1]
     made = served.authenticate(text[text.index("xpt_") :][: accounts.TOKEN_LENGTH])
     assert made.expires is None
     assert made.scopes == rights.list_all_scopes(admin=False)
@@ -63,31 +70,62 @@ def test_every_choice_of_the_form_makes_a_token(served: RegistryHarness, olga: B
     for permission in PERMISSIONS:
         for days in LIFETIMES:
             fields = {"name": "ci", "days": days, "permission": permission, "place": ""}
-            text = olga.send("/account", "/account/tokens", **fields)[1]
+            text = send_token_form(olga, **fields)[1]
             made = served.authenticate(text[text.index("xpt_") :][: accounts.TOKEN_LENGTH])
             assert (made.expires is None) == (days == "0")
             assert not permission or [str(scope) for scope in made.scopes] == [permission]
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "message"),
     [
-        {"name": ""},
-        {"name": "x" * 101},
-        {"name": "two\nlines"},
-        {"days": "31"},
-        {"days": ""},
-        {"permission": "admin"},
-        {"permission": "read", "place": "../x"},
-        {"permission": "", "place": "acme"},
-        {"permission": "push", "place": "acme/sql/"},
+        ({"name": ""}, "a name of 1 to 100 characters"),
+        ({"name": "x" * 101}, "a name of 1 to 100 characters"),
+        ({"name": "two\nlines"}, "one printable line"),
+        ({"days": "31"}, "the listed rights and lifetimes"),
+        ({"days": ""}, "the listed rights and lifetimes"),
+        ({"permission": "admin"}, "the listed rights and lifetimes"),
+        ({"place": "../x"}, "such as acme or acme/sql"),
+        ({"place": "../x", "name": ""}, "such as acme or acme/sql"),
+        ({"permission": "", "place": "acme"}, "what the token may do in the namespace"),
+        ({"permission": "push", "place": "acme/sql/"}, "such as acme or acme/sql"),
+        ({"id": "x"}, "The form cannot be read"),
     ],
 )
-def test_a_token_that_cannot_be_made_says_why(changes: dict[str, str], olga: Browser) -> None:
+def test_a_token_that_cannot_be_made_says_why(
+    changes: dict[str, str], message: str, olga: Browser
+) -> None:
     fields = {"name": "ci", "days": "7", "permission": "read", "place": ""} | changes
-    status, text, _ = olga.send("/account", "/account/tokens", **fields)
+    status, text, _ = send_token_form(olga, **fields)
     assert (status, 'role="alert"' in text) == (400, True)
+    assert message in text_of(text)
     assert "xpt_" not in text
+
+
+def test_what_was_entered_is_kept_with_the_reason_of_a_refusal(olga: Browser) -> None:
+    fields = {"name": 'ci "<b>', "days": "7", "permission": "push", "place": "../x"}
+    page = ParsedHtml(send_token_form(olga, **fields)[1])
+    inputs = {a.get("name"): a.get("value") for tag, a in page.tags if tag == "input"}
+    assert (inputs["name"], inputs["place"]) == (fields["name"], fields["place"])
+    assert list_chosen(page) == ["7", "push"]
+    assert list_chosen(ParsedHtml(olga.get("/account")[1])) == ["90", "read"]
+
+
+def list_chosen(page: ParsedHtml) -> list[str | None]:
+    return [a.get("value") for tag, a in page.tags if tag == "option" and "selected" in a]
+
+
+def test_a_form_that_is_sent_twice_makes_one_token(served: RegistryHarness, olga: Browser) -> None:
+    page = ParsedHtml(olga.get("/account")[1]).tags
+    new_id = [a["value"] for tag, a in page if tag == "input" and a.get("name") == "id"][-1]
+    fields = {"name": "ci", "days": "7", "permission": "read", "place": "", "id": str(new_id)}
+    assert olga.send("/account", "/account/tokens", **fields)[0] == 200
+    for _ in range(2):
+        status, text, _ = olga.send("/account", "/account/tokens", **fields)
+        assert (status, "xpt_" in text) == (409, False)
+        assert "This form was sent before" in text_of(text)
+        olga.send("/account", "/account/tokens/revoke", id=fields["id"])
+    assert olga.client.get("/account/tokens").headers["location"] == "/account"
 
 
 def test_a_login_with_a_narrow_token_stays_narrow(
@@ -103,10 +141,10 @@ def test_a_login_with_a_narrow_token_stays_narrow(
     assert visitor.get("/packages/hidden/plan")[0] == 404
     assert "Members" not in visitor.get("/namespaces/acme")[1]
     fields = {"name": "more", "days": "7", "permission": "", "place": ""}
-    made = visitor.send("/account", "/account/tokens", **fields)[1]
+    made = send_token_form(visitor, **fields)[1]
     secret = made[made.index("xpt_") :][: accounts.TOKEN_LENGTH]
     assert [str(scope) for scope in served.authenticate(secret).scopes] == ["push:acme"]
-    status, text, _ = visitor.send("/account", "/account/tokens", **fields | {"permission": "yank"})
+    status, text, _ = send_token_form(visitor, **fields | {"permission": "yank"})
     assert status == 403
     assert "cannot grant the scope yank" in text
     fields = {"user": "olga", "role": "none"}
