@@ -101,10 +101,12 @@ def summarise_evaluation(entry: Evaluation) -> EvaluationSummary:
     if base is None or expert is None:
         gain = _format_gain(entry.expert - entry.base, ".3g")
         return EvaluationSummary(f"{entry.base:.4g}", f"{entry.expert:.4g}", gain)
+    change = 100 * (expert - base) / n
+    precision = ".1g" if 0 < abs(change) < 1 else f".{_count_digits(n)}f"  # never "-0 points"
     return EvaluationSummary(
         base=format_proportion(base, n),
         expert=format_proportion(expert, n),
-        gain=f"{_format_gain(100 * (expert - base) / n, f'.{_count_digits(n)}f')} points",
+        gain=f"{_format_gain(change, precision)} points",
         base_count=f"{base:,} of {n:,}",
         expert_count=f"{expert:,} of {n:,}",
         interval=format_interval(wilson_interval(expert, n), n),

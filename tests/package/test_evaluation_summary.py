@@ -94,3 +94,17 @@ def test_the_table_and_the_line_state_the_same() -> None:
     text, row = describe_evaluation(measured), summarise_evaluation(measured)
     for part in (row.expert, row.expert_count, row.base_count, row.interval):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("n", "base", "expert", "gain"),
+    [
+        (300, 0.5, 0.4967, "\N{MINUS SIGN}0.3 points"),
+        (300, 0.5, 0.5, "+0 points"),
+        (300, 0.5, 0.51, "+1 points"),
+        (5000, 0.5, 0.4998, "\N{MINUS SIGN}0.02 points"),
+        (5000, 0.5, 0.5006, "+0.06 points"),
+    ],
+)
+def test_a_small_gain_is_not_shown_as_none(n: int, base: float, expert: float, gain: str) -> None:
+    assert summarise_evaluation(entry(n=n, base=base, expert=expert)).gain == gain

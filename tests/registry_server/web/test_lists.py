@@ -79,12 +79,15 @@ def test_a_base_with_a_hostile_name_is_only_text_and_still_found(
     for path in ("/", "/browse", "/browse/bases", "/search", "/packages/acme/odd"):
         page = browser.get(path)
         check_no_active_content(page.text)
-        assert "\u202e" not in page.text
+        assert "\u202e" not in text_of(page.text)
         assert "<b>org" not in page.text
     links = ParsedHtml(browser.get("/browse/bases").text).links
     (link,) = [link for link in links if link and "org" in link]
     found = [a for a in ParsedHtml(browser.get(link).text).links if a and a.startswith("/packages")]
     assert found == ["/packages/acme/odd"]
+    options = [a for tag, a in ParsedHtml(browser.get(link).text).tags if tag == "option"]
+    (chosen,) = [a["value"] for a in options if "selected" in a]
+    assert chosen == HOSTILE_BASE  # so that filtering again finds it again
 
 
 @pytest.mark.parametrize(
