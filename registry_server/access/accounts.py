@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from sqlalchemy import ColumnElement, Connection, Row, Select, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, func, insert, select, tuple_, update
 
 from expertctl.errors import ConflictError, ForbiddenError, NotFoundError, UsageError
 from expertctl.trust.keys import PrivateKey
@@ -264,8 +264,13 @@ def get_token(connection: Connection, token_id: str) -> TokenRow:
 def list_tokens(
     connection: Connection, user: str, *, limit: int, after: str = ""
 ) -> list[TokenRow]:
-    """Return the valid tokens of a user that come after ``after``, sorted by id."""
-    return _select_tokens(connection, USERS.c.name == user, TOKENS.c.id > after)[:limit]
+    """Return the valid tokens of a user, newest first; ``after`` is the id of the last one seen."""
+    where = [USERS.c.name == user]
+    if after:
+        seen = TOKENS.alias()
+        last = select(seen.c.created, seen.c.id).where(seen.c.id == after).scalar_subquery()
+        where.append(tuple_(TOKENS.c.created, TOKENS.c.id) < last)
+    return _select_tokens(connection, *where)[:limit]
 
 
 def revoke_token(connection: Connection, token_id: str) -> None:
@@ -327,7 +332,7 @@ def _select_tokens(connection: Connection, *where: ColumnElement[bool]) -> list[
         .join(USERS, USERS.c.id == TOKENS.c.user_id)
         .where(*where, TOKENS.c.revoked.is_(None))
         .where(TOKENS.c.expires.is_(None) | (TOKENS.c.expires > now))
-        .order_by(TOKENS.c.id)
+        .order_by(TOKENS.c.created.desc(), TOKENS.c.id.desc())
     )
     return [
         TokenRow(id_, user, name, _parse_scopes(scopes), created, expires, used)

@@ -43,7 +43,7 @@ class CreatedToken(TokenFacts, frozen=True):
 
 
 class TokenPage(ApiOutput, frozen=True):
-    """A page of tokens, sorted by id."""
+    """A page of tokens, newest first."""
 
     tokens: list[TokenFacts]
     next: str | None
@@ -227,6 +227,14 @@ def create_token_once(context: ApiContext, body: TokenRequest, token_id: str) ->
         facts.last_used,
         minted.secret,
     )
+
+
+def show_revocable_token(context: ApiContext, path: TokenPath) -> TokenFacts:
+    """Return a token that the caller may revoke."""
+    rights.require_user(context.identity)
+    with context.registry.database.read() as connection:
+        _check_may_revoke(connection, context.identity, path.id)
+        return _token_facts(accounts.get_token(connection, path.id))
 
 
 def revoke_token(context: ApiContext, path: TokenPath) -> None:

@@ -45,7 +45,7 @@ from registry_server.api import people
 from registry_server.api.schema import ApiContext, ApiInput, ListQuery
 from registry_server.errors import get_status
 from registry_server.registry import Registry
-from registry_server.web.pages import authorise_page, make_handler
+from registry_server.web.pages import PageView, authorise_page, make_handler
 from registry_server.web.rendering import (
     LOCAL_PATH,
     SECURITY_HEADERS,
@@ -73,24 +73,40 @@ PERMISSIONS = {
 
 def make_account_routes(registry: Registry) -> list[BaseRoute]:
     """Return the routes of the pages that belong to a login."""
-    views = (("/login", _show_login), ("/account", _show_account), ("/users", _show_users))
+    views = (
+        ("/login", _show_login),
+        ("/account", _require_login(_render_account)),
+        ("/account/tokens", _require_login(lambda _, __: _redirect("/account"))),
+        ("/account/tokens/revoke", _require_login(_confirm_revocation)),
+        ("/users", _require_login(_render_users)),
+        ("/users/remove", _require_login(_confirm_removal)),
+    )
     forms: tuple[tuple[str, _FormView], ...] = (
         ("/login", _log_in),
         ("/logout", _log_out),
         ("/account/tokens", _create_token),
         ("/account/tokens/revoke", _revoke_token),
         ("/namespaces/{namespace}/members", _change_member),
-        ("/users", _change_users),
+        ("/users", _create_user),
+        ("/users/remove", _remove_user),
     )
-
-    def lead_back(_: Registry, __: Request) -> Response:
-        return _redirect("/account")
-
     return [
-        Route("/account/tokens", make_handler(registry, lead_back), methods=["GET"]),
         *(Route(path, make_handler(registry, view), methods=["GET"]) for path, view in views),
         *(Route(path, _handle_form(registry, view), methods=["POST"]) for path, view in forms),
     ]
+
+
+def _require_login(view: PageView) -> PageView:
+    """Return a view that leads to the login, and from there back, where nobody is logged in."""
+
+    def show(registry: Registry, request: Request) -> Response:
+        if request.state.session:
+            return view(registry, request)
+        path, query = request.url.path, request.url.query
+        target = quote(f"{path}?{query}" if query else path, safe="/")
+        return _redirect(f"/login?next={target}")
+
+    return show
 
 
 def _handle_form(registry: Registry, view: _FormView) -> Callable[[Request], Awaitable[Response]]:
@@ -206,12 +222,6 @@ def _log_out(registry: Registry, request: Request, _: _Form) -> Response:
     return response
 
 
-def _show_account(registry: Registry, request: Request) -> Response:
-    if not request.state.session:
-        return _redirect(f"/login?next={quote(request.url.path, safe='/')}")
-    return _render_account(registry, request)
-
-
 def _render_account(
     registry: Registry,
     request: Request,
@@ -222,7 +232,7 @@ def _render_account(
 ) -> Response:
     context = ApiContext(registry, get_identity(request))
     try:
-        tokens: people.TokenPage | None = people.list_tokens(context, ListQuery())
+        tokens: people.TokenPage | None = people.list_tokens(context, _read_cursor(request))
     except ForbiddenError:  # the login has fewer rights than its user
         tokens = None
     with registry.database.read() as connection:
@@ -236,6 +246,7 @@ def _render_account(
         "problem": error,
         "entered": {**_EMPTY_TOKEN_FORM, **(entered or {})},
         "new_id": accounts.make_token_id(),
+        "is_admin": _is_admin(context.identity),
         "lifetimes": LIFETIMES,
         "permissions": PERMISSIONS,
     }
@@ -291,11 +302,31 @@ def _convert(document: Mapping[str, object], kind: type[_Input], problem: str) -
         raise UsageError(problem) from error
 
 
+def _confirm_revocation(registry: Registry, request: Request) -> Response:
+    """Ask before a token is revoked, which cannot be undone."""
+    context = ApiContext(registry, get_identity(request))
+    token = people.show_revocable_token(context, _read_token_path(request.query_params))
+    text = "All that use it, and the logins that were made with it, stop working at once."
+    if token.id == context.identity.token_id:
+        text += " Among them is this login."
+    values: dict[str, object] = {
+        "question": f"Revoke the token “{token.name}”?",
+        "text": text,
+        "action": "/account/tokens/revoke",
+        "field": ("id", token.id),
+        "button": "Revoke the token",
+        "back": "/account",
+    }
+    return render_page(registry, "confirm.html", request, values)
+
+
 def _revoke_token(registry: Registry, request: Request, form: _Form) -> Response:
-    identity = get_identity(request)
-    path = _convert({"id": form.get("id", "")}, people.TokenPath, "this is not the id of a token")
-    people.revoke_token(ApiContext(registry, identity), path)
+    people.revoke_token(ApiContext(registry, get_identity(request)), _read_token_path(form))
     return _redirect("/account")
+
+
+def _read_token_path(given: Mapping[str, str]) -> people.TokenPath:
+    return _convert({"id": given.get("id", "")}, people.TokenPath, "this is not the id of a token")
 
 
 def _change_member(registry: Registry, request: Request, form: _Form) -> Response:
@@ -315,22 +346,18 @@ def _change_member(registry: Registry, request: Request, form: _Form) -> Respons
     return _redirect(f"/namespaces/{namespace}#members")
 
 
-def _show_users(registry: Registry, request: Request) -> Response:
-    if not request.state.session:
-        return _redirect("/login?next=/users")
-    return _render_users(registry, request)
-
-
 def _render_users(
     registry: Registry, request: Request, *, created: people.CreatedUser | None = None
 ) -> Response:
     context = ApiContext(registry, get_identity(request))
     _require_admin(context.identity)
-    query = _convert(
-        {"cursor": request.query_params.get("cursor", "")}, ListQuery, "there is no such page"
-    )
-    values = {"page": people.list_users(context, query), "created": created}
+    values = {"page": people.list_users(context, _read_cursor(request)), "created": created}
     return render_page(registry, "users.html", request, values)
+
+
+def _read_cursor(request: Request) -> ListQuery:
+    cursor = {"cursor": request.query_params.get("cursor", "")}
+    return _convert(cursor, ListQuery, "there is no such page")
 
 
 def _require_admin(identity: Identity) -> None:
@@ -339,19 +366,50 @@ def _require_admin(identity: Identity) -> None:
     Raises:
         NotFoundError: when the login is not that of an admin.
     """
-    if not (identity.admin and identity.covers(Action.ADMIN, None)):
+    if not _is_admin(identity):
         raise NotFoundError("there is nothing at this address")
 
 
-def _change_users(registry: Registry, request: Request, form: _Form) -> Response:
-    """Create a user, whose first token is shown once, or remove one."""
+def _is_admin(identity: Identity) -> bool:
+    return identity.admin and identity.covers(Action.ADMIN, None)
+
+
+def _confirm_removal(registry: Registry, request: Request) -> Response:
+    """Ask before a user is removed, which cannot be undone."""
+    identity = get_identity(request)
+    _require_admin(identity)
+    path = _read_user_path(request.query_params)
+    with registry.database.read() as connection:
+        name = accounts.get_user(connection, path.name).name
+    values: dict[str, object] = {
+        "question": f"Remove the user {name}?",
+        "text": "All tokens, logins and roles of the user end at once. The name is never given to "
+        "another user.",
+        "action": "/users/remove",
+        "field": ("name", name),
+        "button": "Remove the user",
+        "back": "/users",
+    }
+    return render_page(registry, "confirm.html", request, values)
+
+
+def _remove_user(registry: Registry, request: Request, form: _Form) -> Response:
+    identity = get_identity(request)
+    _require_admin(identity)
+    people.remove_user(ApiContext(registry, identity), _read_user_path(form))
+    return _redirect("/users")
+
+
+def _read_user_path(given: Mapping[str, str]) -> people.UserPath:
+    name = {"name": given.get("name", "")}
+    return _convert(name, people.UserPath, "this is not the name of a user")
+
+
+def _create_user(registry: Registry, request: Request, form: _Form) -> Response:
+    """Create a user, whose first token is shown once."""
     identity = get_identity(request)
     _require_admin(identity)
     context, name = ApiContext(registry, identity), form.get("name", "").strip()
-    if form.get("change") == "remove":
-        path = _convert({"name": name}, people.UserPath, "this is not the name of a user")
-        people.remove_user(context, path)
-        return _redirect("/users")
     wanted = {"name": name, "admin": form.get("admin") == "yes"}
     problem = "a name has lower-case letters, digits and single dashes, 64 at most"
     created = people.create_user(context, _convert(wanted, people.UserRequest, problem))

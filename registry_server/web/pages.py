@@ -69,7 +69,7 @@ _BROWSE_COUNTS = 30
 _COUNTS_PER_PAGE = 100
 _MAX_VERSIONS = 100
 _Handler = Callable[[Request], Awaitable[Response]]
-_PageView = Callable[[Registry, Request], Response]
+PageView = Callable[[Registry, Request], Response]
 _CountQuery = Callable[..., list[PackageCount]]
 _FACETS: dict[str, tuple[str, _CountQuery]] = {
     "namespaces": ("Namespaces", count_by_namespace),
@@ -97,7 +97,7 @@ class FallbackRoute(Route):
 
 def make_page_routes(registry: Registry) -> list[BaseRoute]:
     """Return the routes of the public pages."""
-    views: tuple[tuple[str, _PageView], ...] = (
+    views: tuple[tuple[str, PageView], ...] = (
         ("/", _show_home),
         ("/browse", _show_browse),
         ("/browse/{facet}", _show_facet),
@@ -116,7 +116,7 @@ def make_fallback_route(registry: Registry) -> BaseRoute:
     return FallbackRoute("/{path:path}", make_handler(registry, _show_not_found), methods=["GET"])
 
 
-def make_handler(registry: Registry, view: _PageView) -> _Handler:
+def make_handler(registry: Registry, view: PageView) -> _Handler:
     """Return an endpoint that builds a page in a thread, and shows errors as pages."""
 
     async def handle(request: Request) -> Response:
@@ -280,6 +280,7 @@ def authorise_page(
 def _show_package(registry: Registry, request: Request) -> Response:
     identity, path_params = get_identity(request), request.path_params
     name = _parse_package_name(path_params["namespace"], path_params["name"])
+    offset = read_offset(request)
     with registry.database.read() as connection:
         authorise_page(connection, identity, name.namespace, name.name)
         try:
@@ -292,7 +293,14 @@ def _show_package(registry: Registry, request: Request) -> Response:
     composition = manifest.composition
     values = {
         "package": package,
-        "versions": package.versions[:_MAX_VERSIONS],
+        "versions": package.versions[offset : offset + _MAX_VERSIONS],
+        **_make_page_links(
+            request.url.path,
+            {},
+            offset=offset,
+            size=_MAX_VERSIONS,
+            has_more=offset + _MAX_VERSIONS < min(len(package.versions), MAX_OFFSET),
+        ),
         "yanked_count": sum(row.yanked is not None for row in package.versions),
         "downloads": sum(row.downloads for row in package.versions),
         "namespace": name.namespace,

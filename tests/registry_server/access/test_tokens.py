@@ -174,16 +174,16 @@ def test_a_token_has_a_sensible_number_of_scopes(connection: Connection, bob: Id
         minted_for(connection, bob, *["read"] * 51)
 
 
-def test_tokens_are_listed_by_id_in_pages_for_their_user_alone(connection: Connection) -> None:
+def test_tokens_are_listed_newest_first_for_their_user_alone(connection: Connection) -> None:
     alice, bob = accounts.create_user(connection, "alice"), accounts.create_user(connection, "bob")
-    own = sorted(
-        accounts.create_token(connection, alice, name="t", scopes=()).token.id for _ in range(3)
-    )
+    made = [accounts.create_token(connection, alice, name="t", scopes=()).token for _ in range(3)]
+    own = [t.id for t in sorted(made, key=lambda t: (t.created, t.id), reverse=True)]
     accounts.create_token(connection, bob, name="t", scopes=())
     assert [t.id for t in accounts.list_tokens(connection, "alice", limit=2)] == own[:2]
     assert [t.id for t in accounts.list_tokens(connection, "alice", limit=2, after=own[1])] == own[
         2:
     ]
+    assert accounts.list_tokens(connection, "alice", limit=2, after="gone") == []
 
 
 def test_the_last_use_is_kept_to_the_minute(connection: Connection) -> None:

@@ -51,7 +51,15 @@ PAGES = (
     *("/packages/stolen/key", "/packages/acme/plain", "/nothing", "/packages/acme/sqk"),
     *("/search?cursor=x", f"/search?q={'a+' * 9}"),
 )
-LOGIN_PAGES = ("/", "/namespaces/acme", "/namespaces/hidden", "/account", "/users", "/nothing")
+LOGIN_PAGES = (
+    "/",
+    "/namespaces/acme",
+    "/namespaces/hidden",
+    "/account",
+    "/users",
+    "/users/remove?name=bob",
+    "/nothing",
+)
 
 
 @dataclass(frozen=True)
@@ -237,6 +245,10 @@ def test_pages_of_a_login_violate_no_rule(
     go(tab, f"{populated.url}/account", width=width, dark=dark)
     submit(tab, "form[action='/account/tokens']", name=f"ci {width} {dark}")
     found["a new token"] = list_violations(tab, axe)
+    go(tab, f"{populated.url}/account", width=width, dark=dark)
+    link = tab.evaluate("document.querySelector('a.danger').href")
+    go(tab, link, width=width, dark=dark)
+    found["before a token is revoked"] = list_violations(tab, axe)
     go(tab, f"{populated.url}/account", width=width, dark=dark)
     submit(tab, "form[action='/account/tokens']", name="ci", place="../x")
     found["no new token"] = list_violations(tab, axe)

@@ -46,7 +46,14 @@ def test_a_token_is_made_shown_once_and_revoked(served: RegistryHarness, olga: B
     assert secret not in page
     assert "ci <b> push:acme" in " ".join(text_of(page).split())
     fields = {"id": made.token_id or ""}
-    assert olga.send("/account", "/account/tokens/revoke", **fields)[::2] == (303, "/account")
+    page = f"/account/tokens/revoke?id={made.token_id}"
+    assert page in ParsedHtml(olga.get("/account")[1]).links
+    confirmation = olga.get(page)[1]
+    assert "Revoke the token “ci <b>”?" in text_of(confirmation)
+    assert "Among them is this login" not in confirmation
+    check_no_active_content(confirmation)
+    assert served.client(secret).get("/api/v1/whoami").status_code == 200
+    assert olga.send(page, "/account/tokens/revoke", **fields)[::2] == (303, "/account")
     assert served.client(secret).get("/api/v1/whoami").status_code == 401
 
 
@@ -62,8 +69,12 @@ def test_revoking_the_token_of_the_login_ends_it(served: RegistryHarness, visito
     secret = served.create_user("bob")
     visitor.log_in(secret)
     fields = {"id": served.authenticate(secret).token_id or ""}
-    visitor.send("/account", "/account/tokens/revoke", **fields)
-    assert visitor.get("/account")[0] == 303
+    page = f"/account/tokens/revoke?id={fields['id']}"
+    assert "Among them is this login" in visitor.get(page)[1]
+    visitor.send(page, "/account/tokens/revoke", **fields)
+    answer = visitor.client.get(page)
+    target = f"/login?next=/account/tokens/revoke%3Fid%3D{fields['id']}"
+    assert (answer.status_code, answer.headers["location"]) == (303, target)
 
 
 def test_every_choice_of_the_form_makes_a_token(served: RegistryHarness, olga: Browser) -> None:
@@ -154,6 +165,8 @@ def test_a_login_with_a_narrow_token_stays_narrow(
 def test_nobody_revokes_the_token_of_another(served: RegistryHarness, olga: Browser) -> None:
     secret = served.create_user("bob")
     fields = {"id": served.authenticate(secret).token_id or ""}
+    assert olga.get(f"/account/tokens/revoke?id={fields['id']}")[0] == 404
+    assert olga.get("/account/tokens/revoke?id=x")[0] == 400
     assert olga.send("/account", "/account/tokens/revoke", **fields)[0] == 404
     assert olga.send("/account", "/account/tokens/revoke", id="x")[0] == 400
     assert served.client(secret).get("/api/v1/whoami").status_code == 200
@@ -200,13 +213,45 @@ def test_an_admin_makes_and_removes_users(served: RegistryHarness, visitor: Brow
     assert secret not in visitor.get("/users")[1]
     assert visitor.send("/users", "/users", name="carla")[0] == 409
     assert visitor.send("/users", "/users", name="<b>")[0] == 400
-    assert visitor.send("/users", "/users", name="carla", change="remove")[0] == 303
+    assert "/users/remove?name=carla" in ParsedHtml(visitor.get("/users")[1]).links
+    page = "/users/remove?name=carla"
+    assert "Remove the user carla?" in text_of(visitor.get(page)[1])
+    check_no_active_content(visitor.get(page)[1])
+    assert served.client(secret).get("/api/v1/whoami").status_code == 200
+    for name, status in (("nobody", 404), ("%3Cb%3E", 400), ("", 400)):
+        assert visitor.get(f"/users/remove?name={name}")[0] == status
+    assert visitor.send(page, "/users/remove", name="carla")[::2] == (303, "/users")
     assert served.client(secret).get("/api/v1/whoami").status_code == 401
+
+
+def test_an_admin_with_a_narrow_token_is_not_led_to_the_users(
+    served: RegistryHarness, visitor: Browser
+) -> None:
+    served.create_user("boss", admin=True)
+    visitor.log_in(served.create_token("boss", TokenScope.parse("read")))
+    assert "/users" not in ParsedHtml(visitor.get("/account")[1]).links
+    full = new_browser(served).log_in(served.create_token("boss"))
+    assert "/users" in ParsedHtml(full.get("/account")[1]).links
+
+
+def test_tokens_are_listed_newest_first_on_pages(served: RegistryHarness, olga: Browser) -> None:
+    made = [served.authenticate(served.create_token("olga")).token_id for _ in range(120)]
+    seen: list[str] = []
+    path: str | None = "/account"
+    while path is not None:
+        links = [link for link in ParsedHtml(olga.get(path)[1]).links if link]
+        seen += [link.partition("id=")[2] for link in links if "revoke?id=" in link]
+        path = next((link for link in links if "cursor=" in link), None)
+    assert seen[:120] == made[::-1]
+    assert len(seen) == 122  # also that of the login, and the first
+    assert olga.get(f"/account?cursor={'x' * 101}")[0] == 400
 
 
 def test_there_are_no_users_for_others(olga: Browser, served: RegistryHarness) -> None:
     assert olga.get("/users")[0] == 404
     assert olga.send("/account", "/users", name="eve")[0] == 404
+    assert olga.get("/users/remove?name=olga")[0] == 404
+    assert olga.send("/account", "/users/remove", name="olga")[0] == 404
     assert new_browser(served).client.get("/users").headers["location"] == "/login?next=/users"
 
 

@@ -53,6 +53,30 @@ def test_lists_of_ten_thousand_packages_are_bounded(
     assert browser.get("/namespaces/acme?cursor=10000").status_code == 400
 
 
+def test_versions_are_listed_page_after_page(
+    browser: TestClient, publish: Publish, served: RegistryHarness
+) -> None:
+    publish()
+    with served.registry.database.write() as connection:
+        for table, owner in ((RELEASES, "id"), (SIGNED_FORMS, "release_id")):
+            own = {owner: "i"} | ({"version": "'1.0.' || i"} if table is RELEASES else {"id": "i"})
+            names = [column.name for column in table.columns]
+            values = ", ".join(own.get(name, name) for name in names)
+            connection.exec_driver_sql(
+                f"INSERT INTO {table.name} ({', '.join(names)}) "
+                "WITH RECURSIVE n(i) AS (SELECT 2 UNION SELECT i + 1 FROM n WHERE i < 150) "
+                f"SELECT {values} FROM {table.name}, n WHERE {owner} = 1"
+            )
+    seen: set[str] = set()
+    path: str | None = "/packages/acme/sql"
+    while path is not None:
+        links = [link for link in ParsedHtml(browser.get(path).text).links if link]
+        seen |= {link for link in links if link.startswith("/packages/acme/sql/")}
+        path = next((link for link in links if "cursor=100" in link), None)
+    assert len(seen) == 150
+    assert browser.get("/packages/acme/sql?cursor=x").status_code == 400
+
+
 def test_namespaces_are_listed_page_after_page(
     browser: TestClient, served: RegistryHarness, publish: Publish
 ) -> None:
