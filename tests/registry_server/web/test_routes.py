@@ -1,6 +1,7 @@
 """The pages, as a browser gets them."""
 
 import base64
+import re
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from registry_server.publishing.releases import revoke_key, yank_release
 from registry_server.web.rendering import SECURITY_HEADERS
 from tests.registry_server.conftest import NewRegistry
 from tests.registry_server.harness import RegistryHarness
-from tests.registry_server.web.conftest import Publish
+from tests.registry_server.web.conftest import Browser, Publish
 from tests.registry_server.web.test_markdown import ATTACKS, ParsedHtml
 
 SCRIPT = "<script>alert(1)</script>"
 MARK = '"><img src=x onerror=alert(1)>'
+EVALUATION = {"task": "exact sql", "dataset_sha256": "0" * 64, "n": 200, "metric": "exact_match"}
+EVALUATION |= {"base": 0.06, "expert": 0.91, "date": "2026-11-20"}
 
 
 def text_of(html: str) -> str:
@@ -116,8 +119,6 @@ def test_a_search_beyond_its_limits_is_a_page_too(query: str, browser: TestClien
 def test_a_package_page_says_what_it_is(
     browser: TestClient, publish: Publish, served: RegistryHarness, owner: Identity
 ) -> None:
-    evaluation = {"task": "exact sql", "dataset_sha256": "0" * 64, "n": 200}
-    evaluation |= {"metric": "exact_match", "base": 0.06, "expert": 0.91, "date": "2026-11-20"}
     parcel = publish(
         version="1.0.0",
         description="Writes SQL.",
@@ -126,7 +127,7 @@ def test_a_package_page_says_what_it_is(
         homepage="https://example.org/sql",
         tags=["databases"],
         composition={"requires": ["acme/english@^1"], "conflicts": ["other.example/x/y@*"]},
-        evaluation=[evaluation],
+        evaluation=[EVALUATION],
         limitations=[{"pattern": "CTE", "description": "None.", "workaround": "Use joins."}],
         files={"README.md": b"# Hello\n\nSee [docs](https://docs.example)."},
     )
@@ -411,3 +412,16 @@ def test_browsers_get_limits_as_pages_and_programs_as_json(make_registry: NewReg
         answer = client.get(path, headers={"Accept": kind})
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit")
         assert int(answer.headers["retry-after"]) > 0
+
+
+def test_tables_that_become_lists_on_narrow_screens_are_still_tables_to_readers(
+    browser: TestClient, publish: Publish, olga: Browser
+) -> None:
+    roles = {"table": "table", "thead": "rowgroup", "tbody": "rowgroup", "tr": "row"}
+    roles |= {"th": "columnheader", "td": "cell"}
+    publish(evaluation=[EVALUATION])
+    for text, count in ((browser.get("/packages/acme/sql").text, 2), (olga.get("/account")[1], 1)):
+        tables = re.findall(r'<table class="(?:stacked|versions)".*?</table>', text, re.S)
+        assert len(tables) == count
+        tags = [each for table in tables for each in ParsedHtml(table).tags if each[0] in roles]
+        assert {(tag, a.get("role")) for tag, a in tags} == set(roles.items())
