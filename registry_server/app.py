@@ -39,10 +39,16 @@ from expertctl.http.limits import (
 )
 from expertctl.http.log import RequestLogMiddleware, RequestRecord, get_route_path
 from expertctl.http.server import is_loopback
-from registry_server.access.authentication import AuthenticationMiddleware, is_program_path
+from registry_server.access.authentication import AuthenticationMiddleware
 from registry_server.access.rights import Identity
 from registry_server.api import routes as api
-from registry_server.errors import REQUEST_LOGGER, OciCode, OciError, error_response
+from registry_server.errors import (
+    REQUEST_LOGGER,
+    OciCode,
+    OciError,
+    error_response,
+    is_program_path,
+)
 from registry_server.oci import routes as oci
 from registry_server.operation.gc import remove_stale_uploads
 from registry_server.publishing.index import is_renewal_due, renew_indexes

@@ -141,6 +141,15 @@ SESSION_PREFIX = "xps_"
 """Begins the session token of a container client."""
 
 
+API_PREFIXES = ("/v2", "/api", "/tuf", "/token")
+"""Path prefixes of programs, whose errors are not pages and which ignore cookies."""
+
+
+def is_program_path(path: str) -> bool:
+    """Return whether programs, not browsers, use a path."""
+    return any(path == start or path.startswith(f"{start}/") for start in API_PREFIXES)
+
+
 _REPOSITORY_PATH = re.compile(r"/v2/([a-z0-9._/-]{1,255})/(?:blobs|manifests|tags|referrers)/")
 
 

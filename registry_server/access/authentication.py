@@ -37,8 +37,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 from anyio import to_thread
+from sqlalchemy import Connection
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
@@ -61,7 +63,7 @@ from registry_server.access.browser_session import (
 )
 from registry_server.access.rights import Identity
 from registry_server.database.connection import Database
-from registry_server.errors import SESSION_PREFIX
+from registry_server.errors import SESSION_PREFIX, is_program_path
 from registry_server.registry import Registry
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -151,6 +153,7 @@ def _parse_secret(scheme: str, value: str) -> str | None:
 
 
 MAX_CACHED_IDENTITIES = 10_000
+_Found = TypeVar("_Found", Identity, BrowserSession)
 
 
 @dataclass(slots=True)
@@ -172,12 +175,7 @@ class IdentityCache:
         """
         if not self._may_be_issued_here(secret):
             return None
-        hashed = accounts.hash_secret(secret)
-        with self._lock:
-            self._clear_after_commit()
-            found = self._identities.get(hashed)
-            if found is None and (found := self._load(secret)) is not None:
-                self._identities[hashed] = found
+        found = self._find_or_load(self._identities, secret, self._load_identity)
         ended = found is not None and found.expires is not None and found.expires <= time.time()
         return None if ended else found
 
@@ -187,20 +185,8 @@ class IdentityCache:
         Raises:
             StoreError: when the database cannot be read.
         """
-        hashed = accounts.hash_secret(secret)
-        with self._lock:
-            self._clear_after_commit()
-            found = self._browsers.get(hashed)
-            if found is None:
-                with self.database.read() as connection:
-                    found = find_session(connection, secret)
-                if found is not None:
-                    self._browsers[hashed] = found
-        now = time.time()
-        if found is None or found.expires <= now:
-            return None
-        identity = found.identity
-        return None if identity.expires is not None and identity.expires <= now else identity
+        found = self._find_or_load(self._browsers, secret, find_session)
+        return None if found is None or found.expires <= time.time() else found.identity
 
     def was_issued_here(self, secret: str) -> bool:
         """Return whether this registry issued a secret that is not valid now.
@@ -222,19 +208,39 @@ class IdentityCache:
             self.sessions.is_authentic(secret) if is_session else accounts.looks_like_token(secret)
         )
 
-    def _clear_after_commit(self) -> None:
+    def _find_or_load(
+        self,
+        cached: dict[str, _Found],
+        secret: str,
+        load: Callable[[Connection, str], _Found | None],
+    ) -> _Found | None:
+        """Return what belongs to a secret; read without the lock, which the event loop takes."""
+        hashed = accounts.hash_secret(secret)
+        with self._lock:
+            version = self._clear_after_commit()
+            found = cached.get(hashed)
+        if found is not None:
+            return found
+        with self.database.read() as connection:
+            found = load(connection, secret)
+        with self._lock:
+            if found is not None and version == self._version:  # else it may be from before
+                cached[hashed] = found
+        return found
+
+    def _clear_after_commit(self) -> int:
         version = self.database.version()
         kept = len(self._identities) + len(self._browsers)
         if version != self._version or kept >= MAX_CACHED_IDENTITIES:
             self._identities.clear()
             self._browsers.clear()
             self._version = version
+        return version
 
-    def _load(self, secret: str) -> Identity | None:
-        with self.database.read() as connection:
-            if secret.startswith(SESSION_PREFIX):
-                return self.sessions.find(connection, secret)
-            return accounts.find_identity(connection, secret)
+    def _load_identity(self, connection: Connection, secret: str) -> Identity | None:
+        if secret.startswith(SESSION_PREFIX):
+            return self.sessions.find(connection, secret)
+        return accounts.find_identity(connection, secret)
 
 
 ADDRESS_FACTOR = 5
@@ -330,15 +336,6 @@ def is_refused_write(method: str, status: int) -> bool:
     """Return whether a response refuses a change."""
     refused = 400 <= status < 500 and status not in _NEGOTIATION_STATUSES
     return method in _WRITE_METHODS and (refused or status == _DISK_FULL)
-
-
-API_PREFIXES = ("/v2", "/api", "/tuf", "/token")
-"""Path prefixes of programs, whose errors are not pages and which ignore cookies."""
-
-
-def is_program_path(path: str) -> bool:
-    """Return whether programs, not browsers, use a path."""
-    return any(path == start or path.startswith(f"{start}/") for start in API_PREFIXES)
 
 
 def get_identity(request: HTTPConnection) -> Identity:
@@ -457,15 +454,9 @@ class AuthenticationMiddleware:
 
     async def _record_use(self, scope: Scope, identity: Identity, status: int) -> None:
         if is_refused_write(scope.get("method", ""), status):
-            method, path = scope["method"], scope["path"]
-            note = partial(
-                self._authenticator.refusals.record_refused_change,
-                identity,
-                method=method,
-                path=path,
-                status=status,
-            )
-            await to_thread.run_sync(note)
+            record = self._authenticator.refusals.record_refused_change
+            request = {"method": scope["method"], "path": scope["path"]}
+            await to_thread.run_sync(partial(record, identity, **request, status=status))
         if identity.token_id and not self._use_writes.take(identity.token_id):
             await to_thread.run_sync(self._mark_token_used, identity.token_id)
 

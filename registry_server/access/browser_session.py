@@ -41,7 +41,7 @@ _SECRET_SYNTAX = re.compile(rf"[A-Za-z0-9_-]{{{_SECRET_LENGTH}}}")
 
 @dataclass(frozen=True, slots=True)
 class BrowserSession:
-    """A login of the pages; ``identity`` has the rights and the expiry of its token."""
+    """A login of the pages with the rights of its token; it expires no later than the token."""
 
     identity: Identity
     expires: float
@@ -66,7 +66,10 @@ def find_session(connection: Connection, secret: str) -> BrowserSession | None:
     if row is None or row.expires <= time.time():
         return None
     identity = find_identity_by_id(connection, row.token_id)
-    return None if identity is None else BrowserSession(identity, row.expires)
+    if identity is None:
+        return None
+    ends = row.expires if identity.expires is None else min(row.expires, identity.expires)
+    return BrowserSession(identity, ends)
 
 
 def end_session(connection: Connection, secret: str) -> None:

@@ -30,7 +30,7 @@ from expertctl.reference import PackageName, Reference
 from expertctl.schema.manifest import Manifest
 from expertctl.schema.validation import convert_document, decode_json
 from registry_server.access import rights
-from registry_server.access.authentication import get_identity, is_program_path
+from registry_server.access.authentication import get_identity
 from registry_server.access.namespaces import NamespaceRow
 from registry_server.access.rights import Action, Identity
 from registry_server.api.namespaces import describe_namespace
@@ -48,6 +48,7 @@ from registry_server.api.search import (
     find_packages,
     load_stats,
 )
+from registry_server.errors import is_program_path
 from registry_server.registry import Registry
 from registry_server.web.rendering import (
     MAX_README_CHARACTERS,

@@ -32,10 +32,9 @@ from starlette.types import Scope
 from expertctl import __version__
 from expertctl.errors import ExpertError
 from expertctl.package.evaluation import summarise_evaluation
-from registry_server.access.authentication import is_program_path
 from registry_server.access.browser_session import FormKey
 from registry_server.access.rights import ANONYMOUS, Identity
-from registry_server.errors import get_status, list_error_headers
+from registry_server.errors import get_status, is_program_path, list_error_headers
 from registry_server.registry import Registry
 
 MAX_README_CHARACTERS = 60_000

@@ -1,11 +1,17 @@
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
 
 import pytest
+from sqlalchemy import Connection
 
 from expertctl.errors import StoreError
 from registry_server.access import accounts
 from registry_server.access.accounts import SessionKey
 from registry_server.access.authentication import MAX_CACHED_IDENTITIES, IdentityCache
+from registry_server.access.rights import Identity
 from registry_server.database.connection import Database
 from tests.registry_server.harness import RegistryHarness
 
@@ -94,3 +100,34 @@ def test_attack_88_without_a_database_nobody_is_known(
         path.unlink()
     with pytest.raises(StoreError):
         known.find(secret)
+
+
+def test_an_identity_is_read_without_the_lock_and_kept_only_if_it_is_the_newest(
+    served: RegistryHarness,
+) -> None:
+    """While one thread reads, the event loop looks up another secret, and a token is revoked."""
+    alice, bob = served.create_user("alice"), served.create_user("bob")
+    database = served.registry.database
+    interruptions: list[Identity | None] = []
+
+    @dataclass
+    class InterruptedDatabase:
+        def version(self) -> int:
+            return database.version()
+
+        @contextmanager
+        def read(self) -> Iterator[Connection]:
+            with database.read() as connection:
+                yield connection
+            if not interruptions:
+                interruptions.append(None)
+                with database.write() as connection:
+                    token = served.authenticate(alice).token_id or ""
+                    accounts.revoke_token(connection, token)
+                interruptions.append(cache.find(bob))
+
+    key = SessionKey.derive(served.registry.index_key)
+    cache = IdentityCache(cast(Database, InterruptedDatabase()), key)
+    assert cache.find(alice) is not None  # as it was when the request came
+    assert [found.name for found in interruptions if found] == ["bob"]
+    assert cache.find(alice) is None
