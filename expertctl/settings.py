@@ -50,6 +50,7 @@ CONFIG_KEYS = {
     "moe_learn": "EXPERT_MOE_LEARN",
     "encoder": "EXPERT_ENCODER",
     "history": "EXPERT_HISTORY",
+    "server": "EXPERT_SERVER",
     "serve_base": "EXPERT_SERVE_BASE",
     "serve_host": "EXPERT_SERVE_HOST",
     "serve_port": "EXPERT_SERVE_PORT",
@@ -236,6 +237,11 @@ class Home:
         return self.root / "engines"
 
     @property
+    def servers(self) -> Path:
+        """Where the running servers of this home listen, mode 0700."""
+        return self.root / "servers"
+
+    @property
     def chat_history(self) -> Path:
         """The lines that were typed in chats, mode 0600."""
         return self.root / "chat-history"
@@ -336,7 +342,14 @@ class Settings:
     encoder: str | None = None
     history: bool = True
     """Whether the lines typed in chats and the last conversation are kept."""
+    server: str | None = None
+    """The URL of the generation server that answers `run` and `chat`."""
     serve: ServeDefaults = ServeDefaults()
+
+    @property
+    def may_have_server(self) -> bool:
+        """Whether a server is named, or one of this home may be running."""
+        return self.server is not None or any(self.home.servers.glob("*.json"))
 
 
 def find_home(environment: Mapping[str, str] = os.environ) -> Home:
@@ -378,6 +391,7 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         moe_learn=parse_switch("moe_learn", values.get("moe_learn", "yes")),
         encoder=values.get("encoder"),
         history=parse_switch("history", values.get("history", "yes")),
+        server=values.get("server"),
         serve=_read_serve_defaults(values),
     )
 

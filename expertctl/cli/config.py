@@ -114,6 +114,7 @@ MEANINGS = {
     "moe_learn": "save which routed experts a base uses",
     "encoder": "what compares prompts with experts: minilm, static, lexical or a folder",
     "history": "keep lines of chats and the last conversation",
+    "server": "the URL of the generation server that answers run and chat",
     "serve_base": "the base of serve",
     "serve_host": "the address that serve listens on",
     "serve_port": "its port",

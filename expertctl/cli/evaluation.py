@@ -25,7 +25,7 @@ from expertctl.cli.run_options import (
     NumericsFlags,
     check_cpu_only,
 )
-from expertctl.cli.run_view import format_routed_report
+from expertctl.cli.run_view import format_routed_report, read_routed_use
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import UsageError
 from expertctl.package.build import BuildPlan
@@ -90,7 +90,7 @@ def format_scores(result: "EvaluationResult", *, show: int) -> str:
     ]
     lines = [
         head,
-        *format_routed_report(result.moe),
+        *format_routed_report(read_routed_use(result.moe)),
         "",
         format_table(["", "right", "95 % interval"], rows),
         "",

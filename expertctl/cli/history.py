@@ -11,10 +11,10 @@ on without it.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from expertctl.cli.output import debug
 from expertctl.cli.prompt_input import ReadLine
@@ -49,6 +49,10 @@ def read_conversation(path: Path, *, hint: str = _SAVE_HINT) -> "SavedConversati
     """
     from expertctl.engine.request import SavedConversation
 
+    return SavedConversation.parse(_read_document(path, hint), what=str(path), hint=hint)
+
+
+def _read_document(path: Path, hint: str) -> bytes:
     try:
         with open_regular_file(path) as stream:
             data = stream.read(MAX_CONVERSATION_BYTES + 1)
@@ -58,15 +62,22 @@ def read_conversation(path: Path, *, hint: str = _SAVE_HINT) -> "SavedConversati
     if len(data) > MAX_CONVERSATION_BYTES:
         problem = f"more than {MAX_CONVERSATION_BYTES} bytes, the maximum of a conversation"
         raise InvalidPackageError(str(path), [problem], hint=hint)
-    return SavedConversation.parse(data, what=str(path), hint=hint)
+    return data
 
 
-def encode_conversation(saved: "SavedConversation") -> bytes:
+class Kept(Protocol):
+    """A conversation: of an engine, or of a server."""
+
+    def to_json(self) -> Mapping[str, object]:
+        """Return its document."""
+
+
+def encode_conversation(saved: Kept) -> bytes:
     """Return the content of a file that `read_conversation` reads."""
     return (json.dumps(saved.to_json(), ensure_ascii=False, indent=1) + "\n").encode()
 
 
-def keep_conversation(settings: Settings, saved: "SavedConversation") -> None:
+def keep_conversation(settings: Settings, saved: Kept) -> None:
     """Keep a conversation as the last one, in place of the one before, if ``history`` is on."""
     if settings.history:
         data = encode_conversation(saved)
@@ -81,6 +92,17 @@ def read_last_conversation(settings: Settings) -> "SavedConversation":
         NotFoundError: when there is none.
         InvalidPackageError: when its file is damaged.
     """
+    path = _find_last_conversation(settings)
+    return read_conversation(path, hint=f"leave out --continue, or delete {path}")
+
+
+def read_last_document(settings: Settings) -> bytes:
+    """Return the document of the last conversation, unchecked; raises as the function above."""
+    path = _find_last_conversation(settings)
+    return _read_document(path, f"leave out --continue, or delete {path}")
+
+
+def _find_last_conversation(settings: Settings) -> Path:
     path = settings.home.last_conversation
     if not settings.history:
         hint = "`expertctl config set history yes` keeps the last one"
@@ -88,7 +110,7 @@ def read_last_conversation(settings: Settings) -> "SavedConversation":
     if not path.exists():
         hint = "leave out --continue; the next run can be continued"
         raise NotFoundError("there is no conversation to continue", hint=hint)
-    return read_conversation(path, hint=f"leave out --continue, or delete {path}")
+    return path
 
 
 def find_last_base(saved: "SavedConversation", settings: Settings) -> str | None:

@@ -1,20 +1,27 @@
 """``expertctl route`` and ``run``: plan a prompt, and answer it.
 
-Only `run` imports the engine, in its function; `route` reads what is installed and loads nothing.
+Only `run` imports the engine, in its function, unless a running server answers; `route` reads what
+is installed and loads nothing.
 """
 
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Generic, TypeVar
 
 import typer
 
 from expertctl.cli.engine import open_engine, open_planner, resolve_base
 from expertctl.cli.help import expand_flags
-from expertctl.cli.history import find_last_base, keep_conversation, read_last_conversation
+from expertctl.cli.history import (
+    find_last_base,
+    keep_conversation,
+    read_last_conversation,
+    read_last_document,
+)
 from expertctl.cli.output import (
     JsonFlag,
     debug,
@@ -36,6 +43,7 @@ from expertctl.cli.run_options import (
     EngineFlags,
     EngineOption,
     ExpertFlags,
+    Local,
     MoeLearn,
     OnBudget,
     Prompt,
@@ -52,8 +60,13 @@ from expertctl.cli.run_options import (
 from expertctl.settings import Settings, load_settings
 
 if TYPE_CHECKING:
+    from expertctl.cli.remote import RemoteEngine
+    from expertctl.cli.remote_question import RemoteQuestion
+    from expertctl.client.result import RunAnswer
     from expertctl.engine.request import RunRequest, SavedConversation
-    from expertctl.engine.result import RunResult
+    from expertctl.engine.result import GenerationTrace, RunResult
+
+_Result = TypeVar("_Result")
 
 
 @expand_flags
@@ -110,6 +123,7 @@ def run(
     moe_learn: MoeLearn = None,
     engine: EngineOption = "native",
     verify_base: VerifyBase = False,
+    local: Local = False,
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Print the text as it is generated.")
     ] = True,
@@ -121,13 +135,47 @@ def run(
 
     Example: expertctl run "Sort these numbers: 41, 17, 23" --seed 1
     """
+    settings = load_settings()
+    only_here = {
+        "plan": plan is not None,
+        "on_budget": on_budget != "refuse",
+        "moe_learn": moe_learn is not None,
+        "engine": engine != "native",
+        "verify_base": verify_base,
+        "trace": trace,
+    }
+    server = None
+    if not local and settings.may_have_server:
+        from expertctl.cli.remote import choose_server
+        from expertctl.cli.remote_question import list_local_options
+
+        only_local = list_local_options(experts, sampling, flags, warmup, only_here)
+        server = choose_server(settings, only_local)
+    config = (
+        None if server else flags.resolve(settings, warmup=warmup, learn=moe_learn, engine=engine)
+    )
+    texts = read_input(prompt, body, plan=plan)
+    shown = partial(_print_result, stream=stream, as_json=as_json, stats=stats or trace)
+    if server is not None:
+        from expertctl.cli.remote_question import build_options, build_question
+
+        question = build_question(
+            texts,
+            build_options(experts, sampling, base=base, truncate=truncate),
+            template=template,
+            earlier=read_last_document(settings) if resume else b"{}",
+            system=system,
+            is_own=not server.is_named,
+        )
+        reason = _run_on_server(server, question, settings, shown, stream=stream and not as_json)
+        if reason is not None:
+            return _end(reason)
+    from expertctl.cli.run_view import read_answer
     from expertctl.engine.request import RunRequest, parse_expert
     from expertctl.engine.text.prompt import UserMessage
     from expertctl.routing.request import check_request
 
-    settings = load_settings()
-    config = flags.resolve(settings, warmup=warmup, learn=moe_learn, engine=engine)
-    texts = read_input(prompt, body, plan=plan)
+    config = config or flags.resolve(settings, warmup=warmup, learn=moe_learn, engine=engine)
     message = UserMessage(prompt=texts.prompt, body=texts.body, template=template)
     message.text()
     earlier = _read_earlier(settings, system, resume=resume)
@@ -148,9 +196,34 @@ def run(
     )
     check_request(request.route)
     result = _generate(request, settings, stream=stream and not as_json, as_json=as_json)
-    _print_result(result, stream=stream, as_json=as_json, stats=stats or trace)
+    shown(read_answer(result), result.to_json(), result.trace)
     _keep(settings, request, result)
-    if result.generated.finish_reason == "cancelled":
+    return _end(result.generated.finish_reason)
+
+
+def _run_on_server(
+    server: "RemoteEngine",
+    question: "RemoteQuestion",
+    settings: Settings,
+    show: "Callable[[RunAnswer, Mapping[str, object]], None]",
+    *,
+    stream: bool,
+) -> str | None:
+    """Print the answer of a server; return why it ended, None if this process is to answer."""
+    begun = server.start(question)
+    if begun is None:
+        return None
+    ending = CancellationFlag()
+    answer = _print_pieces(_AnswerIterator(begun.read(ending)), ending, stream=stream)
+    show(answer.answer, answer.document)
+    if answer.answer.text or answer.answer.finish_reason != "cancelled":
+        keep_conversation(settings, question.add_turn(answer))
+    return answer.answer.finish_reason
+
+
+def _end(reason: str) -> None:
+    """End the command with the exit code of an answer that ended for this reason."""
+    if reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
 
 
@@ -187,20 +260,15 @@ def _generate(
         engine = open_engine(planner, request.route.config, progress=report)
         answer = _AnswerIterator(engine.run(request, cancelled=ending))
         answer.advance()
-    with ending.catch_signals(signal.SIGINT, signal.SIGTERM), open_answer_stream() as shown:
-        while answer.result is None:
-            if stream:
-                shown.write(answer.piece)
-            answer.advance()
-    return answer.result
+    return _print_pieces(answer, ending, stream=stream)
 
 
-class _AnswerIterator:
+class _AnswerIterator(Generic[_Result]):
     """Iterates over the pieces of an answer, then holds its result."""
 
-    def __init__(self, pieces: "Generator[str, None, RunResult]") -> None:
+    def __init__(self, pieces: Generator[str, None, _Result]) -> None:
         self.piece = ""
-        self.result: RunResult | None = None
+        self.result: _Result | None = None
         self._pieces = pieces
 
     def advance(self) -> None:
@@ -211,20 +279,40 @@ class _AnswerIterator:
             self.result = end.value
 
 
-def _print_result(result: "RunResult", *, stream: bool, as_json: bool, stats: bool) -> None:
+def _print_pieces(
+    answer: _AnswerIterator[_Result], ending: CancellationFlag, *, stream: bool
+) -> _Result:
+    """Print the pieces if ``stream``, and return the result; a signal ends the answer early."""
+    with ending.catch_signals(signal.SIGINT, signal.SIGTERM), open_answer_stream() as shown:
+        while answer.result is None:
+            if stream:
+                shown.write(answer.piece)
+            answer.advance()
+    return answer.result
+
+
+def _print_result(
+    result: "RunAnswer",
+    document: "Mapping[str, object]",
+    trace: "GenerationTrace | None" = None,
+    *,
+    stream: bool,
+    as_json: bool,
+    stats: bool,
+) -> None:
     from expertctl.cli.run_view import format_footer, format_stage_times, format_statistics
 
     debug(format_stage_times(result))
     if as_json:
         warn(result.warnings)
-        print_json(result.to_json())
+        print_json(document)
         return
     if not stream:
         with open_answer_stream() as shown:
-            shown.write(result.generated.text)
-    shown_below = set(result.planned.result.notes)
+            shown.write(result.text)
+    shown_below = set(result.notes)
     warn(warning for warning in result.warnings if warning not in shown_below)
     if stats:
-        print_message(format_statistics(result))
+        print_message(format_statistics(result, trace))
     else:
         note(format_footer(result), dim=True)

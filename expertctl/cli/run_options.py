@@ -80,6 +80,9 @@ System = Annotated[
 Continue = Annotated[
     bool, _option("--continue", "-c", help="Continue the last conversation of run or chat.")
 ]
+Local = Annotated[
+    bool, _option("--local", help="Answer in this process, whatever server is running.")
+]
 Truncate = Annotated[
     bool, _option("--truncate", help="Cut off the end of a prompt that is too long.")
 ]

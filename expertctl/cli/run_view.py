@@ -10,12 +10,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from expertctl.cli.output import format_count, format_table
-from expertctl.routing.score import format_score
+from expertctl.client.result import Expert, MoeUse, PlanExpert, RoutePlan, RunAnswer
 from expertctl.settings import format_limit, format_size
 
 if TYPE_CHECKING:
-    from expertctl.engine.conversation import Conversation, Turn
+    from expertctl.engine.conversation import Conversation
     from expertctl.engine.decoding import LayerTimer
     from expertctl.engine.moe.counters import RoutedExpertStats
     from expertctl.engine.result import GenerationTrace, RunResult
@@ -26,24 +28,33 @@ if TYPE_CHECKING:
     from expertctl.store.base_record import StoredBase
 
 
-def format_routed_report(moe: "RoutedExpertStats | None") -> Iterator[str]:
+def read_answer(result: "RunResult") -> RunAnswer:
+    """Return the answer that the document of a run describes, as servers send it, too."""
+    return msgspec.convert(result.to_json(), RunAnswer)
+
+
+def read_routed_use(moe: "RoutedExpertStats | None") -> MoeUse | None:
+    """Return the counters of routed experts that a document has."""
+    return None if moe is None else msgspec.convert(moe.to_json(), MoeUse)
+
+
+def format_routed_report(moe: MoeUse | None) -> Iterator[str]:
     """Yield a line about missing routed experts and their cost, if any could be missing."""
-    if moe is None or moe.residence.is_whole:
+    if moe is None or moe.slots >= moe.experts:
         return
-    did = moe.activity
-    parts = [f"{moe.residence.blocks} of {moe.residence.total} fit in memory"]
+    parts = [f"{moe.in_memory} of {moe.layers * moe.experts} fit in memory"]
     parts += [f"{100 * moe.fallback_rate:.1f} % of requests missed"]
-    parts += [f"{did.mapped} of {did.misses} computed from the page cache"] if did.mapped else []
-    parts += [f"{did.waited_ms:.0f} ms waited"]
-    skips = moe.residence.miss == "skip"
-    parts += [f"{100 * moe.skipped_share:.1f} % of router weight skipped"] if skips else []
+    parts += [f"{moe.lent} of {moe.misses} computed from the page cache"] if moe.lent else []
+    parts += [f"{moe.waited_ms:.0f} ms waited"]
+    skips = moe.miss == "skip"
+    parts += [f"{100 * moe.skipped_mass:.1f} % of router weight skipped"] if skips else []
     yield f"routed experts: {', '.join(parts)}"
 
 
-def format_skipped_weight(moe: "RoutedExpertStats | None") -> Iterator[str]:
+def format_skipped_weight(moe: MoeUse | None) -> Iterator[str]:
     """Yield a line about skipped router weight, if any, since that changes the answer."""
-    if moe is not None and moe.skipped_share:
-        yield f"{100 * moe.skipped_share:.2g} % of the weight of routed experts was skipped"
+    if moe is not None and moe.skipped_mass:
+        yield f"{100 * moe.skipped_mass:.2g} % of the weight of routed experts was skipped"
 
 
 _PARTS = ("attention", "mlp", "experts")
@@ -133,6 +144,7 @@ def _format_milliseconds(ms: float | None) -> str:
 
 
 _INDENT = "  "
+_EXPERT_HEADER = ["", "EXPERT", "KIND", "DESCRIPTION"]
 _HEADER = ["USED", "SCORE", "SHARE", "COSINE", "EXPERT"]
 _GAP = 2
 _SHOWN_CANDIDATES = 12
@@ -141,6 +153,8 @@ _MIN_TEXT_WIDTH = 30
 _UNLIMITED = 1 << 16
 _CHECK_RESULTS = {True: "as requested", False: "not as requested", None: "none requested"}
 _EMPTY_ANSWER = "the answer is empty"
+_KEPT_REASON = "kept from the previous turn"
+"""The reason of an expert that `expertctl.routing.session` kept."""
 
 
 def format_routing(result: "RoutingResult", *, width: int, verbose: bool = False) -> str:
@@ -149,7 +163,10 @@ def format_routing(result: "RoutingResult", *, width: int, verbose: bool = False
     Experts of other bases are only counted, unless ``verbose``. The closest text of an expert is
     cut at ``width`` columns; 0 means no limit.
     """
-    lines = [f"base {result.plan.base}, encoder {result.encoder}", *_format_plan(result)]
+    lines = [
+        f"base {result.plan.base}, encoder {result.encoder}",
+        *_format_plan(result.plan, result.notes),
+    ]
     looked_at = [c for c in result.candidates if verbose or not c.other_base]
     shown = [c for n, c in enumerate(looked_at) if c.chosen or n < _SHOWN_CANDIDATES]
     if shown:
@@ -181,6 +198,8 @@ def _format_candidates(candidates: Sequence["RoutingCandidate"], width: int) -> 
 
 def _format_candidate(candidate: "RoutingCandidate") -> list[str]:
     """Return the cells of a candidate, except the reason."""
+    from expertctl.routing.score import format_score
+
     scored = not candidate.is_vetoed and candidate.probability is not None
     figures = (candidate.score if scored else None, candidate.probability, candidate.cosine)
     return [
@@ -202,80 +221,79 @@ def _format_reason(candidate: "RoutingCandidate", room: int) -> str:
     return f"{words}{closest[:left]}…" if left >= _MIN_TEXT_WIDTH else words
 
 
-def format_footer(result: "RunResult") -> str:
+def format_footer(result: RunAnswer) -> str:
     """Return a run in a few lines: experts and why, base, tokens, speed."""
     lost = _indent("\n".join(format_skipped_weight(result.moe)))
-    return "\n".join(["", *_format_plan(result.planned.result), _format_figures(result), *lost])
+    plan = _format_plan(result.plan, result.notes)
+    return "\n".join(["", *plan, _format_figures(result), *lost])
 
 
-def format_statistics(result: "RunResult") -> str:
+def format_statistics(result: RunAnswer, trace: "GenerationTrace | None" = None) -> str:
     """Return everything that is known about a run."""
-    plan, document = result.planned.result.plan, result.to_json()
-    moved = {"from files": result.bytes_read.ssd, "compiled in memory": result.bytes_read.ram}
+    plan, moved = result.plan, result.bytes_read
+    read = {"from files": moved["ssd"], "compiled in memory": moved["ram"]}
     numerics = result.numerics
-    loss = numerics.kl_divergence
-    dtype = numerics.dtype if loss is None else f"{numerics.dtype} (KL divergence {loss:.2g})"
-    held = f"{dtype}, experts {numerics.adapter_dtype}, by {numerics.backend}"
+    loss, dtype = numerics.get("kl_divergence"), numerics["dtype"]
+    dtype = dtype if loss is None else f"{dtype} (KL divergence {loss:.2g})"
+    held = f"{dtype}, experts {numerics['adapter_dtype']}, by {numerics['backend']}"
     lines = [
         format_footer(result),
         f"{_INDENT}job {result.job_id}, plan {plan.identity}",
         f"{_INDENT}base {plan.base}, seed {plan.seed}, threads {result.threads}",
-        f"{_INDENT}computed in {held}{', deterministic' if numerics.deterministic else ''}",
+        f"{_INDENT}computed in {held}{', deterministic' if numerics['deterministic'] else ''}",
         *_indent("\n".join(format_routed_report(result.moe))),
         "",
         *_indent(_format_steps(result)),
         "",
         *_indent(_format_memory(result)),
         "",
-        f"{_INDENT}bytes {_format_pairs({k: format_size(size) for k, size in moved.items()})}",
-        f"{_INDENT}cache {_format_pairs(document['cache'])}",
-        f"{_INDENT}sampling {_format_pairs(plan.params.to_json())}",
+        f"{_INDENT}bytes {_format_pairs({k: format_size(size) for k, size in read.items()})}",
+        f"{_INDENT}cache {_format_pairs(msgspec.to_builtins(result.cache))}",
+        f"{_INDENT}sampling {_format_pairs(msgspec.to_builtins(plan.params))}",
         f"{_INDENT}format {_format_check(result)}",
     ]
     if plan.experts:  # without experts the footer has the notes
-        lines += [f"{_INDENT}{note}" for note in result.planned.result.notes]
-    if result.trace is not None:
-        lines += ["", *_indent(format_trace(result.trace))]
+        lines += [f"{_INDENT}{note}" for note in result.notes]
+    if trace is not None:
+        lines += ["", *_indent(format_trace(trace))]
     return "\n".join(lines)
 
 
-def format_stage_times(result: "RunResult") -> str:
+def format_stage_times(result: RunAnswer) -> str:
     """Return the times of the stages and the use of caches, for ``--verbose``."""
     times = ", ".join(f"{name} {ms:.1f} ms" for name, ms in result.timings_ms.items())
-    return f"stages: {times}\ncache: {_format_pairs(result.to_json()['cache'])}"
+    return f"stages: {times}\ncache: {_format_pairs(msgspec.to_builtins(result.cache))}"
 
 
-def _format_check(result: "RunResult") -> str:
+def _format_check(result: RunAnswer) -> str:
     """Return the result of the format check; an empty answer fails it whatever the format."""
     failed = result.validation_passed is False
     return (
         _EMPTY_ANSWER
-        if failed and not result.generated.text.strip()
+        if failed and not result.text.strip()
         else _CHECK_RESULTS[result.validation_passed]
     )
 
 
-def _format_steps(result: "RunResult") -> str:
+def _format_steps(result: RunAnswer) -> str:
     """Return a row for each stage of a run; prefill and decode also have their tokens."""
-    generated = result.generated
-    counts = {
-        "prefill": (generated.prefill_tokens, generated.prefill_tokens_per_s),
-        "decode": (generated.decode_steps, generated.tokens_per_s),
-    }
+    rates = {"prefill": result.prefill_tokens_per_s, "decode": result.decode_tokens_per_s}
     rows = []
     for name, ms in result.timings_ms.items():
-        count, rate = counts.get(name, (0, 0.0))
+        rate = rates.get(name, 0.0)
+        count = round(rate * ms / 1e3)  # the rate is this number by this time
         cells = [str(count), f"{rate:.1f}"] if count else ["", ""]
         rows.append([name, f"{ms:.1f} ms", *cells])
     return format_table(["STEP", "TIME", "TOKENS", "TOKENS/S"], rows)
 
 
-def _format_memory(result: "RunResult") -> str:
+def _format_memory(result: RunAnswer) -> str:
     """Return the bytes of the budget that each purpose holds."""
-    sizes = {str(purpose): size for purpose, size in result.memory.held.items()}
+    sizes = dict(result.memory)
+    peak, budget = sizes.pop("peak"), sizes.pop("budget")
     rows = [[name, format_size(size)] for name, size in sizes.items()]
-    rows += [["peak", format_size(result.memory.peak)]]
-    rows += [["budget", format_limit(result.memory.budget)]]
+    rows += [["peak", format_size(peak)]]
+    rows += [["budget", format_limit(budget)]]
     return format_table(["MEMORY", "BYTES"], rows)
 
 
@@ -283,26 +301,25 @@ def _indent(text: str) -> list[str]:
     return [f"{_INDENT}{line}" if line else "" for line in text.splitlines()]
 
 
-def _format_plan(result: "RoutingResult") -> list[str]:
-    if result.plan.experts:
-        return [f"{_INDENT}{_format_expert(expert)}" for expert in result.plan.experts]
-    return [f"{_INDENT}{note}" for note in result.notes]
+def _format_plan(plan: "Plan | RoutePlan", notes: Sequence[str]) -> list[str]:
+    if plan.experts:
+        return [f"{_INDENT}{_format_expert(expert)}" for expert in plan.experts]
+    return [f"{_INDENT}{note}" for note in notes]
 
 
-def _format_expert(expert: "PlannedExpert") -> str:
+def _format_expert(expert: "PlannedExpert | PlanExpert") -> str:
     weight = "" if expert.weight == 1.0 else f" x {expert.weight:g}"
     return f"{expert.ref}{weight}: {expert.reason}"
 
 
-def _format_figures(result: "RunResult") -> str:
-    generated, timings = result.generated, result.timings_ms
-    written = len(generated.tokens) or "nothing"
-    speed = [f"{generated.tokens_per_s:.0f} tokens/s"] if generated.decode_steps else []
-    first = [f"first after {timings['ttft']:.0f} ms"] if generated.tokens else []
+def _format_figures(result: RunAnswer) -> str:
+    tokens, timings, rate = result.tokens, result.timings_ms, result.decode_tokens_per_s
+    first = [f"first after {timings['ttft']:.0f} ms"] if tokens.generated else []
+    speed = [f"{rate:.0f} tokens/s"] if rate else []
     parts = [
-        f"{format_count(result.prompt_tokens, 'token')} read",
-        f"{written} written ({generated.finish_reason})",
-        f"on {result.planned.result.plan.base}",
+        f"{format_count(tokens.prompt, 'token')} read",
+        f"{tokens.generated or 'nothing'} written ({result.finish_reason})",
+        f"on {result.plan.base}",
         *speed,
         *first,
         f"{timings['total']:.0f} ms in all",
@@ -316,7 +333,7 @@ def _format_pairs(values: object) -> str:
 
 
 def _format_value(value: object) -> str:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return " ".join(json.dumps(item, ensure_ascii=False) for item in value) or "none"
     return str(value)
 
@@ -339,23 +356,33 @@ A line that ends in \\ continues on the next one; """ begins and ends a text of 
 The tab key completes commands, experts and files. Ctrl-C stops an answer; the text so far stays.'''
 
 
-def format_turn(turn: "Turn") -> str:
-    """Return a turn in one line: experts, tokens read and written, skipped weight, speed."""
-    result, generated = turn.result, turn.result.generated
-    ends = {"stop": "", "length": " (cut at the limit)", "cancelled": " (interrupted)"}
+_ENDS = {"length": " (cut at the limit)", "cancelled": " (interrupted)", "timeout": " (timed out)"}
+
+
+def format_turn(result: RunAnswer, *, replanned: bool) -> str:
+    """Return a turn in one line: experts, tokens read and written, skipped weight, speed.
+
+    ``replanned``: the plan differs from that of the previous turn.
+    """
+    kept = any(expert.reason == _KEPT_REASON for expert in result.plan.experts)
+    tokens, rate = result.tokens, result.decode_tokens_per_s
     parts = [
-        format_plan_experts(turn.plan)
-        + (", kept from the previous turn" if turn.kept_experts else ""),
-        f"{format_count(result.prompt_tokens, 'token')} of prompt{_format_reuse(turn)}",
-        f"{len(generated.tokens) or 'nothing'} written{ends[generated.finish_reason]}",
+        format_plan_experts(result.plan) + (f", {_KEPT_REASON}" if kept else ""),
+        f"{format_count(tokens.prompt, 'token')} of prompt{_format_reuse(result, replanned)}",
+        f"{tokens.generated or 'nothing'} written{_ENDS.get(result.finish_reason, '')}",
     ]
-    if generated.decode_steps:
-        parts.append(f"{generated.tokens_per_s:.0f} tokens/s")
+    if rate:
+        parts.append(f"{rate:.0f} tokens/s")
     parts += format_skipped_weight(result.moe)
     return f"  [{'; '.join(parts)}]"
 
 
-def format_plan_experts(plan: "Plan") -> str:
+def format_answer_plan(result: RunAnswer) -> str:
+    """Return the base and the experts of an answer of a server, which keeps no candidates."""
+    return "\n".join([f"base {result.plan.base}", *_format_plan(result.plan, result.notes)])
+
+
+def format_plan_experts(plan: "Plan | RoutePlan") -> str:
     """Return the experts of a plan, with weights that are not 1, and its base."""
     named = (e.ref if e.weight == 1.0 else f"{e.ref} x {e.weight:g}" for e in plan.experts)
     experts = " + ".join(named)
@@ -377,6 +404,15 @@ def find_fitting_experts(
     return base, fitting, len(installed) - len(fitting)
 
 
+def format_served_experts(experts: "Sequence[Expert]", current: Sequence[str]) -> str:
+    """Return the experts that fit the base of a server; the digests ``current`` are in use."""
+    rows = [
+        ["*" if one.content_digest in current else "", one.ref, one.kind, one.description]
+        for one in experts
+    ]
+    return format_table(_EXPERT_HEADER, rows) if rows else "no expert fits"
+
+
 def format_fitting_experts(conversation: "Conversation", planner: "Planner") -> str:
     """Return the installed experts that fit the base of a conversation."""
     base, fitting, others = find_fitting_experts(conversation, planner)
@@ -391,16 +427,15 @@ def format_fitting_experts(conversation: "Conversation", planner: "Planner") -> 
         ]
         for expert in fitting
     ]
-    header = ["", "EXPERT", "KIND", "DESCRIPTION"]
-    table = format_table(header, rows, shorten=("DESCRIPTION",))
+    table = format_table(_EXPERT_HEADER, rows, shorten=("DESCRIPTION",))
     lines = [table if rows else "no expert fits"]
     lines += [f"{others} more, made for other bases than {base.name}"] if others else []
     return "\n".join(lines)
 
 
-def _format_reuse(turn: "Turn") -> str:
+def _format_reuse(result: RunAnswer, replanned: bool) -> str:
     """Return how much of the prompt was reused, or why nothing was if the experts changed."""
-    reused = turn.result.kv_reused_tokens
+    reused = result.cache.kv_reused_tokens
     if reused:
         return f" ({reused} reused)"
-    return " (all read again: the experts changed)" if turn.replanned else ""
+    return " (all read again: the experts changed)" if replanned else ""

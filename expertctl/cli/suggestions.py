@@ -8,16 +8,13 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typer.exceptions import TyperException
 
 from expertctl.errors import BudgetError, ExpertError, UsageError
 from expertctl.settings import find_home
 from expertctl.store.store import Store, find_similar_names
-
-if TYPE_CHECKING:
-    from expertctl.engine.conversation import Conversation
 
 
 def add_name_suggestions(error: ExpertError) -> ExpertError:
@@ -40,10 +37,10 @@ def _find_similar_names(name: str) -> list[str]:
 _RESET_HINT = "/reset clears the conversation, which also takes memory"
 
 
-def add_chat_hint(error: ExpertError, conversation: "Conversation") -> ExpertError:
+def add_chat_hint(error: ExpertError, *, has_turns: bool) -> ExpertError:
     """Return an error with the hint that applies in a chat: the conversation takes memory, too."""
     suggested = add_name_suggestions(error)
-    if type(suggested) is BudgetError and conversation.turns:  # not of a full disk, or a large file
+    if type(suggested) is BudgetError and has_turns:  # not of a full disk, or a large file
         return BudgetError(
             suggested.message, hint="; ".join(filter(None, (suggested.hint, _RESET_HINT)))
         )

@@ -162,6 +162,11 @@ class AsyncInferStream:
         """
         return self._state.require_result()
 
+    @property
+    def document(self) -> bytes:
+        """The complete answer as JSON, with fields that this client does not know; else empty."""
+        return self._state.document
+
     def __aiter__(self) -> Self:
         """Return the stream itself."""
         return self

@@ -159,6 +159,11 @@ class InferStream:
         """
         return self._state.require_result()
 
+    @property
+    def document(self) -> bytes:
+        """The complete answer as JSON, with fields that this client does not know; else empty."""
+        return self._state.document
+
     def __iter__(self) -> Self:
         """Return the stream itself."""
         return self

@@ -51,6 +51,8 @@ class RouteOptions(TypedDict, total=False):
     max_experts: int
     stop: str | Sequence[str]
     seed: int
+    no_experts: bool
+    """Whether the base answers alone."""
 
 
 class InferOptions(RouteOptions, total=False):
@@ -59,6 +61,12 @@ class InferOptions(RouteOptions, total=False):
     template: str
     """With ``{prompt}`` and ``{body}``, each at most once."""
     body: str
+    conversation: Mapping[str, Any]
+    """What precedes the prompt: ``messages`` in turn, and the ``plan`` of the last answer."""
+    truncate: bool
+    """Whether the oldest turns, then the end, of a prompt that is too long are cut off."""
+    base: str
+    """The base that must answer, or ``auto`` for the one that `run` would choose there."""
     context_size: int
     """Most tokens of prompt and answer together."""
     response_format: Mapping[str, Any]
@@ -346,6 +354,8 @@ class InferStreamState:
         """Start before the first event."""
         self.started: InferStarted | None = None
         self.result: InferResult | None = None
+        self.document = b""
+        """The complete answer as the server sent it."""
 
     def handle_event(self, event: httpx2.ServerSentEvent) -> Chunk | None:
         """Handle an event; return its text, if any. Unknown events of newer servers are ignored.
@@ -361,6 +371,7 @@ class InferStreamState:
                 return Chunk(decode_response(data, InferPiece, what=INFER_REQUEST).text)
             case "finished":
                 self.result = decode_response(data, InferResult, what=INFER_REQUEST)
+                self.document = data
             case "failed" | "error":
                 raise build_stream_error(data)
             case _:

@@ -294,21 +294,14 @@ class OmittedExpert(Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class InferResult(Struct, frozen=True, kw_only=True):
-    """One answer, with its plan and statistics."""
+class RunAnswer(Struct, frozen=True, kw_only=True):
+    """One answer, with its plan and statistics: the document of ``run --json``."""
 
     job_id: str
-    submitted_at: str
     text: str
-    tokens_generated: int
-    experts_used: tuple[str, ...]
-    latency_ms: float
     finish_reason: FinishReason
-    stopped_by: str | None
-    """The stop string that ended it."""
     validation_passed: bool | None
     """Whether the answer has the requested format; None if none was requested."""
-    stages: Stages
     plan: RoutePlan
     dropped: tuple[OmittedExpert, ...]
     tokens: Tokens
@@ -322,8 +315,22 @@ class InferResult(Struct, frozen=True, kw_only=True):
     numerics: dict[str, Any]
     threads: int
     seed: int
+    bytes_read: dict[str, int]
+    """From files (``ssd``), and compiled in memory (``ram``)."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+
+
+class InferResult(RunAnswer, frozen=True, kw_only=True):
+    """One answer of a server."""
+
+    submitted_at: str
+    tokens_generated: int
+    experts_used: tuple[str, ...]
+    latency_ms: float
+    stopped_by: str | None
+    """The stop string that ended it."""
+    stages: Stages
 
 
 class RouteCandidate(Struct, frozen=True, kw_only=True):

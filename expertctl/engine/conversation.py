@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 from expertctl.digest import Digest
 from expertctl.engine.generation import CancelCheck, never_cancelled
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.request import FileExpert, NamedExpert, RunRequest, SavedConversation
+from expertctl.engine.request import (
+    FileExpert,
+    NamedExpert,
+    RunRequest,
+    SavedConversation,
+    parse_expert,
+)
 from expertctl.engine.result import RunResult
 from expertctl.engine.text.prompt import ConversationMessage, UserMessage
 from expertctl.errors import NotFoundError
@@ -179,6 +185,10 @@ class Conversation:
         self.turns.append(Turn(message, result, replanned))
         self._before = plan
         return self.turns[-1]
+
+    def use_named(self, texts: Sequence[str]) -> Plan:
+        """Answer with the experts that ``--expert`` would name so; raises as `use_experts`."""
+        return self.use_experts([parse_expert(text) for text in texts])
 
     def use_experts(self, experts: Sequence[NamedExpert]) -> Plan:
         """Answer with these experts from now on; return the plan for them.

@@ -18,7 +18,6 @@ a redirected POST into a GET.
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -40,11 +39,9 @@ from expertctl.errors import (
     WARNING_PREFIX,
     ExpertError,
     IncompatibleError,
-    InvalidPackageError,
     NotFoundError,
     RevokedError,
     StoreError,
-    UnauthenticatedError,
     UnknownAddressError,
     UsageError,
 )
@@ -74,7 +71,6 @@ from expertctl.server.settings import (
     ModelSelection,
     ServeSettings,
     check_alias_base,
-    is_exposed,
     parse_alias_experts,
 )
 from expertctl.server.streaming import BackpressureLimit
@@ -189,7 +185,7 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            caller = self._identify_caller(Headers(scope=scope))
+            caller = self._service.identify_caller(_read_secret(Headers(scope=scope)))
             send = self._add_limit_headers(caller, scope, send)
             self._service.quotas.count_request(caller)
             self._require_ready()
@@ -216,29 +212,6 @@ class AuthMiddleware:
             await send(message)
 
         return with_limits
-
-    def _identify_caller(self, headers: Headers) -> Caller:
-        """Return the caller; one stat of the key file is cheaper here than a thread switch."""
-        keys = self._service.keys
-        if not (keys.are_required or is_exposed(self._service.settings)):
-            return Caller(manages=True)
-        try:
-            key = keys.find(_read_secret(headers), now=time.time())
-        except InvalidPackageError as error:  # clients must not learn where the file is
-            LOG.error(error.message)
-            raise StoreError("the API keys of this server cannot be read") from error
-        if key is None:
-            raise UnauthenticatedError(
-                "an API key is required: it is missing, wrong, expired or revoked",
-                hint="send it as `Authorization: Bearer KEY` or as `x-api-key`",
-            )
-        return Caller(
-            id=key.id,
-            name=key.name,
-            requests_per_minute=key.requests_per_minute,
-            tokens_per_minute=key.tokens_per_minute,
-            manages=key.manages,
-        )
 
     def _require_ready(self) -> None:
         readiness = self._service.readiness

@@ -385,7 +385,7 @@ def _anthropic_message(error: ExpertError) -> str:
 
 MODELS = "/v1/models"
 MESSAGES = "/v1/messages"
-_NATIVE = ("/v1/infer", "/v1/jobs", "/v1/route", "/v1/experts")
+_NATIVE = ("/v1/infer", "/v1/jobs", "/v1/route", "/v1/experts", "/v1/proof")
 _OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions")
 _OPENAI_ENDINGS = ("/chat/completions", "/completions", "/models", "/embeddings", "/responses")
 """Path endings of the OpenAI API: a client's base URL without ``/v1`` leads to one of these."""

@@ -14,6 +14,7 @@ with the process until `trim_heap` is called.
 
 import asyncio
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -28,7 +29,7 @@ from multiprocessing.connection import Connection
 from anyio import to_thread
 from starlette.applications import Starlette
 
-from expertctl.errors import ExpertError, RegistryError
+from expertctl.errors import ExpertError, RegistryError, StoreError
 from expertctl.http.log import build_log_config
 from expertctl.http.server import (
     GranianOptions,
@@ -47,6 +48,13 @@ from expertctl.server.settings import (
 )
 from expertctl.settings import Settings
 from expertctl.store.bases import BaseStore
+from expertctl.store.preference import find_working_folder
+from expertctl.store.server_record import (
+    Policy,
+    ServerRegistration,
+    create_secret,
+    describe_home_policy,
+)
 from expertctl.store.store import Store
 
 MAX_ARENAS = 2
@@ -73,6 +81,7 @@ def trim_heap() -> bool:
     return trim is not None and trim(0) == 1
 
 
+LOG = logging.getLogger("expertctl.server")
 DRAIN_SECONDS = 30
 _CANCEL_SECONDS = 15
 """How long cancelled jobs may take to end before the worker is killed."""
@@ -116,7 +125,7 @@ def serve(
             run_server(
                 server,
                 hosting,
-                partial(_load_app, replace(settings, port=address.port), home, tell),
+                partial(_load_app, settings, address, home, tell),
             )
         except RegistryError:
             worker_report.raise_problem()
@@ -166,22 +175,64 @@ def _build_hosting(settings: ServeSettings) -> GranianOptions:
     )
 
 
-def _load_app(settings: ServeSettings, home: Settings, tell: Connection) -> Starlette:
+def _load_app(
+    settings: ServeSettings, address: ListenAddress, home: Settings, tell: Connection
+) -> Starlette:
     """Build the application in the worker, the only process that imports the engine."""
     from expertctl.server.app import EngineWorker
 
     limit_malloc_arenas()
-    opening = EngineWorker(settings, home)
+    secret = create_secret()
+    opening = EngineWorker(replace(settings, port=address.port, secret=secret), home)
+    registration = ServerRegistration(home.home.servers, secret=secret)
 
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        opening.start(tell.send)
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        def announce(problem: ExpertError | None) -> None:
+            if problem is None:
+                base = app.state.service.engine.base_name
+                _register(registration, address, base, describe_policy(settings, home))
+            tell.send(problem)
+
+        app.state.registration = registration
+        opening.start(announce)
         tidying = asyncio.create_task(_trim_heap_regularly())
         yield
+        registration.withdraw()
         tidying.cancel()
         opening.shut_down()
 
     return opening.build_app(lifespan)
+
+
+def _register(
+    registration: ServerRegistration, address: ListenAddress, base: str, policy: Policy
+) -> None:
+    """Write the record of the server; without TLS only, as certificates name public addresses."""
+    if address.secure:
+        return
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address.host, address.host)  # noqa: S104  # listening there includes loopback
+    url = replace(address, host=host).url
+    try:
+        registration.publish(pid=os.getppid(), url=url, base=base, policy=policy)
+    except (OSError, StoreError) as error:
+        LOG.warning("run and chat will not use this server by themselves: %s", error)
+
+
+def describe_policy(settings: ServeSettings, home: Settings) -> Policy:
+    """Return what may make answers of this server differ from those of `run`."""
+    engine, folder = settings.engine, find_working_folder()
+    return {
+        **describe_home_policy(home, folder),
+        "dtype": engine.dtype,
+        "adapter_dtype": engine.adapter_dtype,
+        "deterministic": engine.deterministic,
+        "device": engine.device,
+        "moe_miss": engine.moe_miss,
+        "on_budget": engine.batching.on_budget,
+        "timeout": settings.timeout,
+        "log_prompts": settings.log_prompts,
+    }
 
 
 async def _trim_heap_regularly() -> None:
@@ -192,6 +243,7 @@ async def _trim_heap_regularly() -> None:
 
 
 def _begin_shutdown(app: Starlette) -> None:
+    app.state.registration.withdraw()
     app.state.opening.close_soon(seconds=DRAIN_SECONDS)
 
 

@@ -29,13 +29,19 @@ from expertctl.engine.serving.request import (
     JobStarted,
     TokenSink,
 )
-from expertctl.errors import ExpertError
+from expertctl.errors import (
+    ExpertError,
+    InvalidPackageError,
+    StoreError,
+    UnauthenticatedError,
+)
 from expertctl.routing.planner import Planner
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.api_keys import ApiKeyStore
 from expertctl.server.metrics import Metrics
-from expertctl.server.responses import Quotas
-from expertctl.server.settings import ServeSettings
+from expertctl.server.responses import Caller, Quotas
+from expertctl.server.settings import ServeSettings, is_exposed
+from expertctl.store.server_record import is_owner_key
 
 if TYPE_CHECKING:
     from expertctl.server.tracing import Tracing
@@ -251,6 +257,36 @@ class Service:
     readiness: Readiness = field(default_factory=Readiness)
     tracing: "Tracing | None" = None
     """Exports traces; opened and closed together with the engine."""
+
+    def identify_caller(self, secret: str) -> Caller:
+        """Return the caller with this secret; one stat of the key file costs less than a thread.
+
+        Raises:
+            UnauthenticatedError: when a key is required and the secret is not one.
+            StoreError: when the keys cannot be read.
+        """
+        if not (self.keys.are_required or is_exposed(self.settings)):
+            return Caller(manages=True)
+        own = self.settings.secret
+        if own is not None and is_owner_key(own, secret):
+            return Caller(manages=True)
+        try:
+            key = self.keys.find(secret, now=time.time())
+        except InvalidPackageError as error:  # clients must not learn where the file is
+            LOG.error(error.message)
+            raise StoreError("the API keys of this server cannot be read") from error
+        if key is None:
+            raise UnauthenticatedError(
+                "an API key is required: it is missing, wrong, expired or revoked",
+                hint="send it as `Authorization: Bearer KEY` or as `x-api-key`",
+            )
+        return Caller(
+            id=key.id,
+            name=key.name,
+            requests_per_minute=key.requests_per_minute,
+            tokens_per_minute=key.tokens_per_minute,
+            manages=key.manages,
+        )
 
 
 def build_service(

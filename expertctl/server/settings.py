@@ -243,6 +243,8 @@ class ServeSettings:
     validators: Mapping[str, ValidatorCommand] = field(default_factory=dict)
     """Programs that requests can name to check answers."""
     engine: EngineConfig = DEFAULT_CONFIG
+    secret: str | None = field(default=None, repr=False)
+    """What only this process and the readers of its record know."""
 
     @property
     def public_url(self) -> str:

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from expertctl.cli.run_view import format_routed_report, format_skipped_weight
+from expertctl.cli.run_view import format_routed_report, format_skipped_weight, read_routed_use
+from expertctl.client.result import MoeUse
 from expertctl.engine.moe.counters import ExpertActivity, ExpertResidency, RoutedExpertStats
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.cli.test_cold import ASKED, base
@@ -20,12 +21,13 @@ ROOMY = ExpertResidency(layers=2, experts=8, slots=5, blocks=16)
 """Compact experts leave room for all, but some have no slot and were not read yet."""
 
 
-def report(residence: ExpertResidency, **did: float) -> RoutedExpertStats:
-    return RoutedExpertStats(residence, ExpertActivity(**did))  # type: ignore[arg-type]  # counts by name
+def report(residence: ExpertResidency, **did: float) -> MoeUse | None:
+    activity = ExpertActivity(**did)  # type: ignore[arg-type]  # counts by name
+    return read_routed_use(RoutedExpertStats(residence, activity))
 
 
 @pytest.mark.parametrize("moe", [None, report(WHOLE, requests=4)])
-def test_nothing_is_told_where_none_could_be_missing(moe: RoutedExpertStats | None) -> None:
+def test_nothing_is_told_where_none_could_be_missing(moe: MoeUse | None) -> None:
     assert [*format_routed_report(moe), *format_skipped_weight(moe)] == []
 
 

@@ -153,30 +153,29 @@ def test_of_a_hundred_experts_the_best_are_shown_and_all_that_were_chosen() -> N
     ],
 )
 def test_the_form_of_an_answer_is_told_as_it_is(passed: bool | None, text: str, told: str) -> None:
-    result: Any = SimpleNamespace(validation_passed=passed, generated=SimpleNamespace(text=text))
+    result: Any = SimpleNamespace(validation_passed=passed, text=text)
     assert _format_check(result) == told
 
 
 @pytest.mark.parametrize(
-    ("tokens", "steps", "told"),
+    ("tokens", "rate", "told"),
     [
-        (0, 0, "32 tokens read, nothing written (stop), on tiny, 90 ms in all"),
-        (1, 0, "32 tokens read, 1 written (stop), on tiny, first after 80 ms, 90 ms in all"),
+        (0, 0.0, "32 tokens read, nothing written (stop), on tiny, 90 ms in all"),
+        (1, 0.0, "32 tokens read, 1 written (stop), on tiny, first after 80 ms, 90 ms in all"),
         (
             3,
-            2,
+            20.0,
             "32 tokens read, 3 written (stop), on tiny, 20 tokens/s, first after 80 ms, "
             "90 ms in all",
         ),
     ],
 )
-def test_the_figures_say_only_what_there_was(tokens: int, steps: int, told: str) -> None:
-    generated = SimpleNamespace(
-        tokens=(7,) * tokens, finish_reason="stop", decode_steps=steps, tokens_per_s=20.0
-    )
-    times = {"ttft": 80.0, "total": 90.0}
-    planned = SimpleNamespace(result=SimpleNamespace(plan=SimpleNamespace(base="tiny")))
+def test_the_figures_say_only_what_there_was(tokens: int, rate: float, told: str) -> None:
     result: Any = SimpleNamespace(
-        prompt_tokens=32, generated=generated, timings_ms=times, planned=planned
+        tokens=SimpleNamespace(prompt=32, generated=tokens),
+        timings_ms={"ttft": 80.0, "total": 90.0},
+        decode_tokens_per_s=rate,
+        finish_reason="stop",
+        plan=SimpleNamespace(base="tiny"),
     )
     assert _format_figures(result).strip() == told

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from expertctl.cli.run_view import format_turn
+from expertctl.cli.run_view import format_turn, read_answer
 from expertctl.engine.conversation import Conversation
 from expertctl.engine.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.local_engine import LocalEngine
@@ -196,8 +196,10 @@ def test_experts_that_come_back_find_what_was_kept_of_their_turns(packed: LocalE
     back = say(conversation, "Once more")
     assert back.replanned
     assert back.result.kv_reused_tokens >= first.result.prompt_tokens
-    assert "all read again" in format_turn(changed)
-    assert f"({back.result.kv_reused_tokens} reused)" in format_turn(back)
+    assert "all read again" in format_turn(read_answer(changed.result), replanned=True)
+    assert f"({back.result.kv_reused_tokens} reused)" in format_turn(
+        read_answer(back.result), replanned=True
+    )
 
 
 def after(steps: int) -> Callable[[], bool]:

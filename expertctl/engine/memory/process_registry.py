@@ -26,7 +26,6 @@ where a library of the extra ``engine`` is not installed.
 
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -49,6 +48,7 @@ from expertctl.settings import Home, format_limit, format_size
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.locks import claim_folder, exclusive_lock, is_claimed, list_claimed_folders
+from expertctl.store.server_record import read_process_start
 from expertctl.store.store import Store
 
 PAUSE_SECONDS = 0.1
@@ -212,8 +212,6 @@ def _describe_wait(
 
 _RECORD_FILE = "holds"
 _MAX_RECORD_BYTES = 1 << 20
-_START_FIELD = 19
-"""Index of a process's start time among the fields after its name in ``/proc/<pid>/stat``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +235,7 @@ class EngineRecord:
     @property
     def resident_bytes(self) -> int | None:
         """Resident set of its process; None where it is unknown."""
-        if self.began is None or _read_process_start(self.pid) != self.began:
+        if self.began is None or read_process_start(self.pid) != self.began:
             return None
         return _read_resident_set(self.pid)
 
@@ -297,7 +295,7 @@ class EngineRegistration:
         held: dict[str, int] = {p: self.budget.reserved_bytes(p) for p in PURPOSES}
         limit, named = self.budget.limit, (self._base, self._experts)
         document = msgspec.json.encode(
-            EngineRecord(pid, _read_process_start(pid), answering, limit, held, *named)
+            EngineRecord(pid, read_process_start(pid), answering, limit, held, *named)
         )
         with suppress(OSError):
             new = self._own / f"{_RECORD_FILE}.new"
@@ -317,15 +315,6 @@ def _read_record(path: Path) -> EngineRecord | None:
     """Read a record; None where an engine has written none yet, or is ending."""
     with suppress(OSError, msgspec.MsgspecError), path.open("rb") as stream:
         return msgspec.json.decode(stream.read(_MAX_RECORD_BYTES), type=EngineRecord)
-    return None
-
-
-def _read_process_start(pid: int) -> int | None:
-    if sys.platform != "linux":
-        return None
-    with suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return int(fields.rpartition(")")[2].split()[_START_FIELD])
     return None
 
 

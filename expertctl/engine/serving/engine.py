@@ -154,6 +154,13 @@ class ServingEngine:
         """
         return self._processor.plan(self._runner.bind_request(request))
 
+    def choose_base(self, request: RunRequest) -> Future[str]:
+        """Return the base that a run without a server would choose, after planning already queued.
+
+        It differs from the served one only where the home has several bases.
+        """
+        return self._processor.choose_base(request)
+
     def list_experts(self) -> Future[tuple[AdapterStatus, ...]]:
         """Return the installed experts that can be read, after planning already queued."""
         return self._processor.list_experts()

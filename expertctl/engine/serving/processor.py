@@ -78,6 +78,13 @@ class RequestProcessor:
         future.add_done_callback(lambda _: requests.clear())
         return future
 
+    def choose_base(self, request: RunRequest) -> Future[str]:
+        """Return the name of the base that would answer a request that names none."""
+        unbound = replace(request, base=None)
+        return self._planning.submit(
+            lambda: self._run_redacted(lambda: plan_request(self._session, unbound, {}).base.name)
+        )
+
     def get_inventory(self) -> Future[Inventory]:
         """Return the installed experts, after planning already queued."""
         return self._planning.submit(lambda: self._session.inventory)

@@ -9,16 +9,16 @@ An answer is the document of ``run --json`` with arrival and stage times. A stre
 """
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 from starlette.types import Scope
 
-from expertctl.engine.request import RunRequest
+from expertctl.engine.request import RunRequest, SavedConversation
 from expertctl.engine.result import RunResult
 from expertctl.engine.running_sequence import OutputDelta
 from expertctl.engine.serving.request import (
@@ -33,7 +33,7 @@ from expertctl.engine.serving.request import (
 )
 from expertctl.engine.text.answer_format import FormatCheck
 from expertctl.engine.text.prompt import UserMessage
-from expertctl.errors import ExpertError, UsageError
+from expertctl.errors import ExpertError, InvalidPackageError, UsageError
 from expertctl.http.operation import Arrival, FieldError
 from expertctl.reference import parse_target
 from expertctl.routing.request import (
@@ -70,6 +70,7 @@ from expertctl.server.settings import ServeSettings
 from expertctl.server.streaming import JobSubmitter, format_named_event, stream_job
 
 MAX_EXCLUDED = 100
+MAX_MESSAGES = 10_000
 _MAX_CONTEXT = 2**31
 _MAX_METADATA = 16
 _NAMED_BY = "use force_experts to name experts"
@@ -80,7 +81,6 @@ _REFUSED_FIELDS: Mapping[str, str] = {
     **dict.fromkeys(
         ("messages", "system", "tools", "tool_choice", "functions", "suffix"), _ONE_PROMPT
     ),
-    "base": "a server has only one base",
 }
 """Unknown fields of ``/v1/infer`` that would change the answer → why they are refused."""
 _Named = TypeVar("_Named")
@@ -110,6 +110,7 @@ class RouteFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_experts: Annotated[int, field_limits("max_experts")] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, field_limits("seed")] | None = None
+    no_experts: Annotated[bool, Meta(description="Answer with the base alone.")] = False
 
     def to_route_request(self) -> RouteRequest:
         """Return the routing request, without forced experts.
@@ -123,6 +124,7 @@ class RouteFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             prompt=self.prompt,
             exclude=_parse_each("exclude_experts", self.exclude_experts, parse_target),
             max_experts=DEFAULT_MAX_EXPERTS if most is None else most,
+            base_alone=self.no_experts,
             seed=self.seed,
             sampling=self._read_sampling_options(),
         )
@@ -150,6 +152,31 @@ class RouteFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         )
 
 
+class EarlierMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One message of a conversation; the system's comes first."""
+
+    role: Literal["system", "user", "assistant"]
+    content: PromptText
+
+
+class EarlierConversation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What precedes the prompt, as `chat` saves it: complete turns, and the plan of the last."""
+
+    messages: Annotated[list[EarlierMessage], Meta(max_length=MAX_MESSAGES)]
+    plan: dict[str, Any] | None = None
+
+    def parse(self) -> SavedConversation:
+        """Return the conversation; a plan of another version is ignored.
+
+        Raises:
+            FieldError: when the messages are not turns.
+        """
+        try:
+            return SavedConversation.parse(msgspec.json.encode(self), what="conversation")
+        except InvalidPackageError as error:
+            raise FieldError.at("conversation", error.problems[0]) from error
+
+
 class InferRequest(RouteFields, frozen=True, kw_only=True):
     """The body of ``/v1/infer``: what the answer depends on, and how it is delivered."""
 
@@ -157,6 +184,20 @@ class InferRequest(RouteFields, frozen=True, kw_only=True):
 
     template: PromptText | None = None
     body: PromptText | None = None
+    conversation: EarlierConversation | None = None
+    truncate: Annotated[
+        bool, Meta(description="Cut off the oldest turns, then the end, of a prompt too long.")
+    ] = False
+    base: (
+        Annotated[
+            Key,
+            Meta(
+                description="The base that must answer, or `auto` for the one that a run on the "
+                "server's machine would choose. If another is served, the request is refused."
+            ),
+        ]
+        | None
+    ) = None
     context_size: Annotated[int, Meta(ge=1, le=_MAX_CONTEXT)] | None = None
     response_format: ResponseFormat | None = None
     user_id: Key | None = None
@@ -192,8 +233,12 @@ class InferRequest(RouteFields, frozen=True, kw_only=True):
         body = "\n\n".join(filter(None, (self.body, paragraph))) if paragraph else self.body
         message = UserMessage(prompt=self.prompt, body=body, template=self.template)
         message.text()
+        earlier = self.conversation.parse() if self.conversation else SavedConversation()
         return RunRequest(
             message=message,
+            history=earlier.messages,
+            before=earlier.plan,
+            truncate=self.truncate,
             samples=instruction.samples if instruction else (),
             route=self.to_route_request(),
             experts=_parse_each("force_experts", self.force_experts, parse_forced),
@@ -397,7 +442,9 @@ def _measure_stages(call: InferCall, result: RunResult) -> JsonObject:
     return {name: round(ms, 3) for name, ms in stages.items()}
 
 
-async def stream_infer(jobs: JobSubmitter, call: InferCall, scope: Scope) -> AsyncIterator[bytes]:
+async def stream_infer(
+    jobs: JobSubmitter, call: InferCall, scope: Scope
+) -> AsyncGenerator[bytes, None]:
     """Submit the job of a call and yield the events of its stream.
 
     Raises:

@@ -7,8 +7,8 @@ can be named.
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from anyio import to_thread
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.routing import BaseRoute
+from starlette.types import Scope
 
 from expertctl.engine.moe.cache_plan import parse_pins
 from expertctl.engine.moe.counters import CounterMode
@@ -23,7 +24,13 @@ from expertctl.engine.moe.usage_store import Observation
 from expertctl.engine.moe.warmup import ProfileOptions
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.request import AdapterStatus
-from expertctl.errors import ExpertError, RateLimitError, UsageError
+from expertctl.errors import (
+    BaseMismatchError,
+    ExpertError,
+    NotFoundError,
+    RateLimitError,
+    UsageError,
+)
 from expertctl.http.operation import Arrival, FieldError, Operation, ParsedBody, Reply
 from expertctl.package.architectures import MAX_EXPERTS_PER_LAYER
 from expertctl.routing.planner import PlannedPrompt
@@ -50,6 +57,7 @@ from expertctl.server.request_body import (
 from expertctl.server.responses import GENERATION_ERRORS, get_caller, require_manager
 from expertctl.server.service import Service
 from expertctl.server.streaming import EventStream, run_job, while_connected
+from expertctl.store.server_record import make_proof
 
 
 class ExpertDocument(Struct, frozen=True, kw_only=True):
@@ -195,6 +203,8 @@ JOB = "/v1/jobs/{job_id}"
 ROUTE = "/v1/route"
 EXPERTS = "/v1/experts"
 MOE = "/moe"
+PROOF = "/v1/proof"
+CHOSEN_BASE = "auto"
 MAX_PENDING_PLANS = 16
 """Maximum ``/v1/route`` requests waiting for a plan at a time: answers need plans, too."""
 
@@ -209,6 +219,18 @@ class JobPath(Struct, frozen=True):
     """Identifies a job."""
 
     job_id: Annotated[str, Meta(min_length=1)]
+
+
+class ProofRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """A nonce, chosen by the client."""
+
+    nonce: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class ProofDocument(Struct, frozen=True):
+    """The HMAC-SHA256 of the nonce with the secret of the server's record."""
+
+    proof: str
 
 
 class NativeEndpoints:
@@ -228,9 +250,10 @@ class NativeEndpoints:
     ) -> Reply[InferAnswer] | EventStream[StartedEvent | PieceEvent | InferAnswer]:
         """Answer a prompt with the experts that suit it, or with named ones."""
         call, jobs = self._build_call(request, body, arrival), self._service.jobs
+        await while_connected(request, self._require_base(body.value.base, call))
         headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
-            return EventStream(request, stream_infer(jobs, call, request.scope), headers=headers)
+            return EventStream(request, self._stream_call(call, request.scope), headers=headers)
         answer = build_answer(call, await while_connected(request, run_job(jobs, call.job)))
         return Reply(answer, headers)
 
@@ -243,6 +266,7 @@ class NativeEndpoints:
                 "stream", "jobs are not streamed", hint=f"poll the job, or post to {INFER}"
             )
         call, service = self._build_call(request, body, arrival), self._service
+        await while_connected(request, self._require_base(body.value.base, call))
         expected_wait = service.engine.estimate_wait()
         job = self._jobs.add(
             call.job.id,
@@ -260,12 +284,50 @@ class NativeEndpoints:
         headers = {"Location": f"{JOBS}/{job.id}", **build_ignored_headers(call.ignored_fields)}
         return Reply(document, headers)
 
+    async def _stream_call(self, call: InferCall, scope: Scope) -> AsyncGenerator[bytes, None]:
+        """Yield the events of an answer; until its end it can be cancelled as a job."""
+        job, jobs = call.job, self._service.jobs
+        describe, submitted = partial(build_answer, call), call.arrival.wall_time
+        self._jobs.add(job.id, owner=job.owner, submitted=submitted, describe=describe)
+        try:
+            async with aclosing(stream_infer(jobs, call, scope)) as lines:
+                async for line in lines:
+                    yield line
+        finally:
+            self._jobs.drop(job.id)
+
+    async def _require_base(self, wanted: str | None, call: InferCall) -> None:
+        """Refuse a request that another base is to answer.
+
+        Raises:
+            BaseMismatchError: when this server does not serve it.
+        """
+        engine, bases = self._service.engine, self._service.planner.bases
+        if wanted is None:
+            return
+        if wanted == CHOSEN_BASE:
+            several = len(bases.list_bases()) > 1
+            planning = asyncio.wrap_future(engine.choose_base(call.job.request))
+            wanted = await planning if several else engine.base_name
+        if wanted != engine.base_name:
+            raise BaseMismatchError(
+                f"this server serves {engine.base_name}, not {wanted[:80]}",
+                hint="leave out the base, or ask a server of that base",
+            )
+
+    async def prove(self, body: ProofRequest) -> ProofDocument:
+        """Prove to a command on this machine that this is the server of its home."""
+        secret = self._service.settings.secret
+        if secret is None:
+            raise NotFoundError("this server has no record in its home")
+        return ProofDocument(make_proof(secret, body.nonce))
+
     async def get_job(self, request: Request, path: JobPath) -> JobDocument:
         """Return the state of a job, and its answer once it has finished."""
         return self._describe_job(self._jobs.find(path.job_id, owner=get_caller(request).id))
 
     async def cancel_job(self, request: Request, path: JobPath) -> JobDocument:
-        """Cancel a job."""
+        """Cancel a job, or an answer that is being streamed."""
         job = self._jobs.cancel(path.job_id, owner=get_caller(request).id)
         self._service.engine.cancel(job.id)
         return self._describe_job(job)
@@ -366,6 +428,15 @@ OPERATIONS = (
         "native",
         errors=GENERATION_ERRORS,
         example={"prompt": EXAMPLE_PROMPT},
+    ),
+    Operation(
+        "POST",
+        PROOF,
+        NativeEndpoints.prove,
+        "native",
+        errors=(404,),
+        example={"nonce": "0" * 64},
+        is_public=True,
     ),
     Operation("GET", EXPERTS, NativeEndpoints.list_experts, "native"),
     Operation("GET", MOE, NativeEndpoints.observation, "native"),

@@ -1,5 +1,7 @@
 /** What a prompt is asked with. Limits and defaults are the server's; see its OpenAPI document. */
 
+import type { Plan } from "./result.js";
+
 /** What JSON can hold. */
 export type JsonValue =
   | null
@@ -51,6 +53,14 @@ export interface RoutingWishes {
   readonly forceExperts?: readonly string[] | undefined;
   readonly excludeExperts?: readonly string[] | undefined;
   readonly maxExperts?: number | undefined;
+  /** Whether the base answers alone. */
+  readonly noExperts?: boolean | undefined;
+}
+
+/** A message of an earlier turn; the system's comes first. */
+export interface EarlierMessage {
+  readonly role: "system" | "user" | "assistant";
+  readonly content: string;
 }
 
 /** A prompt, and what its plan depends on. */
@@ -64,6 +74,12 @@ export interface InferRequest extends RouteRequest {
   readonly template?: string | undefined;
   /** A document that the prompt is about. */
   readonly body?: string | undefined;
+  /** What precedes the prompt: complete turns, and the plan of the last answer. */
+  readonly conversation?: { readonly messages: readonly EarlierMessage[]; readonly plan?: Plan } | undefined;
+  /** Whether the oldest turns, then the end, of a prompt that is too long are cut off. */
+  readonly truncate?: boolean | undefined;
+  /** The base that must answer, or `auto` for the one that `run` would choose there. */
+  readonly base?: string | undefined;
   /** How many tokens the prompt and the answer may have together. */
   readonly contextSize?: number | undefined;
   readonly responseFormat?: ResponseFormat | undefined;
