@@ -55,7 +55,7 @@ _READ_BYTES = 1 << 16
 _SERVER_FIELDS = frozenset(
     ("submitted_at", "tokens_generated", "experts_used", "latency_ms", "stopped_by", "stages")
 )
-"""What an answer of a server has beyond the document of ``run --json``."""
+"""What an answer of a server has beyond the document of ``run --json``, besides one timing."""
 _NETWORK_ERRORS = (OSError, http.client.HTTPException)
 
 
@@ -207,6 +207,7 @@ class RemoteStream:
                     self._cancel()
             data = msgspec.json.decode(self._stream.document, type=dict[str, Any])
             document = {name: value for name, value in data.items() if name not in _SERVER_FIELDS}
+            document["timings_ms"].pop("post", None)
             return RemoteAnswer(document, self._stream.result)
 
     def _cancel(self) -> None:

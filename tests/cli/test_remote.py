@@ -1,0 +1,424 @@
+"""``run`` and ``chat`` with a running server: the same answers, and nothing sent to strangers."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertctl.engine_config import EngineConfig
+from expertctl.schema.validation import find_problems
+from expertctl.server.settings import ServeSettings
+from expertctl.store.server_record import create_secret
+from tests.cli.command_runner import CommandRunner, ReplacedStdin, expertctl, stdin
+from tests.cli.remote_servers import RecordedServer, record_server, record_stranger
+from tests.engine.kernel_cache import keeps_all_code, keeps_code, kept_folder
+from tests.server.conftest import stock
+from tests.server.harness import BASE, ServedPackages, ServerHarness, run_app
+
+__all__ = ["expertctl", "keeps_all_code", "keeps_code", "kept_folder", "stdin", "stock"]
+
+PROMPT = "Sort: 3, 1, 2"
+SHORT = ("--max-tokens", "9")
+GREEDY = ("--greedy", *SHORT)
+SECRET = create_secret()
+PROVED = "/v1/proof"
+
+
+@pytest.fixture(scope="module")
+def served(
+    stock: ServedPackages, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerHarness]:
+    user_home = stock.make_home(tmp_path_factory.mktemp("remote") / "home")
+    settings = ServeSettings(engine=EngineConfig(memory_budget=64 << 20), secret=SECRET)
+    with run_app(user_home, settings) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def home(served: ServerHarness, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The home of the server, from a folder that is no project."""
+    monkeypatch.setenv("EXPERT_HOME", str(served.user_home.root))
+    monkeypatch.setenv("EXPERT_ENCODER", "lexical")
+    monkeypatch.chdir(tmp_path)
+    (served.user_home.root / "last-conversation.json").unlink(missing_ok=True)
+    return served.user_home.root
+
+
+@pytest.fixture
+def server(served: ServerHarness) -> Iterator[RecordedServer]:
+    with record_server(served) as one:
+        yield one
+
+
+def refuse(*_: object) -> tuple[int, str, bytes]:
+    """What a process does that took over a port: it proves nothing."""
+    return 200, "application/json", b'{"proof": "%s"}' % (b"0" * 64)
+
+
+def prove(served: ServerHarness, body: bytes) -> tuple[int, str, bytes]:
+    """What the server of the record answers to a nonce."""
+    kind = {"Content-Type": "application/json"}
+    return 200, "application/json", served.client().post(PROVED, content=body, headers=kind).content
+
+
+def prove_and_leave(
+    served: ServerHarness, method: str, path: str, headers: object, body: bytes
+) -> tuple[int, str, bytes]:
+    """The same, before the connection is closed; a next one would be answered."""
+    return 200, "application/json; last", prove(served, body)[2]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (PROMPT, *GREEDY),
+        (PROMPT, "--seed", "7", "--temperature", "1.5", *SHORT),
+        (PROMPT, "--expert", "acme/sql:0.5", "--expert", "acme/json", *GREEDY),
+        (PROMPT, "--no-experts", "--system", "Be brief", *GREEDY),
+        (PROMPT, "--template", "{prompt}, please", "--stop", "q", *GREEDY),
+        (PROMPT, "--exclude", "acme/sql", "--max-experts", "1", "--base", BASE, *GREEDY),
+        ("x " * 9000, "--truncate", *GREEDY),
+    ],
+)
+def test_the_answer_is_that_of_this_process(
+    server: RecordedServer, expertctl: CommandRunner, words: tuple[str, ...]
+) -> None:
+    theirs = expertctl("run", *words, "--json").document
+    assert server.answered == 1
+    ours = expertctl("run", *words, "--json", "--local").document
+    assert server.answered == 1
+    assert find_problems(theirs, "run") == []
+    for name in ("text", "finish_reason", "tokens", "notes", "warnings"):
+        assert theirs[name] == ours[name], name
+    assert theirs["plan"]["identity"] == ours["plan"]["identity"]
+    assert theirs["plan"]["params"] == ours["plan"]["params"]
+
+
+def test_the_text_and_what_is_told_of_it_have_one_form(
+    server: RecordedServer, expertctl: CommandRunner
+) -> None:
+    theirs = expertctl("run", PROMPT, *GREEDY, "--stats")
+    ours = expertctl("run", PROMPT, *GREEDY, "--stats", "--local")
+    assert theirs.out == ours.out
+    told = {line.split()[0] for line in ours.err.splitlines() if line.strip()}
+    assert told - {"queue"} <= {line.split()[0] for line in theirs.err.splitlines() if line.strip()}
+    assert "answered by" not in theirs.err, "only with -v, or on a terminal"
+    assert f"answered by the server at {server.url} (pid {os.getpid()})" in (
+        expertctl("run", PROMPT, *GREEDY, "-v").err
+    )
+
+
+def test_a_conversation_goes_on_with_and_without_a_server(
+    server: RecordedServer, expertctl: CommandRunner, home: Path
+) -> None:
+    kept = home / "last-conversation.json"
+
+    def converse(*where: str) -> tuple[list[str], Any]:
+        expertctl("run", PROMPT, "--system", "Be brief", *GREEDY)
+        said = [expertctl("run", "And 9, 8?", "-c", *GREEDY, *where).out]
+        said.append(expertctl("run", "Again", "-c", "-s", "Shout", *GREEDY, *where).out)
+        return said, json.loads(kept.read_text())
+
+    theirs, ours = converse(), converse("--local")
+    assert theirs[0] == ours[0]
+    assert theirs[1]["messages"] == ours[1]["messages"]
+    assert theirs[1]["plan"]["identity"] == ours[1]["plan"]["identity"]
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_chat_is_the_same_with_a_server(
+    server: RecordedServer, expertctl: CommandRunner, stdin: ReplacedStdin, tmp_path: Path
+) -> None:
+    lines = (
+        b"Sort: 3, 1, 2\nAnd 9, 8\n/retry\n/experts acme/json:0.5\nonce more\n/system Be brief\n"
+        b"/set temperature 0\nbriefly\n/experts none\nalone\n/experts auto\nand now\n"
+        b"/save %s\n/reset\nanew\n"
+    )
+
+    def converse(name: str, *where: str) -> tuple[list[Any], Any]:
+        stdin.pipe(lines % bytes(tmp_path / name))
+        document = expertctl("chat", *GREEDY, "--json", "--seed", "3", *where).document
+        return document["turns"], json.loads((tmp_path / name).read_text())
+
+    theirs, ours = converse("theirs"), converse("ours", "--local")
+    assert server.answered == 8
+    for one, other in zip(theirs[0], ours[0], strict=True):
+        assert one["prompt"] == other["prompt"]
+        assert one["plan"]["identity"] == other["plan"]["identity"]
+        assert one["text"] == other["text"]
+    assert theirs[1]["messages"] == ours[1]["messages"]
+
+
+def test_commands_of_a_chat_ask_the_server(
+    server: RecordedServer, expertctl: CommandRunner, stdin: ReplacedStdin, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    stdin.pipe(
+        b"Sort: 3, 1, 2\n/experts\n/plan\n/plan %s\n/feedback good\n/set top_p 7\n"
+        b"/experts no/such\n/load %s\n" % (bytes(plan), bytes(tmp_path / "missing"))
+    )
+    told = expertctl("chat", "--expert", "acme/sql", *GREEDY, exit_code=2).err
+    assert "*  acme/sql@" in told
+    assert "  acme/sql@1.0.0: " in told
+    assert "was rated good" in told
+    assert "top_p 7.0 must be above 0" in told
+    assert "no/such" in told
+    assert "missing: no such file" in told
+    assert set(json.loads(plan.read_text())) == {"plan", "threads"}
+    assert expertctl("run", PROMPT, "--plan", plan, *GREEDY).out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--local",),
+        ("--memory-budget", "1GiB"),
+        ("--dtype", "float32"),
+        ("--adapter-dtype", "published"),
+        ("--verify-base",),
+        ("--trace",),
+        ("--on-budget", "fewer"),
+    ],
+)
+def test_what_only_this_process_can_do_is_done_here(
+    server: RecordedServer, expertctl: CommandRunner, words: tuple[str, ...]
+) -> None:
+    told = expertctl("run", PROMPT, *GREEDY, *words, "-v").err
+    assert server.requests == []
+    if words != ("--local",):
+        assert f"no server is used: {words[0]} needs an engine in this process" in told
+
+
+def test_an_expert_in_a_file_is_read_in_this_process(
+    server: RecordedServer, expertctl: CommandRunner, stock: ServedPackages
+) -> None:
+    file = stock.packages["acme/sql"]
+    assert expertctl("run", PROMPT, "--expert", file, *GREEDY).out
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("EXPERT_DTYPE", "float32"), ("EXPERT_BASE", BASE)],
+)
+def test_a_server_with_other_settings_is_not_used(
+    server: RecordedServer,
+    expertctl: CommandRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    value: str,
+) -> None:
+    monkeypatch.setenv(setting, value)
+    assert "is not used: it has another" in expertctl("run", PROMPT, *GREEDY, "-v").err
+    assert server.requests == []
+
+
+def test_a_setting_that_changes_no_answer_does_not_matter(
+    server: RecordedServer, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERT_MEMORY_BUDGET", "1GiB")
+    monkeypatch.setenv("EXPERT_MOE_LEARN", "no")
+    expertctl("run", PROMPT, *GREEDY)
+    assert server.answered == 1
+
+
+def test_a_project_has_versions_of_its_own(
+    server: RecordedServer, expertctl: CommandRunner, tmp_path: Path
+) -> None:
+    (tmp_path / "experts.toml").write_text('[experts]\n"acme/sql" = "=1.0.0"\n')
+    assert "another project" in expertctl("run", PROMPT, *GREEDY, "-v").err
+    assert server.requests == []
+
+
+def test_a_server_that_writes_prompts_to_its_log_is_not_used_unasked(
+    served: ServerHarness, expertctl: CommandRunner
+) -> None:
+    with record_server(served, log_prompts=True) as server:
+        assert "another log_prompts" in expertctl("run", PROMPT, *GREEDY, "-v").err
+    assert server.requests == []
+
+
+def test_a_run_that_would_choose_another_base_happens_here(
+    served: ServerHarness, expertctl: CommandRunner, stock: ServedPackages
+) -> None:
+    """The newest base answers where no expert decides; only the server looks for that."""
+    newer = served.user_home.bases.add(stock.base_dir, name="newer")
+    try:
+        with record_server(served) as server:
+            alone = expertctl("run", PROMPT, "--no-experts", *GREEDY, "--json").document
+            assert (alone["plan"]["base"], server.answered) == ("newer", 0)
+            named = expertctl("run", PROMPT, "--base", BASE, *GREEDY, "--json").document
+            assert (named["plan"]["base"], server.answered) == (BASE, 1)
+    finally:
+        served.user_home.bases.remove(newer)
+
+
+def test_the_server_of_the_wanted_base_answers_among_several(
+    served: ServerHarness, expertctl: CommandRunner
+) -> None:
+    def refuse_base(method: str, path: str, headers: object, body: bytes) -> tuple[int, str, bytes]:
+        if path == PROVED:
+            return prove(served, body)
+        error = {"code": "base_mismatch", "message": "this server serves other", "hint": ""}
+        return 422, "application/json", json.dumps({"error": error}).encode()
+
+    with (
+        record_server(served) as like,
+        record_stranger(refuse_base, like, base="other") as other,
+        record_server(served) as server,
+    ):
+        assert expertctl("run", PROMPT, *GREEDY).out
+        assert expertctl("run", PROMPT, "--base", BASE, *GREEDY).out
+    assert server.answered == 2
+    assert other.answered == 0
+
+
+def test_a_mistake_is_told_as_without_a_server(
+    server: RecordedServer, expertctl: CommandRunner
+) -> None:
+    for words, code in (
+        (("", *GREEDY), 2),
+        ((PROMPT, "--temperature", "9"), 2),
+        ((PROMPT, "--greedy", "--temperature", "1"), 2),
+        ((PROMPT, "--expert", "acme/none"), 3),
+        ((PROMPT, "--expert", "acme/sql", "--no-experts"), 2),
+        (("x " * 9000,), 2),
+    ):
+        theirs = expertctl("run", *words, exit_code=code).err
+        assert theirs == expertctl("run", *words, "--local", exit_code=code).err
+
+
+def test_an_impostor_on_the_port_never_sees_the_prompt(
+    server: RecordedServer, expertctl: CommandRunner
+) -> None:
+    with record_stranger(refuse, server) as impostor:
+        told = expertctl("run", PROMPT, *GREEDY)
+    assert told.out
+    assert "this is not the server of its record" in told.err
+    assert impostor.paths == [PROVED]
+
+
+def test_a_server_that_ends_after_its_proof_gets_no_second_connection(
+    served: ServerHarness, server: RecordedServer, expertctl: CommandRunner
+) -> None:
+    """Whoever listens there next has proved nothing."""
+    with record_stranger(partial(prove_and_leave, served), server) as ended:
+        told = expertctl("run", PROMPT, *GREEDY, exit_code=6).err
+    assert ended.paths == [PROVED]
+    assert "the connection broke" in told
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o620])
+def test_a_record_that_others_may_read_or_write_is_not_used(
+    server: RecordedServer, expertctl: CommandRunner, mode: int
+) -> None:
+    server.record.chmod(mode)
+    told = expertctl("run", PROMPT, *GREEDY)
+    assert f"warning: {server.record} is not used: others may read it" in told.err
+    assert told.out
+    assert server.requests == []
+
+
+def test_a_server_that_does_not_answer_is_left(
+    server: RecordedServer, expertctl: CommandRunner
+) -> None:
+    record = json.loads(server.record.read_text())
+    server.record.write_text(json.dumps(record | {"url": "http://127.0.0.1:1"}))
+    told = expertctl("run", PROMPT, *GREEDY)
+    assert "the server at http://127.0.0.1:1" in told.err
+    assert told.out
+
+
+@pytest.mark.parametrize(("status", "code"), [(429, "rate_limit"), (503, "unreachable")])
+def test_a_busy_server_is_an_error_with_a_way_out(
+    served: ServerHarness,
+    server: RecordedServer,
+    expertctl: CommandRunner,
+    status: int,
+    code: str,
+) -> None:
+    def refuse_all(method: str, path: str, headers: object, body: bytes) -> tuple[int, str, bytes]:
+        if path == PROVED:
+            return prove(served, body)
+        error = {"code": code, "message": "the queue is full", "hint": ""}
+        return status, "application/json", json.dumps({"error": error}).encode()
+
+    with record_stranger(refuse_all, server):
+        told = expertctl("run", PROMPT, *GREEDY, exit_code=6).err
+    assert "the queue is full" in told
+    assert "`--local` answers in this process" in told
+
+
+def test_a_named_server_answers_and_nothing_else_does(
+    served: ServerHarness, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with record_server(served) as server:
+        pass
+    monkeypatch.setenv("EXPERT_HOME", str(tmp_path / "empty"))
+    monkeypatch.setenv("EXPERT_SERVER", server.url)
+    told = expertctl("run", PROMPT, *GREEDY, exit_code=6).err
+    assert "cannot be reached" in told
+    assert "`--local` answers in this process" in told
+    assert not (tmp_path / "empty" / "store").exists()
+    refused = expertctl("run", PROMPT, "--dtype", "int8", exit_code=2).err
+    assert f"--dtype cannot be used with the server {server.url}" in refused
+    assert "--local" in refused
+    monkeypatch.setenv("EXPERT_SERVER", "http://experts.example.org")
+    assert "unencrypted" in expertctl("run", PROMPT, exit_code=2).err
+
+
+def test_a_named_server_gets_the_key_of_the_environment(
+    served: ServerHarness, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keys = served.service.keys
+    secret = keys.create("alice", now=0.0).secret
+    try:
+        with record_server(served) as server:
+            monkeypatch.setenv("EXPERT_HOME", str(tmp_path / "empty"))
+            monkeypatch.setenv("EXPERT_SERVER", server.url)
+            assert "an API key is required" in expertctl("run", PROMPT, exit_code=6).err
+            monkeypatch.setenv("EXPERT_API_KEY", secret)
+            assert expertctl("run", PROMPT, *GREEDY).out
+            named = expertctl("run", PROMPT, "--base", "other", *GREEDY, exit_code=4).err
+            assert f"this server serves {BASE}, not other" in named
+    finally:
+        keys.path.unlink()
+
+
+def test_the_owner_of_the_home_needs_no_key(
+    served: ServerHarness, server: RecordedServer, expertctl: CommandRunner
+) -> None:
+    keys = served.service.keys
+    keys.create("alice", now=0.0)
+    try:
+        assert expertctl("run", PROMPT, *GREEDY).out
+        assert server.answered == 1
+        assert served.client("xpo_" + "0" * 64).get("/v1/experts").status_code == 401
+    finally:
+        keys.path.unlink()
+
+
+def test_neither_the_engine_nor_numpy_is_imported(server: RecordedServer, home: Path) -> None:
+    program = (
+        "import sys\n"
+        "from expertctl.cli.app import run\n"
+        "code = run(sys.argv[1:])\n"
+        "loaded = [n for n in sys.modules if n.startswith(('expertctl.engine.', "
+        "'expertctl.routing', 'numba', 'numpy', 'torch', 'rich', 'sqlite'))]\n"
+        "print(code, loaded, file=sys.stderr)\n"
+    )
+    for words in (["run", PROMPT, *GREEDY], ["run", "And 9?", "-c", *GREEDY], ["chat", *GREEDY]):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words],
+            input=b"Sort: 3, 1, 2\n" if words[0] == "chat" else b"",
+            capture_output=True,
+            check=True,
+        )
+        assert done.stderr.decode().splitlines()[-1] == "0 []"
+    assert server.answered == 3
