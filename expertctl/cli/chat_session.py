@@ -203,7 +203,7 @@ class ChatSession:
         from expertctl.cli.run_view import find_fitting_experts
 
         if self._remote is not None:
-            return f"with a running server; {_OPENING}"
+            return f"{self._remote.described}; {_OPENING}"
         with suppress(ExpertError):  # the first message reports it
             base, fitting, _ = find_fitting_experts(self.start_here(), self._planner)
             if base is not None:

@@ -87,6 +87,11 @@ class RemoteConversation:
         return self._named_digests or tuple(one["content_digest"] for one in last)
 
     @property
+    def described(self) -> str:
+        """The first server that may answer, as messages name it."""
+        return self._engine.places[0].described
+
+    @property
     def is_named(self) -> bool:
         """Whether the user named the server."""
         return self._engine.is_named
