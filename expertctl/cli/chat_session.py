@@ -250,25 +250,22 @@ class ChatSession:
         self._documents.append({"prompt": text, "error": fields})
 
     def _answer(self, prompt: str) -> None:
-        if self._remote is not None and self._answer_remotely(prompt):
-            return
-        self._answer_with(partial(self.start_here().send, prompt))
-
-    def _answer_remotely(self, prompt: str) -> bool:
-        """Let the server answer; False if this process is to, from now on."""
-        from expertctl.cli.remote_conversation import ServerLeftError
-
-        assert self._remote is not None, "a server was chosen"
-        try:
-            self._answer_with(partial(self._remote.send, prompt))
-        except ServerLeftError:
-            self._leave_server()
-            return False
-        return True
+        self._answer_by(lambda conversation: partial(conversation.send, prompt))
 
     def _retry(self, rest: list[str]) -> None:
         _check_no_arguments(rest)
-        self._answer_with(self.conversation.retry)
+        self._answer_by(lambda conversation: conversation.retry)
+
+    def _answer_by(self, choose: "Callable[[Conversation | RemoteConversation], _Send]") -> None:
+        """Let the server answer; this process does if it is not to, and from then on."""
+        if self._remote is not None:
+            from expertctl.cli.remote_conversation import ServerLeftError
+
+            try:
+                return self._answer_with(choose(self._remote))
+            except ServerLeftError:
+                self._leave_server()
+        return self._answer_with(choose(self.start_here()))
 
     def _answer_with(self, send: "_Send") -> None:
         ending, loading = CancellationFlag(), LoadingProgress()

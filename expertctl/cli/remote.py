@@ -13,7 +13,6 @@ the secret of its record; `ProvenTransport` never opens another one for the requ
 import http.client
 import os
 import ssl
-import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -94,6 +93,8 @@ class ProvenTransport(httpx2.BaseTransport):
         found = msgspec.json.decode(data, type=dict[str, str]) if is_whole else {}
         if not is_proof(secret, nonce, found.get("proof", "")):
             raise UnreachableError(f"{url}: this is not the server of its record", sent=False)
+        if self._connection.sock is None:
+            raise UnreachableError(f"{url}: the server closed the connection", sent=False)
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send a request on the proven connection; failures are httpx errors."""
@@ -182,7 +183,7 @@ def _make_transport(ca_file: str) -> httpx2.HTTPTransport:
 
 
 class RemoteStream:
-    """An answer that a server has begun."""
+    """An answer that the server at ``place`` has begun."""
 
     def __init__(
         self, place: ServerPlace, stream: InferStream, first: str, stack: ExitStack
@@ -263,8 +264,6 @@ class RemoteEngine:
         """
         for place in self.places:
             if (stream := self._try(place, question, leave)) is not None:
-                said = f"answered by {place.described}"
-                note(said, dim=True) if sys.stderr.isatty() else debug(said)
                 return stream
         return None
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from expertctl.cli.output import debug
 from expertctl.cli.remote import RemoteEngine
 from expertctl.cli.remote_question import (
     KeptConversation,
@@ -161,6 +162,7 @@ class RemoteConversation:
         begun = self._engine.start(question, leave=(BaseMismatchError,))
         if begun is None:
             raise ServerLeftError
+        debug(f"answered by {begun.place.described}")
         answer = yield from begun.read(cancelled)
         plan = answer.answer.plan
         replanned = bool(self.turns) and self.turns[-1].answer.plan.identity != plan.identity

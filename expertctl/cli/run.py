@@ -213,7 +213,8 @@ def _run_on_server(
     begun = server.start(question)
     if begun is None:
         return None
-    ending = CancellationFlag()
+    said, ending = f"answered by {begun.place.described}", CancellationFlag()
+    note(said, dim=True) if stream and sys.stderr.isatty() else debug(said)
     answer = _print_pieces(_AnswerIterator(begun.read(ending)), ending, stream=stream)
     show(answer.answer, answer.document)
     if answer.answer.text or answer.answer.finish_reason != "cancelled":

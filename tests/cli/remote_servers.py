@@ -46,7 +46,8 @@ class RecordedServer:
 Answer = Callable[[str, str, Mapping[str, str], bytes], tuple[int, str, bytes]]
 """Takes method, path, headers and body; returns status, media type and body.
 
-After a media type that ends with ``; last`` the connection is closed.
+After a media type that ends with ``; last`` or ``; close`` the connection is closed, in the second
+case with notice.
 """
 
 
@@ -65,6 +66,8 @@ def listen(answer: Answer, secret: str, home: Path) -> Iterator[RecordedServer]:
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
+            if kind.endswith("; close"):
+                self.send_header("Connection", "close")
             self.end_headers()
             self.wfile.write(data)
             self.close_connection = self.close_connection or kind.endswith("; last")

@@ -279,6 +279,51 @@ def test_the_server_of_the_wanted_base_answers_among_several(
     assert other.answered == 0
 
 
+def test_a_chat_goes_on_here_where_the_server_serves_another_base(
+    served: ServerHarness,
+    server: RecordedServer,
+    expertctl: CommandRunner,
+    stdin: ReplacedStdin,
+) -> None:
+    lines = b"/experts acme/sql\n/set seed 3\nSort: 3, 1, 2\nAnd 9, 8\n/retry\n"
+
+    def refuse_infer(
+        method: str, path: str, headers: object, body: bytes
+    ) -> tuple[int, str, bytes]:
+        if path == PROVED:
+            return prove(served, body)
+        if path == "/v1/route":
+            kind = {"Content-Type": "application/json"}
+            return (
+                200,
+                "application/json",
+                served.client().post(path, content=body, headers=kind).content,
+            )
+        error = {"code": "base_mismatch", "message": "this server serves other", "hint": ""}
+        return 422, "application/json", json.dumps({"error": error}).encode()
+
+    with record_stranger(refuse_infer, server) as other:
+        stdin.pipe(lines)
+        theirs = expertctl("chat", "--system", "Be brief", *GREEDY)
+    assert other.paths.count("/v1/infer") == 1
+    stdin.pipe(lines)
+    assert theirs.out == expertctl("chat", "--system", "Be brief", *GREEDY, "--local").out
+
+
+def test_a_server_that_ends_after_its_proof_is_not_used(
+    served: ServerHarness, server: RecordedServer, expertctl: CommandRunner
+) -> None:
+    def prove_and_close(
+        method: str, path: str, headers: object, body: bytes
+    ) -> tuple[int, str, bytes]:
+        return 200, "application/json; close", prove(served, body)[2]
+
+    with record_stranger(prove_and_close, server) as ended:
+        told = expertctl("run", PROMPT, *GREEDY)
+    assert "the server closed the connection" in told.err
+    assert (bool(told.out), ended.paths) == (True, [PROVED])
+
+
 def test_a_mistake_is_told_as_without_a_server(
     server: RecordedServer, expertctl: CommandRunner
 ) -> None:
