@@ -23,10 +23,14 @@ is overloaded, `UnauthenticatedError` without a valid key, `NotFoundError` for a
 not installed, `UnreachableError` when no server answers.
 """
 
-from expertctl.client.async_client import AsyncExpertClient
-from expertctl.client.client import ExpertClient
-from expertctl.client.protocol import Chunk, InferOptions, MoeOptions, Retries, RouteOptions
-from expertctl.client.result import Expert, InferResult, Job, Model, MoeActivity, RouteResult
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from expertctl.client.async_client import AsyncExpertClient
+    from expertctl.client.client import ExpertClient
+    from expertctl.client.protocol import Chunk, InferOptions, MoeOptions, Retries, RouteOptions
+    from expertctl.client.result import Expert, InferResult, Job, Model, MoeActivity, RouteResult
 
 __all__ = [
     "AsyncExpertClient",
@@ -43,3 +47,16 @@ __all__ = [
     "RouteOptions",
     "RouteResult",
 ]
+
+_MODULES = ("result", "protocol", "client", "async_client")
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used: commands need the results without HTTP."""
+    if name in __all__:
+        for module in _MODULES:
+            found = vars(import_module(f"{__name__}.{module}")).get(name)
+            if found is not None:
+                globals()[name] = found
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

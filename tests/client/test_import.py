@@ -14,7 +14,7 @@ HEAVY = {"torch", "numpy", "numba", "tokenizers", "safetensors", "sqlite_utils",
 def test_neither_torch_nor_numpy_is_imported() -> None:
     program = (
         "import sys\n"
-        "import expertctl.client\n"
+        "from expertctl.client import AsyncExpertClient, ExpertClient, InferResult\n"
         f"heavy = sorted({HEAVY!r} & set(sys.modules))\n"
         "ours = sorted(n for n in sys.modules if n.split('.')[0] == 'expertctl')\n"
         "others = [n for n in ours if not n.startswith('expertctl.client')]\n"
@@ -24,6 +24,22 @@ def test_neither_torch_nor_numpy_is_imported() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[] ['expertctl', 'expertctl.errors']"
+
+
+def test_results_are_imported_without_http() -> None:
+    program = (
+        "import sys\n"
+        "from expertctl.client.result import RunAnswer\n"
+        "from expertctl.client import Job, __all__ as names\n"
+        "print('httpx2' in sys.modules, RunAnswer.__name__, Job.__name__)\n"
+        "import expertctl.client\n"
+        "print(all(getattr(expertctl.client, name) for name in names))\n"
+        "print(hasattr(expertctl.client, 'Nobody'))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["False", "RunAnswer", "Job", "True", "False"]
 
 
 @pytest.mark.parametrize("path", sorted(CLIENT.glob("*.py")), ids=lambda path: path.stem)
