@@ -7,10 +7,11 @@ can be named.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from anyio import to_thread
 from msgspec import Meta, Struct
@@ -22,7 +23,6 @@ from expertctl.engine.moe.cache_plan import parse_pins
 from expertctl.engine.moe.counters import CounterMode
 from expertctl.engine.moe.usage_store import Observation
 from expertctl.engine.moe.warmup import ProfileOptions
-from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.request import AdapterStatus
 from expertctl.errors import (
     BaseMismatchError,
@@ -33,7 +33,6 @@ from expertctl.errors import (
 )
 from expertctl.http.operation import Arrival, FieldError, Operation, ParsedBody, Reply
 from expertctl.package.architectures import MAX_EXPERTS_PER_LAYER
-from expertctl.routing.planner import PlannedPrompt
 from expertctl.schema.strict_json import JsonObject
 from expertctl.server.native.infer import (
     InferCall,
@@ -206,7 +205,8 @@ MOE = "/moe"
 PROOF = "/v1/proof"
 CHOSEN_BASE = "auto"
 MAX_PENDING_PLANS = 16
-"""Maximum ``/v1/route`` requests waiting for a plan at a time: answers need plans, too."""
+"""Maximum requests waiting for a route or a choice of base at a time: answers need plans, too."""
+_Planned = TypeVar("_Planned")
 
 
 def build_routes(service: Service) -> list[BaseRoute]:
@@ -301,14 +301,15 @@ class NativeEndpoints:
 
         Raises:
             BaseMismatchError: when this server does not serve it.
+            RateLimitError: when too many plans are waited for.
         """
         engine, bases = self._service.engine, self._service.planner.bases
         if wanted is None:
             return
         if wanted == CHOSEN_BASE:
-            several = len(bases.list_bases()) > 1
-            planning = asyncio.wrap_future(engine.choose_base(call.job.request))
-            wanted = await planning if several else engine.base_name
+            wanted = engine.base_name
+            if len(await to_thread.run_sync(bases.list_bases)) > 1:
+                wanted = await self._wait_for_plan(partial(engine.choose_base, call.job.request))
         if wanted != engine.base_name:
             raise BaseMismatchError(
                 f"this server serves {engine.base_name}, not {wanted[:80]}",
@@ -334,14 +335,15 @@ class NativeEndpoints:
 
     async def route(self, request: Request, body: RouteFields) -> RouteAnswer:
         """Return the plan for a prompt, and why."""
-        planned = await while_connected(request, self._make_plan(body.to_plan_request()))
+        begin = partial(self._service.engine.plan, body.to_plan_request())
+        planned = await while_connected(request, self._wait_for_plan(begin))
         return planned.result.to_json()
 
-    async def _make_plan(self, request: RunRequest) -> PlannedPrompt:
+    async def _wait_for_plan(self, begin: Callable[[], Future[_Planned]]) -> _Planned:
         """Wait for a plan; if the client disconnects, planning that has not begun is cancelled."""
         if self._pending_plans >= MAX_PENDING_PLANS:
             raise RateLimitError("too many plans are being made at once")
-        planning = asyncio.wrap_future(self._service.engine.plan(request))
+        planning = asyncio.wrap_future(begin())
         self._pending_plans += 1
         try:
             return await planning

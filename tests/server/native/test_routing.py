@@ -11,11 +11,18 @@ from expertctl.engine.serving import processor
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import RouteRequest, parse_forced
 from expertctl.schema.validation import find_problems
-from expertctl.server.native.routes import MAX_PENDING_PLANS
+from expertctl.server.native.routes import CHOSEN_BASE, MAX_PENDING_PLANS
 from expertctl.settings import Home, Settings
 from expertctl.store.store import Store
 from tests.server.conftest import MakeServed
-from tests.server.harness import BASE, EXPERTS, PROMPT, ServerHarness, StreamingClient
+from tests.server.harness import (
+    BASE,
+    EXPERTS,
+    PROMPT,
+    ServedPackages,
+    ServerHarness,
+    StreamingClient,
+)
 
 
 def test_a_route_is_that_of_the_command_line(served: ServerHarness) -> None:
@@ -77,26 +84,41 @@ def test_plans_of_callers_who_left_are_not_made(make_served: MakeServed, busy: B
     assert busy.asked == 2, "the first, which was begun, and the last, which was waited for"
 
 
-def test_so_many_plans_wait_at_a_time_and_no_more(make_served: MakeServed, busy: Busy) -> None:
-    served, body = make_served(None), {"prompt": PROMPT}
+def test_one_base_is_chosen_without_a_plan(make_served: MakeServed, busy: Busy) -> None:
+    busy.may_go_on.set()
+    body = {"prompt": PROMPT, "base": CHOSEN_BASE, "max_tokens": 1}
+    assert make_served(None).client().post("/v1/infer", json=body).status_code == 200
+    assert busy.asked == 1, "that of the answer"
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "status"), [("/v1/route", {}, 200), ("/v1/infer", {"base": CHOSEN_BASE}, 422)]
+)
+def test_so_many_plans_wait_at_a_time_and_no_more(
+    make_served: MakeServed,
+    stock: ServedPackages,
+    busy: Busy,
+    path: str,
+    more: dict[str, str],
+    status: int,
+) -> None:
+    served, body = make_served(None), {"prompt": PROMPT, **more}
+    served.user_home.bases.add(stock.base_dir, name="newer")
 
     async def ask() -> list[int]:
-        asking = [
-            StreamingClient(served.app, "/v1/route", body) for _ in range(MAX_PENDING_PLANS + 4)
-        ]
+        asking = [StreamingClient(served.app, path, body) for _ in range(MAX_PENDING_PLANS + 4)]
         for one in asking:
             await one.__aenter__()
         await asyncio.to_thread(busy.began.wait)
-        refused = [
-            await asking[n].read_head() for n in range(MAX_PENDING_PLANS, MAX_PENDING_PLANS + 4)
-        ]
+        heads = asyncio.as_completed([one.read_head() for one in asking])
+        first = [await next(heads) for _ in range(4)]
         busy.may_go_on.set()
-        answered = [await one.read_head() for one in asking[:MAX_PENDING_PLANS]]
+        rest = [await head for head in heads]
         for one in asking:
             await one.__aexit__(None, None, None)
-        return [status for status, _ in (*refused, *answered)]
+        return [status for status, _ in (*first, *rest)]
 
-    assert asyncio.run(ask()) == [429] * 4 + [200] * MAX_PENDING_PLANS
+    assert asyncio.run(ask()) == [429] * 4 + [status] * MAX_PENDING_PLANS
 
 
 def test_what_only_an_answer_has_is_unknown_to_a_route(served: ServerHarness) -> None:
