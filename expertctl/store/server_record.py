@@ -13,6 +13,7 @@ then shows the server that the command belongs to the owner of the home. Neither
 A record counts only where the reader's user owns the file and nobody else may read or write it. One
 whose process has ended is removed. The process is known by id and start time, since ids are reused,
 and by the machine: machines and containers that share a home have loopback addresses of their own.
+Records of other machines are removed after 30 days: one may be this machine before a restart.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ import platform
 import secrets
 import stat
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ RECORD_FORMAT = 1
 """Changes when commands of another version could not use the server of a record."""
 _MAX_BYTES = 1 << 16
 _MAX_RECORDS = 100
+_KEPT_DAYS = 30
 _SECRET_BYTES = 32
 _START_FIELD = 19
 """Index of a process's start time among the fields after its name in ``/proc/<pid>/stat``."""
@@ -142,6 +145,8 @@ class ServerRegistration:
     def publish(self, *, pid: int, url: str, base: str, policy: Policy) -> None:
         """Write the record of a server that accepts jobs; remove those of dead ones.
 
+        Those of other machines, of which nothing is known, are removed after `_KEPT_DAYS`.
+
         Raises:
             OSError: when it cannot be written.
             StoreError: when the folder belongs to somebody else.
@@ -159,6 +164,7 @@ class ServerRegistration:
         make_folders(self._folder, mode=0o700)
         _require_private_folder(self._folder)
         list_servers(self._folder)
+        _remove_old_records(self._folder)
         path = self._folder / f"{pid}-{secrets.token_hex(4)}.json"
         write_atomic(path, msgspec.json.encode(record), mode=0o600)
         self._path = path
@@ -184,7 +190,7 @@ def list_servers(folder: Path) -> FoundServers:
     if not hasattr(os, "getuid"):  # modes say nothing about who may read: Windows
         return FoundServers()
     try:
-        paths = sorted(folder.glob("*.json"))[:_MAX_RECORDS]
+        paths = _list_newest(folder)[:_MAX_RECORDS]
         if paths:
             _require_private_folder(folder)
     except OSError:
@@ -207,6 +213,26 @@ def list_servers(folder: Path) -> FoundServers:
                 path.unlink(missing_ok=True)
     newest = sorted(found, key=lambda one: (one.began or 0, one.pid), reverse=True)
     return FoundServers(tuple(newest), tuple(problems))
+
+
+def _list_newest(folder: Path) -> list[Path]:
+    """Return the records of a folder, the one written last first."""
+    written = list[tuple[float, Path]]()
+    for path in folder.glob("*.json"):
+        with suppress(FileNotFoundError):  # withdrawn meanwhile
+            written.append((path.lstat().st_mtime, path))
+    return [path for _, path in sorted(written, reverse=True)]
+
+
+def _remove_old_records(folder: Path) -> None:
+    here, least = identify_machine(), time.time() - _KEPT_DAYS * 86_400
+    for path in reversed(_list_newest(folder)):
+        with suppress(OSError, StoreError):
+            if path.lstat().st_mtime >= least:
+                return
+            record = _read_record(path)
+            if record is not None and record.machine != here:
+                path.unlink()
 
 
 def _require_private_folder(folder: Path) -> None:

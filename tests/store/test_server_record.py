@@ -104,6 +104,23 @@ def test_a_record_of_another_machine_stays_there_unused(folder: Path, machine: s
     assert identify_machine() == identify_machine()
 
 
+def test_old_records_of_other_machines_hide_no_server_and_are_removed(folder: Path) -> None:
+    publish(folder)
+    path = change(folder, machine="another")
+    for number in range(150):
+        other = path.with_name(f"0-{number}.json")
+        other.write_bytes(path.read_bytes())
+        other.chmod(0o600)
+        os.utime(other, (number, number))
+    publish(folder, base="here")
+    assert [record.base for record in list_servers(folder).records] == ["here"]
+    assert len(list(folder.iterdir())) == 2, "the young one of the other machine stays"
+    for number in range(150):
+        path.with_name(f"0-{number}.json").write_bytes(b"")
+        os.utime(path.with_name(f"0-{number}.json"), (number, number))
+    assert [record.base for record in list_servers(folder).records] == ["here"]
+
+
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o620, 0o602])
 def test_a_record_that_others_may_read_or_write_is_a_problem(folder: Path, mode: int) -> None:
     publish(folder)
