@@ -443,9 +443,9 @@ def _measure_stages(call: InferCall, result: RunResult) -> JsonObject:
 
 
 async def stream_infer(
-    jobs: JobSubmitter, call: InferCall, scope: Scope
+    jobs: JobSubmitter, call: InferCall, scope: Scope, record: TokenSink = lambda event: None
 ) -> AsyncGenerator[bytes, None]:
-    """Submit the job of a call and yield the events of its stream.
+    """Submit the job of a call and yield the events of its stream, once recorded.
 
     Raises:
         ExpertError: when it is refused, or fails before its first event.
@@ -455,6 +455,7 @@ async def stream_infer(
         async with stream_job(jobs, call.job) as events:
             async for event in events:
                 for one in (event,) if json is None else filter_event(event, json):
+                    record(one)
                     if line := _encode_event(call, one):
                         yield line
                         started = True

@@ -23,7 +23,7 @@ from expertctl.engine.moe.cache_plan import parse_pins
 from expertctl.engine.moe.counters import CounterMode
 from expertctl.engine.moe.usage_store import Observation
 from expertctl.engine.moe.warmup import ProfileOptions
-from expertctl.engine.serving.request import AdapterStatus
+from expertctl.engine.serving.request import AdapterStatus, JobEvent, JobFinished
 from expertctl.errors import (
     BaseMismatchError,
     ExpertError,
@@ -289,8 +289,13 @@ class NativeEndpoints:
         job, jobs = call.job, self._service.jobs
         describe, submitted = partial(build_answer, call), call.arrival.wall_time
         self._jobs.add(job.id, owner=job.owner, submitted=submitted, describe=describe)
+
+        def record(event: JobEvent) -> None:
+            if not isinstance(event, JobFinished):  # its answer is not kept
+                self._jobs.record_event(job.id, event)
+
         try:
-            async with aclosing(stream_infer(jobs, call, scope)) as lines:
+            async with aclosing(stream_infer(jobs, call, scope, record)) as lines:
                 async for line in lines:
                     yield line
         finally:

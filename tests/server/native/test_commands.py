@@ -1,5 +1,6 @@
 """What `run` and `chat` ask of a server beyond other clients: conversations, bases, proofs."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from expertctl.server.settings import ServeSettings
 from expertctl.store.server_record import create_nonce, create_secret, derive_key, make_proof
 from tests.server.conftest import MakeServed
-from tests.server.harness import BASE, PROMPT, ServerHarness
+from tests.server.harness import BASE, PROMPT, ServerHarness, StreamingClient
 
 GREEDY = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
 EARLIER = [{"role": "user", "content": "Sort 9, 8"}, {"role": "assistant", "content": "8, 9"}]
@@ -108,6 +109,23 @@ def test_a_streamed_answer_is_a_job_until_its_end(served: ServerHarness) -> None
         text = "".join(answer.iter_text())
     job_id = text.partition('"job_id":"')[2][:32]
     assert served.client().delete(f"/v1/jobs/{job_id}").status_code == 404
+
+
+def test_a_streamed_answer_is_a_running_job(served: ServerHarness) -> None:
+    async def listen() -> dict[str, Any]:
+        body = GREEDY | {"stream": True, "max_tokens": 200}
+        async with StreamingClient(served.app, "/v1/infer", body) as listener:
+            assert (await listener.read_head())[0] == 200
+            started = (await listener.read_chunk()).decode()
+            listener.may_read.clear()
+            job_id = started.partition('"job_id":"')[2][:32]
+            found = await asyncio.to_thread(served.client().get, f"/v1/jobs/{job_id}")
+            job: dict[str, Any] = found.json()
+            return job
+
+    job = asyncio.run(listen())
+    assert (job["status"], job["ended_at"], job["result"]) == ("processing", None, None)
+    assert job["started_at"]
 
 
 def test_a_server_proves_its_secret_to_anyone_and_takes_the_key_of_its_owner(
