@@ -274,7 +274,7 @@ class ChatSession:
         with ending.catch_signals(*((signal.SIGINT,) if self._interactive else ())):
             loading.is_cancelled = ending
             try:
-                turn = self._stream_answer(send(cancelled=ending), loading)
+                turn = self._stream_answer(send(cancelled=ending), loading, ending)
             except LoadingCancelledError:
                 print_message("  [interrupted before the first word]")
                 return
@@ -284,12 +284,15 @@ class ChatSession:
             keep_conversation(self._settings, self.conversation.saved)
 
     def _stream_answer(
-        self, pieces: "Generator[str, None, _AnyTurn]", loading: LoadingProgress
+        self,
+        pieces: "Generator[str, None, _AnyTurn]",
+        loading: LoadingProgress,
+        ending: CancellationFlag,
     ) -> "_AnyTurn":
         """Print the answer as it is generated; a progress bar shows loading before its start."""
         try:
             with show_loading("reading", as_json=self._as_json) as loading.report:
-                piece = next(pieces)
+                piece = self._await_first(pieces, ending)
             with open_answer_stream() as shown:
                 while True:
                     if not self._as_json:
@@ -300,6 +303,23 @@ class ChatSession:
             return turn
         finally:
             loading.report = None
+
+    def _await_first(
+        self, pieces: "Generator[str, None, _AnyTurn]", ending: CancellationFlag
+    ) -> str:
+        """Return the first piece; Ctrl-C ends the waiting for a server, which checks no flag."""
+        waits = ending.interrupts = self._interactive and self._remote is not None
+        try:
+            piece = next(pieces)
+            ending.interrupts = False
+        except KeyboardInterrupt as key:
+            if not waits or isinstance(key, TerminatedError):
+                raise
+            pieces.close()
+            raise LoadingCancelledError from None
+        finally:
+            ending.interrupts = False
+        return piece
 
     def _show_turn(self, turn: "_AnyTurn") -> None:
         from expertctl.cli.run_view import format_stage_times, format_statistics, format_turn

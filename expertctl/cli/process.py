@@ -86,6 +86,8 @@ class CancellationFlag:
 
     def __init__(self) -> None:
         """Start without a request."""
+        self.interrupts = False
+        """Whether a signal raises the interruption at once, since nothing calls this meanwhile."""
         self._requested = False
 
     def __call__(self) -> bool:
@@ -107,7 +109,7 @@ class CancellationFlag:
                 signal.signal(number, handler)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._requested:
+        if self._requested or self.interrupts:
             _raise_interruption(number, frame)
         self._requested = True
 
