@@ -3,16 +3,18 @@
 The server is that of the setting ``server`` (``EXPERT_SERVER``), which must answer, or one that
 `serve` has recorded in this home. A recorded server is used only if it would answer as a run in
 this process does: the same settings and project, and the base that such a run would choose, which
-the server checks. Otherwise, and where it does not answer within `CONNECT_SECONDS`, the run happens
-in this process. An overloaded server is an error: it holds the memory that the run would need.
+the server checks. Otherwise, and where it cannot be reached or ends before the first piece of
+text, the run happens in this process. An overloaded server is an error: it holds the memory that
+the run would need.
 
 Before anything else is sent to a recorded server, it proves on the same connection that it knows
 the secret of its record; `ProvenTransport` never opens another one for the request.
 """
 
 import http.client
-import os
+import socket
 import ssl
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,11 +27,14 @@ import msgspec
 from expertctl.cli.output import debug, note, warn
 from expertctl.cli.remote_question import RemoteAnswer, RemoteQuestion
 from expertctl.client.client import DEFAULT_TIMEOUT, ExpertClient, InferStream
-from expertctl.client.protocol import Retries
+from expertctl.client.protocol import Retries, parse_address
 from expertctl.errors import (
     BaseMismatchError,
+    CancelledError,
     ExpertError,
+    NotFoundError,
     RateLimitError,
+    UnauthenticatedError,
     UnreachableError,
     UsageError,
     sanitise_text,
@@ -47,6 +52,8 @@ from expertctl.store.server_record import (
 )
 
 CONNECT_SECONDS = 0.5
+PROOF_SECONDS = 5.0
+"""For the whole proof: a server whose processors are busy is slow, but it is there."""
 LOCAL_HINT = "`--local` answers in this process"
 _PROOF_PATH = "/v1/proof"
 _MAX_PROOF_BYTES = 4096
@@ -74,10 +81,11 @@ class ProvenTransport(httpx2.BaseTransport):
         try:
             self._connection.connect()
             self._connection.auto_open = 0
-            self._check_proof(url, secret)
+            with _limit_time(self._connection.sock, PROOF_SECONDS):
+                self._check_proof(url, secret)
         except BaseException as error:
             self._connection.close()
-            if isinstance(error, (*_NETWORK_ERRORS, msgspec.MsgspecError)):
+            if isinstance(error, (*_NETWORK_ERRORS, msgspec.MsgspecError, ValueError)):
                 what = sanitise_text(str(error)) or type(error).__name__
                 raise UnreachableError(f"{url}: {what}", sent=False) from error
             raise
@@ -117,6 +125,24 @@ class ProvenTransport(httpx2.BaseTransport):
         self._connection.close()
 
 
+@contextmanager
+def _limit_time(connection: socket.socket, seconds: float) -> Iterator[None]:
+    """Break a connection after this time, however slowly bytes come."""
+
+    def break_connection() -> None:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    connection.settimeout(seconds)
+    timer = threading.Timer(seconds, break_connection)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class _BodyStream(httpx2.SyncByteStream):
     """The body of a response, as it comes."""
 
@@ -140,7 +166,6 @@ class ServerPlace:
 
     url: str
     record: ServerRecord | None = None
-    key: str | None = None
     ca_file: str | None = None
 
     @property
@@ -158,9 +183,7 @@ class ServerPlace:
         """
         if self.record is None:
             transport = None if self.ca_file is None else _make_transport(self.ca_file)
-            return ExpertClient(
-                self.url, api_key=self.key, retries=Retries(attempts=1), transport=transport
-            )
+            return ExpertClient(self.url, retries=Retries(attempts=1), transport=transport)
         secret = self.record.secret
         return ExpertClient(
             self.url,
@@ -196,6 +219,7 @@ class RemoteStream:
         """Yield pieces of text and return the answer; cancelled on the server if asked for.
 
         Raises:
+            CancelledError: when it was to be cancelled and the server did not confirm it.
             ExpertError: when the request fails, or the connection breaks.
         """
         is_cancelled = False
@@ -212,10 +236,21 @@ class RemoteStream:
             return RemoteAnswer(document, self._stream.result)
 
     def _cancel(self) -> None:
-        started = self._stream.started
-        if started is not None:
-            with suppress(ExpertError), self.place.open() as client:  # it may have ended just now
-                client.jobs.cancel(started.job_id)
+        """Cancel the answer; what cannot be cancelled ends with the connection.
+
+        Raises:
+            CancelledError: then.
+        """
+        job_id = "" if self._stream.started is None else self._stream.started.job_id
+        try:
+            with self.place.open() as client:
+                client.jobs.cancel(job_id)
+        except NotFoundError:
+            pass  # it has just ended
+        except ExpertError as error:
+            raise CancelledError(
+                f"the answer was broken off: it could not be cancelled: {error.message}"
+            ) from error
 
     def __enter__(self) -> Self:
         """Return the stream itself."""
@@ -233,9 +268,14 @@ class RemoteStream:
 
 @contextmanager
 def _hint_local() -> Iterator[None]:
-    """Add to errors of servers the hint that the answer can be computed here."""
+    """Add to errors of servers the hint that the answer can be computed here; name the key."""
     try:
         yield
+    except UnauthenticatedError as error:
+        error.hint = (
+            f"EXPERT_API_KEY is the key for the server that EXPERT_SERVER names; {LOCAL_HINT}"
+        )
+        raise
     except (RateLimitError, UnreachableError) as error:
         error.hint = "; ".join(filter(None, (error.hint, LOCAL_HINT)))
         raise
@@ -273,21 +313,20 @@ class RemoteEngine:
         with ExitStack() as stack, _hint_local():
             try:
                 client = stack.enter_context(place.open())
+                answer = client.infer_stream(question.prompt, **question.fields)
+                first = next(stack.enter_context(answer), None)
             except UnreachableError as error:
                 if self.is_named:
                     raise
                 note(f"{place.described} is not used: {error.message}", dim=True)
                 return None
-            stream = stack.enter_context(client.infer_stream(question.prompt, **question.fields))
-            try:
-                first = next(stream, None)
             except leave as error:
                 if self.is_named:
                     raise
                 debug(f"{place.described} does not answer this: {error.message}")
                 return None
             text = "" if first is None else first.text
-            return RemoteStream(place, stream, text, stack.pop_all())
+            return RemoteStream(place, answer, text, stack.pop_all())
 
     @contextmanager
     def open_client(self) -> Iterator[ExpertClient]:
@@ -310,15 +349,14 @@ def choose_server(settings: Settings, local_options: Sequence[str]) -> RemoteEng
             invalid or would send prompts unencrypted to another machine.
     """
     if settings.server is not None:
+        url = _parse_named_address(settings.server)
         if local_options:
             raise UsageError(
-                f"{', '.join(local_options)} cannot be used with the server {settings.server}",
+                f"{', '.join(local_options)} cannot be used with the server {url}",
                 hint=f"leave it out; {LOCAL_HINT}",
             )
-        _check_encryption(settings.server, settings)
-        key = os.environ.get("EXPERT_API_KEY") or None
         ca_file = None if settings.ca_file is None else str(settings.ca_file)
-        return RemoteEngine((ServerPlace(settings.server, None, key, ca_file),), is_named=True)
+        return RemoteEngine((ServerPlace(url, ca_file=ca_file),), is_named=True)
     found = list_servers(settings.home.servers)
     warn(found.problems)
     if found.records and local_options:
@@ -330,14 +368,15 @@ def choose_server(settings: Settings, local_options: Sequence[str]) -> RemoteEng
     return RemoteEngine(suited, is_named=False) if suited else None
 
 
-def _check_encryption(url: str, settings: Settings) -> None:
-    try:
-        parsed = httpx2.URL(url)
-    except httpx2.InvalidURL as error:
-        raise UsageError(f"the setting server: {sanitise_text(url)!r} is not a URL") from error
-    if parsed.scheme == "http" and not (is_loopback(parsed.host) or settings.allow_http):
-        hint = "use https, or `expertctl config set allow_http true` on a network you trust"
-        raise UsageError(f"{sanitise_text(url)} would send prompts unencrypted", hint=hint)
+def _parse_named_address(text: str) -> str:
+    url = parse_address(text)
+    parsed = httpx2.URL(url)
+    if parsed.scheme == "http" and not is_loopback(parsed.host):
+        raise UsageError(
+            f"{url} would send prompts and keys unencrypted",
+            hint="use https; http is for servers on this machine, whatever allow_http says",
+        )
+    return url
 
 
 def _is_alike(record: ServerRecord, settings: Settings) -> bool:

@@ -216,23 +216,27 @@ def find_server(base_url: str | None, *, api_key: str | None, timeout: float) ->
         raise UsageError(
             f"a timeout of {timeout} seconds is not possible", hint="give seconds above 0"
         )
-    return Server(_parse_address(base_url or named), key, timeout)
+    return Server(parse_address(base_url or named), key, timeout)
 
 
 def _parse_origin(text: str) -> tuple[str, str, int | None]:
-    url = httpx2.URL(_parse_address(text))
+    url = httpx2.URL(parse_address(text))
     return url.scheme, url.host, url.port
 
 
-def _parse_address(text: str) -> str:
+def parse_address(text: str) -> str:
+    """Return the canonical address of a server.
+
+    Raises:
+        UsageError: when it is none; a password in it is not repeated.
+    """
+    shown = sanitise_text(text.rpartition("@")[2].partition("?")[0])
     try:
         url = httpx2.URL(text)
     except httpx2.InvalidURL as error:
-        raise UsageError(f"{sanitise_text(text)!r} is not an address: {error}") from error
+        raise UsageError(f"{shown!r} is not an address: {error}") from error
     if url.scheme not in {"http", "https"} or not url.host or url.userinfo or url.query:
-        raise UsageError(
-            f"{sanitise_text(text)!r} is not the address of a server", hint=f"such as {DEFAULT_URL}"
-        )
+        raise UsageError(f"{shown!r} is not the address of a server", hint=f"such as {DEFAULT_URL}")
     return str(url).rstrip("/")
 
 
@@ -327,7 +331,7 @@ def translate_network_errors(what: str, server: Server) -> Iterator[None]:
         raise UnreachableError(
             f"{what}: {server.url} cannot be reached: {_describe_error(error)}",
             sent=False,
-            hint="start one with `expertctl serve`, or give its address as base_url",
+            hint="start one with `expertctl serve`, or name another (EXPERT_SERVER, base_url)",
         ) from error
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise UnreachableError(f"{what}: the connection broke: {_describe_error(error)}") from error

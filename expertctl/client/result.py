@@ -103,7 +103,7 @@ def _build_redirect_error(headers: Mapping[str, str], what: str) -> ExpertError:
     place = sanitise_text(headers.get("location", "")) or "another address"
     return UnreachableError(
         f"{what}: the server redirects to {place}",
-        hint="if that is right, give it as base_url: API keys are not sent to redirect targets",
+        hint="if that is right, name it (EXPERT_SERVER, base_url): API keys are not sent there",
     )
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,9 @@ class RecordedServer:
         return sum(path == "/v1/infer" and status == 200 for path, _, status in self.requests)
 
 
-Answer = Callable[[str, str, Mapping[str, str], bytes], tuple[int, str, bytes]]
-"""Takes method, path, headers and body; returns status, media type and body.
+Said = tuple[int, str, bytes | Iterator[bytes]]
+Answer = Callable[[str, str, Mapping[str, str], bytes], Said]
+"""Takes method, path, headers and body; returns status, media type and body, or its chunks.
 
 After a media type that ends with ``; last`` or ``; close`` the connection is closed, in the second
 case with notice.
@@ -65,12 +66,24 @@ def listen(answer: Answer, secret: str, home: Path) -> Iterator[RecordedServer]:
             recorded.requests.append((self.path, body, status))
             self.send_response(status)
             self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(data)))
+            if isinstance(data, bytes):
+                self.send_header("Content-Length", str(len(data)))
+            else:
+                self.send_header("Transfer-Encoding", "chunked")
             if kind.endswith("; close"):
                 self.send_header("Connection", "close")
             self.end_headers()
-            self.wfile.write(data)
+            with suppress(ConnectionError):
+                self.send_body(data)
             self.close_connection = self.close_connection or kind.endswith("; last")
+
+        def send_body(self, data: bytes | Iterator[bytes]) -> None:
+            if isinstance(data, bytes):
+                self.wfile.write(data)
+                return
+            for piece in data:
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            self.wfile.write(b"0\r\n\r\n")
 
         do_GET = do_POST = do_DELETE = answer  # noqa: N815  # the names that the class calls
 

@@ -354,9 +354,9 @@ def test_a_server_that_ends_after_its_proof_gets_no_second_connection(
 ) -> None:
     """Whoever listens there next has proved nothing."""
     with record_stranger(partial(prove_and_leave, served), server) as ended:
-        told = expertctl("run", PROMPT, *GREEDY, exit_code=6).err
-    assert ended.paths == [PROVED]
-    assert "the connection broke" in told
+        told = expertctl("run", PROMPT, *GREEDY)
+    assert (bool(told.out), ended.paths) == (True, [PROVED])
+    assert "the connection broke" in told.err
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o620])
@@ -380,19 +380,14 @@ def test_a_server_that_does_not_answer_is_left(
     assert told.out
 
 
-@pytest.mark.parametrize(("status", "code"), [(429, "rate_limit"), (503, "unreachable")])
 def test_a_busy_server_is_an_error_with_a_way_out(
-    served: ServerHarness,
-    server: RecordedServer,
-    expertctl: CommandRunner,
-    status: int,
-    code: str,
+    served: ServerHarness, server: RecordedServer, expertctl: CommandRunner
 ) -> None:
     def refuse_all(method: str, path: str, headers: object, body: bytes) -> tuple[int, str, bytes]:
         if path == PROVED:
             return prove(served, body)
-        error = {"code": code, "message": "the queue is full", "hint": ""}
-        return status, "application/json", json.dumps({"error": error}).encode()
+        error = {"code": "rate_limit", "message": "the queue is full", "hint": ""}
+        return 429, "application/json", json.dumps({"error": error}).encode()
 
     with record_stranger(refuse_all, server):
         told = expertctl("run", PROMPT, *GREEDY, exit_code=6).err
@@ -415,6 +410,7 @@ def test_a_named_server_answers_and_nothing_else_does(
     assert f"--dtype cannot be used with the server {server.url}" in refused
     assert "--local" in refused
     monkeypatch.setenv("EXPERT_SERVER", "http://experts.example.org")
+    monkeypatch.setenv("EXPERT_ALLOW_HTTP", "yes")
     assert "unencrypted" in expertctl("run", PROMPT, exit_code=2).err
 
 
