@@ -32,7 +32,7 @@ Sizes are written `512MiB`, `2GB` or in bytes, times `12h`, `3d` or `2w`, boolea
 |---|---|
 | `EXPERT_HOME` | the home, where everything is stored; `~/.expert` if not set |
 | `EXPERT_TOKEN`, `EXPERT_USER` | a login for the registry of `EXPERT_REGISTRY` |
-| `EXPERT_API_KEY` | the key for the server of `EXPERT_SERVER`, for `run`, `chat` and the [Python client](../how-to/serve.md); sent to no other |
+| `EXPERT_API_KEY` | the key for `EXPERT_SERVER`, also of the [Python client](../how-to/serve.md) |
 | `EXPERT_LOG_FORMAT` | `text` or `json`: how servers log; else text on a terminal |
 | `EXPERT_REGISTRY_DATA` | a registry's folder for [other servers](../how-to/run-a-registry.md) |
 | `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY`, `NO_PROXY` | [proxies](../how-to/registries.md) |
