@@ -274,6 +274,8 @@ class ChatSession:
         with ending.catch_signals(*((signal.SIGINT,) if self._interactive else ())):
             loading.is_cancelled = ending
             try:
+                if self._remote is not None:  # waiting for it checks no flag
+                    ending.raises = LoadingCancelledError
                 turn = self._stream_answer(send(cancelled=ending), loading, ending)
             except LoadingCancelledError:
                 print_message("  [interrupted before the first word]")
@@ -292,7 +294,8 @@ class ChatSession:
         """Print the answer as it is generated; a progress bar shows loading before its start."""
         try:
             with show_loading("reading", as_json=self._as_json) as loading.report:
-                piece = self._await_first(pieces, ending)
+                piece = next(pieces)
+                ending.raises = None
             with open_answer_stream() as shown:
                 while True:
                     if not self._as_json:
@@ -303,23 +306,6 @@ class ChatSession:
             return turn
         finally:
             loading.report = None
-
-    def _await_first(
-        self, pieces: "Generator[str, None, _AnyTurn]", ending: CancellationFlag
-    ) -> str:
-        """Return the first piece; Ctrl-C ends the waiting for a server, which checks no flag."""
-        waits = ending.interrupts = self._interactive and self._remote is not None
-        try:
-            piece = next(pieces)
-            ending.interrupts = False
-        except KeyboardInterrupt as key:
-            if not waits or isinstance(key, TerminatedError):
-                raise
-            pieces.close()
-            raise LoadingCancelledError from None
-        finally:
-            ending.interrupts = False
-        return piece
 
     def _show_turn(self, turn: "_AnyTurn") -> None:
         from expertctl.cli.run_view import format_stage_times, format_statistics, format_turn

@@ -86,8 +86,8 @@ class CancellationFlag:
 
     def __init__(self) -> None:
         """Start without a request."""
-        self.interrupts = False
-        """Whether a signal raises the interruption at once, since nothing calls this meanwhile."""
+        self.raises: type[Exception] | None = None
+        """What the first signal raises at once, where nothing calls this meanwhile."""
         self._requested = False
 
     def __call__(self) -> bool:
@@ -109,9 +109,11 @@ class CancellationFlag:
                 signal.signal(number, handler)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._requested or self.interrupts:
+        if self._requested:
             _raise_interruption(number, frame)
         self._requested = True
+        if self.raises is not None:
+            raise self.raises
 
 
 def _raise_interruption(number: int, frame: FrameType | None) -> None:
