@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from expertctl.cli.chat_settings import SETTINGS, change_sampling, format_sampling
 from expertctl.cli.engine import (
@@ -161,11 +161,16 @@ class ChatSession:
         else:
             self._remote = conversation
 
-    def _leave_server(self) -> None:
-        """Go on in this process."""
-        remote, self._remote = self._remote, None
-        if remote is not None:
-            remote.move_to(self.start_here())
+    def _leave_server(self, conversation: "RemoteConversation") -> None:
+        """Go on in this process, unless that fails: then the server is asked again later."""
+        conversation.move_to(self.start_here())
+        self._remote = None
+
+    @property
+    def _last_turn(self) -> "_AnyTurn | None":
+        """The last turn; a server that was left since may have answered it."""
+        turns = self.conversation.turns
+        return cast("_AnyTurn", turns[-1]) if turns else None
 
     @property
     def _planner(self) -> "Planner":
@@ -243,7 +248,9 @@ class ChatSession:
             self._report_error(message.text, error)
 
     def _report_error(self, text: str, error: ExpertError) -> None:
-        error = add_chat_hint(error, has_turns=bool(self.conversation.turns))
+        is_open = self._remote is not None or self._local is not None  # an error opens no engine
+        has_turns = is_open and bool(self.conversation.turns)
+        error = add_chat_hint(error, has_turns=has_turns)
         fail(error, as_json=False)
         self._exit_code = self._exit_code or get_exit_code(error)
         fields = {"code": error.code, "message": error.message, "hint": error.hint}
@@ -264,7 +271,7 @@ class ChatSession:
             try:
                 return self._answer_with(choose(self._remote))
             except ServerLeftError:
-                self._leave_server()
+                self._leave_server(self._remote)
         return self._answer_with(choose(self.start_here()))
 
     def _answer_with(self, send: "_Send") -> None:
@@ -280,7 +287,7 @@ class ChatSession:
             except LoadingCancelledError:
                 print_message("  [interrupted before the first word]")
                 return
-        self._documents.append({"prompt": turn.message.prompt, **_get_document(turn)})
+        self._documents.append({"prompt": turn.prompt, **_get_document(turn)})
         self._show_turn(turn)
         if turn.has_messages:
             keep_conversation(self._settings, self.conversation.saved)
@@ -384,9 +391,8 @@ class ChatSession:
         from expertctl.cli.remote_conversation import RemoteTurn
         from expertctl.cli.run_view import format_answer_plan, format_routing
 
-        if not self.conversation.turns:
+        if (turn := self._last_turn) is None:
             raise NotFoundError("there is no plan yet", hint="send a message first")
-        turn = self.conversation.turns[-1]
         if rest:
             path = _parse_path(rest, "/plan FILE")
             document = _get_document(turn)
@@ -403,14 +409,14 @@ class ChatSession:
         from expertctl.cli.stats import parse_verdict, record_verdict
 
         verdict = parse_verdict(rest)
-        if not self.conversation.turns:
+        if (turn := self._last_turn) is None:
             raise NotFoundError("there is no answer yet", hint="send a message first")
         if self._remote is not None and self._remote.is_named:
             raise UsageError(
                 "the answer is in the history of its server",
                 hint="`expertctl feedback JOB good` on that machine",
             )
-        job_id = str(_get_document(self.conversation.turns[-1])["job_id"])
+        job_id = str(_get_document(turn)["job_id"])
         catalogue = self._open_catalogue()
         print_message(record_verdict(catalogue, job_id, verdict))
 

@@ -6,7 +6,8 @@ a short or referring message. The server keeps the KV of the conversation under 
 """
 
 import uuid
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,18 @@ from expertctl.cli.remote_question import (
 from expertctl.cli.run_options import SamplingFlags
 from expertctl.client.protocol import InferOptions
 from expertctl.client.result import Expert, RoutePlan, RunAnswer
-from expertctl.errors import BaseMismatchError, NotFoundError
+from expertctl.errors import (
+    BaseMismatchError,
+    InvalidPackageError,
+    NotFoundError,
+    TooLargeError,
+)
 
 if TYPE_CHECKING:
     from expertctl.engine.conversation import Conversation
     from expertctl.engine.request import SavedConversation
+    from expertctl.engine.text.prompt import ConversationMessage
+    from expertctl.routing.plan import Plan
 
 _PLACEHOLDER_PROMPT = "?"
 """Named experts do not depend on the prompt."""
@@ -47,6 +55,20 @@ class RemoteTurn:
     """Whether the plan differs from that of the previous turn."""
 
     @property
+    def prompt(self) -> str:
+        """What the user wrote, without body and template."""
+        return self.message.prompt
+
+    @property
+    def plan(self) -> "Plan | None":
+        """The plan that answered, as the engine reads it; None if it is of another version."""
+        from expertctl.routing.plan import parse_plan
+
+        with suppress(InvalidPackageError):
+            return parse_plan(msgspec.json.encode({"plan": self.document["plan"]})).plan
+        return None
+
+    @property
     def answer(self) -> RunAnswer:
         """The answer."""
         return self.remote.answer
@@ -60,6 +82,14 @@ class RemoteTurn:
     def has_messages(self) -> bool:
         """Whether later turns read it: not if it was cancelled before the first piece."""
         return bool(self.answer.text) or self.answer.finish_reason != "cancelled"
+
+    def iter_messages(self) -> "Iterator[ConversationMessage]":
+        """Yield the messages that later turns read, as the engine reads them."""
+        from expertctl.engine.text.prompt import ConversationMessage
+
+        if self.has_messages:
+            yield ConversationMessage("user", self.message.message)
+            yield ConversationMessage("assistant", self.answer.text)
 
 
 class RemoteConversation:
@@ -148,7 +178,7 @@ class RemoteConversation:
         if before is not None:
             self._plan = self.turns[-1].document["plan"] if self.turns else self._restored.plan
         try:
-            turn = yield from self._send(last.message.prompt, seed=None, cancelled=cancelled)
+            turn = yield from self._send(last.prompt, seed=None, cancelled=cancelled)
         finally:
             if turn is None or not turn.has_messages:
                 self.turns[len(self.turns) - (turn is not None) :] = [last]
@@ -159,7 +189,7 @@ class RemoteConversation:
         self, prompt: str, *, seed: int | None, cancelled: Callable[[], bool]
     ) -> Generator[str, None, RemoteTurn]:
         question = self._build_question(prompt, seed)
-        begun = self._engine.start(question, leave=(BaseMismatchError,))
+        begun = self._engine.start(question, leave=(BaseMismatchError, TooLargeError))
         if begun is None:
             raise ServerLeftError
         debug(f"answered by {begun.place.described}")
@@ -242,12 +272,15 @@ class RemoteConversation:
         from expertctl.engine.request import SavedConversation
         from expertctl.routing.request import SamplingOverrides
 
-        data = msgspec.json.encode(self.saved.to_json())
+        data = msgspec.json.encode(self._restored.with_system(self.system).to_json())
         other.restore(SavedConversation.parse(data, what="the conversation"))
+        other.add_turns(self.turns)
         given = {name: getattr(self.sampling, name) for name in SamplingFlags.__slots__}
         del given["seed"]
         given |= {"stop": None if self.sampling.stop is None else tuple(self.sampling.stop)}
         other.set_sampling(SamplingOverrides(**given), seed=self.seed)
+        if self._plan is None:
+            other.use_automatic_routing()
         if self._named:
             other.use_named(self._named)
         elif self._base_alone:

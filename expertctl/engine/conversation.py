@@ -7,8 +7,9 @@ stays in the conversation as far as it was generated.
 """
 
 import uuid
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from expertctl.digest import Digest
 from expertctl.engine.generation import CancelCheck, never_cancelled
@@ -31,6 +32,25 @@ _PLACEHOLDER_PROMPT = "?"
 """Named experts do not depend on the prompt."""
 
 
+class AnsweredTurn(Protocol):
+    """What a conversation reads of its turns; a server may have answered the first ones."""
+
+    @property
+    def prompt(self) -> str:
+        """What the user wrote, without body and template."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that answered; None if it is not one of this version."""
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether later turns read it."""
+
+    def iter_messages(self) -> Iterator[ConversationMessage]:
+        """Yield the messages that later turns read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A message of the user and its result."""
@@ -41,6 +61,11 @@ class Turn:
     """Whether the plan differs from that of the previous turn, whose KV was then of no use.
 
     KV kept from earlier turns with this plan may have been reused: see ``kv_reused_tokens``."""
+
+    @property
+    def prompt(self) -> str:
+        """What the user wrote, without body and template."""
+        return self.message.prompt
 
     @property
     def plan(self) -> Plan:
@@ -78,7 +103,7 @@ class Conversation:
         The template of the pattern's message is applied to every prompt. With a template, its body
         is part of every prompt; without one, it follows only the first prompt.
         """
-        self.turns: list[Turn] = []
+        self.turns: list[AnsweredTurn] = []
         self.system = ""
         """The system message of all turns from now on, if not empty."""
         self._engine, self._pattern = engine, pattern
@@ -96,7 +121,8 @@ class Conversation:
     @property
     def base(self) -> str | None:
         """The base of the last turn, else the requested one, if any."""
-        return self.turns[-1].plan.base if self.turns else self._pattern.base
+        last = self.turns[-1].plan if self.turns else None
+        return last.base if last else self._pattern.base
 
     @property
     def saved(self) -> SavedConversation:
@@ -159,7 +185,7 @@ class Conversation:
         if before is not None:  # else experts are chosen anew
             self._before = self.turns[-1].plan if self.turns else self._restored.plan
         try:
-            turn = yield from self._send(last.message.prompt, seed=None, cancelled=cancelled)
+            turn = yield from self._send(last.prompt, seed=None, cancelled=cancelled)
         finally:
             if turn is None or not turn.has_messages:
                 self.turns[len(self.turns) - (turn is not None) :] = [last]
@@ -181,10 +207,11 @@ class Conversation:
         )
         result = yield from self._engine.run(request, cancelled=cancelled)
         plan = result.planned.result.plan
-        replanned = bool(self.turns) and self.turns[-1].plan.identity != plan.identity
-        self.turns.append(Turn(message, result, replanned))
+        last = self.turns[-1].plan if self.turns else plan
+        turn = Turn(message, result, last is None or last.identity != plan.identity)
+        self.turns.append(turn)
         self._before = plan
-        return self.turns[-1]
+        return turn
 
     def use_named(self, texts: Sequence[str]) -> Plan:
         """Answer with the experts that ``--expert`` would name so; raises as `use_experts`."""
@@ -227,6 +254,12 @@ class Conversation:
         self.reset()
         self.system = saved.system
         self._restored, self._before = SavedConversation(saved.turns, saved.plan), saved.plan
+
+    def add_turns(self, turns: Iterable[AnsweredTurn]) -> None:
+        """Continue after turns that were answered elsewhere."""
+        for turn in turns:
+            self.turns.append(turn)
+            self._before = turn.plan
 
     def _make_message(self, prompt: str, *, first: bool) -> UserMessage:
         given = self._pattern.message

@@ -102,15 +102,9 @@ def listen(answer: Answer, secret: str, home: Path) -> Iterator[RecordedServer]:
             thread.join()
 
 
-@contextmanager
-def record_server(
-    served: ServerHarness, *, home: Path | None = None, **policy: Any
-) -> Iterator[RecordedServer]:
-    """Let commands of the home reach a server in process."""
-    client, secret = served.client(), served.service.settings.secret
-    assert secret is not None
-    own = home or served.user_home.root
-    settings = Settings(Home(own), encoder="lexical")
+def forward_to(served: ServerHarness) -> Answer:
+    """What the server in process answers."""
+    client = served.client()
 
     def forward(
         method: str, path: str, headers: Mapping[str, str], body: bytes
@@ -121,7 +115,19 @@ def record_server(
         answer = client.request(method, path, content=body, headers=shown)
         return answer.status_code, answer.headers["Content-Type"], answer.content
 
-    with listen(forward, secret, own) as server:
+    return forward
+
+
+@contextmanager
+def record_server(
+    served: ServerHarness, *, home: Path | None = None, **policy: Any
+) -> Iterator[RecordedServer]:
+    """Let commands of the home reach a server in process."""
+    secret = served.service.settings.secret
+    assert secret is not None
+    own = home or served.user_home.root
+    settings = Settings(Home(own), encoder="lexical")
+    with listen(forward_to(served), secret, own) as server:
         registration = ServerRegistration(own / "servers", secret=secret)
         registration.publish(
             pid=os.getpid(),

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from expertctl.engine_config import EngineConfig
+from expertctl.errors import BaseMismatchError, TooLargeError
 from expertctl.schema.validation import find_problems
 from expertctl.server.settings import ServeSettings
 from expertctl.store.server_record import create_secret
 from tests.cli.command_runner import CommandRunner, ReplacedStdin, expertctl, stdin
-from tests.cli.remote_servers import RecordedServer, record_server, record_stranger
+from tests.cli.remote_servers import RecordedServer, forward_to, record_server, record_stranger
 from tests.engine.kernel_cache import keeps_all_code, keeps_code, kept_folder
 from tests.server.conftest import stock
 from tests.server.harness import BASE, ServedPackages, ServerHarness, run_app
@@ -279,28 +280,27 @@ def test_the_server_of_the_wanted_base_answers_among_several(
     assert other.answered == 0
 
 
-def test_a_chat_goes_on_here_where_the_server_serves_another_base(
+@pytest.mark.parametrize(
+    ("status", "code"), [(422, BaseMismatchError.code), (413, TooLargeError.code)]
+)
+def test_a_chat_goes_on_here_where_the_server_does_not_take_it(
     served: ServerHarness,
     server: RecordedServer,
     expertctl: CommandRunner,
     stdin: ReplacedStdin,
+    status: int,
+    code: str,
 ) -> None:
     lines = b"/experts acme/sql\n/set seed 3\nSort: 3, 1, 2\nAnd 9, 8\n/retry\n"
+    forward = forward_to(served)
 
     def refuse_infer(
-        method: str, path: str, headers: object, body: bytes
+        method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> tuple[int, str, bytes]:
-        if path == PROVED:
-            return prove(served, body)
-        if path == "/v1/route":
-            kind = {"Content-Type": "application/json"}
-            return (
-                200,
-                "application/json",
-                served.client().post(path, content=body, headers=kind).content,
-            )
-        error = {"code": "base_mismatch", "message": "this server serves other", "hint": ""}
-        return 422, "application/json", json.dumps({"error": error}).encode()
+        if path != "/v1/infer":
+            return forward(method, path, headers, body)
+        error = {"code": code, "message": "this server does not take it", "hint": ""}
+        return status, "application/json", json.dumps({"error": error}).encode()
 
     with record_stranger(refuse_infer, server) as other:
         stdin.pipe(lines)
@@ -308,6 +308,85 @@ def test_a_chat_goes_on_here_where_the_server_serves_another_base(
     assert other.paths.count("/v1/infer") == 1
     stdin.pipe(lines)
     assert theirs.out == expertctl("chat", "--system", "Be brief", *GREEDY, "--local").out
+
+
+@pytest.mark.parametrize(
+    ("answered", "lines", "code"),
+    [
+        (1, b"Sort: 3, 1, 2\nAnd 9, 8\n/retry\nonce more\n", 0),
+        (1, b"Sort: 3, 1, 2\n/retry\nonce more\n", 0),
+        (2, b"Sort: 3, 1, 2\n/experts auto\nAnd 9, 8\n/retry\n", 0),
+        (2, b"Sort: 3, 1, 2\n/experts none\nAnd 9, 8\n/retry\nonce more\n", 0),
+        (1, b"Sort: 3, 1, 2\n%s\n/retry\n" % (b"x " * 9000), 2),
+        (1, b"Sort: 3, 1, 2\n%s\n" % (b"x " * 9000), 2),
+    ],
+)
+def test_a_chat_goes_on_here_after_its_server_is_gone(
+    served: ServerHarness,
+    server: RecordedServer,
+    expertctl: CommandRunner,
+    stdin: ReplacedStdin,
+    tmp_path: Path,
+    answered: int,
+    lines: bytes,
+    code: int,
+) -> None:
+    body, forward = tmp_path / "body.txt", forward_to(served)
+    body.write_text("41, 7, 23")
+
+    def answer_first(
+        method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, str, bytes]:
+        return (forward if gone.answered < answered else refuse)(method, path, headers, body)
+
+    def converse(name: str, *where: str) -> tuple[list[Any], Any, Any]:
+        saved, plan = tmp_path / name, tmp_path / f"{name}-plan"
+        stdin.pipe(lines + b"/plan %s\n/feedback good\n/save %s\n" % (bytes(plan), bytes(saved)))
+        words = ("--body", body, *GREEDY, "--json", *where)
+        said = expertctl("chat", *words, exit_code=code)
+        assert "was rated good" in said.err
+        shown = [(turn.get("text"), turn.get("error")) for turn in said.document["turns"]]
+        plan_identity = json.loads(plan.read_text())["plan"]["identity"]
+        return shown, json.loads(saved.read_text())["messages"], plan_identity
+
+    with record_stranger(answer_first, server) as gone:
+        theirs = converse("theirs")
+    assert gone.answered == answered
+    assert theirs == converse("ours", "--local")
+
+
+def test_a_chat_asks_its_server_again_where_this_process_cannot_go_on(
+    served: ServerHarness,
+    server: RecordedServer,
+    expertctl: CommandRunner,
+    stdin: ReplacedStdin,
+    home: Path,
+) -> None:
+    """No engine is opened for the error, and no turn is lost."""
+    hidden, bases, forward = home / "hidden", home / "bases", forward_to(served)
+
+    def refuse_second(
+        method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, str, bytes]:
+        if path != "/v1/infer" or other.paths.count(path) != 1:
+            if hidden.exists():
+                hidden.rename(bases)
+            return forward(method, path, headers, body)
+        bases.rename(hidden)
+        error = {"code": BaseMismatchError.code, "message": "not now", "hint": ""}
+        return 422, "application/json", json.dumps({"error": error}).encode()
+
+    lines = b"Sort: 3, 1, 2\n%sonce more\n/save %s\n"
+    with record_stranger(refuse_second, server) as other:
+        stdin.pipe(lines % (b"And 9, 8\n", bytes(home / "theirs")))
+        words = ("chat", "--base", BASE, "--no-experts", *GREEDY, "--json")
+        theirs = expertctl(*words, exit_code=3).document["turns"]
+    stdin.pipe(lines % (b"", bytes(home / "ours")))
+    ours = expertctl(*words, "--local").document["turns"]
+    assert theirs[1]["error"]["code"] == "not_found"
+    assert [theirs[0]["text"], theirs[2]["text"]] == [turn["text"] for turn in ours]
+    saved = [json.loads((home / name).read_text())["messages"] for name in ("theirs", "ours")]
+    assert saved[0] == saved[1]
 
 
 def test_a_server_that_ends_after_its_proof_is_not_used(
