@@ -30,12 +30,13 @@ from benchmarks.inputs import (
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
-from expertctl.engine.text.prompt import ConversationMessage, UserMessage
+from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.install.installer import STARTER
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import RouteRequest, SamplingOverrides
+from expertctl.routing.request import RouteRequest
 from expertctl.settings import Home, Settings
 from expertctl.store.bases import BaseStore
+from expertctl.user_request import SamplingOverrides, UserMessage
 
 DOCUMENT, ANSWER = 8192, 4
 """Tokens of the document, each of which is a byte, and of an answer."""

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"errors"},
     {"client"},
-    {"digest", "reference", "settings", "engine_config", "files"},
+    {"digest", "reference", "settings", "engine_config", "files", "user_request"},
     {"schema"},
     {"http"},
     {"trust"},

@@ -39,13 +39,13 @@ from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.request import RunRequest
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import Dtype, EngineConfig
 from expertctl.package.model_config import read_model_config
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import RouteRequest, SamplingOverrides
+from expertctl.routing.request import RouteRequest
 from expertctl.settings import Home, Settings
 from expertctl.store.bases import BaseStore
+from expertctl.user_request import SamplingOverrides, UserMessage
 
 _APART = 0.002
 _STATUS, _IO, _MAPS = (Path("/proc/self") / name for name in ("status", "io", "smaps_rollup"))

@@ -12,16 +12,16 @@ from benchmarks.trained.merged_base import MergedBase
 from benchmarks.trained.tasks import TASKS, Sample, Task, count_exact
 from expertctl.engine.offline import MIN_BATCH_PROMPTS, open_batch_answering
 from expertctl.engine.request import FileExpert, RunRequest
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import AdapterDtype, Dtype, EngineConfig
 from expertctl.errors import ignore_notification
 from expertctl.package.base_model import read_base
 from expertctl.package.build import build_package, plan_build
 from expertctl.package.draft import ManifestOverrides
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import RouteRequest, SamplingOverrides
+from expertctl.routing.request import RouteRequest
 from expertctl.settings import Home, Settings
 from expertctl.store.base_record import StoredBase
+from expertctl.user_request import SamplingOverrides, UserMessage
 
 VERSION = "1.0.0"
 BATCH = 16

@@ -22,13 +22,13 @@ from examples.starter.samples import Sample, Task, held_out, training_set
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import Dtype, EngineConfig
 from expertctl.install.installer import InstallContext, install_starter
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import NO_OVERRIDES, ForcedExpert, RouteRequest, SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.settings import Home, Settings
+from expertctl.user_request import NO_OVERRIDES, SamplingOverrides, UserMessage
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 GREEDY = SamplingOverrides(temperature=0.0, max_tokens=160)

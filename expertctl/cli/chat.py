@@ -47,6 +47,7 @@ from expertctl.cli.run_options import (
 )
 from expertctl.errors import UsageError
 from expertctl.settings import Settings, load_settings
+from expertctl.user_request import UserMessage
 
 if TYPE_CHECKING:
     from expertctl.cli.remote import RemoteEngine
@@ -117,7 +118,6 @@ def chat(
 
     def open_local() -> LocalChat:
         from expertctl.engine.request import RunRequest
-        from expertctl.engine.text.prompt import UserMessage
         from expertctl.routing.request import check_request
 
         message = UserMessage(prompt="?", body=first.body, template=template)

@@ -3,12 +3,10 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from expertctl.errors import UsageError
-
-if TYPE_CHECKING:
-    from expertctl.routing.request import SamplingOverrides
+from expertctl.user_request import SamplingOverrides
 
 _SWITCH = {
     **dict.fromkeys(("yes", "true", "1"), True),
@@ -26,8 +24,8 @@ _UNSET = "default"
 
 
 def change_sampling(
-    sampling: "SamplingOverrides", seed: int | None, name: str, text: str
-) -> "tuple[SamplingOverrides, int | None]":
+    sampling: SamplingOverrides, seed: int | None, name: str, text: str
+) -> tuple[SamplingOverrides, int | None]:
     """Return sampling settings and seed after one of them was set; ``default`` takes one back.
 
     A temperature switches greedy decoding off, and greedy decoding takes a temperature back.
@@ -56,7 +54,7 @@ def change_sampling(
     return (replace(changed, greedy=False) if name == "temperature" and value else changed), seed
 
 
-def format_sampling(sampling: "SamplingOverrides", seed: int | None) -> str:
+def format_sampling(sampling: SamplingOverrides, seed: int | None) -> str:
     """Return the settings that were set, as they can be set."""
     values = {name: getattr(sampling, name, None) for name in SETTINGS} | {"seed": seed}
     values["greedy"] = sampling.greedy or None

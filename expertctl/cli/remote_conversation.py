@@ -30,6 +30,7 @@ from expertctl.errors import (
     NotFoundError,
     TooLargeError,
 )
+from expertctl.user_request import SamplingOverrides, check_limit, check_overrides
 
 if TYPE_CHECKING:
     from expertctl.engine.conversation import Conversation
@@ -102,7 +103,7 @@ class RemoteConversation:
         self.turns: list[RemoteTurn] = []
         self.system = ""
         """The system message of all turns from now on, if not empty."""
-        self.sampling, self.seed = sampling, sampling.seed
+        self.sampling, self.seed = sampling.overrides, sampling.seed
         self._engine, self._pattern = engine, pattern
         self._restored = KeptConversation()
         self._plan: dict[str, Any] | None = None
@@ -136,19 +137,13 @@ class RemoteConversation:
                 kept = kept.add_turn(turn.message.message, turn.answer.text, None)
         return replace_plan(kept.with_system(self.system), self._plan)
 
-    def set_sampling(self, sampling: SamplingFlags, *, seed: int | None) -> None:
+    def set_sampling(self, sampling: SamplingOverrides, *, seed: int | None) -> None:
         """Generate with these settings from now on.
 
         Raises:
             UsageError: when one of them is outside its limits, or they contradict each other.
         """
-        from expertctl.routing.request import SamplingOverrides, check_limit, check_overrides
-
-        given = {name: getattr(sampling, name) for name in SamplingFlags.__slots__}
-        stop = sampling.stop
-        given |= {"stop": None if stop is None else tuple(stop)}
-        del given["seed"]
-        check_overrides(SamplingOverrides(**given))
+        check_overrides(sampling)
         check_limit("seed", seed)
         self.sampling, self.seed = sampling, seed
 
@@ -205,7 +200,7 @@ class RemoteConversation:
         is_first = not any(turn.has_messages for turn in self.turns)
         options: InferOptions = {
             **pattern.options,
-            **build_sampling_options(replace(self.sampling, seed=seed)),
+            **build_sampling_options(self.sampling, seed),
             "force_experts": self._named,
             "no_experts": self._base_alone,
             "cache_key": self._key,
@@ -270,15 +265,11 @@ class RemoteConversation:
             ExpertError: when it cannot go on there.
         """
         from expertctl.engine.request import SavedConversation
-        from expertctl.routing.request import SamplingOverrides
 
         data = msgspec.json.encode(self._restored.with_system(self.system).to_json())
         other.restore(SavedConversation.parse(data, what="the conversation"))
         other.add_turns(self.turns)
-        given = {name: getattr(self.sampling, name) for name in SamplingFlags.__slots__}
-        del given["seed"]
-        given |= {"stop": None if self.sampling.stop is None else tuple(self.sampling.stop)}
-        other.set_sampling(SamplingOverrides(**given), seed=self.seed)
+        other.set_sampling(self.sampling, seed=self.seed)
         if self._plan is None:
             other.use_automatic_routing()
         if self._named:

@@ -16,6 +16,7 @@ from expertctl.cli.run_options import EngineFlags, ExpertFlags, SamplingFlags, W
 from expertctl.client.protocol import InferOptions
 from expertctl.client.result import RunAnswer
 from expertctl.errors import InvalidPackageError
+from expertctl.user_request import SamplingOverrides, UserMessage
 
 CHOSEN_BASE = "auto"
 """Stands for the base that a run in this process would choose."""
@@ -111,10 +112,6 @@ class RemoteQuestion:
     @property
     def message(self) -> str:
         """The message of the user, as the model reads it."""
-        if self.template is None:
-            return self.prompt if self.body is None else f"{self.prompt}\n\n{self.body}"
-        from expertctl.engine.text.prompt import UserMessage
-
         return UserMessage(prompt=self.prompt, body=self.body, template=self.template).text()
 
     def add_turn(self, answer: RemoteAnswer) -> KeptConversation:
@@ -123,13 +120,12 @@ class RemoteQuestion:
         return self.earlier.add_turn(self.message, answer.answer.text, plan)
 
 
-def build_sampling_options(sampling: SamplingFlags) -> InferOptions:
+def build_sampling_options(sampling: SamplingOverrides, seed: int | None) -> InferOptions:
     """Return sampling settings as fields of a request."""
-    names = ("top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "temperature")
-    values: dict[str, Any] = {name: getattr(sampling, name) for name in names}
+    names = ("top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "stop", "temperature")
+    values: dict[str, Any] = {name: getattr(sampling, name) for name in names} | {"seed": seed}
     if sampling.greedy and not sampling.temperature:
         values["temperature"] = 0.0
-    values["stop"] = list(sampling.stop) if sampling.stop else None
     options: InferOptions = values  # type: ignore[assignment]  # each name is an option
     return options
 
@@ -169,7 +165,7 @@ def build_options(
 ) -> InferOptions:
     """Return the options of a request as its fields."""
     options: InferOptions = {
-        **build_sampling_options(sampling),
+        **build_sampling_options(sampling.overrides, sampling.seed),
         "force_experts": list(experts.expert or ()),
         "exclude_experts": list(experts.exclude or ()),
         "max_experts": experts.max_experts,

@@ -58,6 +58,7 @@ from expertctl.cli.run_options import (
     build_route_request,
 )
 from expertctl.settings import Settings, load_settings
+from expertctl.user_request import UserMessage
 
 if TYPE_CHECKING:
     from expertctl.cli.remote import RemoteEngine
@@ -172,7 +173,6 @@ def run(
             return _end(reason)
     from expertctl.cli.run_view import read_answer
     from expertctl.engine.request import RunRequest, parse_expert
-    from expertctl.engine.text.prompt import UserMessage
     from expertctl.routing.request import check_request
 
     config = config or flags.resolve(settings, warmup=warmup, learn=moe_learn, engine=engine)

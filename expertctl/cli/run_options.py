@@ -35,6 +35,7 @@ from expertctl.engine_config import (
 )
 from expertctl.errors import UsageError
 from expertctl.settings import CONFIG_KEYS, Settings, parse_size
+from expertctl.user_request import SamplingOverrides
 
 if TYPE_CHECKING:
     from expertctl.routing.request import RouteRequest
@@ -242,6 +243,20 @@ class SamplingFlags:
         bool, _option("--greedy", help="Always take the most likely token.", section=SAMPLING)
     ] = False
 
+    @property
+    def overrides(self) -> SamplingOverrides:
+        """The settings without the seed."""
+        return SamplingOverrides(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop) if self.stop else None,
+            greedy=self.greedy,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class NumericsFlags:
@@ -395,7 +410,7 @@ def build_route_request(
 ) -> "RouteRequest":
     """Return the request that ``run``, ``chat`` and ``route`` have in common."""
     from expertctl.reference import parse_target
-    from expertctl.routing.request import RouteRequest, SamplingOverrides
+    from expertctl.routing.request import RouteRequest
 
     return RouteRequest(
         prompt=prompt,
@@ -403,16 +418,7 @@ def build_route_request(
         max_experts=experts.max_experts,
         base_alone=experts.no_experts,
         seed=sampling.seed,
-        sampling=SamplingOverrides(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            max_tokens=sampling.max_tokens,
-            stop=tuple(sampling.stop) if sampling.stop else None,
-            greedy=sampling.greedy,
-        ),
+        sampling=sampling.overrides,
         allow_base_mismatch=experts.allow_base_mismatch,
         config=config,
     )

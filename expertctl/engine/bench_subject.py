@@ -19,7 +19,6 @@ from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.memory.host import find_default_budget, find_unused_bytes
 from expertctl.engine.request import NamedExpert, RunRequest
 from expertctl.engine.result_builder import GenerationContext
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import COLD_START, Dtype, EngineConfig
 from expertctl.errors import BudgetError, IncompatibleError, Notify, UsageError, ignore_notification
 from expertctl.package.model_config import ModelConfig, parse_model_config, read_model_config
@@ -28,6 +27,7 @@ from expertctl.routing.planner import Planner
 from expertctl.routing.request import RouteRequest
 from expertctl.schema.strict_json import JsonObject
 from expertctl.settings import Home, format_size
+from expertctl.user_request import UserMessage
 
 DEFAULT_SHAPE = "qwen3-0.6b"
 _OTHER_BASE = "choose another --base, or a --shape"

@@ -22,11 +22,12 @@ from expertctl.engine.request import (
     parse_expert,
 )
 from expertctl.engine.result import RunResult
-from expertctl.engine.text.prompt import ConversationMessage, UserMessage
+from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import NotFoundError
 from expertctl.routing.plan import Plan
-from expertctl.routing.request import SamplingOverrides, check_request
+from expertctl.routing.request import check_request
 from expertctl.routing.session import KEPT_REASON
+from expertctl.user_request import SamplingOverrides, UserMessage
 
 _PLACEHOLDER_PROMPT = "?"
 """Named experts do not depend on the prompt."""

@@ -29,7 +29,6 @@ from expertctl.engine.offline import (
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.result_builder import check_answer
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import COLD_START, DEFAULT_CONFIG, EngineConfig
 from expertctl.errors import (
     BudgetError,
@@ -46,10 +45,11 @@ from expertctl.package.evaluation import EvaluationData, EvaluationSample, is_co
 from expertctl.package.write import require_folder
 from expertctl.routing.plan import PlannedExpert, choose_dtype
 from expertctl.routing.planner import PlannedPrompt, Planner
-from expertctl.routing.request import RouteRequest, SamplingOverrides
+from expertctl.routing.request import RouteRequest
 from expertctl.store.base_record import StoredBase
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.run_record import PairGain
+from expertctl.user_request import SamplingOverrides, UserMessage
 
 DEFAULT_MAX_TOKENS = 256
 """Default answer length where neither the caller nor the expert sets one."""

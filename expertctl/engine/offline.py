@@ -28,7 +28,6 @@ from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.request import GenerationJob, JobEvent, JobFailed, JobFinished
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import (
     WARNING_PREFIX,
@@ -43,9 +42,10 @@ from expertctl.package.model_config import read_model_config
 from expertctl.routing.candidate import InstalledExpert, explain_misfit
 from expertctl.routing.plan import choose_dtype
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.store.base_record import StoredBase
 from expertctl.store.catalogue import Catalogue
+from expertctl.user_request import SamplingOverrides, UserMessage
 
 _PROMPT = "Sort these numbers in ascending order, then say which one is the largest: 41, 17, 23, 15"
 _TOKENS = 3

@@ -13,13 +13,14 @@ from typing import Literal
 
 import msgspec
 
-from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, RawPrompt, UserMessage
+from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, RawPrompt
 from expertctl.errors import InvalidPackageError
 from expertctl.package.read import is_file_name
 from expertctl.routing.plan import Plan, SavedPlan, parse_plan
 from expertctl.routing.request import ForcedExpert, RouteRequest, parse_forced, parse_weight
 from expertctl.schema.strict_json import JsonValue
 from expertctl.schema.validation import decode_json
+from expertctl.user_request import UserMessage
 
 _WEIGHT = r"(?::(?P<weight>[^:/\\]*))?"
 _PACKAGE = re.compile(rf"(?P<path>.*\.expert){_WEIGHT}", re.DOTALL)

@@ -1,4 +1,4 @@
-"""`RouteRequest`: a prompt, its limits and its options, and how sampling settings are resolved.
+"""`RouteRequest`: a prompt and its options, and how sampling settings are resolved.
 
 The first source that sets a value wins: the user, then the experts' ``decoding`` in plan order,
 then the ``generation_config.json`` of the base, then the preset of the task, which is complete. The
@@ -19,32 +19,21 @@ from typing import Any
 
 from expertctl.digest import Digest
 from expertctl.engine_config import DEFAULT_CONFIG, EngineConfig, check_engine_config
-from expertctl.errors import ContextLengthError, InvalidPackageError, UsageError
+from expertctl.errors import InvalidPackageError, UsageError
 from expertctl.reference import Reference, Target
 from expertctl.routing.plan import SamplingParams
 from expertctl.schema.manifest import Decoding, Manifest
 from expertctl.schema.strict_json import read_bounded
+from expertctl.user_request import (
+    LIMITS,
+    NO_OVERRIDES,
+    SamplingOverrides,
+    check_limit,
+    check_overrides,
+    check_prompt,
+    is_within,
+)
 
-MAX_PROMPT_CHARACTERS = 500_000
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 200
-LIMITS: Mapping[str, tuple[float, float]] = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (0, 1_000_000),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1.0, 2.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "max_tokens": (1, 200_000),
-    "max_experts": (1, 10),
-    "priority": (0, 9),
-    "seed": (0, 2**53 - 1),
-    "weight": (-10.0, 10.0),
-}
-"""Setting → smallest and largest value; ``top_p`` must be above 0."""
-
-_EXCLUSIVE_MINIMUM = frozenset({"top_p"})
 DEFAULT_MAX_EXPERTS = 10
 PRESETS: Mapping[str, SamplingParams] = {
     "json_parsing": SamplingParams(temperature=0.2, max_tokens=2048),
@@ -54,90 +43,6 @@ PRESETS: Mapping[str, SamplingParams] = {
 }
 NO_SETTINGS: Mapping[str, float] = {}
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOverrides:
-    """The settings given by a user; ``None`` leaves one to the experts and the preset."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    max_tokens: int | None = None
-    stop: tuple[str, ...] | None = None
-    greedy: bool = False
-
-
-NO_OVERRIDES = SamplingOverrides()
-
-
-def check_prompt(prompt: str) -> None:
-    """Reject a prompt that is blank or too long.
-
-    Raises:
-        ContextLengthError: when it is too long.
-        UsageError: when it is blank.
-    """
-    if not prompt.strip():
-        raise UsageError("the prompt is empty", hint='expertctl run "Sort these numbers: 3, 1, 2"')
-    if len(prompt) > MAX_PROMPT_CHARACTERS:
-        raise ContextLengthError(
-            f"the prompt has {len(prompt)} characters, at most {MAX_PROMPT_CHARACTERS} are allowed",
-            size=len(prompt),
-            limit=MAX_PROMPT_CHARACTERS,
-            unit="characters",
-            hint="shorten it, or ask in several parts",
-        )
-
-
-def check_limit(name: str, value: float | None) -> None:
-    """Reject a value outside ``LIMITS``; ``None`` means not given.
-
-    Raises:
-        UsageError: with the range.
-    """
-    if value is None or is_within(name, value):
-        return
-    low, high = LIMITS[name]
-    bounds = f"{low:.16g} to {high:.16g}"
-    above = f"must be above {low:.16g}, up to {high:.16g}"
-    violation = above if name in _EXCLUSIVE_MINIMUM else f"is outside {bounds}"
-    raise UsageError(
-        f"{name} {value} {violation}", hint="give a value between these, or leave it out"
-    )
-
-
-def is_within(name: str, value: float) -> bool:
-    """Tell whether a value is within ``LIMITS``."""
-    low, high = LIMITS[name]
-    return low < value <= high if name in _EXCLUSIVE_MINIMUM else low <= value <= high
-
-
-def check_overrides(overrides: SamplingOverrides) -> None:
-    """Reject settings outside the limits, and a temperature together with greedy decoding.
-
-    Raises:
-        UsageError: naming the setting.
-    """
-    given = _given_settings(overrides)
-    for name, value in given.items():
-        if name != "stop":
-            check_limit(name, value)
-    stops = overrides.stop or ()
-    if len(stops) > MAX_STOPS or any(not 1 <= len(s) <= MAX_STOP_CHARACTERS for s in stops):
-        raise UsageError(
-            f"at most {MAX_STOPS} stop strings of 1 to {MAX_STOP_CHARACTERS} characters",
-            hint="give fewer, or shorter ones",
-        )
-    if overrides.greedy and overrides.temperature:
-        raise UsageError(
-            f"temperature {overrides.temperature:g} has no effect when decoding is greedy",
-            hint="leave out the one or the other",
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +153,7 @@ def resolve_sampling(
     params = SamplingParams(**preset)
     for manifest in reversed(experts):
         params = replace(params, **_recommended_settings(manifest.decoding))
-    given = _given_settings(overrides)
+    given = overrides.given
     params = replace(params, **given)
     if not (overrides.greedy or params.is_greedy):
         return params
@@ -260,7 +165,7 @@ def complete_overrides(overrides: SamplingOverrides, saved: SamplingParams) -> S
     """Fill in overrides from the settings of a saved plan."""
     params = saved.to_greedy() if overrides.greedy or overrides.temperature == 0.0 else saved
     kept = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
-    return replace(overrides, **{**kept, **_given_settings(overrides)})
+    return replace(overrides, **{**kept, **overrides.given})
 
 
 def list_unapplied(decoding: Decoding) -> list[str]:
@@ -278,11 +183,6 @@ def _recommended_settings(decoding: Decoding) -> dict[str, Any]:
     values = {name: getattr(decoding, name) for name in names}
     stops = {"stop": decoding.stop} if decoding.stop else {}
     return {**{n: v for n, v in values.items() if v is not None}, **stops}
-
-
-def _given_settings(overrides: SamplingOverrides) -> dict[str, Any]:
-    values = {name: getattr(overrides, name) for name in SamplingParams.__dataclass_fields__}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 GENERATION_CONFIG = "generation_config.json"

@@ -34,7 +34,6 @@ from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.engine import ServingEngine
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import (
     WARNING_PREFIX,
     ExpertError,
@@ -76,6 +75,7 @@ from expertctl.server.settings import (
 from expertctl.server.streaming import BackpressureLimit
 from expertctl.settings import Settings
 from expertctl.store.preference import find_working_folder
+from expertctl.user_request import UserMessage
 
 if TYPE_CHECKING:
     from expertctl.server.tracing import Tracing

@@ -20,7 +20,6 @@ from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine.text.tokenizer_files import TemplateSource
 from expertctl.errors import ContextLengthError, ExpertError
 from expertctl.http.operation import FieldError
-from expertctl.routing.request import MAX_PROMPT_CHARACTERS
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical
 from expertctl.server.output_parser import OutputParserConfig
 from expertctl.server.reasoning_parser import (
@@ -31,6 +30,7 @@ from expertctl.server.reasoning_parser import (
     split_reasoning,
 )
 from expertctl.server.tool_parser import ToolCallFormat, detect_call_format, template_reads_tools
+from expertctl.user_request import MAX_PROMPT_CHARACTERS
 
 _PLACEHOLDER_TURN = (ConversationMessage("user", "?"),)
 """A placeholder: how a template begins an answer does not depend on the messages."""

@@ -19,12 +19,12 @@ from starlette.routing import BaseRoute
 
 from expertctl.engine.serving.request import AdapterStatus
 from expertctl.http.operation import FieldError, Operation
-from expertctl.routing.request import LIMITS
 from expertctl.schema.strict_json import JsonObject
 from expertctl.server.request_body import build_router
 from expertctl.server.responses import MODELS, is_anthropic_request
 from expertctl.server.service import Service
 from expertctl.server.settings import AUTO, ModelNotFoundError
+from expertctl.user_request import LIMITS
 
 _OWNER = "expertctl"
 

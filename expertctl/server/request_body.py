@@ -41,9 +41,9 @@ from expertctl.http.operation import (
     read_and_parse,
     read_body,
 )
-from expertctl.routing.request import LIMITS
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.schema.validation import find_schema
+from expertctl.user_request import LIMITS
 
 IGNORED_HEADER = "x-expertctl-ignored"
 MAX_REPORTED = 20

@@ -27,10 +27,11 @@ from expertctl.engine_config import DEFAULT_CONFIG, EngineConfig
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.http.server import build_url, is_loopback
 from expertctl.reference import NAME_PATTERN
-from expertctl.routing.request import LIMITS, ForcedExpert, parse_forced
+from expertctl.routing.request import ForcedExpert, parse_forced
 from expertctl.server.validator import ValidatorCommand
 from expertctl.settings import MAX_PORT, MAX_QUEUE, MAX_ROWS, MAX_SECONDS
 from expertctl.store.store import Store, find_similar_names
+from expertctl.user_request import LIMITS
 
 AUTO = "auto"
 MAX_MODEL_LENGTH = 2000

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.routing.request import MAX_PROMPT_CHARACTERS
+from expertctl.user_request import MAX_PROMPT_CHARACTERS
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.store.fixtures import HomeFixture, PackageFactory, fast, package_factory, user_home
 

@@ -13,8 +13,8 @@ import torch
 from expertctl.cli.chat_settings import SETTINGS, change_sampling, format_sampling
 from expertctl.cli.history import MAX_CONVERSATION_BYTES, MAX_LINES, complete_path
 from expertctl.errors import UsageError
-from expertctl.routing.request import SamplingOverrides
 from expertctl.settings import find_home
+from expertctl.user_request import SamplingOverrides
 from tests.cli.test_chat import ChatTerminal, talkative, turns
 from tests.cli.test_run import PROMPT, QUIET, Expertctl, RunWorkspace, expertctl, workspace
 from tests.factories import decode_bytes, write_base

@@ -139,7 +139,7 @@ def test_a_chat_is_the_same_with_a_server(
     lines = (
         b"Sort: 3, 1, 2\nAnd 9, 8\n/retry\n/experts acme/json:0.5\nonce more\n/system Be brief\n"
         b"/set temperature 0\nbriefly\n/experts none\nalone\n/experts auto\nand now\n"
-        b"/save %s\n/reset\nanew\n"
+        b"/set greedy no\nfreely\n/save %s\n/reset\nanew\n"
     )
 
     def converse(name: str, *where: str) -> tuple[list[Any], Any]:
@@ -148,10 +148,11 @@ def test_a_chat_is_the_same_with_a_server(
         return document["turns"], json.loads((tmp_path / name).read_text())
 
     theirs, ours = converse("theirs"), converse("ours", "--local")
-    assert server.answered == 8
+    assert server.answered == 9
     for one, other in zip(theirs[0], ours[0], strict=True):
         assert one["prompt"] == other["prompt"]
         assert one["plan"]["identity"] == other["plan"]["identity"]
+        assert one["plan"]["params"] == other["plan"]["params"]
         assert one["text"] == other["text"]
     assert theirs[1]["messages"] == ours[1]["messages"]
 
@@ -533,12 +534,21 @@ def test_neither_the_engine_nor_numpy_is_imported(server: RecordedServer, home: 
         "'expertctl.routing', 'numba', 'numpy', 'torch', 'rich', 'sqlite'))]\n"
         "print(code, loaded, file=sys.stderr)\n"
     )
-    for words in (["run", PROMPT, *GREEDY], ["run", "And 9?", "-c", *GREEDY], ["chat", *GREEDY]):
+    template = ("--template", "{prompt}, please", "--stats")
+    for words in (
+        ["run", PROMPT, *GREEDY],
+        ["run", "And 9?", "-c", *GREEDY],
+        ["run", PROMPT, *template, *GREEDY],
+        ["chat", *GREEDY],
+        ["chat", *template, *GREEDY],
+    ):
         done = subprocess.run(
             [sys.executable, "-c", program, *words],
-            input=b"Sort: 3, 1, 2\n" if words[0] == "chat" else b"",
+            input=b"/set top_k 3\nSort: 3, 1, 2\nAnd 9, 8\n/retry\n/plan\n/reset\n"
+            if words[0] == "chat"
+            else b"",
             capture_output=True,
             check=True,
         )
         assert done.stderr.decode().splitlines()[-1] == "0 []"
-    assert server.answered == 3
+    assert server.answered == 9

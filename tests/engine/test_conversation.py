@@ -14,13 +14,13 @@ import pytest
 from expertctl.engine.conversation import Conversation, Turn
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import NamedExpert, RunRequest, SavedConversation
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import BudgetError, ExpertError, NotFoundError, UsageError
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
-from expertctl.routing.request import ForcedExpert, SamplingOverrides
+from expertctl.routing.request import ForcedExpert
 from expertctl.routing.session import KEPT_REASON
+from expertctl.user_request import SamplingOverrides, UserMessage
 from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.engine.test_local_engine import planner
 from tests.factories import make_route_request, write_base

@@ -21,15 +21,15 @@ from expertctl.engine.offline import (
     open_batch_answering,
 )
 from expertctl.engine.request import FileExpert, RunRequest
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import DigestError, TrustError, UsageError, ignore_notification
 from expertctl.package.evaluation import EvaluationData, read_evaluation_data
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.schema.manifest import AdapterKind
 from expertctl.settings import Home, Settings
+from expertctl.user_request import SamplingOverrides, UserMessage
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.serving.harness import engine_packages
 from tests.factories import make_package, make_route_request

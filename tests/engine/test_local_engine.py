@@ -22,7 +22,6 @@ from expertctl.engine.preparation import (
 )
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.result import RunResult
-from expertctl.engine.text.prompt import PROMPT_NOT_IN_TEMPLATE, UserMessage
 from expertctl.errors import (
     BaseMismatchError,
     BudgetError,
@@ -34,10 +33,11 @@ from expertctl.errors import (
 )
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, SamplingOverrides
+from expertctl.routing.request import ForcedExpert
 from expertctl.routing.session import PlanningSession
 from expertctl.schema.validation import find_problems
 from expertctl.settings import Home, Settings
+from expertctl.user_request import PROMPT_NOT_IN_TEMPLATE, SamplingOverrides, UserMessage
 from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.factories import make_route_request, write_base
 from tests.store.fixtures import HomeFixture, fast, make_key, user_home

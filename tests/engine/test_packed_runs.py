@@ -22,7 +22,8 @@ from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.reference import Reference
 from expertctl.routing.plan import SavedPlan
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, SamplingOverrides
+from expertctl.routing.request import ForcedExpert
+from expertctl.user_request import SamplingOverrides
 from tests.engine.test_conversation import pattern, say
 from tests.engine.test_local_engine import planner, request, run
 from tests.factories import make_package, write_base

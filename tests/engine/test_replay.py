@@ -18,7 +18,8 @@ from expertctl.errors import DigestError, IncompatibleError, NotFoundError, Revo
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
 from expertctl.routing.plan import SavedPlan, parse_plan
-from expertctl.routing.request import NO_OVERRIDES, ForcedExpert, SamplingOverrides
+from expertctl.routing.request import ForcedExpert
+from expertctl.user_request import NO_OVERRIDES, SamplingOverrides
 from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.engine.test_local_engine import planner, request, run
 from tests.factories import make_package

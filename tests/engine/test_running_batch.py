@@ -17,11 +17,11 @@ from expertctl.engine.request import RunRequest
 from expertctl.engine.running_batch import FIRST_CHUNK, MIN_CHUNK, RunningBatch
 from expertctl.engine.running_sequence import OutputDelta, RunningSequence
 from expertctl.engine.serving.request import GenerationJob, JobEvent, RequestState
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.errors import ExpertError, IncompatibleError
 from expertctl.routing.plan import SamplingParams
 from expertctl.routing.request import RouteRequest
+from expertctl.user_request import UserMessage
 from tests.factories import write_tokenizer
 
 A = ord("a")

@@ -13,16 +13,15 @@ from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import (
-    NO_OVERRIDES,
     PRESETS,
     ForcedExpert,
     RouteRequest,
-    SamplingOverrides,
     read_base_sampling,
     resolve_sampling,
 )
 from expertctl.schema.manifest import Decoding, Manifest, Routing
 from expertctl.settings import Home, Settings
+from expertctl.user_request import NO_OVERRIDES, SamplingOverrides
 from tests.factories import write_base
 from tests.routing.experts import make_manifest
 from tests.store.fixtures import HomeFixture, PackageFactory, fast, package_factory, user_home

@@ -14,10 +14,11 @@ from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.plan import compute_plan_identity
 from expertctl.routing.planner import DroppedExpert, PlannedPrompt, drop_lowest_scoring
-from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.routing.router import route_prompt
 from expertctl.schema.manifest import Decoding
 from expertctl.store.base_record import StoredBase
+from expertctl.user_request import SamplingOverrides
 from tests.routing.experts import make_base, make_installed, make_manifest, make_numeric_settings
 
 WHY = "the plan of them: 3.0 MiB needed, but only 1.0 MiB are free"

@@ -22,8 +22,9 @@ from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
 from expertctl.routing.plan import Plan, parse_plan
 from expertctl.routing.planner import PlannedPrompt, Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.settings import Home, Settings
+from expertctl.user_request import SamplingOverrides
 from tests.factories import make_route_request, write_base
 from tests.gpt2_base import write_gpt2
 from tests.store.fixtures import (

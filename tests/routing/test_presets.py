@@ -7,18 +7,16 @@ import pytest
 
 from expertctl.errors import ContextLengthError, UsageError
 from expertctl.routing.plan import SamplingParams
-from expertctl.routing.request import (
-    DEFAULT_MAX_EXPERTS,
+from expertctl.routing.request import DEFAULT_MAX_EXPERTS, PRESETS, resolve_sampling
+from expertctl.schema.manifest import Decoding, Manifest, Routing
+from expertctl.user_request import (
     LIMITS,
     MAX_PROMPT_CHARACTERS,
     NO_OVERRIDES,
-    PRESETS,
     SamplingOverrides,
     check_limit,
     check_prompt,
-    resolve_sampling,
 )
-from expertctl.schema.manifest import Decoding, Manifest, Routing
 from tests.routing.experts import make_manifest
 
 VECTORS: dict[str, Any] = json.loads(

@@ -9,11 +9,12 @@ from expertctl.reference import Reference
 from expertctl.routing.decision import LEXICAL_NOTE
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.plan import compute_plan_identity
-from expertctl.routing.request import ForcedExpert, SamplingOverrides, parse_forced
+from expertctl.routing.request import ForcedExpert, parse_forced
 from expertctl.routing.score import THRESHOLD
 from expertctl.schema.manifest import Decoding
 from expertctl.store.base_record import StoredBase
 from expertctl.store.preference import Flag
+from expertctl.user_request import SamplingOverrides
 from tests.routing.experts import (
     PROMPT,
     SORT,

@@ -5,12 +5,12 @@ import pytest
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import ContextLengthError
 from expertctl.http.operation import FieldError
-from expertctl.routing.request import MAX_PROMPT_CHARACTERS
 from expertctl.server.chat_prompt import (
     check_conversation_length,
     check_tools_length,
     find_routing_text,
 )
+from expertctl.user_request import MAX_PROMPT_CHARACTERS
 
 
 def test_experts_are_chosen_by_the_last_words_of_the_user() -> None:

@@ -4,9 +4,9 @@ import pytest
 
 from expertctl.engine.generation import DEFAULT_STOP_RULES, StopRules
 from expertctl.http.operation import FieldError
-from expertctl.routing.request import LIMITS
 from expertctl.server.openai.generation_request import GenerationFields, build_stop_rules
 from expertctl.server.request_body import field_limits, normalise_top_k, normalise_top_p
+from expertctl.user_request import LIMITS
 
 
 def test_nothing_of_the_probability_is_the_likeliest_token_alone() -> None:

@@ -38,7 +38,6 @@ from expertctl.engine.serving.request import (
     TokenSink,
 )
 from expertctl.engine.serving.scheduler import POLL_SECONDS, Scheduler
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import (
@@ -52,8 +51,9 @@ from expertctl.errors import (
 )
 from expertctl.routing.candidate import InstalledExpert, explain_misfit
 from expertctl.routing.planner import PlannedPrompt, Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.schema.strict_json import JsonObject
+from expertctl.user_request import SamplingOverrides, UserMessage
 
 WARMUP_TOKENS = 24
 """Maximum tokens of the answer to a warm-up prompt."""

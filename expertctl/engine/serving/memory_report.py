@@ -23,7 +23,6 @@ from expertctl.engine.load_plan import OpenBase
 from expertctl.engine.moe.cache_plan import TYPICAL_PROMPT_TOKENS, TYPICAL_SEQUENCE_TOKENS
 from expertctl.engine.preparation import count_bytes_without_base, prepare_for_base
 from expertctl.engine.request import RunRequest
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import WARNING_PREFIX, ExpertError, Notify
 from expertctl.routing.candidate import InstalledExpert, explain_misfit
 from expertctl.routing.planner import PlannedPrompt
@@ -32,6 +31,7 @@ from expertctl.routing.request import (
 )
 from expertctl.routing.session import PlanningSession
 from expertctl.settings import format_limit, format_size
+from expertctl.user_request import UserMessage
 
 REQUEST_BYTES = 128 << 20
 """Allowance for requests, answers and jobs in the report; they seldom use half of it."""

@@ -48,7 +48,7 @@ from expertctl.engine.serving.memory_report import (
     describe_memory,
 )
 from expertctl.engine.serving.request import AdapterStatus, LoadedPlan
-from expertctl.engine.text.prompt import PromptLogprobs, UserMessage, prompt_logprob_bytes
+from expertctl.engine.text.prompt import PromptLogprobs, prompt_logprob_bytes
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import (
     WARNING_PREFIX,
@@ -70,6 +70,7 @@ from expertctl.routing.request import RouteRequest
 from expertctl.routing.session import PlanningSession
 from expertctl.settings import format_size
 from expertctl.store.quantised_cache import UsageProfileFile
+from expertctl.user_request import UserMessage
 
 _ANY_PROMPT = "?"
 """The base alone does not depend on the prompt."""

@@ -1,9 +1,6 @@
-"""Prompts: conversation messages, user messages from templates, raw prompts, and prompt logprobs.
+"""Prompts: conversation messages, raw prompts, and prompt logprobs.
 
-A user message is assembled, never rewritten. Without a template it is the prompt, a blank line and
-the body. A template holds ``{prompt}`` and ``{body}`` at most once each; inserted text is not
-expanded again. Routing sees only the prompt. A raw prompt is not a message: it is continued
-unchanged.
+A raw prompt is not a message: it is continued unchanged.
 
 `PromptLogprobs` records the log-probability of each prompt token during prefill. The decoder passes
 the logits of all positions, a few rows at a time. Each row is reduced at once to the
@@ -12,7 +9,6 @@ of the prompt and never with its product with the vocabulary. Values are the log
 model's float32 logits, without temperature and penalties.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,14 +16,8 @@ from typing import Literal
 import numpy as np
 
 from expertctl.engine.arrays import AnyArray
-from expertctl.errors import ContextLengthError, IncompatibleError, UsageError
-from expertctl.routing.request import MAX_PROMPT_CHARACTERS, check_prompt
+from expertctl.errors import IncompatibleError
 from expertctl.schema.strict_json import JsonValue
-
-PROMPT_NOT_IN_TEMPLATE = (
-    "the template has no {prompt}: the prompt selects experts, but the model does not see it"
-)
-_PLACEHOLDERS = re.compile(r"\{(prompt|body)\}")
 
 Role = Literal["system", "user", "assistant", "tool"]
 ChatEnd = Literal["new_turn", "as_is", "continue"]
@@ -48,54 +38,6 @@ class ConversationMessage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UserMessage:
-    """A prompt with an optional body and template."""
-
-    prompt: str
-    body: str | None = None
-    template: str | None = None
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Parts that the model does not read."""
-        lost = self.template is not None and "prompt" not in _PLACEHOLDERS.findall(self.template)
-        return (PROMPT_NOT_IN_TEMPLATE,) if lost else ()
-
-    def text(self) -> str:
-        """Return the text for the model.
-
-        Raises:
-            UsageError: if it is empty or not valid text, or the template does not fit.
-            ContextLengthError: if it is too long.
-        """
-        check_prompt(self.prompt)
-        if self.template is not None:
-            text = self._fill_template(self.template)
-        else:
-            text = self.prompt if self.body is None else f"{self.prompt}\n\n{self.body}"
-        _check_text(text)
-        return text
-
-    def _fill_template(self, template: str) -> str:
-        places = _PLACEHOLDERS.findall(template)
-        for name in ("prompt", "body"):
-            if places.count(name) > 1:
-                raise UsageError(
-                    f"the template has {{{name}}} {places.count(name)} times; it may occur once",
-                    hint="use it only once",
-                )
-        if self.body is None and "body" in places:
-            raise UsageError("the template has {body}, but there is none", hint="give --body FILE")
-        if self.body is not None and "body" not in places:
-            raise UsageError(
-                "the body would be lost: the template has no {body}",
-                hint="put {body} into the template, or leave out --body",
-            )
-        values = {"prompt": self.prompt, "body": self.body or ""}
-        return _PLACEHOLDERS.sub(lambda match: values[match[1]], template)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RawPrompt:
     """A prompt that is continued without a chat template: a text or, with ``ids``, tokens."""
 
@@ -109,27 +51,6 @@ class RawPrompt:
     """Whether the tokenizer's token at the beginning of a text is added."""
     is_continued: bool = True
     """Whether anything is generated; otherwise the prompt is only processed."""
-
-
-def _check_text(text: str) -> None:
-    if not text.strip():
-        raise UsageError(
-            "the message is empty: the template contains no text",
-            hint="put {prompt} into the template",
-        )
-    if len(text) > MAX_PROMPT_CHARACTERS:
-        raise ContextLengthError(
-            f"prompt and body together have {len(text)} characters, at most "
-            f"{MAX_PROMPT_CHARACTERS} are allowed",
-            size=len(text),
-            limit=MAX_PROMPT_CHARACTERS,
-            unit="characters",
-            hint="shorten the body, or ask in several parts",
-        )
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UsageError(f"the prompt is not valid text at character {error.start}") from error
 
 
 LOGIT_ROWS = 8

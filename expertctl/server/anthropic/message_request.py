@@ -14,18 +14,11 @@ from msgspec import Meta, Struct
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.serving.request import DEFAULT_PRIORITY, CheckFunction, GenerationJob
-from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, UserMessage
+from expertctl.engine.text.prompt import ChatEnd, ConversationMessage
 from expertctl.errors import UsageError
 from expertctl.http.operation import FieldError
 from expertctl.reference import parse_target
-from expertctl.routing.request import (
-    DEFAULT_MAX_EXPERTS,
-    MAX_STOP_CHARACTERS,
-    MAX_STOPS,
-    RouteRequest,
-    SamplingOverrides,
-    check_request,
-)
+from expertctl.routing.request import DEFAULT_MAX_EXPERTS, RouteRequest, check_request
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.anthropic.conversation import (
     MAX_TOOLS,
@@ -67,6 +60,7 @@ from expertctl.server.response_format import (
 )
 from expertctl.server.responses import Caller, make_cache_key
 from expertctl.server.settings import ModelSelection, ServeSettings, parse_model
+from expertctl.user_request import MAX_STOP_CHARACTERS, MAX_STOPS, SamplingOverrides, UserMessage
 
 MAX_TURNS = 10_000
 MIN_THINKING_TOKENS = 1024

@@ -32,21 +32,10 @@ from expertctl.engine.serving.request import (
     TokenSink,
 )
 from expertctl.engine.text.answer_format import FormatCheck
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import ExpertError, InvalidPackageError, UsageError
 from expertctl.http.operation import Arrival, FieldError
 from expertctl.reference import parse_target
-from expertctl.routing.request import (
-    DEFAULT_MAX_EXPERTS,
-    LIMITS,
-    MAX_PROMPT_CHARACTERS,
-    MAX_STOP_CHARACTERS,
-    MAX_STOPS,
-    RouteRequest,
-    SamplingOverrides,
-    check_request,
-    parse_forced,
-)
+from expertctl.routing.request import DEFAULT_MAX_EXPERTS, RouteRequest, check_request, parse_forced
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.output_parser import JsonExtractor, extract_json
 from expertctl.server.request_body import (
@@ -68,6 +57,14 @@ from expertctl.server.response_format import (
 from expertctl.server.responses import Caller, error_body, make_cache_key
 from expertctl.server.settings import ServeSettings
 from expertctl.server.streaming import JobSubmitter, format_named_event, stream_job
+from expertctl.user_request import (
+    LIMITS,
+    MAX_PROMPT_CHARACTERS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    SamplingOverrides,
+    UserMessage,
+)
 
 MAX_EXCLUDED = 100
 MAX_MESSAGES = 10_000

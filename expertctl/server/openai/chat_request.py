@@ -17,7 +17,7 @@ from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.running_sequence import SampledToken
 from expertctl.engine.serving.request import DEFAULT_PRIORITY, CheckFunction, GenerationJob
-from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, UserMessage
+from expertctl.engine.text.prompt import ChatEnd, ConversationMessage
 from expertctl.errors import UsageError
 from expertctl.http.operation import FieldError
 from expertctl.schema.strict_json import JsonObject, JsonValue
@@ -73,6 +73,7 @@ from expertctl.server.responses import Caller, make_cache_key
 from expertctl.server.settings import ServeSettings, parse_model
 from expertctl.server.streaming import CollectedJob
 from expertctl.server.tool_parser import ParsedToolCall, make_call_id
+from expertctl.user_request import UserMessage
 
 MAX_TURNS = 10_000
 MAX_TOOLS = 128

@@ -21,10 +21,9 @@ from expertctl.engine.running_sequence import SampledToken
 from expertctl.engine.serving.request import DEFAULT_PRIORITY, GenerationJob
 from expertctl.engine.text.answer_format import FormatCheck
 from expertctl.engine.text.chat_template import encode_raw_prompt, find_fim_tokens
-from expertctl.engine.text.prompt import RawPrompt, UserMessage
+from expertctl.engine.text.prompt import RawPrompt
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.http.operation import FieldError
-from expertctl.routing.request import LIMITS, MAX_PROMPT_CHARACTERS
 from expertctl.server.openai.generation_request import (
     GenerationFields,
     build_route_request,
@@ -51,6 +50,7 @@ from expertctl.server.request_body import compute_deadline
 from expertctl.server.responses import Caller, make_cache_key
 from expertctl.server.settings import ModelSelection, ServeSettings, parse_model
 from expertctl.server.streaming import CollectedJob
+from expertctl.user_request import LIMITS, MAX_PROMPT_CHARACTERS, UserMessage
 
 MAX_PROMPTS = 128
 Token = Annotated[int, Meta(ge=0, lt=2**31)]

@@ -15,14 +15,7 @@ from msgspec import Meta, Struct
 from expertctl.engine.generation import StopRules
 from expertctl.http.operation import FieldError
 from expertctl.reference import parse_target
-from expertctl.routing.request import (
-    DEFAULT_MAX_EXPERTS,
-    MAX_STOP_CHARACTERS,
-    MAX_STOPS,
-    RouteRequest,
-    SamplingOverrides,
-    check_request,
-)
+from expertctl.routing.request import DEFAULT_MAX_EXPERTS, RouteRequest, check_request
 from expertctl.server.request_body import (
     MinTokens,
     StopTokenIds,
@@ -33,6 +26,7 @@ from expertctl.server.request_body import (
     normalise_top_p,
 )
 from expertctl.server.settings import ModelSelection
+from expertctl.user_request import MAX_STOP_CHARACTERS, MAX_STOPS, SamplingOverrides
 
 MAX_TEXTS = 128
 _MAX_KEY = 512

@@ -20,9 +20,10 @@ from expertctl.errors import BudgetError
 from expertctl.package.base_model import read_base
 from expertctl.package.model_config import read_model_config
 from expertctl.reference import Reference
-from expertctl.routing.request import ForcedExpert, SamplingOverrides
+from expertctl.routing.request import ForcedExpert
 from expertctl.schema.manifest import AdapterKind
 from expertctl.settings import Home
+from expertctl.user_request import SamplingOverrides
 from tests.engine.package_fixtures import EnginePackages, load_adapters
 from tests.engine.test_local_engine import planner, request, run
 from tests.engine.test_packed_runs import after

@@ -25,14 +25,14 @@ from expertctl.engine.serving.request import (
     RequestState,
 )
 from expertctl.engine.serving.scheduler import Scheduler
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import BudgetError, ExpertError
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.settings import Home, Settings
+from expertctl.user_request import SamplingOverrides, UserMessage
 from tests.engine.package_fixtures import EnginePackages
 from tests.factories import write_base
 from tests.store.fixtures import HomeFixture as InstalledHome

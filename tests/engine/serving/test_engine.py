@@ -28,7 +28,6 @@ from expertctl.engine.serving.request import (
     JobFinished,
     JobStarted,
 )
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine.torch.devices import translate_device_errors
 from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import (
@@ -43,8 +42,9 @@ from expertctl.errors import (
 )
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.settings import Home, Settings
+from expertctl.user_request import SamplingOverrides, UserMessage
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.serving.harness import (
     adapt_batching,

@@ -13,11 +13,12 @@ from expertctl.engine.load_plan import NUMPY_MAX_BYTES
 from expertctl.engine.request import RunRequest
 from expertctl.engine.running_sequence import OutputDelta
 from expertctl.engine.serving.model_runner import INITIAL_ANSWER_TOKENS
-from expertctl.engine.text.prompt import PromptLogprobs, RawPrompt, UserMessage
+from expertctl.engine.text.prompt import PromptLogprobs, RawPrompt
 from expertctl.engine_config import BatchingConfig, EngineConfig
 from expertctl.errors import BudgetError
 from expertctl.reference import Reference
-from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.user_request import SamplingOverrides, UserMessage
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.serving.harness import (
     SETTINGS,

@@ -19,7 +19,7 @@ from expertctl.engine_config import (
 )
 from expertctl.errors import BudgetError
 from expertctl.package.base_model import read_base
-from expertctl.routing.request import NO_OVERRIDES
+from expertctl.user_request import NO_OVERRIDES
 from tests.engine.moe.test_cached_runs import LARGE, PARTS
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.serving.harness import EngineHarness, make_request, open_engine_harness

@@ -19,7 +19,6 @@ from expertctl.engine.serving.request import (
     RequestState,
 )
 from expertctl.engine.serving.scheduler import MAX_PREPARED_AHEAD, Scheduler
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import (
     BudgetError,
     CancelledError,
@@ -28,6 +27,7 @@ from expertctl.errors import (
     TimedOutError,
 )
 from expertctl.routing.request import RouteRequest
+from expertctl.user_request import UserMessage
 
 REQUEST = RunRequest(message=UserMessage(prompt="?"), route=RouteRequest(prompt="?"))
 ROWS, QUEUE = 2, 4

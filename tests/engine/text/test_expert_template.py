@@ -9,12 +9,13 @@ from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.text.chat_template import choose_template, encode_chat
-from expertctl.engine.text.prompt import ConversationMessage, UserMessage
+from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine.text.tokenizer_files import TemplateSource
 from expertctl.errors import DigestError, IncompatibleError, InvalidPackageError
 from expertctl.reference import Reference
-from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.user_request import SamplingOverrides, UserMessage
 from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.engine.test_local_engine import planner, run
 from tests.factories import make_package

@@ -9,7 +9,6 @@ import torch
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.result import RunResult
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine.torch.compat_engine import ESTIMATE, SLOW, TransformersSession
 from expertctl.errors import (
     BaseMismatchError,
@@ -23,9 +22,10 @@ from expertctl.errors import (
 from expertctl.reference import Reference
 from expertctl.routing.plan import SavedPlan
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, SamplingOverrides
+from expertctl.routing.request import ForcedExpert
 from expertctl.schema.validation import find_problems
 from expertctl.settings import Home, Settings
+from expertctl.user_request import SamplingOverrides, UserMessage
 from tests.engine.compat_models import KINDS, NATIVE, CompatModel, write_model
 from tests.engine.package_fixtures import EnginePackages, engine_packages
 from tests.factories import make_route_request

@@ -23,8 +23,9 @@ from expertctl.errors import BudgetError, ExpertError
 from expertctl.package.base_model import read_base
 from expertctl.package.model_config import read_model_config
 from expertctl.reference import Reference
-from expertctl.routing.request import ForcedExpert, SamplingOverrides
+from expertctl.routing.request import ForcedExpert
 from expertctl.settings import Home
+from expertctl.user_request import SamplingOverrides
 from tests.engine.moe.fakes import at_once
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.test_local_engine import planner, request, run

@@ -8,7 +8,6 @@ import pytest
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.errors import UsageError
 from expertctl.http.operation import FieldError, parse_body
-from expertctl.routing.request import SamplingOverrides
 from expertctl.server.anthropic.message_request import (
     MessageCall,
     MessageRequest,
@@ -17,6 +16,7 @@ from expertctl.server.anthropic.message_request import (
 from expertctl.server.chat_prompt import ChatTemplateTraits
 from expertctl.server.responses import Caller
 from expertctl.server.settings import ModelNotFoundError, ServeSettings
+from expertctl.user_request import SamplingOverrides
 from tests.factories import write_base
 from tests.server.anthropic.client import WEATHER, make_body
 from tests.server.harness import BASE, ServerHarness

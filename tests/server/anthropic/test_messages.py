@@ -9,10 +9,10 @@ from anthropic.types import Message, TextBlock, ThinkingBlock, ToolUseBlock
 
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import RouteRequest, SamplingOverrides
+from expertctl.routing.request import RouteRequest
 from expertctl.settings import Home, Settings
+from expertctl.user_request import SamplingOverrides, UserMessage
 from tests.server.anthropic.client import WEATHER
 from tests.server.harness import BASE, ServerHarness
 from tests.server.openai.scripted_base import ANSWER, HELLO, THOUGHTS

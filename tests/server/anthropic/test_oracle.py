@@ -10,11 +10,12 @@ from anthropic.types import TextBlock
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
-from expertctl.engine.text.prompt import ConversationMessage, UserMessage
+from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.settings import Home, Settings
+from expertctl.user_request import SamplingOverrides, UserMessage
 from tests.server.anthropic.client import make_client
 from tests.server.harness import ServerHarness
 

@@ -17,18 +17,18 @@ from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.running_sequence import OutputDelta
 from expertctl.engine.serving.request import GenerationJob, JobFailed, TokenSink
-from expertctl.engine.text.prompt import UserMessage
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import ExpertError, UsageError
 from expertctl.http.operation import Arrival, parse_body
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import LIMITS, RouteRequest, SamplingOverrides, parse_forced
+from expertctl.routing.request import RouteRequest, parse_forced
 from expertctl.schema.validation import find_problems
 from expertctl.server.native.infer import InferCall, InferRequest, stream_infer
 from expertctl.server.responses import Caller
 from expertctl.server.settings import ServeSettings
 from expertctl.server.validator import parse_validators
 from expertctl.settings import Home, Settings
+from expertctl.user_request import LIMITS, SamplingOverrides, UserMessage
 from tests.server.conftest import MakeServed
 from tests.server.harness import BASE, PROMPT, STARTED, ServerHarness, StreamingClient
 

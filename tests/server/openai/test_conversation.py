@@ -8,9 +8,9 @@ import pytest
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import ContextLengthError
 from expertctl.http.operation import FieldError, parse_body
-from expertctl.routing.request import MAX_PROMPT_CHARACTERS
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.conversation import read_messages
+from expertctl.user_request import MAX_PROMPT_CHARACTERS
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 

@@ -14,12 +14,13 @@ import pytest
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
-from expertctl.engine.text.prompt import ConversationMessage, UserMessage
+from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import ForcedExpert, RouteRequest, SamplingOverrides
+from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.server.api_keys import ApiKeyStore
 from expertctl.settings import Home, Settings
+from expertctl.user_request import SamplingOverrides, UserMessage
 from tests.server.harness import ServedPackages
 from tests.server.openai.client import read_extra_fields
 from tests.server.openai.scripted_base import ANSWER, HELLO, make_scripted_packages

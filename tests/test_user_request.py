@@ -1,14 +1,16 @@
 """The message holds what the user gave, once, in its place."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from expertctl.engine.text.prompt import PROMPT_NOT_IN_TEMPLATE, UserMessage
 from expertctl.errors import ContextLengthError, UsageError
+from expertctl.user_request import PROMPT_NOT_IN_TEMPLATE, UserMessage
 
-VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "runtime.json").read_text())
+VECTORS = json.loads((Path(__file__).parent / "vectors" / "runtime.json").read_text())
 
 
 def test_the_rule_is_the_published_one() -> None:
@@ -79,3 +81,11 @@ def test_prompt_and_body_together_have_the_limit_of_a_prompt() -> None:
     assert len(UserMessage(prompt="x" * 500_000).text()) == 500_000
     with pytest.raises(ContextLengthError, match="500003 characters"):
         UserMessage(prompt="x", body="y" * 500_000).text()
+
+
+def test_the_module_loads_neither_numpy_nor_another_stage() -> None:
+    program = "import sys, expertctl.user_request; print(*sorted(sys.modules))"
+    loaded = subprocess.check_output([sys.executable, "-c", program], text=True).split()
+    assert "numpy" not in loaded
+    own = {name for name in loaded if name.split(".")[0] == "expertctl"}
+    assert own == {"expertctl", "expertctl.user_request", "expertctl.errors"}
