@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -22,13 +22,15 @@ from expertctl.cli.remote_question import (
     build_sampling_options,
 )
 from expertctl.cli.run_options import SamplingFlags
-from expertctl.client.protocol import InferOptions
+from expertctl.client.client import ExpertClient
+from expertctl.client.protocol import InferOptions, RouteOptions
 from expertctl.client.result import Expert, RoutePlan, RunAnswer
 from expertctl.errors import (
     BaseMismatchError,
     InvalidPackageError,
     NotFoundError,
     TooLargeError,
+    UnreachableError,
 )
 from expertctl.user_request import SamplingOverrides, check_limit, check_overrides
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from expertctl.engine.text.prompt import ConversationMessage
     from expertctl.routing.plan import Plan
 
+_Answer = TypeVar("_Answer")
 _PLACEHOLDER_PROMPT = "?"
 """Named experts do not depend on the prompt."""
 
@@ -214,8 +217,10 @@ class RemoteConversation:
         Raises:
             ExpertError: when they cannot be planned; the previous experts stay.
         """
-        with self._engine.open_client() as client:
-            plan = client.route(_PLACEHOLDER_PROMPT, force_experts=tuple(texts)).plan
+        question = self._build_question(_PLACEHOLDER_PROMPT, self.seed)
+        options = {**question.options, "force_experts": tuple(texts), "no_experts": False}
+        known: Any = {name: options[name] for name in RouteOptions.__optional_keys__ & {*options}}
+        plan = self._ask(lambda client: client.route(_PLACEHOLDER_PROMPT, **known).plan)
         self._named, self._base_alone = tuple(texts), False
         self._named_digests = tuple(expert.content_digest for expert in plan.experts)
         return plan
@@ -236,8 +241,22 @@ class RemoteConversation:
         Raises:
             ExpertError: when there is no answer.
         """
-        with self._engine.open_client() as client:
-            return tuple(one for one in client.experts() if one.fits)
+        return tuple(one for one in self._ask(lambda client: client.experts()) if one.fits)
+
+    def _ask(self, call: Callable[[ExpertClient], _Answer]) -> _Answer:
+        """Ask the servers in turn, that of the last base first, until one serves what is asked."""
+        base = (self._plan or {}).get("base", self._pattern.options.get("base"))
+        *others, last = sorted(
+            self._engine.places, key=lambda one: one.record is None or one.record.base != base
+        )
+        for place in others:
+            with (
+                suppress(BaseMismatchError, UnreachableError),
+                replace(self._engine, places=(place,)).open_client() as client,
+            ):
+                return call(client)
+        with replace(self._engine, places=(last,)).open_client() as client:
+            return call(client)
 
     def reset(self) -> None:
         """Drop all turns; the system message stays."""

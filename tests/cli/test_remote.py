@@ -262,7 +262,7 @@ def test_a_run_that_would_choose_another_base_happens_here(
 
 
 def test_the_server_of_the_wanted_base_answers_among_several(
-    served: ServerHarness, expertctl: CommandRunner
+    served: ServerHarness, expertctl: CommandRunner, stdin: ReplacedStdin
 ) -> None:
     def refuse_base(method: str, path: str, headers: object, body: bytes) -> tuple[int, str, bytes]:
         if path == PROVED:
@@ -277,8 +277,39 @@ def test_the_server_of_the_wanted_base_answers_among_several(
     ):
         assert expertctl("run", PROMPT, *GREEDY).out
         assert expertctl("run", PROMPT, "--base", BASE, *GREEDY).out
-    assert server.answered == 2
+        stdin.pipe(b"/experts\n/experts acme/sql\nSort: 3, 1, 2\n/experts\n")
+        told = expertctl("chat", *GREEDY).err
+    assert "from now on: acme/sql@1.0.0" in told
+    assert "*  acme/sql@1.0.0" in told
+    assert server.answered == 3
     assert other.answered == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--max-experts", "1"), b"/experts acme/sql acme/json\n"),
+        (("--exclude", "acme/sql"), b"/experts acme/sql\n"),
+        (("--no-experts",), b"/experts acme/sql:0.5\nSort: 3, 1, 2\n"),
+    ],
+)
+def test_experts_are_named_in_a_chat_as_in_this_process(
+    server: RecordedServer,
+    expertctl: CommandRunner,
+    stdin: ReplacedStdin,
+    words: tuple[str, ...],
+    line: bytes,
+) -> None:
+    is_refused = words != ("--no-experts",)
+
+    def converse(*where: str) -> Any:
+        stdin.pipe(line)
+        said = expertctl("chat", *words, *GREEDY, "--json", *where, exit_code=2 * is_refused)
+        told = said.err.partition("from now on: ")[2].partition("\n")[0]
+        return told, [turn.get("error", turn.get("text")) for turn in said.document["turns"]]
+
+    assert converse() == converse("--local")
+    assert "/v1/route" in server.paths
 
 
 @pytest.mark.parametrize(
