@@ -1,6 +1,7 @@
 """Servers that commands find through the record in a home: the real one in process, and others.
 
-The real application runs in process; its answers are passed on through a socket, each as a whole.
+The real application runs in process; its answers are passed on through a socket, each as a whole
+unless a test divides it.
 """
 
 import http.server
@@ -45,8 +46,9 @@ class RecordedServer:
 
 Said = tuple[int, str, bytes | Iterator[bytes]]
 Answer = Callable[[str, str, Mapping[str, str], bytes], Said]
-"""Takes method, path, headers and body; returns status, media type and body, or its chunks.
+"""Takes method, path, headers and body; returns status, media type and body.
 
+The parts of a body are sent one by one. If a part is empty, the connection breaks there.
 After a media type that ends with ``; last`` or ``; close`` the connection is closed, in the second
 case with notice.
 """
@@ -81,8 +83,11 @@ def listen(answer: Answer, secret: str, home: Path) -> Iterator[RecordedServer]:
             if isinstance(data, bytes):
                 self.wfile.write(data)
                 return
-            for piece in data:
-                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            for part in data:
+                if not part:
+                    self.close_connection = True
+                    return
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
             self.wfile.write(b"0\r\n\r\n")
 
         do_GET = do_POST = do_DELETE = answer  # noqa: N815  # the names that the class calls
@@ -102,18 +107,22 @@ def listen(answer: Answer, secret: str, home: Path) -> Iterator[RecordedServer]:
             thread.join()
 
 
-def forward_to(served: ServerHarness) -> Answer:
-    """What the server in process answers."""
+def forward_to(
+    served: ServerHarness, divide: Callable[[bytes], Iterator[bytes]] | None = None
+) -> Answer:
+    """What the server in process answers; ``divide`` divides the answers to prompts."""
     client = served.client()
 
     def forward(
         method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> tuple[int, str, bytes]:
+    ) -> tuple[int, str, Body]:
         shown = {
             name: headers[name] for name in ("Content-Type", "Authorization") if name in headers
         }
         answer = client.request(method, path, content=body, headers=shown)
-        return answer.status_code, answer.headers["Content-Type"], answer.content
+        data = answer.content
+        divided = divide(data) if divide is not None and path == "/v1/infer" else data
+        return answer.status_code, answer.headers["Content-Type"], divided
 
     return forward
 

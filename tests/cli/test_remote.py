@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,13 @@ from expertctl.schema.validation import find_problems
 from expertctl.server.settings import ServeSettings
 from expertctl.store.server_record import create_secret
 from tests.cli.command_runner import CommandRunner, ReplacedStdin, expertctl, stdin
-from tests.cli.remote_servers import RecordedServer, forward_to, record_server, record_stranger
+from tests.cli.remote_servers import (
+    Body,
+    RecordedServer,
+    forward_to,
+    record_server,
+    record_stranger,
+)
 from tests.engine.kernel_cache import keeps_all_code, keeps_code, kept_folder
 from tests.server.conftest import stock
 from tests.server.harness import BASE, ServedPackages, ServerHarness, run_app
@@ -155,6 +162,87 @@ def test_a_chat_is_the_same_with_a_server(
         assert one["plan"]["params"] == other["plan"]["params"]
         assert one["text"] == other["text"]
     assert theirs[1]["messages"] == ours[1]["messages"]
+
+
+def send_bytes(data: bytes) -> Iterator[bytes]:
+    """Each byte alone, as a slow network may send them."""
+    return (data[place : place + 1] for place in range(len(data)))
+
+
+def test_a_chat_joins_what_the_network_divides(
+    served: ServerHarness, server: RecordedServer, expertctl: CommandRunner, stdin: ReplacedStdin
+) -> None:
+    words = ("chat", "--no-experts", "--temperature", "2", "--seed", "4", "-n", "40")
+    lines = b"Sort: 3, 1, 2\nAnd 9, 8\n"
+    with record_stranger(forward_to(served, send_bytes), server) as slow:
+        stdin.pipe(lines)
+        theirs = expertctl(*words).out
+    assert slow.answered == 2
+    assert not theirs.isascii(), "a letter of several bytes is divided"
+    stdin.pipe(lines)
+    assert theirs == expertctl(*words, "--local").out
+
+
+def test_a_chat_shows_an_answer_as_it_comes(served: ServerHarness, server: RecordedServer) -> None:
+    go_on = threading.Event()
+
+    def wait_within(data: bytes) -> Iterator[bytes]:
+        begun, first, rest = data.partition(b"event: piece")
+        piece, end, rest = rest.partition(b"\n\n")
+        yield begun + first + piece + end
+        go_on.wait(120)
+        yield rest
+
+    with (
+        record_stranger(forward_to(served, wait_within), server),
+        subprocess.Popen(
+            [sys.executable, "-m", "expertctl", "chat", PROMPT, *GREEDY],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+        ) as chat,
+    ):
+        assert chat.stdout is not None
+        first = os.read(chat.stdout.fileno(), 1 << 16)
+        go_on.set()
+        rest = chat.stdout.read()
+    assert (bool(first), rest.strip() != b"", chat.returncode) == (True, True, 0)
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+@pytest.mark.parametrize("lines", [b"And 9, 8\n", b"/retry\n"])
+def test_a_chat_goes_on_after_an_answer_breaks_off(
+    served: ServerHarness,
+    server: RecordedServer,
+    expertctl: CommandRunner,
+    stdin: ReplacedStdin,
+    tmp_path: Path,
+    lines: bytes,
+    is_closed: bool,
+) -> None:
+    """The broken turn leaves the conversation as it was; the server is asked again."""
+
+    def break_second(data: bytes) -> Iterator[bytes]:
+        if broken.answered != 2:
+            yield data
+            return
+        begun, _, rest = data.partition(b"event: piece")
+        yield begun + b"event: piece" + rest.partition(b"event: piece")[0]
+        if is_closed:
+            yield b""
+
+    def converse(name: str, said: bytes, *where: str, code: int = 0) -> tuple[list[Any], Any]:
+        stdin.pipe(b"Sort: 3, 1, 2\n%sonce more\n/save %s\n" % (said, bytes(tmp_path / name)))
+        words = ("--seed", "4", *SHORT, "--json", *where)
+        turns = expertctl("chat", *words, exit_code=code).document["turns"]
+        return turns, json.loads((tmp_path / name).read_text())["messages"]
+
+    with record_stranger(forward_to(served, break_second), server) as broken:
+        (first, second, third), theirs = converse("theirs", lines, code=6)
+    ours = converse("ours", b"", "--local")
+    assert second["error"]["code"] == "unreachable"
+    assert "`--local` answers in this process" in second["error"]["hint"]
+    assert [first["text"], third["text"]] == [turn["text"] for turn in ours[0]]
+    assert theirs == ours[1]
 
 
 def test_commands_of_a_chat_ask_the_server(
@@ -328,7 +416,7 @@ def test_a_chat_goes_on_here_where_the_server_does_not_take_it(
 
     def refuse_infer(
         method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> tuple[int, str, bytes]:
+    ) -> tuple[int, str, Body]:
         if path != "/v1/infer":
             return forward(method, path, headers, body)
         error = {"code": code, "message": "this server does not take it", "hint": ""}
@@ -368,7 +456,7 @@ def test_a_chat_goes_on_here_after_its_server_is_gone(
 
     def answer_first(
         method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> tuple[int, str, bytes]:
+    ) -> tuple[int, str, Body]:
         return (forward if gone.answered < answered else refuse)(method, path, headers, body)
 
     def converse(name: str, *where: str) -> tuple[list[Any], Any, Any]:
@@ -399,7 +487,7 @@ def test_a_chat_asks_its_server_again_where_this_process_cannot_go_on(
 
     def refuse_second(
         method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> tuple[int, str, bytes]:
+    ) -> tuple[int, str, Body]:
         if path != "/v1/infer" or other.paths.count(path) != 1:
             if hidden.exists():
                 hidden.rename(bases)
