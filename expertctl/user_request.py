@@ -15,6 +15,8 @@ from typing import Any
 from expertctl.errors import ContextLengthError, UsageError
 
 MAX_PROMPT_CHARACTERS = 500_000
+MAX_MESSAGES = 10_000
+"""Maximum messages of a conversation that a server takes with a prompt."""
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 200
 LIMITS: Mapping[str, tuple[float, float]] = {

@@ -32,7 +32,7 @@ from expertctl.errors import (
     TooLargeError,
     UnreachableError,
 )
-from expertctl.user_request import SamplingOverrides, check_limit, check_overrides
+from expertctl.user_request import MAX_MESSAGES, SamplingOverrides, check_limit, check_overrides
 
 if TYPE_CHECKING:
     from expertctl.engine.conversation import Conversation
@@ -187,6 +187,8 @@ class RemoteConversation:
         self, prompt: str, *, seed: int | None, cancelled: Callable[[], bool]
     ) -> Generator[str, None, RemoteTurn]:
         question = self._build_question(prompt, seed)
+        if len(question.earlier.messages) > MAX_MESSAGES and not self.is_named:
+            raise ServerLeftError
         begun = self._engine.start(question, leave=(BaseMismatchError, TooLargeError))
         if begun is None:
             raise ServerLeftError

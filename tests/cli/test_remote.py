@@ -17,6 +17,7 @@ from expertctl.errors import BaseMismatchError, TooLargeError
 from expertctl.schema.validation import find_problems
 from expertctl.server.settings import ServeSettings
 from expertctl.store.server_record import create_secret
+from expertctl.user_request import MAX_MESSAGES
 from tests.cli.command_runner import CommandRunner, ReplacedStdin, expertctl, stdin
 from tests.cli.remote_servers import (
     Body,
@@ -428,6 +429,21 @@ def test_a_chat_goes_on_here_where_the_server_does_not_take_it(
     assert other.paths.count("/v1/infer") == 1
     stdin.pipe(lines)
     assert theirs.out == expertctl("chat", "--system", "Be brief", *GREEDY, "--local").out
+
+
+def test_a_conversation_too_long_for_a_server_goes_on_here(
+    server: RecordedServer, expertctl: CommandRunner, stdin: ReplacedStdin, home: Path
+) -> None:
+    turn = [{"role": "user", "content": "3, 1, 2"}, {"role": "assistant", "content": "1, 2, 3"}]
+    kept = home / "last-conversation.json"
+
+    def go_on(*where: str) -> str:
+        kept.write_text(json.dumps({"messages": turn * (MAX_MESSAGES // 2 + 1)}))
+        stdin.pipe(b"And 9, 8\n")
+        return expertctl("chat", "--continue", "--truncate", *GREEDY, *where).out
+
+    assert go_on() == go_on("--local") != ""
+    assert server.requests == []
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ from expertctl.server.settings import ServeSettings
 from expertctl.server.streaming import JobSubmitter, format_named_event, stream_job
 from expertctl.user_request import (
     LIMITS,
+    MAX_MESSAGES,
     MAX_PROMPT_CHARACTERS,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
@@ -67,7 +68,6 @@ from expertctl.user_request import (
 )
 
 MAX_EXCLUDED = 100
-MAX_MESSAGES = 10_000
 _MAX_CONTEXT = 2**31
 _MAX_METADATA = 16
 _NAMED_BY = "use force_experts to name experts"
