@@ -34,6 +34,7 @@ from expertctl.errors import (
     ExpertError,
     NotFoundError,
     RateLimitError,
+    TooLargeError,
     UnauthenticatedError,
     UnreachableError,
     UsageError,
@@ -111,7 +112,8 @@ class ProvenTransport(httpx2.BaseTransport):
             connection.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
             for name, value in request.headers.items():
                 connection.putheader(name, value)
-            connection.endheaders(request.read())
+            with suppress(BrokenPipeError, ConnectionResetError):  # a refusal may have come
+                connection.endheaders(request.read())
             answer = connection.getresponse()
         except _NETWORK_ERRORS as error:
             raise httpx2.ReadError(str(error) or type(error).__name__, request=request) from error
@@ -276,7 +278,7 @@ def _hint_local() -> Iterator[None]:
             f"EXPERT_API_KEY is the key for the server that EXPERT_SERVER names; {LOCAL_HINT}"
         )
         raise
-    except (RateLimitError, UnreachableError) as error:
+    except (RateLimitError, TooLargeError, UnreachableError) as error:
         error.hint = "; ".join(filter(None, (error.hint, LOCAL_HINT)))
         raise
 
@@ -293,7 +295,7 @@ class RemoteEngine:
         self,
         question: RemoteQuestion,
         *,
-        leave: tuple[type[ExpertError], ...] = (BaseMismatchError, UsageError),
+        leave: tuple[type[ExpertError], ...] = (BaseMismatchError, TooLargeError, UsageError),
     ) -> RemoteStream | None:
         """Begin an answer; None if it is to be computed in this process.
 

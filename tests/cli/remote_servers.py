@@ -115,7 +115,7 @@ def forward_to(
 
     def forward(
         method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> tuple[int, str, Body]:
+    ) -> Said:
         shown = {
             name: headers[name] for name in ("Content-Type", "Authorization") if name in headers
         }
