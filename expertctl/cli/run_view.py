@@ -410,7 +410,9 @@ def format_served_experts(experts: "Sequence[Expert]", current: Sequence[str]) -
         ["*" if one.content_digest in current else "", one.ref, one.kind, one.description]
         for one in experts
     ]
-    return format_table(_EXPERT_HEADER, rows) if rows else "no expert fits"
+    return (
+        format_table(_EXPERT_HEADER, rows, shorten=("DESCRIPTION",)) if rows else "no expert fits"
+    )
 
 
 def format_fitting_experts(conversation: "Conversation", planner: "Planner") -> str:

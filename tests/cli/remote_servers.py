@@ -113,9 +113,7 @@ def forward_to(
     """What the server in process answers; ``divide`` divides the answers to prompts."""
     client = served.client()
 
-    def forward(
-        method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> Said:
+    def forward(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Said:
         shown = {
             name: headers[name] for name in ("Content-Type", "Authorization") if name in headers
         }
