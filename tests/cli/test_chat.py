@@ -483,10 +483,9 @@ def test_ctrl_c_at_the_prompt_leaves_only_when_pressed_twice_in_a_row(
 def test_an_answer_of_a_chat_is_judged_in_it(workspace: RunWorkspace, expertctl: Expertctl) -> None:
     script = f"{PROMPT}\n/feedback good\n/feedback bad\n"
     told = expertctl("chat", *QUIET, stdin=script.encode()).err
-    assert (
-        " was rated good\n  acme/sorting@1.2.0: success at default 0.60, before unknown\n" in told
-    )
-    assert " was rated bad\n  acme/sorting@1.2.0: success at default 0.40, before 0.60\n" in told
+    rate = "acme/sorting@1.2.0: smoothed success rate at default"
+    assert f" was rated good\n  {rate} 0.60, before unknown\n" in told
+    assert f" was rated bad\n  {rate} 0.40, before 0.60\n" in told
     [job] = expertctl("stats", "--json").document["jobs"]
     assert (job["verdict"], job["experts"]) == ("bad", ["acme/sorting@1.2.0"])
 

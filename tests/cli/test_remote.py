@@ -20,8 +20,8 @@ from expertctl.store.server_record import create_secret
 from expertctl.user_request import MAX_MESSAGES
 from tests.cli.command_runner import CommandRunner, ReplacedStdin, expertctl, stdin
 from tests.cli.remote_servers import (
-    Body,
     RecordedServer,
+    Said,
     forward_to,
     record_server,
     record_stranger,
@@ -415,9 +415,7 @@ def test_a_chat_goes_on_here_where_the_server_does_not_take_it(
     lines = b"/experts acme/sql\n/set seed 3\nSort: 3, 1, 2\nAnd 9, 8\n/retry\n"
     forward = forward_to(served)
 
-    def refuse_infer(
-        method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> tuple[int, str, Body]:
+    def refuse_infer(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Said:
         if path != "/v1/infer":
             return forward(method, path, headers, body)
         error = {"code": code, "message": "this server does not take it", "hint": ""}
@@ -470,9 +468,7 @@ def test_a_chat_goes_on_here_after_its_server_is_gone(
     body, forward = tmp_path / "body.txt", forward_to(served)
     body.write_text("41, 7, 23")
 
-    def answer_first(
-        method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> tuple[int, str, Body]:
+    def answer_first(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Said:
         return (forward if gone.answered < answered else refuse)(method, path, headers, body)
 
     def converse(name: str, *where: str) -> tuple[list[Any], Any, Any]:
@@ -501,9 +497,7 @@ def test_a_chat_asks_its_server_again_where_this_process_cannot_go_on(
     """No engine is opened for the error, and no turn is lost."""
     hidden, bases, forward = home / "hidden", home / "bases", forward_to(served)
 
-    def refuse_second(
-        method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> tuple[int, str, Body]:
+    def refuse_second(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Said:
         if path != "/v1/infer" or other.paths.count(path) != 1:
             if hidden.exists():
                 hidden.rename(bases)
