@@ -45,7 +45,7 @@ from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical
 from expertctl.schema.validation import convert_document, find_problems
 from expertctl.store.base_record import StoredBase
 
-NUMERIC_VERSION = 7
+NUMERIC_VERSION = 8
 """Incremented whenever the engine's numbers change, so that no earlier result is reused."""
 
 

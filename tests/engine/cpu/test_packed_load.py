@@ -338,6 +338,11 @@ BYTES_OF_VERSION = {
         Scheme.INT5: "fcda02809bd95a1a",
         Scheme.INT4: "b74402efb6d9dad4",
     },
+    7: {
+        Scheme.INT8: "761fa1fc79970f3f",
+        Scheme.INT5: "14597f5550eeb88c",
+        Scheme.INT4: "cc7f455de8f2b80f",
+    },
 }
 """What a small base is like in each `VERSION`. Lines are added, never changed: copies of an older
 version are still on disks, and their seals are right."""
@@ -348,9 +353,10 @@ LAYOUT_OF_VERSION = {
     4: "81fe6915197b92e0",
     5: "81fe6915197b92e0",
     6: "81fe6915197b92e0",
+    7: "81fe6915197b92e0",
 }
 """What the file is like in which they are; from 3 on a digest of a small one."""
-NUMBERS_OF_VERSION = {2: 4, 3: 4, 4: 4, 5: 6, 6: 7}
+NUMBERS_OF_VERSION = {2: 4, 3: 4, 4: 4, 5: 6, 6: 7, 7: 8}
 """The `NUMERIC_VERSION` that a `VERSION` came with, as other steps give other answers."""
 _GOLDEN = {Scheme.INT8: "1ddc00b5523a8dc1", Scheme.INT4: "c9cb2db5da890d55"}
 GOLDEN_OF_VERSION = {
@@ -365,11 +371,16 @@ GOLDEN_OF_VERSION = {
         Scheme.INT5: "83069b1c1bb0022d",
         Scheme.INT4: "ebd5297d464d2a44",
     },
+    7: {
+        Scheme.INT8: "532d259f67389609",
+        Scheme.INT5: "83069b1c1bb0022d",
+        Scheme.INT4: "ebd5297d464d2a44",
+    },
 }
 """The same of a matrix that a formula makes, whatever becomes of random numbers."""
 
 
-COMPACT_OF_VERSION = dict.fromkeys((4, 5, 6), "f3293de8a18e2c36")
+COMPACT_OF_VERSION = dict.fromkeys((4, 5, 6, 7), "f3293de8a18e2c36")
 """And of an expert in bfloat16, from the version on that keeps them compact."""
 
 
