@@ -44,6 +44,7 @@ $(BIN)/python:
 $(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing expertctl and its engine into $(VENV), once: 440 MB, about half a minute with a warm cache" >&2
 	@$(PIP) -e ".[engine]"
+	@echo "installed as $(BIN)/expertctl; 'source $(BIN)/activate' lets this shell find it as expertctl" >&2
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python

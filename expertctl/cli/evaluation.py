@@ -299,7 +299,9 @@ def evaluate(
     }
     if options.routing is not None:
         _reject_options(
-            answering, "--routing measures which expert is chosen, and generates nothing"
+            answering,
+            "--routing measures which expert is chosen, for the prompts of its own FILE, and "
+            "generates nothing",
         )
         shortfall = _evaluate_routing(options.routing, options, as_json=as_json)
         _exit_on_shortfall(shortfall, wrong="decisions")
