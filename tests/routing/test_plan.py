@@ -31,7 +31,7 @@ SETTINGS = NumericSettings(
 def test_the_identity_is_the_digest_of_canonical_json_written_by_hand() -> None:
     text = (
         '{"adapter_dtype":"published","arch":"sha256:' + "a" * 64 + '","dtype":"float32",'
-        '"engine":7,"experts":[["sha256:' + "1" * 64 + '",1],["sha256:' + "2" * 64 + '",0.5]],'
+        '"engine":8,"experts":[["sha256:' + "1" * 64 + '",1],["sha256:' + "2" * 64 + '",0.5]],'
         '"recompression":null,"rope":{"rope_theta":1000000,"rope_type":"default"},'
         '"tokenizer":"sha256:' + "c" * 64 + '","weights":"sha256:' + "b" * 64 + '"}'
     )

@@ -82,4 +82,5 @@ def test_every_body_has_an_example_that_is_answered(served: ServerHarness, docum
             statuses[path] = client.request(method, path, json=content["example"]).status_code
     assert statuses.pop("/moe") == 422, "the base has no routed experts"
     assert statuses.pop("/v1/jobs") == 202
+    assert statuses.pop("/v1/proof") == 404, "it has no record in a home"
     assert set(statuses.values()) == {200}
