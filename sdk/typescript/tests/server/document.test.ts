@@ -45,6 +45,7 @@ const ROUTE_REQUEST: Fields<RouteRequest> = {
   forceExperts: false,
   excludeExperts: false,
   maxExperts: false,
+  noExperts: false,
   stop: false,
   seed: false,
 };
@@ -52,6 +53,9 @@ const INFER_REQUEST: Fields<InferRequest> = {
   ...ROUTE_REQUEST,
   template: false,
   body: false,
+  conversation: false,
+  truncate: false,
+  base: false,
   contextSize: false,
   responseFormat: false,
   userId: false,
