@@ -65,16 +65,16 @@ def test_scores_are_those_of_transformers(
 
 @pytest.mark.parametrize(
     ("scheme", "most"),
-    [(Scheme.BFLOAT16, 0.02), (Scheme.INT8, 0.06), (Scheme.INT5, 0.06), (Scheme.INT4, 0.09)],
+    [(Scheme.BFLOAT16, 0.01), (Scheme.INT8, 0.03), (Scheme.INT5, 0.03), (Scheme.INT4, 0.03)],
 )
 def test_fewer_bits_are_those_of_the_weights_and_of_what_meets_them(
     scheme: Scheme, most: float, oracle: MakeReferenceModel, crew: ThreadPool
 ) -> None:
     """Beside float32 on the rounded weights, only the rounding of activations is left.
 
-    A token that is routed to another expert for it differs by more than the rounding.
+    A token that rounding sends to another expert would differ by far more: in this base none is.
     """
-    reference = oracle("qwen3_moe", **fitting("qwen3_moe", {}), num_experts_per_tok=4)
+    reference = oracle("qwen3_moe", seed=1, **fitting("qwen3_moe", {}), num_experts_per_tok=4)
     config = read_model_config(reference.directory)
     weights = load_base_weights(reference.directory, config)
     outer = (EMBEDDING_TENSOR, HEAD_TENSOR)
