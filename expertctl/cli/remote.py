@@ -13,13 +13,11 @@ the secret of its record; `ProvenTransport` never opens another one for the requ
 
 import http.client
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import httpx2
 import msgspec
@@ -196,14 +194,10 @@ class ServerPlace:
 
 
 def _make_transport(ca_file: str) -> httpx2.HTTPTransport:
+    from expertctl.registry.transport import load_certificates  # few servers need it
+
     context = httpx2.create_ssl_context(trust_env=False)
-    try:
-        context.load_verify_locations(cafile=ca_file)
-    except (OSError, ssl.SSLError) as error:
-        raise UsageError(
-            f"{ca_file}: no certificates can be read there",
-            hint="ca_file (EXPERT_CA_FILE) names a file of PEM certificates",
-        ) from error
+    load_certificates(context, ca_file)
     return httpx2.HTTPTransport(verify=context, trust_env=False)
 
 
@@ -225,7 +219,7 @@ class RemoteStream:
             ExpertError: when the request fails, or the connection breaks.
         """
         is_cancelled = False
-        with self, _hint_local():
+        with closing(self), _hint_local():
             yield self._first
             for chunk in self._stream:
                 yield chunk.text
@@ -254,16 +248,7 @@ class RemoteStream:
                 f"the answer was broken off: it could not be cancelled: {error.message}"
             ) from error
 
-    def __enter__(self) -> Self:
-        """Return the stream itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Close the connection, which cancels an unfinished answer."""
         self._stack.close()
 

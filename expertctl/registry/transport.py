@@ -210,14 +210,23 @@ def _make_tls_context(ca_file: Path | None) -> ssl.SSLContext:
     context = httpcore2.default_ssl_context()
     context.hostname_checks_common_name = False  # RFC 9525: only subjectAltName names a host
     if ca_file is not None:
-        try:
-            context.load_verify_locations(cafile=ca_file)
-        except (OSError, ssl.SSLError) as error:
-            raise UsageError(
-                f"{ca_file}: no certificates can be read there",
-                hint="ca_file (EXPERT_CA_FILE) names a file of PEM certificates",
-            ) from error
+        load_certificates(context, ca_file)
     return context
+
+
+def load_certificates(context: ssl.SSLContext, ca_file: Path | str) -> None:
+    """Trust the certificates of the setting `ca_file`, too.
+
+    Raises:
+        UsageError: when there are none.
+    """
+    try:
+        context.load_verify_locations(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(
+            f"{ca_file}: no certificates can be read there",
+            hint="ca_file (EXPERT_CA_FILE) names a file of PEM certificates",
+        ) from error
 
 
 def _find_certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
