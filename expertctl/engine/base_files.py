@@ -13,7 +13,7 @@ import numpy as np
 from expertctl.engine.arrays import STORED_DTYPES, AnyArray, widen
 from expertctl.engine.kernels.packed_format import rows_per_portion
 from expertctl.errors import IncompatibleError, InvalidPackageError
-from expertctl.package.base_tensors import StoredTensor
+from expertctl.package.base_tensors import StoredTensor, TensorCodec
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -31,6 +31,10 @@ def iter_row_portions(
     shape, dtype = tensor.info.shape, STORED_DTYPES[tensor.info.dtype]
     columns = shape[1] if len(shape) > 1 else 1
     rows, height = shape[0] if rows is None else rows, rows_per_portion(columns)
+    if tensor.codec is not None:
+        for begin in range(first, first + rows, height):
+            yield _decode_rows(tensor, tensor.codec, begin, min(height, first + rows - begin))
+        return
     buffer = np.empty(min(rows, height) * columns, dtype)
     try:
         with tensor.open() as stream:
@@ -43,12 +47,20 @@ def iter_row_portions(
         raise make_unreadable_error(tensor.path, error) from error
 
 
+def _decode_rows(tensor: StoredTensor, codec: TensorCodec, first: int, count: int) -> AnyArray:
+    try:
+        return codec.read_rows(first, count)
+    except OSError as error:
+        raise make_unreadable_error(tensor.path, error) from error
+
+
 def read_tensor(tensor: StoredTensor, numbers: AnyArray) -> None:
-    """Read the raw bytes of a stored tensor into an array of the same size.
+    """Read the raw bytes of a stored tensor without a codec into an array of the same size.
 
     Raises:
         InvalidPackageError: if the file cannot be read to its end.
     """
+    assert tensor.codec is None, "its bytes are not its numbers"
     try:
         with tensor.open() as stream:
             stream.seek(tensor.offset)
@@ -65,6 +77,10 @@ def read_rows(tensor: StoredTensor, numbers: AnyArray) -> AnyArray:
     """
     columns, dtype = tensor.info.shape[1], STORED_DTYPES[tensor.info.dtype]
     rows = np.empty((len(numbers), columns), dtype)
+    if tensor.codec is not None:
+        for row, number in zip(rows, numbers.tolist(), strict=True):
+            row[...] = _decode_rows(tensor, tensor.codec, number, 1)[0]
+        return rows
     try:
         with tensor.open() as stream:
             for row, number in zip(rows, numbers.tolist(), strict=True):
@@ -101,7 +117,11 @@ def is_routed_expert(name: str) -> bool:
 
 def list_rounding_warnings(stored: Iterable[StoredTensor], target: str) -> tuple[str, ...]:
     """Warn about matrices that are rounded to a float type; float32 represents all of them."""
-    types = {_FLOATS[tensor.info.dtype] for tensor in stored if len(tensor.info.shape) == 2}
+    types = {
+        _FLOATS.get(tensor.storage, tensor.storage)
+        for tensor in stored
+        if len(tensor.info.shape) == 2
+    }
     rounded = types - {target} if target != "float32" else set()
     return tuple(f"base weights stored as {n} are rounded to {target}" for n in sorted(rounded))
 
@@ -117,7 +137,7 @@ def make_tied_head_error(directory: Path) -> IncompatibleError:
 
 def make_unreadable_error(path: Path, error: Exception) -> InvalidPackageError:
     """Return the error for a file that cannot be read completely."""
-    return InvalidPackageError(str(path), [f"not a readable safetensors file: {error}"])
+    return InvalidPackageError(str(path), [f"not a readable file of weights: {error}"])
 
 
 def _equals(ours: AnyArray, other: AnyArray) -> bool:

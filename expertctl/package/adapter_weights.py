@@ -211,7 +211,7 @@ def _find_base_tensor(module: str, base: BaseTensors) -> StoredTensor | None:
 def _equals_base_tensor(
     stream: BinaryIO, table: TensorTable, saved: TensorInfo, stored: StoredTensor | None
 ) -> bool:
-    if stored is None or stored.info.shape != saved.shape:
+    if stored is None or stored.codec is not None or stored.info.shape != saved.shape:
         return False
     if not {saved.dtype, stored.info.dtype} <= FLOAT_DTYPES:
         return False

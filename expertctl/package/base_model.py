@@ -306,8 +306,8 @@ def read_base(
 def compute_weights_digest(
     tensors: Mapping[str, StoredTensor], digests: Mapping[str, str]
 ) -> Digest:
-    """Return the digest of a base's weights, over name, dtype and hex sha256 of each tensor."""
-    rows: list[list[Any]] = [[n, tensors[n].info.dtype, digests[n]] for n in sorted(digests)]
+    """Return the digest of a base's weights, over name, storage and hex sha256 of each tensor."""
+    rows: list[list[Any]] = [[n, tensors[n].storage, digests[n]] for n in sorted(digests)]
     return Digest.compute(encode_canonical(rows))
 
 
@@ -326,21 +326,27 @@ def _hash_weights(tensors: Mapping[str, StoredTensor], progress: Progress) -> Di
     """Hash every tensor in threads; both hashing and reading release the interpreter lock."""
     digests: dict[str, str] = {}
     with open_hashing_threads() as (pool, go_on):
-        tasks = {pool.submit(_hash_tensor, tensor, go_on): n for n, tensor in tensors.items()}
+        tasks = {pool.submit(hash_tensor, tensor, go_on): n for n, tensor in tensors.items()}
         for task in as_completed(tasks):
             digests[tasks[task]] = task.result()
             progress(tensors[tasks[task]].size)
     return compute_weights_digest(tensors, digests)
 
 
-def _hash_tensor(tensor: StoredTensor, go_on: Progress) -> str:
+def hash_tensor(tensor: StoredTensor, progress: Progress = ignore_progress) -> str:
+    """Return the hex sha256 of a tensor's bytes as they are stored; ``progress`` may raise.
+
+    Raises:
+        InvalidPackageError: when a file is cut short.
+    """
     hasher = hashlib.sha256()
 
     def use(chunk: memoryview) -> None:
-        go_on(len(chunk))
+        progress(len(chunk))
         hasher.update(chunk)
 
-    _read_tensor(tensor, use)
+    for part in (tensor,) if tensor.codec is None else tensor.codec.parts:
+        _read_tensor(part, use)
     return hasher.hexdigest()
 
 

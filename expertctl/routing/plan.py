@@ -360,7 +360,7 @@ def _read_matrix_dtypes(base: StoredBase, config: ModelConfig) -> set[str]:
         tensors = read_base_tensors(base.path, config).values()
     except ExpertError:
         return set()
-    return {tensor.info.dtype for tensor in tensors if len(tensor.info.shape) == 2}
+    return {tensor.storage for tensor in tensors if len(tensor.info.shape) == 2}
 
 
 def _describe_native_version(config: EngineConfig) -> int | str:

@@ -34,7 +34,7 @@ from expertctl.engine.kernels.quantisation import encode_scale
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.moe.expert_files import ExpertStream, compute_copy_shape
 from expertctl.engine_config import MoeColdOption
-from expertctl.package.base_model import compute_weights_digest
+from expertctl.package.base_model import compute_weights_digest, hash_tensor
 from expertctl.package.base_tensors import StoredTensor, read_base_tensors
 from expertctl.package.model_config import HEAD_TENSOR, ModelConfig
 from expertctl.store.quantised_cache import QuantisedCache
@@ -220,4 +220,7 @@ def _pack_tensors(
         return {}
     hashers = {name: hashlib.sha256() for name in places}
     pack_slices((slice_tensor(stored[n], p, hashers[n]) for n, p in places.items()), progress)
-    return {name: hasher.hexdigest() for name, hasher in hashers.items()}
+    return {
+        name: hasher.hexdigest() if stored[name].codec is None else hash_tensor(stored[name])
+        for name, hasher in hashers.items()
+    }

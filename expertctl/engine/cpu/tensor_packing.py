@@ -94,7 +94,10 @@ class TensorRows:
     rows: int
     place: TensorPlace
     hasher: "hashlib._Hash | None"
-    """Updated with the bytes, if not None; the slices of a tensor must then be packed in order."""
+    """Updated with the bytes, if not None; the slices of a tensor must then be packed in order.
+
+    Not where a codec decodes them: the bytes in the files differ from the decoded numbers.
+    """
 
 
 def packing_thread_count() -> int:
@@ -162,7 +165,7 @@ def _pack_slice(stretch: TensorRows) -> None:
     place, done = stretch.place, 0
     for numbers in iter_row_portions(stretch.tensor, stretch.first, stretch.rows):
         count = len(numbers)
-        if stretch.hasher is not None:
+        if stretch.hasher is not None and stretch.tensor.codec is None:
             stretch.hasher.update(numbers.data)
         if isinstance(place, PackedMatrix):
             fits = write_tensor(place.row_slice(done, count), numbers)

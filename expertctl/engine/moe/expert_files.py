@@ -36,6 +36,7 @@ from expertctl.engine.kernels.packed_matrix import MIN_COMPACT_BITS
 from expertctl.engine.memory.host import MappedFile, allocate, find_unused_bytes
 from expertctl.engine.moe.placement import LayerExpert
 from expertctl.engine_config import MoeCold, MoeColdOption
+from expertctl.package.base_model import hash_tensor
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
 from expertctl.store.quantised_cache import QuantisedCache
@@ -218,7 +219,8 @@ class ExpertStream:
         for name, place in expert_tensor_places(at, self._shape, block).items():
             hasher = hashlib.sha256()
             pack_tensor(self._stored[name], place, hasher=hasher)
-            digests[name] = hasher.hexdigest()
+            stored = self._stored[name]
+            digests[name] = hasher.hexdigest() if stored.codec is None else hash_tensor(stored)
         found = compact_expert(block, self._shape) if self._is_compact else block
         return QuantisedPiece(found.data, hash_piece(found.data)), digests
 

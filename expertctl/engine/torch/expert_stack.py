@@ -350,7 +350,7 @@ def expert_module_name(layer: int, expert: int) -> str:
 
 def _read_tensor(tensor: StoredTensor, rows: Tensor) -> None:
     dtype = _DTYPES[tensor.info.dtype]
-    if dtype is rows.dtype:
+    if dtype is rows.dtype and tensor.codec is None:
         read_tensor(tensor, rows.view(torch.uint8).numpy())
         return
     done = 0

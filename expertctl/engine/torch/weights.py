@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.base_files import (
     is_routed_expert,
+    iter_row_portions,
     list_rounding_warnings,
     make_tied_head_error,
     make_unreadable_error,
@@ -78,10 +80,13 @@ def load_base_weights(
 
 
 def _read(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
-    for path in sorted({tensor.path for tensor in tensors.values()}):
+    plain = {name: tensor for name, tensor in tensors.items() if tensor.codec is None}
+    for name in tensors.keys() - plain.keys():
+        yield name, torch.from_numpy(np.concatenate(list(iter_row_portions(tensors[name]))))
+    for path in sorted({tensor.path for tensor in plain.values()}):
         try:
             with _open(path) as file:
-                here = {name: tensor for name, tensor in tensors.items() if tensor.path == path}
+                here = {name: tensor for name, tensor in plain.items() if tensor.path == path}
                 yield from _read_file(file, here)
         except (SafetensorError, OSError) as error:
             raise make_unreadable_error(path, error) from error

@@ -238,7 +238,7 @@ def test_a_file_that_cannot_be_read_ends_the_text_and_the_next_goes_on(
     hidden = file.with_suffix(".hidden")
     with cached(olmoe, crew, slots=2) as (decoder, cache):
         file.rename(hidden)
-        with pytest.raises(Exception, match="not a readable safetensors file"):
+        with pytest.raises(Exception, match="not a readable file of weights"):
             scores(decoder, IDS, prefill=9)
         hidden.rename(file)
         cache.check_integrity()
