@@ -19,6 +19,10 @@ from pathlib import Path
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
+from expertctl.package.quantisation_config import (
+    QuantisationConfig,
+    read_quantisation_config,
+)
 from expertctl.package.stored_tensor import FileState, StoredTensor
 from expertctl.package.tensor_file import BASE_LIMITS, TensorInfo, read_table
 from expertctl.schema.strict_json import load_object
@@ -154,6 +158,9 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
     found = _read_tables(directory)
     tensors = {name: found[name] for name in found if not name.endswith(_DERIVED_SUFFIX)}
     problems: list[str] = []
+    quantisation = read_quantisation_config(directory)
+    if quantisation is not None:
+        tensors = _combine_quantised(tensors, config, quantisation, problems)
     if config.experts is not None:
         tensors = _canonicalise(tensors, config, config.experts, problems)
     problems = problems[:_MAX_SHOWN_NAMES] or _find_tensor_problems(tensors, config)
@@ -237,6 +244,21 @@ def _read_tables(directory: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def _combine_quantised(
+    found: Mapping[str, StoredTensor],
+    config: ModelConfig,
+    quantisation: QuantisationConfig,
+    problems: list[str],
+) -> dict[str, StoredTensor]:
+    from expertctl.package.quantised_weights import combine_parts  # which needs numpy
+
+    shapes = config.tensor_shapes()
+    shapes.setdefault(HEAD_TENSOR, shapes[EMBEDDING_TENSOR])
+    return combine_parts(
+        found, quantisation, lambda name: shapes.get(canonicalise_name(name)), problems
+    )
+
+
 def _canonicalise(
     found: Mapping[str, StoredTensor],
     config: ModelConfig,
@@ -251,6 +273,8 @@ def _canonicalise(
 
 
 def _slice_tensor(whole: StoredTensor, source: SourceRows) -> StoredTensor:
+    if whole.codec is not None:
+        return whole
     offset = whole.offset + source.info.begin - whole.info.begin
     return StoredTensor(whole.path, source.info, offset, source.stored_name, source.row, whole.file)
 
