@@ -22,7 +22,6 @@ from tests.quantised_bases import (
     BNB_INT8_CONFIG,
     FP8,
     MakeParts,
-    QuantisedParts,
     compressed_config,
     edit_config,
     edit_tensors,
@@ -417,40 +416,3 @@ def test_random_damage_to_a_configuration_gives_an_error_of_ours(seed: int, tmp_
             read(tmp_path)
         except (IncompatibleError, InvalidPackageError):
             continue
-
-
-def bitsandbytes_parts(kind: str, *, double: bool, dtype: torch.dtype) -> MakeParts:
-    functional = pytest.importorskip("bitsandbytes.functional")
-
-    def make(weight: Tensor) -> QuantisedParts:
-        codes, state = functional.quantize_4bit(
-            weight.to(dtype), blocksize=64, compress_statistics=double, quant_type=kind
-        )
-        parts = {f".weight.{name}": part for name, part in state.as_dict(packed=True).items()}
-        matrix = functional.dequantize_4bit(codes, state).float()
-        return QuantisedParts({".weight": codes, **parts}, matrix)
-
-    return make
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_four_bits_have_the_bits_of_bitsandbytes(
-    kind: str, double: bool, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    make = bitsandbytes_parts(kind, double=double, dtype=dtype)
-    expected = write(tmp_path, ({**BNB_CONFIG, "bnb_4bit_quant_type": kind}, make))
-    assert_same_bits(read(tmp_path), expected)
-
-
-def test_eight_bits_have_the_bits_of_bitsandbytes(tmp_path: Path) -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
-
-    def make(weight: Tensor) -> QuantisedParts:
-        codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
-        matrix = functional.int8_vectorwise_dequant(codes, scales)
-        return QuantisedParts({".weight": codes, ".SCB": scales}, matrix)
-
-    expected = write(tmp_path, (BNB_INT8_CONFIG, make))
-    assert_same_bits(read(tmp_path), expected)
