@@ -32,8 +32,9 @@ from expertctl.engine.moe.expert_files import (
     open_copied_experts,
 )
 from expertctl.engine.moe.routed_experts import RoutedExperts, RoutingChoices
-from expertctl.package.base_tensors import StoredTensor, read_base_tensors
+from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import ModelConfig, read_model_config
+from expertctl.package.stored_tensor import StoredTensor
 from expertctl.store.bases import BaseStore
 from expertctl.store.quantised_cache import QuantisedCache
 from expertctl.store.quantised_file import always_wanted

@@ -13,8 +13,8 @@ import numpy as np
 from expertctl.engine.arrays import STORED_DTYPES, AnyArray, widen
 from expertctl.engine.kernels.packed_format import rows_per_portion
 from expertctl.errors import IncompatibleError, InvalidPackageError
-from expertctl.package.base_tensors import StoredTensor, TensorCodec
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR
+from expertctl.package.stored_tensor import StoredTensor, TensorCodec
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FLOAT_BYTES, _COMPARED_NUMBERS = 4, 1 << 14

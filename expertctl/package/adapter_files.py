@@ -36,7 +36,6 @@ from expertctl.package.adapter_weights import (
     find_saved_embeddings,
 )
 from expertctl.package.base_model import BaseFacts, read_base_headers
-from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.directory import (
     CONFIG_PATH,
     WEIGHTS_PATH,
@@ -44,6 +43,7 @@ from expertctl.package.directory import (
     find_source_file,
     list_source_names,
 )
+from expertctl.package.stored_tensor import StoredTensor
 from expertctl.package.tensor_file import TensorTable, read_header
 from expertctl.schema.strict_json import JsonObject, load_object
 

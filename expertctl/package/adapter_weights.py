@@ -35,10 +35,10 @@ from expertctl.package.adapter import (
     SoftPrompt,
     truncate_problems,
 )
-from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.directory import SourceFile
 from expertctl.package.layout import Blobs
 from expertctl.package.read import PackageContents
+from expertctl.package.stored_tensor import StoredTensor
 from expertctl.package.tensor_file import (
     DTYPE_BYTES,
     LENGTH_BYTES,

@@ -25,7 +25,6 @@ from expertctl.digest import READ_CHUNK, Digest, Progress, ignore_progress
 from expertctl.errors import IncompatibleError, InvalidPackageError
 from expertctl.package.architectures import ARCHITECTURES, ConfigFields
 from expertctl.package.base_tensors import (
-    StoredTensor,
     find_base_file,
     read_base_tensors,
     read_foreign_tensors,
@@ -36,6 +35,7 @@ from expertctl.package.model_config import (
     parse_model_config,
     read_config_document,
 )
+from expertctl.package.stored_tensor import StoredTensor
 from expertctl.package.tokenizer import MAX_TOKENIZER_BYTES, compute_tokenizer_digest
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, read_bounded
 

@@ -9,27 +9,23 @@ write ``block_sparse_moe.experts.3.w1`` for ``mlp.experts.3.gate_proj``, and som
 stacked by layer; in either layout, each matrix of each expert becomes a tensor of its own, a range
 of rows of the stored one. So the digest of a base, its loading and reading single experts do not
 depend on the layout.
-
-Numbers that are not stored as plain floats (in blocks with scales, or transposed) are decoded by
-the `TensorCodec` of their tensor, which every reader asks for rows.
 """
 
-import os
 import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
 
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
+from expertctl.package.quantisation_config import (
+    QuantisationConfig,
+    read_quantisation_config,
+)
+from expertctl.package.stored_tensor import FileState, StoredTensor
 from expertctl.package.tensor_file import BASE_LIMITS, TensorInfo, read_table
 from expertctl.schema.strict_json import load_object
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _MODULE = re.compile(r"(?P<layer>model\.layers\.[0-9]+)\.(?:block_sparse_moe|mlp)\.(?P<rest>.+)")
 _HALF = re.compile(r"(?P<expert>experts\.[0-9]+)\.(?P<half>w[123])(?P<end>\..*)?")
@@ -148,85 +144,6 @@ _DERIVED_SUFFIX = ".rotary_emb.inv_freq"  # in old files; follows from the confi
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-@dataclass(frozen=True, slots=True)
-class FileState:
-    """Identifies an unchanged file without reading it."""
-
-    inode: int
-    size: int
-    modified_ns: int
-
-    @classmethod
-    def from_stat(cls, found: os.stat_result) -> "FileState":
-        """Return the state in a stat result."""
-        return cls(found.st_ino, found.st_size, found.st_mtime_ns)
-
-
-class TensorCodec(Protocol):
-    """Decodes a tensor whose numbers are not stored as plain floats."""
-
-    @property
-    def storage(self) -> str:
-        """What the numbers are stored as, such as ``Q4_K``; part of the digest of a base."""
-
-    @property
-    def parts(self) -> "tuple[StoredTensor, ...]":
-        """The stored tensors that it reads, in the order in which they are hashed."""
-
-    def read_rows(self, first: int, count: int) -> "np.ndarray[Any, Any]":
-        """Return ``count`` rows from row ``first`` on: float32 [count, columns], or [count].
-
-        Raises:
-            OSError: when a file ends early.
-            InvalidPackageError: when a file changed since its header was read.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor of a base: its file, dtype and shape, and the offset of its first byte.
-
-    In the file it is the tensor ``stored``, or rows of it, starting at ``row``. With a ``codec``,
-    dtype and shape are those of the decoded numbers (F32), and the offsets are of no use.
-    """
-
-    path: Path
-    info: TensorInfo
-    offset: int
-    stored: str
-    row: int = 0
-    file: FileState | None = None
-    """The state of the file when its header was read."""
-    codec: TensorCodec | None = None
-    """Decodes its rows; None: they are stored as they are."""
-
-    @property
-    def size(self) -> int:
-        """The size in the files, in bytes."""
-        if self.codec is not None:
-            return sum(part.size for part in self.codec.parts)
-        return self.info.end - self.info.begin
-
-    @property
-    def storage(self) -> str:
-        """What its numbers are stored as: a dtype, or the name of its codec."""
-        return self.info.dtype if self.codec is None else self.codec.storage
-
-    def open(self) -> FileIO:
-        """Open its file, unless it changed since its header was read, perhaps long ago.
-
-        Raises:
-            InvalidPackageError: when the file was replaced or written since.
-            OSError: when it cannot be opened.
-        """
-        stream = FileIO(self.path)
-        if self.file is not None and FileState.from_stat(os.fstat(stream.fileno())) != self.file:
-            stream.close()
-            changed = "it changed while the base was in memory; load the base again"
-            raise InvalidPackageError(str(self.path), [changed])
-        return stream
-
-
 def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Return every tensor that a configuration requires, and a tied head if it is stored, too.
 
@@ -241,6 +158,9 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
     found = _read_tables(directory)
     tensors = {name: found[name] for name in found if not name.endswith(_DERIVED_SUFFIX)}
     problems: list[str] = []
+    quantisation = read_quantisation_config(directory)
+    if quantisation is not None:
+        tensors = _combine_quantised(tensors, config, quantisation, problems)
     if config.experts is not None:
         tensors = _canonicalise(tensors, config, config.experts, problems)
     problems = problems[:_MAX_SHOWN_NAMES] or _find_tensor_problems(tensors, config)
@@ -324,6 +244,21 @@ def _read_tables(directory: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def _combine_quantised(
+    found: Mapping[str, StoredTensor],
+    config: ModelConfig,
+    quantisation: QuantisationConfig,
+    problems: list[str],
+) -> dict[str, StoredTensor]:
+    from expertctl.package.quantised_weights import combine_parts  # which needs numpy
+
+    shapes = config.tensor_shapes()
+    shapes.setdefault(HEAD_TENSOR, shapes[EMBEDDING_TENSOR])
+    return combine_parts(
+        found, quantisation, lambda name: shapes.get(canonicalise_name(name)), problems
+    )
+
+
 def _canonicalise(
     found: Mapping[str, StoredTensor],
     config: ModelConfig,
@@ -338,6 +273,8 @@ def _canonicalise(
 
 
 def _slice_tensor(whole: StoredTensor, source: SourceRows) -> StoredTensor:
+    if whole.codec is not None:
+        return whole
     offset = whole.offset + source.info.begin - whole.info.begin
     return StoredTensor(whole.path, source.info, offset, source.stored_name, source.row, whole.file)
 

@@ -253,11 +253,6 @@ def _reject_unsupported(fields: ConfigFields, row: Architecture, what: str) -> N
         raise IncompatibleError(
             f"{what}: activation {activation[:40]!r} is not supported", hint="supported is silu"
         )
-    if fields.get("quantization_config") is not None:
-        raise IncompatibleError(
-            f"{what}: weights quantised by quantization_config are not supported",
-            hint="use the base in float32, float16 or bfloat16",
-        )
     if fields.get("per_layer_config"):
         raise IncompatibleError(
             f"{what}: layers that differ by per_layer_config are not supported",

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from expertctl.errors import IncompatibleError, InvalidPackageError
-from expertctl.package.base_tensors import StoredTensor, read_base_tensors
+from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, read_model_config
+from expertctl.package.stored_tensor import StoredTensor
 from tests.factories import write_base
 
 

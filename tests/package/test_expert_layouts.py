@@ -11,8 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from expertctl.errors import InvalidPackageError
 from expertctl.package.base_model import read_base
-from expertctl.package.base_tensors import StoredTensor, read_base_tensors
+from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import read_model_config
+from expertctl.package.stored_tensor import StoredTensor
 from expertctl.schema.strict_json import encode_canonical
 from tests.factories import write_base
 from tests.tensor_shapes import CLASSES, to_canonical_name

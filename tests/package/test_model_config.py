@@ -367,7 +367,6 @@ def test_a_base_of_every_architecture_is_read_from_its_directory(tmp_path: Path)
         ({"architectures": ["LlamaForCausalLM", "Evil"]}, "Evil"),
         ({"architectures": "LlamaForCausalLM"}, "LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"per_layer_config": {"1": {"num_key_value_heads": 1}}}, "per_layer_config"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),

@@ -245,9 +245,9 @@ def test_an_architecture_that_cannot_run_is_refused_by_name(
         directory,
         model_type="qwen3",
         architectures=None,
-        quantization_config={"quant_method": "awq"},
+        quantization_config={"quant_method": "hqq"},
     )
-    with pytest.raises(IncompatibleError, match="quantised"):
+    with pytest.raises(IncompatibleError, match="the method 'hqq'"):
         bases.add(directory)
     assert bases.list_bases() == []
 

@@ -35,8 +35,9 @@ from expertctl.engine.memory.host import allocate
 from expertctl.engine.moe.expert_files import ExpertStream, compute_copy_shape
 from expertctl.engine_config import MoeColdOption
 from expertctl.package.base_model import compute_weights_digest, hash_tensor
-from expertctl.package.base_tensors import StoredTensor, read_base_tensors
+from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import HEAD_TENSOR, ModelConfig
+from expertctl.package.stored_tensor import StoredTensor
 from expertctl.store.quantised_cache import QuantisedCache
 from expertctl.store.quantised_file import QuantisedPiece, iterate_pieces
 

@@ -29,8 +29,9 @@ from expertctl.engine.base_files import (
 from expertctl.engine.kernels.packed_format import rows_per_portion
 from expertctl.engine.memory.host import allocate
 from expertctl.errors import UsageError
-from expertctl.package.base_tensors import StoredTensor, read_base_tensors
+from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
+from expertctl.package.stored_tensor import StoredTensor
 
 _MATRIX_DTYPES: dict[str, "np.dtype[Any]"] = {
     "float32": np.dtype(np.float32),

@@ -29,7 +29,7 @@ from expertctl.engine.kernels.packed_matrix import (
 from expertctl.engine.kernels.program import array_address, encode_operands
 from expertctl.engine.memory.host import count_usable_cores
 from expertctl.errors import ExpertError, IncompatibleError, InvalidPackageError
-from expertctl.package.base_tensors import StoredTensor
+from expertctl.package.stored_tensor import StoredTensor
 from expertctl.store.quantised_file import ALIGNED
 
 

@@ -37,8 +37,8 @@ from expertctl.engine.memory.host import MappedFile, allocate, find_unused_bytes
 from expertctl.engine.moe.placement import LayerExpert
 from expertctl.engine_config import MoeCold, MoeColdOption
 from expertctl.package.base_model import hash_tensor
-from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
+from expertctl.package.stored_tensor import StoredTensor
 from expertctl.store.quantised_cache import QuantisedCache
 from expertctl.store.quantised_file import (
     FileEdition,

@@ -41,8 +41,8 @@ from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import ReadExpert
 from expertctl.engine.torch.devices import acquire_stream, translate_device_errors
 from expertctl.engine.torch.functional import FeedForward, Linear
-from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
+from expertctl.package.stored_tensor import StoredTensor
 from expertctl.store.quantised_file import ReadCancelled, always_wanted
 
 Numbers = np.ndarray[Any, Any]

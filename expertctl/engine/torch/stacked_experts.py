@@ -46,8 +46,8 @@ from expertctl.engine.torch.expert_stack import (
 )
 from expertctl.engine.torch.routed_mlp import RouterOutput
 from expertctl.package.architectures import ExpertsConfig
-from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
+from expertctl.package.stored_tensor import StoredTensor
 
 Numbers = np.ndarray[Any, Any]
 _LONG_BYTES = 8

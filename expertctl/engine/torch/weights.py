@@ -23,8 +23,9 @@ from expertctl.engine.base_files import (
     make_unreadable_error,
 )
 from expertctl.errors import UsageError
-from expertctl.package.base_tensors import StoredTensor, read_base_tensors
+from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
+from expertctl.package.stored_tensor import StoredTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
