@@ -10,26 +10,23 @@ stacked by layer; in either layout, each matrix of each expert becomes a tensor 
 of rows of the stored one. So the digest of a base, its loading and reading single experts do not
 depend on the layout.
 
-Numbers that are not stored as plain floats (in blocks with scales, or transposed) are decoded by
-the `TensorCodec` of their tensor, which every reader asks for rows.
+The folder of a GGUF base has `gguf_codec.GGUF_TABLE`, a table of its tensors, in place of weights.
 """
 
-import os
 import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
 
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.package.architectures import ExpertsConfig
+from expertctl.package.gguf_codec import GGUF_TABLE, find_gguf_file, read_gguf_table
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
+from expertctl.package.stored_tensor import FileState as FileState
+from expertctl.package.stored_tensor import StoredTensor as StoredTensor
+from expertctl.package.stored_tensor import TensorCodec as TensorCodec
 from expertctl.package.tensor_file import BASE_LIMITS, TensorInfo, read_table
 from expertctl.schema.strict_json import load_object
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _MODULE = re.compile(r"(?P<layer>model\.layers\.[0-9]+)\.(?:block_sparse_moe|mlp)\.(?P<rest>.+)")
 _HALF = re.compile(r"(?P<expert>experts\.[0-9]+)\.(?P<half>w[123])(?P<end>\..*)?")
@@ -148,85 +145,6 @@ _DERIVED_SUFFIX = ".rotary_emb.inv_freq"  # in old files; follows from the confi
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-@dataclass(frozen=True, slots=True)
-class FileState:
-    """Identifies an unchanged file without reading it."""
-
-    inode: int
-    size: int
-    modified_ns: int
-
-    @classmethod
-    def from_stat(cls, found: os.stat_result) -> "FileState":
-        """Return the state in a stat result."""
-        return cls(found.st_ino, found.st_size, found.st_mtime_ns)
-
-
-class TensorCodec(Protocol):
-    """Decodes a tensor whose numbers are not stored as plain floats."""
-
-    @property
-    def storage(self) -> str:
-        """What the numbers are stored as, such as ``Q4_K``; part of the digest of a base."""
-
-    @property
-    def parts(self) -> "tuple[StoredTensor, ...]":
-        """The stored tensors that it reads, in the order in which they are hashed."""
-
-    def read_rows(self, first: int, count: int) -> "np.ndarray[Any, Any]":
-        """Return ``count`` rows from row ``first`` on: float32 [count, columns], or [count].
-
-        Raises:
-            OSError: when a file ends early.
-            InvalidPackageError: when a file changed since its header was read.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor of a base: its file, dtype and shape, and the offset of its first byte.
-
-    In the file it is the tensor ``stored``, or rows of it, starting at ``row``. With a ``codec``,
-    dtype and shape are those of the decoded numbers (F32), and the offsets are of no use.
-    """
-
-    path: Path
-    info: TensorInfo
-    offset: int
-    stored: str
-    row: int = 0
-    file: FileState | None = None
-    """The state of the file when its header was read."""
-    codec: TensorCodec | None = None
-    """Decodes its rows; None: they are stored as they are."""
-
-    @property
-    def size(self) -> int:
-        """The size in the files, in bytes."""
-        if self.codec is not None:
-            return sum(part.size for part in self.codec.parts)
-        return self.info.end - self.info.begin
-
-    @property
-    def storage(self) -> str:
-        """What its numbers are stored as: a dtype, or the name of its codec."""
-        return self.info.dtype if self.codec is None else self.codec.storage
-
-    def open(self) -> FileIO:
-        """Open its file, unless it changed since its header was read, perhaps long ago.
-
-        Raises:
-            InvalidPackageError: when the file was replaced or written since.
-            OSError: when it cannot be opened.
-        """
-        stream = FileIO(self.path)
-        if self.file is not None and FileState.from_stat(os.fstat(stream.fileno())) != self.file:
-            stream.close()
-            changed = "it changed while the base was in memory; load the base again"
-            raise InvalidPackageError(str(self.path), [changed])
-        return stream
-
-
 def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Return every tensor that a configuration requires, and a tied head if it is stored, too.
 
@@ -238,7 +156,8 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
             unexpected or of another shape.
         IncompatibleError: for a dtype that is not a float.
     """
-    found = _read_tables(directory)
+    is_gguf = (directory / GGUF_TABLE).is_file()
+    found = read_gguf_table(directory) if is_gguf else _read_tables(directory)
     tensors = {name: found[name] for name in found if not name.endswith(_DERIVED_SUFFIX)}
     problems: list[str] = []
     if config.experts is not None:
@@ -260,12 +179,14 @@ def read_foreign_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def find_weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a base, as listed in its index.
+    """Return the safetensors files of a base, as listed in its index, or its GGUF file.
 
     Raises:
         NotFoundError: when there is none, or one of them is missing.
         InvalidPackageError: when the index is malformed.
     """
+    if (directory / GGUF_TABLE).is_file():
+        return [find_gguf_file(directory)]
     if not (directory / INDEX_FILE).is_file():
         return [find_base_file(directory, WEIGHTS_FILE)]
     names = sorted(set(_read_weight_map(directory).values()))

@@ -1,0 +1,105 @@
+"""`StoredTensor`: where the numbers of one tensor of a base are, and how they are stored.
+
+Numbers that are not stored as plain floats (in blocks with scales, or transposed) are decoded by
+the `TensorCodec` of their tensor, which every reader asks for rows.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from expertctl.errors import InvalidPackageError
+from expertctl.package.tensor_file import TensorInfo
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """Identifies an unchanged file without reading it."""
+
+    inode: int
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def from_stat(cls, found: os.stat_result) -> "FileState":
+        """Return the state in a stat result."""
+        return cls(found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+class TensorCodec(Protocol):
+    """Decodes a tensor whose numbers are not stored as plain floats."""
+
+    @property
+    def storage(self) -> str:
+        """What the numbers are stored as, such as ``Q4_K``; part of the digest of a base."""
+
+    @property
+    def parts(self) -> "tuple[StoredTensor, ...]":
+        """The stored tensors that it reads, in the order in which they are hashed."""
+
+    def read_rows(self, first: int, count: int) -> "np.ndarray[Any, Any]":
+        """Return ``count`` rows from row ``first`` on: float32 [count, columns], or [count].
+
+        Raises:
+            OSError: when a file ends early.
+            InvalidPackageError: when a file changed since its header was read.
+        """
+
+
+@runtime_checkable
+class ExactCodec(TensorCodec, Protocol):
+    """A codec of plain floats in another order or a wider dtype, hashed as what they mean."""
+
+    def iter_plain_bytes(self) -> Iterator[bytes]:
+        """Yield the bytes of all rows in order, in the dtype ``storage``; raises as `read_rows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a base: its file, dtype and shape, and the offset of its first byte.
+
+    In the file it is the tensor ``stored``, or rows of it, starting at ``row``. With a ``codec``,
+    dtype and shape are those of the decoded numbers (F32), and the offsets are of no use.
+    """
+
+    path: Path
+    info: TensorInfo
+    offset: int
+    stored: str
+    row: int = 0
+    file: FileState | None = None
+    """The state of the file when its header was read."""
+    codec: TensorCodec | None = None
+    """Decodes its rows; None: they are stored as they are."""
+
+    @property
+    def size(self) -> int:
+        """The size in the files, in bytes."""
+        if self.codec is not None:
+            return sum(part.size for part in self.codec.parts)
+        return self.info.end - self.info.begin
+
+    @property
+    def storage(self) -> str:
+        """What its numbers are stored as: a dtype, or the name of its codec."""
+        return self.info.dtype if self.codec is None else self.codec.storage
+
+    def open(self) -> FileIO:
+        """Open its file, unless it changed since its header was read, perhaps long ago.
+
+        Raises:
+            InvalidPackageError: when the file was replaced or written since.
+            OSError: when it cannot be opened.
+        """
+        stream = FileIO(self.path)
+        if self.file is not None and FileState.from_stat(os.fstat(stream.fileno())) != self.file:
+            stream.close()
+            changed = "it changed while the base was in memory; load the base again"
+            raise InvalidPackageError(str(self.path), [changed])
+        return stream
