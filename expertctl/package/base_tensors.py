@@ -171,6 +171,11 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
 
 def read_foreign_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return every tensor of a foreign base, sorted by name; raises as `read_base_tensors`."""
+    if (directory / GGUF_TABLE).is_file():
+        raise IncompatibleError(
+            f"{find_gguf_file(directory)}: transformers does not run a GGUF base here",
+            hint="leave out `--engine transformers`, or use the model's folder with safetensors",
+        )
     found = _read_tables(directory)
     tensors = {name: found[name] for name in sorted(found) if not name.endswith(_DERIVED_SUFFIX)}
     weights = {n: t for n, t in tensors.items() if not _is_mask(n, t)}

@@ -191,11 +191,11 @@ def _read_sizes(fields: ConfigFields, name: str) -> JsonObject:
     limit = 1 << 24
     hidden = fields.read_integer(f"{name}.embedding_length", minimum=1, maximum=limit)
     heads = fields.read_integer(f"{name}.attention.head_count", minimum=1, maximum=limit)
-    rotated = fields.read_integer(
-        f"{name}.rope.dimension_count", minimum=2, maximum=limit, default=max(hidden // heads, 2)
-    )
     dim = fields.read_integer(
-        f"{name}.attention.key_length", minimum=2, maximum=limit, default=rotated
+        f"{name}.attention.key_length", minimum=2, maximum=limit, default=max(hidden // heads, 2)
+    )
+    rotated = fields.read_integer(
+        f"{name}.rope.dimension_count", minimum=2, maximum=limit, default=dim
     )
     if rotated != dim or fields.get(f"{name}.attention.value_length") not in (None, dim):
         fields.add_problem(f"{name}.rope.dimension_count", f"is {rotated}, a head has {dim}")
