@@ -52,7 +52,7 @@ def add(
     with show_progress("hashing base", size, as_json=as_json) as report:
         base = add_base(directory, name=name, revision=revision, progress=report)
     identity = base.identity
-    text = f"{base.name}  {format_size(base.size)}  {base.path}\n"
+    text = f"{base.name}  {format_size(base.size)}  {base.source}\n"
     text += f"arch {identity.arch}\nweights {identity.weights}\n{_format_tokenizers(identity)}"
     routed = read_routed_config(base)
     if routed is not None:
@@ -111,7 +111,7 @@ def list_bases(as_json: JsonFlag = False) -> None:
         revision, size = base.identity.revision or "-", format_size(base.size)
         share = "-" if routed is None else f"{routed.used} of {routed.count}"
         rows.append(
-            [base.name, revision, size, share, _get_engine_name(base), state, str(base.path)]
+            [base.name, revision, size, share, _get_engine_name(base), state, str(base.source)]
         )
     header = ["NAME", "REVISION", "SIZE", "ROUTED EXPERTS", "ENGINE", "STATE", "PATH"]
     emit({"bases": documents}, format_table(header, rows) if rows else "", as_json=as_json)
@@ -161,7 +161,7 @@ def _build_document(base: StoredBase, routed: "ExpertsConfig | None") -> dict[st
     return {
         "name": base.name,
         "revision": identity.revision,
-        "path": str(base.path),
+        "path": str(base.source),
         "copied": base.copied,
         "engine": _get_engine_name(base),
         "size": base.size,

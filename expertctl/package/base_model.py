@@ -35,7 +35,7 @@ from expertctl.package.model_config import (
     parse_model_config,
     read_config_document,
 )
-from expertctl.package.stored_tensor import StoredTensor
+from expertctl.package.stored_tensor import ExactCodec, StoredTensor
 from expertctl.package.tokenizer import MAX_TOKENIZER_BYTES, compute_tokenizer_digest
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, read_bounded
 
@@ -345,6 +345,10 @@ def hash_tensor(tensor: StoredTensor, progress: Progress = ignore_progress) -> s
         progress(len(chunk))
         hasher.update(chunk)
 
+    if isinstance(tensor.codec, ExactCodec):
+        for chunk in tensor.codec.iter_plain_bytes():
+            use(memoryview(chunk))
+        return hasher.hexdigest()
     for part in (tensor,) if tensor.codec is None else tensor.codec.parts:
         _read_tensor(part, use)
     return hasher.hexdigest()

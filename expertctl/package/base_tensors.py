@@ -9,6 +9,8 @@ write ``block_sparse_moe.experts.3.w1`` for ``mlp.experts.3.gate_proj``, and som
 stacked by layer; in either layout, each matrix of each expert becomes a tensor of its own, a range
 of rows of the stored one. So the digest of a base, its loading and reading single experts do not
 depend on the layout.
+
+The folder of a GGUF base has `gguf_codec.GGUF_TABLE`, a table of its tensors, in place of weights.
 """
 
 import re
@@ -18,12 +20,15 @@ from pathlib import Path
 
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.package.architectures import ExpertsConfig
+from expertctl.package.gguf_codec import GGUF_TABLE, find_gguf_file, read_gguf_table
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
 from expertctl.package.quantisation_config import (
     QuantisationConfig,
     read_quantisation_config,
 )
-from expertctl.package.stored_tensor import FileState, StoredTensor
+from expertctl.package.stored_tensor import FileState as FileState
+from expertctl.package.stored_tensor import StoredTensor as StoredTensor
+from expertctl.package.stored_tensor import TensorCodec as TensorCodec
 from expertctl.package.tensor_file import BASE_LIMITS, TensorInfo, read_table
 from expertctl.schema.strict_json import load_object
 
@@ -155,7 +160,8 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
             unexpected or of another shape.
         IncompatibleError: for a dtype that is not a float.
     """
-    found = _read_tables(directory)
+    is_gguf = (directory / GGUF_TABLE).is_file()
+    found = read_gguf_table(directory) if is_gguf else _read_tables(directory)
     tensors = {name: found[name] for name in found if not name.endswith(_DERIVED_SUFFIX)}
     problems: list[str] = []
     quantisation = read_quantisation_config(directory)
@@ -172,6 +178,11 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
 
 def read_foreign_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return every tensor of a foreign base, sorted by name; raises as `read_base_tensors`."""
+    if (directory / GGUF_TABLE).is_file():
+        raise IncompatibleError(
+            f"{find_gguf_file(directory)}: transformers does not run a GGUF base here",
+            hint="leave out `--engine transformers`, or use the model's folder with safetensors",
+        )
     found = _read_tables(directory)
     tensors = {name: found[name] for name in sorted(found) if not name.endswith(_DERIVED_SUFFIX)}
     weights = {n: t for n, t in tensors.items() if not _is_mask(n, t)}
@@ -180,12 +191,14 @@ def read_foreign_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def find_weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a base, as listed in its index.
+    """Return the safetensors files of a base, as listed in its index, or its GGUF file.
 
     Raises:
         NotFoundError: when there is none, or one of them is missing.
         InvalidPackageError: when the index is malformed.
     """
+    if (directory / GGUF_TABLE).is_file():
+        return [find_gguf_file(directory)]
     if not (directory / INDEX_FILE).is_file():
         return [find_base_file(directory, WEIGHTS_FILE)]
     names = sorted(set(_read_weight_map(directory).values()))

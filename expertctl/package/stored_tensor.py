@@ -1,14 +1,15 @@
-"""`StoredTensor`: one tensor of a base, and where its bytes are; `TensorCodec` decodes others.
+"""`StoredTensor`: where the numbers of one tensor of a base are, and how they are stored.
 
 Numbers that are not stored as plain floats (in blocks with scales, or transposed) are decoded by
 the `TensorCodec` of their tensor, which every reader asks for rows.
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from expertctl.errors import InvalidPackageError
 from expertctl.package.tensor_file import TensorInfo
@@ -49,6 +50,14 @@ class TensorCodec(Protocol):
             OSError: when a file ends early.
             InvalidPackageError: when a file changed since its header was read.
         """
+
+
+@runtime_checkable
+class ExactCodec(TensorCodec, Protocol):
+    """A codec of plain floats in another order or a wider dtype, hashed as what they mean."""
+
+    def iter_plain_bytes(self) -> Iterator[bytes]:
+        """Yield the bytes of all rows in order, in the dtype ``storage``; raises as `read_rows`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from expertctl.package.base_model import TOKENIZER_FILE
 from expertctl.package.tokenizer import FORM_VERSION, MAX_TOKENIZER_BYTES, compute_tokenizer_digest
 from expertctl.schema.strict_json import read_bounded
 from expertctl.schema.validation import decode_json
-from expertctl.store.base_record import COPY_FOLDER, StoredBase
+from expertctl.store.base_record import COPY_FOLDER, DERIVED_PREFIX, StoredBase
 
 QUANTISED = "quantised"
 """The name of the folder of copies, beside the record of the base."""
@@ -134,7 +134,7 @@ def remove_base_folder(home: Path) -> None:
     for path in list_removable(copies):
         remove_entry(path)
     with suppress(FileNotFoundError):
-        ours = [home / name for name in (COPY_FOLDER, *_OWN_FILES)]
+        ours = [path for path in home.iterdir() if path != copies and _is_own_entry(path.name)]
         for path in ours if home.is_symlink() else list(home.iterdir()):
             if path != copies or not path.is_dir() or path.is_symlink():
                 remove_entry(path)
@@ -156,10 +156,15 @@ def _remove_if_empty(folder: Path) -> None:
 def _is_orphaned(home: Path) -> bool:
     """Tell whether a folder remained of a base: no record, and only entries with our names."""
     try:
-        ours = {path.name for path in home.iterdir()} <= {COPY_FOLDER, QUANTISED, *_OWN_FILES}
+        ours = all(_is_own_entry(path.name) for path in home.iterdir())
         return ours and not _is_kept(home / QUANTISED)
     except (FileNotFoundError, PermissionError):  # removed meanwhile, or of another user
         return False
+
+
+def _is_own_entry(name: str) -> bool:
+    own = {COPY_FOLDER, QUANTISED, *_OWN_FILES}
+    return name in own or name.startswith(DERIVED_PREFIX)
 
 
 def _has_own_name(home: Path) -> bool:

@@ -3,6 +3,9 @@
 A base is a directory with a configuration, a tokenizer and weights. This module names it, lists and
 hashes its files, detects whether they are still the ones that were added, and encodes the record. A
 copy lies beside its record and is found from there, so a home can be moved.
+
+A GGUF file stays where it is, too: a folder beside the record has the other files, which follow
+from its header, and names it.
 """
 
 import json
@@ -18,7 +21,6 @@ from expertctl.digest import READ_CHUNK, Digest, Progress, hash_file, ignore_pro
 from expertctl.errors import (
     BaseMismatchError,
     ExpertError,
-    IncompatibleError,
     InvalidPackageError,
     NotFoundError,
     StoreError,
@@ -27,53 +29,81 @@ from expertctl.errors import (
 from expertctl.files import make_folders, open_staged_file, sync_folder
 from expertctl.package.base_model import TOKENIZER_FILE, BaseIdentity, open_hashing_threads
 from expertctl.package.base_tensors import INDEX_FILE, find_weight_files
+from expertctl.package.gguf_base import derive_base_files
+from expertctl.package.gguf_codec import GGUF_TABLE
+from expertctl.package.gguf_file import read_gguf_header
 from expertctl.package.model_config import CONFIG_FILE
+from expertctl.package.stored_tensor import FileState
 from expertctl.schema.strict_json import load_object
 from expertctl.schema.validation import convert_document
 
 _PATH_PREFIXES = {"..", "~"}
 """What begins a path, and never the name of a model on a hub."""
 _MAX_HUB_NAME = 200
-_GGUF_HINT = "GGUF is not supported; use the model's own folder with config.json and safetensors"
 
 
 def check_directory(directory: Path) -> None:
     """Require an existing directory.
 
     Raises:
-        UsageError: when it is something else.
-        IncompatibleError: when it holds a base in a format that is not supported.
+        UsageError: when it is something else, or holds a GGUF file, which must be named.
+        InvalidPackageError: when it is a file called ``.gguf`` that is none.
         NotFoundError: when it does not exist.
     """
     if directory.is_dir():
-        if any(directory.glob("*.gguf")) and not (directory / "config.json").exists():
-            raise IncompatibleError(
-                f"{directory} holds GGUF files, no config.json", hint=_GGUF_HINT
-            )
+        _check_no_gguf(directory)
         return
+    if directory.suffix == ".gguf" and directory.exists():
+        problem = "not a GGUF file: it does not begin with its magic"
+        raise InvalidPackageError(str(directory), [problem], hint="download it again")
     if directory.exists():
-        hint = _GGUF_HINT if directory.suffix == ".gguf" else "give the folder of config.json"
+        hint = "give the folder of config.json, or a GGUF file"
         raise UsageError(f"{directory} is no directory", hint=hint)
     model = directory if _looks_like_hub_name(directory) else "ORG/NAME"
     hint = f"download it first: `hf download {model} --local-dir DIR`, then base add DIR"
     raise NotFoundError(f"{directory}: no such directory", hint=hint)
 
 
+def _check_no_gguf(directory: Path) -> None:
+    if (directory / GGUF_TABLE).exists():
+        raise UsageError(
+            f"{directory} has the files that follow from a GGUF file", hint="add the GGUF file"
+        )
+    files = sorted(path.name for path in directory.glob("*.gguf"))
+    if files and not (directory / CONFIG_FILE).exists():
+        commands = " or ".join(f"`expertctl base add {directory / name}`" for name in files[:3])
+        raise UsageError(f"{directory} holds GGUF files, no config.json", hint=commands)
+
+
 def infer_name(directory: Path, name: str | None, revision: str | None) -> tuple[str, str | None]:
     """Complete name and revision from a hub cache path, ``models--org--name/snapshots/<commit>``.
+
+    A GGUF file is called as the file; a blob, whose name is a digest, as the model in its header.
 
     Raises:
         UsageError: when what it is called cannot name a base.
     """
+    if directory.is_file():
+        return _check_name(name or _name_gguf_file(directory)), revision
     place = directory.resolve()
     if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
         name = name or place.parent.parent.name.removeprefix("models--").replace("--", "/")
         revision = revision or place.name
-    name = name or place.name
+    return _check_name(name or place.name), revision
+
+
+def _name_gguf_file(path: Path) -> str:
+    if path.suffix == ".gguf":
+        return path.stem
+    named = read_gguf_header(path).metadata.get("general.name")
+    return named if isinstance(named, str) and named else path.name
+
+
+def _check_name(name: str) -> str:
     shown = name.isprintable() and name.strip() == name and name[:1] not in {"", "."}
     if not shown or len(quote(name, safe="")) > _MAX_HUB_NAME:
         raise UsageError(f"{name[:80]!r} cannot name a base", hint="choose one with `--name NAME`")
-    return name, revision
+    return name
 
 
 def _looks_like_hub_name(place: Path) -> bool:
@@ -119,9 +149,15 @@ def list_base_files(directory: Path) -> list[str]:
     for name in (CONFIG_FILE, TOKENIZER_FILE):
         if not (directory / name).is_file():
             raise NotFoundError(f"{directory}: {name} is missing")
-    weights = [path.name for path in find_weight_files(directory)]
-    present = [name for name in OPTIONAL_FILES if (directory / name).is_file()]
+    weights = [_name_weights(directory, path) for path in find_weight_files(directory)]
+    optional = (*OPTIONAL_FILES, GGUF_TABLE)
+    present = [name for name in optional if (directory / name).is_file()]
     return sorted([CONFIG_FILE, TOKENIZER_FILE, *weights, *present])
+
+
+def _name_weights(directory: Path, path: Path) -> str:
+    """Return the name of a file in the folder, or the path of a GGUF file elsewhere."""
+    return path.name if path.parent == directory else str(path)
 
 
 def hash_base_files(
@@ -132,6 +168,7 @@ def hash_base_files(
     Raises:
         InvalidPackageError: when one of them changes meanwhile.
     """
+    names = list(names)
     paths = [directory / name for name in names]
     stamps = [_stat_file(path) for path in paths]
     with open_hashing_threads() as (pool, go_on):
@@ -146,8 +183,8 @@ def hash_base_files(
         problems = [f"{name} changed while it was read" for name in changed]
         raise InvalidPackageError(str(directory), problems)
     return tuple(
-        BaseFile(path.name, *stamp, digest)
-        for path, stamp, (_, digest) in zip(paths, stamps, hashed, strict=True)
+        BaseFile(name, *stamp, digest)
+        for name, stamp, (_, digest) in zip(names, stamps, hashed, strict=True)
     )
 
 
@@ -226,15 +263,45 @@ def copy_files(source: Path, target: Path, progress: Progress) -> None:
     names = list_base_files(source)
     make_folders(target, mode=0o700)
     for name in names:
-        with (source / name).open("rb") as stream, open_staged_file(target / name) as write:
-            while chunk := stream.read(READ_CHUNK):
-                write(memoryview(chunk))
-                progress(len(chunk))
+        _copy_file(source / name, target / name, progress)
     sync_folder(target)
+
+
+def write_gguf_files(file: Path, target: Path, *, copied: bool, progress: Progress) -> None:
+    """Write the files of a base that follow from a GGUF file into a new folder.
+
+    With ``copied``, the folder gets a copy of the GGUF file, too; else its path.
+
+    Raises:
+        IncompatibleError: when it is not supported.
+        InvalidPackageError: when it is malformed, or changes meanwhile.
+    """
+    place = file.absolute()
+    header = read_gguf_header(place)
+    files = derive_base_files(header, file=_COPIED_GGUF if copied else str(place))
+    make_folders(target, mode=0o700)
+    for name, data in files.items():
+        with open_staged_file(target / name) as write:
+            write(memoryview(data))
+    if copied:
+        _copy_file(place, target / _COPIED_GGUF, progress)
+    if FileState.from_stat(place.stat()) != header.state:
+        raise InvalidPackageError(str(file), ["it changed while it was read"])
+    sync_folder(target)
+
+
+def _copy_file(source: Path, target: Path, progress: Progress) -> None:
+    with source.open("rb") as stream, open_staged_file(target) as write:
+        while chunk := stream.read(READ_CHUNK):
+            write(memoryview(chunk))
+            progress(len(chunk))
 
 
 COPY_FOLDER = "files"
 """The folder of a copy, beside its record."""
+DERIVED_PREFIX = "derived-"
+"""What begins the name of the folder, beside the record, of the files that follow from a GGUF."""
+_COPIED_GGUF = "model.gguf"
 _MAX_BYTES = 64 << 20
 
 
@@ -257,6 +324,17 @@ class StoredBase:
     def size(self) -> int:
         """The total size of its files in bytes."""
         return sum(file.size for file in self.files)
+
+    @property
+    def source(self) -> Path:
+        """What the user added: the folder, or the GGUF file; for a copy, its folder."""
+        named = [Path(file.path) for file in self.files if Path(file.path).is_absolute()]
+        return named[0] if named else self.path
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether its folder, beside the record, was made from a GGUF file that stays in place."""
+        return self.source != self.path
 
 
 class _StoredIdentity(msgspec.Struct, forbid_unknown_fields=True):
@@ -293,7 +371,7 @@ def encode_base_record(base: StoredBase) -> bytes:
     record = _StoredBaseRecord(
         1,
         base.name,
-        COPY_FOLDER if base.copied else str(base.path),
+        base.path.name if base.copied or base.is_derived else str(base.path),
         base.copied,
         str(base.added_ns),
         _StoredIdentity(identity.revision, str(identity.arch), weights, str(identity.tokenizer)),
@@ -337,7 +415,7 @@ def _base_from_record(record: _StoredBaseRecord, folder: Path) -> StoredBase:
     )
     return StoredBase(
         name=record.name,
-        path=folder / COPY_FOLDER if record.copied else Path(record.path),
+        path=folder / COPY_FOLDER if record.copied else folder / record.path,
         identity=identity,
         files=files,
         shapes=record.shapes,

@@ -2,8 +2,8 @@
 
 A base stays in its own directory: ``bases/<name>/base.json`` holds its path, its digests, the
 shapes of its linear layers, and size, time, inode and digest of every file. The files of a copy lie
-beside that record. Every change of a record updates the time stamp of ``bases/``, so a reader that
-caches records checks only that.
+beside that record, as do those that follow from a GGUF file, which stays in place. Every change of
+a record updates the time stamp of ``bases/``, so a reader that caches records checks only that.
 """
 
 import os
@@ -14,15 +14,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from expertctl.digest import Progress, ignore_progress
+from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.errors import ConflictError, NotFoundError
 from expertctl.files import make_folders, remove_tree, sync_folder, write_atomic
 from expertctl.package.adapter import find_full_precision_label
 from expertctl.package.base_model import (
     differs_in_tokenizer_form_only,
+    open_hashing_threads,
     read_base,
     read_base_headers,
 )
+from expertctl.package.gguf_file import is_gguf_file
+from expertctl.schema.strict_json import encode_canonical
 from expertctl.store.base_folder import (
     QUALITY,
     QUANTISED,
@@ -39,6 +42,7 @@ from expertctl.store.base_folder import (
 )
 from expertctl.store.base_record import (
     COPY_FOLDER,
+    DERIVED_PREFIX,
     BaseFile,
     StoredBase,
     check_directory,
@@ -51,6 +55,7 @@ from expertctl.store.base_record import (
     list_base_files,
     read_base_record,
     refresh_files,
+    write_gguf_files,
 )
 from expertctl.store.disk import disk_errors
 from expertctl.store.locks import LOCK_SECONDS, claim_folder, exclusive_lock, is_claimed
@@ -63,7 +68,7 @@ _MAX_NAMED = 8
 
 def count_bytes_to_read(directory: Path, *, copies: bool = False) -> int:
     """Return the bytes read to add a base: files, then tensors; files once more for a copy."""
-    files = directory.iterdir() if directory.is_dir() else []
+    files = directory.iterdir() if directory.is_dir() else [directory]
     return sum(path.stat().st_size for path in files if path.is_file()) * (3 if copies else 2)
 
 
@@ -109,10 +114,10 @@ class BaseStore:
         )
 
     def find_by_path(self, place: str | Path) -> StoredBase | None:
-        """Return the base whose files lie in a folder; None for any other path."""
+        """Return the base of a folder or of a GGUF file; None for any other path."""
         with suppress(OSError, ValueError, RuntimeError):  # a text that is no path
-            folder = Path(place).expanduser().resolve(strict=True)
-            return next((b for b in self.list_bases() if b.path.resolve() == folder), None)
+            found = Path(place).expanduser().resolve(strict=True)
+            return next((b for b in self.list_bases() if b.source.resolve() == found), None)
         return None
 
     def find_by_label(self, label: str) -> StoredBase | None:
@@ -136,6 +141,8 @@ class BaseStore:
     ) -> StoredBase:
         """Read all files of a base and register it in place; repeating this is harmless.
 
+        ``directory`` may be a GGUF file: the folder of the base then has what follows from it.
+
         A base whose tokenizer was saved again in another form replaces the one of its name, and
         keeps the digest by which packages and plans name its tokenizer.
 
@@ -145,6 +152,9 @@ class BaseStore:
             InvalidPackageError: when a file of it is malformed.
             ConflictError: when another base has that name.
         """
+        if is_gguf_file(directory):
+            with self._stage_gguf(directory, name, revision, progress, copied=False) as base:
+                return self._commit_derived(base)
         _check_base(directory)
         name, revision = infer_name(directory, name, revision)
         with self._exclusive():
@@ -163,6 +173,9 @@ class BaseStore:
         progress: Progress = ignore_progress,
     ) -> StoredBase:
         """Copy a base and register the copy, see `add`; an existing sound copy is kept."""
+        if is_gguf_file(directory):
+            with self._stage_gguf(directory, name, revision, progress, copied=True) as base:
+                return self._commit_copy(base.path, base)
         _check_base(directory)
         name, revision = infer_name(directory, name, revision)
         with disk_errors(self.folder), ExitStack() as stack:
@@ -173,6 +186,52 @@ class BaseStore:
             base = _read_base(files, name=name, revision=revision, progress=progress)
             with self._exclusive():
                 return self._commit_copy(files, base)
+
+    @contextmanager
+    def _stage_gguf(
+        self,
+        file: Path,
+        name: str | None,
+        revision: str | None,
+        progress: Progress,
+        *,
+        copied: bool,
+    ) -> Iterator[StoredBase]:
+        """Write the files of a GGUF base to a staged folder, and hold the lock to commit it."""
+        with disk_errors(self.folder), ExitStack() as stack:
+            name, revision = infer_name(file, name, revision)
+            with self._exclusive():
+                own = stack.enter_context(claim_folder(self.folder, prefix=STAGED_PREFIX))
+            files = own / COPY_FOLDER
+            write_gguf_files(file, files, copied=copied, progress=progress)
+            base = _read_base(files, name=name, revision=revision, progress=progress)
+            with self._exclusive():
+                yield base
+
+    def _commit_derived(self, base: StoredBase) -> StoredBase:
+        """Move the files of a GGUF base beside its record; the record is the commit."""
+        base = self._with_recorded_identity(base)
+        home = self._base_folder(base.name)
+        own = encode_canonical([[file.path, str(file.digest)] for file in base.files])
+        place = home / f"{DERIVED_PREFIX}{Digest.compute(own).hex[:16]}"
+        make_folders(home, mode=0o700)
+        kept, problems = refresh_files(place, base.files)
+        if problems:
+            remove_tree(place)
+            base.path.rename(place)
+            sync_folder(home)
+            kept = base.files
+        base = replace(base, path=place, files=kept)
+        self._write_record(base)
+        self._remove_other_folders(base)
+        return base
+
+    def _remove_other_folders(self, base: StoredBase) -> None:
+        """Remove what former records of a base named."""
+        home = self._base_folder(base.name)
+        for folder in (home / COPY_FOLDER, *home.glob(f"{DERIVED_PREFIX}*")):
+            if folder != base.path:
+                remove_tree(folder)
 
     def remove(self, base: StoredBase) -> None:
         """Unregister a base; its files stay, unless they are our own copy."""
@@ -295,8 +354,7 @@ class BaseStore:
             base = replace(base, path=copy, copied=True)
         make_folders(home, mode=0o700)
         self._write_record(base)
-        if not base.copied:
-            remove_tree(copy)
+        self._remove_other_folders(base)
         return base
 
     def _update_files(self, base: StoredBase, files: tuple[BaseFile, ...]) -> None:
@@ -320,6 +378,7 @@ class BaseStore:
         else:
             placed = replace(sound, added_ns=base.added_ns)
         self._write_record(placed)
+        self._remove_other_folders(placed)
         return placed
 
     def _write_record(self, base: StoredBase) -> None:
@@ -391,9 +450,17 @@ def _check_base(directory: Path) -> None:
 def _read_base(
     directory: Path, *, name: str, revision: str | None, progress: Progress
 ) -> StoredBase:
+    """Read a base; its files are hashed at the same time, in other threads."""
     names = list_base_files(directory)
-    files = hash_base_files(directory, names, progress=progress)
-    facts = read_base(directory, name=name, revision=revision, progress=progress)
+    with open_hashing_threads() as (pool, go_on):
+
+        def count(size: int) -> None:
+            go_on(size)
+            progress(size)
+
+        hashing = pool.submit(hash_base_files, directory, names, progress=count)
+        facts = read_base(directory, name=name, revision=revision, progress=progress)
+        files = hashing.result()
     check_unchanged(name, refresh_files(directory, files)[1])
     place = directory.absolute()
     return StoredBase(

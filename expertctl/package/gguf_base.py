@@ -1,0 +1,357 @@
+"""A GGUF file as a base: the files of a Hugging Face folder that follow from its header.
+
+`derive_base_files` returns ``config.json``, ``tokenizer.json`` and ``tokenizer_config.json`` with
+the same bytes for the same file, and `GGUF_TABLE`, which names the file and its tensors. Written
+into one folder, they are a base like any other, and the GGUF file stays as it is.
+
+`GGUF_ARCHITECTURES` has one row for each value of ``general.architecture`` that is read. What
+llama.cpp's converter does to a model is undone: names of tensors, the order of the rows of queries
+and keys (llama), and RoPE factors that follow from a configuration (Llama 3). The numbers of the
+header are float32; as config.json states decimals, the shortest one of each is taken.
+"""
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from expertctl.errors import IncompatibleError, InvalidPackageError
+from expertctl.package.architectures import ARCHITECTURES, ConfigFields
+from expertctl.package.gguf_codec import GGUF_TABLE, GgufCodec, GgufEntry, GgufTable
+from expertctl.package.gguf_file import GgufHeader, GgufTensor
+from expertctl.package.gguf_tokenizer import build_tokenizer_files
+from expertctl.package.model_config import CONFIG_FILE
+from expertctl.package.stored_tensor import StoredTensor
+from expertctl.package.tensor_file import TensorInfo
+from expertctl.schema.strict_json import JsonObject, JsonValue
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufArchitecture:
+    """One row: how files of an architecture differ from the others."""
+
+    model_type: str
+    """Its row in `ARCHITECTURES`."""
+    paired: bool = False
+    """Whether the rows of queries and keys are stored in pairs."""
+
+
+GGUF_ARCHITECTURES: Mapping[str, GgufArchitecture] = {
+    "llama": GgufArchitecture(model_type="llama", paired=True),
+    "qwen2": GgufArchitecture(model_type="qwen2"),
+    "qwen3": GgufArchitecture(model_type="qwen3"),
+}
+
+_EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_NAMES: Mapping[str, str] = {
+    _EMBEDDING: "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    _HEAD: "lm_head.weight",
+}
+_LAYER_NAMES: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_PAIRED = ("attn_q", "attn_k")
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)")
+_NARROW = ("F16", "BF16")
+_MAX_LAYERS = 1 << 10
+_LLAMA3_ORIGINALS = (8192, 4096, 16384, 32768)
+_LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
+_MAX_FACTOR_ERROR = 1e-5
+
+
+def derive_base_files(header: GgufHeader, *, file: str) -> dict[str, bytes]:
+    """Return the files of a base by name; ``file`` is how the table names the GGUF file.
+
+    Raises:
+        IncompatibleError: when the architecture, the tokenizer or a setting is not supported.
+        InvalidPackageError: when the header contradicts itself.
+        OSError: when the file cannot be read.
+    """
+    config, row = _build_config(header)
+    table = GgufTable(1, file, tuple(_list_entries(header, config, row)))
+    return {
+        CONFIG_FILE: encode_document(config),
+        GGUF_TABLE: msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n",
+        **build_tokenizer_files(header),
+    }
+
+
+def encode_document(document: JsonObject) -> bytes:
+    """Return a JSON document as a file, with the same bytes for the same values."""
+    return json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+
+
+def _build_config(header: GgufHeader) -> tuple[JsonObject, GgufArchitecture]:
+    what, values = str(header.path), _collect_scalars(header)
+    fields = ConfigFields(values)
+    name = fields.read_text("general.architecture")
+    fields.raise_problems(what)
+    _reject_other_files(fields, what)
+    row = GGUF_ARCHITECTURES.get(name)
+    if row is None:
+        raise IncompatibleError(
+            f"{what}: architecture {name[:40]!r} is not supported",
+            hint=f"supported in GGUF are {', '.join(GGUF_ARCHITECTURES)}",
+        )
+    _reject_settings(fields, name, what)
+    embedding = header.tensors.get(_EMBEDDING)
+    if embedding is None or len(embedding.shape) != 2:
+        raise InvalidPackageError(what, [f"{_EMBEDDING} is missing, or no matrix"])
+    config = _read_sizes(fields, name)
+    config |= {
+        "architectures": [ARCHITECTURES[row.model_type].class_name],
+        "model_type": row.model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_output.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
+        "tie_word_embeddings": _HEAD not in header.tensors,
+    }
+    config |= _read_rope(header, fields, name, config)
+    fields.raise_problems(what)
+    return config, row
+
+
+def _collect_scalars(header: GgufHeader) -> JsonObject:
+    """Return all values but arrays; an array of one value for every layer counts as that value."""
+    values: JsonObject = {}
+    for key, value in header.metadata.items():
+        if not isinstance(value, tuple):
+            values[key] = _shorten(value)
+        elif value and len(value) <= _MAX_LAYERS and len(set(value)) == 1:
+            values[key] = _shorten(value[0])
+    return values
+
+
+def _shorten(value: bool | int | float | str) -> JsonValue:
+    """Return the shortest decimal of a float32 number, as 1e-05 for 9.999999747378752e-06."""
+    if not isinstance(value, float):
+        return value
+    for digits in range(1, 10):
+        short = float(f"{value:.{digits}g}")
+        if _to_float32(short) == _to_float32(value):
+            return short
+    return value
+
+
+def _to_float32(number: float) -> bytes | None:
+    try:
+        return struct.pack("<f", number)
+    except OverflowError:
+        return None
+
+
+def _reject_other_files(fields: ConfigFields, what: str) -> None:
+    kind = fields.read_text("general.type", default="model")
+    if kind != "model":
+        hint = "give the GGUF file of the whole model"
+        raise IncompatibleError(f"{what}: a GGUF file of type {kind[:40]!r}", hint=hint)
+    if fields.read_integer("split.count", minimum=0, maximum=1 << 16, default=0) > 1:
+        raise IncompatibleError(
+            f"{what}: one of several files of a model",
+            hint="merge them first: `llama-gguf-split --merge FIRST.gguf MODEL.gguf`",
+        )
+
+
+def _reject_settings(fields: ConfigFields, name: str, what: str) -> None:
+    """Refuse settings that change what is computed and that are not read."""
+    if fields.get(f"{name}.expert_count"):
+        raise IncompatibleError(
+            f"{what}: a GGUF file with routed experts is not supported",
+            hint="use the model's own folder with config.json and safetensors",
+        )
+    for key in ("attention.sliding_window", "rope.scaling.yarn_log_multiplier", "logit_scale"):
+        if fields.get(f"{name}.{key}"):
+            raise IncompatibleError(
+                f"{what}: {name}.{key} is not supported in GGUF",
+                hint="use the model's own folder with config.json and safetensors",
+            )
+
+
+def _read_sizes(fields: ConfigFields, name: str) -> JsonObject:
+    limit = 1 << 24
+    hidden = fields.read_integer(f"{name}.embedding_length", minimum=1, maximum=limit)
+    heads = fields.read_integer(f"{name}.attention.head_count", minimum=1, maximum=limit)
+    dim = fields.read_integer(
+        f"{name}.attention.key_length", minimum=2, maximum=limit, default=max(hidden // heads, 2)
+    )
+    rotated = fields.read_integer(
+        f"{name}.rope.dimension_count", minimum=2, maximum=limit, default=dim
+    )
+    if rotated != dim or fields.get(f"{name}.attention.value_length") not in (None, dim):
+        fields.add_problem(f"{name}.rope.dimension_count", f"is {rotated}, a head has {dim}")
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "head_dim": dim,
+        "num_key_value_heads": fields.read_integer(
+            f"{name}.attention.head_count_kv", minimum=1, maximum=limit, default=heads
+        ),
+        "num_hidden_layers": fields.read_integer(
+            f"{name}.block_count", minimum=1, maximum=_MAX_LAYERS
+        ),
+        "intermediate_size": fields.read_integer(
+            f"{name}.feed_forward_length", minimum=1, maximum=limit
+        ),
+        "max_position_embeddings": fields.read_integer(
+            f"{name}.context_length", minimum=1, maximum=limit
+        ),
+        "rms_norm_eps": fields.read_number(
+            f"{name}.attention.layer_norm_rms_epsilon", minimum=0.0, maximum=1.0
+        ),
+    }
+
+
+def _read_rope(
+    header: GgufHeader, fields: ConfigFields, name: str, config: JsonObject
+) -> JsonObject:
+    theta = fields.read_number(f"{name}.rope.freq_base", minimum=2.0, maximum=1e12, default=10000.0)
+    rope: JsonObject = {"rope_theta": theta}
+    old = fields.read_number(f"{name}.rope.scale_linear", minimum=1.0, maximum=1e4, default=1.0)
+    kind = fields.read_text(f"{name}.rope.scaling.type", default="linear" if old != 1 else "none")
+    factor = fields.read_number(
+        f"{name}.rope.scaling.factor", minimum=0.0, maximum=1e4, default=old
+    )
+    if _ROPE_FACTORS in header.tensors:
+        if kind != "none":
+            fields.add_problem(f"{name}.rope.scaling.type", f"is {kind}, besides {_ROPE_FACTORS}")
+        return {**rope, "rope_scaling": _find_llama3_scaling(header, theta, config)}
+    scaling: JsonObject = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        scaling |= _read_yarn(fields, f"{name}.rope.scaling")
+    elif kind not in {"none", "linear"}:
+        raise IncompatibleError(
+            f"{header.path}: RoPE scaling {kind[:40]!r} is not supported",
+            hint="supported in GGUF are none, linear, yarn and the factors of Llama 3",
+        )
+    is_scaled = kind == "yarn" or (kind == "linear" and factor not in (0.0, 1.0))
+    return {**rope, "rope_scaling": scaling} if is_scaled else rope
+
+
+def _read_yarn(fields: ConfigFields, prefix: str) -> JsonObject:
+    key = "original_context_length"
+    original = fields.read_integer(f"{prefix}.{key}", minimum=1, maximum=1 << 24)
+    found: JsonObject = {"original_max_position_embeddings": original}
+    for name in ("beta_fast", "beta_slow"):
+        if fields.get(f"{prefix}.yarn_{name}") is not None:
+            key = f"{prefix}.yarn_{name}"
+            found[name] = fields.read_number(key, minimum=0.0, maximum=1e4)
+    if fields.read_number(f"{prefix}.attn_factor", minimum=0.0, maximum=1e4, default=1.0) != 1.0:
+        fields.add_problem(f"{prefix}.attn_factor", "other than 1 is not supported")
+    return found
+
+
+def _find_llama3_scaling(header: GgufHeader, theta: float, config: JsonObject) -> JsonObject:
+    """Return the Llama 3 scaling whose factors a file stores.
+
+    Raises:
+        IncompatibleError: when they follow from none that is known.
+    """
+    stored = header.tensors[_ROPE_FACTORS]
+    dim = cast(int, config["head_dim"])
+    if stored.kind.name == "F32" and math.prod(stored.shape) == dim // 2:
+        factors = [float(n) for n in _read_tensor(header, stored).reshape(-1)]
+        for original in _LLAMA3_ORIGINALS:
+            expected = list(_iter_llama3_factors(max(factors), original, theta, dim))
+            pairs = zip(factors, expected, strict=True)
+            if all(abs(a - b) <= _MAX_FACTOR_ERROR * b for a, b in pairs):
+                return {
+                    "rope_type": "llama3",
+                    "factor": _shorten(max(factors)),
+                    "low_freq_factor": _LLAMA3_LOW,
+                    "high_freq_factor": _LLAMA3_HIGH,
+                    "original_max_position_embeddings": original,
+                }
+    raise IncompatibleError(
+        f"{header.path}: the factors in {_ROPE_FACTORS} are not those of Llama 3",
+        hint="use the model's own folder with config.json and safetensors",
+    )
+
+
+def _iter_llama3_factors(factor: float, original: int, theta: float, dim: int) -> Iterator[float]:
+    """Yield what each frequency is divided by; see `Llama3Scaling`."""
+    for number in range(dim // 2):
+        turns = original / (2 * math.pi * theta ** (2 * number / dim))
+        if turns > _LLAMA3_HIGH:
+            yield 1.0
+        elif turns < _LLAMA3_LOW:
+            yield factor
+        else:
+            share = (turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
+            yield 1 / ((1 - share) / factor + share)
+
+
+def _list_entries(
+    header: GgufHeader, config: JsonObject, row: GgufArchitecture
+) -> Iterator[GgufEntry]:
+    """Yield the entry of every tensor; the caller of `read_base_tensors` checks that all are there.
+
+    Raises:
+        InvalidPackageError: when the name of one is unknown, or it is no vector or matrix.
+    """
+    narrow = _find_matrix_dtype(header)
+    for tensor in header.tensors.values():
+        if tensor.name == _ROPE_FACTORS:
+            continue
+        name, part = _translate_name(header, tensor)
+        paired = cast(int, config["head_dim"]) if row.paired and part in _PAIRED else 0
+        if paired and tensor.shape[0] % paired:
+            problem = f"{tensor.name} has {tensor.shape[0]} rows, no multiple of {paired}"
+            raise InvalidPackageError(str(header.path), [problem])
+        plain = narrow if narrow and _is_widened(header, tensor, narrow) else ""
+        yield GgufEntry(
+            name, tensor.name, tensor.kind.name, tensor.shape, tensor.offset, paired, plain
+        )
+
+
+def _translate_name(header: GgufHeader, tensor: GgufTensor) -> tuple[str, str]:
+    """Return the canonical name of a tensor, and what llama.cpp calls its module in a layer."""
+    if len(tensor.shape) > 2:
+        problem = f"{tensor.name} has {len(tensor.shape)} dimensions"
+        raise InvalidPackageError(str(header.path), [problem])
+    if tensor.name in _NAMES:
+        return _NAMES[tensor.name], ""
+    match = _LAYER.fullmatch(tensor.name)
+    if match is None or match[2] not in _LAYER_NAMES:
+        raise InvalidPackageError(str(header.path), [f"unexpected tensor {tensor.name}"])
+    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}", match[2]
+
+
+def _find_matrix_dtype(header: GgufHeader) -> str:
+    """Return the 16-bit float of all matrices; empty if they differ or are in blocks."""
+    kinds = {tensor.kind.name for tensor in header.tensors.values() if len(tensor.shape) == 2}
+    return kinds.pop() if len(kinds) == 1 and kinds <= set(_NARROW) else ""
+
+
+def _is_widened(header: GgufHeader, tensor: GgufTensor, dtype: str) -> bool:
+    """Tell whether a float32 vector has only numbers of a narrower dtype, so was widened."""
+    if tensor.kind.name != "F32" or len(tensor.shape) != 1:
+        return False
+    from expertctl.package.gguf_blocks import is_exact_in  # numpy: only to read numbers
+
+    return is_exact_in(_read_tensor(header, tensor), dtype)
+
+
+def _read_tensor(header: GgufHeader, tensor: GgufTensor) -> "np.ndarray[Any, Any]":
+    info = TensorInfo("F32", tensor.shape, 0, tensor.size)
+    raw = StoredTensor(header.path, info, tensor.offset, tensor.name, file=header.state)
+    return GgufCodec(raw, tensor.kind, 0).read_rows(0, tensor.shape[0])
