@@ -23,7 +23,8 @@ from typing import Any
 
 from expertctl.digest import READ_CHUNK, Digest, Progress, ignore_progress
 from expertctl.errors import IncompatibleError, InvalidPackageError
-from expertctl.package.architectures import ARCHITECTURES, ConfigFields
+from expertctl.package.architecture_rows import ARCHITECTURES, ELSE_FOREIGN
+from expertctl.package.architectures import ConfigFields
 from expertctl.package.base_tensors import (
     StoredTensor,
     find_base_file,
@@ -152,6 +153,11 @@ def read_base_config(directory: Path) -> ModelConfig | ForeignConfig:
     """
     document, what = read_config_document(directory), str(directory / CONFIG_FILE)
     kind = document.get("model_type")
+    if isinstance(kind, str) and kind in ELSE_FOREIGN:
+        try:
+            return parse_model_config(document, what=what)
+        except IncompatibleError:
+            return parse_foreign_config(document, what=what)
     if not isinstance(kind, str) or kind in ARCHITECTURES:
         return parse_model_config(document, what=what)
     return parse_foreign_config(document, what=what)
@@ -345,13 +351,14 @@ def _hash_tensor(tensor: StoredTensor, go_on: Progress) -> str:
 
 
 def _read_tensor(tensor: StoredTensor, use: Callable[[memoryview], None]) -> None:
-    buffer = bytearray(min(READ_CHUNK, tensor.size))
-    view, left = memoryview(buffer), tensor.size
+    buffer = memoryview(bytearray(min(READ_CHUNK, tensor.size)))
     with tensor.path.open("rb", buffering=0) as stream:
-        stream.seek(tensor.offset)
-        while left:
-            count = stream.readinto(view[: min(len(view), left)])
-            if not count:
-                raise InvalidPackageError(str(tensor.path), ["the file is cut short"])
-            use(view[:count])
-            left -= count
+        for offset, size in tensor.iter_ranges():
+            stream.seek(offset)
+            left = size
+            while left:
+                count = stream.readinto(buffer[: min(len(buffer), left)])
+                if not count:
+                    raise InvalidPackageError(str(tensor.path), ["the file is cut short"])
+                use(buffer[:count])
+                left -= count

@@ -11,6 +11,7 @@ of rows of the stored one. So the digest of a base, its loading and reading sing
 depend on the layout.
 """
 
+import math
 import os
 import re
 from collections.abc import Container, Iterator, Mapping
@@ -21,6 +22,7 @@ from pathlib import Path
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
+from expertctl.package.stored_layout import RowLayout, SourceRows, find_stored_rows
 from expertctl.package.tensor_file import BASE_LIMITS, TensorInfo, read_table
 from expertctl.schema.strict_json import load_object
 
@@ -65,16 +67,6 @@ _LAYOUT_PATTERNS = {
     "as w1, w2 and w3": re.compile(r".*\.experts\.[0-9]+\.w[123]\.weight"),
     "separately": re.compile(r".*\.experts\.[0-9]+\.(gate|up|down)_proj\.weight"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class SourceRows:
-    """The source of a tensor: a whole stored tensor, or some of its rows."""
-
-    stored_name: str
-    row: int
-    """The first row, with the stack viewed as one matrix."""
-    info: TensorInfo
 
 
 def find_canonical_sources(
@@ -169,11 +161,28 @@ class StoredTensor:
     row: int = 0
     file: FileState | None = None
     """The state of the file when its header was read."""
+    layout: RowLayout | None = None
+    """How its rows lie in ``stored``; None: one after another."""
 
     @property
     def size(self) -> int:
         """The size in bytes."""
         return self.info.end - self.info.begin
+
+    def iter_ranges(self, first: int = 0, rows: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yield offset and size of the bytes of some rows, or of all, in its file.
+
+        Of rows that are columns of the stored matrix, the parts in each stored row are yielded.
+        """
+        shape = self.info.shape
+        rows = shape[0] - first if rows is None else rows
+        itemsize = self.size // math.prod(shape)
+        columns = math.prod(shape[1:])
+        if self.layout is None:
+            yield self.offset + first * columns * itemsize, rows * columns * itemsize
+            return
+        for begin, size in self.layout.iter_ranges(first, rows, columns, itemsize):
+            yield self.offset + begin, size
 
     def open(self) -> FileIO:
         """Open its file, unless it changed since its header was read, perhaps long ago.
@@ -206,6 +215,8 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
     problems: list[str] = []
     if config.experts is not None:
         tensors = _canonicalise(tensors, config, config.experts, problems)
+    elif not config.stored_places.are_usual:
+        tensors = _arrange(tensors, config, problems)
     problems = problems[:_MAX_SHOWN_NAMES] or _find_tensor_problems(tensors, config)
     if problems:
         raise InvalidPackageError(str(directory), problems)
@@ -300,9 +311,34 @@ def _canonicalise(
     }
 
 
+def _arrange(
+    found: Mapping[str, StoredTensor], config: ModelConfig, problems: list[str]
+) -> dict[str, StoredTensor]:
+    """Return the tensors of files with the names and the layout of their architecture."""
+    needed = config.tensor_shapes()
+    sources = find_stored_rows(
+        {name: tensor.info for name, tensor in found.items()},
+        {**needed, HEAD_TENSOR: needed[EMBEDDING_TENSOR]},
+        config.stored_places,
+        optional=() if HEAD_TENSOR in needed else (HEAD_TENSOR,),
+        problems=problems,
+    )
+    return {
+        name: _slice_tensor(found[source.stored_name], source) for name, source in sources.items()
+    }
+
+
 def _slice_tensor(whole: StoredTensor, source: SourceRows) -> StoredTensor:
     offset = whole.offset + source.info.begin - whole.info.begin
-    return StoredTensor(whole.path, source.info, offset, source.stored_name, source.row, whole.file)
+    return StoredTensor(
+        whole.path,
+        source.info,
+        offset,
+        source.stored_name,
+        source.row,
+        whole.file,
+        source.layout,
+    )
 
 
 def _find_tensor_problems(found: Mapping[str, StoredTensor], config: ModelConfig) -> list[str]:

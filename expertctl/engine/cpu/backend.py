@@ -144,8 +144,9 @@ class PackedBackend:
         headroom of a run on top of the base.
 
         Raises:
-            IncompatibleError: for sizes that the kernels do not support.
+            IncompatibleError: for layers or sizes that the kernels do not support.
         """
+        config.require_llama_blocks("the kernels")
         engine, limit = load_config.engine, load_config.memory_limit
         scheme = choose_scheme(config, load_config.dtype)
         whole = packed_base_bytes(config, scheme)

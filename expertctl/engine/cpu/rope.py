@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from expertctl.engine.arrays import AnyArray
-from expertctl.package.attention_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from expertctl.package.attention_config import (
+    AlphaScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongropeScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 _FLOAT_BYTES = 4
 
@@ -30,6 +37,12 @@ def compute_inverse_frequencies(config: RopeConfig) -> AnyArray:
             return _scale_llama3(plain, scaling)
         case YarnScaling() as scaling:
             return _scale_yarn(plain, scaling, config)
+        case AlphaScaling(alpha):
+            stretched = config.theta * alpha ** (config.dims / (config.dims - 2))
+            powers = np.float64(stretched) ** exponents.astype(np.float64)
+            return np.float32(1) / powers.astype(np.float32)
+        case LongropeScaling() as scaling:
+            return plain / np.array(scaling.short, np.float32)
 
 
 def _scale_llama3(plain: AnyArray, scaling: Llama3Scaling) -> AnyArray:

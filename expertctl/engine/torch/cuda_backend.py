@@ -100,7 +100,11 @@ class CudaBackend:
 
         The headroom is left for the needs of a run besides the base. A batch gets a static cache in
         what is left of the memory.
+
+        Raises:
+            IncompatibleError: for layers that it does not support.
         """
+        config.require_llama_blocks("a CUDA device")
         rows, limit = load_config.rows, load_config.memory_limit
         found = cls(config, load_config.dtype, rows=rows)
         if config.experts is not None and limit is not None:

@@ -16,7 +16,14 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from expertctl.engine.adapters.steps import LinearDelta
-from expertctl.package.attention_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from expertctl.package.attention_config import (
+    AlphaScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongropeScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 TorchDelta = LinearDelta[Tensor]
 TorchDeltas = Mapping[str, TorchDelta]
@@ -197,6 +204,11 @@ def compute_inverse_frequencies(
             return _scale_llama3(plain, scaling)
         case YarnScaling() as scaling:
             return _scale_yarn(plain, scaling, config)
+        case AlphaScaling(alpha):
+            stretched = config.theta * alpha ** (config.dims / (config.dims - 2))
+            return torch.reciprocal(stretched**exponents)
+        case LongropeScaling() as scaling:
+            return plain / torch.tensor(scaling.short, device=device)
 
 
 def compute_rope_table(config: RopeConfig, positions: int, *, device: torch.device | str) -> Tensor:
