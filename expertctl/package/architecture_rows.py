@@ -400,6 +400,7 @@ _OTHERS = {
             embedding="gpt_neox.embed_in",
             layers="gpt_neox.layers",
             norm="gpt_neox.final_layer_norm",
+            head="embed_out",
             layer=_NEOX_LAYER,
             fused_qkv="groups",
             ignored=(".attention.bias", ".attention.masked_bias"),

@@ -17,6 +17,7 @@ from expertctl.package.tensor_file import TensorInfo
 EMBEDDING = "model.embed_tokens"
 POSITIONS = "model.embed_positions"
 FINAL_NORM = "model.norm"
+HEAD = "lm_head"
 QKV_MODULE = "self_attn.qkv_proj"
 GATE_UP_MODULE = "mlp.gate_up_proj"
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -38,6 +39,7 @@ class StoredNames:
     positions: str = POSITIONS
     layers: str = "model.layers"
     norm: str = FINAL_NORM
+    head: str = HEAD
     layer: Mapping[str, str] = field(default_factory=dict)
     """Names of modules within a layer: ours to theirs; most are the same."""
     apart: Mapping[str, str] = field(default_factory=dict)
@@ -182,7 +184,12 @@ class StoredPlaces:
 
     def _find_outer(self, module: str) -> str:
         names = self.names
-        outer = {EMBEDDING: names.embedding, POSITIONS: names.positions, FINAL_NORM: names.norm}
+        outer = {
+            EMBEDDING: names.embedding,
+            POSITIONS: names.positions,
+            FINAL_NORM: names.norm,
+            HEAD: names.head,
+        }
         return outer.get(module, module)
 
     def _rename(self, name: str) -> str:

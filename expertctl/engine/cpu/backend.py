@@ -97,7 +97,7 @@ def quality_scratch_bytes(config: ModelConfig, *, packed: int) -> int:
 
     ``packed`` are those that the packed base needs to read a text of so many tokens.
     """
-    from expertctl.engine.cpu.plain_decoder import estimate_plain_pass_bytes
+    from expertctl.engine.cpu.plain_layers import estimate_plain_pass_bytes
     from expertctl.engine.cpu.plain_weights import loading_scratch_bytes
 
     tokens = count_measured_tokens(config)

@@ -23,7 +23,8 @@ from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
 from expertctl.engine.arrays import AnyArray, FloatArray
 from expertctl.engine.backend import BackendName, LoadContext
-from expertctl.engine.cpu.plain_decoder import PlainDecoder, estimate_plain_pass_bytes
+from expertctl.engine.cpu.plain_decoder import PlainDecoder
+from expertctl.engine.cpu.plain_layers import estimate_plain_pass_bytes
 from expertctl.engine.cpu.plain_weights import (
     PlainWeights,
     check_plain_dtype,

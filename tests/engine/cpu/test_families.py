@@ -1,0 +1,66 @@
+"""Today's model families in the numpy decoder against transformers, in every order of calls."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from expertctl.engine.arrays import AnyArray
+from expertctl.engine.cpu.plain_decoder import PlainDecoder
+from expertctl.engine.cpu.plain_weights import load_plain_weights
+from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
+from expertctl.package.base_model import read_base_headers
+from expertctl.package.model_config import read_model_config
+from tests.engine.conftest import assert_same_logits
+from tests.engine.family_models import SHAPES, build_family_model
+
+IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]
+
+
+def load_decoder(directory: Path) -> PlainDecoder:
+    config = read_model_config(directory)
+    return PlainDecoder(config, load_plain_weights(directory, config))
+
+
+def run(decoder: PlainDecoder, *, prefill: int, chunk: int = 512) -> AnyArray:
+    """Logits from the last prompt token on, [1 + decoded, vocab]."""
+    cache = PagedKVCache(decoder.config, 30, layout=ROW_PAGES)
+    for page in cache.pages:
+        page[...] = np.nan
+    rows = [decoder.prefill(IDS[:prefill], cache, chunk=chunk).logits]
+    rows += [decoder.decode(token, cache).logits for token in IDS[prefill:]]
+    cache.check_integrity()
+    return np.stack(rows)
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
+    """Return a saved model of a family, made once for all tests."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def get(arch: str, config: dict[str, Any]) -> tuple[Path, Any]:
+        key = json.dumps([arch, config])
+        if key not in made:
+            directory = tmp_path_factory.mktemp(arch)
+            made[key] = directory, build_family_model(directory, arch, **config)
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize(("arch", "config"), SHAPES, ids=str)
+def test_logits_equal_those_of_transformers_however_a_prompt_is_cut(
+    family: Callable[..., tuple[Path, Any]], arch: str, config: dict[str, Any]
+) -> None:
+    directory, model = family(arch, config)
+    assert not read_base_headers(directory).foreign
+    with torch.inference_mode():
+        theirs = model(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
+    decoder = load_decoder(directory)
+    for prefill, chunk in ((16, 512), (9, 512), (12, 5), (1, 1)):
+        ours = run(decoder, prefill=prefill, chunk=chunk)
+        assert_same_logits(ours, theirs[prefill - 1 :])
