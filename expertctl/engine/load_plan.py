@@ -24,7 +24,6 @@ from expertctl.engine.adapters.compile import (
     CompileSpec,
     WeightedAdapter,
     fold_plan,
-    rename_modules,
 )
 from expertctl.engine.adapters.experts import (
     ExpertSource,
@@ -115,7 +114,7 @@ def estimate_plan_memory(
     """
     if not chain:
         return MemoryEstimate()
-    adapters = [(rename_modules(source.load(), spec.shapes), weight) for source, weight in chain]
+    adapters = [(spec.adapt(source.load()), weight) for source, weight in chain]
     used = [adapter for adapter, weight in adapters if weight != 0.0]
     links = [
         WeightedAdapter(adapter, weight, placeholder_dora_scales(adapter))

@@ -275,7 +275,7 @@ def read_base_headers(directory: Path) -> BaseHeaders:
         case ModelConfig():
             stored = read_base_tensors(directory, config)
             tensors = {name: stored[name] for name in sorted(config.tensor_shapes())}
-            return BaseHeaders(config.to_json(), tensors, config.linear_shapes(), foreign=False)
+            return BaseHeaders(config.to_json(), tensors, config.adapted_shapes(), foreign=False)
         case ForeignConfig():
             tensors = read_foreign_tensors(directory)
             shapes = config.linear_shapes({n: t.info.shape for n, t in tensors.items()})

@@ -153,6 +153,20 @@ class ModelConfig:
         }
         return {**shapes, "lm_head": (self.vocab_size, self.hidden_size)}
 
+    def adapted_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return ``(out, in)`` of every linear layer by the names that adapters use.
+
+        Those are the names in the files of the base, where several layers may be one module.
+        """
+        places, ours = self.stored_places, self.linear_shapes()
+        if places.are_usual:
+            return ours
+        shapes: dict[str, tuple[int, int]] = {}
+        for module, (out, into) in ours.items():
+            stored, part = places.find_stored_module(module)
+            shapes[stored] = (out if part is None else places.count_rows(part), into)
+        return {**shapes, "lm_head": ours["lm_head"]}
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor that the weights must contain, and no other."""
         return dict(self._iter_tensor_shapes())

@@ -172,13 +172,16 @@ class StoredPlaces:
         return next(parts for parts in self._list_fused().values() if part in parts)
 
     def split_module(self, stored: str) -> tuple[str, tuple[ModulePart, ...]] | None:
-        """Return the prefix of a layer and the parts of a stored module; None: not in a layer."""
+        """Return our prefix and the parts of a stored module; None: it is not in a layer.
+
+        A module that is not several of ours has one part without rows.
+        """
         prefix = f"{self.names.layers}."
         number, dot, rest = stored.removeprefix(prefix).partition(".")
         if not stored.startswith(prefix) or not dot or not number.isdecimal():
             return None
         fused = self._list_fused()
-        ours = {self._rename(name): name for name in (*self.names.layer, *self.names.apart, *fused)}
+        ours = {self._rename(name): name for name in (*self.names.layer, *fused)}
         name = ours.get(rest, rest)
         return f"model.layers.{number}", fused.get(name, (ModulePart(name, 0),))
 

@@ -1,8 +1,12 @@
 """Tiny random models of every family, saved by transformers itself: the oracle of the decoder."""
 
+import copy
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
 
@@ -251,3 +255,40 @@ def build_family_model(directory: Path, arch: str, *, seed: int = 0, **config: A
             parameter.copy_(1 + noise if is_scale else noise)
     model.save_pretrained(directory)
     return model
+
+
+_FEED_FORWARD_ENDS = ("down_proj", "fc2", "mlp.c_proj", "dense_4h_to_h")
+_LAYER = re.compile(r".*\.(?:layers|h)\.\d+\.(?P<rest>.+)")
+
+
+def save_family_adapter(
+    model: Any, kind: str, folder: Path, *, seed: int = 1, head: bool = False
+) -> Any:
+    """Return the model with an adapter on every projection that PEFT made, and save the adapter."""
+    names = [name for name, module in model.named_modules() if _is_projection(module)]
+    matches = [_LAYER.fullmatch(name) for name in names]
+    targets = sorted({match["rest"] for match in matches if match is not None})
+    targets += ["lm_head"] * head
+    if kind == "ia3":
+        ends = [name for name in targets if name.endswith(_FEED_FORWARD_ENDS)]
+        config: Any = peft.IA3Config(target_modules=targets, feedforward_modules=ends)
+    else:
+        config = peft.LoraConfig(
+            r=3, lora_alpha=4, target_modules=targets, use_dora=kind == "dora", bias="none"
+        )
+    config.task_type = "CAUSAL_LM"
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(copy.deepcopy(model), config).eval()
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator) * 0.2
+                grow = any(word in name for word in ("ia3", "magnitude"))
+                parameter.copy_(parameter * (1 + noise) if grow else noise)
+        adapted.save_pretrained(folder, save_embedding_layers=False)
+    return adapted
+
+
+def _is_projection(module: Any) -> bool:
+    return type(module).__name__ in ("Linear", "FalconLinear", "Conv1D")

@@ -145,7 +145,12 @@ class PlainBackend:
     @property
     def compile_spec(self) -> CompileSpec:
         """Target for which plans are compiled."""
-        return CompileSpec(self.config.linear_shapes(), self.config.hidden_size)
+        places = self.config.stored_places
+        return CompileSpec(
+            self.config.linear_shapes(),
+            self.config.hidden_size,
+            places=None if places.are_usual else places,
+        )
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of so many tokens, in whole pages."""

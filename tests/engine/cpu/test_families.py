@@ -9,14 +9,24 @@ import numpy as np
 import pytest
 import torch
 
+from expertctl.engine.adapters.compile import DoraScales, WeightedAdapter, fold_plan
+from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.adapters.steps import (
+    EMPTY_DELTAS,
+    Deltas,
+    DoraTensors,
+    compute_dora_scales,
+)
 from expertctl.engine.arrays import AnyArray
+from expertctl.engine.cpu.plain_backend import PlainBackend
 from expertctl.engine.cpu.plain_decoder import PlainDecoder
 from expertctl.engine.cpu.plain_weights import load_plain_weights
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
 from expertctl.package.base_model import read_base_headers
 from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import assert_same_logits
-from tests.engine.family_models import SHAPES, build_family_model
+from tests.engine.family_models import SHAPES, build_family_model, save_family_adapter
+from tests.engine.package_fixtures import load_adapters
 
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]
 
@@ -26,13 +36,15 @@ def load_decoder(directory: Path) -> PlainDecoder:
     return PlainDecoder(config, load_plain_weights(directory, config))
 
 
-def run(decoder: PlainDecoder, *, prefill: int, chunk: int = 512) -> AnyArray:
+def run(
+    decoder: PlainDecoder, *, prefill: int, chunk: int = 512, deltas: Deltas = EMPTY_DELTAS
+) -> AnyArray:
     """Logits from the last prompt token on, [1 + decoded, vocab]."""
     cache = PagedKVCache(decoder.config, 30, layout=ROW_PAGES)
     for page in cache.pages:
         page[...] = np.nan
-    rows = [decoder.prefill(IDS[:prefill], cache, chunk=chunk).logits]
-    rows += [decoder.decode(token, cache).logits for token in IDS[prefill:]]
+    rows = [decoder.prefill(IDS[:prefill], cache, deltas, chunk=chunk).logits]
+    rows += [decoder.decode(token, cache, deltas).logits for token in IDS[prefill:]]
     cache.check_integrity()
     return np.stack(rows)
 
@@ -64,3 +76,34 @@ def test_logits_equal_those_of_transformers_however_a_prompt_is_cut(
     for prefill, chunk in ((16, 512), (9, 512), (12, 5), (1, 1)):
         ours = run(decoder, prefill=prefill, chunk=chunk)
         assert_same_logits(ours, theirs[prefill - 1 :])
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+@pytest.mark.parametrize(("arch", "config"), SHAPES, ids=str)
+def test_adapters_of_every_projection_change_what_they_change_in_peft(
+    family: Callable[..., tuple[Path, Any]],
+    arch: str,
+    config: dict[str, Any],
+    kind: str,
+    tmp_path: Path,
+) -> None:
+    directory, model = family(arch, config)
+    adapted = save_family_adapter(model, kind, tmp_path, head=kind == "lora")
+    with torch.inference_mode():
+        theirs = adapted(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
+    decoder = load_decoder(directory)
+    spec = PlainBackend(decoder.config, "float32").compile_spec
+    adapter = spec.adapt(load_adapters(tmp_path))
+    plan = fold_plan([WeightedAdapter(adapter, 1.0, compute_scales(decoder, adapter))], spec)
+    assert_same_logits(run(decoder, prefill=9, deltas=plan.compile().deltas), theirs[8:])
+
+
+def compute_scales(decoder: PlainDecoder, adapter: LoadedAdapter) -> DoraScales:
+    return {
+        module: tuple(
+            compute_dora_scales(decoder.matrix(module), step, what=module)
+            for step in steps
+            if isinstance(step, DoraTensors)
+        )
+        for module, steps in adapter.modules.items()
+    }
