@@ -214,6 +214,26 @@ _OTHERS = {
         attention_scale="multiplier",
         logits="divided",
     ),
+    "granitemoehybrid": Architecture(
+        class_name="GraniteMoeHybridForCausalLM",
+        max_positions=2048,
+        keys={"intermediate_size": "shared_intermediate_size"},
+        qkv_bias="configured",
+        output_bias="configured",
+        embedding="multiplier",
+        residual_multiplier=True,
+        attention_scale="multiplier",
+        logits="divided",
+        rope_layers="all_or_none",
+        dense_attention_only=True,
+        stored=StoredNames(
+            layer={
+                "mlp.gate_up_proj": "shared_mlp.input_linear",
+                "mlp.down_proj": "shared_mlp.output_linear",
+            },
+            fused_gate_up=True,
+        ),
+    ),
     "smollm3": Architecture(
         class_name="SmolLM3ForCausalLM",
         max_positions=32768,

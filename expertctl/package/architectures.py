@@ -170,8 +170,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 EmbeddingRule = Literal["plain", "root_of_width", "multiplier"]
 AttentionScaleRule = Literal["head_dim", "query_pre_attn_scalar", "multiplier", "switch"]
 LogitsRule = Literal["plain", "divided", "multiplied"]
-RopeLayersRule = Literal["every", "local_theta", "listed", "windowed"]
-"""Which layers rotate: all; those with a window by their own frequencies; some."""
+RopeLayersRule = Literal["every", "local_theta", "listed", "windowed", "all_or_none"]
+"""Which layers rotate: all; those with a window by their own frequencies; some; all or none."""
 Scoring = Literal["softmax", "sigmoid"]
 RoutedLayersRule = Literal["all", "by_step", "after_first"]
 SharedExpertRule = Literal["none", "gated", "several"]
@@ -212,6 +212,8 @@ class Architecture:
     experts: ExpertsRules | None = None
     refused: tuple[str, ...] = ()
     """Keys whose values, unless null or false, mean something that is not computed."""
+    dense_attention_only: bool = False
+    """Whether files may also describe other kinds of layers, or routed experts; neither is run."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """The names of some usual keys in this architecture's files."""
     intermediate: int | None = None

@@ -286,6 +286,9 @@ def _read_rope_kinds(
             if fields.is_null("sliding_window"):
                 return ()
             kinds = tuple(_NONE if window is None else _GLOBAL for window in windows)
+        case "all_or_none":
+            is_rotary = fields.read_text("position_embedding_type", default="none") == "rope"
+            kinds = (_GLOBAL if is_rotary else _NONE,) * len(windows)
         case "listed":
             kinds = tuple(
                 _GLOBAL if here else _NONE for here in read_rotating_layers(fields, len(windows))

@@ -346,10 +346,22 @@ def _reject_unsupported(fields: ConfigFields, row: Architecture, what: str) -> N
             f"{what}: layers that differ by per_layer_config are not supported",
             hint="supported is a base whose layers are alike",
         )
+    if row.dense_attention_only:
+        _reject_other_layers(fields, what)
     refused = next((name for name in row.refused if fields.get(name) not in (None, False)), None)
     if refused is not None:
         raise IncompatibleError(
             f"{what}: {refused} is not supported", hint="supported is a base without it"
+        )
+
+
+def _reject_other_layers(fields: ConfigFields, what: str) -> None:
+    kinds = fields.get("layer_types")
+    known = isinstance(kinds, list) and set(map(str, kinds)) <= {"attention", "full_attention"}
+    if not known or fields.get("num_local_experts") != 0:
+        raise IncompatibleError(
+            f"{what}: routed experts, and layers without attention, are not supported here",
+            hint="supported are dense bases of this architecture with attention in every layer",
         )
 
 

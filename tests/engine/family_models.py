@@ -32,6 +32,14 @@ _ALONE = {"num_key_value_heads": 4}
 _TWO_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 _LOCAL = {"sliding_attention": {"rope_type": "default", "rope_theta": 700.0}}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_GRANITE4 = {
+    "num_local_experts": 0,
+    "layer_types": ["full_attention"] * 3,
+    "shared_intermediate_size": 40,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+    "mamba_n_heads": 4,
+}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -47,6 +55,7 @@ CLASSES = {
     "phi3": "Phi3",
     "olmo2": "Olmo2",
     "granite": "Granite",
+    "granitemoehybrid": "GraniteMoeHybrid",
     "smollm3": "SmolLM3",
     "qwen2": "Qwen2",
     "ministral": "Ministral",
@@ -136,6 +145,8 @@ SHAPES: list[FamilyShape] = [
             "tie_word_embeddings": True,
         },
     ),
+    ("granitemoehybrid", {**_GRANITE4, "position_embedding_type": "rope"}),
+    ("granitemoehybrid", {**_GRANITE4, **_ALONE, "residual_multiplier": 0.5}),
     ("smollm3", {"no_rope_layer_interval": 2}),
     (
         "smollm3",
@@ -257,7 +268,7 @@ def build_family_model(directory: Path, arch: str, *, seed: int = 0, **config: A
     return model
 
 
-_FEED_FORWARD_ENDS = ("down_proj", "fc2", "mlp.c_proj", "dense_4h_to_h")
+_FEED_FORWARD_ENDS = ("down_proj", "output_linear", "fc2", "mlp.c_proj", "dense_4h_to_h")
 _LAYER = re.compile(r".*\.(?:layers|h)\.\d+\.(?P<rest>.+)")
 
 
