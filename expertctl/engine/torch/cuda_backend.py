@@ -100,11 +100,7 @@ class CudaBackend:
 
         The headroom is left for the needs of a run besides the base. A batch gets a static cache in
         what is left of the memory.
-
-        Raises:
-            IncompatibleError: for layers that it does not support.
         """
-        config.require_llama_blocks("a CUDA device")
         rows, limit = load_config.rows, load_config.memory_limit
         found = cls(config, load_config.dtype, rows=rows)
         if config.experts is not None and limit is not None:
@@ -228,8 +224,13 @@ class CudaBackend:
     @property
     def compile_spec(self) -> CompileSpec:
         """Target for which plans are compiled."""
-        placement = TorchPlacement(devices.CUDA.type)
-        return CompileSpec(self.config.linear_shapes(), self.config.hidden_size, placement)
+        places = self.config.stored_places
+        return CompileSpec(
+            self.config.linear_shapes(),
+            self.config.hidden_size,
+            TorchPlacement(devices.CUDA.type),
+            places=None if places.are_usual else places,
+        )
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of so many tokens."""
