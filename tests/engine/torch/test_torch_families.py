@@ -29,6 +29,8 @@ from tests.engine.package_fixtures import load_adapters
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]
 OTHER = [9, 1, 30, 30, 4]
 NOTHING: TorchDeltas = {}
+DEVICE_LIMIT = 1e-4
+"""How far scores may be from those of a processor; products of CUDA are summed in other orders."""
 
 
 def compute_theirs(model: Any, ids: list[int]) -> torch.Tensor:
@@ -69,6 +71,25 @@ def test_prompts_and_steps_equal_transformers(
             found[number].append(logits)
     assert_same_logits(stack_logits(found[0]), theirs[2:])
     assert_same_logits(stack_logits(found[2]), compute_theirs(model, OTHER)[2:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("arch", "config"), SHAPES, ids=str)
+def test_prompts_and_captured_steps_equal_transformers_on_a_device(
+    arch: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    model, device = build_family_model(tmp_path, arch, **config), torch.device("cuda")
+    parsed = read_model_config(tmp_path)
+    weights = load_base_weights(tmp_path, parsed, device=device)
+    steps = CudaGraphDecoder(parsed, weights)
+    arena = StaticKVCache(parsed, rows=1, capacity=30, dtype=torch.float32, device=device)
+    row = arena.get_row(0)
+    found = [steps.prefill(IDS[:7], row).logits]
+    found += [steps.decode(token, row).logits for token in IDS[7:]]
+    theirs = compute_theirs(model, IDS)[6:]
+    assert float((stack_logits(found) - theirs).abs().max()) <= DEVICE_LIMIT
+    steps.close()
 
 
 @pytest.mark.parametrize("arch", ["phi3", "gpt_neox", "gpt2", "gemma2"])
