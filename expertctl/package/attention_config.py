@@ -229,7 +229,7 @@ def _parse_scaling(
         case "yarn":
             return _parse_yarn(fields, original, max_positions, row)
         case "dynamic":
-            return _parse_dynamic(fields, row)
+            return _parse_dynamic(fields, row, dims)
         case "longrope":
             return _parse_longrope(fields, original, max_positions, dims)
         case _ if fields.problems:
@@ -257,7 +257,7 @@ def _parse_llama3(fields: ConfigFields, original: int) -> Llama3Scaling:
     return scaling
 
 
-def _parse_dynamic(fields: ConfigFields, row: Architecture) -> AlphaScaling | None:
+def _parse_dynamic(fields: ConfigFields, row: Architecture, dims: int) -> AlphaScaling | None:
     """Return None for frequencies that are changed only beyond the context."""
     betas = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"} if row.alpha_rope else set()
     _check_known_keys(
@@ -266,6 +266,8 @@ def _parse_dynamic(fields: ConfigFields, row: Architecture) -> AlphaScaling | No
     )
     fields.read_number("factor", minimum=1.0, maximum=_MAX_FACTOR, default=1.0)
     if row.alpha_rope and fields.get("alpha"):
+        if dims <= 2:
+            fields.add_problem("alpha", "needs more than one pair of dimensions")
         return AlphaScaling(fields.read_number("alpha", minimum=1e-3, maximum=1e6))
     return None
 

@@ -51,6 +51,7 @@ CHOICE_BIAS = "e_score_correction_bias"
 SHARED_EXPERT_MODULE = "mlp.shared_expert"
 SHARED_GATE_MODULE = "mlp.shared_expert_gate"
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_HEAD_NORMS = 1 << 16
 
 _OMITTED_DEFAULTS: Mapping[str, object] = {
     "projection_norm": False,
@@ -312,6 +313,8 @@ def parse_model_config(document: JsonObject, *, what: str = CONFIG_FILE) -> Mode
         fields.add_problem("num_attention_heads", "is not a multiple of num_key_value_heads")
     if config.head_dim % 2:
         fields.add_problem("head_dim", "is odd, rotary positions need pairs")
+    if config.block.own_head_norms and config.heads * config.layers > _MAX_HEAD_NORMS:
+        fields.add_problem("num_attention_heads", "has too many norms of single heads")
     if config.projection_norm and config.heads * config.head_dim != config.hidden_size:
         fields.add_problem(
             "head_dim", "is not hidden_size / num_attention_heads, as its norms need"

@@ -233,8 +233,9 @@ class PackedBackend:
         """What adapter plans are compiled for."""
         config, packing = self.config, PlanPacking(self.scheme, self.adapter_dtype)
         read = 0 if self.cache is None else make_expert_shape(config, self.scheme).nbytes
-        shapes, width = config.linear_shapes(), config.hidden_size
-        return CompileSpec(shapes, width, packing, routed_bytes=read)
+        shapes, width, places = config.linear_shapes(), config.hidden_size, config.stored_places
+        others = None if places.are_usual else places
+        return CompileSpec(shapes, width, packing, routed_bytes=read, places=others)
 
     def kv_bytes(self, tokens: int) -> int:
         """Return the bytes of the keys and values of this many tokens, in whole pages."""

@@ -26,6 +26,7 @@ from tests.engine.conftest import assert_same_logits, stack_logits
 from tests.engine.family_models import SHAPES, build_family_model, save_family_adapter
 from tests.engine.package_fixtures import load_adapters
 
+pytestmark = pytest.mark.all
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]
 OTHER = [9, 1, 30, 30, 4]
 NOTHING: TorchDeltas = {}
