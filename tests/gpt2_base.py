@@ -27,6 +27,7 @@ def gpt2_config(**changes: object) -> dict[str, Any]:
         "n_head": 2,
         "n_layer": LAYERS,
         "n_positions": POSITIONS,
+        "scale_attn_by_inverse_layer_idx": True,  # only transformers runs it
         "tie_word_embeddings": True,
         "transformers_version": "5.23.0",
         "use_cache": True,

@@ -44,6 +44,7 @@ from expertctl.engine.torch.cuda_graph_decoder import CudaGraphDecoder, GraphSte
 from expertctl.engine.torch.cuda_graph_step import StaticKVCache
 from expertctl.engine.torch.devices import CUDA, get_device_name, is_cuda_available
 from expertctl.engine.torch.functional import (
+    NormWeights,
     TorchDeltas,
     apply_rope,
     compute_rope_table,
@@ -163,20 +164,22 @@ def compute_exact_logits(
     def normalise(x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, config.norm_eps)
 
-    def split_heads(x: Tensor, norm: Tensor | None) -> Tensor:
+    def split_heads(x: Tensor, norm: NormWeights | None) -> Tensor:
         heads = x.view(len(x), -1, config.head_dim)
-        return (heads if norm is None else normalise(heads, norm)).transpose(0, 1)
+        return (heads if norm is None else normalise(heads, norm.weight)).transpose(0, 1)
 
     transformer = Transformer(config, weights)
     for layer in transformer.layers:
-        normed = normalise(x, layer.input_norm)
+        assert layer.input_norm is not None
+        assert layer.mlp_norm is not None
+        normed = normalise(x, layer.input_norm.weight)
         queries = split_heads(layer.query(normed, deltas), layer.query_norm)
         keys = split_heads(layer.key(normed, deltas), layer.key_norm)
         values = split_heads(layer.value(normed, deltas), None)
         queries, keys = (apply_rope(each, cos, sin) for each in (queries, keys))
         attended = reference_attention(queries, keys, values, window=None)
         x = x + layer.output(attended, deltas)
-        x = x + layer.mlp(normalise(x, layer.mlp_norm), deltas)
+        x = x + layer.mlp(normalise(x, layer.mlp_norm.weight), deltas)
     return transformer.head(normalise(x, weights.tensors["model.norm.weight"]), deltas)
 
 

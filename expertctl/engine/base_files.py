@@ -5,6 +5,7 @@ imports neither numba nor torch.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -38,10 +39,11 @@ def iter_row_portions(
     buffer = np.empty(min(rows, height) * columns, dtype)
     try:
         with tensor.open() as stream:
-            stream.seek(tensor.offset + first * columns * dtype.itemsize)
             for begin in range(0, rows, height):
                 part = buffer[: min(height, rows - begin) * columns]
-                _read_into(part, stream)
+                _read_stored_rows(tensor, first + begin, part, stream)
+                if tensor.layout is not None and tensor.layout.transposed:
+                    part = part.reshape(columns, -1).T.copy()
                 yield part.reshape(-1, *shape[1:])
     except OSError as error:
         raise make_unreadable_error(tensor.path, error) from error
@@ -67,6 +69,18 @@ def read_tensor(tensor: StoredTensor, numbers: AnyArray) -> None:
             _read_into(numbers, stream)
     except OSError as error:
         raise make_unreadable_error(tensor.path, error) from error
+
+
+def _read_stored_rows(
+    tensor: StoredTensor, first: int, numbers: AnyArray, stream: BinaryIO
+) -> None:
+    """Read rows from ``first`` on, as many as fit into an array; columns in their stored order."""
+    left, begin = numbers.data.cast("B"), 0
+    rows = numbers.size // max(1, prod(tensor.info.shape[1:]))
+    for offset, size in tensor.iter_ranges(first, rows):
+        stream.seek(offset)
+        _read_into(left[begin : begin + size], stream)
+        begin += size
 
 
 def read_rows(tensor: StoredTensor, numbers: AnyArray) -> AnyArray:
@@ -146,13 +160,13 @@ def _equals(ours: AnyArray, other: AnyArray) -> bool:
     return all(np.array_equal(widen(ours[part]), widen(other[part])) for part in parts)
 
 
-def _read_into(numbers: AnyArray, stream: BinaryIO) -> None:
+def _read_into(numbers: AnyArray | memoryview, stream: BinaryIO) -> None:
     """Fill an array.
 
     Raises:
         OSError: if the file ends early.
     """
-    left = numbers.data.cast("B")
+    left = numbers if isinstance(numbers, memoryview) else numbers.data.cast("B")
     while left:
         count = cast(int, stream.readinto(left))  # type: ignore[attr-defined]  # of raw files
         if not count:

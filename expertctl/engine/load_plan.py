@@ -24,7 +24,6 @@ from expertctl.engine.adapters.compile import (
     CompileSpec,
     WeightedAdapter,
     fold_plan,
-    rename_modules,
 )
 from expertctl.engine.adapters.experts import (
     ExpertSource,
@@ -115,7 +114,7 @@ def estimate_plan_memory(
     """
     if not chain:
         return MemoryEstimate()
-    adapters = [(rename_modules(source.load(), spec.shapes), weight) for source, weight in chain]
+    adapters = [(spec.adapt(source.load()), weight) for source, weight in chain]
     used = [adapter for adapter, weight in adapters if weight != 0.0]
     links = [
         WeightedAdapter(adapter, weight, placeholder_dora_scales(adapter))
@@ -312,9 +311,10 @@ def _choose_packed_backend(config: ModelConfig, load_config: LoadConfig) -> "Pac
     """Return the packed backend; numba is only imported to compile kernels.
 
     Raises:
-        IncompatibleError: for sizes that the kernels do not support.
+        IncompatibleError: for layers or sizes that the kernels do not support.
         NotFoundError: when numba is missing or cannot be imported.
     """
+    config.require_llama_blocks("the kernels")
     if (problem := _find_numba_problem(load_config.home)) is not None:
         raise NotFoundError(
             f"the kernels of the processor need numba, which {problem}",

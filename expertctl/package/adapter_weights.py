@@ -195,9 +195,10 @@ def find_changed_embeddings(
 
 def _find_base_tensor(module: str, base: BaseTensors) -> StoredTensor | None:
     """Find the matrix of a module; a tied head has that of the embedding."""
+    named = {**{tensor.stored: tensor for tensor in base.values() if not tensor.row}, **base}
     for name in (f"{module}.weight", f"{module.partition('.')[2]}.weight"):
-        if name in base:
-            return base[name]
+        if name in named:
+            return named[name]
     if module.rpartition(".")[2] not in _HEAD_MODULES:
         return None
     embeddings = [

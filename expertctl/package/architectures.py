@@ -1,7 +1,8 @@
-"""The architectures that our decoder runs, and typed reading of a base's configuration.
+"""What may differ between architectures, and typed reading of a base's configuration.
 
-Each row of `ARCHITECTURES` holds everything that is special to one architecture; the decoder knows
-none by name. The values of a row are what transformers assumes for absent keys of ``config.json``.
+An `Architecture` holds everything that is special to one architecture; the decoder knows none by
+name. All of them are in `expertctl.package.architecture_rows`. The values of a row are what
+transformers assumes for absent keys of ``config.json``.
 
 `ConfigFields` reads values within bounds and collects all problems: after a problem it returns a
 harmless value of the right type, so that the rest of the file is checked, too. ``null`` counts as
@@ -11,10 +12,12 @@ absent, except where a caller asks (`ConfigFields.is_null`).
 router with its experts and, in some architectures, a shared expert that reads every token.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Literal, TypeVar
 
 from expertctl.errors import IncompatibleError, InvalidPackageError
+from expertctl.package.stored_layout import StoredNames
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
 _T = TypeVar("_T")
@@ -24,20 +27,30 @@ class ConfigFields:
     """One JSON object of a configuration, and the problems found so far."""
 
     def __init__(
-        self, values: JsonObject, *, prefix: str = "", problems: list[str] | None = None
+        self,
+        values: JsonObject,
+        *,
+        prefix: str = "",
+        problems: list[str] | None = None,
+        keys: Mapping[str, str] | None = None,
     ) -> None:
-        """Wrap ``values``; nested objects share the list of ``problems``."""
+        """Wrap ``values``; nested objects share the list of ``problems``.
+
+        ``keys`` are the names that this file has for some of the usual ones.
+        """
         self.values = values
         self.problems = [] if problems is None else problems
         self._prefix = prefix
+        self._keys = keys or {}
 
     def get(self, name: str) -> JsonValue:
         """Return the raw value, None if absent."""
-        return self.values.get(name)
+        return self.values.get(self._keys.get(name, name))
 
     def is_null(self, name: str) -> bool:
         """Tell whether a key is present and null, for the few keys where that is not absence."""
-        return name in self.values and self.values[name] is None
+        stored = self._keys.get(name, name)
+        return stored in self.values and self.values[stored] is None
 
     def read_integer(
         self, name: str, *, minimum: int, maximum: int, default: int | None = None
@@ -94,7 +107,7 @@ class ConfigFields:
 
     def add_problem(self, name: str, why: str) -> None:
         """Record a problem with a field."""
-        self.problems.append(f"{self._prefix}{name} {why}")
+        self.problems.append(f"{self._prefix}{self._keys.get(name, name)} {why}")
 
     def raise_problems(self, what: str) -> None:
         """Report all problems.
@@ -106,7 +119,7 @@ class ConfigFields:
             raise InvalidPackageError(what, self.problems)
 
     def _read_value(self, name: str, default: JsonValue) -> JsonValue:
-        value = self.values.get(name)
+        value = self.get(name)
         return default if value is None else value
 
     def _add_wrong_type(self, name: str, value: JsonValue, expected: str, instead: _T) -> _T:
@@ -132,10 +145,33 @@ WindowRule = Literal[
     "late_layers",
     "late_layers_always",
     "even_layers",
+    "pattern",
+    "pattern_if_sized",
+    "layer_types",
+    "layers_without_rope",
 ]
 """Which layers use a sliding window; see `expertctl.package.attention_config`."""
-NormRule = Literal["none", "head", "projection"]
-"""What the norm of queries and keys covers: one head, or all heads together."""
+NormRule = Literal["none", "head", "projection", "each_head"]
+"""What the norm of queries and keys covers: one head, or all heads together.
+
+``each_head``: one head, and every head has its own weights.
+"""
+NormKind = Literal["rms", "rms_plus_one", "layer", "layer_with_bias"]
+"""``rms_plus_one`` multiplies by one plus the weight."""
+NormPlaces = Literal["before", "after", "around", "parallel", "parallel_apart"]
+"""Where a block has norms.
+
+``before`` attention and MLP, as Llama; ``after`` them, or ``around`` them. In a parallel block both
+read the same hidden state, through one norm or, if ``apart``, through one norm each.
+"""
+PlacesRule = Literal["fixed", "parallel_residual", "falcon"]
+"""What else decides the places: a key, or the three keys of Falcon's blocks."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+EmbeddingRule = Literal["plain", "root_of_width", "multiplier"]
+AttentionScaleRule = Literal["head_dim", "query_pre_attn_scalar", "multiplier", "switch"]
+LogitsRule = Literal["plain", "divided", "multiplied"]
+RopeLayersRule = Literal["every", "local_theta", "listed", "windowed", "all_or_none"]
+"""Which layers rotate: all; those with a window by their own frequencies; some; all or none."""
 Scoring = Literal["softmax", "sigmoid"]
 RoutedLayersRule = Literal["all", "by_step", "after_first"]
 SharedExpertRule = Literal["none", "gated", "several"]
@@ -174,103 +210,54 @@ class Architecture:
     head_dim: int | None = None  # None: hidden size / heads
     window: WindowRule = "none"
     experts: ExpertsRules | None = None
-    refused: str | None = None
-    """A key whose non-null values mean something that the decoder does not compute."""
-
-
-_COUNT_NAMES = ("num_experts", "num_local_experts")
-
-ARCHITECTURES = {
-    "llama": Architecture(
-        class_name="LlamaForCausalLM",
-        max_positions=2048,
-        qkv_bias="configured",
-        output_bias="configured",
-        mlp_bias="configured",
-    ),
-    "mistral": Architecture(
-        class_name="MistralForCausalLM", max_positions=131072, kv_heads=8, window="every_layer"
-    ),
-    "qwen2": Architecture(
-        class_name="Qwen2ForCausalLM",
-        max_positions=32768,
-        qkv_bias="always",
-        kv_heads=32,
-        window="late_layers",
-    ),
-    "qwen3": Architecture(
-        class_name="Qwen3ForCausalLM",
-        max_positions=32768,
-        qkv_bias="configured",
-        output_bias="configured",
-        norms="head",
-        kv_heads=32,
-        head_dim=128,
-        window="late_layers",
-    ),
-    "mixtral": Architecture(
-        class_name="MixtralForCausalLM",
-        max_positions=131072,
-        norm_eps=1e-5,
-        theta=1_000_000.0,
-        kv_heads=8,
-        window="every_layer_or_none",
-        experts=ExpertsRules(count_names=_COUNT_NAMES, count=8, used=2, normalised=True),
-    ),
-    "qwen2_moe": Architecture(
-        class_name="Qwen2MoeForCausalLM",
-        max_positions=32768,
-        qkv_bias="configured_apart",
-        kv_heads=16,
-        window="even_layers",
-        experts=ExpertsRules(
-            count_names=_COUNT_NAMES[:1],
-            count=60,
-            used=4,
-            size=1408,
-            layers="by_step",
-            shared="gated",
-        ),
-    ),
-    "qwen3_moe": Architecture(
-        class_name="Qwen3MoeForCausalLM",
-        max_positions=32768,
-        qkv_bias="configured",
-        output_bias="configured",
-        norms="head",
-        kv_heads=4,
-        window="every_layer_if_used",
-        experts=ExpertsRules(
-            count_names=_COUNT_NAMES, count=128, used=8, size=768, layers="by_step"
-        ),
-    ),
-    "olmoe": Architecture(
-        class_name="OlmoeForCausalLM",
-        max_positions=4096,
-        norm_eps=1e-5,
-        qkv_bias="configured",
-        output_bias="configured",
-        norms="projection",
-        experts=ExpertsRules(count_names=_COUNT_NAMES, count=64, used=8),
-        refused="clip_qkv",
-    ),
-    "dots1": Architecture(
-        class_name="Dots1ForCausalLM",
-        max_positions=2048,
-        qkv_bias="configured",
-        output_bias="configured",
-        norms="head",
-        kv_heads=32,
-        window="late_layers_always",
-        experts=ExpertsRules(
-            count_names=("n_routed_experts", "num_local_experts"),
-            size=1408,
-            layers="after_first",
-            scoring="sigmoid",
-            shared="several",
-        ),
-    ),
-}
+    refused: tuple[str, ...] = ()
+    """Keys whose values, unless null or false, mean something that is not computed."""
+    dense_attention_only: bool = False
+    """Whether files may also describe other kinds of layers, or routed experts; neither is run."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """The names of some usual keys in this architecture's files."""
+    intermediate: int | None = None
+    """The intermediate size, in hidden sizes, if it is absent; None: it is required."""
+    tied: bool = False
+    biased: bool = False
+    """What absent keys of configured biases mean."""
+    activation: str = "silu"
+    gelu_is_tanh: bool = False
+    """Whether ``gelu`` means its approximation by tanh."""
+    gated: bool = True
+    norm: NormKind = "rms"
+    places: NormPlaces = "before"
+    places_rule: PlacesRule = "fixed"
+    parallel: bool = False
+    """What an absent key for a parallel block means."""
+    norms_key: str | None = None
+    """The key that turns the norms of queries and keys on; None: they are always there."""
+    head_norm: NormKind = "rms"
+    norms_after_rope: bool = False
+    embedding: EmbeddingRule = "plain"
+    residual_multiplier: bool = False
+    attention_scale: AttentionScaleRule = "head_dim"
+    logits: LogitsRule = "plain"
+    logit_scale: float = 1.0
+    caps: tuple[float | None, float | None] | None = None
+    """What absent keys for the soft caps of attention and logits mean; None: there are none."""
+    partial_rotary: float | None = None
+    """The part of a head that is rotated if it is not stated; None: all of it, always."""
+    interleaved: bool = False
+    """Whether neighbours are rotated together, not a dimension of each half."""
+    rope_layers: RopeLayersRule = "every"
+    local_theta: float = 10_000.0
+    window_pattern: int = 0
+    """Every such layer has no window, if nothing else is stated."""
+    learned_positions: bool = False
+    head_bias: bool = False
+    query_growth: bool = False
+    """Whether queries grow with the position (``llama_4_scaling_beta``)."""
+    alpha_rope: bool = False
+    """Whether the scaling ``dynamic`` with an ``alpha`` is a fixed stretch of the frequencies."""
+    long_yarn: bool = False
+    """Whether ``su`` and ``yarn`` are older names of ``longrope``."""
+    stored: StoredNames = StoredNames()  # noqa: RUF009  # frozen
 
 
 MAX_EXPERTS_PER_LAYER = 1024

@@ -1,8 +1,9 @@
 """Attention settings in ``config.json``: rotary positions in both notations, and sliding windows.
 
-RoPE scaling types that depend on the length of the text (``dynamic``, ``longrope``) are refused:
-keys cached at one length would be wrong at another. Only what the file says is stored, nothing
-computed with logarithms: the settings are hashed, and must be equal on every platform.
+RoPE scaling types that depend on the length of the text (``dynamic``, ``longrope``) are computed as
+for texts of the original length, and the context ends there (`RopeConfig.max_positions`): keys
+cached at one length would be wrong at another. Only what the file says is stored, nothing computed
+with logarithms: the settings are hashed, and must be equal on every platform.
 
 Absent keys mean what they mean to transformers; what it would fail on is refused.
 """
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from expertctl.errors import IncompatibleError
-from expertctl.package.architectures import ConfigFields, WindowRule
+from expertctl.package.architectures import Architecture, ConfigFields, WindowRule
 from expertctl.schema.strict_json import JsonObject
 
 DEFAULT_THETA = 10_000.0
@@ -67,12 +68,42 @@ class YarnScaling:
         return _compute_mscale(self.factor, 1.0)
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class AlphaScaling:
+    """The base frequency is stretched by a fixed factor (NTK)."""
+
+    rope_type: ClassVar[str] = "alpha"
+    alpha: float
+
+
+@dataclass(frozen=True, slots=True)
+class LongropeScaling:
+    """LongRoPE (arXiv:2402.13753): a divisor of each frequency, and rescaled attention."""
+
+    rope_type: ClassVar[str] = "longrope"
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    """The divisors of texts longer than ``original``, which are not run."""
+    attention_factor: float | None  # None: from the factor
+    factor: float
+    original: int
+
+    @property
+    def attention(self) -> float:
+        """The factor on cosines and sines."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1 or self.original <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original))
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | AlphaScaling | LongropeScaling
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The base frequency, the size of a head, and the scaling of frequencies, if any."""
+    """The base frequency, the rotated size of a head, and the scaling of frequencies, if any."""
 
     theta: float
     dims: int
@@ -81,7 +112,18 @@ class RopeConfig:
     @property
     def attention(self) -> float:
         """The factor on cosines and sines."""
-        return self.scaling.attention if isinstance(self.scaling, YarnScaling) else 1.0
+        match self.scaling:
+            case YarnScaling() | LongropeScaling() as scaling:
+                return scaling.attention
+            case _:
+                return 1.0
+
+    @property
+    def max_positions(self) -> int:
+        """The longest text, in tokens, that these frequencies are for."""
+        return (
+            self.scaling.original if isinstance(self.scaling, LongropeScaling) else _MAX_POSITIONS
+        )
 
     def to_json(self) -> JsonObject:
         """Return the settings as in the digest of a base and the identity of a plan."""
@@ -91,8 +133,16 @@ class RopeConfig:
         return {"theta": self.theta, "dims": self.dims, "scaling": scaling}
 
 
+_LLAMA_RULES = Architecture(class_name="LlamaForCausalLM", max_positions=2048)
+
+
 def parse_rope_config(
-    config: ConfigFields, *, dims: int, max_positions: int, theta: float = DEFAULT_THETA
+    config: ConfigFields,
+    *,
+    dims: int,
+    max_positions: int,
+    theta: float = DEFAULT_THETA,
+    row: Architecture = _LLAMA_RULES,
 ) -> RopeConfig:
     """Parse ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
 
@@ -104,13 +154,54 @@ def parse_rope_config(
     """
     fields = config.read_nested("rope_scaling")
     fields = fields if fields.values else config.read_nested("rope_parameters")
+    if row.rope_layers == "local_theta" and _FULL in fields.values:
+        fields = fields.read_nested(_FULL)
     theta = config.read_number("rope_theta", minimum=2.0, maximum=1e12, default=theta)
     theta = fields.read_number("rope_theta", minimum=2.0, maximum=1e12, default=theta)
-    for place in (config, fields):
-        if place.read_number("partial_rotary_factor", minimum=0.0, maximum=1.0, default=1.0) != 1.0:
-            place.add_problem("partial_rotary_factor", "below 1 is not supported")
-    original = _read_original_positions(config, fields, max_positions)
-    return RopeConfig(theta, dims, _parse_scaling(fields, original, max_positions))
+    dims = _read_rotated_dims(config, fields, dims, row.partial_rotary)
+    original = _read_original_positions(config, fields, 4096 if row.long_yarn else max_positions)
+    if row.query_growth and not fields.values:
+        default = YarnScaling(16.0, None, 1.0, 1.0, 32.0, 1.0, 16384, truncate=True)
+        return RopeConfig(1_000_000.0, dims, default)
+    scaling = _parse_scaling(fields, original, max_positions, row, dims)
+    return RopeConfig(theta, dims, scaling)
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def parse_local_rope(config: ConfigFields, *, dims: int, theta: float) -> RopeConfig:
+    """Parse the frequencies of the layers with a window, where those have their own.
+
+    Raises:
+        IncompatibleError: for an unsupported scaling type.
+    """
+    fields = config.read_nested("rope_parameters").read_nested(_SLIDING)
+    theta = config.read_number("rope_local_base_freq", minimum=2.0, maximum=1e12, default=theta)
+    theta = fields.read_number("rope_theta", minimum=2.0, maximum=1e12, default=theta)
+    scaling = _parse_scaling(fields, 1, 1, _LLAMA_RULES, dims)
+    if isinstance(scaling, YarnScaling | Llama3Scaling | LongropeScaling):
+        fields.add_problem("rope_type", f"{scaling.rope_type} is not supported here")
+    return RopeConfig(theta, dims, scaling)
+
+
+def _read_rotated_dims(
+    config: ConfigFields, fields: ConfigFields, dims: int, default: float | None
+) -> int:
+    """Return the dimensions of a head that are rotated; a nested key wins."""
+    name, limits = "partial_rotary_factor", {"minimum": 0.0, "maximum": 1.0}
+    part = config.read_number(name, default=1.0 if default is None else default, **limits)
+    part = fields.read_number(name, default=part, **limits)
+    if default is None and part != 1.0:
+        fields.add_problem(name, "below 1 is not supported")
+        return dims
+    rotated = int(dims * part)
+    if default is not None and (rotated < 2 or rotated % 2):
+        fields.add_problem(
+            name, f"rotates {rotated} of {dims} dimensions, it must be a number of pairs"
+        )
+        return dims
+    return rotated
 
 
 def _read_original_positions(config: ConfigFields, fields: ConfigFields, max_positions: int) -> int:
@@ -120,8 +211,12 @@ def _read_original_positions(config: ConfigFields, fields: ConfigFields, max_pos
     return config.read_integer(name, default=inner, **limits)
 
 
-def _parse_scaling(fields: ConfigFields, original: int, max_positions: int) -> RopeScaling | None:
+def _parse_scaling(
+    fields: ConfigFields, original: int, max_positions: int, row: Architecture, dims: int
+) -> RopeScaling | None:
     kind = fields.read_text("rope_type", default=fields.read_text("type", default="default"))
+    if row.long_yarn and kind in ("su", "yarn"):
+        kind = "longrope"
     match kind:
         case "default":
             _check_known_keys(fields, {"original_max_position_embeddings"})
@@ -132,13 +227,17 @@ def _parse_scaling(fields: ConfigFields, original: int, max_positions: int) -> R
         case "llama3":
             return _parse_llama3(fields, original)
         case "yarn":
-            return _parse_yarn(fields, original, max_positions)
+            return _parse_yarn(fields, original, max_positions, row)
+        case "dynamic":
+            return _parse_dynamic(fields, row, dims)
+        case "longrope":
+            return _parse_longrope(fields, original, max_positions, dims)
         case _ if fields.problems:
             return None
         case _:
             raise IncompatibleError(
                 f"RoPE scaling {kind[:40]!r} is not supported",
-                hint="supported are default, linear, llama3 and yarn",
+                hint="supported are default, linear, dynamic, longrope, llama3 and yarn",
             )
 
 
@@ -158,8 +257,59 @@ def _parse_llama3(fields: ConfigFields, original: int) -> Llama3Scaling:
     return scaling
 
 
-def _parse_yarn(fields: ConfigFields, original: int, max_positions: int) -> YarnScaling:
+def _parse_dynamic(fields: ConfigFields, row: Architecture, dims: int) -> AlphaScaling | None:
+    """Return None for frequencies that are changed only beyond the context."""
+    betas = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"} if row.alpha_rope else set()
+    _check_known_keys(
+        fields,
+        {"factor", "original_max_position_embeddings", *({"alpha"} if betas else ()), *betas},
+    )
+    fields.read_number("factor", minimum=1.0, maximum=_MAX_FACTOR, default=1.0)
+    if row.alpha_rope and fields.get("alpha"):
+        if dims <= 2:
+            fields.add_problem("alpha", "needs more than one pair of dimensions")
+        return AlphaScaling(fields.read_number("alpha", minimum=1e-3, maximum=1e6))
+    return None
+
+
+def _parse_longrope(
+    fields: ConfigFields, original: int, max_positions: int, dims: int
+) -> LongropeScaling:
+    names = {"factor", "short_factor", "long_factor", "attention_factor"}
+    _check_known_keys(fields, names | {"original_max_position_embeddings"})
+    factor = min(max(max_positions / original, 1e-3), _MAX_FACTOR)
+    attention = None
+    if fields.get("attention_factor") is not None:
+        attention = fields.read_number("attention_factor", minimum=1e-3, maximum=1e3)
+    return LongropeScaling(
+        short=_read_divisors(fields, "short_factor", dims // 2),
+        long=_read_divisors(fields, "long_factor", dims // 2),
+        attention_factor=attention,
+        factor=fields.read_number("factor", minimum=1e-3, maximum=_MAX_FACTOR, default=factor),
+        original=original,
+    )
+
+
+def _read_divisors(fields: ConfigFields, name: str, count: int) -> tuple[float, ...]:
+    values = fields.get(name)
+    numbers = values if isinstance(values, list) else []
+    found = tuple(
+        float(n)
+        for n in numbers
+        if isinstance(n, int | float) and not isinstance(n, bool) and 1e-3 <= n <= 1e6
+    )
+    if len(found) != count or len(numbers) != count:
+        fields.add_problem(name, f"must be {count} numbers from 0.001 to 1000000")
+        return (1.0,) * count
+    return found
+
+
+def _parse_yarn(
+    fields: ConfigFields, original: int, max_positions: int, row: Architecture
+) -> YarnScaling:
     names = {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+    if row.query_growth:
+        names |= {"llama_4_scaling_beta", "max_position_embeddings"}
     _check_known_keys(fields, names | {"truncate", "original_max_position_embeddings"})
     stretch = min(max(max_positions / original, 1.0), _MAX_FACTOR)
     factor = fields.read_number("factor", minimum=1.0, maximum=_MAX_FACTOR, default=stretch)
@@ -203,8 +353,13 @@ _MAX_LAYER = 1 << 20
 _DEFAULT_WINDOW = 4096
 
 
-def parse_layer_windows(fields: ConfigFields, rule: WindowRule, layers: int) -> Windows:
-    """Return the window of each layer; problems are recorded in ``fields``."""
+def parse_layer_windows(
+    fields: ConfigFields, rule: WindowRule, layers: int, *, pattern: int = 0
+) -> Windows:
+    """Return the window of each layer; problems are recorded in ``fields``.
+
+    Every ``pattern``-th layer has none by default, for the rules about patterns.
+    """
     match rule:
         case "none":
             return (None,) * layers
@@ -228,6 +383,48 @@ def parse_layer_windows(fields: ConfigFields, rule: WindowRule, layers: int) -> 
             if window is None and fields.read_boolean("use_sliding_window", default=False):
                 fields.add_problem("sliding_window", "is null, but use_sliding_window is set")
             return _read_layer_types(fields, window, _find_even_layers(fields, layers))
+        case "pattern" | "pattern_if_sized" | "layer_types" | "layers_without_rope":
+            return _parse_window_pattern(fields, rule, layers, pattern)
+
+
+def _parse_window_pattern(
+    fields: ConfigFields, rule: WindowRule, layers: int, pattern: int
+) -> Windows:
+    if rule == "layers_without_rope":
+        is_used = fields.read_boolean("use_sliding_window", default=False)
+        window = _read_window(fields, default=None) if is_used else None
+        rotating = read_rotating_layers(fields, layers)
+        return _read_layer_types(fields, window, [not here for here in rotating])
+    window = _read_window(fields, default=_DEFAULT_WINDOW)
+    if rule == "layer_types":
+        return _read_layer_types(fields, window, [window is not None] * layers)
+    if rule == "pattern_if_sized":
+        pattern = _read_pattern(fields, default=pattern)
+    narrow = [window is not None and (layer + 1) % pattern != 0 for layer in range(layers)]
+    return _read_layer_types(fields, window, narrow)
+
+
+def _read_pattern(fields: ConfigFields, *, default: int) -> int:
+    """Return the pattern; one in words says nothing that the list of layers does not."""
+    name = "sliding_window_pattern"
+    if fields.get("layer_types") is not None or fields.is_null(name):
+        return default
+    return fields.read_integer(name, minimum=1, maximum=_MAX_LAYER, default=default)
+
+
+def read_rotating_layers(fields: ConfigFields, layers: int) -> list[bool]:
+    """Return which layers rotate: those with a one in ``no_rope_layers``, or all but every n-th."""
+    name = "no_rope_layers"
+    value = fields.get(name)
+    if value is None:
+        step = fields.read_integer(
+            "no_rope_layer_interval", minimum=1, maximum=_MAX_LAYER, default=4
+        )
+        return [(layer + 1) % step != 0 for layer in range(layers)]
+    if not isinstance(value, list) or len(value) < layers or not set(map(str, value)) <= {"0", "1"}:
+        fields.add_problem(name, f"must be {layers} times 0 or 1")
+        return [True] * layers
+    return [str(kind) == "1" for kind in value[:layers]]
 
 
 def _apply_to_every_layer(fields: ConfigFields, window: int | None, layers: int) -> Windows:

@@ -23,7 +23,8 @@ from typing import Any
 
 from expertctl.digest import READ_CHUNK, Digest, Progress, ignore_progress
 from expertctl.errors import IncompatibleError, InvalidPackageError
-from expertctl.package.architectures import ARCHITECTURES, ConfigFields
+from expertctl.package.architecture_rows import ARCHITECTURES, ELSE_FOREIGN
+from expertctl.package.architectures import ConfigFields
 from expertctl.package.base_tensors import (
     find_base_file,
     read_base_tensors,
@@ -152,6 +153,11 @@ def read_base_config(directory: Path) -> ModelConfig | ForeignConfig:
     """
     document, what = read_config_document(directory), str(directory / CONFIG_FILE)
     kind = document.get("model_type")
+    if isinstance(kind, str) and kind in ELSE_FOREIGN:
+        try:
+            return parse_model_config(document, what=what)
+        except IncompatibleError:
+            return parse_foreign_config(document, what=what)
     if not isinstance(kind, str) or kind in ARCHITECTURES:
         return parse_model_config(document, what=what)
     return parse_foreign_config(document, what=what)
@@ -269,7 +275,7 @@ def read_base_headers(directory: Path) -> BaseHeaders:
         case ModelConfig():
             stored = read_base_tensors(directory, config)
             tensors = {name: stored[name] for name in sorted(config.tensor_shapes())}
-            return BaseHeaders(config.to_json(), tensors, config.linear_shapes(), foreign=False)
+            return BaseHeaders(config.to_json(), tensors, config.adapted_shapes(), foreign=False)
         case ForeignConfig():
             tensors = read_foreign_tensors(directory)
             shapes = config.linear_shapes({n: t.info.shape for n, t in tensors.items()})
@@ -355,13 +361,14 @@ def hash_tensor(tensor: StoredTensor, progress: Progress = ignore_progress) -> s
 
 
 def _read_tensor(tensor: StoredTensor, use: Callable[[memoryview], None]) -> None:
-    buffer = bytearray(min(READ_CHUNK, tensor.size))
-    view, left = memoryview(buffer), tensor.size
+    buffer = memoryview(bytearray(min(READ_CHUNK, tensor.size)))
     with tensor.path.open("rb", buffering=0) as stream:
-        stream.seek(tensor.offset)
-        while left:
-            count = stream.readinto(view[: min(len(view), left)])
-            if not count:
-                raise InvalidPackageError(str(tensor.path), ["the file is cut short"])
-            use(view[:count])
-            left -= count
+        for offset, size in tensor.iter_ranges():
+            stream.seek(offset)
+            left = size
+            while left:
+                count = stream.readinto(buffer[: min(len(buffer), left)])
+                if not count:
+                    raise InvalidPackageError(str(tensor.path), ["the file is cut short"])
+                use(buffer[:count])
+                left -= count

@@ -15,7 +15,6 @@ The folder of a GGUF base has `gguf_codec.GGUF_TABLE`, a table of its tensors, i
 
 import re
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
@@ -26,6 +25,7 @@ from expertctl.package.quantisation_config import (
     QuantisationConfig,
     read_quantisation_config,
 )
+from expertctl.package.stored_layout import SourceRows, find_stored_rows
 from expertctl.package.stored_tensor import FileState as FileState
 from expertctl.package.stored_tensor import StoredTensor as StoredTensor
 from expertctl.package.stored_tensor import TensorCodec as TensorCodec
@@ -73,16 +73,6 @@ _LAYOUT_PATTERNS = {
     "as w1, w2 and w3": re.compile(r".*\.experts\.[0-9]+\.w[123]\.weight"),
     "separately": re.compile(r".*\.experts\.[0-9]+\.(gate|up|down)_proj\.weight"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class SourceRows:
-    """The source of a tensor: a whole stored tensor, or some of its rows."""
-
-    stored_name: str
-    row: int
-    """The first row, with the stack viewed as one matrix."""
-    info: TensorInfo
 
 
 def find_canonical_sources(
@@ -166,9 +156,12 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
     problems: list[str] = []
     quantisation = read_quantisation_config(directory)
     if quantisation is not None:
+        _require_usual_places(directory, config)
         tensors = _combine_quantised(tensors, config, quantisation, problems)
     if config.experts is not None:
         tensors = _canonicalise(tensors, config, config.experts, problems)
+    elif not config.stored_places.are_usual:
+        tensors = _arrange(tensors, config, problems)
     problems = problems[:_MAX_SHOWN_NAMES] or _find_tensor_problems(tensors, config)
     if problems:
         raise InvalidPackageError(str(directory), problems)
@@ -257,6 +250,15 @@ def _read_tables(directory: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def _require_usual_places(directory: Path, config: ModelConfig) -> None:
+    """Refuse quantised weights whose files have other names or layouts than our decoder."""
+    if not config.stored_places.are_usual:
+        raise IncompatibleError(
+            f"{directory}: quantised weights of {config.architecture} are not supported",
+            hint="use the base in float32, float16 or bfloat16, with --dtype int8 or int4",
+        )
+
+
 def _combine_quantised(
     found: Mapping[str, StoredTensor],
     config: ModelConfig,
@@ -285,11 +287,36 @@ def _canonicalise(
     }
 
 
+def _arrange(
+    found: Mapping[str, StoredTensor], config: ModelConfig, problems: list[str]
+) -> dict[str, StoredTensor]:
+    """Return the tensors of files with the names and the layout of their architecture."""
+    needed = config.tensor_shapes()
+    sources = find_stored_rows(
+        {name: tensor.info for name, tensor in found.items()},
+        {**needed, HEAD_TENSOR: needed[EMBEDDING_TENSOR]},
+        config.stored_places,
+        optional=() if HEAD_TENSOR in needed else (HEAD_TENSOR,),
+        problems=problems,
+    )
+    return {
+        name: _slice_tensor(found[source.stored_name], source) for name, source in sources.items()
+    }
+
+
 def _slice_tensor(whole: StoredTensor, source: SourceRows) -> StoredTensor:
     if whole.codec is not None:
         return whole
     offset = whole.offset + source.info.begin - whole.info.begin
-    return StoredTensor(whole.path, source.info, offset, source.stored_name, source.row, whole.file)
+    return StoredTensor(
+        whole.path,
+        source.info,
+        offset,
+        source.stored_name,
+        source.row,
+        whole.file,
+        source.layout,
+    )
 
 
 def _find_tensor_problems(found: Mapping[str, StoredTensor], config: ModelConfig) -> list[str]:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from expertctl.errors import IncompatibleError, InvalidPackageError
-from expertctl.package.architectures import ARCHITECTURES, ConfigFields
+from expertctl.package.architecture_rows import ARCHITECTURES
+from expertctl.package.architectures import ConfigFields
 from expertctl.package.gguf_codec import GGUF_TABLE, GgufCodec, GgufEntry, GgufTable
 from expertctl.package.gguf_file import GgufHeader, GgufTensor
 from expertctl.package.gguf_tokenizer import build_tokenizer_files

@@ -1,6 +1,6 @@
 """`ModelConfig`: the configuration of our decoder, parsed from ``config.json``.
 
-Defaults for absent keys are those of transformers (`expertctl.package.architectures`). Anything
+Defaults for absent keys are those of transformers (`expertctl.package.architecture_rows`). Anything
 that the decoder would compute differently is refused. The decoder runs on the parsed values, and
 the digest ``arch`` covers them, so files that describe the same decoder in different notations are
 equal. Names of tensors and modules are the same for every architecture and file layout.
@@ -12,22 +12,38 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from expertctl.errors import IncompatibleError, NotFoundError
+from expertctl.package.architecture_rows import ARCHITECTURES
 from expertctl.package.architectures import (
-    ARCHITECTURES,
     Architecture,
     BiasRule,
     ConfigFields,
     ExpertsConfig,
     parse_experts_config,
 )
-from expertctl.package.attention_config import RopeConfig, parse_layer_windows, parse_rope_config
+from expertctl.package.attention_config import (
+    AlphaScaling,
+    LongropeScaling,
+    RopeConfig,
+    parse_layer_windows,
+    parse_rope_config,
+)
+from expertctl.package.block_config import (
+    LLAMA_BLOCK,
+    BlockConfig,
+    has_norms_of_heads,
+    parse_block_config,
+    read_falcon_kv_heads,
+)
+from expertctl.package.stored_layout import HeadSizes, StoredPlaces
 from expertctl.schema.strict_json import JsonObject, load_object
 
 CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 """PEFT's name of an adapter configuration."""
 EMBEDDING_TENSOR = "model.embed_tokens.weight"
+POSITIONS_TENSOR = "model.embed_positions.weight"
 HEAD_TENSOR = "lm_head.weight"
+HEAD_BIAS_TENSOR = "lm_head.bias"
 ROUTER_MODULE = "mlp.gate"
 _FLOAT_BYTES = 4
 """The router of a layer; module names within a layer omit the layer's prefix."""
@@ -35,8 +51,13 @@ CHOICE_BIAS = "e_score_correction_bias"
 SHARED_EXPERT_MODULE = "mlp.shared_expert"
 SHARED_GATE_MODULE = "mlp.shared_expert_gate"
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_HEAD_NORMS = 1 << 16
 
-_OMITTED_DEFAULTS: Mapping[str, object] = {"projection_norm": False, "experts": None}
+_OMITTED_DEFAULTS: Mapping[str, object] = {
+    "projection_norm": False,
+    "experts": None,
+    "block": LLAMA_BLOCK.to_json(),
+}
 """Fields added later: a base's digest omits them at these values, so that old digests stay."""
 
 
@@ -64,10 +85,44 @@ class ModelConfig:
     projection_norm: bool = False
     """Whether queries and keys are normed over all heads together, not per head."""
     experts: ExpertsConfig | None = None
+    block: BlockConfig = LLAMA_BLOCK
+
+    @property
+    def unlike_llama(self) -> bool:
+        """Whether only the plain decoder runs it: its blocks or its rotation are not Llama's."""
+        return (
+            self.block != LLAMA_BLOCK
+            or self.rope.dims != self.head_dim
+            or isinstance(self.rope.scaling, AlphaScaling | LongropeScaling)
+        )
+
+    def require_llama_blocks(self, runner: str) -> None:
+        """Check that a backend that has only Llama's blocks runs it.
+
+        Raises:
+            IncompatibleError: if not.
+        """
+        if self.unlike_llama:
+            raise IncompatibleError(
+                f"{runner} cannot run the architecture {self.architecture}: its layers are not "
+                "like those of Llama",
+                hint="on a processor numpy runs it in float32 or bf16: --device cpu",
+            )
+
+    @property
+    def stored_places(self) -> StoredPlaces:
+        """The names and places of its tensors in the files of its architecture."""
+        return StoredPlaces(
+            names=ARCHITECTURES[self.architecture].stored,
+            sizes=HeadSizes(self.heads, self.kv_heads, self.head_dim),
+            inner=self.intermediate_size,
+            apart=self.block.places == "parallel_apart",
+        )
 
     def to_json(self) -> JsonObject:
         """Return every field as in the digest of a base."""
         values = {**asdict(self), "rope": self.rope.to_json(), "windows": list(self.windows)}
+        values["block"] = self.block.to_json()
         if self.experts is not None:
             values["experts"] = self.experts.to_json()
         return {
@@ -99,6 +154,20 @@ class ModelConfig:
         }
         return {**shapes, "lm_head": (self.vocab_size, self.hidden_size)}
 
+    def adapted_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return ``(out, in)`` of every linear layer by the names that adapters use.
+
+        Those are the names in the files of the base, where several layers may be one module.
+        """
+        places, ours = self.stored_places, self.linear_shapes()
+        if places.are_usual:
+            return ours
+        shapes: dict[str, tuple[int, int]] = {}
+        for module, (out, into) in ours.items():
+            stored, part = places.find_stored_module(module)
+            shapes[stored] = (out if part is None else places.count_rows(part), into)
+        return {**shapes, "lm_head": ours["lm_head"]}
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor that the weights must contain, and no other."""
         return dict(self._iter_tensor_shapes())
@@ -114,12 +183,14 @@ class ModelConfig:
             "self_attn.k_proj": (keys, self.hidden_size),
             "self_attn.v_proj": (keys, self.hidden_size),
             "self_attn.o_proj": (self.hidden_size, queries),
-            **(
-                self._list_routed_shapes()
-                if self.is_routed(layer)
-                else self._list_gated_shapes("mlp")
-            ),
+            **(self._list_routed_shapes() if self.is_routed(layer) else self._list_mlp_shapes()),
         }
+
+    def _list_mlp_shapes(self) -> dict[str, tuple[int, int]]:
+        shapes = self._list_gated_shapes("mlp")
+        if not self.block.gated:
+            del shapes["mlp.gate_proj"]
+        return shapes
 
     def _list_gated_shapes(self, name: str, size: int | None = None) -> dict[str, tuple[int, int]]:
         """Return the shapes of the three matrices of a feed-forward network."""
@@ -144,30 +215,48 @@ class ModelConfig:
 
     def _iter_tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield EMBEDDING_TENSOR, (self.vocab_size, self.hidden_size)
-        yield "model.norm.weight", (self.hidden_size,)
+        if self.block.learned_positions:
+            yield POSITIONS_TENSOR, (self.max_positions, self.hidden_size)
+        yield from self._iter_norm_shapes("model.norm", self.hidden_size)
         if not self.tied:
             yield HEAD_TENSOR, (self.vocab_size, self.hidden_size)
+        if self.block.head_bias:
+            yield HEAD_BIAS_TENSOR, (self.vocab_size,)
         for layer in range(self.layers):
             yield from self._iter_layer_tensor_shapes(layer)
 
     def _iter_layer_tensor_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         prefix = f"model.layers.{layer}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}.{norm}.weight", (self.hidden_size,)
+        for norm in self.block.list_norms():
+            yield from self._iter_norm_shapes(f"{prefix}.{norm}", self.hidden_size)
         for name, shape in self._list_layer_shapes(layer).items():
             yield f"{prefix}.{name}.weight", shape
             if self._has_bias(name):
                 yield f"{prefix}.{name}.bias", shape[:1]
         for norm, size in self._list_norm_sizes().items():
             yield f"{prefix}.self_attn.{norm}.weight", (size,)
+            if self.block.head_norm == "layer_with_bias":
+                yield f"{prefix}.self_attn.{norm}.bias", (size,)
         if self.experts is not None and self.is_routed(layer):
             yield f"{prefix}.{ROUTER_MODULE}.weight", (self.experts.count, self.hidden_size)
             if self.experts.choice_bias:
                 yield f"{prefix}.{ROUTER_MODULE}.{CHOICE_BIAS}", (self.experts.count,)
 
+    def _iter_norm_shapes(self, norm: str, size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{norm}.weight", (size,)
+        if self.block.norm == "layer_with_bias":
+            yield f"{norm}.bias", (size,)
+
     def _list_norm_sizes(self) -> dict[str, int]:
         if not self.qk_norm:
             return {}
+        if self.block.own_head_norms:
+            counts = {"q_norm": self.heads, "k_norm": self.kv_heads}
+            return {
+                f"{name}.norms.{head}": self.head_dim
+                for name, count in counts.items()
+                for head in range(count)
+            }
         heads = (self.heads, self.kv_heads) if self.projection_norm else (1, 1)
         return {"q_norm": heads[0] * self.head_dim, "k_norm": heads[1] * self.head_dim}
 
@@ -216,14 +305,16 @@ def parse_model_config(document: JsonObject, *, what: str = CONFIG_FILE) -> Mode
         IncompatibleError: when the decoder does not support such a model.
         InvalidPackageError: with all problems, when values are malformed or absurd.
     """
-    fields = ConfigFields(document)
-    row = _find_architecture(fields, what)
+    row = _find_architecture(ConfigFields(document), what)
+    fields = ConfigFields(document, keys=row.keys)
     _reject_unsupported(fields, row, what)
     config = _build_config(fields, row, what)
     if config.heads % config.kv_heads:
         fields.add_problem("num_attention_heads", "is not a multiple of num_key_value_heads")
     if config.head_dim % 2:
         fields.add_problem("head_dim", "is odd, rotary positions need pairs")
+    if config.block.own_head_norms and config.heads * config.layers > _MAX_HEAD_NORMS:
+        fields.add_problem("num_attention_heads", "has too many norms of single heads")
     if config.projection_norm and config.heads * config.head_dim != config.hidden_size:
         fields.add_problem(
             "head_dim", "is not hidden_size / num_attention_heads, as its norms need"
@@ -248,19 +339,27 @@ def _find_architecture(fields: ConfigFields, what: str) -> Architecture:
 
 
 def _reject_unsupported(fields: ConfigFields, row: Architecture, what: str) -> None:
-    activation = fields.read_text("hidden_act", default="silu")
-    if activation != "silu":
-        raise IncompatibleError(
-            f"{what}: activation {activation[:40]!r} is not supported", hint="supported is silu"
-        )
     if fields.get("per_layer_config"):
         raise IncompatibleError(
             f"{what}: layers that differ by per_layer_config are not supported",
             hint="supported is a base whose layers are alike",
         )
-    if row.refused and fields.get(row.refused) is not None:
+    if row.dense_attention_only:
+        _reject_other_layers(fields, what)
+    refused = next((name for name in row.refused if fields.get(name) not in (None, False)), None)
+    if refused is not None:
         raise IncompatibleError(
-            f"{what}: {row.refused} is not supported", hint="supported is a base without it"
+            f"{what}: {refused} is not supported", hint="supported is a base without it"
+        )
+
+
+def _reject_other_layers(fields: ConfigFields, what: str) -> None:
+    kinds = fields.get("layer_types")
+    known = isinstance(kinds, list) and set(map(str, kinds)) <= {"attention", "full_attention"}
+    if not known or fields.get("num_local_experts") != 0:
+        raise IncompatibleError(
+            f"{what}: routed experts, and layers without attention, are not supported here",
+            hint="supported are dense bases of this architecture with attention in every layer",
         )
 
 
@@ -274,7 +373,16 @@ def _build_config(fields: ConfigFields, row: Architecture, what: str) -> ModelCo
     positions = fields.read_integer(
         "max_position_embeddings", minimum=1, maximum=1 << 24, default=row.max_positions
     )
-    inner = fields.read_integer("intermediate_size", minimum=1, maximum=1 << 19)
+    inner = fields.read_integer(
+        "intermediate_size",
+        minimum=1,
+        maximum=1 << 19,
+        default=None if row.intermediate is None else row.intermediate * hidden,
+    )
+    windows = parse_layer_windows(fields, row.window, layers, pattern=row.window_pattern)
+    rope = parse_rope_config(
+        fields, dims=head_dim, max_positions=positions, theta=row.theta, row=row
+    )
     return ModelConfig(
         architecture=fields.read_text("model_type"),
         vocab_size=fields.read_integer("vocab_size", minimum=1, maximum=1 << 21),
@@ -284,40 +392,45 @@ def _build_config(fields: ConfigFields, row: Architecture, what: str) -> ModelCo
         heads=heads,
         kv_heads=_read_kv_heads(fields, row, heads),
         head_dim=head_dim,
-        max_positions=positions,
+        max_positions=min(positions, rope.max_positions),
         norm_eps=fields.read_number(
             "rms_norm_eps", minimum=1e-20, maximum=1.0, default=row.norm_eps
         ),
-        rope=parse_rope_config(fields, dims=head_dim, max_positions=positions, theta=row.theta),
-        windows=parse_layer_windows(fields, row.window, layers),
-        qkv_bias=_read_bias(fields, row.qkv_bias, "attention_bias"),
-        output_bias=_read_bias(fields, row.output_bias, "attention_bias"),
-        mlp_bias=_read_bias(fields, row.mlp_bias, "mlp_bias"),
-        qk_norm=row.norms != "none",
-        tied=fields.read_boolean("tie_word_embeddings", default=False),
+        rope=rope,
+        windows=windows,
+        qkv_bias=_read_bias(fields, row.qkv_bias, "attention_bias", default=row.biased),
+        output_bias=_read_bias(fields, row.output_bias, "attention_bias", default=row.biased),
+        mlp_bias=_read_bias(fields, row.mlp_bias, "mlp_bias", default=row.biased),
+        qk_norm=has_norms_of_heads(fields, row),
+        tied=fields.read_boolean("tie_word_embeddings", default=row.tied),
         projection_norm=row.norms == "projection",
         experts=None
         if row.experts is None
         else parse_experts_config(
             fields, row.experts, layers=layers, intermediate_size=inner, what=what
         ),
+        block=parse_block_config(
+            fields, row, what=what, hidden_size=hidden, head_dim=head_dim, windows=windows
+        ),
     )
 
 
 def _read_kv_heads(fields: ConfigFields, row: Architecture, heads: int) -> int:
     """Return the KV heads; an absent key means the row's default, null means ``heads``."""
+    if row.places_rule == "falcon":
+        return read_falcon_kv_heads(fields, heads)
     name = "num_key_value_heads"
     default = heads if row.kv_heads is None or fields.is_null(name) else row.kv_heads
     return fields.read_integer(name, minimum=1, maximum=1 << 10, default=default)
 
 
-def _read_bias(fields: ConfigFields, rule: BiasRule, name: str) -> bool:
+def _read_bias(fields: ConfigFields, rule: BiasRule, name: str, *, default: bool) -> bool:
     match rule:
         case "never":
             return False
         case "always":
             return True
         case "configured":
-            return fields.read_boolean(name, default=False)
+            return fields.read_boolean(name, default=default)
         case "configured_apart":
             return fields.read_boolean("qkv_bias", default=True)

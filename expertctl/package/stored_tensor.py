@@ -4,6 +4,7 @@ Numbers that are not stored as plain floats (in blocks with scales, or transpose
 the `TensorCodec` of their tensor, which every reader asks for rows.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from expertctl.errors import InvalidPackageError
+from expertctl.package.stored_layout import RowLayout
 from expertctl.package.tensor_file import TensorInfo
 
 if TYPE_CHECKING:
@@ -75,6 +77,8 @@ class StoredTensor:
     row: int = 0
     file: FileState | None = None
     """The state of the file when its header was read."""
+    layout: RowLayout | None = None
+    """How its rows lie in ``stored``; None: one after another."""
     codec: TensorCodec | None = None
     """Decodes its rows; None: they are stored as they are."""
 
@@ -89,6 +93,22 @@ class StoredTensor:
     def storage(self) -> str:
         """What its numbers are stored as: a dtype, or the name of its codec."""
         return self.info.dtype if self.codec is None else self.codec.storage
+
+    def iter_ranges(self, first: int = 0, rows: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yield offset and size of the bytes of some rows, or of all, in its file.
+
+        Of rows that are columns of the stored matrix, the parts in each stored row are yielded.
+        """
+        assert self.codec is None, "its rows are decoded"
+        shape = self.info.shape
+        rows = shape[0] - first if rows is None else rows
+        itemsize = self.size // math.prod(shape)
+        columns = math.prod(shape[1:])
+        if self.layout is None:
+            yield self.offset + first * columns * itemsize, rows * columns * itemsize
+            return
+        for begin, size in self.layout.iter_ranges(first, rows, columns, itemsize):
+            yield self.offset + begin, size
 
     def open(self) -> FileIO:
         """Open its file, unless it changed since its header was read, perhaps long ago.

@@ -11,6 +11,7 @@ numeric settings of the base decide whether a saved plan still gives the same nu
 """
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -380,8 +381,24 @@ def _check_engine(base: StoredBase, engine: EngineName) -> None:
     if base.foreign and engine == "native":
         raise IncompatibleError(
             f"expertctl's own decoder does not run the base {base.name}",
-            hint="`expertctl run --engine transformers` does, slowly and with one expert at most",
+            hint="`expertctl run --engine transformers` does, slowly and with one expert at most"
+            + _suggest_adding_again(base),
         )
+
+
+def _suggest_adding_again(base: StoredBase) -> str:
+    """Return what to do about a base that was added before the decoder ran its architecture."""
+    try:
+        config = read_base_config(base.path)
+    except (ExpertError, OSError):
+        return ""
+    if not isinstance(config, ModelConfig):
+        return ""
+    name = shlex.quote(base.name)
+    return (
+        f"; it was added by an older version: to run it with the own decoder, `expertctl base "
+        f"remove {name}`, then `expertctl base add` it again"
+    )
 
 
 def check_identity(plan: Plan, identity: Digest, *, base: StoredBase, config: EngineConfig) -> None:

@@ -32,7 +32,14 @@ _GROUPED = {"num_key_value_heads": 2}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2Config",
-        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96},
+        {
+            "vocab_size": VOCAB,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 96,
+            "scale_attn_by_inverse_layer_idx": True,  # our decoder does not run it
+        },
     ),
     "gpt_neox": ("GPTNeoXConfig", _SIZES),
     "opt": (

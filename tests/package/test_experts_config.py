@@ -8,7 +8,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from expertctl.errors import IncompatibleError, InvalidPackageError
-from expertctl.package.architectures import ARCHITECTURES, ExpertsConfig
+from expertctl.package.architecture_rows import ARCHITECTURES
+from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig, parse_model_config, read_model_config
 from tests.engine.conftest import build_reference_model
 from tests.engine.reference_models import ROUTED_CLASSES, ROUTED_CONFIGS

@@ -198,7 +198,7 @@ def test_what_our_decoder_knows_is_read_strictly(tmp_path: Path) -> None:
     assert isinstance(read_base_config(directory), ModelConfig)
     assert not read_base(directory).foreign
     document = json.loads((directory / "config.json").read_text())
-    edit_config(directory, hidden_act="gelu")
-    with pytest.raises(IncompatibleError, match="'gelu'"):
+    edit_config(directory, hidden_act="quick_gelu")
+    with pytest.raises(IncompatibleError, match="'quick_gelu'"):
         read_base_config(directory)
     assert parse_foreign_config(document).architecture == "qwen3"

@@ -53,7 +53,7 @@ def test_an_absent_yarn_factor_is_the_stretch_of_the_context() -> None:
     assert ours(parameters).scaling.factor == 4.0  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "proportional", "su", "mrope", ""])
+@pytest.mark.parametrize("kind", ["proportional", "su", "mrope", ""])
 def test_other_types_are_refused_by_name(kind: str) -> None:
     with pytest.raises(IncompatibleError, match=f"RoPE scaling '{kind}' is not supported") as error:
         ours({"rope_type": kind, "factor": 2.0})

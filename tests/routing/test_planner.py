@@ -161,6 +161,22 @@ def test_a_base_that_the_engine_does_not_run_never_answers_by_itself(
     assert "--engine transformers" in caught.value.hint
 
 
+def test_a_base_of_an_older_version_goes_on_and_is_told_to_be_added_again(
+    user_home: HomeFixture, tmp_path: Path
+) -> None:
+    directory = write_gpt2(tmp_path / "gpt2", scale_attn_by_inverse_layer_idx=False)
+    assert not user_home.bases.add(directory).foreign
+    [record] = (user_home.root / "bases").glob("gpt2*/base.json")
+    record.write_text(json.dumps({**json.loads(record.read_text()), "foreign": True}))
+    planner = Planner.open(Settings(Home(user_home.root), encoder="lexical"))
+    alone = RouteRequest(prompt=PROMPT, base_alone=True)
+    compat = planner.plan(replace(alone, config=EngineConfig(engine="transformers")))
+    assert compat.base.name == "gpt2"
+    with pytest.raises(IncompatibleError) as caught:
+        planner.plan(alone, base="gpt2")
+    assert "`expertctl base remove gpt2`" in caught.value.hint
+
+
 def test_where_no_base_can_run_the_engine_that_could_is_named(
     user_home: HomeFixture, tmp_path: Path
 ) -> None:

@@ -23,6 +23,8 @@ from expertctl.engine.adapters.steps import (
     Deltas,
     DoraTensors,
     Ia3Tensors,
+    count_outputs,
+    take_outputs,
 )
 from expertctl.engine.arrays import AnyArray, FloatArray, widen
 from expertctl.engine.kernels.packed_format import PackedDeltas, PlanPacking
@@ -30,6 +32,7 @@ from expertctl.engine.memory.host import count_usable_cores
 from expertctl.errors import IncompatibleError
 from expertctl.package.adapter import truncate_problems
 from expertctl.package.base_tensors import explain_absent_module, find_base_name
+from expertctl.package.stored_layout import StoredPlaces
 
 if TYPE_CHECKING:
     from expertctl.engine.cpu.packed_plan import PackedPlanCompiler
@@ -41,15 +44,49 @@ LayerShapes = Mapping[str, tuple[int, int]]
 """``(out, in)`` of every linear layer of a base."""
 
 
-def rename_modules(adapter: LoadedAdapter, shapes: LayerShapes) -> LoadedAdapter:
-    """Return an adapter with its modules renamed as in the base."""
-    if all(module in shapes for module in adapter.modules):
+def rename_modules(
+    adapter: LoadedAdapter, shapes: LayerShapes, places: StoredPlaces | None = None
+) -> LoadedAdapter:
+    """Return an adapter with its modules renamed as in the base.
+
+    With the ``places`` of a base whose files have other names than ours, a module of the files that
+    is several of ours becomes those, each with its part of every step.
+
+    Raises:
+        IncompatibleError: for such a module with another number of outputs.
+    """
+    if places is None and all(module in shapes for module in adapter.modules):
         return adapter
     modules: dict[str, tuple[AdapterStep, ...]] = {}
     for module, steps in adapter.modules.items():
-        name = find_base_name(module, shapes)
-        modules[name] = (*modules.get(name, ()), *steps)
+        parts = None if places is None else places.split_module(module)
+        if parts is None:
+            name = find_base_name(module, shapes)
+            name = "lm_head" if places is not None and name == places.names.head else name
+            modules[name] = (*modules.get(name, ()), *steps)
+            continue
+        prefix, inner = parts
+        for part in inner:
+            name = f"{prefix}.{part.module}"
+            taken = steps
+            if len(inner) > 1:
+                _check_outputs(adapter, module, steps, sum(each.rows for each in inner))
+                blocks = tuple(part.iter_row_blocks())
+                taken = tuple(take_outputs(step, blocks) for step in steps)
+            modules[name] = (*modules.get(name, ()), *taken)
     return replace(adapter, modules=modules)
+
+
+def _check_outputs(
+    adapter: LoadedAdapter, module: str, steps: Sequence[AdapterStep], expected: int
+) -> None:
+    for step in steps:
+        found = count_outputs(step)
+        if found not in (None, expected):
+            raise IncompatibleError(
+                f"{adapter.ref} does not fit the base: {module}: made for {found} outputs, the "
+                f"base has {expected}"
+            )
 
 
 def check_adapter_fits(adapter: LoadedAdapter, shapes: LayerShapes, *, width: int) -> None:
@@ -115,6 +152,12 @@ class CompileSpec:
     target: PlanPacking | TorchPlacement | None = None
     """CPU kernels, torch on a device, or None: numpy."""
     routed_bytes: int = 0
+    places: StoredPlaces | None = None
+    """The names and the layout of the base's files, if they are not ours."""
+
+    def adapt(self, adapter: LoadedAdapter) -> LoadedAdapter:
+        """Return an adapter with its modules as in the base; raises as `rename_modules`."""
+        return rename_modules(adapter, self.shapes, self.places)
 
 
 @dataclass(frozen=True, slots=True)

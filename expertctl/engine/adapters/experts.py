@@ -26,7 +26,6 @@ from expertctl.engine.adapters.compile import (
     WeightedAdapter,
     check_adapter_fits,
     fold_plan,
-    rename_modules,
 )
 from expertctl.engine.adapters.load import (
     READ_SLACK_BYTES,
@@ -328,7 +327,7 @@ def _compile_plan(
     """Compile with the experts pinned; afterwards only the plan stays pinned."""
     with ExitStack() as others:
         loaded = others.enter_context(tiers.pin([source.cache_request for source, _ in chain]))
-        adapters = [rename_modules(adapter, target.form.shapes) for adapter in loaded]
+        adapters = [target.form.adapt(adapter) for adapter in loaded]
         links = [
             WeightedAdapter(
                 adapter, weight, _borrow_dora_scales(tiers, source, adapter, weight, target, others)

@@ -46,7 +46,8 @@ class LowRankBlock:
     @property
     def keeps_b(self) -> bool:
         """Whether nothing multiplies B."""
-        plain = self.outputs_after == 0 and isinstance(self.step, LoraTensors)
+        step = self.step
+        plain = self.outputs_after == 0 and isinstance(step, LoraTensors) and not step.copied
         return plain and self.factor == 1.0
 
 

@@ -13,7 +13,7 @@
 Tensors are stored numbers, see `engine.arrays`; `torch.reference` has the same formulas in torch.
 """
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Generic, Never, TypeVar
 
@@ -65,6 +65,8 @@ class LoraTensors:
     a: FloatArray
     b: FloatArray
     scale: float
+    copied: bool = False
+    """Whether ``b`` is a copy for one plan, not a view of the adapter's file."""
 
     @property
     def rank(self) -> int:
@@ -102,6 +104,39 @@ class Ia3Tensors:
 
 AdapterStep = LoraTensors | DoraTensors | Ia3Tensors
 """The change of one adapter to one linear layer."""
+
+
+def count_outputs(step: AdapterStep) -> int | None:
+    """Return the outputs of the layer that a step is for; None: any number."""
+    if isinstance(step, Ia3Tensors):
+        return None if step.on_input else len(step.vector)
+    return len(step.b)
+
+
+def take_outputs(step: AdapterStep, blocks: Sequence[slice]) -> AdapterStep:
+    """Return the part of a step for some outputs of its layer, exactly.
+
+    A low-rank change has the same A and some rows of B; the magnitudes of DoRA and the factors of
+    IA³ belong to outputs, or to inputs, which all outputs share.
+    """
+    match step:
+        case LoraTensors():
+            copied = len(blocks) > 1
+            return LoraTensors(step.a, _take_rows(step.b, blocks), step.scale, copied)
+        case DoraTensors():
+            magnitude = _take_rows(step.magnitude, blocks)
+            return DoraTensors(step.a, _take_rows(step.b, blocks), magnitude, step.scale)
+        case Ia3Tensors(on_input=True):
+            return step
+        case Ia3Tensors():
+            return Ia3Tensors(_take_rows(step.vector, blocks), on_input=False)
+
+
+def _take_rows(numbers: FloatArray, blocks: Sequence[slice]) -> FloatArray:
+    """Return rows, as a view if they follow each other."""
+    if len(blocks) == 1:
+        return numbers[blocks[0]]
+    return np.concatenate([numbers[block] for block in blocks])
 
 
 def weighted_ia3_vector(ia3: Ia3Tensors, weight: float) -> AnyArray:

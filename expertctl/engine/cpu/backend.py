@@ -97,7 +97,7 @@ def quality_scratch_bytes(config: ModelConfig, *, packed: int) -> int:
 
     ``packed`` are those that the packed base needs to read a text of so many tokens.
     """
-    from expertctl.engine.cpu.plain_decoder import estimate_plain_pass_bytes
+    from expertctl.engine.cpu.plain_layers import estimate_plain_pass_bytes
     from expertctl.engine.cpu.plain_weights import loading_scratch_bytes
 
     tokens = count_measured_tokens(config)
@@ -144,8 +144,9 @@ class PackedBackend:
         headroom of a run on top of the base.
 
         Raises:
-            IncompatibleError: for sizes that the kernels do not support.
+            IncompatibleError: for layers or sizes that the kernels do not support.
         """
+        config.require_llama_blocks("the kernels")
         engine, limit = load_config.engine, load_config.memory_limit
         scheme = choose_scheme(config, load_config.dtype)
         whole = packed_base_bytes(config, scheme)
@@ -232,8 +233,9 @@ class PackedBackend:
         """What adapter plans are compiled for."""
         config, packing = self.config, PlanPacking(self.scheme, self.adapter_dtype)
         read = 0 if self.cache is None else make_expert_shape(config, self.scheme).nbytes
-        shapes, width = config.linear_shapes(), config.hidden_size
-        return CompileSpec(shapes, width, packing, routed_bytes=read)
+        shapes, width, places = config.linear_shapes(), config.hidden_size, config.stored_places
+        others = None if places.are_usual else places
+        return CompileSpec(shapes, width, packing, routed_bytes=read, places=others)
 
     def kv_bytes(self, tokens: int) -> int:
         """Return the bytes of the keys and values of this many tokens, in whole pages."""

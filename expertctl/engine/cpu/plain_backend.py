@@ -23,7 +23,8 @@ from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
 from expertctl.engine.arrays import AnyArray, FloatArray
 from expertctl.engine.backend import BackendName, LoadContext
-from expertctl.engine.cpu.plain_decoder import PlainDecoder, estimate_plain_pass_bytes
+from expertctl.engine.cpu.plain_decoder import PlainDecoder
+from expertctl.engine.cpu.plain_layers import estimate_plain_pass_bytes
 from expertctl.engine.cpu.plain_weights import (
     PlainWeights,
     check_plain_dtype,
@@ -144,7 +145,12 @@ class PlainBackend:
     @property
     def compile_spec(self) -> CompileSpec:
         """Target for which plans are compiled."""
-        return CompileSpec(self.config.linear_shapes(), self.config.hidden_size)
+        places = self.config.stored_places
+        return CompileSpec(
+            self.config.linear_shapes(),
+            self.config.hidden_size,
+            places=None if places.are_usual else places,
+        )
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of so many tokens, in whole pages."""

@@ -23,29 +23,12 @@ from expertctl.engine.cpu.plain_functional import (
     QueryBlock,
     StackedLinear,
     attend,
-    attention_scratch_bytes,
-    normalise,
-    plan_scratch_bytes,
-    query_blocks_bytes,
+    cap_softly,
     split_queries,
-    stack_linear,
-    widening_bytes,
 )
-from expertctl.engine.cpu.plain_routed_mlp import (
-    ExpertMixture,
-    GatedMlp,
-    build_expert_mixture,
-    expert_mixture_bytes,
-    gated_mlp_bytes,
-    stack_gated_mlp,
-)
+from expertctl.engine.cpu.plain_layers import PlainLayer, build_norm, build_plain_layers
 from expertctl.engine.cpu.plain_weights import StoredMatrix, WeightTensors
-from expertctl.engine.cpu.rope import (
-    RotationTable,
-    compute_rotation_table,
-    rotate,
-    rotation_table_bytes,
-)
+from expertctl.engine.cpu.rope import RotationTable, compute_rotation_table
 from expertctl.engine.decoding import (
     PREFILL_CHUNK,
     DecodeResult,
@@ -55,58 +38,17 @@ from expertctl.engine.decoding import (
     check_soft_prompt,
     check_tokens,
 )
-from expertctl.engine.kernels.packed_format import ATTENTION_INPUTS, KV_PAGE_TOKENS
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache, count_pages
 from expertctl.engine.kv.kv_cache import rewind_on_error
 from expertctl.engine.text.prompt import LOGIT_ROWS, RecordLogits
-from expertctl.package.model_config import EMBEDDING_TENSOR, ModelConfig
-
-_FLOAT_BYTES = 4
-_MAX_STACKED = 3
-"""Layers with the same input, at most: queries, keys and values."""
-_VIEW_BYTES, _TOKEN_BYTES, _OBJECT_BYTES = 256, 16, 64 << 10
-"""Bytes of a view of a page, of a token in lists and arrays, and of all other objects."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlainLayer:
-    """One layer; without a ``window`` it attends to all earlier tokens.
-
-    Norms of queries and keys are as long as one head, or as all of them.
-    """
-
-    input_norm: AnyArray
-    inputs: StackedLinear  # queries, keys and values
-    output: StackedLinear
-    query_norm: AnyArray | None
-    key_norm: AnyArray | None
-    mlp_norm: AnyArray
-    mlp: GatedMlp | ExpertMixture
-    window: int | None
-
-
-def build_plain_layers(config: ModelConfig, weights: WeightTensors) -> list[PlainLayer]:
-    """Return all layers in order."""
-    return [_build_layer(config, weights, number) for number in range(config.layers)]
-
-
-def _build_layer(config: ModelConfig, weights: WeightTensors, number: int) -> PlainLayer:
-    tensors, prefix = weights.tensors, f"model.layers.{number}"
-    mlp: GatedMlp | ExpertMixture
-    if config.experts is None or not config.is_routed(number):
-        mlp = stack_gated_mlp(weights, f"{prefix}.mlp")
-    else:
-        mlp = build_expert_mixture(weights, config.experts, layer=prefix)
-    return PlainLayer(
-        input_norm=tensors[f"{prefix}.input_layernorm.weight"],
-        inputs=stack_linear(weights, [f"{prefix}.{name}" for name in ATTENTION_INPUTS]),
-        output=stack_linear(weights, [f"{prefix}.self_attn.o_proj"]),
-        query_norm=tensors.get(f"{prefix}.self_attn.q_norm.weight"),
-        key_norm=tensors.get(f"{prefix}.self_attn.k_norm.weight"),
-        mlp_norm=tensors[f"{prefix}.post_attention_layernorm.weight"],
-        mlp=mlp,
-        window=config.windows[number],
-    )
+from expertctl.package.block_config import RopeKind
+from expertctl.package.model_config import (
+    EMBEDDING_TENSOR,
+    HEAD_BIAS_TENSOR,
+    POSITIONS_TENSOR,
+    ModelConfig,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +66,7 @@ class _PlainPass:
     start: int
     tokens: int
     pages: Sequence[AnyArray]
-    table: RotationTable
+    tables: dict[RopeKind, RotationTable]
     deltas: Deltas
 
 
@@ -137,12 +79,15 @@ class PlainDecoder:
         self.modules = frozenset(config.linear_shapes())
         self._weights = weights
         self._embedding = weights.tensors[EMBEDDING_TENSOR]
-        self._norm = weights.tensors["model.norm.weight"]
+        self._positions = weights.tensors.get(POSITIONS_TENSOR)
+        self._norm = build_norm(config, weights, "model.norm")
         head = weights.get_output_matrix()
-        self._head = StackedLinear(("lm_head",), head, None, (len(head),))
+        bias = weights.tensors.get(HEAD_BIAS_TENSOR)
+        self._head = StackedLinear(("lm_head",), head, bias, (len(head),))
         self._layers = build_plain_layers(config, weights)
-        self._scale = np.float32(config.head_dim**-0.5)
-        self._rotations: RotationTable | None = None
+        scale = config.block.attention_scale
+        self._scale = np.float32(config.head_dim**-0.5 if scale is None else scale)
+        self._rotations: dict[RopeKind, RotationTable] = {}
         self._gathered: AnyArray | None = None
         self._times: LayerTimer | None = None
 
@@ -213,7 +158,7 @@ class PlainDecoder:
         cache.ensure_capacity(len(tokens))
         with rewind_on_error([cache]), _ignore_float_errors():
             return self._forward(
-                widen(self._embedding[tokens]),
+                self._look_up(tokens),
                 cache,
                 EMPTY_DELTAS,
                 whole=True,
@@ -222,7 +167,12 @@ class PlainDecoder:
 
     def score(self, hidden: AnyArray, deltas: Deltas = EMPTY_DELTAS) -> AnyArray:
         """Return the logits after tokens: [tokens, hidden] -> [tokens, vocab]."""
-        return self._head(normalise(hidden, self._norm, self.config.norm_eps), deltas)
+        block, logits = self.config.block, self._head(self._norm(hidden), deltas)
+        if block.logit_scale != 1.0:
+            logits *= np.float32(block.logit_scale)
+        if block.logit_cap is not None:
+            cap_softly(logits, block.logit_cap)
+        return logits
 
     def decode(
         self, token: int, cache: PagedKVCache, deltas: Deltas = EMPTY_DELTAS
@@ -237,18 +187,18 @@ class PlainDecoder:
         tokens = self._check_tokens([token], deltas)
         cache.ensure_capacity(1)
         with rewind_on_error([cache]), _ignore_float_errors():
-            hidden = self._forward(widen(self._embedding[tokens]), cache, deltas)
+            hidden = self._forward(self._look_up(tokens), cache, deltas)
             logits = self._compute_logits(hidden, deltas)
         return DecodeResult(logits, position, _measure_ms(started))
 
     def free_buffers(self) -> None:
         """Free what all steps of one generation share; it counts as buffers of its passes."""
-        self._rotations = self._gathered = None
+        self._rotations, self._gathered = {}, None
 
     @property
     def holds_only_weights(self) -> bool:
         """Whether it holds nothing but its weights."""
-        return self._rotations is None and self._gathered is None
+        return not self._rotations and self._gathered is None
 
     def matrix(self, module: str) -> FloatArray:
         """Return the weights [out, in] of a linear layer, by its module name, as a view."""
@@ -277,8 +227,20 @@ class PlainDecoder:
         The caller may change them.
         """
         virtual = len(before)
-        part = widen(self._embedding[tokens[max(start - virtual, 0) : max(end - virtual, 0)]])
-        return part if start >= virtual else np.concatenate((before[start:end], part))
+        part = self._look_up(tokens[max(start - virtual, 0) : max(end - virtual, 0)])
+        if start >= virtual:
+            return part
+        rows = before[start:end]
+        if self.config.block.scales_virtual_tokens:
+            rows = rows * np.float32(self.config.block.embedding_scale)
+        return np.concatenate((rows, part))
+
+    def _look_up(self, tokens: AnyArray) -> AnyArray:
+        """Return the embeddings of tokens, float32 [tokens, hidden]; the caller may change them."""
+        rows = widen(self._embedding[tokens])
+        if self.config.block.embedding_scale != 1.0:
+            rows *= np.float32(self.config.block.embedding_scale)
+        return rows
 
     def _forward(
         self,
@@ -295,27 +257,41 @@ class PlainDecoder:
         values of all tokens, but its output for the other rows is not needed.
         """
         step = self._start_pass(len(x), cache, deltas)
+        if self._positions is not None:
+            x += widen(self._positions[np.arange(step.start, step.start + len(x))])
         queries = self._plan_queries(step, begin=0)
         for number, layer in enumerate(self._layers):
             between_layers()
             if number == len(self._layers) - 1 and not whole and step.tokens > 1:
                 queries = self._plan_queries(step, begin=step.tokens - 1)
             with self._time_place(f"layers.{number}.attention"):
-                made = self._attend(x, layer, number, step, queries)
-                x = np.add(x[queries.begin :], made, out=made)
+                made, read = self._attend(x, layer, number, step, queries)
+                x = layer.add_attention(x[queries.begin :], made)
             with self._time_place(f"layers.{number}.mlp"):
-                x += layer.mlp(normalise(x, layer.mlp_norm, self.config.norm_eps), deltas)
+                layer.add_mlp(x, None if read is None else read[queries.begin :], deltas)
+                del read
         cache.advance(step.tokens)
         return x
 
     def _start_pass(self, tokens: int, cache: PagedKVCache, deltas: Deltas) -> _PlainPass:
         assert cache.layout == ROW_PAGES, "its pages are rows"
         start, end = cache.length, cache.length + tokens
-        if self._rotations is None or self._rotations.positions < end:
-            self._rotations = None
-            positions = min(1 << (end - 1).bit_length(), cache.capacity)
-            self._rotations = compute_rotation_table(self.config.rope, positions)
-        return _PlainPass(start, tokens, cache.pages, self._rotations.slice(start, end), deltas)
+        if any(table.positions < end for table in self._rotations.values()) or not self._rotations:
+            self._rotations = {}
+            self._rotations = self._make_tables(min(1 << (end - 1).bit_length(), cache.capacity))
+        tables = {kind: table.slice(start, end) for kind, table in self._rotations.items()}
+        return _PlainPass(start, tokens, cache.pages, tables, deltas)
+
+    def _make_tables(self, positions: int) -> dict[RopeKind, RotationTable]:
+        """Return the tables of all kinds of layers that rotate."""
+        block = self.config.block
+        ropes = {"global": self.config.rope, "local": block.local_rope}
+        kinds = {layer.rope for layer in self._layers}
+        return {
+            kind: compute_rotation_table(rope, positions, interleaved=block.interleaved)
+            for kind, rope in ropes.items()
+            if kind in kinds and rope is not None
+        }
 
     def _plan_queries(self, step: _PlainPass, *, begin: int) -> _Queries:
         queries, heads = _Queries(begin, {}), self.config.heads
@@ -327,34 +303,47 @@ class PlainDecoder:
 
     def _attend(
         self, x: AnyArray, layer: PlainLayer, number: int, step: _PlainPass, queries: _Queries
-    ) -> AnyArray:
-        """Write keys and values of all rows; return the attention output of the ``queries``."""
+    ) -> tuple[AnyArray, AnyArray | None]:
+        """Write keys and values of all rows; return the attention output of the ``queries``.
+
+        Returned as well is what the MLP of a parallel layer reads, of all rows.
+        """
         config, tokens = self.config, len(x)
-        made = layer.inputs(normalise(x, layer.input_norm, config.norm_eps), step.deltas)
+        normed = layer.norm_input(x)
+        made = layer.inputs(normed, step.deltas)
+        read = layer.select_mlp_input(x, normed)
+        del normed
         wide, turned = layer.inputs.ends[1], (tokens, -1, config.head_dim)
-        self._normalise_heads(made, layer)
-        heads = rotate(made[:, :wide].reshape(turned), step.table)  # queries and keys
+        norms = layer.head_norms
+        if norms is not None and not norms.after_rope:
+            norms.apply(made, layer.inputs.ends)
+        heads = made[:, :wide].reshape(turned)  # queries and keys
+        heads = layer.rotate(heads, step.tables.get(layer.rope))
+        if norms is not None and norms.after_rope:
+            norms.apply(heads.reshape(tokens, wide), layer.inputs.ends)
         fresh = heads[:, config.heads :], made[:, wide:].reshape(turned)
         blocks = queries.blocks[layer.window]
         keys, values = self._exchange_rows(number, step, fresh, blocks[0].first)
         asking = heads[queries.begin :, : config.heads]
         asking *= self._scale
+        if config.block.query_growth:
+            asking *= self._compute_query_growth(step)[queries.begin :, None, None]
         out = np.empty((tokens - queries.begin, config.heads, config.head_dim), np.float32)
         earlier = step.start + tokens - keys.shape[1]
         for block in blocks:
             rows = slice(block.begin - queries.begin, block.end - queries.begin)
             seen = slice(block.first - earlier, block.last - earlier)
-            attend(asking[rows], keys[:, seen], values[:, seen], block, out[rows])
-        return layer.output(out.reshape(len(out), -1), step.deltas)
+            part = asking[rows], keys[:, seen], values[:, seen]
+            attend(*part, block, out[rows], cap=config.block.attention_cap)
+        return layer.output(out.reshape(len(out), -1), step.deltas), read
 
-    def _normalise_heads(self, made: AnyArray, layer: PlainLayer) -> None:
-        """Normalise queries and keys in place, per head or over all heads."""
-        begin = 0
-        for norm, end in zip((layer.query_norm, layer.key_norm), layer.inputs.ends, strict=False):
-            if norm is not None:
-                part = made[:, begin:end].reshape(len(made), -1, len(norm))
-                normalise(part, norm, self.config.norm_eps, out=part)
-            begin = end
+    def _compute_query_growth(self, step: _PlainPass) -> AnyArray:
+        """Return the factor on the queries of each token, float32 [tokens]."""
+        block = self.config.block
+        positions = np.arange(step.start, step.start + step.tokens)
+        steps = positions // block.query_growth_positions
+        found: AnyArray = 1 + block.query_growth * np.log1p(steps)
+        return found.astype(np.float32)
 
     def _exchange_rows(
         self, number: int, step: _PlainPass, fresh: tuple[AnyArray, AnyArray], first: int
@@ -420,41 +409,3 @@ def _ignore_float_errors() -> AbstractContextManager[None]:
 
 def _measure_ms(started: float) -> float:
     return (time.perf_counter() - started) * 1e3
-
-
-def estimate_plain_pass_bytes(
-    config: ModelConfig,
-    capacity: int,
-    *,
-    dtype: str = "float32",
-    width: int = 0,
-    chunk: int = PREFILL_CHUNK,
-) -> int:
-    """Estimate the maximum bytes of a pass besides weights, pages and the logits of others.
-
-    ``capacity`` is that of its sequence, ``width`` that of the widest plan, ``dtype`` that of
-    matrices.
-    """
-    rows, hidden, dims = min(chunk, capacity), config.hidden_size, config.head_dim
-    heads = (config.heads + 2 * config.kv_heads) * dims
-    attending = attention_scratch_bytes(config.heads, dims, rows, capacity)
-    attending += plan_scratch_bytes(max(hidden, heads), max(hidden, heads), rows, width=width)
-    attending += _FLOAT_BYTES * rows * (hidden + 4 * heads)
-    layer = max(attending, _estimate_mlp_bytes(config, rows, width))
-    head = plan_scratch_bytes(hidden, config.vocab_size, 1, width=width)
-    head += _FLOAT_BYTES * config.vocab_size
-    shared = rotation_table_bytes(dims, capacity)
-    shared += sum(query_blocks_bytes(config.heads, rows, w) for w in set(config.windows))
-    if dtype != "float32":
-        shapes = (shape for shape in config.tensor_shapes().values() if len(shape) == 2)
-        shared += max(widening_bytes(inner, _MAX_STACKED * outer) for outer, inner in shapes)
-    shared += _FLOAT_BYTES * 2 * config.kv_heads * dims * KV_PAGE_TOKENS * count_pages(capacity)
-    shared += _VIEW_BYTES * count_pages(capacity) + _TOKEN_BYTES * capacity + _OBJECT_BYTES
-    return shared + _FLOAT_BYTES * 5 * rows * hidden + max(layer, head)
-
-
-def _estimate_mlp_bytes(config: ModelConfig, rows: int, width: int) -> int:
-    dense = gated_mlp_bytes(config.hidden_size, config.intermediate_size, rows, width=width)
-    if config.experts is None:
-        return dense
-    return max(dense, expert_mixture_bytes(config.experts, config.hidden_size, rows, width=width))

@@ -7,6 +7,7 @@ activations. A plan changes a layer to ``y = d * (W (u * x)) + B (A x) + e * b``
 Overflow of `np.exp` is expected (`silu`): callers ignore it, once per pass.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -143,6 +144,106 @@ def normalise(x: AnyArray, weight: AnyArray, eps: float, out: AnyArray | None = 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RmsNorm:
+    """Root mean square normalisation; ``weight`` is [width], or [heads, width]."""
+
+    weight: AnyArray
+    eps: float
+
+    def __call__(self, x: AnyArray, out: AnyArray | None = None) -> AnyArray:
+        """Normalise vectors [..., width]."""
+        return normalise(x, self.weight, self.eps, out=out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerNorm:
+    """Layer normalisation; ``weight`` is [width], or [heads, width]."""
+
+    weight: AnyArray
+    bias: AnyArray | None
+    eps: float
+
+    def __call__(self, x: AnyArray, out: AnyArray | None = None) -> AnyArray:
+        """Normalise vectors [..., width]."""
+        found: AnyArray = np.subtract(x, x.mean(axis=-1, keepdims=True), out=out)
+        normalise(found, self.weight, self.eps, out=found)
+        if self.bias is not None:
+            found += self.bias
+        return found
+
+
+Norm = RmsNorm | LayerNorm
+
+
+def gelu_gate(gate: AnyArray, up: AnyArray | None) -> AnyArray:
+    """Return ``gelu(gate) * up``, or ``gelu(gate)``."""
+    scaled = gate * np.float32(math.sqrt(0.5))
+    return _multiply_gate(compute_erf(scaled), gate, up)
+
+
+def gelu_tanh_gate(gate: AnyArray, up: AnyArray | None) -> AnyArray:
+    """Return ``gelu(gate) * up``, or ``gelu(gate)``, with the approximation of `gelu` by tanh."""
+    found = gate * gate
+    found *= np.float32(0.044715)
+    found += 1
+    found *= gate
+    found *= np.float32(math.sqrt(2 / math.pi))
+    return _multiply_gate(np.tanh(found, out=found), gate, up)
+
+
+def relu_gate(gate: AnyArray, up: AnyArray | None) -> AnyArray:
+    """Return ``relu(gate) * up``, or ``relu(gate)``."""
+    found: AnyArray = np.maximum(gate, 0)
+    if up is not None:
+        found *= up
+    return found
+
+
+def silu_or_gate(gate: AnyArray, up: AnyArray | None) -> AnyArray:
+    """Return ``silu(gate) * up``, or ``silu(gate)``."""
+    return silu_gate(gate, np.ones_like(gate) if up is None else up)
+
+
+GATES = {
+    "silu": silu_or_gate,
+    "gelu": gelu_gate,
+    "gelu_tanh": gelu_tanh_gate,
+    "relu": relu_gate,
+}
+"""The activations by name."""
+
+
+def _multiply_gate(part: AnyArray, gate: AnyArray, up: AnyArray | None) -> AnyArray:
+    """Return ``0.5 * (1 + part) * gate * up`` in place of the part."""
+    part += 1
+    part *= gate
+    part *= np.float32(0.5)
+    if up is not None:
+        part *= up
+    return part
+
+
+_ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+
+
+def compute_erf(x: FloatArray) -> FloatArray:
+    """Return the error function with an error below 5e-7 (Abramowitz and Stegun, 7.1.26)."""
+    size = np.abs(x)
+    t = np.reciprocal(size * np.float32(0.3275911) + np.float32(1))
+    found = np.full_like(t, _ERF[0])
+    for coefficient in _ERF[1:]:
+        found *= t
+        found += np.float32(coefficient)
+    found *= t
+    np.multiply(size, size, out=size)
+    np.exp(np.negative(size, out=size), out=size)
+    found *= size
+    np.subtract(1, found, out=found)
+    signed: FloatArray = np.copysign(found, x)
+    return signed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class QueryBlock:
     """Some tokens of a pass that attend together: rows [begin, end), and keys from ``first`` on.
 
@@ -198,18 +299,26 @@ def query_blocks_bytes(heads: int, tokens: int, window: int | None) -> int:
 
 
 def attend(
-    queries: AnyArray, keys: AnyArray, values: AnyArray, block: QueryBlock, out: AnyArray
+    queries: AnyArray,
+    keys: AnyArray,
+    values: AnyArray,
+    block: QueryBlock,
+    out: AnyArray,
+    *,
+    cap: float | None = None,
 ) -> None:
     """Compute grouped-query attention of one block of tokens.
 
     Queries [tokens, heads, dims] are those of the block and scaled by ``dims ** -0.5``; keys and
     values [kv_heads, length, dims] are all that there are up to ``block.last``, from position
-    ``block.first`` on. ``out`` is [tokens, heads, dims].
+    ``block.first`` on. ``out`` is [tokens, heads, dims]. Scores stay between ``-cap`` and ``cap``.
     """
     tokens, heads, dims = queries.shape
     shape = (len(keys), heads // len(keys), tokens, dims)
     grouped = queries.reshape(tokens, *shape[:2], dims).transpose(1, 2, 0, 3)
     scores = np.matmul(grouped.reshape(len(keys), -1, dims), keys.swapaxes(1, 2))
+    if cap is not None:
+        cap_softly(scores, cap)
     if tokens > 1:
         masked = scores.reshape(*shape[:3], -1)
         if block.causal is not None:
@@ -222,6 +331,13 @@ def attend(
     found = np.matmul(scores, values)
     found /= sums
     out.reshape(tokens, *shape[:2], dims)[...] = found.reshape(shape).transpose(2, 0, 1, 3)
+
+
+def cap_softly(numbers: AnyArray, cap: float) -> None:
+    """Replace ``x`` by ``cap * tanh(x / cap)``."""
+    numbers /= np.float32(cap)
+    np.tanh(numbers, out=numbers)
+    numbers *= np.float32(cap)
 
 
 def attention_scratch_bytes(heads: int, dims: int, tokens: int, length: int) -> int:

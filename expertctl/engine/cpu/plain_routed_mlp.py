@@ -14,6 +14,7 @@ import numpy as np
 from expertctl.engine.adapters.steps import Deltas
 from expertctl.engine.arrays import AnyArray, FloatArray
 from expertctl.engine.cpu.plain_functional import (
+    GATES,
     StackedLinear,
     multiply,
     plan_scratch_bytes,
@@ -106,6 +107,33 @@ def gated_mlp_bytes(hidden: int, inner: int, tokens: int, *, width: int) -> int:
     """Return the maximum bytes that a gated MLP needs, its result included."""
     most = plan_scratch_bytes(max(hidden, inner), max(hidden, inner), tokens, width=width)
     return most + _FLOAT_BYTES * tokens * (hidden + 3 * inner)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActivatedMlp:
+    """An MLP of a dense layer with any activation, gated or not."""
+
+    inputs: StackedLinear  # gate and up, or only up
+    down: StackedLinear
+    activation: str
+
+    def __call__(self, x: AnyArray, deltas: Deltas) -> AnyArray:
+        """Apply it with the changes of a plan: [tokens, hidden] -> [tokens, hidden]."""
+        made = self.inputs(x, deltas)
+        inner = self.inputs.ends[0]
+        up = made[:, inner:] if len(self.inputs.ends) > 1 else None
+        return self.down(GATES[self.activation](made[:, :inner], up), deltas)
+
+
+def build_dense_mlp(
+    weights: WeightTensors, module: str, *, activation: str, gated: bool
+) -> GatedMlp | ActivatedMlp:
+    """Return the MLP of a dense layer, by the name of its module."""
+    if gated and activation == "silu":
+        return stack_gated_mlp(weights, module)
+    inputs = [f"{module}.gate_proj"] * gated + [f"{module}.up_proj"]
+    down = stack_linear(weights, (f"{module}.down_proj",))
+    return ActivatedMlp(stack_linear(weights, inputs), down, activation)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,8 @@
 
 Frequencies are computed in float64 where they are powers, and rounded to float32 as the reference
 implementations hold them. A vector is rotated in pairs of a dimension of its first half and the
-same one of its second half.
+same one of its second half, or in pairs of neighbours, which are *interleaved*. The table may be
+for the first dimensions of a vector only.
 """
 
 import math
@@ -11,7 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from expertctl.engine.arrays import AnyArray
-from expertctl.package.attention_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from expertctl.package.attention_config import (
+    AlphaScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongropeScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 _FLOAT_BYTES = 4
 
@@ -30,6 +38,12 @@ def compute_inverse_frequencies(config: RopeConfig) -> AnyArray:
             return _scale_llama3(plain, scaling)
         case YarnScaling() as scaling:
             return _scale_yarn(plain, scaling, config)
+        case AlphaScaling(alpha):
+            stretched = config.theta * alpha ** (config.dims / (config.dims - 2))
+            powers = np.float64(stretched) ** exponents.astype(np.float64)
+            return np.float32(1) / powers.astype(np.float32)
+        case LongropeScaling() as scaling:
+            return plain / np.array(scaling.short, np.float32)
 
 
 def _scale_llama3(plain: AnyArray, scaling: Llama3Scaling) -> AnyArray:
@@ -67,10 +81,14 @@ def _scale_yarn(plain: AnyArray, scaling: YarnScaling, config: RopeConfig) -> An
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotationTable:
-    """Cosines [positions, dims] and signed sines [positions, 2, dims / 2] of rotary positions."""
+    """Cosines [positions, dims] and signed sines [positions, 2, dims / 2] of rotary positions.
+
+    Interleaved sines are [positions, dims / 2, 2].
+    """
 
     cos: AnyArray
     sin: AnyArray
+    interleaved: bool = False
 
     @property
     def positions(self) -> int:
@@ -79,10 +97,12 @@ class RotationTable:
 
     def slice(self, begin: int, end: int) -> "RotationTable":
         """Return the table of some positions, as views."""
-        return RotationTable(self.cos[begin:end], self.sin[begin:end])
+        return RotationTable(self.cos[begin:end], self.sin[begin:end], self.interleaved)
 
 
-def compute_rotation_table(config: RopeConfig, positions: int) -> RotationTable:
+def compute_rotation_table(
+    config: RopeConfig, positions: int, *, interleaved: bool = False
+) -> RotationTable:
     """Return the table of the first positions; halves of the dims have the same angles."""
     angles = np.outer(np.arange(positions, dtype=np.float32), compute_inverse_frequencies(config))
     half = config.dims // 2
@@ -94,6 +114,9 @@ def compute_rotation_table(config: RopeConfig, positions: int) -> RotationTable:
     sin[:, 1] *= np.float32(config.attention)
     cos[:, half:] = cos[:, :half]
     np.negative(sin[:, 1], out=sin[:, 0])
+    if interleaved:
+        order = np.arange(config.dims).reshape(2, half).T.ravel()
+        return RotationTable(cos[:, order], sin.swapaxes(1, 2).copy(), interleaved=True)
     return RotationTable(cos, sin)
 
 
@@ -105,7 +128,21 @@ def rotation_table_bytes(dims: int, positions: int) -> int:
 def rotate(x: AnyArray, table: RotationTable) -> AnyArray:
     """Rotate vectors by their positions: [tokens, heads, dims] -> the same shape."""
     tokens, heads, dims = x.shape
+    if table.interleaved:
+        swapped = x.reshape(tokens, heads, dims // 2, 2)[..., ::-1]
+        found = x * table.cos[:, None]
+        found += (swapped * table.sin[:, None]).reshape(tokens, heads, dims)
+        return found
     swapped = x.reshape(tokens, heads, 2, dims // 2)[:, :, ::-1]
     found = x * table.cos[:, None]
     found += (swapped * table.sin[:, None]).reshape(tokens, heads, dims)
+    return found
+
+
+def rotate_first(x: AnyArray, table: RotationTable | None) -> AnyArray:
+    """Rotate the first dimensions of vectors [tokens, heads, dims], those of the table, or none."""
+    found = x.copy()
+    if table is not None:
+        dims = table.cos.shape[1]
+        found[..., :dims] = rotate(x[..., :dims], table)
     return found

@@ -224,8 +224,13 @@ class CudaBackend:
     @property
     def compile_spec(self) -> CompileSpec:
         """Target for which plans are compiled."""
-        placement = TorchPlacement(devices.CUDA.type)
-        return CompileSpec(self.config.linear_shapes(), self.config.hidden_size, placement)
+        places = self.config.stored_places
+        return CompileSpec(
+            self.config.linear_shapes(),
+            self.config.hidden_size,
+            TorchPlacement(devices.CUDA.type),
+            places=None if places.are_usual else places,
+        )
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of so many tokens."""

@@ -22,12 +22,19 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from expertctl.engine.kv.kv_cache import KVCacheBase
-from expertctl.engine.torch.functional import FeedForward, Linear, apply_rope, compute_rope_table
+from expertctl.engine.torch.functional import (
+    FeedForward,
+    Linear,
+    RotationTables,
+    capped_attention,
+    list_ropes,
+)
 from expertctl.engine.torch.lora_slots import LoRASlots, apply_stacked_lora
 from expertctl.engine.torch.sequence_cache import KVCache
 from expertctl.engine.torch.stacked_experts import DeviceExpertCounts
 from expertctl.engine.torch.stacked_mlp import StackedMlp, merge_rows
 from expertctl.engine.torch.transformer import Transformer
+from expertctl.package.block_config import RopeKind
 from expertctl.package.model_config import ModelConfig
 
 SCRATCH_ROWS = 1
@@ -100,7 +107,7 @@ class StaticInputs:
         self.host = torch.zeros(_INPUTS, rows, dtype=torch.long, pin_memory=pinned)
         self.inputs = torch.zeros(_INPUTS, rows, dtype=torch.long, device=device)
         self.places = torch.arange(positions, device=device)
-        self.rotations = compute_rope_table(config.rope, positions, device=device)
+        self.rotations = RotationTables.compute(config, positions, device=device)
         self.logits = torch.empty(rows, config.vocab_size, device=device)
         self.asked = torch.zeros(
             _compute_routed_shape(config, rows), dtype=torch.long, device=device
@@ -168,8 +175,8 @@ class StepTensors:
     arena: StaticKVCache
     plans: StepPlans
     length: int
-    cos: Tensor  # [rows, 1, head_dim]
-    sin: Tensor
+    rotations: RotationTables  # [rows, 1, dims]
+    positions: Tensor
     writes: Tensor  # positions of the new keys and values, int64 [rows, kv_heads, 1, head_dim]
     visible: Mapping[int | None, Tensor]  # by window, bool [rows, 1, 1, length]
     routed_experts: Tensor  # see `StaticInputs`
@@ -179,22 +186,35 @@ class StepTensors:
         """All rows attend."""
         return len(self.writes)
 
+    def rotate(self, x: Tensor, kind: RopeKind) -> Tensor:
+        """Rotate the heads of all rows."""
+        return self.rotations.rotate(x, kind)
+
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values of each row; return the first ``length`` of all its own."""
         all_keys = self.arena.keys[layer, : len(keys)]
         all_values = self.arena.values[layer, : len(keys)]
-        rotated = apply_rope(keys, self.cos, self.sin)[:, :, None]  # [rows, kv_heads, 1, head_dim]
-        all_keys.scatter_(2, self.writes, rotated.to(all_keys.dtype))
+        all_keys.scatter_(2, self.writes, keys[:, :, None].to(all_keys.dtype))
         all_values.scatter_(2, self.writes, values[:, :, None].to(all_values.dtype))
         return all_keys[:, :, : self.length], all_values[:, :, : self.length]
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None,
+        cap: float | None,
+    ) -> Tensor:
         """Attend; heads that share keys act as tokens of one head."""
         rows, kv_heads, _, width = keys.shape
-        rotated = apply_rope(queries, self.cos, self.sin).to(keys.dtype)
-        out = F.scaled_dot_product_attention(
-            rotated.view(rows, kv_heads, -1, width), keys, values, attn_mask=self.visible[window]
+        asking, seen = (
+            queries.to(keys.dtype).reshape(rows, kv_heads, -1, width),
+            self.visible[window],
         )
+        if cap is not None:
+            return capped_attention(asking, keys, values, seen, cap).flatten(1)
+        out = F.scaled_dot_product_attention(asking, keys, values, attn_mask=seen)
         return out.flatten(1).float()
 
 
@@ -215,7 +235,8 @@ class GraphedStep:
         """Read a token in each of the first rows, which see the first ``length`` positions."""
         shared = self.build_step_tensors(inputs, rows=rows, length=length, plans=plans)
         layers = range(self.transformer.config.layers)
-        x = self.run_layers(self.embed(inputs, rows), layers, shared)
+        x = self.transformer.add_positions(self.embed(inputs, rows), shared)
+        x = self.run_layers(x, layers, shared)
         self.score(x, inputs, shared)
 
     def count_routed(self, inputs: StaticInputs, texts: Sequence[int]) -> None:
@@ -236,6 +257,9 @@ class GraphedStep:
     def run_layers(self, x: Tensor, numbers: Iterable[int], shared: StepTensors) -> Tensor:
         """Run complete layers: [rows, hidden] -> [rows, hidden]."""
         for number in numbers:
+            if self.transformer.config.unlike_llama:
+                x = self.transformer.run_block(x, number, shared)
+                continue
             x = self.transformer.run_attention(x, number, shared)
             with self.transformer.time_place(f"layers.{number}.mlp"):
                 x = self._run_mlp(x, number, shared)
@@ -252,15 +276,14 @@ class GraphedStep:
         """Return the tensors shared by all layers, from the current inputs."""
         config, positions, arena = self.transformer.config, inputs.inputs[1, :rows], inputs.arena
         assert arena is not None, "the sequences of a step keep it"
-        cos, sin = inputs.rotations.index_select(1, positions)[:, :, None]
         shape = (rows, config.kv_heads, 1, config.head_dim)
         keys = inputs.places[:length]
         return StepTensors(
             arena=arena,
             plans=StepPlans.build(inputs, rows=rows, plans=plans),
             length=length,
-            cos=cos,
-            sin=sin,
+            rotations=inputs.rotations.select(positions),
+            positions=positions,
             writes=positions.view(rows, 1, 1, 1).expand(shape),
             visible={w: _compute_visibility(keys, positions, w) for w in set(config.windows)},
             routed_experts=inputs.asked,
@@ -283,7 +306,7 @@ class GraphedStep:
 def estimate_input_bytes(config: ModelConfig, *, capacity: int, rows: int) -> int:
     """Return the device bytes of a `StaticInputs`."""
     positions = capacity + SCRATCH_ROWS
-    numbers = 2 * positions * config.head_dim + rows * config.vocab_size
+    numbers = 2 * len(list_ropes(config)) * positions * config.head_dim + rows * config.vocab_size
     routed = math.prod(_compute_routed_shape(config, rows))
     return _INT_BYTES * (_INPUTS * rows + positions + routed) + _FLOAT_BYTES * numbers
 
@@ -299,6 +322,10 @@ def estimate_step_bytes(
     heads = (config.heads + 2 * config.kv_heads) * config.head_dim
     each = 8 * config.hidden_size + 5 * config.intermediate_size + 5 * heads + 3 * columns
     scores = (config.heads + len(set(config.windows))) * capacity
+    if config.unlike_llama:
+        each += 8 * config.hidden_size + 2 * config.intermediate_size + 3 * heads
+        capped = config.block.attention_cap is not None  # keys and values are widened
+        scores += (2 * config.heads + config.kv_heads * config.head_dim) * capacity * capped
     numbers = each + 2 * scores + 2 * config.vocab_size
     return rows * (_FLOAT_BYTES * numbers + experts)
 

@@ -32,9 +32,10 @@ from expertctl.engine.moe.counters import Phase
 from expertctl.engine.text.prompt import LOGIT_ROWS, RecordLogits
 from expertctl.engine.torch.functional import (
     AttentionMask,
+    RotationTables,
     TorchDeltas,
-    apply_rope,
-    compute_rope_table,
+    attend_capped,
+    list_ropes,
     make_attention_mask,
     round_up_positions,
     scaled_dot_product_attention,
@@ -43,6 +44,7 @@ from expertctl.engine.torch.routed_mlp import estimate_routed_floats
 from expertctl.engine.torch.sequence_cache import KVCache
 from expertctl.engine.torch.transformer import Transformer
 from expertctl.engine.torch.weights import BaseWeights
+from expertctl.package.block_config import RopeKind
 from expertctl.package.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -58,19 +60,32 @@ class _PromptPass:
 
     cache: KVCache
     plans: TorchDeltas
-    cos: Tensor
-    sin: Tensor
+    rotations: RotationTables  # [tokens, dims]
+    positions: Tensor
     query_rows: int
     views: Mapping[int | None, AttentionMask]
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        keys = apply_rope(keys.transpose(0, 1), self.cos, self.sin)  # [kv_heads, tokens, dim]
-        return self.cache.write(layer, keys, values.transpose(0, 1))
+    def rotate(self, x: Tensor, kind: RopeKind) -> Tensor:
+        tables, rows = self.rotations, len(x)
+        if rows != len(self.positions):
+            tables = tables.slice(slice(-rows, None))
+        return tables.rotate(x.transpose(0, 1), kind).transpose(0, 1)
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-        cos, sin = self.cos[-self.query_rows :], self.sin[-self.query_rows :]
-        rotated = apply_rope(queries.transpose(0, 1), cos, sin)
-        return scaled_dot_product_attention(rotated, keys, values, self.views[window])
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cache.write(layer, keys.transpose(0, 1), values.transpose(0, 1))
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None,
+        cap: float | None,
+    ) -> Tensor:
+        view, asking = self.views[window], queries.transpose(0, 1)
+        if cap is None:
+            return scaled_dot_product_attention(asking, keys, values, view)
+        return attend_capped(asking, keys, values, view, cap)
 
 
 class Decoder:
@@ -88,7 +103,8 @@ class Decoder:
         self.transformer = Transformer(
             config, weights, stacked=None if stacked is None else stacked.mlps
         )
-        self._rotations = torch.empty(2, 0, config.head_dim, device=weights.device)
+        self._rotations: RotationTables | None = None
+        self._positions = 0
 
     @contextmanager
     def time_layers(self, times: LayerTimer) -> Iterator[None]:
@@ -164,12 +180,12 @@ class Decoder:
 
         They count as buffers of its passes.
         """
-        self._rotations = torch.empty(2, 0, self.config.head_dim, device=self.device)
+        self._rotations, self._positions = None, 0
 
     @property
     def holds_only_weights(self) -> bool:
         """Whether it holds nothing but its weights."""
-        return self._rotations.numel() == 0
+        return self._rotations is None
 
     def matrix(self, module: str) -> Tensor:
         """Return the weights [out, in] of a linear layer, by its module name."""
@@ -195,7 +211,9 @@ class Decoder:
         """Return some rows of [soft prompt, embedded tokens]: [end - start, hidden], float32."""
         virtual = len(before)
         part = self.transformer.embed(tokens[max(start - virtual, 0) : max(end - virtual, 0)])
-        return part if start >= virtual else torch.cat((before[start:end], part))
+        if start >= virtual:
+            return part
+        return torch.cat((self.transformer.scale_virtual_tokens(before[start:end]), part))
 
     def _forward(
         self, x: Tensor, cache: KVCache, deltas: TorchDeltas, phase: Phase, *, whole: bool = False
@@ -207,9 +225,13 @@ class Decoder:
         """
         tokens, model = len(x), self.transformer
         step = self._start_pass(cache, deltas, tokens)
+        x, unlike_llama = model.add_positions(x, step), self.config.unlike_llama
         for number, layer in enumerate(model.layers):
             if phase is Phase.PROMPT and number == len(model.layers) - 1 and not whole:
                 step = self._start_pass(cache, deltas, tokens, query_rows=1)
+            if unlike_llama:
+                x = model.run_block(x, number, step)
+                continue
             x = model.run_attention(x, number, step)
             with model.time_place(f"layers.{number}.mlp"):
                 x = x + layer.mlp(model.norm_for_mlp(x, number), deltas)
@@ -238,15 +260,18 @@ class Decoder:
         """Return a pass over the next tokens; only the last ``query_rows`` attend, None: all."""
         asking, start = query_rows or tokens, cache.length
         end = start + tokens
-        if end > self._rotations.shape[1]:
-            positions = round_up_positions(end)
-            self._rotations = compute_rope_table(self.config.rope, positions, device=self.device)
-        cos, sin = self._rotations[:, start:end]
+        if self._rotations is None or end > self._positions:
+            self._rotations, self._positions = None, round_up_positions(end)
+            self._rotations = RotationTables.compute(
+                self.config, self._positions, device=self.device
+            )
+        rotations = self._rotations.slice(slice(start, end))
+        positions = torch.arange(start, end, device=self.device)
         views = {
             window: make_attention_mask(end - asking, asking, window, device=self.device)
             for window in set(self.config.windows)
         }
-        return _PromptPass(cache, deltas, cos, sin, asking, views)
+        return _PromptPass(cache, deltas, rotations, positions, asking, views)
 
     def _measure_elapsed_ms(self, started: float) -> float:
         return (self.transformer.read_clock() - started) * 1e3
@@ -267,7 +292,12 @@ def estimate_pass_bytes(config: ModelConfig, capacity: int, *, chunk: int = PREF
     per_token = 4 * config.hidden_size + inner + 3 * heads
     kinds = len({w for w in config.windows if w} | {None})
     masks = rows * capacity * (kinds + _FLOAT_BYTES)  # all as bool, one widened by attention
-    rotations = 4 * round_up_positions(capacity) * config.head_dim  # the old table and the new one
+    # the old table and the new one, of each kind of layer
+    rotations = 4 * len(list_ropes(config)) * round_up_positions(capacity) * config.head_dim
+    if config.unlike_llama:  # more copies of hidden states and heads, capped scores and weights
+        per_token += 6 * config.hidden_size + 2 * config.intermediate_size + 2 * heads
+        capped = config.block.attention_cap is not None
+        per_token += 3 * config.heads * capacity if capped else 0
     routers = 0 if config.experts is None else config.experts.count * config.hidden_size
     # one router is widened
     numbers = rows * per_token + rotations + 2 * config.vocab_size + routers

@@ -7,8 +7,9 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,7 +17,17 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from expertctl.engine.adapters.steps import LinearDelta
-from expertctl.package.attention_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from expertctl.package.architectures import Activation, NormKind
+from expertctl.package.attention_config import (
+    AlphaScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongropeScaling,
+    RopeConfig,
+    YarnScaling,
+)
+from expertctl.package.block_config import RopeKind
+from expertctl.package.model_config import ModelConfig
 
 TorchDelta = LinearDelta[Tensor]
 TorchDeltas = Mapping[str, TorchDelta]
@@ -93,24 +104,69 @@ def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeedForward:
-    """A gated MLP, of a dense layer or of one routed expert: ``down(silu(gate(x)) * up(x))``."""
+    """An MLP, of a dense layer or of one routed expert: ``down(silu(gate(x)) * up(x))``.
 
-    gate: Linear
+    Dense ones may have another activation, and no gate: ``down(activation(up(x)))``.
+    """
+
+    gate: Linear | None
     up: Linear
     down: Linear
+    activation: Activation = "silu"
 
     def __call__(self, x: Tensor, plans: LinearPlans) -> Tensor:
         """Apply it with the changes of its plans: [tokens, hidden] -> [tokens, hidden]."""
-        gated = F.silu(self.gate(x, plans)) * self.up(x, plans)  # [tokens, intermediate]
+        activate = _ACTIVATIONS[self.activation]
+        if self.gate is None:
+            return self.down(activate(self.up(x, plans)), plans)
+        gated = activate(self.gate(x, plans)) * self.up(x, plans)  # [tokens, intermediate]
         return self.down(gated, plans)
 
 
-def make_feed_forward(tensors: Mapping[str, Tensor], module: str) -> FeedForward:
-    """Return the MLP whose three matrices are below a module name."""
-    gate, up, down = (
-        make_linear(tensors, f"{module}.{name}") for name in ("gate_proj", "up_proj", "down_proj")
-    )
-    return FeedForward(gate, up, down)
+_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def make_feed_forward(
+    tensors: Mapping[str, Tensor],
+    module: str,
+    *,
+    activation: Activation = "silu",
+    gated: bool = True,
+) -> FeedForward:
+    """Return the MLP whose matrices are below a module name."""
+    gate = make_linear(tensors, f"{module}.gate_proj") if gated else None
+    up, down = (make_linear(tensors, f"{module}.{name}") for name in ("up_proj", "down_proj"))
+    return FeedForward(gate, up, down, activation)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormWeights:
+    """A norm of the last dimension; the weight may be [heads, width]."""
+
+    kind: NormKind
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise vectors [..., width]."""
+        shape, weight = self.weight.shape[-1:], self.weight
+        if self.kind in ("rms", "rms_plus_one"):
+            if weight.dtype == x.dtype and weight.ndim == 1:
+                return F.rms_norm(x, shape, weight, self.eps)
+            return F.rms_norm(x, shape, None, self.eps) * weight  # or seven kernels, not two
+        made = F.layer_norm(x, shape, None, None, self.eps) * weight
+        return made if self.bias is None else made + self.bias
+
+
+def make_norm(kind: NormKind, weight: Tensor, bias: Tensor | None, eps: float) -> NormWeights:
+    """Return a norm by its stored weights."""
+    return NormWeights(kind, weight + 1 if kind == "rms_plus_one" else weight, bias, eps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,6 +214,39 @@ def scaled_dot_product_attention(
     return out[0].transpose(0, 1).flatten(1).to(queries.dtype)
 
 
+def capped_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cap: float
+) -> Tensor:
+    """Attend with soft-capped scores: [..., kv_heads, queries, dim] -> the same shape.
+
+    ``keys`` and ``values`` are [..., kv_heads, length, dim]; a bool mask is [..., queries, length].
+    """
+    scores = torch.matmul(queries.float(), keys.float().transpose(-1, -2))
+    scores *= queries.shape[-1] ** -0.5
+    scores.div_(cap).tanh_().mul_(cap)
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    return torch.matmul(scores.softmax(-1), values.float())
+
+
+def attend_capped(
+    queries: Tensor, keys: Tensor, values: Tensor, view: AttentionMask, cap: float
+) -> Tensor:
+    """Compute `scaled_dot_product_attention` with soft-capped scores."""
+    (heads, tokens, width), shares = queries.shape, queries.shape[0] // keys.shape[0]
+    mask, length = view.mask, keys.shape[1] - view.first
+    if view.causal:
+        mask = torch.ones(tokens, length, dtype=torch.bool, device=keys.device).tril()
+    out = capped_attention(
+        queries.reshape(-1, shares * tokens, width),
+        keys[:, view.first :],
+        values[:, view.first :],
+        None if mask is None else mask.repeat(shares, 1),
+        cap,
+    )
+    return out.reshape(heads, tokens, width).transpose(0, 1).flatten(1)
+
+
 def grouped_query_attention(
     queries: Tensor, keys: Tensor, values: Tensor, view: AttentionMask
 ) -> Tensor:
@@ -197,10 +286,20 @@ def compute_inverse_frequencies(
             return _scale_llama3(plain, scaling)
         case YarnScaling() as scaling:
             return _scale_yarn(plain, scaling, config)
+        case AlphaScaling(alpha):
+            stretched = config.theta * alpha ** (config.dims / (config.dims - 2))
+            return torch.reciprocal(stretched**exponents)
+        case LongropeScaling() as scaling:
+            return plain / torch.tensor(scaling.short, device=device)
 
 
-def compute_rope_table(config: RopeConfig, positions: int, *, device: torch.device | str) -> Tensor:
-    """Return cosines and sines, float32 [2, positions, dims], each half of the dims repeated."""
+def compute_rope_table(
+    config: RopeConfig, positions: int, *, device: torch.device | str, interleaved: bool = False
+) -> Tensor:
+    """Return cosines and sines, float32 [2, positions, dims], each half of the dims repeated.
+
+    If dims are interleaved, each number is repeated in its place.
+    """
     angles = torch.outer(
         torch.arange(positions, dtype=torch.float32, device=device),
         compute_inverse_frequencies(config, device=device),
@@ -210,7 +309,66 @@ def compute_rope_table(config: RopeConfig, positions: int, *, device: torch.devi
     for rows, function in zip(table, (torch.cos, torch.sin), strict=True):
         rows[:, :half] = function(angles)
         rows[:, half:] = rows[:, :half]
+    if interleaved:
+        table = table[:, :, :half].repeat_interleave(2, dim=-1)
     return table.mul_(config.attention)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotationTables:
+    """Cosines and sines of rotary positions, [2, rows, …, dims], of each kind of layer."""
+
+    tables: Mapping[RopeKind, Tensor]
+    interleaved: bool
+
+    @classmethod
+    def compute(
+        cls, config: ModelConfig, positions: int, *, device: torch.device | str
+    ) -> "RotationTables":
+        """Return the tables of the first positions."""
+        interleaved = config.block.interleaved
+        tables = {
+            kind: compute_rope_table(rope, positions, device=device, interleaved=interleaved)
+            for kind, rope in list_ropes(config).items()
+        }
+        return cls(tables, interleaved)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(table.nbytes for table in self.tables.values())
+
+    def slice(self, rows: slice) -> "RotationTables":
+        """Return some rows, as views."""
+        found = {kind: table[:, rows] for kind, table in self.tables.items()}
+        return RotationTables(found, self.interleaved)
+
+    def select(self, rows: Tensor) -> "RotationTables":
+        """Return rows by their numbers for vectors [rows, heads, dims]."""
+        found = {
+            kind: table.index_select(1, rows)[:, :, None] for kind, table in self.tables.items()
+        }
+        return RotationTables(found, self.interleaved)
+
+    def rotate(self, x: Tensor, kind: RopeKind) -> Tensor:
+        """Rotate vectors, unless their layer has no rotation."""
+        table = self.tables.get(kind)
+        if table is None:
+            return x
+        cos, sin = table
+        if cos.shape[-1] == x.shape[-1] and not self.interleaved:
+            return apply_rope(x, cos, sin)
+        return apply_partial_rope(x, cos, sin, interleaved=self.interleaved)
+
+
+def list_ropes(config: ModelConfig) -> dict[RopeKind, RopeConfig]:
+    """Return the frequencies of every kind of layer that rotates."""
+    kinds = {config.block.get_rope_kind(layer) for layer in range(config.layers)}
+    known: dict[RopeKind, RopeConfig | None] = {
+        "global": config.rope,
+        "local": config.block.local_rope,
+    }
+    return {kind: rope for kind, rope in known.items() if kind in kinds and rope is not None}
 
 
 def round_up_positions(length: int) -> int:
@@ -222,6 +380,17 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate vectors by their positions: [heads, tokens, dims] with tables of [tokens, dims]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def apply_partial_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate the first dimensions of vectors, as many as the tables have; see `apply_rope`."""
+    part, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    if interleaved:
+        swapped = torch.stack((-part[..., 1::2], part[..., ::2]), dim=-1).flatten(-2)
+        turned = part * cos + swapped * sin
+    else:
+        turned = apply_rope(part, cos, sin)
+    return torch.cat((turned, rest), dim=-1)
 
 
 def _scale_llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:

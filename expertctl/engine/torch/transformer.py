@@ -6,6 +6,7 @@ number from the device, so a CUDA graph can record it. Activations are float32, 
 base weights are read-only.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from expertctl.engine.decoding import LayerTimer
@@ -21,12 +21,21 @@ from expertctl.engine.torch.functional import (
     FeedForward,
     Linear,
     LinearPlans,
+    NormWeights,
     make_feed_forward,
     make_linear,
+    make_norm,
 )
 from expertctl.engine.torch.routed_mlp import RoutedMlp, build_routed_mlp
 from expertctl.engine.torch.weights import BaseWeights
-from expertctl.package.model_config import EMBEDDING_TENSOR, ModelConfig
+from expertctl.package.architectures import NormKind
+from expertctl.package.block_config import RopeKind
+from expertctl.package.model_config import (
+    EMBEDDING_TENSOR,
+    HEAD_BIAS_TENSOR,
+    POSITIONS_TENSOR,
+    ModelConfig,
+)
 
 if TYPE_CHECKING:
     from expertctl.engine.torch.stacked_mlp import StackedMlp
@@ -39,16 +48,19 @@ class DecoderLayer:
     Norms of queries and keys are as long as one head, or as all of them.
     """
 
-    input_norm: Tensor
+    input_norm: NormWeights | None
     query: Linear
     key: Linear
     value: Linear
     output: Linear
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    mlp_norm: Tensor
+    query_norm: NormWeights | None
+    key_norm: NormWeights | None
+    output_norm: NormWeights | None
+    mlp_norm: NormWeights | None
     mlp: "FeedForward | RoutedMlp | StackedMlp"
+    mlp_output_norm: NormWeights | None
     window: int | None
+    rope: RopeKind
 
 
 class LayerPass(Protocol):
@@ -64,12 +76,31 @@ class LayerPass(Protocol):
         """How many of the last rows attend; the others only store keys and values."""
         ...
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store [rows, kv_heads, head_dim], keys not yet rotated; return what `attend` takes."""
+    @property
+    def positions(self) -> Tensor:
+        """The position of each row, int64 [rows]."""
         ...
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-        """Attend with [query_rows, heads, head_dim], not rotated -> [query_rows, features]."""
+    def rotate(self, x: Tensor, kind: RopeKind) -> Tensor:
+        """Rotate the last rows by their positions: [some rows, heads, head_dim] -> the same."""
+        ...
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store [rows, kv_heads, head_dim]; return what `attend` takes."""
+        ...
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None,
+        cap: float | None,
+    ) -> Tensor:
+        """Attend with [query_rows, heads, head_dim] -> [query_rows, features].
+
+        Scores are softly capped, unless there is no ``cap``.
+        """
         ...
 
 
@@ -92,37 +123,109 @@ class Transformer:
             )
             for number in range(config.layers)
         ]
-        self.head = Linear("lm_head", weights.get_output_matrix(), None)
+        bias = weights.tensors.get(HEAD_BIAS_TENSOR)
+        self.head = Linear("lm_head", weights.get_output_matrix(), bias)
         """The output layer, whose matrix may be tied to the embedding."""
         self.times: LayerTimer | None = None
         """Gets the time of each part while passes are timed; nothing is captured then."""
         self._embedding = weights.tensors[EMBEDDING_TENSOR]
-        self._norm = weights.tensors["model.norm.weight"]
+        self._positions = weights.tensors.get(POSITIONS_TENSOR)
+        self._norm = _build_norm(config, weights, "model.norm")
+        scale = config.block.attention_scale
+        self._query_scale = None if scale is None else scale * math.sqrt(config.head_dim)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the input of the first layer: int64 [rows] -> [rows, hidden]."""
-        return self._embedding.index_select(0, tokens).float()
+        """Return the embeddings of tokens: int64 [rows] -> [rows, hidden]."""
+        rows = self._embedding.index_select(0, tokens).float()
+        scale = self.config.block.embedding_scale
+        return rows if scale == 1.0 else rows * scale
+
+    def scale_virtual_tokens(self, rows: Tensor) -> Tensor:
+        """Return the rows of a soft prompt as the first layer reads them."""
+        block = self.config.block
+        return rows * block.embedding_scale if block.scales_virtual_tokens else rows
+
+    def add_positions(self, x: Tensor, step: LayerPass) -> Tensor:
+        """Add the embeddings of positions, if the base has any: [rows, hidden]."""
+        if self._positions is None:
+            return x
+        places = step.positions.clamp(max=len(self._positions) - 1)  # of unused rows
+        return x + self._positions.index_select(0, places).float()
+
+    def run_block(self, x: Tensor, number: int, step: LayerPass) -> Tensor:
+        """Run a dense layer of any kind: [rows, hidden] -> [query_rows, hidden]."""
+        layer, block = self.layers[number], self.config.block
+        assert isinstance(layer.mlp, FeedForward), "only blocks like Llama's have routed experts"
+        with self.time_place(f"layers.{number}.attention"):
+            normed = x if layer.input_norm is None else layer.input_norm(x)
+            made = self._attend(normed, number, step)
+            if layer.output_norm is not None:
+                made = layer.output_norm(made)
+            before, normed = x[-len(made) :], normed[-len(made) :]
+            x = before + made * block.residual_scale
+        with self.time_place(f"layers.{number}.mlp"):
+            is_parallel = block.places in ("parallel", "parallel_apart")
+            read = before if is_parallel else x
+            if layer.mlp_norm is not None:
+                read = layer.mlp_norm(read)
+            elif is_parallel:
+                read = normed
+            made = layer.mlp(read, step.plans)
+            if layer.mlp_output_norm is not None:
+                made = layer.mlp_output_norm(made)
+            return x + made * block.residual_scale
 
     def run_attention(self, x: Tensor, number: int, step: LayerPass) -> Tensor:
         """Run the attention part of a layer: [rows, hidden] -> [query_rows, hidden]."""
-        layer, plans = self.layers[number], step.plans
+        norm = self.layers[number].input_norm
+        assert norm is not None, "other blocks are run by `run_block`"
         with self.time_place(f"layers.{number}.attention"):
-            normed = self._normalise(x, layer.input_norm)
-            keys = self._split_heads(layer.key(normed, plans), layer.key_norm)
-            values = self._split_heads(layer.value(normed, plans), None)
-            keys, values = step.write(number, keys, values)
-            asking = normed[-step.query_rows :]
-            queries = self._split_heads(layer.query(asking, plans), layer.query_norm)
-            made = layer.output(step.attend(queries, keys, values, layer.window), plans)
+            made = self._attend(norm(x), number, step)
             return x[-len(made) :] + made
 
     def norm_for_mlp(self, x: Tensor, number: int) -> Tensor:
         """Return the normed input of the MLP of a layer."""
-        return self._normalise(x, self.layers[number].mlp_norm)
+        norm = self.layers[number].mlp_norm
+        assert norm is not None, "other blocks are run by `run_block`"
+        return norm(x)
 
     def compute_logits(self, x: Tensor, plans: LinearPlans) -> Tensor:
         """Return the logits of the last layer's output: [rows, hidden] -> [rows, vocab]."""
-        return self.head(self._normalise(x, self._norm), plans)
+        block, logits = self.config.block, self.head(self._norm(x), plans)
+        if block.logit_scale != 1.0:
+            logits = logits * block.logit_scale
+        if block.logit_cap is not None:
+            logits = (logits / block.logit_cap).tanh() * block.logit_cap
+        return logits
+
+    def _attend(self, normed: Tensor, number: int, step: LayerPass) -> Tensor:
+        """Return the output of attention: [rows, hidden] -> [query_rows, hidden]."""
+        layer, plans = self.layers[number], step.plans
+        keys = self._make_heads(layer.key(normed, plans), layer.key_norm, layer, step)
+        values = self._split_heads(layer.value(normed, plans), None)
+        keys, values = step.write(number, keys, values)
+        asking = normed[-step.query_rows :]
+        queries = self._make_heads(layer.query(asking, plans), layer.query_norm, layer, step)
+        if self._query_scale is not None:
+            queries = queries * self._query_scale
+        if self.config.block.query_growth:
+            queries = queries * self._compute_query_growth(step.positions[-len(queries) :])
+        cap = self.config.block.attention_cap
+        return layer.output(step.attend(queries, keys, values, layer.window, cap), plans)
+
+    def _make_heads(
+        self, x: Tensor, norm: NormWeights | None, layer: DecoderLayer, step: LayerPass
+    ) -> Tensor:
+        """[rows, heads * dim] -> [rows, heads, dim], normed and rotated."""
+        if self.config.block.norms_after_rope and norm is not None:
+            return norm(step.rotate(self._split_heads(x, None), layer.rope))
+        return step.rotate(self._split_heads(x, norm), layer.rope)
+
+    def _compute_query_growth(self, positions: Tensor) -> Tensor:
+        """Return the factor on the queries of each row, [rows, 1, 1]."""
+        block = self.config.block
+        steps = (positions // block.query_growth_positions).float()
+        return (1 + block.query_growth * steps.log1p())[:, None, None]
 
     @contextmanager
     def time_place(self, place: str) -> Iterator[None]:
@@ -140,17 +243,11 @@ class Transformer:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def _split_heads(self, x: Tensor, norm: Tensor | None) -> Tensor:
+    def _split_heads(self, x: Tensor, norm: NormWeights | None) -> Tensor:
         """[rows, heads * dim] -> [rows, heads, dim], normed per head or over all heads."""
         if norm is not None:
-            x = self._normalise(x.view(len(x), -1, len(norm)), norm)
+            x = norm(x.view(len(x), -1, norm.weight.shape[-1]))
         return x.view(len(x), -1, self.config.head_dim)
-
-    def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
-        eps = self.config.norm_eps
-        if weight.dtype == x.dtype:
-            return F.rms_norm(x, weight.shape, weight, eps)
-        return F.rms_norm(x, weight.shape, None, eps) * weight  # otherwise seven kernels, not two
 
 
 def _build_layer(
@@ -159,24 +256,57 @@ def _build_layer(
     number: int,
     mlp: "FeedForward | RoutedMlp | StackedMlp",
 ) -> DecoderLayer:
-    tensors, prefix = weights.tensors, f"model.layers.{number}"
-
+    tensors, prefix, block = weights.tensors, f"model.layers.{number}", config.block
+    norms = {name: _build_norm(config, weights, f"{prefix}.{name}") for name in block.list_norms()}
+    query_norm, key_norm = _build_head_norms(config, weights, f"{prefix}.self_attn")
     return DecoderLayer(
-        input_norm=tensors[f"{prefix}.input_layernorm.weight"],
+        input_norm=norms.get("input_layernorm"),
         query=make_linear(tensors, f"{prefix}.self_attn.q_proj"),
         key=make_linear(tensors, f"{prefix}.self_attn.k_proj"),
         value=make_linear(tensors, f"{prefix}.self_attn.v_proj"),
         output=make_linear(tensors, f"{prefix}.self_attn.o_proj"),
-        query_norm=tensors.get(f"{prefix}.self_attn.q_norm.weight"),
-        key_norm=tensors.get(f"{prefix}.self_attn.k_norm.weight"),
-        mlp_norm=tensors[f"{prefix}.post_attention_layernorm.weight"],
+        query_norm=query_norm,
+        key_norm=key_norm,
+        output_norm=norms.get("attention_output_layernorm"),
+        mlp_norm=norms.get("post_attention_layernorm"),
         mlp=mlp,
+        mlp_output_norm=norms.get("mlp_output_layernorm"),
         window=config.windows[number],
+        rope=block.get_rope_kind(number),
     )
+
+
+def _build_norm(
+    config: ModelConfig, weights: BaseWeights, name: str, kind: NormKind | None = None
+) -> NormWeights:
+    tensors, kind = weights.tensors, kind or config.block.norm
+    weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
+    return make_norm(kind, weight, bias, config.norm_eps)
+
+
+def _build_head_norms(
+    config: ModelConfig, weights: BaseWeights, attention: str
+) -> tuple[NormWeights | None, NormWeights | None]:
+    """Return the norms of queries and keys of a layer, if it has any."""
+    block = config.block
+    if not config.qk_norm:
+        return None, None
+    found = []
+    for name, heads in (("q_norm", config.heads), ("k_norm", config.kv_heads)):
+        if block.own_head_norms:
+            names = [f"{attention}.{name}.norms.{head}.weight" for head in range(heads)]
+            rows = torch.stack([weights.tensors[each] for each in names])
+            found.append(make_norm(block.head_norm, rows, None, config.norm_eps))
+        else:
+            found.append(_build_norm(config, weights, f"{attention}.{name}", block.head_norm))
+    return found[0], found[1]
 
 
 def _build_mlp(config: ModelConfig, weights: BaseWeights, number: int) -> FeedForward | RoutedMlp:
     layer = f"model.layers.{number}"
     if config.experts is None or not config.is_routed(number):
-        return make_feed_forward(weights.tensors, f"{layer}.mlp")
+        block = config.block
+        return make_feed_forward(
+            weights.tensors, f"{layer}.mlp", activation=block.activation, gated=block.gated
+        )
     return build_routed_mlp(weights.tensors, config.experts, layer=layer)

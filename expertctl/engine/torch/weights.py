@@ -105,10 +105,17 @@ def _read_file(file: Any, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple
 
 
 def _slice_rows(whole: Tensor, tensor: StoredTensor) -> Tensor:
-    shape = tensor.info.shape
-    if tuple(whole.shape) == shape:
+    shape, layout = tensor.info.shape, tensor.layout
+    if tuple(whole.shape) == shape and layout is None:
         return whole
-    return whole.reshape(-1, shape[1])[tensor.row : tensor.row + shape[0]]
+    if len(shape) < whole.ndim == 2:
+        return whole[tensor.row]  # one head's norm of a stack
+    rows = whole.T if layout is not None and layout.transposed else whole
+    rows = rows.reshape(-1, *shape[1:])[tensor.row :]
+    if layout is None or layout.transposed:
+        return rows[: shape[0]].contiguous()
+    numbers = torch.arange(shape[0])
+    return rows[numbers // layout.block * layout.stride + numbers % layout.block]
 
 
 def _open(path: Path) -> Any:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from expertctl.engine.adapters.steps import EMPTY_DELTAS, Deltas, LinearDelta
 from expertctl.engine.arrays import AnyArray, FloatArray
-from expertctl.engine.cpu.plain_decoder import PlainDecoder, estimate_plain_pass_bytes
+from expertctl.engine.cpu.plain_decoder import PlainDecoder
+from expertctl.engine.cpu.plain_layers import estimate_plain_pass_bytes
 from expertctl.engine.cpu.plain_weights import load_plain_weights
 from expertctl.engine.decoding import LayerTimer
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache

@@ -33,6 +33,7 @@ from tests.store.fixtures import HomeFixture, fast, make_key, user_home
 
 __all__ = ["engine_packages", "fast", "user_home"]
 
+FAMILIES = ("gpt_neox", "gemma", "gemma3_text", "phi3", "falcon", "starcoder2", "cohere")
 TOKENS = 8
 PROMPT = "Sort: 3, 1, 2"
 SQL = ForcedExpert(Reference.parse("acme/sql"))
@@ -42,7 +43,7 @@ GREEDY = SamplingOverrides(greedy=True, max_tokens=TOKENS)
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CompatModel]:
     folder = tmp_path_factory.mktemp("models")
-    names = ("gpt2", "gpt_neox", "gemma", *NATIVE)
+    names = ("gpt2", *FAMILIES, *NATIVE)
     return {arch: write_model(folder, arch, seed=3) for arch in names}
 
 
@@ -110,7 +111,7 @@ def test_the_tokens_are_those_that_transformers_generates_with_peft(
     assert result.warnings[:2] == (SLOW, ESTIMATE)
 
 
-@pytest.mark.parametrize("arch", NATIVE)
+@pytest.mark.parametrize("arch", [*NATIVE, *FAMILIES])
 def test_both_engines_give_the_same_tokens_where_both_can_run(
     arch: str, models: dict[str, CompatModel], user_home: HomeFixture, tmp_path: Path
 ) -> None:

@@ -337,7 +337,8 @@ def addresses(decoder: CudaGraphDecoder, arena: StaticKVCache) -> list[int]:
     room, plans = decoder._room, decoder._plans
     assert room is not None
     assert plans is not None
-    own = [room.inputs, room.logits, room.places, room.rotations, arena.keys, arena.values]
+    own = [room.inputs, room.logits, room.places, arena.keys, arena.values]
+    own += room.rotations.tables.values()
     stacks = [part for stack in plans.stacks.values() for part in stack.tensors]
     return [tensor.data_ptr() for tensor in (*own, *stacks, *plans.columns.values())]
 

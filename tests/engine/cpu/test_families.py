@@ -1,0 +1,150 @@
+"""Today's model families in the numpy decoder against transformers, in every order of calls."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from expertctl.engine.adapters.compile import DoraScales, WeightedAdapter, fold_plan
+from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.adapters.steps import (
+    EMPTY_DELTAS,
+    Deltas,
+    DoraTensors,
+    compute_dora_scales,
+)
+from expertctl.engine.arrays import AnyArray
+from expertctl.engine.backend import LoadConfig
+from expertctl.engine.cpu.backend import PackedBackend
+from expertctl.engine.cpu.base_loader import load_packed_base
+from expertctl.engine.cpu.decoder import PackedDecoder
+from expertctl.engine.cpu.plain_backend import PlainBackend
+from expertctl.engine.cpu.plain_decoder import PlainDecoder
+from expertctl.engine.cpu.plain_weights import load_plain_weights
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
+from expertctl.engine.load_plan import choose_backend
+from expertctl.package.base_model import read_base_headers
+from expertctl.package.model_config import read_model_config
+from tests.engine.conftest import assert_same_logits, stack_logits
+from tests.engine.family_models import SHAPES, build_family_model, save_family_adapter
+from tests.engine.package_fixtures import load_adapters
+
+IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]
+
+
+def load_decoder(directory: Path) -> PlainDecoder:
+    config = read_model_config(directory)
+    return PlainDecoder(config, load_plain_weights(directory, config))
+
+
+def run(
+    decoder: PlainDecoder, *, prefill: int, chunk: int = 512, deltas: Deltas = EMPTY_DELTAS
+) -> AnyArray:
+    """Logits from the last prompt token on, [1 + decoded, vocab]."""
+    cache = PagedKVCache(decoder.config, 30, layout=ROW_PAGES)
+    for page in cache.pages:
+        page[...] = np.nan
+    rows = [decoder.prefill(IDS[:prefill], cache, deltas, chunk=chunk).logits]
+    rows += [decoder.decode(token, cache, deltas).logits for token in IDS[prefill:]]
+    cache.check_integrity()
+    return np.stack(rows)
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
+    """Return a saved model of a family, made once for all tests."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def get(arch: str, config: dict[str, Any]) -> tuple[Path, Any]:
+        key = json.dumps([arch, config])
+        if key not in made:
+            directory = tmp_path_factory.mktemp(arch)
+            made[key] = directory, build_family_model(directory, arch, **config)
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize(("arch", "config"), SHAPES, ids=str)
+def test_logits_equal_those_of_transformers_however_a_prompt_is_cut(
+    family: Callable[..., tuple[Path, Any]], arch: str, config: dict[str, Any]
+) -> None:
+    directory, model = family(arch, config)
+    assert not read_base_headers(directory).foreign
+    with torch.inference_mode():
+        theirs = model(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
+    decoder = load_decoder(directory)
+    for prefill, chunk in ((16, 512), (9, 512), (12, 5), (1, 1)):
+        ours = run(decoder, prefill=prefill, chunk=chunk)
+        assert_same_logits(ours, theirs[prefill - 1 :])
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+@pytest.mark.parametrize(("arch", "config"), SHAPES, ids=str)
+def test_adapters_of_every_projection_change_what_they_change_in_peft(
+    family: Callable[..., tuple[Path, Any]],
+    arch: str,
+    config: dict[str, Any],
+    kind: str,
+    tmp_path: Path,
+) -> None:
+    directory, model = family(arch, config)
+    adapted = save_family_adapter(model, kind, tmp_path, head=kind == "lora")
+    with torch.inference_mode():
+        theirs = adapted(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
+    decoder = load_decoder(directory)
+    spec = PlainBackend(decoder.config, "float32").compile_spec
+    adapter = spec.adapt(load_adapters(tmp_path))
+    plan = fold_plan([WeightedAdapter(adapter, 1.0, compute_scales(decoder, adapter))], spec)
+    assert_same_logits(run(decoder, prefill=9, deltas=plan.compile().deltas), theirs[8:])
+
+
+def compute_scales(decoder: PlainDecoder, adapter: LoadedAdapter) -> DoraScales:
+    return {
+        module: tuple(
+            compute_dora_scales(decoder.matrix(module), step, what=module)
+            for step in steps
+            if isinstance(step, DoraTensors)
+        )
+        for module, steps in adapter.modules.items()
+    }
+
+
+KERNEL_SIZES = {"hidden_size": 64, "intermediate_size": 80}
+
+
+@pytest.mark.parametrize(
+    ("arch", "config"),
+    [
+        ("phi3", {"sliding_window": 5}),
+        ("ministral", {"head_dim": 16, "sliding_window": 18}),
+        ("smollm3", {}),
+    ],
+    ids=str,
+)
+def test_families_like_llama_run_in_kernels_with_their_adapters(
+    arch: str, config: dict[str, Any], crew: ThreadPool, tmp_path: Path
+) -> None:
+    directory, lora = tmp_path / "base", tmp_path / "lora"
+    model = build_family_model(directory, arch, **{**KERNEL_SIZES, **config})
+    adapted = save_family_adapter(model, "lora", lora)
+    parsed = read_model_config(directory)
+    backend, warnings = choose_backend(parsed, LoadConfig("float32"), numpy_below=0)
+    assert isinstance(backend, PackedBackend)
+    assert warnings == ()
+    spec = backend.compile_spec
+    plan = fold_plan([WeightedAdapter(spec.adapt(load_adapters(lora)))], spec).compile()
+    decoder = PackedDecoder(load_packed_base(directory, parsed, Scheme.FLOAT32), crew)
+    for deltas, reference in ((None, model), (plan.packed, adapted)):
+        with torch.inference_mode():
+            theirs = reference(torch.tensor([IDS]), use_cache=False).logits[0]
+        cache = PagedKVCache(parsed, 30)
+        rows = [decoder.prefill(IDS[:9], cache, deltas).logits]
+        rows += [decoder.decode(token, cache, deltas).logits for token in IDS[9:]]
+        assert float((stack_logits(rows) - theirs[8:]).abs().max()) <= 3e-5

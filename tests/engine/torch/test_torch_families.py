@@ -1,0 +1,116 @@
+"""Today's model families in the torch decoders against transformers: prompts, and static steps.
+
+Here the step that a CUDA device captures is called as it is, on a processor.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from expertctl.engine.adapters.compile import (
+    CompileSpec,
+    TorchPlacement,
+    WeightedAdapter,
+    fold_plan,
+)
+from expertctl.engine.torch.cuda_graph_decoder import CudaGraphDecoder, GraphStepRow
+from expertctl.engine.torch.cuda_graph_step import StaticKVCache
+from expertctl.engine.torch.decoder import Decoder
+from expertctl.engine.torch.functional import TorchDeltas
+from expertctl.engine.torch.sequence_cache import KVCache
+from expertctl.engine.torch.weights import load_base_weights
+from expertctl.package.model_config import read_model_config
+from tests.engine.conftest import assert_same_logits, stack_logits
+from tests.engine.family_models import SHAPES, build_family_model, save_family_adapter
+from tests.engine.package_fixtures import load_adapters
+
+pytestmark = pytest.mark.all
+IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]
+OTHER = [9, 1, 30, 30, 4]
+NOTHING: TorchDeltas = {}
+DEVICE_LIMIT = 1e-4
+"""How far scores may be from those of a processor; products of CUDA are summed in other orders."""
+
+
+def compute_theirs(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
+    return logits
+
+
+def run_prompts(decoder: Decoder, *, prefill: int, chunk: int) -> torch.Tensor:
+    cache = KVCache(decoder.config, 30)
+    rows = [decoder.prefill(IDS[:prefill], cache, chunk=chunk).logits]
+    rows += [decoder.decode(token, cache).logits for token in IDS[prefill:]]
+    return stack_logits(rows)
+
+
+@pytest.mark.parametrize(("arch", "config"), SHAPES, ids=str)
+def test_prompts_and_steps_equal_transformers(
+    arch: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    model = build_family_model(tmp_path, arch, **config)
+    parsed = read_model_config(tmp_path)
+    weights = load_base_weights(tmp_path, parsed)
+    theirs = compute_theirs(model, IDS)
+    prompts = Decoder(parsed, weights)
+    for prefill, chunk in ((16, 512), (12, 5), (3, 2)):
+        assert_same_logits(
+            run_prompts(prompts, prefill=prefill, chunk=chunk), theirs[prefill - 1 :]
+        )
+    steps = CudaGraphDecoder(parsed, weights, rows=3, captures=False, min_capacity=4)
+    arena = StaticKVCache(parsed, rows=3, capacity=30, dtype=torch.float32, device=weights.device)
+    texts = {0: IDS, 2: OTHER}
+    places = {number: arena.get_row(number) for number in texts}
+    found = {n: [steps.prefill(ids[:3], places[n]).logits] for n, ids in texts.items()}
+    for place in range(3, len(IDS)):
+        there = [n for n, ids in texts.items() if place < len(ids)]
+        rows = [GraphStepRow(texts[n][place], places[n], NOTHING) for n in there]
+        for number, logits in zip(there, steps.step(rows), strict=True):
+            found[number].append(logits)
+    assert_same_logits(stack_logits(found[0]), theirs[2:])
+    assert_same_logits(stack_logits(found[2]), compute_theirs(model, OTHER)[2:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("arch", "config"), SHAPES, ids=str)
+def test_prompts_and_captured_steps_equal_transformers_on_a_device(
+    arch: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    model, device = build_family_model(tmp_path, arch, **config), torch.device("cuda")
+    parsed = read_model_config(tmp_path)
+    weights = load_base_weights(tmp_path, parsed, device=device)
+    steps = CudaGraphDecoder(parsed, weights)
+    arena = StaticKVCache(parsed, rows=1, capacity=30, dtype=torch.float32, device=device)
+    row = arena.get_row(0)
+    found = [steps.prefill(IDS[:7], row).logits]
+    found += [steps.decode(token, row).logits for token in IDS[7:]]
+    theirs = compute_theirs(model, IDS)[6:]
+    assert float((stack_logits(found) - theirs).abs().max()) <= DEVICE_LIMIT
+    steps.close()
+
+
+@pytest.mark.parametrize("arch", ["phi3", "gpt_neox", "gpt2", "gemma2"])
+def test_an_adapter_of_fused_projections_is_that_of_peft_in_both(arch: str, tmp_path: Path) -> None:
+    shape = next(config for name, config in SHAPES if name == arch)
+    model = build_family_model(tmp_path / "base", arch, **shape)
+    theirs = compute_theirs(save_family_adapter(model, "lora", tmp_path / "lora"), IDS)
+    config = read_model_config(tmp_path / "base")
+    weights = load_base_weights(tmp_path / "base", config)
+    spec = CompileSpec(
+        config.linear_shapes(),
+        config.hidden_size,
+        TorchPlacement("cpu"),
+        places=config.stored_places,
+    )
+    adapter = spec.adapt(load_adapters(tmp_path / "lora"))
+    deltas = fold_plan([WeightedAdapter(adapter)], spec).compile().torch_deltas
+    steps = CudaGraphDecoder(config, weights, captures=False)
+    arena = StaticKVCache(config, rows=1, capacity=30, dtype=torch.float32, device=weights.device)
+    row = arena.get_row(0)
+    found = [steps.prefill(IDS[:9], row, deltas).logits]
+    found += [steps.decode(token, row, deltas).logits for token in IDS[9:]]
+    assert_same_logits(stack_logits(found), theirs[8:])
