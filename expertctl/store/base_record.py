@@ -17,6 +17,7 @@ import msgspec
 from expertctl.digest import READ_CHUNK, Digest, Progress, hash_file, ignore_progress
 from expertctl.errors import (
     BaseMismatchError,
+    DigestError,
     ExpertError,
     IncompatibleError,
     InvalidPackageError,
@@ -31,8 +32,6 @@ from expertctl.package.model_config import CONFIG_FILE
 from expertctl.schema.strict_json import load_object
 from expertctl.schema.validation import convert_document
 
-_PATH_PREFIXES = {"..", "~"}
-"""What begins a path, and never the name of a model on a hub."""
 _MAX_HUB_NAME = 200
 _GGUF_HINT = "GGUF is not supported; use the model's own folder with config.json and safetensors"
 
@@ -54,8 +53,7 @@ def check_directory(directory: Path) -> None:
     if directory.exists():
         hint = _GGUF_HINT if directory.suffix == ".gguf" else "give the folder of config.json"
         raise UsageError(f"{directory} is no directory", hint=hint)
-    model = directory if _looks_like_hub_name(directory) else "ORG/NAME"
-    hint = f"download it first: `hf download {model} --local-dir DIR`, then base add DIR"
+    hint = "to download a model: `expertctl pull ORG/NAME`"
     raise NotFoundError(f"{directory}: no such directory", hint=hint)
 
 
@@ -74,15 +72,6 @@ def infer_name(directory: Path, name: str | None, revision: str | None) -> tuple
     if not shown or len(quote(name, safe="")) > _MAX_HUB_NAME:
         raise UsageError(f"{name[:80]!r} cannot name a base", hint="choose one with `--name NAME`")
     return name, revision
-
-
-def _looks_like_hub_name(place: Path) -> bool:
-    """Tell whether a path that does not exist may be meant as the name of a model on a hub."""
-    return (
-        0 < len(place.parts) <= 2
-        and not place.is_absolute()
-        and place.parts[0] not in _PATH_PREFIXES
-    )
 
 
 OPTIONAL_FILES = (
@@ -182,6 +171,23 @@ def find_changed_files(directory: Path, files: Iterable[BaseFile]) -> list[str]:
     found = hash_base_files(directory, [file.path for file in known])
     pairs = zip(known, found, paths, strict=True)
     return [f"{path} has other content" for old, new, path in pairs if old.digest != new.digest]
+
+
+NO_DIGESTS: Mapping[str, Digest] = {}
+
+
+def check_digests(files: Iterable[BaseFile], expected: Mapping[str, Digest], *, what: str) -> None:
+    """Require the digests that somebody stated for some of the files.
+
+    Raises:
+        DigestError: naming every file that differs.
+    """
+    wrong = [f.path for f in files if expected.get(f.path, f.digest) != f.digest]
+    if wrong:
+        raise DigestError(
+            f"{what}: {', '.join(wrong)} differs from what the hub states",
+            hint="remove the damaged files from the cache of the hub, then repeat the command",
+        )
 
 
 def check_unchanged(name: str, problems: list[str]) -> None:

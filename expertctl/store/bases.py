@@ -8,13 +8,13 @@ caches records checks only that.
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from expertctl.digest import Progress, ignore_progress
+from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.errors import ConflictError, NotFoundError
 from expertctl.files import make_folders, remove_tree, sync_folder, write_atomic
 from expertctl.package.adapter import find_full_precision_label
@@ -39,8 +39,10 @@ from expertctl.store.base_folder import (
 )
 from expertctl.store.base_record import (
     COPY_FOLDER,
+    NO_DIGESTS,
     BaseFile,
     StoredBase,
+    check_digests,
     check_directory,
     check_unchanged,
     copy_files,
@@ -132,14 +134,17 @@ class BaseStore:
         *,
         name: str | None = None,
         revision: str | None = None,
+        expected: Mapping[str, Digest] = NO_DIGESTS,
         progress: Progress = ignore_progress,
     ) -> StoredBase:
         """Read all files of a base and register it in place; repeating this is harmless.
 
         A base whose tokenizer was saved again in another form replaces the one of its name, and
-        keeps the digest by which packages and plans name its tokenizer.
+        keeps the digest by which packages and plans name its tokenizer. ``expected`` are the
+        digests of files by name, where somebody stated them.
 
         Raises:
+            DigestError: when a file has another digest than expected.
             NotFoundError: when the directory or one of its files is missing.
             IncompatibleError: when no engine supports such a model.
             InvalidPackageError: when a file of it is malformed.
@@ -151,6 +156,7 @@ class BaseStore:
             pass  # a folder that cannot be written is reported before anything is hashed
         with disk_errors(self.folder):
             base = _read_base(directory, name=name, revision=revision, progress=progress)
+        check_digests(base.files, expected, what=base.name)
         with self._exclusive():
             return self._add_record(base)
 
@@ -160,6 +166,7 @@ class BaseStore:
         *,
         name: str | None = None,
         revision: str | None = None,
+        expected: Mapping[str, Digest] = NO_DIGESTS,
         progress: Progress = ignore_progress,
     ) -> StoredBase:
         """Copy a base and register the copy, see `add`; an existing sound copy is kept."""
@@ -171,6 +178,7 @@ class BaseStore:
             files = own / COPY_FOLDER
             copy_files(directory, files, progress)
             base = _read_base(files, name=name, revision=revision, progress=progress)
+            check_digests(base.files, expected, what=base.name)
             with self._exclusive():
                 return self._commit_copy(files, base)
 
@@ -421,7 +429,7 @@ def _unknown_base_hint(wanted: str, known: Sequence[StoredBase]) -> str:
     near = find_similar_names(wanted, names)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     if not names:
-        return "none is known yet: `expertctl base add DIR`"
+        return "none is known yet: `expertctl pull ORG/NAME`, or `expertctl base add DIR`"
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return f"{meant}known: {', '.join(names[:_MAX_NAMED])}{more}; `expertctl base add DIR` adds one"
 
