@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
-
 from expertctl.cli.output import note, warn
 from expertctl.cli.progress import show_progress
 from expertctl.digest import Digest
@@ -22,6 +20,7 @@ from expertctl.errors import (
     OfflineError,
     UnreachableError,
     UsageError,
+    to_single_line,
 )
 from expertctl.install.hub import HubCache, find_expected_digests
 from expertctl.install.hub_files import (
@@ -187,10 +186,17 @@ def offer_model(
     listing = cache.connection.list_files(name)
     missing = cache.count_missing(listing, choose_files(listing))
     question = f"Download {name} ({format_size(missing)}) from {cache.connection.host}?"
-    if not typer.confirm(question, default=False, err=True):
+    if not _ask(question):
         raise refusal
     _require_same_revision(listing, bases, None)
     return _download(cache, listing, None, as_json=as_json)
+
+
+def _ask(question: str) -> bool:
+    """Ask at the terminal; only ``y`` and ``yes`` mean yes. Nothing is written to stdout."""
+    sys.stderr.write(f"{to_single_line(question)} [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().casefold() in {"y", "yes"}
 
 
 def add_model(model: FetchedModel, bases: BaseStore, *, as_json: bool) -> StoredBase:

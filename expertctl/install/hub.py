@@ -28,7 +28,7 @@ from expertctl.errors import (
 )
 from expertctl.files import make_folders, publish_file, write_atomic
 from expertctl.install.hub_connection import CHANGED_HINT, RESUME_HINT, HubConnection
-from expertctl.install.hub_files import HubFile, HubListing, HubName, is_commit
+from expertctl.install.hub_files import ENDPOINT_HINT, HubFile, HubListing, HubName, is_commit
 from expertctl.package.base_model import read_base_config
 from expertctl.package.model_config import CONFIG_FILE
 from expertctl.routing.encoder import find_hub_cache
@@ -246,7 +246,8 @@ class _ReceivedFile:
         if self.size + len(chunk) > self.file.size:
             raise RegistryError(
                 f"the hub sends more than the {self.file.size:,} bytes that it stated for "
-                f"{self.file.name}"
+                f"{self.file.name}",
+                hint=ENDPOINT_HINT,
             )
         self._stream.write(chunk)
         self._count(chunk)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urljoin, urlsplit
 
-from expertctl.digest import READ_CHUNK
 from expertctl.errors import (
     DigestError,
     ExpertError,
@@ -31,6 +30,7 @@ from expertctl.errors import (
     to_single_line,
 )
 from expertctl.install.hub_files import (
+    ENDPOINT_HINT,
     HubFile,
     HubListing,
     HubName,
@@ -101,7 +101,9 @@ class HubConnection:
             for chunk in response.iter_bytes():
                 data += chunk
                 if len(data) > _MAX_LISTING:
-                    raise RegistryError(f"the answer about {name.repository} is too large")
+                    raise RegistryError(
+                        f"the answer about {name.repository} is too large", hint=ENDPOINT_HINT
+                    )
         return parse_listing(data, name)
 
     def read_etag(self, listing: HubListing, file: HubFile) -> str:
@@ -135,8 +137,10 @@ class HubConnection:
             is_rest = bool(span) and response.status_code == 206
             said = response.headers.get("Content-Range", "")
             if is_rest and not said.startswith(f"bytes {start}-"):
-                raise RegistryError(f"{name}: {self.host} sends another part of {file.name}")
-            yield is_rest, response.iter_bytes(READ_CHUNK)
+                raise RegistryError(
+                    f"{name}: {self.host} sends another part of {file.name}", hint=ENDPOINT_HINT
+                )
+            yield is_rest, response.iter_bytes()
 
     def link_file(self, listing: HubListing, file: HubFile, cache: Path) -> None:
         """Let the client of the hub enter a downloaded file in the snapshot of its commit."""
@@ -172,18 +176,22 @@ class HubConnection:
                 "GET", address, headers=sent, follow_redirects=False, timeout=self.timeout
             ) as response:
                 if not response.has_redirect_location:
-                    if response.status_code >= 400:
+                    if response.status_code >= 400 and is_hub:
                         raise self._build_refusal(response, name)
+                    if response.status_code >= 400:
+                        raise self._build_status_error(response, name)
                     yield response
                     return
                 address = urljoin(address, response.headers["Location"])
             self._check_redirect(address, name)
-        raise RegistryError(f"{name}: {self.host} redirects too often")
+        raise RegistryError(f"{name}: {self.host} redirects too often", hint=ENDPOINT_HINT)
 
     def _check_redirect(self, address: str, name: HubName) -> None:
         allowed = {"https", urlsplit(self.endpoint).scheme}
         if urlsplit(address).scheme not in allowed or not urlsplit(address).hostname:
-            raise RegistryError(f"{name}: {self.host} redirects to an address without TLS")
+            raise RegistryError(
+                f"{name}: {self.host} redirects to an address without TLS", hint=ENDPOINT_HINT
+            )
 
     @contextmanager
     def guard(self, name: HubName) -> Iterator[None]:
@@ -222,7 +230,7 @@ class HubConnection:
     def _build_foreign_error(self, name: HubName) -> ExpertError:
         return RegistryError(
             f"{name}: the answer of {self.host} is not that of a hub",
-            hint="check HF_ENDPOINT, and proxies on the way",
+            hint=ENDPOINT_HINT,
         )
 
     def _build_refusal(self, response: "Response", name: HubName) -> ExpertError:
@@ -248,12 +256,15 @@ class HubConnection:
                 hint="set HF_TOKEN to a valid token, or unset it; `hf auth login` saves one",
             )
         if code == "EntryNotFound":
-            return RegistryError(f"{name}: {host} lists a file that it does not have")
+            return RegistryError(
+                f"{name}: {host} lists a file that it does not have", hint=ENDPOINT_HINT
+            )
         if code == "RepoNotFound" or status in {401, 404}:
             return build_unknown_model_error(name, host)
-        return self._build_status_error(status, response.headers.get("Retry-After", ""), name)
+        return self._build_status_error(response, name)
 
-    def _build_status_error(self, status: int, retry_after: str, name: HubName) -> ExpertError:
+    def _build_status_error(self, response: "Response", name: HubName) -> ExpertError:
+        status, retry_after = response.status_code, response.headers.get("Retry-After", "")
         if status == 403:
             return ForbiddenError(
                 f"{name}: {self.host} refuses access", hint="check what the token may read"
@@ -270,7 +281,9 @@ class HubConnection:
             return UnreachableError(
                 f"{name}: {self.host} cannot answer now (HTTP {status})", hint=RESUME_HINT
             )
-        return RegistryError(f"{name}: {self.host} refuses the request (HTTP {status})")
+        return RegistryError(
+            f"{name}: {self.host} refuses the request (HTTP {status})", hint=ENDPOINT_HINT
+        )
 
 
 def _check_metadata(metadata: "HfFileMetadata", listing: HubListing, file: HubFile) -> str:
@@ -279,7 +292,7 @@ def _check_metadata(metadata: "HfFileMetadata", listing: HubListing, file: HubFi
     if metadata.commit_hash != listing.commit or etag is None or not _ETAG.fullmatch(etag):
         raise RegistryError(
             f"{listing.name}: the hub does not say which {file.name} it has",
-            hint="check HF_ENDPOINT, and proxies on the way",
+            hint=ENDPOINT_HINT,
         )
     differs = file.digest is not None and etag != file.digest.hex
     if differs or metadata.size not in {None, file.size}:

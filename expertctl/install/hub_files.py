@@ -32,9 +32,10 @@ from expertctl.store.base_record import OPTIONAL_FILES
 HUB_PREFIX = "hf:"
 """Before a name, it says that no folder is meant."""
 DEFAULT_REVISION = "main"
+ENDPOINT_HINT = "check HF_ENDPOINT, and proxies on the way"
 _REVISION = re.compile(r"(?!.*(?:\.\.|//))[A-Za-z0-9][\w./-]{0,199}(?<![./])", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
 _MAX_FILES = 20_000
 _MAX_NAME = 250
@@ -210,11 +211,12 @@ def parse_listing(data: bytes, name: HubName) -> HubListing:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RegistryError(
             f"the answer about {name.repository} is not that of a hub",
-            hint="check HF_ENDPOINT, and proxies on the way",
+            hint=ENDPOINT_HINT,
         ) from error
     if not is_commit(answer.sha) or len(answer.siblings) > _MAX_FILES:
         raise RegistryError(
-            f"the answer about {name.repository} names no commit, or too many files"
+            f"the answer about {name.repository} names no commit, or too many files",
+            hint=ENDPOINT_HINT,
         )
     return HubListing(name, answer.sha, tuple(_check_file(f, name) for f in answer.siblings))
 
@@ -229,17 +231,18 @@ def _check_file(file: _ListedFile, name: HubName) -> HubFile:
         or ":" in parts[0]
         or any(part in {"", ".", ".."} for part in parts)
     ):
-        raise RegistryError(
-            f"{name.repository} has a file that may not be written: "
-            f"{to_single_line(file.name[:80])!r}"
-        )
+        raise _build_listing_error(f"{to_single_line(file.name[:80])!r} may not be written", name)
     if size is None or not 0 <= size <= _MAX_SIZE:
-        raise RegistryError(f"{name.repository}: the size of {file.name} is not stated")
+        raise _build_listing_error(f"the size of {file.name} is not stated", name)
     try:
         digest = None if file.lfs is None else Digest.parse(f"sha256:{file.lfs.sha256}")
     except ExpertError as error:
-        raise RegistryError(f"{name.repository}: the digest of {file.name} is malformed") from error
+        raise _build_listing_error(f"the digest of {file.name} is malformed", name) from error
     return HubFile(file.name, size, digest, file.git_id if file.lfs is None else None)
+
+
+def _build_listing_error(problem: str, name: HubName) -> RegistryError:
+    return RegistryError(f"the list of files of {name.repository}: {problem}", hint=ENDPOINT_HINT)
 
 
 def choose_files(listing: HubListing, pattern: str | None = None) -> tuple[HubFile, ...]:
@@ -278,7 +281,7 @@ _ADAPTER_CONFIG = "adapter_config.json"
 def _choose_weights(listing: HubListing) -> tuple[HubFile, ...]:
     shards = [file for file in listing.files if _SHARD.fullmatch(file.name)]
     if shards and listing.find(INDEX_FILE) is not None:
-        return tuple(sorted(shards, key=lambda file: file.name))
+        return _require_all_shards(shards, listing)
     whole = listing.find(WEIGHTS_FILE)
     if whole is not None:
         return (whole,)
@@ -298,6 +301,19 @@ def _choose_weights(listing: HubListing) -> tuple[HubFile, ...]:
         f"{repository} has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}",
         hint="a base has config.json, tokenizer.json and safetensors",
     )
+
+
+def _require_all_shards(shards: list[HubFile], listing: HubListing) -> tuple[HubFile, ...]:
+    """Return the shards in order; their names say how many there are."""
+    found = sorted(shards, key=lambda file: file.name)
+    counts = {match[1] for file in found if (match := _SHARD.fullmatch(file.name))}
+    if counts != {f"{len(found):05}"}:
+        raise IncompatibleError(
+            f"{listing.name.repository} lacks some of its weight files: it has {len(found)}, the "
+            f"last is {found[-1].name}",
+            hint="try another revision: ORG/NAME@REVISION",
+        )
+    return tuple(found)
 
 
 def _match_files(listing: HubListing, pattern: str) -> tuple[HubFile, ...]:

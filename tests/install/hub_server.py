@@ -6,6 +6,7 @@ bytes. Large files are redirected to another address, as the real hub redirects 
 
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -133,19 +134,28 @@ class HubServer:
         self._ended.wait()
 
     def _start(self, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        server = _QuietServer(("127.0.0.1", 0), handler)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         return server
 
 
 @contextmanager
-def open_hub(**repositories: HubRepository) -> Iterator[HubServer]:
+def open_hub() -> Iterator[HubServer]:
     """Run a hub until the end of the block."""
     server = HubServer()
     try:
         yield server
     finally:
         server.close()
+
+
+class _QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *place: Any) -> None:
+        """Print what is our own mistake, not that a client has gone."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(*place)
 
 
 def _make_handler(hub: HubServer, *, is_cdn: bool) -> type[BaseHTTPRequestHandler]:
@@ -203,8 +213,8 @@ class _HubHandler(BaseHTTPRequestHandler):
         name, _, rest = path.removeprefix("/").partition("/resolve/")
         commit, _, file = rest.partition("/")
         repository = hub.repositories[name]
-        assert commit == repository.commit, path
-        if file not in repository.files:
+        commit, asked = repository.commit, commit
+        if asked not in {commit, *repository.revisions} or file not in repository.files:
             self._send(404, {"X-Error-Code": "EntryNotFound"}, b"")
             return
         data, is_large = repository.files[file], repository.is_large(file)
@@ -240,8 +250,9 @@ class _HubHandler(BaseHTTPRequestHandler):
         if faults.no_length:
             del headers["Content-Length"]
             headers["Connection"] = "close"
-        is_cut = faults.cut_after is not None and faults.cuts > 0
-        if is_cut and seen.path.endswith(faults.only):
+        is_meant = seen.path.endswith(faults.only)
+        is_cut = is_meant and faults.cut_after is not None and faults.cuts > 0
+        if is_cut:
             faults.cuts -= 1
             self.close_connection = True
             data = data[: faults.cut_after]
