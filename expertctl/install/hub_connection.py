@@ -323,7 +323,7 @@ def load_library() -> Any:
     Raises:
         NotFoundError: when it is not installed.
     """
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when it is first imported
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # read when it is first imported
     try:
         import huggingface_hub
         import huggingface_hub.errors

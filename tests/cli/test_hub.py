@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 
 from expertctl.cli import app
+from expertctl.errors import format_install_command
 from expertctl.install import hub as hub_module
 from expertctl.install import hub_connection
 from tests.cli.command_runner import CommandOutput, CommandRunner, expertctl
@@ -635,6 +637,17 @@ def test_an_impossible_name_is_a_usage_error(
 ) -> None:
     assert text in expertctl(*words, "--json", exit_code=2).document["error"]["message"]
     assert hub.requests == []
+
+
+def test_without_the_client_of_the_hub_the_extra_is_named(
+    expertctl: CommandRunner, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expertctl("pull", NAME)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    said = expertctl("pull", NAME, exit_code=3).err.replace("\n  ", " ")
+    assert "downloaded by huggingface_hub, which is not installed" in said
+    assert format_install_command("hub") in said
+    assert expertctl("pull", f"{NAME}@{COMMIT}", "--json").document["downloaded"] == 0
 
 
 def test_a_base_of_a_hub_is_not_downloaded_unasked(
