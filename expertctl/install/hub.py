@@ -26,7 +26,7 @@ from expertctl.errors import (
     RegistryError,
     UnreachableError,
 )
-from expertctl.files import make_folders, publish_file, write_atomic
+from expertctl.files import NO_SPACE_ERRORS, make_folders, publish_file, write_atomic
 from expertctl.install.hub_connection import CHANGED_HINT, RESUME_HINT, HubConnection
 from expertctl.install.hub_files import ENDPOINT_HINT, HubFile, HubListing, HubName, is_commit
 from expertctl.package.base_model import read_base_config
@@ -165,7 +165,7 @@ class HubCache:
             with exclusive_lock(locks / f"{etag}.lock", seconds=_LOCK_SECONDS):
                 if not blob.exists():
                     self._receive_blob(listing, file, blob, progress)
-            self.connection.link_file(listing, file, self.folder)
+            _link_file(blob, self._path(listing, file))
 
     def _receive_blob(
         self, listing: HubListing, file: HubFile, blob: Path, progress: Progress
@@ -289,6 +289,21 @@ def find_expected_digests(snapshot: Path, listing: HubListing | None = None) -> 
             if _LFS_NAME.fullmatch(name):
                 found[path.name] = Digest(name)
     return found
+
+
+def _link_file(blob: Path, place: Path) -> None:
+    """Enter a file in a snapshot: by a relative link, as the client of the hub does.
+
+    Where links are not allowed, as on Windows for most users, it moves the file there, too.
+    """
+    make_folders(place.parent)
+    try:
+        with suppress(FileExistsError):  # another process was faster
+            place.symlink_to(os.path.relpath(blob, place.parent))
+    except OSError as error:
+        if error.errno in NO_SPACE_ERRORS:
+            raise
+        publish_file(blob, place)
 
 
 def _partial_path(blob: Path) -> Path:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urljoin, urlsplit
 
@@ -141,19 +140,6 @@ class HubConnection:
                     f"{name}: {self.host} sends another part of {file.name}", hint=ENDPOINT_HINT
                 )
             yield is_rest, response.iter_bytes()
-
-    def link_file(self, listing: HubListing, file: HubFile, cache: Path) -> None:
-        """Let the client of the hub enter a downloaded file in the snapshot of its commit."""
-        with self.guard(listing.name):
-            load_library().hf_hub_download(
-                listing.name.repository,
-                file.name,
-                revision=listing.commit,
-                cache_dir=cache,
-                endpoint=self.endpoint,
-                etag_timeout=self.timeout,
-                library_name=PROGRAM,
-            )
 
     def _build_address(self, listing: HubListing, file: HubFile) -> str:
         path = f"{listing.name.repository}/resolve/{listing.commit}/{quote(file.name)}"

@@ -1,5 +1,6 @@
 """Bases by name: `pull`, `base add MODEL` and `--base MODEL` against a hub in this process."""
 
+import errno
 import json
 import os
 import socket
@@ -202,11 +203,24 @@ def test_of_gguf_files_only_the_chosen_one_is_downloaded(
     hub: HubServer, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.repositories[NAME] = HubRepository(
-        {"a-Q4_K_M.gguf": b"4" * 9000, "a-Q8_0.gguf": b"8" * 9000, "README.md": b"x"}
+        {"q4/a-Q4_K_M.gguf": b"4" * 9000, "a-Q8_0.gguf": b"8" * 9000, "README.md": b"x"}
     )
     app.run(["pull", NAME, "--file", "*Q4_K_M.gguf"])
     assert hub.count_sent() == hub.count_sent("a-Q4_K_M.gguf") == 9000
-    assert (cache / "snapshots" / COMMIT / "a-Q4_K_M.gguf").read_bytes() == b"4" * 9000
+    assert (cache / "snapshots" / COMMIT / "q4" / "a-Q4_K_M.gguf").read_bytes() == b"4" * 9000
+
+
+def test_a_system_without_links_keeps_a_file_once(
+    expertctl: CommandRunner, hub: HubServer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "a link needs a privilege")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    shown = expertctl("pull", NAME, "--json").document
+    assert not (Path(shown["path"]) / WEIGHTS).is_symlink()
+    assert list_blobs(cache) == []
+    assert expertctl("pull", NAME, "--json").document["downloaded"] == 0
 
 
 def test_a_copy_is_made_of_the_cache_if_it_is_wanted(
