@@ -353,5 +353,5 @@ def build_unknown_model_error(name: HubName, endpoint: str) -> NotFoundError:
     return NotFoundError(
         f"{endpoint} has no model {name.repository}, or shows it only to those who may read it",
         hint="check the spelling; for a private model set HF_TOKEN; `expertctl base search` lists "
-        "short names",
+        "short names; an expert is installed by `expertctl install`",
     )
