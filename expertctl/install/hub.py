@@ -80,8 +80,10 @@ class HubCache:
         if snapshot is None:
             return None
         if pattern is not None:
-            found = [p for p in snapshot.rglob("*.gguf") if fnmatchcase(p.name, pattern)]
-            return found[0] if len(found) == 1 else None
+            found = [path for path in snapshot.rglob("*") if fnmatchcase(path.name, pattern)]
+            ggufs = [path for path in found if path.name.endswith(".gguf")]
+            if ggufs or not any(path.name.endswith(".safetensors") for path in found):
+                return ggufs[0] if len(ggufs) == 1 else None
         with suppress(ExpertError, OSError):
             if list_base_files(snapshot):
                 return snapshot

@@ -88,14 +88,10 @@ class HubConnection:
         """Ask the hub for the commit of a revision and the files at it."""
         if self.is_offline:
             raise _build_offline_error(name)
-        if urlsplit(self.endpoint).scheme not in {"http", "https"} or not self.host:
-            raise UsageError(
-                f"HF_ENDPOINT: {to_single_line(self.endpoint[:100])!r} is not the address of a hub",
-                hint=f"such as {DEFAULT_ENDPOINT}",
-            )
+        self._require_address()
         path = f"{self.endpoint}/api/models/{name.repository}"
-        address = f"{path}/revision/{quote(name.wanted_revision, safe='')}?blobs=True"
-        data = b""
+        address = f"{path}/revision/{quote(name.wanted_revision, safe='')}?blobs=true"
+        data = bytearray()
         with self.guard(name), self._open(address, {}, name) as response:
             for chunk in response.iter_bytes():
                 data += chunk
@@ -103,7 +99,7 @@ class HubConnection:
                     raise RegistryError(
                         f"the answer about {name.repository} is too large", hint=ENDPOINT_HINT
                     )
-        return parse_listing(data, name)
+        return parse_listing(bytes(data), name)
 
     def read_etag(self, listing: HubListing, file: HubFile) -> str:
         """Return the name of a file in the cache, if the hub still has the one that it listed.
@@ -140,6 +136,19 @@ class HubConnection:
                     f"{name}: {self.host} sends another part of {file.name}", hint=ENDPOINT_HINT
                 )
             yield is_rest, response.iter_bytes()
+
+    def _require_address(self) -> None:
+        """Require that the hub has an address that requests can be sent to."""
+        try:
+            scheme, host, _ = _read_origin(self.endpoint)
+        except ValueError:
+            scheme, host = "", None
+        if scheme not in {"http", "https"} or not host:
+            shown = to_single_line(self.endpoint[:100])
+            raise UsageError(
+                f"HF_ENDPOINT: {shown!r} is not the address of a hub",
+                hint=f"such as {DEFAULT_ENDPOINT}",
+            )
 
     def _build_address(self, listing: HubListing, file: HubFile) -> str:
         path = f"{listing.name.repository}/resolve/{listing.commit}/{quote(file.name)}"
@@ -190,19 +199,14 @@ class HubConnection:
             yield
         except library.errors.HfHubHTTPError as error:
             raise self._build_refusal(error.response, name) from error
-        except library.errors.EntryNotFoundError as error:
-            cause = error.__cause__
-            if isinstance(cause, library.errors.HfHubHTTPError):
-                raise self._build_refusal(cause.response, name) from error
-            raise self._build_broken_error(name) from error
         except library.errors.OfflineModeIsEnabled as error:
             raise _build_offline_error(name) from error
         except (
-            library.errors.FileMetadataError,
-            library.errors.HFValidationError,
             http.InvalidURL,
             http.UnsupportedProtocol,
             http.TooManyRedirects,
+            http.DecodingError,
+            ValueError,  # of a header that is no number, or no address
         ) as error:
             raise self._build_foreign_error(name) from error
         except http.HTTPError as error:

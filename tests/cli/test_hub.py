@@ -31,6 +31,8 @@ from tests.install.hub_server import (
 
 __all__ = ["expertctl"]
 
+pytestmark = pytest.mark.all
+
 NAME, TOKEN = "acme/tiny", "hf_secretsecretsecret"
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 REPO = HubRepository
@@ -206,6 +208,9 @@ def test_of_gguf_files_only_the_chosen_one_is_downloaded(
         {"q4/a-Q4_K_M.gguf": b"4" * 9000, "a-Q8_0.gguf": b"8" * 9000, "README.md": b"x"}
     )
     app.run(["pull", NAME, "--file", "*Q4_K_M.gguf"])
+    before = len(hub.requests)
+    app.run(["pull", f"{NAME}@{COMMIT}", "--file", "*Q4_K_M.gguf"])
+    assert len(hub.requests) == before
     assert hub.count_sent() == hub.count_sent("a-Q4_K_M.gguf") == 9000
     assert (cache / "snapshots" / COMMIT / "q4" / "a-Q4_K_M.gguf").read_bytes() == b"4" * 9000
 
@@ -353,6 +358,11 @@ DISABLED = {"X-Error-Message": "Access to this resource is disabled."}
         ("list", StatusFault(200, body=b"\xff\xfe"), 6, "is not that of a hub"),
         ("list", StatusFault(302, {"Location": "/api/again"}), 6, "redirects too often"),
         ("list", StatusFault(302, {"Location": "ftp://127.0.0.1/x"}), 6, "without TLS"),
+        ("list", StatusFault(302, {"Location": "http://[bad"}), 6, "is not that of a hub"),
+        ("list", StatusFault(302, {"Location": "http://x:y/"}), 6, "is not that of a hub"),
+        ("list", StatusFault(200, {"Content-Encoding": "gzip"}), 6, "is not that of a hub"),
+        ("head", StatusFault(302, {"Location": "/again"}), 6, "is not that of a hub"),
+        ("head", StatusFault(302, {"Location": "http://[bad"}), 6, "is not that of a hub"),
         ("head", StatusFault(403, GATED), 6, "acme/tiny is gated"),
         ("head", StatusFault(401, BAD_TOKEN), 6, "does not accept the token"),
         ("head", StatusFault(404, {"X-Error-Code": "EntryNotFound"}), 6, "lists a file that it"),
@@ -435,6 +445,7 @@ def test_a_listing_without_end_is_refused(
 HEADERS: dict[str, tuple[dict[str, str], int, str]] = {
     "etag": ({"X-Linked-Etag": f'"{"0" * 64}"'}, 5, "the hub listed: other content"),
     "size": ({"X-Linked-Size": "7"}, 5, "the hub listed: another size"),
+    "no number": ({"X-Linked-Size": "seven"}, 0, ""),
     "commit": ({"X-Repo-Commit": LATER_COMMIT}, 6, "does not say which model.safetensors"),
     "path": ({"X-Linked-Etag": '"../../../evil"'}, 6, "does not say which model.safetensors"),
 }
@@ -447,7 +458,7 @@ def test_what_a_hub_says_about_a_file_must_fit_its_listing(
     changed, code, words = HEADERS[case]
     hub.faults.only, hub.faults.edit_headers = WEIGHTS, lambda headers: headers.update(changed)
     pull(code, words)
-    assert hub.count_sent(WEIGHTS) == 0
+    assert (hub.count_sent(WEIGHTS) == 0) is bool(code)
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, CONFIG])
@@ -628,7 +639,7 @@ def test_a_hub_that_is_not_there_is_named(
         monkeypatch.setenv("HF_ENDPOINT", f"http://user:pw@127.0.0.1:{taken.getsockname()[1]}")
         said = pull(6, "the connection to 127.0.0.1")
     assert "pw" not in said.err
-    for address in ("nonsense", "ftp://127.0.0.1", "http://"):
+    for address in ("nonsense", "ftp://127.0.0.1", "http://", "http://[x", "http://x:y"):
         monkeypatch.setenv("HF_ENDPOINT", address)
         pull(2, "is not the address of a hub")
 
