@@ -179,11 +179,19 @@ def offer_model(
     complete = cache.find_complete(name, None)
     if complete is not None:
         return _describe_cached(name, complete)
-    refusal = NotFoundError(error.message, hint=f"`expertctl pull {text}` downloads it")
+    near = error.hint if error.hint.startswith("did you mean") else ""
+    hint = f"{near}; or download it: `expertctl pull {text}`" if near else ""
+    refusal = NotFoundError(
+        error.message, hint=hint or f"`expertctl pull {text}` downloads it, if a hub has it"
+    )
     terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
     if as_json or not terminal or cache.connection.is_offline:
         raise refusal
-    listing = cache.connection.list_files(name)
+    try:
+        listing = cache.connection.list_files(name)
+    except NotFoundError as unknown:
+        message = f"{error.message}, and {unknown.message}"
+        raise NotFoundError(message, hint=near or unknown.hint) from unknown
     missing = cache.count_missing(listing, choose_files(listing))
     question = f"Download {name} ({format_size(missing)}) from {cache.connection.host}?"
     if not _ask(question):

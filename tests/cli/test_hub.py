@@ -680,7 +680,13 @@ def test_a_base_of_a_hub_is_not_downloaded_unasked(
 ) -> None:
     for name in (NAME, f"hf:{NAME}"):
         said = expertctl("route", "x", "--base", name, "--json", exit_code=3)
-        assert said.document["error"]["hint"] == f"`expertctl pull {name}` downloads it"
+        hint = f"`expertctl pull {name}` downloads it, if a hub has it"
+        assert said.document["error"]["hint"] == hint
+    expertctl("pull", NAME)
+    hub.requests.clear()
+    hint = expertctl("route", "x", "--base", "acme/tiny2", "--json", exit_code=3).document["error"]
+    assert hint["hint"].startswith("did you mean acme/tiny? ")
+    assert hint["hint"].endswith("; or download it: `expertctl pull acme/tiny2`")
     assert hub.requests == []
 
 

@@ -155,6 +155,9 @@ def answer_at_terminal(
 
 
 def test_run_offers_the_download_at_a_terminal(hub: HubServer, environment: dict[str, str]) -> None:
+    code, out, shown = answer_at_terminal(environment, b"", "route", "x", "--base", "acme/none")
+    assert (code, out) == (3, b"")
+    assert b"no base is called 'acme/none', and 127.0.0.1" in shown
     words = ("route", "hello", "--base", NAME)
     code, out, shown = answer_at_terminal(environment, b"n\n", *words)
     assert (code, out) == (3, b"")
