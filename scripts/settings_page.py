@@ -36,7 +36,11 @@ Sizes are written `512MiB`, `2GB` or in bytes, times `12h`, `3d` or `2w`, boolea
 | `EXPERT_LOG_FORMAT` | `text` or `json`: how servers log; else text on a terminal |
 | `EXPERT_REGISTRY_DATA` | a registry's folder for [other servers](../how-to/run-a-registry.md) |
 | `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY`, `NO_PROXY` | [proxies](../how-to/registries.md) |
-| `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME` | where MiniLM weights are looked for |
+| `HF_TOKEN`, `HF_ENDPOINT` | the token, and the address of a [hub](../how-to/download-bases.md) |
+| `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME` | its cache: bases and MiniLM weights |
+| `HUGGINGFACE_HUB_CACHE` | the same as `HF_HUB_CACHE`, which comes first |
+| `HF_HUB_OFFLINE`, `TRANSFORMERS_OFFLINE` | send nothing to a hub |
+| `HF_HUB_DOWNLOAD_TIMEOUT` | the seconds without a byte after which a download is opened again |
 | `OMP_NUM_THREADS` | the most threads that the engine uses |
 | `SOURCE_DATE_EPOCH` | the time that `build` writes into packages |
 | `COLUMNS` | the width of the terminal, instead of what it says |

@@ -56,6 +56,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "info": ("search:info", "Show what a registry says about a package"),
         "update": ("dependencies:update", "Install the newest versions that your list allows"),
         "outdated": ("dependencies:outdated", "Show which experts are behind, yanked or revoked"),
+        "pull": ("bases:pull", "Download a base model from a hub and register it"),
         "list": ("installed:list_experts", "List the installed experts"),
         "remove": ("install:remove", "Remove an installed expert"),
         "why": ("dependencies:why", "Show why an expert is installed"),

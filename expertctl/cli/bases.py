@@ -1,4 +1,4 @@
-"""``expertctl base``: register, list and remove base models."""
+"""``expertctl base`` and ``pull``: register, list and remove base models."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from expertctl.cli.base_profile import open_base_store, plan, profile_app, read_routed_config
-from expertctl.cli.completion import complete_bases
+from expertctl.cli.completion import complete_bases, complete_models
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, note, warn
 from expertctl.cli.progress import show_loading, show_progress
-from expertctl.errors import ExpertError, format_install_command
+from expertctl.errors import ExpertError, UsageError, format_install_command
 from expertctl.install.installed_experts import remove_base
 from expertctl.settings import format_size, load_settings
-from expertctl.store.base_record import StoredBase
+from expertctl.store.base_record import NO_DIGESTS, StoredBase
 from expertctl.store.bases import BaseStore, count_bytes_to_read
 from expertctl.store.store import Store
 
@@ -24,33 +24,111 @@ if TYPE_CHECKING:
 app = CommandGroup("Manage the base models that experts adapt.")
 
 
+Name = Annotated[
+    str | None,
+    typer.Option(
+        "--name", metavar="NAME", help="The name to register it with; default: its own name."
+    ),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(
+        "--revision", help="The commit it was taken from; of a model of a hub: what to download."
+    ),
+]
+WeightFiles = Annotated[
+    str | None,
+    typer.Option(
+        "--file", metavar="PATTERN", help="Weight files of a hub to use, such as '*Q4_K_M.gguf'."
+    ),
+]
+Copy = Annotated[
+    bool, typer.Option("--copy", help="Store a copy; otherwise the directory must stay.")
+]
+CompileKernels = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile its kernels now, so that run and serve need not wait."),
+]
+
+
 @app.command()
 def add(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A Hugging Face directory with safetensors.")
-    ],
-    name: Annotated[str | None, typer.Option(help="The name to register it with.")] = None,
-    revision: Annotated[str | None, typer.Option(help="The commit it was taken from.")] = None,
-    copy: Annotated[
-        bool, typer.Option("--copy", help="Store a copy; otherwise the directory must stay.")
-    ] = False,
-    compile_kernels: Annotated[
-        bool,
-        typer.Option(
-            "--compile", help="Compile its kernels now, so that run and serve need not wait."
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR|MODEL",
+            help="A Hugging Face directory with safetensors, or a model of a hub to download: "
+            "ORG/NAME, ORG/NAME@REVISION, or a short name.",
         ),
-    ] = False,
+    ],
+    name: Name = None,
+    revision: Revision = None,
+    file: WeightFiles = None,
+    copy: Copy = False,
+    compile_kernels: CompileKernels = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Register a local base model; its files stay in place.
+    """Register a base model: a local one in place, or one of a hub after its download.
 
     Example: expertctl base add models/Qwen3-0.6B --name Qwen/Qwen3-0.6B
     """
-    bases = open_base_store()
+    from expertctl.cli.hub import fetch_model, find_hub_name
+
+    bases, directory, model = open_base_store(), Path(source), None
+    wanted = find_hub_name(source, revision)
+    if wanted is not None:
+        model = fetch_model(
+            source,
+            wanted,
+            load_settings(),
+            bases,
+            pattern=file,
+            called=name,
+            as_json=as_json,
+        )
+        directory, revision, name = model.path, model.commit, name or wanted.repository
+    elif file is not None:
+        raise UsageError(
+            f"--file chooses among the files of a hub, and {source[:200]} is a path",
+            hint="leave out --file, or name a model of a hub: hf:ORG/NAME",
+        )
     add_base = bases.add_copy if copy else bases.add
     size = count_bytes_to_read(directory, copies=copy)
+    expected = NO_DIGESTS if model is None else model.digests
     with show_progress("hashing base", size, as_json=as_json) as report:
-        base = add_base(directory, name=name, revision=revision, progress=report)
+        base = add_base(directory, name=name, revision=revision, expected=expected, progress=report)
+    downloaded: dict[str, object] = {} if model is None else {"downloaded": model.downloaded}
+    _report_added(base, downloaded, compile_kernels=compile_kernels, as_json=as_json)
+
+
+def pull(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A model of a hub: ORG/NAME, ORG/NAME@REVISION, or a short name of "
+            "`expertctl base search`.",
+            autocompletion=complete_models,
+        ),
+    ],
+    name: Name = None,
+    revision: Revision = None,
+    file: WeightFiles = None,
+    copy: Copy = False,
+    compile_kernels: CompileKernels = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Download a base model from a hub and register it; the same as `base add MODEL`.
+
+    Example: expertctl pull Qwen/Qwen3-0.6B
+    """
+    add(model, name, revision, file, copy, compile_kernels, as_json)
+
+
+def _report_added(
+    base: StoredBase, document: dict[str, object], *, compile_kernels: bool, as_json: bool
+) -> None:
+    """Print what was registered; compile its kernels first if that is wanted."""
     identity = base.identity
     text = f"{base.name}  {format_size(base.size)}  {base.source}\n"
     text += f"arch {identity.arch}\nweights {identity.weights}\n{_format_tokenizers(identity)}"
@@ -63,7 +141,7 @@ def add(
             f"only `run --engine transformers` runs {base.name}: slowly, with one expert; "
             f"it needs {format_install_command('compat')}"
         )
-    document = _build_document(base, routed)
+    document = {**_build_document(base, routed), **document}
     if compile_kernels:
         document["compiled"] = _compile_kernels(base, as_json=as_json)
     emit(document, text, as_json=as_json)
@@ -103,7 +181,7 @@ def list_bases(as_json: JsonFlag = False) -> None:
     bases = open_base_store()
     known = bases.list_bases()
     if not known:
-        note("no bases yet; add one with `expertctl base add DIR`")
+        note("no bases yet; add one with `expertctl base add DIR`, or `expertctl pull ORG/NAME`")
     documents, rows = [], []
     for base in known:
         state, routed = _check_state(bases, base), read_routed_config(base)
@@ -136,6 +214,29 @@ def remove(
     removed = remove_base(name, bases=open_base_store(), store=store, force=force)
     warn(removed.warnings)
     emit({"removed": removed.ref}, f"removed {removed.ref}", as_json=as_json)
+
+
+@app.command()
+def search(
+    text: Annotated[
+        str, typer.Argument(metavar="[TEXT]", help="A part of a name; all without it.")
+    ] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """List short names of well-known open models, for `pull`, `base add` and `--base`.
+
+    Example: expertctl base search qwen3
+    """
+    from expertctl.install.hub_files import search_short_names
+
+    found = search_short_names(text)
+    if not found:
+        note(f"no short name contains {text!r}; any model is named by `expertctl pull ORG/NAME`")
+    header = ["NAME", "MODEL", "PARAMETERS", "SIZE", "LICENCE"]
+    rows = [[r.name, r.repository, r.parameters, r.size, r.licence] for r in found]
+    keys = [title.casefold() for title in header]
+    documents = [dict(zip(keys, row, strict=True)) for row in rows]
+    emit({"models": documents}, format_table(header, rows) if rows else "", as_json=as_json)
 
 
 app.command("plan")(plan)

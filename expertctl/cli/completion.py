@@ -62,6 +62,14 @@ def complete_bases(home: Home) -> Iterable[str]:
 
 
 @_completion
+def complete_models(_: Home) -> Iterable[str]:
+    """List the short names of models of a hub."""
+    from expertctl.install.hub_files import SHORT_NAMES
+
+    return (row.name for row in SHORT_NAMES)
+
+
+@_completion
 def complete_own_keys(home: Home) -> Iterable[str]:
     """List the user's keys."""
     from expertctl.trust.keys import KeyRing

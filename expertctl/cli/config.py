@@ -101,7 +101,7 @@ _DEFAULT_DESCRIPTIONS = {
 _NO_DEFAULT = "none"
 MEANINGS = {
     "registry": "the registry that commands use without --registry",
-    "offline": "reach no registry",
+    "offline": "reach no registry and no hub",
     "base": "the base that answers if neither an option nor an expert decides",
     "ca_file": "certificates that are trusted in addition to those of the system",
     "allow_http": "reach registries on other machines without encryption",

@@ -135,7 +135,7 @@ def resolve_base(wanted: str | None, settings: Settings, *, as_json: bool) -> st
     The demo base is installed by the first run, or when it is named and missing.
 
     Raises:
-        NotFoundError: when there is neither such a base nor such a folder.
+        NotFoundError: when there is neither such a base nor such a folder, and none is downloaded.
         ConflictError: when the folder's name is taken by another base.
         ExpertError: when the folder holds no base.
     """
@@ -148,14 +148,39 @@ def resolve_base(wanted: str | None, settings: Settings, *, as_json: bool) -> st
     bases = BaseStore(settings.home.bases)
     if wanted == DEMO_BASE:
         install_demo(settings, as_json=as_json)
-    found = find_base_or_folder(bases, wanted)
-    if not isinstance(found, Path):
+    try:
+        found: StoredBase | Path | NotFoundError = find_base_or_folder(bases, wanted)
+    except NotFoundError as error:
+        found = _find_known_model(wanted, bases) or error
+    if not isinstance(found, Path | NotFoundError):
         return found.name
     starts_empty = is_home_empty(Store(settings.home.store), bases)
-    added = _add_base(bases, found, as_json=as_json)
+    if isinstance(found, Path):
+        added = _add_base(bases, found, as_json=as_json)
+    else:
+        added = _add_model(wanted, found, settings, bases, as_json=as_json)
     if starts_empty:
         note(f"the starter pack was not installed; `--base {DEMO_BASE}` installs it")
     return added
+
+
+def _find_known_model(wanted: str, bases: "BaseStore") -> "StoredBase | None":
+    """Return the base that a short name, or a name with a revision, stands for."""
+    from expertctl.cli.hub import find_known_model
+
+    return find_known_model(wanted, bases)
+
+
+def _add_model(
+    wanted: str, error: NotFoundError, settings: Settings, bases: "BaseStore", *, as_json: bool
+) -> str:
+    """Register the model of a hub that ``--base`` names; return the name of the base."""
+    from expertctl.cli.hub import add_model, offer_model
+
+    model = offer_model(wanted, error, settings, bases, as_json=as_json)
+    base = add_model(model, bases, as_json=as_json)
+    note(f"registered the base {base.name}; `expertctl base remove {base.name}` unregisters it")
+    return base.name
 
 
 def find_base_or_folder(bases: "BaseStore", wanted: str) -> "StoredBase | Path":

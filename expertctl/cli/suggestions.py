@@ -61,7 +61,6 @@ COMMAND_SYNONYMS: Mapping[str, str] = {
     "show": "info",
     "push": "publish",
     "upload": "publish",
-    "pull": "base add",
     "models": "base list",
     "ask": "run",
     "generate": "run",

@@ -82,11 +82,8 @@ def build_add_base_hint(required: BaseRequirement) -> str:
     if "/" not in name or not is_hub_name(name):
         label = format_base_label(name, required.revision)
         return f"add the base {label} with `expertctl base add DIR`"
-    revision = f" --revision {shlex.quote(required.revision)}" if required.revision else ""
-    return (
-        f"`hf download {name}{revision} --local-dir DIR`, then "
-        f"`expertctl base add DIR --name {name}{revision}`"
-    )
+    revision = f"@{required.revision}" if required.revision else ""
+    return f"`expertctl pull {shlex.quote(name + revision)}`"
 
 
 def check_tensors(

@@ -296,17 +296,18 @@ def _list_package_folders() -> list[Path]:
 
 def _list_hub_snapshots(environment: Mapping[str, str]) -> list[Path]:
     """Return the snapshots in the huggingface_hub cache, the one named by ``main`` first."""
-    folder = _find_hub_cache(environment) / _HUB_FOLDER
+    folder = find_hub_cache(environment) / _HUB_FOLDER
     snapshots = folder / "snapshots"
     main = folder / "refs" / "main"
     named = [snapshots / main.read_text(encoding="utf-8").strip()] if main.is_file() else []
     return [*named, *(sorted(snapshots.iterdir()) if snapshots.is_dir() else [])]
 
 
-def _find_hub_cache(environment: Mapping[str, str]) -> Path:
-    if cache := environment.get("HF_HUB_CACHE"):
-        return Path(cache)
+def find_hub_cache(environment: Mapping[str, str]) -> Path:
+    """Return the folder where huggingface_hub keeps what it downloads, by its own rules."""
+    if cache := environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(os.path.expandvars(cache)).expanduser()
     if home := environment.get("HF_HOME"):
-        return Path(home, "hub")
+        return Path(os.path.expandvars(home)).expanduser() / "hub"
     fallback = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(fallback, "huggingface", "hub")

@@ -20,6 +20,7 @@ import msgspec
 from expertctl.digest import READ_CHUNK, Digest, Progress, hash_file, ignore_progress
 from expertctl.errors import (
     BaseMismatchError,
+    DigestError,
     ExpertError,
     InvalidPackageError,
     NotFoundError,
@@ -37,8 +38,6 @@ from expertctl.package.stored_tensor import FileState
 from expertctl.schema.strict_json import load_object
 from expertctl.schema.validation import convert_document
 
-_PATH_PREFIXES = {"..", "~"}
-"""What begins a path, and never the name of a model on a hub."""
 _MAX_HUB_NAME = 200
 
 
@@ -59,8 +58,7 @@ def check_directory(directory: Path) -> None:
     if directory.exists():
         hint = "give the folder of config.json, or a GGUF file"
         raise UsageError(f"{directory} is no directory", hint=hint)
-    model = directory if _looks_like_hub_name(directory) else "ORG/NAME"
-    hint = f"download it first: `hf download {model} --local-dir DIR`, then base add DIR"
+    hint = "to download a model: `expertctl pull ORG/NAME`"
     raise NotFoundError(f"{directory}: no such directory", hint=hint)
 
 
@@ -104,15 +102,6 @@ def _check_name(name: str) -> str:
     if not shown or len(quote(name, safe="")) > _MAX_HUB_NAME:
         raise UsageError(f"{name[:80]!r} cannot name a base", hint="choose one with `--name NAME`")
     return name
-
-
-def _looks_like_hub_name(place: Path) -> bool:
-    """Tell whether a path that does not exist may be meant as the name of a model on a hub."""
-    return (
-        0 < len(place.parts) <= 2
-        and not place.is_absolute()
-        and place.parts[0] not in _PATH_PREFIXES
-    )
 
 
 OPTIONAL_FILES = (
@@ -219,6 +208,24 @@ def find_changed_files(directory: Path, files: Iterable[BaseFile]) -> list[str]:
     found = hash_base_files(directory, [file.path for file in known])
     pairs = zip(known, found, paths, strict=True)
     return [f"{path} has other content" for old, new, path in pairs if old.digest != new.digest]
+
+
+NO_DIGESTS: Mapping[str, Digest] = {}
+
+
+def check_digests(files: Iterable[BaseFile], expected: Mapping[str, Digest], *, what: str) -> None:
+    """Require the digests that somebody stated for some of the files.
+
+    Raises:
+        DigestError: naming every file that differs.
+    """
+    names = {Path(file.path).name: file.digest for file in files}  # a GGUF file has its own path
+    wrong = [name for name, digest in names.items() if expected.get(name, digest) != digest]
+    if wrong:
+        raise DigestError(
+            f"{what}: {', '.join(wrong)} differs from what the hub states",
+            hint="remove the damaged files from the cache of the hub, then repeat the command",
+        )
 
 
 def check_unchanged(name: str, problems: list[str]) -> None:

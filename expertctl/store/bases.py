@@ -8,7 +8,7 @@ a record updates the time stamp of ``bases/``, so a reader that caches records c
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,8 +43,10 @@ from expertctl.store.base_folder import (
 from expertctl.store.base_record import (
     COPY_FOLDER,
     DERIVED_PREFIX,
+    NO_DIGESTS,
     BaseFile,
     StoredBase,
+    check_digests,
     check_directory,
     check_unchanged,
     copy_files,
@@ -137,6 +139,7 @@ class BaseStore:
         *,
         name: str | None = None,
         revision: str | None = None,
+        expected: Mapping[str, Digest] = NO_DIGESTS,
         progress: Progress = ignore_progress,
     ) -> StoredBase:
         """Read all files of a base and register it in place; repeating this is harmless.
@@ -144,16 +147,20 @@ class BaseStore:
         ``directory`` may be a GGUF file: the folder of the base then has what follows from it.
 
         A base whose tokenizer was saved again in another form replaces the one of its name, and
-        keeps the digest by which packages and plans name its tokenizer.
+        keeps the digest by which packages and plans name its tokenizer. ``expected`` are the
+        digests of files by name, where somebody stated them.
 
         Raises:
+            DigestError: when a file has another digest than expected.
             NotFoundError: when the directory or one of its files is missing.
             IncompatibleError: when no engine supports such a model.
             InvalidPackageError: when a file of it is malformed.
             ConflictError: when another base has that name.
         """
         if is_gguf_file(directory):
-            with self._stage_gguf(directory, name, revision, progress, copied=False) as base:
+            with self._stage_gguf(
+                directory, name, revision, expected, progress, copied=False
+            ) as base:
                 return self._commit_derived(base)
         _check_base(directory)
         name, revision = infer_name(directory, name, revision)
@@ -161,6 +168,7 @@ class BaseStore:
             pass  # a folder that cannot be written is reported before anything is hashed
         with disk_errors(self.folder):
             base = _read_base(directory, name=name, revision=revision, progress=progress)
+        check_digests(base.files, expected, what=base.name)
         with self._exclusive():
             return self._add_record(base)
 
@@ -170,11 +178,14 @@ class BaseStore:
         *,
         name: str | None = None,
         revision: str | None = None,
+        expected: Mapping[str, Digest] = NO_DIGESTS,
         progress: Progress = ignore_progress,
     ) -> StoredBase:
         """Copy a base and register the copy, see `add`; an existing sound copy is kept."""
         if is_gguf_file(directory):
-            with self._stage_gguf(directory, name, revision, progress, copied=True) as base:
+            with self._stage_gguf(
+                directory, name, revision, expected, progress, copied=True
+            ) as base:
                 return self._commit_copy(base.path, base)
         _check_base(directory)
         name, revision = infer_name(directory, name, revision)
@@ -184,6 +195,7 @@ class BaseStore:
             files = own / COPY_FOLDER
             copy_files(directory, files, progress)
             base = _read_base(files, name=name, revision=revision, progress=progress)
+            check_digests(base.files, expected, what=base.name)
             with self._exclusive():
                 return self._commit_copy(files, base)
 
@@ -193,6 +205,7 @@ class BaseStore:
         file: Path,
         name: str | None,
         revision: str | None,
+        expected: Mapping[str, Digest],
         progress: Progress,
         *,
         copied: bool,
@@ -205,6 +218,7 @@ class BaseStore:
             files = own / COPY_FOLDER
             write_gguf_files(file, files, copied=copied, progress=progress)
             base = _read_base(files, name=name, revision=revision, progress=progress)
+            check_digests(base.files, expected, what=base.name)
             with self._exclusive():
                 yield base
 
@@ -488,7 +502,7 @@ def _unknown_base_hint(wanted: str, known: Sequence[StoredBase]) -> str:
     near = find_similar_names(wanted, names)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     if not names:
-        return "none is known yet: `expertctl base add DIR`"
+        return "none is known yet: `expertctl pull ORG/NAME`, or `expertctl base add DIR`"
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return f"{meant}known: {', '.join(names[:_MAX_NAMED])}{more}; `expertctl base add DIR` adds one"
 

@@ -160,13 +160,6 @@ def test_a_foreign_base_is_added_with_a_note_on_what_runs_it(
     assert expertctl("base", "list").out.splitlines()[1].split()[-3:-1] == ["transformers", "ok"]
 
 
-def test_a_hub_name_is_told_how_to_get_it(expertctl: CommandRunner) -> None:
-    assert (
-        "hf download Qwen/Qwen3-0.6B"
-        in expertctl("base", "add", "Qwen/Qwen3-0.6B", exit_code=3).err
-    )
-
-
 def test_kernels_are_compiled_when_a_base_is_added_with_that_option(
     expertctl: CommandRunner,
     user_home: HomeFixture,

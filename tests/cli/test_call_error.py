@@ -29,7 +29,7 @@ __all__ = ["expertctl"]
         ("uninstall acme/sql", "expertctl has no command uninstall", "`expertctl remove`"),
         ("version", "expertctl has no command version", "`expertctl --version`"),
         ("keys neww a", "expertctl keys has no command neww", "`expertctl keys new`"),
-        ("base pull x", "expertctl base has no command pull", "`expertctl base add`"),
+        ("base rm x", "expertctl base has no command rm", "`expertctl base remove`"),
         ("instal x", "expertctl has no command instal", "`expertctl install`"),
         (f"run x --seed {'9' * 500}x", f"--seed: '{'9' * 80}…' is not a whole number", ""),
     ],

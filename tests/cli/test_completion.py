@@ -86,6 +86,7 @@ def test_commands_options_and_settings_are_completed_in_every_shell() -> None:
     assert ask("expertctl config set ") == sorted(CONFIG_KEYS)
     assert ask("expertctl run --dtype b") == ["bf16"]
     assert ask("expertctl trust re") != []
+    assert ask("expertctl pull qwen2.5:1") == ["qwen2.5:1.5b"]
     for shell in ("zsh", "fish"):
         assert any("reindex" in line for line in ask("expertctl rein", shell))
 
@@ -150,7 +151,7 @@ def test_powershell_gets_a_value_and_a_text_that_is_not_empty(expertctl: Command
 def test_a_home_that_is_damaged_or_not_there_completes_nothing() -> None:
     home = find_home()
     functions = [f for name, f in vars(completion).items() if name.startswith("complete_")]
-    assert len(functions) == 7
+    assert len(functions) == 8
     for complete in functions:
         assert complete("zzz") == []
     home.trust.parent.mkdir(parents=True, exist_ok=True)

@@ -104,7 +104,7 @@ def here(
         (
             ["base", "add", "nowhere"],
             3,
-            "download it first: `hf download nowhere --local-dir DIR`, then base add DIR",
+            "to download a model: `expertctl pull ORG/NAME`",
         ),
         (["install", "--save"], 2, "`expertctl lock` needs an experts.toml, too"),
         (["stats", "acme/one", "--clear"], 2, "expertctl stats --clear"),

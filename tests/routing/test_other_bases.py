@@ -103,10 +103,7 @@ def test_a_base_of_a_hub_is_named_with_the_command_that_downloads_it(
     user_home.install(package_factory.package(base=facts, base_dir=package_factory.base_dir))
     user_home.bases.add(write_base(tmp_path / "mine", layers=1, hidden=32, heads=2, kv_heads=1))
     error = refusal(Planner.open(Settings(Home(user_home.root), encoder="lexical")))
-    assert error.hint == (
-        "`hf download Acme/Tiny-1B --local-dir DIR`, then "
-        "`expertctl base add DIR --name Acme/Tiny-1B`"
-    )
+    assert error.hint == "`expertctl pull Acme/Tiny-1B`"
 
 
 def test_experts_of_another_base_are_counted_by_that_base(

@@ -6,6 +6,7 @@ code of the installed libraries runs.
 """
 
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -258,6 +259,8 @@ def _offline_transformers() -> Iterator[None]:
         NotFoundError: when it is not installed.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is first imported
+    if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
+        constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]  # a base was downloaded before
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     try:
         import transformers

@@ -1,0 +1,220 @@
+"""Base models by name: their download for ``pull`` and ``base add``, and its offer to ``--base``.
+
+A path that exists is never taken for a name. What is downloaded stays in the cache of
+``huggingface_hub``, where the base is registered in place.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from expertctl.cli.output import note, warn
+from expertctl.cli.progress import show_progress
+from expertctl.digest import Digest
+from expertctl.errors import (
+    ConflictError,
+    ExpertError,
+    NotFoundError,
+    OfflineError,
+    UnreachableError,
+    UsageError,
+    to_single_line,
+)
+from expertctl.install.hub import HubCache, find_expected_digests
+from expertctl.install.hub_files import (
+    HUB_PREFIX,
+    HubListing,
+    HubName,
+    choose_files,
+    parse_hub_name,
+)
+from expertctl.settings import Settings, format_size
+from expertctl.store.base_record import StoredBase
+from expertctl.store.bases import BaseStore, count_bytes_to_read
+
+_SHOWN_DIGITS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedModel:
+    """A model in the cache of the hub: its folder, or its GGUF file."""
+
+    name: HubName
+    path: Path
+    commit: str
+    digests: Mapping[str, Digest]
+    downloaded: int
+    """The bytes that had to be downloaded."""
+
+
+def find_hub_name(text: str, revision: str | None = None) -> HubName | None:
+    """Return the model that an argument names; None for a path.
+
+    Raises:
+        UsageError: for an impossible name or revision, or two revisions.
+    """
+    path = Path(text)
+    if not text.startswith(HUB_PREFIX) and (path.exists() or path.is_symlink()):
+        return None
+    name = parse_hub_name(text)
+    if name is None or revision is None:
+        return name
+    if name.revision is not None:
+        raise UsageError(f"{name} and --revision name two revisions", hint="leave out one of them")
+    return parse_hub_name(f"{HUB_PREFIX}{name.repository}@{revision}")
+
+
+def fetch_model(
+    text: str,
+    name: HubName,
+    settings: Settings,
+    bases: BaseStore,
+    *,
+    pattern: str | None,
+    called: str | None,
+    as_json: bool,
+) -> FetchedModel:
+    """Return a model from the cache of the hub, after a download of what it lacks.
+
+    ``text`` is what the user typed, and ``called`` the name that the base is to get.
+
+    Raises:
+        ConflictError: when another revision is registered under that name.
+        ExpertError: as `HubConnection` and `HubCache`.
+    """
+    cache = HubCache.from_environment(os.environ, is_offline=settings.offline)
+    complete = cache.find_complete(name, pattern)
+    if complete is not None and (cache.connection.is_offline or name.is_pinned):
+        return _describe_cached(name, complete)
+    try:
+        listing = cache.connection.list_files(name)
+    except UnreachableError as error:
+        if complete is None:
+            raise
+        warn([f"{error.message}; what the cache has of {name} is used"])
+        return _describe_cached(name, complete)
+    except (NotFoundError, OfflineError) as error:
+        raise _mention_folder(error, text) from error
+    _require_same_revision(listing, bases, called)
+    return _download(cache, listing, pattern, as_json=as_json)
+
+
+def _describe_cached(name: HubName, path: Path) -> FetchedModel:
+    folder = path if path.is_dir() else path.parent
+    while folder.parent.name != "snapshots":
+        folder = folder.parent
+    note(f"{name} is in the cache of the hub; nothing is downloaded")
+    return FetchedModel(name, path, folder.name, find_expected_digests(folder), 0)
+
+
+def _download(
+    cache: HubCache, listing: HubListing, pattern: str | None, *, as_json: bool
+) -> FetchedModel:
+    files, commit = choose_files(listing, pattern), listing.commit
+    missing = cache.count_missing(listing, files)
+    label = f"{listing.name.repository} at {commit[:_SHOWN_DIGITS]}"
+    if missing:
+        total = sum(file.size for file in files)
+        part = "" if missing == total else f" of {format_size(total)}"
+        count = "1 file" if len(files) == 1 else f"{len(files)} files"
+        note(f"downloading {label}: {format_size(missing)}{part}, {count}, to {cache.folder}")
+    else:
+        note(f"{label} is in the cache of the hub; nothing is downloaded")
+    with show_progress("downloading", missing, as_json=as_json) as report:
+        folder = cache.download(listing, files, progress=report)
+    gguf = [file.name for file in files if file.name.endswith(".gguf")]
+    path = folder / gguf[0] if gguf else folder
+    return FetchedModel(listing.name, path, commit, find_expected_digests(folder, listing), missing)
+
+
+def _require_same_revision(listing: HubListing, bases: BaseStore, called: str | None) -> None:
+    """Refuse, before a download, another revision than the one that is registered."""
+    label = called or listing.name.repository
+    known = next((base for base in bases.list_bases() if base.name == label), None)
+    if known is None or known.identity.revision == listing.commit:
+        return
+    revision = known.identity.revision
+    here = str(known.path) if revision is None else f"revision {revision[:_SHOWN_DIGITS]}"
+    repository, wanted = listing.name.repository, listing.name.wanted_revision
+    raise ConflictError(
+        f"another base is called {label}: {here}, and {wanted} of {repository} is "
+        f"{listing.commit[:_SHOWN_DIGITS]} now",
+        hint=f"give this one a `--name`, or first `expertctl base remove {label}`",
+    )
+
+
+def _mention_folder(error: ExpertError, text: str) -> ExpertError:
+    """Return the error for a name that may have been meant as a folder, which is missing, too."""
+    if text.startswith(HUB_PREFIX) or "/" not in text or "@" in text:
+        return error
+    return type(error)(f"{error.message}; there is no folder {text} either", hint=error.hint)
+
+
+def find_known_model(text: str, bases: BaseStore) -> StoredBase | None:
+    """Return the registered base that a short name or ``hf:ORG/NAME`` stands for."""
+    name = find_hub_name(text)
+    if name is None:
+        return None
+    known = (base for base in bases.list_bases() if base.name == name.repository)
+    found = next(known, None)
+    if found is None or name.revision in {None, found.identity.revision}:
+        return found
+    return None
+
+
+def offer_model(
+    text: str, error: NotFoundError, settings: Settings, bases: BaseStore, *, as_json: bool
+) -> FetchedModel:
+    """Return the model that ``--base`` names, if the cache has it or the user wants a download.
+
+    Raises:
+        NotFoundError: ``error``, where the text is no name, and without a terminal or consent.
+    """
+    name = find_hub_name(text)
+    if name is None:
+        raise error
+    cache = HubCache.from_environment(os.environ, is_offline=settings.offline)
+    complete = cache.find_complete(name, None)
+    if complete is not None:
+        return _describe_cached(name, complete)
+    near = error.hint if error.hint.startswith("did you mean") else ""
+    hint = f"{near}; or download it: `expertctl pull {text}`" if near else ""
+    refusal = NotFoundError(
+        error.message, hint=hint or f"`expertctl pull {text}` downloads it, if a hub has it"
+    )
+    terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+    if as_json or not terminal or cache.connection.is_offline:
+        raise refusal
+    try:
+        listing = cache.connection.list_files(name)
+    except NotFoundError as unknown:
+        message = f"{error.message}, and {unknown.message}"
+        raise NotFoundError(message, hint=near or unknown.hint) from unknown
+    missing = cache.count_missing(listing, choose_files(listing))
+    question = f"Download {name} ({format_size(missing)}) from {cache.connection.host}?"
+    if not _ask(question):
+        raise refusal
+    _require_same_revision(listing, bases, None)
+    return _download(cache, listing, None, as_json=as_json)
+
+
+def _ask(question: str) -> bool:
+    """Ask at the terminal; only ``y`` and ``yes`` mean yes. Nothing is written to stdout."""
+    sys.stderr.write(f"{to_single_line(question)} [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().casefold() in {"y", "yes"}
+
+
+def add_model(model: FetchedModel, bases: BaseStore, *, as_json: bool) -> StoredBase:
+    """Register a fetched model under the name of its repository."""
+    size = count_bytes_to_read(model.path)
+    with show_progress("hashing base", size, as_json=as_json) as report:
+        return bases.add(
+            model.path,
+            name=model.name.repository,
+            revision=model.commit,
+            expected=model.digests,
+            progress=report,
+        )

@@ -1,0 +1,312 @@
+"""Models of a hub in the cache of its client: what is there, and downloads of the rest.
+
+The cache is that of ``huggingface_hub``, so a file is stored once, whichever program downloaded it.
+Files are received by this module, because the client deletes what a killed download has left: an
+unfinished one stays as ``blobs/<etag>.incomplete``, and the next attempt asks for the rest of it.
+No file gets its name before its size and its digest are those that the hub listed.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import BinaryIO
+
+from expertctl.digest import READ_CHUNK, Digest, Progress
+from expertctl.errors import (
+    DigestError,
+    DiskFullError,
+    ExpertError,
+    RegistryError,
+    UnreachableError,
+)
+from expertctl.files import NO_SPACE_ERRORS, make_folders, publish_file, write_atomic
+from expertctl.install.hub_connection import CHANGED_HINT, RESUME_HINT, HubConnection
+from expertctl.install.hub_files import ENDPOINT_HINT, HubFile, HubListing, HubName, is_commit
+from expertctl.package.base_model import read_base_config
+from expertctl.package.model_config import CONFIG_FILE
+from expertctl.routing.encoder import find_hub_cache
+from expertctl.settings import format_size
+from expertctl.store.base_record import list_base_files
+from expertctl.store.disk import disk_errors
+from expertctl.store.locks import exclusive_lock
+
+_PAUSES = (0.2, 0.4, 0.8, 1.6)
+"""Seconds before each further attempt, while none brings a byte."""
+_LOCK_SECONDS = 10.0
+_OBJECT_NAME = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+_LFS_NAME = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubCache:
+    """The models of one hub on this machine.
+
+    Methods that download raise what `HubConnection` raises, and `DiskFullError` and `StoreError`
+    for the disk.
+    """
+
+    folder: Path
+    connection: HubConnection
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], *, is_offline: bool) -> "HubCache":
+        """Return the cache that the variables of ``huggingface_hub`` describe."""
+        connection = HubConnection.from_environment(environment, is_offline=is_offline)
+        return cls(find_hub_cache(environment), connection)
+
+    def find_cached(self, name: HubName) -> Path | None:
+        """Return the folder of a revision that the cache has; nothing is sent."""
+        folder = self._repository(name)
+        commit = name.wanted_revision
+        if not is_commit(commit):
+            with suppress(OSError, UnicodeDecodeError):
+                commit = (folder / "refs" / commit).read_text(encoding="ascii").strip()
+        snapshot = folder / "snapshots" / commit
+        return snapshot if is_commit(commit) and snapshot.is_dir() else None
+
+    def find_complete(self, name: HubName, pattern: str | None = None) -> Path | None:
+        """Return the folder of a revision if the cache has every file of a base in it.
+
+        With a pattern for GGUF files, return the only such file that the cache has.
+        """
+        snapshot = self.find_cached(name)
+        if snapshot is None:
+            return None
+        if pattern is not None:
+            found = [path for path in snapshot.rglob("*") if fnmatchcase(path.name, pattern)]
+            ggufs = [path for path in found if path.name.endswith(".gguf")]
+            if ggufs or not any(path.name.endswith(".safetensors") for path in found):
+                return ggufs[0] if len(ggufs) == 1 else None
+        with suppress(ExpertError, OSError):
+            if list_base_files(snapshot):
+                return snapshot
+        return None
+
+    def count_missing(self, listing: HubListing, files: tuple[HubFile, ...]) -> int:
+        """Return how many bytes of these files must be downloaded."""
+        missing = (file for file in files if not self._path(listing, file).exists())
+        return sum(file.size - self._count_partial(listing, file) for file in missing)
+
+    def download(
+        self, listing: HubListing, files: tuple[HubFile, ...], *, progress: Progress
+    ) -> Path:
+        """Download what the cache lacks of these files; return the folder of the commit.
+
+        The configuration comes first, so that weights are downloaded only for a base that some
+        engine runs. ``progress`` gets the bytes received.
+
+        Raises:
+            DigestError: when a file is not the one that the hub listed.
+            IncompatibleError: when no engine runs such a base.
+        """
+        self._check_space(listing, files)
+        snapshot = self._snapshot(listing)
+        for file in files:
+            if not self._path(listing, file).exists():
+                self._download_file(listing, file, progress)
+            if file.name == CONFIG_FILE:
+                read_base_config(snapshot)
+        revision = listing.name.wanted_revision
+        if not is_commit(revision):
+            with disk_errors(self.folder):
+                reference = self._repository(listing.name) / "refs" / revision
+                make_folders(reference.parent)
+                write_atomic(reference, listing.commit.encode())
+        return snapshot
+
+    def _repository(self, name: HubName) -> Path:
+        return self.folder / f"models--{name.repository.replace('/', '--')}"
+
+    def _snapshot(self, listing: HubListing) -> Path:
+        return self._repository(listing.name) / "snapshots" / listing.commit
+
+    def _path(self, listing: HubListing, file: HubFile) -> Path:
+        return self._snapshot(listing) / file.name
+
+    def _blob(self, name: HubName, etag: str) -> Path:
+        return self._repository(name) / "blobs" / etag
+
+    def _count_partial(self, listing: HubListing, file: HubFile) -> int:
+        """Return how many bytes of a file are in the cache already, finished or not."""
+        etag = file.digest.hex if file.digest else file.git_id
+        if etag is None or not _OBJECT_NAME.fullmatch(etag):
+            return 0
+        blob = self._blob(listing.name, etag)
+        for path in (blob, _partial_path(blob)):
+            with suppress(OSError):
+                return min(path.stat().st_size, file.size)
+        return 0
+
+    def _check_space(self, listing: HubListing, files: tuple[HubFile, ...]) -> None:
+        needed = self.count_missing(listing, files)
+        there = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+        with disk_errors(there):
+            free = shutil.disk_usage(there).free
+        if needed > free:
+            raise DiskFullError(
+                f"{listing.name} needs {format_size(needed)}, and {format_size(free)} are free "
+                f"in {there}",
+                hint="free some space, or set HF_HOME to a folder on another disk",
+            )
+
+    def _download_file(self, listing: HubListing, file: HubFile, progress: Progress) -> None:
+        """Download one file, unless another revision already has it, and link it."""
+        etag = self.connection.read_etag(listing, file)
+        blob = self._blob(listing.name, etag)
+        locks = self.folder / ".locks" / self._repository(listing.name).name
+        with disk_errors(self.folder):
+            make_folders(blob.parent)
+            make_folders(locks)
+            with exclusive_lock(locks / f"{etag}.lock", seconds=_LOCK_SECONDS):
+                if not blob.exists():
+                    self._receive_blob(listing, file, blob, progress)
+            _link_file(blob, self._path(listing, file))
+
+    def _receive_blob(
+        self, listing: HubListing, file: HubFile, blob: Path, progress: Progress
+    ) -> None:
+        """Receive a file and check it; a broken connection is opened again for the rest."""
+        partial = _partial_path(blob)
+        with partial.open("a+b") as stream:
+            received = _ReceivedFile(stream, file)
+            self._receive_all(listing, received, progress)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if not received.is_sound(blob.name):
+            partial.unlink(missing_ok=True)
+            raise DigestError(
+                f"{listing.name}: {file.name} is not the file that the hub listed: other content",
+                hint=CHANGED_HINT,
+            )
+        publish_file(partial, blob)
+
+    def _receive_all(
+        self, listing: HubListing, received: "_ReceivedFile", progress: Progress
+    ) -> None:
+        failures = 0
+        while received.size < received.file.size:
+            before = received.size
+            try:
+                self._receive_rest(listing, received, progress)
+            except UnreachableError:
+                failures = 0 if received.size > before else failures
+                if failures == len(_PAUSES):
+                    raise
+                time.sleep(_PAUSES[failures])
+                failures += 1
+
+    def _receive_rest(
+        self, listing: HubListing, received: "_ReceivedFile", progress: Progress
+    ) -> None:
+        """Ask once for the bytes after those received.
+
+        Raises:
+            UnreachableError: when the connection breaks before the last one.
+        """
+        file = received.file
+        with self.connection.open_rest(listing, file, received.size) as (is_rest, chunks):
+            if not is_rest and received.size:
+                progress(-received.size)
+                received.truncate()
+            for chunk in chunks:
+                received.append(chunk)
+                progress(len(chunk))
+        if received.size < file.size:
+            raise UnreachableError(
+                f"{listing.name}: {file.name} ended after {received.size:,} of {file.size:,} bytes",
+                hint=RESUME_HINT,
+            )
+
+
+class _ReceivedFile:
+    """The bytes received of one file, and what is computed of them."""
+
+    def __init__(self, stream: BinaryIO, file: HubFile) -> None:
+        """Read what an earlier attempt left; more than the file has is discarded."""
+        self.file, self.size = file, 0
+        self._stream = stream
+        self._start()
+        stream.seek(0)
+        while chunk := stream.read(READ_CHUNK):
+            self._count(chunk)
+        if self.size > file.size:
+            self.truncate()
+
+    def append(self, chunk: bytes) -> None:
+        """Write further bytes.
+
+        Raises:
+            RegistryError: when the file would become longer than the hub stated.
+        """
+        if self.size + len(chunk) > self.file.size:
+            raise RegistryError(
+                f"the hub sends more than the {self.file.size:,} bytes that it stated for "
+                f"{self.file.name}",
+                hint=ENDPOINT_HINT,
+            )
+        self._stream.write(chunk)
+        self._count(chunk)
+
+    def truncate(self) -> None:
+        """Begin again."""
+        self._stream.seek(0)
+        self._stream.truncate()
+        self._start()
+
+    def is_sound(self, etag: str) -> bool:
+        """Tell whether all bytes are those that the hub listed."""
+        if self.file.digest is not None:
+            return self._sha256.hexdigest() == self.file.digest.hex
+        return self._git.hexdigest() == (self.file.git_id or etag)
+
+    def _start(self) -> None:
+        self.size = 0
+        self._sha256 = hashlib.sha256()
+        self._git = hashlib.sha1(b"blob %d\0" % self.file.size, usedforsecurity=False)
+
+    def _count(self, chunk: bytes) -> None:
+        self.size += len(chunk)
+        (self._git if self.file.digest is None else self._sha256).update(chunk)
+
+
+def find_expected_digests(snapshot: Path, listing: HubListing | None = None) -> dict[str, Digest]:
+    """Return the digests of large files: as listed, else by the names in the cache of the hub.
+
+    The cache stores such a file under its digest, and a snapshot has links to it.
+    """
+    if listing is not None:
+        listed = ((file.name.rpartition("/")[2], file.digest) for file in listing.files)
+        return {name: digest for name, digest in listed if digest is not None}
+    found = {}
+    for path in snapshot.iterdir():
+        with suppress(OSError):  # copied rather than linked: the cache does not say
+            name = path.readlink().name
+            if _LFS_NAME.fullmatch(name):
+                found[path.name] = Digest(name)
+    return found
+
+
+def _link_file(blob: Path, place: Path) -> None:
+    """Enter a file in a snapshot: by a relative link, as the client of the hub does.
+
+    Where links are not allowed, as on Windows for most users, it moves the file there, too.
+    """
+    make_folders(place.parent)
+    try:
+        with suppress(FileExistsError):  # another process was faster
+            place.symlink_to(os.path.relpath(blob, place.parent))
+    except OSError as error:
+        if error.errno in NO_SPACE_ERRORS:
+            raise
+        publish_file(blob, place)
+
+
+def _partial_path(blob: Path) -> Path:
+    return blob.with_name(f"{blob.name}.incomplete")
