@@ -50,6 +50,7 @@ CONFIG_KEYS = {
     "moe_learn": "EXPERT_MOE_LEARN",
     "encoder": "EXPERT_ENCODER",
     "history": "EXPERT_HISTORY",
+    "logs": "EXPERT_LOGS",
     "server": "EXPERT_SERVER",
     "serve_base": "EXPERT_SERVE_BASE",
     "serve_host": "EXPERT_SERVE_HOST",
@@ -252,6 +253,11 @@ class Home:
         return self.root / "last-conversation.json"
 
     @property
+    def logs(self) -> Path:
+        """Prompts and answers, if the setting ``logs`` is on, mode 0600."""
+        return self.root / "logs.jsonl"
+
+    @property
     def static_encoder(self) -> Path:
         """The token vectors of the encoder ``static``."""
         return self.root / "static-encoder"
@@ -342,6 +348,8 @@ class Settings:
     encoder: str | None = None
     history: bool = True
     """Whether the lines typed in chats and the last conversation are kept."""
+    logs: bool = False
+    """Whether prompts and answers are kept for ``expertctl logs``."""
     server: str | None = None
     """The URL of the generation server that answers `run` and `chat`."""
     serve: ServeDefaults = ServeDefaults()
@@ -391,6 +399,7 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         moe_learn=parse_switch("moe_learn", values.get("moe_learn", "yes")),
         encoder=values.get("encoder"),
         history=parse_switch("history", values.get("history", "yes")),
+        logs=parse_switch("logs", values.get("logs", "no")),
         server=values.get("server"),
         serve=_read_serve_defaults(values),
     )

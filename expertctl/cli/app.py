@@ -48,6 +48,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "chat": ("chat:chat", "Chat with experts; /? lists the commands"),
         "serve": ("serve:app", "Run an OpenAI- and Anthropic-compatible server"),
         "route": ("run:route", "Show which experts would answer a prompt, and why"),
+        "logs": ("logs:logs", "Show prompts and answers that were kept, if the setting logs is on"),
     },
     "Get": {
         "install": ("install:install", "Install experts and what they require"),

@@ -5,8 +5,8 @@
     chat-history            the last 1,000 lines that were typed, a JSON string each; mode 0600
     last-conversation.json  for ``--continue``, see `expertctl.engine.request`; mode 0600
 
-The setting ``history`` switches both off. Where one of them cannot be read or written, a chat goes
-on without it.
+The setting ``history`` switches both off; `expertctl.cli.logs` keeps more, if the user wants that.
+Where one of them cannot be read or written, a chat goes on without it.
 """
 
 import json
@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from expertctl.cli.output import debug
 from expertctl.cli.prompt_input import ReadLine
@@ -30,6 +30,7 @@ from expertctl.settings import Settings
 
 if TYPE_CHECKING:
     from expertctl.engine.request import SavedConversation
+    from expertctl.routing.plan import Plan
 
 MAX_LINES = 1000
 _LOCK_SECONDS = 5.0
@@ -77,8 +78,17 @@ def encode_conversation(saved: Kept) -> bytes:
     return (json.dumps(saved.to_json(), ensure_ascii=False, indent=1) + "\n").encode()
 
 
-def keep_conversation(settings: Settings, saved: Kept) -> None:
-    """Keep a conversation as the last one, in place of the one before, if ``history`` is on."""
+def keep_conversation(settings: Settings, saved: Kept, *, plan: "Plan | None" = None) -> None:
+    """Keep a conversation as the last one, in place of the one before, if ``history`` is on.
+
+    With ``logs``, its last turn is kept, too; ``plan`` answered it if the conversation has none.
+    """
+    if settings.logs:
+        from expertctl.cli.logs import log_answer
+
+        document = saved.to_json()
+        answered: Any = document.get("plan") or (plan.to_json() if plan is not None else {})
+        log_answer(settings, document, answered)
     if settings.history:
         data = encode_conversation(saved)
         _write_private(settings.home.last_conversation, lambda _: data)

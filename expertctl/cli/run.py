@@ -245,8 +245,9 @@ def _keep(settings: Settings, request: "RunRequest", result: "RunResult") -> Non
     if not answer.content and result.generated.finish_reason == "cancelled":
         return
     from_files = any(isinstance(expert, FileExpert) for expert in request.experts)
-    plan = None if from_files else result.planned.result.plan
-    keep_conversation(settings, SavedConversation((*request.messages, answer), plan))
+    plan = result.planned.result.plan
+    saved = SavedConversation((*request.messages, answer), None if from_files else plan)
+    keep_conversation(settings, saved, plan=plan)
 
 
 def _generate(

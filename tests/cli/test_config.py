@@ -77,6 +77,7 @@ def test_the_listed_defaults_are_those_that_commands_use(expertctl: CommandRunne
         "moe_warmup": unset.engine.moe.warmup,
         "moe_learn": "yes" if unset.engine.moe.learns else "no",
         "history": "yes" if load_settings().history else "no",
+        "logs": "yes" if load_settings().logs else "no",
         "serve_host": unset.host,
         "serve_port": str(unset.port),
         "serve_rows": str(unset.engine.batching.rows),
