@@ -5,8 +5,9 @@ The file is edited one line at a time, so that the user's comments stay.
 
 import os
 import re
+import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -17,7 +18,7 @@ import typer
 
 from expertctl.cli.completion import complete_settings
 from expertctl.cli.help import CommandGroup
-from expertctl.cli.output import JsonFlag, emit, format_table, print_message
+from expertctl.cli.output import JsonFlag, emit, format_table, print_message, terminal_width
 from expertctl.engine_config import ADAPTER_DTYPES, DEVICES, DTYPES, MOE_COLDS, MOE_WARMUPS
 from expertctl.errors import InvalidPackageError, UsageError
 from expertctl.files import hold_lock, make_folders, write_atomic
@@ -323,11 +324,17 @@ def list_settings(as_json: JsonFlag = False) -> None:
     Example: expertctl config list
     """
     found = _load_all_settings()
-    rows = [[each.key, each.describe_value(), MEANINGS[each.key]] for each in found]
-    header = ["KEY", "VALUE (DEFAULT)", "MEANING"]
     document = {"settings": [_build_document(setting) for setting in found]}
-    table = format_table(header, rows, shorten=("VALUE (DEFAULT)", "MEANING"))
-    emit(document, table, as_json=as_json)
+    emit(document, _format_settings(found, terminal_width(sys.stdout)), as_json=as_json)
+
+
+def _format_settings(found: Sequence[Setting], width: int) -> str:
+    """Return a table; where it is wider than the terminal, each meaning has a line of its own."""
+    rows = [[each.key, each.describe_value(), MEANINGS[each.key]] for each in found]
+    columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if not width or sum(columns) + 2 * len(columns) <= width:
+        return format_table(["KEY", "VALUE (DEFAULT)", "MEANING"], rows)
+    return "\n".join(f"{key} = {value}\n    {meaning}" for key, value, meaning in rows)
 
 
 def _load_all_settings() -> list[Setting]:

@@ -13,7 +13,8 @@ addresses can refill buckets, but never takes more memory than the bound.
   the browser stores nor the access of this machine.
 - Headers are bounded. A body has no ``Content-Encoding`` and no more bytes than its route accepts.
   Two pieces are at most `STALL_SECONDS` apart, and after that time the body must have arrived at
-  `MIN_BYTES_PER_SECOND` on average.
+  `MIN_BYTES_PER_SECOND` on average. If a request is answered before its body has arrived, a short
+  rest is read first: closing the connection at once would cut the client off from the answer.
 - If a server keeps bodies until it has answered, the total size of large ones is bounded. Small
   ones do not count, so a client that sends many large or incomplete ones does not block others.
 - A path must be unambiguous: encoded slashes, empty or dot segments, and control characters are
@@ -145,6 +146,8 @@ STALL_SECONDS = 30.0
 MIN_BYTES_PER_SECOND = 1024
 """Minimum average rate of a body."""
 SMALL_BODY = 64 << 10
+DISCARDED_BYTES, DISCARDING_SECONDS = 8 << 20, 3.0
+"""How much of a body is read, and for how long, after the request has been answered without it."""
 READ_METHODS = frozenset({"GET", "HEAD"})
 _LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 _AMBIGUOUS_PATH = re.compile(rb"//|%2f|%5c|\\|;|[\x00-\x20\x7f]|%[01][0-9a-f]|%7f", re.IGNORECASE)
@@ -232,7 +235,9 @@ class LimitsMiddleware:
         async def watched(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start" and sent_body and not body.is_complete:
-                MutableHeaders(scope=message)["Connection"] = "close"
+                await body.discard_rest()
+                if not body.is_complete:
+                    MutableHeaders(scope=message)["Connection"] = "close"
             if body.refusal is None or started:
                 started = True
                 await send(message)
@@ -353,6 +358,15 @@ class _LimitedBody:
             fact = f"no byte of the body arrived for {self._seconds:g} seconds"
             return self._refuse_slow(408, fact)
         return self._count(message)
+
+    async def discard_rest(self) -> None:
+        """Read a short rest, so that the client is not cut off before it reads the answer."""
+        left = DISCARDED_BYTES
+        with anyio.move_on_after(DISCARDING_SECONDS):
+            while left > 0 and self.refusal is None and not self.is_complete:
+                message = await self._source()
+                left -= len(message.get("body") or b"")
+                self.is_complete = not message.get("more_body", False)
 
     def _count(self, message: Message) -> Message:
         self._size += len(message.get("body") or b"")

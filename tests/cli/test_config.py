@@ -1,5 +1,6 @@
 """``expertctl config`` as a person types it, and the file it writes."""
 
+import os
 import re
 import stat
 from pathlib import Path
@@ -9,12 +10,12 @@ from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from expertctl.cli.config import MEANINGS, read_settings, set_value, unset_value
+from expertctl.cli.config import MEANINGS, Setting, read_settings, set_value, unset_value
 from expertctl.engine.memory.host import MACHINE_SHARE
 from expertctl.errors import InvalidPackageError, StoreError, UsageError
 from expertctl.files import make_folders
 from expertctl.server.settings import ServeSettings
-from expertctl.settings import CONFIG_KEYS, load_settings, read_config
+from expertctl.settings import CONFIG_KEYS, find_home, load_settings, read_config
 from tests.cli.command_runner import CommandRunner, expertctl
 
 __all__ = ["expertctl"]
@@ -287,3 +288,16 @@ def test_every_setting_is_listed_with_its_meaning(expertctl: CommandRunner, home
     for line, (key, meaning) in zip(lines[1:], MEANINGS.items(), strict=True):
         assert line.startswith(f"{key} ")
         assert line.endswith(f" {meaning}")
+
+
+def test_a_narrow_terminal_gets_every_meaning_to_its_end(
+    expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("expertctl.cli.config.terminal_width", lambda _: 80)
+    lines = expertctl("config", "list").out.splitlines()
+    assert lines[::2] == [f"{each.key} = {each.describe_value()}" for each in read_settings_now()]
+    assert [line.strip() for line in lines[1::2]] == list(MEANINGS.values())
+
+
+def read_settings_now() -> list[Setting]:
+    return read_settings(find_home().config, os.environ)

@@ -1,5 +1,6 @@
 """Requests that no client of ours sends are refused before anything looks at them."""
 
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,11 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
-from expertctl.http.limits import MAX_HEADER_BYTES, STALL_SECONDS
+from expertctl.http.limits import DISCARDED_BYTES, MAX_HEADER_BYTES, STALL_SECONDS
 from registry_server.app import make_request_limits
 from registry_server.operation.serve import DRAIN_SECONDS
 from registry_server.settings import RegistryLimits, ServerSettings
+from tests.registry.live_registry import run_live_registry
 from tests.registry_server.harness import URL
 
 SMALL = RegistryLimits(body_bytes=100, manifest_bytes=200)
@@ -345,22 +347,57 @@ async def deaf(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @pytest.mark.parametrize(
-    ("app", "body", "told"),
+    ("app", "sizes", "told"),
     [
-        (deaf, b"x", "close"),
-        (deaf, iter([b"x"]), "close"),
-        (deaf, b"", None),
-        (echo, b"x", None),
-        (echo, iter([b"x"]), None),
+        (deaf, [DISCARDED_BYTES, 1], True),
+        (deaf, [1] * 9, False),
+        (echo, [1], False),
     ],
 )
-def test_who_sent_a_body_that_nobody_read_is_told_that_the_connection_ends(
-    app: Any, body: Any, told: str | None, tmp_path: Path
+def test_who_sent_a_long_body_that_nobody_read_is_told_that_the_connection_ends(
+    app: Any, sizes: list[int], told: bool, tmp_path: Path
 ) -> None:
-    """The server cannot find the next request behind it, and closes in any case."""
-    limits = make_request_limits(app, ServerSettings(data=tmp_path, limits=SMALL))
-    answer = TestClient(limits, base_url=URL).put("/", content=body)
-    assert answer.headers.get("Connection") == told
+    """The server cannot find the next request behind it; a short body is read to its end."""
+    sent: list[Any] = []
+    body = [
+        {"type": "http.request", "body": b"x" * size, "more_body": number < len(sizes) - 1}
+        for number, size in enumerate(sizes)
+    ]
+
+    async def receive() -> Any:
+        return body.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "PUT",
+        "path": "/v2/a/b/blobs/uploads/0",
+        "raw_path": b"/v2/a/b/blobs/uploads/0",
+        "headers": [(b"host", b"localhost"), (b"content-length", str(sum(sizes)).encode())],
+    }
+    settings = ServerSettings(data=tmp_path, limits=SMALL)
+    anyio.run(make_request_limits(app, settings), scope, receive, send)
+    assert ((b"connection", b"close") in sent[0]["headers"]) == told
+    assert len(body) == (1 if told else 0)
+
+
+def test_a_client_reads_the_answer_to_a_body_that_the_registry_did_not_want(
+    tmp_path: Path,
+) -> None:
+    """It sends the whole body first, as most do; then the answer is there, not a reset."""
+    size = 4 << 20
+    head = (
+        "PUT /v2/a/b/blobs/uploads/0 HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Length: {size}\r\nContent-Type: application/octet-stream\r\n\r\n"
+    )
+    with run_live_registry(tmp_path / "registry") as registry:
+        place = ("127.0.0.1", int(registry.url.rpartition(":")[2]))
+        with socket.create_connection(place, timeout=60) as connection:
+            connection.sendall(head.encode() + bytes(size))
+            answer = connection.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_server_that_is_told_to_end_outlasts_a_body_that_stalls() -> None:
