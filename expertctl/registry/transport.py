@@ -169,6 +169,8 @@ def translate_errors(host: str) -> Iterator[None]:
             ) from error
         sent = not isinstance(error, _NOT_SENT_ERRORS)
         hint = "" if sent else _connection_hint(host)
+        if isinstance(error, httpcore2.RemoteProtocolError) and _is_on_this_machine(host):
+            hint = f"does it serve https? then write https://{host}"
         raise UnreachableError(f"{host}: {_failure_reason(error)}", sent=sent, hint=hint) from error
 
 
@@ -237,8 +239,12 @@ def _find_certificate_error(error: BaseException | None) -> ssl.SSLCertVerificat
     return None
 
 
+def _is_on_this_machine(host: str) -> bool:
+    return is_loopback(httpx2.URL(f"http://{host}").host)
+
+
 def _connection_hint(host: str) -> str:
-    if is_loopback(httpx2.URL(f"http://{host}").host):
+    if _is_on_this_machine(host):
         return "is a registry running there? `expertctl registry serve DIR` starts one"
     return "is that its address? proxies are named by HTTPS_PROXY"
 
