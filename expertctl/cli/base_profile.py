@@ -336,7 +336,7 @@ def plan(
     Example: expertctl base plan Qwen/Qwen3-30B-A3B --memory 16GB
     """
     with guard_engine_import(as_json=as_json):
-        from expertctl.engine.cpu.backend import choose_scheme
+        from expertctl.engine.cpu.schemes import choose_scheme
         from expertctl.engine.memory.budget import find_budget_limit
         from expertctl.engine.moe.base_plan import plan_base, plan_dense_base
         from expertctl.engine.moe.expert_files import find_compact_bytes

@@ -13,7 +13,7 @@ prompt is known before the weights are read, so a request that cannot fit is ref
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,6 +47,7 @@ from expertctl.engine.moe.cache_plan import fits_in_memory
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine_config import Dtype
 from expertctl.errors import ExpertError, IncompatibleError, NotFoundError, format_install_command
+from expertctl.package.base_tensors import read_storages
 from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.package.read import accept_unsigned, read_package, verify_contents
 from expertctl.package.tensor_file import ADAPTER_LIMITS, LENGTH_BYTES
@@ -260,9 +261,10 @@ def open_base(
         bases.rehash(stored)
     else:
         bases.check(stored)
-    backend, warnings = choose_backend(
-        read_model_config(stored.path), config, numpy_below=numpy_below
-    )
+    model = read_model_config(stored.path)
+    if config.dtype == "gguf":
+        config = replace(config, storages=read_storages(stored.path, model))
+    backend, warnings = choose_backend(model, config, numpy_below=numpy_below)
     return OpenBase(stored, Tokenizer.open(stored.path), backend, warnings)
 
 

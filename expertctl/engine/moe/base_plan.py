@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import get_args
 
 from expertctl.engine.backend import LoadConfig
-from expertctl.engine.cpu.backend import PackedBackend, choose_scheme
+from expertctl.engine.cpu.backend import PackedBackend
 from expertctl.engine.cpu.packed_base import make_expert_shape
 from expertctl.engine.cpu.quantisation_quality import find_quality
+from expertctl.engine.cpu.schemes import choose_scheme
 from expertctl.engine.load_plan import choose_backend
 from expertctl.engine.moe.cache_plan import (
     TYPICAL_SEQUENCE_TOKENS,
