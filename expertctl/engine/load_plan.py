@@ -262,10 +262,20 @@ def open_base(
     else:
         bases.check(stored)
     model = read_model_config(stored.path)
-    if config.dtype == "gguf":
-        config = replace(config, storages=read_storages(stored.path, model))
-    backend, warnings = choose_backend(model, config, numpy_below=numpy_below)
+    backend, warnings = choose_backend(
+        model, add_storages(config, stored.path, model), numpy_below=numpy_below
+    )
     return OpenBase(stored, Tokenizer.open(stored.path), backend, warnings)
+
+
+def add_storages(load_config: LoadConfig, directory: Path, config: ModelConfig) -> LoadConfig:
+    """Return the configuration with what the matrices of a base are stored as, if it depends on it.
+
+    Raises as `read_base_tensors`.
+    """
+    if load_config.dtype != "gguf":
+        return load_config
+    return replace(load_config, storages=read_storages(directory, config))
 
 
 def choose_backend(
@@ -431,13 +441,15 @@ def estimate_base_sizes(base: StoredBase) -> tuple[Mapping[Dtype, int], int | No
 
     try:
         config = read_model_config(base.path)
-        backend, _ = choose_backend(config, LoadConfig(choose_dtype(base, None)))
+        chosen = add_storages(LoadConfig(choose_dtype(base, None)), base.path, config)
+        backend, _ = choose_backend(config, chosen)
     except (ExpertError, OSError):
         return {}, None
     weights: dict[Dtype, int] = {}
     for dtype in get_args(Dtype):
         with suppress(IncompatibleError, NotFoundError):
-            weights[dtype] = choose_backend(config, LoadConfig(dtype))[0].weight_bytes
+            wanted = add_storages(LoadConfig(dtype), base.path, config)
+            weights[dtype] = choose_backend(config, wanted)[0].weight_bytes
     return weights, backend.kv_bytes(KV_PAGE_TOKENS) // KV_PAGE_TOKENS
 
 

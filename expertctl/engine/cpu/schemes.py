@@ -6,13 +6,13 @@ to int8, which takes more memory but loses little: the activations are int8 in e
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from expertctl.engine.kernels.gguf_blocks import BLOCK_COLUMNS
 from expertctl.engine.kernels.packed_format import BLOCK_SCHEMES, Scheme, find_fused_projections
-from expertctl.engine_config import Dtype
+from expertctl.engine_config import GGUF_BLOCKS, Dtype
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
 
@@ -25,7 +25,7 @@ _SCHEMES: dict[Dtype, Scheme] = {
 }
 FOUR_BIT_WEIGHTS = 500_000_000
 """Minimum weights of a base that can spare the fifth bit of each in int4."""
-_BLOCKS = {scheme.value.upper(): scheme for scheme in BLOCK_SCHEMES}
+_BLOCKS = {name: Scheme[name] for name in GGUF_BLOCKS}
 
 
 def choose_scheme(config: ModelConfig, dtype: Dtype) -> Scheme:
@@ -84,11 +84,6 @@ def choose_block_schemes(config: ModelConfig, storages: Mapping[str, str]) -> Bl
             hint=f"those are {', '.join(sorted(_BLOCKS))}; use --dtype int8 or bf16",
         )
     return BlockChoice(schemes, tuple(sorted(requantised)))
-
-
-def has_blocks(storages: Iterable[str]) -> bool:
-    """Tell whether kernels read any of these kinds as they are."""
-    return not _BLOCKS.keys().isdisjoint(storages)
 
 
 def _choose_scheme(kinds: set[str], *, columns: int) -> Scheme:
