@@ -7,7 +7,7 @@ runs on this machine or imported from a file, and kept only on this machine. Tex
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -336,12 +336,13 @@ def plan(
     Example: expertctl base plan Qwen/Qwen3-30B-A3B --memory 16GB
     """
     with guard_engine_import(as_json=as_json):
-        from expertctl.engine.cpu.backend import choose_scheme
+        from expertctl.engine.cpu.schemes import choose_scheme
         from expertctl.engine.memory.budget import find_budget_limit
         from expertctl.engine.moe.base_plan import plan_base, plan_dense_base
         from expertctl.engine.moe.expert_files import find_compact_bytes
         from expertctl.engine.moe.usage_store import ExpertUsageStore
         from expertctl.engine.moe.warmup import describe_unused_option
+    from expertctl.package.base_tensors import read_storages
     from expertctl.package.model_config import read_model_config
     from expertctl.routing.plan import choose_dtype
     from expertctl.store.quantised_cache import open_quantised_cache
@@ -367,9 +368,14 @@ def plan(
             "--strategy": strategy != "warm",
         }
         warn([describe_unused_option(base.name, name) for name, value in given.items() if value])
-        dtypes = get_args(Dtype) if dtype is None else (dtype,)
         dense = plan_dense_base(
-            config, engine, base=base.name, limit=limit, copies=copies, dtypes=dtypes
+            config,
+            engine,
+            base=base.name,
+            limit=limit,
+            copies=copies,
+            storages=read_storages(base.path, config),
+            dtypes=None if dtype is None else (dtype,),
         )
         if dtype is not None and dtype in dense.unavailable:
             raise IncompatibleError(dense.unavailable[dtype], hint="leave out --dtype")

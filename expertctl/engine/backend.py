@@ -5,6 +5,7 @@ that are used together come from the same backend. `load_plan.choose_backend` ch
 module imports neither numba nor torch.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,8 @@ class LoadConfig:
     """Number of sequences decoded at once."""
     home: Home | None = None
     """Where compiled kernels are cached, to tell whether numba is needed."""
+    storages: Mapping[str, str] | None = None
+    """What each matrix is stored as, for ``gguf``."""
     choose_warmup: PlanWarmup = plan_cold_start
     """Chooses the initial routed experts where not all of them fit into memory."""
 
@@ -73,7 +76,7 @@ class LoadConfig:
     def needs_kernels(self) -> bool:
         """Whether only kernels can do this, whatever the base."""
         return (
-            self.dtype in QUANTISED_DTYPES
+            self.dtype in {*QUANTISED_DTYPES, "gguf"}
             or self.engine.adapter_dtype != "published"
             or self.engine.deterministic
         )

@@ -13,7 +13,7 @@ prompt is known before the weights are read, so a request that cannot fit is ref
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +46,7 @@ from expertctl.engine.moe.cache_plan import fits_in_memory
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine_config import Dtype
 from expertctl.errors import ExpertError, IncompatibleError, NotFoundError, format_install_command
+from expertctl.package.base_tensors import read_storages
 from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.package.read import accept_unsigned, read_package, verify_contents
 from expertctl.package.tensor_file import ADAPTER_LIMITS, LENGTH_BYTES
@@ -259,10 +260,21 @@ def open_base(
         bases.rehash(stored)
     else:
         bases.check(stored)
+    model = read_model_config(stored.path)
     backend, warnings = choose_backend(
-        read_model_config(stored.path), config, numpy_below=numpy_below
+        model, add_storages(config, stored.path, model), numpy_below=numpy_below
     )
     return OpenBase(stored, Tokenizer.open(stored.path), backend, warnings)
+
+
+def add_storages(load_config: LoadConfig, directory: Path, config: ModelConfig) -> LoadConfig:
+    """Return the configuration with what the matrices of a base are stored as, if it depends on it.
+
+    Raises as `read_base_tensors`.
+    """
+    if load_config.dtype != "gguf":
+        return load_config
+    return replace(load_config, storages=read_storages(directory, config))
 
 
 def choose_backend(
@@ -429,13 +441,15 @@ def estimate_base_sizes(base: StoredBase) -> tuple[Mapping[Dtype, int], int | No
 
     try:
         config = read_model_config(base.path)
-        backend, _ = choose_backend(config, LoadConfig(choose_dtype(base, None)))
+        chosen = add_storages(LoadConfig(choose_dtype(base, None)), base.path, config)
+        backend, _ = choose_backend(config, chosen)
     except (ExpertError, OSError):
         return {}, None
     weights: dict[Dtype, int] = {}
     for dtype in get_args(Dtype):
         with suppress(IncompatibleError, NotFoundError):
-            weights[dtype] = choose_backend(config, LoadConfig(dtype))[0].weight_bytes
+            wanted = add_storages(LoadConfig(dtype), base.path, config)
+            weights[dtype] = choose_backend(config, wanted)[0].weight_bytes
     return weights, backend.kv_bytes(KV_PAGE_TOKENS) // KV_PAGE_TOKENS
 
 

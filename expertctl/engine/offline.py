@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.backend import LoadConfig
-from expertctl.engine.load_plan import NUMPY_MAX_BYTES, choose_backend
+from expertctl.engine.load_plan import NUMPY_MAX_BYTES, add_storages, choose_backend
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.preparation import list_expert_files
 from expertctl.engine.request import RunRequest
@@ -154,7 +154,8 @@ def can_batch(
     if prompts < MIN_BATCH_PROMPTS or config.moe_miss != "exact":
         return False
     model, dtype = read_model_config(base.path), choose_dtype(base, config.dtype)
-    backend, _ = choose_backend(model, LoadConfig(dtype, config), numpy_below=numpy_below)
+    wanted = add_storages(LoadConfig(dtype, config), base.path, model)
+    backend, _ = choose_backend(model, wanted, numpy_below=numpy_below)
     return model.experts is None and backend.name == "packed"
 
 

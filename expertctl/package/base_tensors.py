@@ -169,6 +169,12 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
     return tensors
 
 
+def read_storages(directory: Path, config: ModelConfig) -> dict[str, str]:
+    """Return what each matrix of a base is stored as, by name; raises as `read_base_tensors`."""
+    tensors = read_base_tensors(directory, config)
+    return {n: tensor.storage for n, tensor in tensors.items() if len(tensor.info.shape) == 2}
+
+
 def read_foreign_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return every tensor of a foreign base, sorted by name; raises as `read_base_tensors`."""
     if (directory / GGUF_TABLE).is_file():

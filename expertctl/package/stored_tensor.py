@@ -62,6 +62,14 @@ class ExactCodec(TensorCodec, Protocol):
         """Yield the bytes of all rows in order, in the dtype ``storage``; raises as `read_rows`."""
 
 
+@runtime_checkable
+class BlockCodec(TensorCodec, Protocol):
+    """Decodes rows of blocks, which kernels may read as they are."""
+
+    def read_row_bytes(self, first: int, count: int) -> bytes:
+        """Return the bytes of rows in the order of the model; raises as `read_rows`."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor of a base: its file, dtype and shape, and the offset of its first byte.

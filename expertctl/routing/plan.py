@@ -24,6 +24,7 @@ import msgspec
 
 from expertctl.digest import Digest
 from expertctl.engine_config import (
+    GGUF_BLOCKS,
     AdapterDtype,
     DeviceName,
     Dtype,
@@ -315,18 +316,22 @@ def build_numeric_settings(config: EngineConfig, base: StoredBase) -> NumericSet
 def choose_dtype(
     base: StoredBase, requested: Dtype | None, *, engine: EngineName = "native"
 ) -> Dtype:
-    """Return the dtype of the base weights in memory: as requested, else float32 or bf16.
+    """Return the dtype of the base weights in memory: as requested, else as they are stored.
 
-    The default is bf16 for a base of at least `SMALL_BASE` that is stored in it. Small ones are
-    exact and fast in float32, and bfloat16 would round weights stored in float16. Raises as
-    `read_model_config`.
+    The blocks of a GGUF file stay as they are, if kernels compute with any of them. Otherwise the
+    default is bf16 for a base of at least `SMALL_BASE` that is stored in it, or quantised. Small
+    ones are exact and fast in float32, and bfloat16 would round weights stored in float16. Raises
+    as `read_model_config`.
     """
     if requested is not None or engine == "transformers":
         return requested or "float32"
     config = read_model_config(base.path)
+    stored = _read_matrix_dtypes(base, config)
+    if stored & GGUF_BLOCKS and config.experts is None:
+        return "gguf"
     if _FLOAT_BYTES * sum(map(math.prod, config.tensor_shapes().values())) < SMALL_BASE:
         return "float32"
-    return "bf16" if _read_matrix_dtypes(base, config) == {"BF16"} else "float32"
+    return "float32" if stored & {"F32", "F16"} or not stored else "bf16"
 
 
 def find_context_length(base: StoredBase, *, engine: EngineName) -> int:

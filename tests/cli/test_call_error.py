@@ -15,7 +15,7 @@ __all__ = ["expertctl"]
         ("run x --max-tokens abc", "--max-tokens: 'abc' is not a whole number", "expertctl run"),
         ("run x --seed 1.5", "--seed: '1.5' is not a whole number", "expertctl run"),
         ("run x --temperature warm", "--temperature: 'warm' is not a number", "expertctl run"),
-        ("run x --dtype int7", "--dtype: 'int7' is not one of float32, bf16, int8, int4", ""),
+        ("run x --dtype int7", "--dtype: 'int7' is not one of float32, bf16, int8, int4, gguf", ""),
         ("search x --limit 0", "--limit: 0 is less than 1, the minimum", ""),
         ("search x --limit 999", "--limit: 999 is more than 100, the maximum", ""),
         ("eval x --min-gain nan", "--min-gain: 'nan' is not a number", "expertctl eval"),

@@ -243,8 +243,8 @@ def test_a_setting_that_means_nothing_is_replaced(expertctl: CommandRunner, home
 @pytest.mark.parametrize(
     ("key", "value", "known"),
     [
-        ("dtype", "fp8", "float32, bf16, int8, int4"),
-        ("dtype", "INT8", "float32, bf16, int8, int4"),
+        ("dtype", "fp8", "float32, bf16, int8, int4, gguf"),
+        ("dtype", "INT8", "float32, bf16, int8, int4, gguf"),
         ("adapter_dtype", "bf16", "published, fp16, int8"),
         ("deterministic", "perhaps", "true or false"),
         ("moe_cold", "mapped", "auto, read, map, direct"),

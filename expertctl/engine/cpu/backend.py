@@ -4,11 +4,9 @@ Compiled code is cached below the home; the load context is notified when kernel
 and only then numba is imported.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import numpy as np
 
@@ -30,6 +28,7 @@ from expertctl.engine.cpu.packed_base import (
     parse_routed_expert,
 )
 from expertctl.engine.cpu.program_cache import ADAPTER_SCHEMES, ThreadTuner, estimate_buffer_bytes
+from expertctl.engine.cpu.schemes import BlockChoice, choose_block_schemes, choose_scheme
 from expertctl.engine.decoding import LayerTimer, PrefillResult
 from expertctl.engine.generation import DecoderSession, DecodeSession
 from expertctl.engine.kernels.jit import compile_missing, use_kernel_cache
@@ -68,23 +67,8 @@ from expertctl.package.model_config import ModelConfig
 from expertctl.store.quantised_cache import QuantisationQuality
 
 _FLOAT_BYTES = 4
-_SCHEMES: dict[Dtype, Scheme] = {
-    "float32": Scheme.FLOAT32,
-    "bf16": Scheme.BFLOAT16,
-    "int8": Scheme.INT8,
-    "int4": Scheme.INT4,
-}
 MEASURED_TOKENS, SCORED_ROWS, _SCORED_COPIES = 256, 16, 5
 """Tokens on which a base is compared, rows of logits at once, and copies of them meanwhile."""
-FOUR_BIT_WEIGHTS = 500_000_000
-"""Minimum weights of a base that can spare the fifth bit of each in int4."""
-
-
-def choose_scheme(config: ModelConfig, dtype: Dtype) -> Scheme:
-    """Return the scheme of the layers of a base: int4 is five bits in small bases."""
-    if dtype == "int4" and _count_weights(config) < FOUR_BIT_WEIGHTS:
-        return Scheme.INT5
-    return _SCHEMES[dtype]
 
 
 def count_measured_tokens(config: ModelConfig) -> int:
@@ -108,11 +92,6 @@ def quality_scratch_bytes(config: ModelConfig, *, packed: int) -> int:
     return kept + loading_scratch_bytes(config, "bf16") + max(reading, packed + scored)
 
 
-@lru_cache(maxsize=8)
-def _count_weights(config: ModelConfig) -> int:
-    return sum(math.prod(shape) for shape in config.tensor_shapes().values())
-
-
 @dataclass(frozen=True, slots=True)
 class PackedBackend:
     """The settings of a base that `PackedDecoder` runs."""
@@ -125,6 +104,8 @@ class PackedBackend:
     """The expert cache plan if not all routed experts are in memory, or some may be dropped."""
     start: WarmupPlan = field(default=WarmupPlan(), compare=False)
     """The experts that the cache is warmed up with."""
+    blocks: BlockChoice | None = None
+    """Which matrices stay in the blocks of a GGUF file."""
 
     @property
     def kv_scheme(self) -> Scheme:
@@ -149,10 +130,13 @@ class PackedBackend:
         config.require_llama_blocks("the kernels")
         engine, limit = load_config.engine, load_config.memory_limit
         scheme = choose_scheme(config, load_config.dtype)
-        whole = packed_base_bytes(config, scheme)
+        blocks: BlockChoice | None = None
+        if load_config.dtype == "gguf":
+            blocks = choose_block_schemes(config, load_config.storages or {})
+        whole = packed_base_bytes(config, scheme, schemes=blocks.schemes if blocks else {})
         if config.experts is not None:
             whole += estimate_resident_bookkeeping_bytes(config.experts)
-        held = cls(config, load_config.dtype, engine.adapter_dtype, whole)
+        held = cls(config, load_config.dtype, engine.adapter_dtype, whole, blocks=blocks)
         if config.experts is None or limit is None:
             return held
         sequence_bytes = max(held.sequence_bytes(rows=load_config.rows), load_config.headroom)
@@ -206,7 +190,7 @@ class PackedBackend:
     def loading_bytes(self) -> int:
         """Maximum additional bytes needed while the weights are loaded and compared."""
         packing = packing_scratch_bytes(self.config)
-        if not self.scheme.layout.is_grouped:
+        if self.blocks is not None or not self.scheme.layout.is_grouped:
             return packing
         tokens = count_measured_tokens(self.config)
         reading = self.buffer_bytes(tokens) + self.kv_bytes(tokens)
@@ -285,16 +269,21 @@ class PackedBackend:
             InvalidPackageError: if the tensors do not match the configuration.
         """
         use_kernel_cache(context.home, notify=context.tell, progress=context.kernel_progress)
-        compile_missing(list_common_sources(self.scheme, self.kv_scheme))
+        schemes = None if self.blocks is None else self.blocks.schemes
+        others = () if schemes is None else schemes.values()
+        compile_missing(list_common_sources(self.scheme, self.kv_scheme, others=others))
         base = load_packed_base(
             context.directory,
             self.config,
             self.scheme,
+            schemes=schemes,
             experts=self.cache is None,
             copies=context.copies,
             cold="auto" if self.cache is None else self.cache.cold,
             progress=progress,
         )
+        if self.blocks is not None:
+            base = replace(base, warnings=(*base.warnings, *self.blocks.warnings))
         if self.cache is None:
             return PackedModel(base, threads=context.threads)
         reader = self._open_expert_reader(self.cache, context)

@@ -18,6 +18,7 @@ from expertctl.engine.arrays import AnyArray
 from expertctl.engine.base_files import check_tied_head, list_rounding_warnings
 from expertctl.engine.cpu.packed_base import (
     PackedBase,
+    Schemes,
     allocate_base,
     make_expert_shape,
     packed_base_bytes,
@@ -123,6 +124,7 @@ def load_packed_base(
     config: ModelConfig,
     scheme: Scheme,
     *,
+    schemes: Schemes | None = None,
     experts: bool = True,
     copies: QuantisedCache | None = None,
     cold: MoeColdOption = "auto",
@@ -130,8 +132,9 @@ def load_packed_base(
 ) -> PackedBase:
     """Read a base, or its quantised copy; ``progress`` counts packed bytes.
 
-    Without ``experts`` no routed expert is read into the base, but all are in the copy, which is
-    then made for float schemes too, if it is smaller or ``cold`` needs it.
+    With ``schemes``, those of blocks are filled from the same blocks of a GGUF file, and there is
+    no copy. Without ``experts`` no routed expert is read into the base, but all are in the copy,
+    which is then made for float schemes too, if it is smaller or ``cold`` needs it.
 
     Raises:
         NotFoundError: if a file is missing.
@@ -141,13 +144,14 @@ def load_packed_base(
         BaseMismatchError: if the source of a copy is not what was added.
     """
     stored = read_base_tensors(directory, config)
-    memory = allocate(packed_base_bytes(config, scheme, experts=experts))
-    base = allocate_base(config, scheme, memory, experts=experts)
+    own = schemes or {}
+    memory = allocate(packed_base_bytes(config, scheme, schemes=own, experts=experts))
+    base = allocate_base(config, scheme, memory, schemes=own, experts=experts)
     if config.tied and HEAD_TENSOR in stored:
         check_tied_head(directory, stored)
     warnings = _rounding_warnings([stored[name] for name in config.tensor_shapes()], scheme)
     is_kept = scheme.layout.is_grouped if experts else uses_quantised_copy(scheme, cold=cold)
-    kept = copies if is_kept else None
+    kept = copies if is_kept and schemes is None else None
     once, shape, read = _OnceProgress(progress), compute_copy_shape(config, scheme), len(memory)
     if kept is None or not kept.read(scheme.value, shape, memory, progress=once.count):
         read = _read_files(base, stored, memory, kept, once.restart().count)

@@ -61,11 +61,13 @@ from expertctl.engine.moe.routed_operations import RoutedOperations
 from expertctl.package.model_config import ModelConfig
 
 
-def list_common_sources(scheme: Scheme, numbers: Scheme) -> dict[str, FunctionSource]:
+def list_common_sources(
+    scheme: Scheme, numbers: Scheme, *, others: Iterable[Scheme] = ()
+) -> dict[str, FunctionSource]:
     """Return the functions that a base needs without adapters, to compile them together.
 
-    ``scheme`` is that of its matrices, ``numbers`` that of keys and values. A function that is not
-    listed is compiled when a program needs it.
+    ``scheme`` is that of its matrices, ``others`` those of some of them, ``numbers`` that of keys
+    and values. A function that is not listed is compiled when a program needs it.
     """
     kernels = [
         gemm_kernel(scheme),
@@ -82,6 +84,7 @@ def list_common_sources(scheme: Scheme, numbers: Scheme) -> dict[str, FunctionSo
         kernels.append(activation_kernel(scheme))
     if scheme.embedding is not scheme:
         kernels += [gemm_kernel(scheme.embedding), packing_kernel(scheme.embedding)]
+    kernels += [gemm_kernel(other) for other in set(others) - {scheme}]
     return {**{kernel.name: kernel.source for kernel in kernels}, **POOL_SOURCES}
 
 

@@ -218,14 +218,21 @@ class PackedBase:
         return expert_tensor_places(at, shape, self.experts[number, expert])
 
 
-def packed_base_bytes(config: ModelConfig, scheme: Scheme, *, experts: bool = True) -> int:
+Schemes = Mapping[str, Scheme]
+"""The scheme of matrices that do not have that of the base, by the name of their first tensor."""
+_NO_SCHEMES: Schemes = {}
+
+
+def packed_base_bytes(
+    config: ModelConfig, scheme: Scheme, *, schemes: Schemes = _NO_SCHEMES, experts: bool = True
+) -> int:
     """Return the bytes of a packed base, with or without its routed experts.
 
     Raises:
         IncompatibleError: for head or MLP sizes that do not fill blocks.
     """
     counting = _SizeCounter()
-    _allocate_parts(config, scheme, counting.allocate, experts=experts)
+    _allocate_parts(config, scheme, schemes, counting.allocate, experts=experts)
     return counting.size
 
 
@@ -234,6 +241,7 @@ def allocate_base(
     scheme: Scheme,
     memory: memoryview | None = None,
     *,
+    schemes: Schemes = _NO_SCHEMES,
     experts: bool = True,
 ) -> PackedBase:
     """Return an empty base in one block of `packed_base_bytes`, to be filled through its places.
@@ -242,8 +250,9 @@ def allocate_base(
         IncompatibleError: for head or MLP sizes that do not fill blocks.
     """
     if memory is None:
-        memory = allocate(packed_base_bytes(config, scheme, experts=experts))
-    return _allocate_parts(config, scheme, BlockAllocator(memory).allocate, experts=experts)
+        memory = allocate(packed_base_bytes(config, scheme, schemes=schemes, experts=experts))
+    take = BlockAllocator(memory).allocate
+    return _allocate_parts(config, scheme, schemes, take, experts=experts)
 
 
 def make_expert_shape(config: ModelConfig, scheme: Scheme) -> ExpertShape:
@@ -297,11 +306,11 @@ def _check_sizes(config: ModelConfig) -> None:
 
 
 def _allocate_parts(
-    config: ModelConfig, scheme: Scheme, take: AllocateArray, *, experts: bool
+    config: ModelConfig, scheme: Scheme, schemes: Schemes, take: AllocateArray, *, experts: bool
 ) -> PackedBase:
     """Allocate each part, in the order in which they are read."""
     _check_sizes(config)
-    rooms = _LayerAllocator(config.tensor_shapes(), scheme, take)
+    rooms = _LayerAllocator(config.tensor_shapes(), scheme, schemes, take)
     embedding = rooms.allocate_tensor(EMBEDDING_TENSOR)
     layers = tuple(rooms.allocate_layer(config, number) for number in range(config.layers))
     norm = rooms.allocate_vector(_FINAL_NORM)
@@ -335,9 +344,14 @@ class _LayerAllocator:
     """Allocates tensors by their shapes; a tensor without a shape does not exist."""
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, take: AllocateArray
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        scheme: Scheme,
+        schemes: Schemes,
+        take: AllocateArray,
     ) -> None:
         self._shapes, self._scheme, self._take = shapes, scheme, take
+        self._schemes = schemes
 
     def allocate_layer(self, config: ModelConfig, number: int) -> PackedLayer:
         at = f"model.layers.{number}"
@@ -376,14 +390,15 @@ class _LayerAllocator:
         )
 
     def allocate_tensor(self, name: str, *, scheme: Scheme | None = None) -> PackedMatrix:
-        scheme = scheme or self._scheme.embedding
+        scheme = scheme or self._schemes.get(name, self._scheme.embedding)
         return allocate_matrix(scheme, *self._shapes[name], allocate=self._take)
 
     def allocate_matrix_of(self, at: str, modules: Sequence[str]) -> PackedMatrix:
         """Allocate several matrices as one, with consecutive rows."""
-        shapes = [self._shapes[f"{at}.{module}.weight"] for module in modules]
-        rows = sum(shape[0] for shape in shapes)
-        return allocate_matrix(self._scheme, rows, shapes[0][1], allocate=self._take)
+        names = [f"{at}.{module}.weight" for module in modules]
+        rows = sum(self._shapes[name][0] for name in names)
+        scheme = self._schemes.get(names[0], self._scheme)
+        return allocate_matrix(scheme, rows, self._shapes[names[0]][1], allocate=self._take)
 
     def allocate_vector(self, *names: str) -> AnyArray:
         return self._take((sum(self._shapes[name][0] for name in names),), np.float32)

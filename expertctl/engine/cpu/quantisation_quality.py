@@ -23,12 +23,12 @@ from expertctl.engine.cpu.backend import (
     SCORED_ROWS,
     PackedBackend,
     PackedModel,
-    choose_scheme,
     count_measured_tokens,
 )
 from expertctl.engine.cpu.plain_backend import use_blas_threads
 from expertctl.engine.cpu.plain_decoder import PlainDecoder
 from expertctl.engine.cpu.plain_weights import open_stored_weights
+from expertctl.engine.cpu.schemes import choose_scheme
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
 from expertctl.engine_config import KL_LIMITS, Dtype
 from expertctl.errors import IncompatibleError

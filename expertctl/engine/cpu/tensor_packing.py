@@ -14,10 +14,11 @@ import numpy as np
 
 from expertctl.digest import Progress
 from expertctl.engine.arrays import VECTOR_BYTES, AnyArray, widen
-from expertctl.engine.base_files import iter_row_portions
+from expertctl.engine.base_files import iter_row_portions, make_unreadable_error
 from expertctl.engine.cpu.packed_base import TensorPlace, write_tensor
+from expertctl.engine.kernels.gguf_blocks import pack_blocks
 from expertctl.engine.kernels.moe_layer import compact_chunk_sizes
-from expertctl.engine.kernels.packed_format import Scheme, rows_per_portion
+from expertctl.engine.kernels.packed_format import BLOCK_SCHEMES, Scheme, rows_per_portion
 from expertctl.engine.kernels.packed_matrix import (
     ExpertShape,
     PackedMatrix,
@@ -29,7 +30,7 @@ from expertctl.engine.kernels.packed_matrix import (
 from expertctl.engine.kernels.program import array_address, encode_operands
 from expertctl.engine.memory.host import count_usable_cores
 from expertctl.errors import ExpertError, IncompatibleError, InvalidPackageError
-from expertctl.package.stored_tensor import StoredTensor
+from expertctl.package.stored_tensor import BlockCodec, StoredTensor
 from expertctl.store.quantised_file import ALIGNED
 
 
@@ -163,6 +164,9 @@ def slice_tensor(
 
 def _pack_slice(stretch: TensorRows) -> None:
     place, done = stretch.place, 0
+    if isinstance(place, PackedMatrix) and place.scheme in BLOCK_SCHEMES:
+        _pack_stored_blocks(stretch.tensor, place, stretch.first)
+        return
     for numbers in iter_row_portions(stretch.tensor, stretch.first, stretch.rows):
         count = len(numbers)
         if stretch.hasher is not None and stretch.tensor.codec is None:
@@ -174,6 +178,19 @@ def _pack_slice(stretch: TensorRows) -> None:
         if not fits:
             raise _make_refusal(stretch.tensor, widen(numbers))
         done += count
+
+
+def _pack_stored_blocks(tensor: StoredTensor, place: PackedMatrix, first: int) -> None:
+    """Pack rows from row ``first`` of a tensor on, in the blocks in which they are stored."""
+    codec, height = tensor.codec, rows_per_portion(place.columns)
+    assert isinstance(codec, BlockCodec), "blocks are stored as blocks"
+    for begin in range(0, place.rows, height):
+        count = min(height, place.rows - begin)
+        try:
+            rows = np.frombuffer(codec.read_row_bytes(first + begin, count), np.uint8)
+        except OSError as error:
+            raise make_unreadable_error(tensor.path, error) from error
+        pack_blocks(place.row_slice(begin, count), rows.reshape(count, -1))
 
 
 def _make_refusal(tensor: StoredTensor, numbers: AnyArray) -> ExpertError:

@@ -18,11 +18,11 @@ from expertctl.engine.arrays import AnyArray
 GROUP_SIZE = 32
 """Columns that share a scale, in integer schemes."""
 SCALE_BYTES = 2
-"""Bytes of the scale of a group and row, in integer schemes."""
+"""Bytes of the scale of a group and row, in the integer schemes that we quantise to."""
 LANES = 16
 """Rows that are interleaved; the float32 numbers of a vector."""
 SCALES_BYTES = LANES * SCALE_BYTES
-"""Bytes of the scales of a group and block."""
+"""Bytes of the scales of a group and block, in the integer schemes that we quantise to."""
 PANEL_BLOCKS = 4
 """Blocks of sixteen rows in a panel."""
 KV_PAGE_TOKENS = 16
@@ -32,7 +32,11 @@ _PORTION_NUMBERS = 1 << 17
 
 
 class Scheme(Enum):
-    """The storage scheme of a matrix."""
+    """The storage scheme of a matrix.
+
+    Any numbers can be packed in the first six. The others hold the blocks of GGUF files as they
+    are, see `expertctl.engine.kernels.gguf_blocks`.
+    """
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -40,6 +44,10 @@ class Scheme(Enum):
     INT8 = "int8"
     INT5 = "int5"
     INT4 = "int4"
+    Q8_0 = "q8_0"
+    Q4_0 = "q4_0"
+    Q4_1 = "q4_1"
+    Q4_K = "q4_k"
 
     @property
     def layout(self) -> "VectorLayout":
@@ -72,6 +80,8 @@ class VectorLayout:
     """Bits of an integer; 0 for floats."""
     tile_tokens: int
     """Tokens of the largest tile, so that its sums stay in registers."""
+    scale_words: int = LANES
+    """Words of two bytes with the scales of a group and block, on average."""
 
     @property
     def is_grouped(self) -> bool:
@@ -86,6 +96,11 @@ class VectorLayout:
         """Return the scales per row."""
         return -(-columns // GROUP_SIZE) if self.is_grouped else 0
 
+    @property
+    def scales_bytes(self) -> int:
+        """Bytes of the scales of a group and block, on average."""
+        return self.scale_words * SCALE_BYTES
+
 
 _LAYOUTS = {  # columns, vector_bytes, row_bytes, bits, tile_tokens
     Scheme.FLOAT32: VectorLayout(1, 64, 4, 0, 6),
@@ -94,7 +109,16 @@ _LAYOUTS = {  # columns, vector_bytes, row_bytes, bits, tile_tokens
     Scheme.INT8: VectorLayout(4, 64, 1, 8, 4),
     Scheme.INT5: VectorLayout(8, 80, 1, 5, 4),
     Scheme.INT4: VectorLayout(8, 64, 1, 4, 4),
+    Scheme.Q8_0: VectorLayout(4, 64, 1, 8, 4),
+    Scheme.Q4_0: VectorLayout(8, 64, 1, 4, 4),
+    Scheme.Q4_1: VectorLayout(8, 64, 1, 4, 4, scale_words=2 * LANES),
+    Scheme.Q4_K: VectorLayout(8, 64, 1, 4, 4, scale_words=LANES + 2 * LANES // 8),
 }
+
+BLOCK_SCHEMES = (Scheme.Q8_0, Scheme.Q4_0, Scheme.Q4_1, Scheme.Q4_K)
+"""Schemes that hold the blocks of GGUF files."""
+PACKED_SCHEMES = tuple(scheme for scheme in Scheme if scheme not in BLOCK_SCHEMES)
+"""Schemes in which any numbers can be packed."""
 
 FLOAT_SCHEMES = frozenset({Scheme.FLOAT32, Scheme.FLOAT16})
 """Schemes whose GEMMs take float32 activations unchanged."""

@@ -18,14 +18,15 @@ import numpy as np
 from expertctl.engine.arrays import VECTOR_BYTES, AnyArray, aligned_zeros, widen
 from expertctl.engine.kernels.jit import Kernel, load_kernel
 from expertctl.engine.kernels.packed_format import (
+    BLOCK_SCHEMES,
     GROUP_SIZE,
     LANES,
-    SCALES_BYTES,
     Scheme,
     rows_per_portion,
 )
 from expertctl.engine.kernels.program import array_address, encode_operands, row_address
 from expertctl.engine.kernels.quantisation import (
+    MINIMA,
     activation_arguments,
     activation_kernel,
     allocate_activations,
@@ -35,6 +36,7 @@ from expertctl.engine.kernels.quantisation import (
 )
 
 _CODE = "expertctl.engine.kernels.compiled.packed_matrix"
+_BLOCK_CODE = "expertctl.engine.kernels.compiled.gguf_blocks"
 _COMPACT_CODE = "expertctl.engine.kernels.compiled.exponent_packing"
 """The modules with the code, which are imported only to compile it."""
 ArrayShape = int | tuple[int, ...]
@@ -45,7 +47,10 @@ _STORED = {Scheme.FLOAT32: np.float32, Scheme.FLOAT16: np.float16, Scheme.BFLOAT
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
-    """``data`` uint8, ``scales`` uint16 [blocks, groups, 16] (no groups in float schemes)."""
+    """``data`` uint8, ``scales`` uint16 [blocks, groups, words] (no groups in float schemes).
+
+    There are sixteen words, except in some schemes of GGUF blocks.
+    """
 
     scheme: Scheme
     rows: int
@@ -77,7 +82,7 @@ def allocate_matrix(
     """Return an empty matrix into which all or some rows can be packed."""
     high, layout = -(-rows // LANES), scheme.layout
     data = allocate(high * layout.count_vectors(columns) * layout.vector_bytes, np.uint8)
-    scales = allocate((high, layout.count_groups(columns), LANES), np.uint16)
+    scales = allocate((high, layout.count_groups(columns), layout.scale_words), np.uint16)
     return PackedMatrix(scheme, rows, columns, data, scales)
 
 
@@ -200,7 +205,7 @@ def _unpack_integers(matrix: PackedMatrix) -> AnyArray:
     layout, rows, columns = matrix.scheme.layout, matrix.rows, matrix.columns
     apart = matrix.data.reshape(matrix.blocks, -1, layout.vector_bytes)
     stored = apart[..., :VECTOR_BYTES].reshape(*apart.shape[:2], LANES, 4)
-    if matrix.scheme is not Scheme.INT8:
+    if layout.bits != 8:
         halves = [stored & 15, stored >> 4]
         if matrix.scheme is Scheme.INT5:
             bits = np.unpackbits(apart[..., VECTOR_BYTES:], axis=-1, bitorder="little")
@@ -212,6 +217,10 @@ def _unpack_integers(matrix: PackedMatrix) -> AnyArray:
     numbers = groups.reshape(rows, -1)[:, :columns]
     numbers[...] = flat
     scales, zeros = np.broadcast_arrays(*decode_scales(matrix.scheme, matrix.scales))
+    if matrix.scheme in MINIMA:
+        groups *= _per_row(scales, rows)
+        groups += _per_row(zeros, rows)
+        return numbers
     groups -= _per_row(zeros, rows)
     groups *= _per_row(scales, rows)
     return numbers
@@ -260,7 +269,8 @@ class ExpertMatrix:
         octets = np.frombuffer(memory, np.uint8)
         data = octets[self.offset : self.offset + self._data_bytes]
         stored = octets[self.scales_offset : self.scales_offset + self._scales_bytes]
-        shape = (self.blocks, self.scheme.layout.count_groups(self.columns), LANES)
+        layout = self.scheme.layout
+        shape = (self.blocks, layout.count_groups(self.columns), layout.scale_words)
         scales = stored.view(np.uint16).reshape(shape)
         return PackedMatrix(self.scheme, self.rows, self.columns, data, scales)
 
@@ -271,7 +281,8 @@ class ExpertMatrix:
 
     @property
     def _scales_bytes(self) -> int:
-        return self.blocks * self.scheme.layout.count_groups(self.columns) * SCALES_BYTES
+        layout = self.scheme.layout
+        return self.blocks * layout.count_groups(self.columns) * layout.scales_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +381,8 @@ def exponent_check_kernel() -> Kernel:
 @cache
 def embedding_kernel(scheme: Scheme) -> Kernel:
     """Return the kernel that looks up float32 rows of an embedding; one item is one token."""
-    return load_kernel(f"embed {scheme.value}", _CODE, f"embed_{scheme.value}")
+    code = _BLOCK_CODE if scheme in BLOCK_SCHEMES else _CODE
+    return load_kernel(f"embed {scheme.value}", code, f"embed_{scheme.value}")
 
 
 def embedding_arguments(*, matrix: PackedMatrix, tokens: AnyArray, out: AnyArray) -> AnyArray:

@@ -22,7 +22,7 @@ import numpy as np
 
 from expertctl.engine.arrays import AnyArray, aligned_zeros
 from expertctl.engine.kernels.jit import Kernel, load_kernel
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, Scheme
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, Scheme
 from expertctl.engine.kernels.program import array_address, encode_operands, row_address
 
 _CODE = "expertctl.engine.kernels.compiled.quantisation"
@@ -48,13 +48,43 @@ RANGE_STEPS, RANGE_SHRINKAGE, REFINEMENTS = 8, 0.03, 2
 """Ranges that are tried for a group, what is clipped in each, and how often each is refined."""
 
 
+FIXED_ZEROS = {Scheme.INT8: INT8_ZERO, Scheme.Q8_0: INT8_ZERO, Scheme.Q4_0: 8}
+"""The stored number that stands for 0, in schemes whose zero point is not stored."""
+MINIMA = {Scheme.Q4_1: 1, Scheme.Q4_K: -1}
+"""Schemes of ``scale * q + minimum``, and the sign with which the minimum is stored."""
+SUPER_GROUPS = 8
+"""Groups that share the two float16 of a super-block, in Q4_K."""
+
+
 def decode_scales(scheme: Scheme, stored: AnyArray) -> tuple[AnyArray, AnyArray]:
-    """Return scales and zero points, float32, from the stored uint16 of a scheme of weights."""
+    """Return scales and zero points, float32, from the stored uint16 of a scheme of weights.
+
+    In schemes with `MINIMA`, these take the place of the zero points.
+    """
     if scheme is Scheme.INT8:
         return (stored.astype(np.uint32) << 16).view(np.float32), np.full(1, INT8_ZERO, np.float32)
+    if scheme in FIXED_ZEROS:
+        zero = np.full(1, FIXED_ZEROS[scheme], np.float32)
+        return stored.view(np.float16).astype(np.float32), zero
+    if scheme is Scheme.Q4_1:
+        both = stored.view(np.float16).astype(np.float32)
+        return both[..., :LANES], both[..., LANES:]
+    if scheme is Scheme.Q4_K:
+        return _decode_super_blocks(stored)
     bits = ((stored.astype(np.uint32) >> ZERO_BITS) + SMALLEST_SCALE) << SCALE_SHIFT
     zeros = (stored & ((1 << ZERO_BITS) - 1)).astype(np.float32)
     return bits.view(np.float32), zeros / np.float32(ZERO_FRACTIONS[scheme])
+
+
+def _decode_super_blocks(stored: AnyArray) -> tuple[AnyArray, AnyArray]:
+    """[blocks, groups, 20] -> scales and minima, both [blocks, groups, 16]."""
+    blocks = stored.reshape(len(stored), -1, SUPER_GROUPS + 2, LANES)
+    small = blocks[:, :, :SUPER_GROUPS]
+    shared = blocks[:, :, SUPER_GROUPS:].view(np.float16).astype(np.float32)
+    scales = shared[:, :, :1] * (small & 0xFF).astype(np.float32)
+    minima = -shared[:, :, 1:] * (small >> 8).astype(np.float32)
+    shape = (len(stored), -1, LANES)
+    return scales.reshape(shape), minima.reshape(shape)
 
 
 def encode_scale(scheme: Scheme, scale: float) -> int:

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import get_args
 
 from expertctl.engine.backend import LoadConfig
-from expertctl.engine.cpu.backend import PackedBackend, choose_scheme
+from expertctl.engine.cpu.backend import PackedBackend
 from expertctl.engine.cpu.packed_base import make_expert_shape
 from expertctl.engine.cpu.quantisation_quality import find_quality
+from expertctl.engine.cpu.schemes import choose_scheme
 from expertctl.engine.load_plan import choose_backend
 from expertctl.engine.moe.cache_plan import (
     TYPICAL_SEQUENCE_TOKENS,
@@ -35,7 +36,7 @@ from expertctl.engine.moe.placement import (
 )
 from expertctl.engine.moe.usage_profile import UsageProfile
 from expertctl.engine.moe.warmup import WarmupPlan
-from expertctl.engine_config import Dtype, EngineConfig
+from expertctl.engine_config import GGUF_BLOCKS, Dtype, EngineConfig
 from expertctl.errors import IncompatibleError, NotFoundError
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
@@ -233,14 +234,21 @@ def plan_dense_base(
     base: str,
     limit: int,
     copies: QuantisedCache | None,
-    dtypes: Sequence[Dtype] = get_args(Dtype),
+    storages: Mapping[str, str],
+    dtypes: Sequence[Dtype] | None = None,
 ) -> DenseMemoryPlan:
-    """Plan a base without routed experts in data types, as ``engine`` runs it otherwise."""
+    """Plan a base without routed experts in data types, as ``engine`` runs it otherwise.
+
+    ``storages`` is what its matrices are stored as. ``dtypes`` None: all that are possible.
+    """
+    if dtypes is None:
+        has_blocks = not GGUF_BLOCKS.isdisjoint(storages.values())
+        dtypes = [dtype for dtype in get_args(Dtype) if dtype != "gguf" or has_blocks]
     tokens = min(TYPICAL_SEQUENCE_TOKENS, config.max_positions)
     found, unavailable = list[DtypePlan](), dict[Dtype, str]()
     for dtype in dtypes:
         try:
-            backend, _ = choose_backend(config, LoadConfig(dtype, engine))
+            backend, _ = choose_backend(config, LoadConfig(dtype, engine, storages=storages))
             weights = backend.weight_bytes
         except (IncompatibleError, NotFoundError) as error:
             unavailable[dtype] = error.message

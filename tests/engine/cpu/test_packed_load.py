@@ -18,7 +18,7 @@ from expertctl.engine.cpu.packed_base import (
     write_tensor,
 )
 from expertctl.engine.cpu.tensor_packing import compact_expert
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import PACKED_SCHEMES, Scheme
 from expertctl.engine.kernels.packed_matrix import ExpertShape, PackedMatrix, pack_matrix
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.torch.weights import load_base_weights
@@ -68,7 +68,7 @@ def rewrite(directory: Path, **changes: torch.Tensor | None) -> None:
     save_file({n: t for n, t in tensors.items() if t is not None}, path)
 
 
-@pytest.mark.parametrize("scheme", Scheme, ids=lambda scheme: scheme.value)
+@pytest.mark.parametrize("scheme", PACKED_SCHEMES, ids=lambda scheme: scheme.value)
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
 def test_a_base_is_what_its_tensors_packed_in_memory_are(
     stored: str, scheme: Scheme, tmp_path: Path

@@ -23,7 +23,7 @@ from expertctl.engine.kernels.jit import (
     use_kernel_cache,
 )
 from expertctl.engine.kernels.machine_code import CompiledFunction
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import PACKED_SCHEMES
 from expertctl.errors import IncompatibleError, KernelsUnavailableError, format_install_command
 from expertctl.settings import Home
 
@@ -294,7 +294,7 @@ import numpy as np
 from pathlib import Path
 from expertctl.engine.kernels.jit import use_kernel_cache
 from expertctl.engine.kernels.packed_matrix import pack_matrix
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import PACKED_SCHEMES, Scheme
 from expertctl.settings import Home
 from tests.engine.kernels.reference_gemm import multiply_exactly, run_gemm, make_random_numbers
 
@@ -312,7 +312,7 @@ print(len(told))
 @pytest.mark.all
 def test_code_that_different_processes_kept_calls_its_own(tmp_path: Path) -> None:
     """A helper of each has one name: what the first brings along is not for all."""
-    schemes = [scheme.value for scheme in Scheme]
+    schemes = [scheme.value for scheme in PACKED_SCHEMES]
 
     def multiply(*some: str) -> str:
         words = [sys.executable, "-c", MULTIPLY, str(tmp_path / "home"), *some]

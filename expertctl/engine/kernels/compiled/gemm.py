@@ -24,6 +24,7 @@ from numba.extending import intrinsic, register_jitable
 from expertctl.engine.arrays import VECTOR_BYTES
 from expertctl.engine.kernels.compiled.bf16_tiles import HIGH_HALF, Bf16TileEmitter, TileOperands
 from expertctl.engine.kernels.compiled.compiler import CpuFeatures, get_host_cpu
+from expertctl.engine.kernels.compiled.group_scales import emit_group_scales, row_sum_factor
 from expertctl.engine.kernels.compiled.simd import (
     SimdBuilder,
     Value,
@@ -35,22 +36,13 @@ from expertctl.engine.kernels.packed_format import (
     FLOAT_SCHEMES,
     GROUP_SIZE,
     PANEL_BLOCKS,
-    SCALES_BYTES,
     Scheme,
     VectorLayout,
 )
-from expertctl.engine.kernels.quantisation import (
-    INT8_ZERO,
-    SCALE_SHIFT,
-    SMALLEST_SCALE,
-    ZERO_BITS,
-    ZERO_FRACTIONS,
-)
+from expertctl.engine.kernels.quantisation import FIXED_ZEROS, MINIMA
 
 _SCHEMES = tuple(Scheme)
 _LOW_NIBBLES, _EVEN_BYTES = 0x0F0F0F0F, 0x00FF00FF
-_ZERO_MASK = (1 << ZERO_BITS) - 1
-_SCALE_MASK = 0xFFFF - _ZERO_MASK
 _NARROW_TOKENS = {True: (4, 2, 1), False: (6, 4, 1)}
 """Tokens per tile without 512-bit registers, largest first: for integers, for floats."""
 _MIN_PREFETCH_TOKENS = 3
@@ -268,12 +260,12 @@ class _TileEmitter:
                     lanes.store_variable(none if number else starts[token], column[token])
 
     def _initial_total(self, group: Value, token: int) -> Value:
-        """In int8, start below 0 by what the sign of the weights, stored unsigned, will add."""
-        lanes = self._lanes
-        if self._shape.scheme is not Scheme.INT8:
+        """Start below 0 by what a fixed zero point of the weights, stored unsigned, will add."""
+        lanes, zero = self._lanes, FIXED_ZEROS.get(self._shape.scheme)
+        if zero is None:
             return lanes.zero_ints() if self._in_ints else lanes.zero_floats()
         place = self._group_address(self._at.row_sums, group, token)
-        start = lanes.scale_ints(lanes.broadcast_int(place), -INT8_ZERO)
+        start = lanes.scale_ints(lanes.broadcast_int(place), -zero)
         return start if self._in_ints else lanes.convert_to_floats(start)
 
     def _add_bytes(self, vector: Value, totals: list[list[list[Value]]], number: int) -> None:
@@ -310,10 +302,10 @@ class _TileEmitter:
         In int5 the fifth bits of the four follow the nibbles.
         """
         lanes = self._lanes
-        if self._shape.scheme is Scheme.INT8:
+        if self._parts == 1:
             return stored
         found = lanes.mask_ints(lanes.shift_right(stored, 4 * part), _LOW_NIBBLES)
-        if self._shape.scheme is Scheme.INT4:
+        if self._shape.scheme is not Scheme.INT5:
             return found
         begin = self._vector_address(vector, block)
         fifth = lanes.add_int(begin, lanes.int_constant(VECTOR_BYTES + 8 * part))
@@ -325,8 +317,8 @@ class _TileEmitter:
             return self._lanes.byte_dot
         if not self._shape.cpu.short_dot:
             return self._add_byte_products
-        is_int8 = self._shape.scheme is Scheme.INT8
-        return self._add_int16_products if is_int8 else self._lanes.small_byte_dot
+        is_byte = self._parts == 1
+        return self._add_int16_products if is_byte else self._lanes.small_byte_dot
 
     def _add_int16_products(self, total: Value, unsigned: Value, signed: Value) -> Value:
         """Add the products of even bytes, then of odd bytes: two may not fit into int16."""
@@ -349,40 +341,35 @@ class _TileEmitter:
         """Scale the sums of a group.
 
         With a zero point, its product with the sum of the activations is subtracted first; both
-        are multiples of a power of two, so the difference is exact, too.
+        are multiples of a power of two, so the difference is exact, too. A minimum is multiplied
+        by that sum and added to the scaled one.
         """
-        lanes, units = self._lanes, ZERO_FRACTIONS.get(self._shape.scheme)
+        lanes, factor = self._lanes, row_sum_factor(self._shape.scheme)
         places = [self._group_address(self._at.row_scales, group, token) for token in self._tokens]
         rows = [lanes.broadcast_float(place) for place in places]
-        if units is not None:
+        if factor is not None:
             places = [self._group_address(self._at.row_sums, group, t) for t in self._tokens]
             each = (lanes.convert_to_floats(lanes.broadcast_int(place)) for place in places)
-            unit = lanes.float_constant(-1 / units)
+            unit = lanes.float_constant(factor)
             row_sums = [lanes.multiply_floats(total, unit) for total in each]
         for block in self._blocks:
             number = lanes.int_constant(block)
             scales = lanes.offset(self._at.scales, number, self._at.scales_stride)
-            stored = lanes.load_shorts(lanes.offset(scales, group, SCALES_BYTES))
-            scale = self._decode_scale(stored)
-            if units is not None:
-                zero = lanes.convert_to_floats(lanes.mask_ints(stored, _ZERO_MASK))
+            scale, other = emit_group_scales(lanes, self._shape.scheme, scales, group)
             for token in self._tokens:
                 total = lanes.load_variable(totals[block][token])
                 exact = lanes.convert_to_floats(total) if self._in_ints else total
-                if units is not None:
-                    exact = lanes.fma(zero, row_sums[token], exact)
                 place = sums[block][token]
+                before = lanes.load_variable(place)
+                if other is not None and self._shape.scheme in MINIMA:
+                    scaled = lanes.multiply_floats(scale, exact)
+                    added = lanes.fma(other, row_sums[token], scaled)
+                    lanes.store_variable(lanes.fma(added, rows[token], before), place)
+                    continue
+                if other is not None:
+                    exact = lanes.fma(other, row_sums[token], exact)
                 worth = lanes.multiply_floats(scale, rows[token])
-                lanes.store_variable(lanes.fma(exact, worth, lanes.load_variable(place)), place)
-
-    def _decode_scale(self, stored: Value) -> Value:
-        """Return scales as float32; see `decode_scales`."""
-        lanes = self._lanes
-        if self._shape.scheme is Scheme.INT8:
-            return lanes.bitcast_to_floats(lanes.shift_left(stored, 16))
-        code = lanes.shift_left(lanes.mask_ints(stored, _SCALE_MASK), SCALE_SHIFT - ZERO_BITS)
-        least = lanes.int_lanes(SMALLEST_SCALE << SCALE_SHIFT)
-        return lanes.bitcast_to_floats(lanes.add_int(code, least))
+                lanes.store_variable(lanes.fma(exact, worth, before), place)
 
     def _load_weights(self, vector: Value, block: int) -> Value:
         lanes, place = self._lanes, self._vector_address(vector, block)
@@ -431,6 +418,7 @@ def gemm_blocks_function(scheme: Scheme, *, portable: bool) -> Any:
     to the values in ``out``.
     """
     code, simple, vector_bytes = scheme_code(scheme), int(portable), scheme.layout.vector_bytes
+    scales_bytes = scheme.layout.scales_bytes
 
     @register_jitable
     def strips(
@@ -438,7 +426,7 @@ def gemm_blocks_function(scheme: Scheme, *, portable: bool) -> Any:
         rows: Any, rows_stride: Any, row_scales: Any, row_sums: Any, wide: Any,
         out: Any, out_stride: Any, tokens: Any, adds: Any,
     ) -> None:  # fmt: skip
-        high, high_scales = vectors * vector_bytes, groups * SCALES_BYTES
+        high, high_scales = vectors * vector_bytes, groups * scales_bytes
         while block + PANEL_BLOCKS <= end:
             gemm_panel(
                 code, simple, PANEL_BLOCKS, 0,
