@@ -13,7 +13,7 @@ from benchmarks.gguf import width_name, write_gguf
 from benchmarks.harness import Row, Run, Seconds, compare_rates, make_absent_row, take_turns
 from benchmarks.inputs import make_base_config
 from benchmarks.trained.formats import describe_divergences
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import BLOCK_SCHEMES, Scheme
 
 OURS, TRANSFORMERS, MEMORY_READ = "ours", "transformers", "memory"
 LLAMA_LABELS = {False: "llama.cpp", True: "llama.cpp, flash attention"}
@@ -76,9 +76,12 @@ def measure_cases(cases: Sequence[ComparisonCase], *, rounds: int) -> list[Row]:
 def _open_engines(scheme: Scheme) -> Iterator[dict[str, EngineProcess[Task]]]:
     """Open all engines that are installed; ours also measures memory, with its own weights."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        openers = {OURS: engines.open_ours(scheme, THREADS)}
+        path = Path(folder, "base.gguf")
+        if engines.has_llama() or scheme in BLOCK_SCHEMES:
+            write_gguf(path, make_base_config(), scheme)
+        own = path if scheme in BLOCK_SCHEMES else None
+        openers = {OURS: engines.open_ours(scheme, THREADS, file=own)}
         if engines.has_llama():
-            path = write_gguf(Path(folder, "base.gguf"), make_base_config(), scheme)
             for flash, name in LLAMA_LABELS.items():
                 openers[name] = engines.open_llama(path, scheme, flash=flash)
         if scheme is Scheme.BFLOAT16 and engines.has_transformers():

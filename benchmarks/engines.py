@@ -10,7 +10,8 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.engine_process import (
     Decode,
@@ -25,15 +26,21 @@ from benchmarks.harness import Seconds, time_action
 from benchmarks.inputs import make_base_config, make_config_document
 from expertctl.engine.kernels.packed_format import Scheme
 
+if TYPE_CHECKING:
+    from expertctl.engine.cpu.packed_base import PackedBase
+
 LLAMA_INSTALL = "pip install llama-cpp-python==0.3.36, built on this machine"
 TRANSFORMERS_INSTALL = "pip install transformers"
 CONTEXT = 1024
 """KV cache capacity of every engine, in tokens."""
 
 
-def open_ours(scheme: Scheme, threads: Sequence[int]) -> OpenEngine:
-    """Return a function that opens our own engine, with a thread pool per number of threads."""
-    return partial(_OurDenseEngine, scheme, tuple(threads))
+def open_ours(scheme: Scheme, threads: Sequence[int], *, file: Path | None = None) -> OpenEngine:
+    """Return a function that opens our own engine, with a thread pool per number of threads.
+
+    The weights are random, or those of a GGUF ``file``.
+    """
+    return partial(_OurDenseEngine, scheme, tuple(threads), file)
 
 
 def open_llama(path: Path, scheme: Scheme, *, flash: bool) -> OpenEngine:
@@ -57,7 +64,7 @@ def has_transformers() -> bool:
 
 
 class _OurDenseEngine:
-    def __init__(self, scheme: Scheme, threads: Sequence[int]) -> None:
+    def __init__(self, scheme: Scheme, threads: Sequence[int], file: Path | None) -> None:
         from benchmarks.oracle import check_decoder
         from expertctl.engine.cpu.base_loader import (
             create_random_base,
@@ -70,9 +77,13 @@ class _OurDenseEngine:
         from expertctl.engine.kv.block_pool import InterleavedPages, PagedKVCache
 
         self._crews = {count: ThreadPool(count) for count in threads}
-        for crew in self._crews.values():
-            check_decoder(scheme, crew)
-        base = create_random_base(make_base_config(), scheme)
+        if file is None:
+            for crew in self._crews.values():
+                check_decoder(scheme, crew)
+            base = create_random_base(make_base_config(), scheme)
+        else:
+            base = _load_gguf(file)
+        self.resident_bytes = base.nbytes
         self._decoders = {n: PackedDecoder(base, crew) for n, crew in self._crews.items()}
         exact = scheme is Scheme.FLOAT32  # pages are those of `run`
         numbers = Scheme.FLOAT32 if exact else Scheme.FLOAT16
@@ -116,6 +127,24 @@ class _OurDenseEngine:
         assert math.isfinite(float(scores[0].sum())), "scores are no numbers"
         self._cache.check_integrity()  # so are all keys and values on the way there
         return seconds
+
+
+def _load_gguf(file: Path) -> "PackedBase":
+    """Load a base with the blocks of a GGUF file as they are."""
+    from expertctl.engine.cpu.base_loader import load_packed_base
+    from expertctl.engine.cpu.schemes import choose_block_schemes
+    from expertctl.package.base_tensors import read_storages
+    from expertctl.package.gguf_base import derive_weight_files
+    from expertctl.package.gguf_file import read_gguf_header
+    from expertctl.package.model_config import read_model_config
+
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        for each, data in derive_weight_files(read_gguf_header(file), file=str(file)).items():
+            (folder / each).write_bytes(data)
+        config = read_model_config(folder)
+        choice = choose_block_schemes(config, read_storages(folder, config))
+        return load_packed_base(folder, config, Scheme.INT8, schemes=choice.schemes)
 
 
 class _LlamaEngine:

@@ -59,6 +59,9 @@ _STORAGE = {
     Scheme.BFLOAT16: _GgmlType("bf16", 30, 1, 2),
     Scheme.INT8: _GgmlType("q8_0", 8, 32, 34),
     Scheme.INT4: _GgmlType("q4_0", 2, 32, 18),
+    Scheme.Q8_0: _GgmlType("q8_0", 8, 32, 34),
+    Scheme.Q4_0: _GgmlType("q4_0", 2, 32, 18),
+    Scheme.Q4_K: _GgmlType("q4_k", 12, 256, 144),
 }
 
 
@@ -181,9 +184,13 @@ def _make_random_blocks(scheme: Scheme, rng: np.random.Generator) -> Bytes:
     if storage.block == 1:
         return draw_random_floats(scheme, blocks, rng)
     drawn = rng.integers(0, 256, (blocks, storage.block_bytes), np.uint8)
-    levels = 1 << 8 if scheme is Scheme.INT8 else 1 << 4
-    step = np.full(1, WEIGHT_STD * 12**0.5 / levels, "<f2")
-    drawn[:, :2] = step.view(np.uint8)
+    step = WEIGHT_STD * 12**0.5 / (1 << scheme.layout.bits)
+    if scheme is Scheme.Q4_K:  # scales of six bits; their minima are around the middle of 16 steps
+        mean = 32
+        shared = np.array([step / mean, 7.5 * step / mean], "<f2")
+        drawn[:, :4] = shared.view(np.uint8)
+    else:
+        drawn[:, :2] = np.full(1, step, "<f2").view(np.uint8)
     return drawn.reshape(-1)
 
 

@@ -91,7 +91,7 @@ _DEFAULTS = {
 _DEFAULT_DESCRIPTIONS = {
     "base": "newest, the demo last",
     "memory_budget": "80% of the memory",
-    "dtype": "bf16 or float32",
+    "dtype": "as stored",
     "encoder": "minilm, else lexical",
     "serve_base": "as for run",
     "serve_url": "from host and port",

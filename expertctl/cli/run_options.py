@@ -92,7 +92,7 @@ DtypeOption = Annotated[
     Dtype | None,
     _option(
         help="Data type of the base weights in memory.",
-        show_default="float32, or bf16 as stored",
+        show_default="as stored: float32, bf16 or gguf",
         section=PLACEMENT,
     ),
 ]

@@ -87,12 +87,16 @@ def derive_base_files(header: GgufHeader, *, file: str) -> dict[str, bytes]:
         InvalidPackageError: when the header contradicts itself.
         OSError: when the file cannot be read.
     """
+    return {**derive_weight_files(header, file=file), **build_tokenizer_files(header)}
+
+
+def derive_weight_files(header: GgufHeader, *, file: str) -> dict[str, bytes]:
+    """Return the files of a base without its tokenizer; raises as above."""
     config, row = _build_config(header)
     table = GgufTable(1, file, tuple(_list_entries(header, config, row)))
     return {
         CONFIG_FILE: encode_document(config),
         GGUF_TABLE: msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n",
-        **build_tokenizer_files(header),
     }
 
 
