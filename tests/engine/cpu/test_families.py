@@ -1,6 +1,7 @@
 """Today's model families in the numpy decoder against transformers, in every order of calls."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from expertctl.engine.cpu.base_loader import load_packed_base
 from expertctl.engine.cpu.decoder import PackedDecoder
 from expertctl.engine.cpu.plain_backend import PlainBackend
 from expertctl.engine.cpu.plain_decoder import PlainDecoder
+from expertctl.engine.cpu.plain_layers import estimate_plain_pass_bytes
 from expertctl.engine.cpu.plain_weights import load_plain_weights
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
@@ -148,3 +150,26 @@ def test_families_like_llama_run_in_kernels_with_their_adapters(
         rows = [decoder.prefill(IDS[:9], cache, deltas).logits]
         rows += [decoder.decode(token, cache, deltas).logits for token in IDS[9:]]
         assert float((stack_logits(rows) - theirs[8:]).abs().max()) <= 3e-5
+
+
+MEMORY_SIZES = {"hidden_size": 128, "intermediate_size": 400, "max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    "arch", ["gemma2", "gemma3_text", "gpt2", "falcon", "cohere", "phi", "glm4"]
+)
+def test_a_pass_needs_no_more_memory_than_it_says(arch: str, tmp_path: Path) -> None:
+    shape = next(config for name, config in SHAPES if name == arch)
+    build_family_model(tmp_path, arch, **{**shape, **MEMORY_SIZES})
+    decoder = load_decoder(tmp_path)
+    for capacity, chunk in ((300, 300), (300, 16), (33, 512)):
+        cache = PagedKVCache(decoder.config, capacity, layout=ROW_PAGES)
+        tracemalloc.start()
+        try:
+            decoder.prefill([n % 61 for n in range(capacity - 1)], cache, chunk=chunk)
+            decoder.decode(1, cache)
+            needed = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        decoder.free_buffers()
+        assert needed <= estimate_plain_pass_bytes(decoder.config, capacity, chunk=chunk)
