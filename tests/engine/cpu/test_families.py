@@ -3,6 +3,7 @@
 import json
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
 from expertctl.engine.load_plan import choose_backend
+from expertctl.errors import IncompatibleError
 from expertctl.package.base_model import read_base_headers
 from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import assert_same_logits, stack_logits
@@ -173,3 +175,30 @@ def test_a_pass_needs_no_more_memory_than_it_says(arch: str, tmp_path: Path) -> 
             tracemalloc.stop()
         decoder.free_buffers()
         assert needed <= estimate_plain_pass_bytes(decoder.config, capacity, chunk=chunk)
+
+
+def test_an_adapter_of_other_fused_sizes_is_refused_by_the_name_that_it_has(
+    family: Callable[..., tuple[Path, Any]], tmp_path: Path
+) -> None:
+    _, wide = family("phi3", {"num_key_value_heads": 4})
+    save_family_adapter(wide, "lora", tmp_path)
+    directory, _ = family("phi3", {"num_key_value_heads": 1})
+    config = read_model_config(directory)
+    with pytest.raises(IncompatibleError, match=r"0\.self_attn\.qkv_proj: made for 96 outputs"):
+        PlainBackend(config, "float32").compile_spec.adapt(load_adapters(tmp_path))
+
+
+def test_a_plan_of_copied_rows_holds_them_itself(
+    family: Callable[..., tuple[Path, Any]], tmp_path: Path
+) -> None:
+    directory, model = family("gpt_neox", {"num_attention_heads": 4})
+    save_family_adapter(model, "lora", tmp_path)
+    spec = PlainBackend(read_model_config(directory), "float32").compile_spec
+    adapter = load_adapters(tmp_path)
+    module = "gpt_neox.layers.0.attention.query_key_value"
+    scaled = [replace(step, scale=1.0) for step in adapter.modules[module]]
+    adapter = spec.adapt(replace(adapter, modules={module: tuple(scaled)}))
+    plan = fold_plan([WeightedAdapter(adapter)], spec)
+    deltas = plan.compile().deltas
+    assert sorted(deltas) == [f"model.layers.0.self_attn.{name}_proj" for name in "kqv"]
+    assert plan.nbytes >= sum(delta.b.nbytes for delta in deltas.values() if delta.b is not None)
