@@ -203,7 +203,7 @@ class Architecture:
     norm_eps: float = 1e-6
     theta: float = 10_000.0
     qkv_bias: BiasRule = "never"
-    output_bias: BiasRule = "never"
+    output_bias: BiasRule | None = None  # None: as ``qkv_bias``
     mlp_bias: BiasRule = "never"
     norms: NormRule = "none"
     kv_heads: int | None = None  # None: as many as heads

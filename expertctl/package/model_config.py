@@ -399,7 +399,9 @@ def _build_config(fields: ConfigFields, row: Architecture, what: str) -> ModelCo
         rope=rope,
         windows=windows,
         qkv_bias=_read_bias(fields, row.qkv_bias, "attention_bias", default=row.biased),
-        output_bias=_read_bias(fields, row.output_bias, "attention_bias", default=row.biased),
+        output_bias=_read_bias(
+            fields, row.output_bias or row.qkv_bias, "attention_bias", default=row.biased
+        ),
         mlp_bias=_read_bias(fields, row.mlp_bias, "mlp_bias", default=row.biased),
         qk_norm=has_norms_of_heads(fields, row),
         tied=fields.read_boolean("tie_word_embeddings", default=row.tied),

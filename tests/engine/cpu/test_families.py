@@ -1,7 +1,9 @@
 """Today's model families in the numpy decoder against transformers, in every order of calls."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,13 @@ from expertctl.engine.cpu.base_loader import load_packed_base
 from expertctl.engine.cpu.decoder import PackedDecoder
 from expertctl.engine.cpu.plain_backend import PlainBackend
 from expertctl.engine.cpu.plain_decoder import PlainDecoder
+from expertctl.engine.cpu.plain_layers import estimate_plain_pass_bytes
 from expertctl.engine.cpu.plain_weights import load_plain_weights
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
 from expertctl.engine.load_plan import choose_backend
+from expertctl.errors import IncompatibleError
 from expertctl.package.base_model import read_base_headers
 from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import assert_same_logits, stack_logits
@@ -148,3 +152,53 @@ def test_families_like_llama_run_in_kernels_with_their_adapters(
         rows = [decoder.prefill(IDS[:9], cache, deltas).logits]
         rows += [decoder.decode(token, cache, deltas).logits for token in IDS[9:]]
         assert float((stack_logits(rows) - theirs[8:]).abs().max()) <= 3e-5
+
+
+MEMORY_SIZES = {"hidden_size": 128, "intermediate_size": 400, "max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    "arch", ["gemma2", "gemma3_text", "gpt2", "falcon", "cohere", "phi", "glm4"]
+)
+def test_a_pass_needs_no_more_memory_than_it_says(arch: str, tmp_path: Path) -> None:
+    shape = next(config for name, config in SHAPES if name == arch)
+    build_family_model(tmp_path, arch, **{**shape, **MEMORY_SIZES})
+    decoder = load_decoder(tmp_path)
+    for capacity, chunk in ((300, 300), (300, 16), (33, 512)):
+        cache = PagedKVCache(decoder.config, capacity, layout=ROW_PAGES)
+        tracemalloc.start()
+        try:
+            decoder.prefill([n % 61 for n in range(capacity - 1)], cache, chunk=chunk)
+            decoder.decode(1, cache)
+            needed = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        decoder.free_buffers()
+        assert needed <= estimate_plain_pass_bytes(decoder.config, capacity, chunk=chunk)
+
+
+def test_an_adapter_of_other_fused_sizes_is_refused_by_the_name_that_it_has(
+    family: Callable[..., tuple[Path, Any]], tmp_path: Path
+) -> None:
+    _, wide = family("phi3", {"num_key_value_heads": 4})
+    save_family_adapter(wide, "lora", tmp_path)
+    directory, _ = family("phi3", {"num_key_value_heads": 1})
+    config = read_model_config(directory)
+    with pytest.raises(IncompatibleError, match=r"0\.self_attn\.qkv_proj: made for 96 outputs"):
+        PlainBackend(config, "float32").compile_spec.adapt(load_adapters(tmp_path))
+
+
+def test_a_plan_of_copied_rows_holds_them_itself(
+    family: Callable[..., tuple[Path, Any]], tmp_path: Path
+) -> None:
+    directory, model = family("gpt_neox", {"num_attention_heads": 4})
+    save_family_adapter(model, "lora", tmp_path)
+    spec = PlainBackend(read_model_config(directory), "float32").compile_spec
+    adapter = load_adapters(tmp_path)
+    module = "gpt_neox.layers.0.attention.query_key_value"
+    scaled = [replace(step, scale=1.0) for step in adapter.modules[module]]
+    adapter = spec.adapt(replace(adapter, modules={module: tuple(scaled)}))
+    plan = fold_plan([WeightedAdapter(adapter)], spec)
+    deltas = plan.compile().deltas
+    assert sorted(deltas) == [f"model.layers.0.self_attn.{name}_proj" for name in "kqv"]
+    assert plan.nbytes >= sum(delta.b.nbytes for delta in deltas.values() if delta.b is not None)
