@@ -46,6 +46,8 @@ def add(
 
     Example: expertctl base add models/Qwen3-0.6B --name Qwen/Qwen3-0.6B
     """
+    from expertctl.routing.plan import PLAIN_STORAGES, choose_dtype, list_storages
+
     bases = open_base_store()
     add_base = bases.add_copy if copy else bases.add
     size = count_bytes_to_read(directory, copies=copy)
@@ -58,12 +60,15 @@ def add(
     if routed is not None:
         share = f"{routed.used} of {routed.count}"
         text += f"\nrouted experts {share} for a token; `expertctl base plan {base.name}`"
+    storages = () if base.foreign else list_storages(base)
+    if not PLAIN_STORAGES.issuperset(storages):
+        text += f"\nstored as {', '.join(storages)}; held in {choose_dtype(base, None)} by default"
     if base.foreign:
         note(
             f"only `run --engine transformers` runs {base.name}: slowly, with one expert; "
             f"it needs {format_install_command('compat')}"
         )
-    document = _build_document(base, routed)
+    document = {**_build_document(base, routed), "storage": list(storages)}
     if compile_kernels:
         document["compiled"] = _compile_kernels(base, as_json=as_json)
     emit(document, text, as_json=as_json)
