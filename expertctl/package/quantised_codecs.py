@@ -247,6 +247,11 @@ class ScaledColumnsCodec:
         rest = () if self.groups is None else (self.groups,)
         return (self.codes, self.zeros, self.scales, *rest)
 
+    @property
+    def dtype(self) -> FloatName:
+        """What the product is rounded to."""
+        return _float_name(self.scales)
+
     def read_rows(self, first: int, count: int) -> Numbers:
         """Return rows of the matrix, float32 [count, columns]; raises as `TensorCodec`."""
         end = first + count
@@ -259,9 +264,8 @@ class ScaledColumnsCodec:
             codes, zeros = self._unpack(words, self.columns), self._read_zeros(first, end)
         scales = _widen(_read_columns(self.scales, first, end), self.scales.info.dtype)
         index = _read_groups(self.groups, self.columns, self.group, len(scales))
-        dtype = _float_name(self.scales)
         numbers = codes.astype(np.float32)
-        return _scale(numbers, scales.T, zeros.astype(np.float32), index, dtype, step=False)
+        return _scale(numbers, scales.T, zeros.astype(np.float32), index, self.dtype, step=False)
 
     def _unpack_interleaved(self, words: Numbers, first: int, end: int) -> Numbers:
         """Return codes [outputs, rows] of words that begin with the one of the first output."""

@@ -26,13 +26,14 @@ from expertctl.package.quantised_codecs import (
     ScaledColumnsCodec,
     ScaledRowsCodec,
 )
-from expertctl.package.stored_tensor import StoredTensor, TensorCodec
+from expertctl.package.stored_tensor import StoredTensor
 from expertctl.package.tensor_file import TensorInfo
 from expertctl.schema.strict_json import load_object
 
 FindShape = Callable[[str], tuple[int, ...] | None]
 """Returns the shape of a tensor by the name in the files; None if the base has no such tensor."""
 Shape = tuple[int, ...]
+QuantisedCodec = BlockFloatCodec | ScaledRowsCodec | ScaledColumnsCodec
 
 _FLOATS = ("F32", "F16", "BF16")
 _FLOAT_NAMES: Mapping[str, FloatName] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -110,7 +111,13 @@ def combine_parts(
             first = codec.parts[0]
             info, weight = TensorInfo("F32", shape, 0, 0), f"{name}.weight"
             combined[weight] = StoredTensor(
-                first.path, info, 0, weight, file=first.file, codec=codec
+                first.path,
+                info,
+                0,
+                weight,
+                file=first.file,
+                codec=codec,
+                decoded=None if codec.dtype == "F32" else codec.dtype,
             )
             if find_shape(f"{name}.bias") is None and _is_zero(found.get(f"{name}.bias")):
                 used.add(f"{name}.bias")  # AutoGPTQ writes one for every layer
@@ -141,7 +148,9 @@ def _iter_modules(found: Mapping[str, StoredTensor], config: QuantisationConfig)
     yield from sorted(seen)
 
 
-def _make_codec(module: _Module, config: QuantisationConfig, reader: ColumnReader) -> TensorCodec:
+def _make_codec(
+    module: _Module, config: QuantisationConfig, reader: ColumnReader
+) -> QuantisedCodec:
     match config:
         case BitsandbytesConfig(bits=4):
             return _make_block_codec(module)
