@@ -311,6 +311,10 @@ def _describe_group(group: int | None) -> str:
     return "" if group is None else f" in groups of {group}"
 
 
+def _describe_block(block: tuple[int, int] | None) -> str:
+    return "" if block is None else f" in blocks of {block[0]}x{block[1]}"
+
+
 def _count_words(module: _Module, count: int, bits: int) -> int:
     """Return the 32-bit words of packed codes that fill them."""
     if count * bits % _WORD_BITS:
@@ -337,8 +341,9 @@ def _make_compressed_codec(module: _Module, config: CompressedConfig) -> ScaledR
     kind = "FP8" if config.is_float else f"int{config.bits}"
     sign = "" if config.symmetric else " with zero points"
     packed = ", packed" if config.is_packed else ""
+    grouped = _describe_group(config.group) + _describe_block(config.block)
     return ScaledRowsCodec(
-        storage=f"{kind}{sign}{_describe_group(config.group)} (compressed-tensors{packed})",
+        storage=f"{kind}{sign}{grouped} (compressed-tensors{packed})",
         codes=codes,
         coding=coding,
         bits=config.bits,
@@ -403,9 +408,8 @@ def _make_fp8_codec(module: _Module, config: Fp8Config) -> ScaledRowsCodec:
     shape = (module.out, module.into)
     suffix = ".weight_scale_inv" if module.has(".weight_scale_inv") else ".weight_scale"
     scales, block = _take_scales(module, suffix, config.block or (1, module.into))
-    blocks = "" if config.block is None else f" in blocks of {config.block[0]}x{config.block[1]}"
     return ScaledRowsCodec(
-        storage=f"FP8{blocks}",
+        storage=f"FP8{_describe_block(config.block)}",
         codes=module.take(".weight", ("F8_E4M3",), shape),
         coding="fp8",
         bits=8,
