@@ -129,6 +129,8 @@ def _report_added(
     base: StoredBase, document: dict[str, object], *, compile_kernels: bool, as_json: bool
 ) -> None:
     """Print what was registered; compile its kernels first if that is wanted."""
+    from expertctl.routing.plan import PLAIN_STORAGES, choose_dtype, list_storages
+
     identity = base.identity
     text = f"{base.name}  {format_size(base.size)}  {base.source}\n"
     text += f"arch {identity.arch}\nweights {identity.weights}\n{_format_tokenizers(identity)}"
@@ -136,12 +138,15 @@ def _report_added(
     if routed is not None:
         share = f"{routed.used} of {routed.count}"
         text += f"\nrouted experts {share} for a token; `expertctl base plan {base.name}`"
+    storages = () if base.foreign else list_storages(base)
+    if not PLAIN_STORAGES.issuperset(storages):
+        text += f"\nstored as {', '.join(storages)}; held in {choose_dtype(base, None)} by default"
     if base.foreign:
         note(
             f"only `run --engine transformers` runs {base.name}: slowly, with one expert; "
             f"it needs {format_install_command('compat')}"
         )
-    document = {**_build_document(base, routed), **document}
+    document = {**_build_document(base, routed), "storage": list(storages), **document}
     if compile_kernels:
         document["compiled"] = _compile_kernels(base, as_json=as_json)
     emit(document, text, as_json=as_json)

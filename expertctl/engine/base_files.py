@@ -131,12 +131,12 @@ def is_routed_expert(name: str) -> bool:
 
 def list_rounding_warnings(stored: Iterable[StoredTensor], target: str) -> tuple[str, ...]:
     """Warn about matrices that are rounded to a float type; float32 represents all of them."""
-    types = {
+    rounded = {
         _FLOATS.get(tensor.storage, tensor.storage)
         for tensor in stored
         if len(tensor.info.shape) == 2
+        and target not in ("float32", _FLOATS.get(tensor.decoded or tensor.storage))
     }
-    rounded = types - {target} if target != "float32" else set()
     return tuple(f"base weights stored as {n} are rounded to {target}" for n in sorted(rounded))
 
 

@@ -300,7 +300,9 @@ def hint_minimum_memory(prepared: PreparedRequest) -> Iterator[None]:
 
 def _build_load_config(request: RunRequest, base: StoredBase) -> LoadConfig:
     config = request.route.config
-    return LoadConfig(choose_dtype(base, config.dtype, engine=config.engine), config)
+    return LoadConfig(
+        choose_dtype(base, config.dtype, engine=config.engine, device=config.device), config
+    )
 
 
 def open_planned_base(

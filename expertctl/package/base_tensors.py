@@ -231,7 +231,8 @@ def _require_floats(directory: Path, tensors: Mapping[str, StoredTensor]) -> Non
         if tensor.info.dtype not in _DTYPES:
             raise IncompatibleError(
                 f"{directory}: tensor {name} is {tensor.info.dtype}",
-                hint="a base must be in float32, float16 or bfloat16",
+                hint="a base must be in float32, float16 or bfloat16, unless config.json has a "
+                "quantization_config",
             )
 
 

@@ -240,8 +240,8 @@ def find_base_problems(document: JsonObject) -> list[str]:
     full = find_full_precision_label(name) if name is not None else None
     if full is not None:
         return [
-            f"base {name} is a quantised copy of {full}, which is not known here, so its digests "
-            f"cannot be stated: {BASE_HINT}"
+            f"base {name} is a quantised copy of {full}, and neither is known here, so no digests "
+            f"can be stated: {BASE_HINT}"
         ]
     label = f"base {name}" if name else "the base"
     return [f"{label} is not known here, so its digests cannot be stated: {BASE_HINT}"]

@@ -205,8 +205,6 @@ _STRATEGIES = ("tensor", "channel", "group", "block")
 
 
 def _parse_compressed(fields: ConfigFields, what: str) -> CompressedConfig:
-    status = fields.read_text("quantization_status", default="compressed")
-    _require(fields, what, "quantization_status", status, ("compressed",))
     for name in ("sparsity_config", "transform_config"):
         if fields.get(name) and fields.read_nested(name).get("format") != "dense":
             raise _make_refusal(what, name)

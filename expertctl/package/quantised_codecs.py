@@ -94,7 +94,7 @@ class BlockFloatCodec:
         """Return rows of the matrix, float32 [count, columns]; raises as `TensorCodec`."""
         begin, end = first * self.columns, (first + count) * self.columns
         codes = _read_bytes(self.codes, begin // 2, (end + 1) // 2)
-        numbers = _list_pairs(self.kind).take(codes, axis=0).reshape(-1)
+        numbers = _list_pairs(self.kind).take(codes).view(np.float32)
         numbers = numbers[begin % 2 : begin % 2 + end - begin]
         block = begin // self.blocksize
         absmax = self._read_absmax(block, (end - 1) // self.blocksize + 1)
@@ -156,7 +156,8 @@ class ScaledRowsCodec:
         if height > 1:
             rows = np.arange(first, first + count) // height - low
             scales, zeros = scales[rows], None if zeros is None else zeros[rows]
-        index = _read_groups(self.groups, columns, width, across)
+        groups = _read_groups(self.groups, across)
+        index = width if groups is None else groups
         return _scale(numbers, scales, zeros, index, self.dtype, self.step)
 
     def _read_codes(self, first: int, count: int) -> Numbers:
@@ -247,6 +248,11 @@ class ScaledColumnsCodec:
         rest = () if self.groups is None else (self.groups,)
         return (self.codes, self.zeros, self.scales, *rest)
 
+    @property
+    def dtype(self) -> FloatName:
+        """What the product is rounded to."""
+        return _float_name(self.scales)
+
     def read_rows(self, first: int, count: int) -> Numbers:
         """Return rows of the matrix, float32 [count, columns]; raises as `TensorCodec`."""
         end = first + count
@@ -258,10 +264,10 @@ class ScaledColumnsCodec:
             words = np.ascontiguousarray(self.reader.read(self.codes, first, end).T)
             codes, zeros = self._unpack(words, self.columns), self._read_zeros(first, end)
         scales = _widen(_read_columns(self.scales, first, end), self.scales.info.dtype)
-        index = _read_groups(self.groups, self.columns, self.group, len(scales))
-        dtype = _float_name(self.scales)
+        groups = _read_groups(self.groups, len(scales))
+        index = self.group if groups is None else groups
         numbers = codes.astype(np.float32)
-        return _scale(numbers, scales.T, zeros.astype(np.float32), index, dtype, step=False)
+        return _scale(numbers, scales.T, zeros.astype(np.float32), index, self.dtype, step=False)
 
     def _unpack_interleaved(self, words: Numbers, first: int, end: int) -> Numbers:
         """Return codes [outputs, rows] of words that begin with the one of the first output."""
@@ -284,31 +290,41 @@ def _scale(
     numbers: Numbers,
     scales: Numbers,
     zeros: Numbers | None,
-    index: Numbers,
+    index: Numbers | int,
     dtype: FloatName,
     step: bool,
 ) -> Numbers:
-    """Return (numbers - zeros) * scales, with the scale that ``index`` gives for each column."""
+    """Return (numbers - zeros) * scales; see `_spread` for ``index``."""
+    columns = numbers.shape[1]
     with np.errstate(all="ignore"):
         if zeros is not None:
-            numbers -= zeros.take(index, axis=1)
-        numbers *= scales.take(index, axis=1)
+            numbers -= _spread(zeros, index, columns)
+        numbers *= _spread(scales, index, columns)
         if step:
             numbers *= _INT8_STEP
     return _round_to(numbers, dtype)
 
 
-def _read_groups(groups: StoredTensor | None, columns: int, width: int, count: int) -> Numbers:
-    """Return the group of each column, below ``count``.
+def _spread(grid: Numbers, index: Numbers | int, columns: int) -> Numbers:
+    """Return the value for each column, of the group ``index`` says, or of groups of that width."""
+    if not isinstance(index, int):
+        return grid.take(index, axis=1)
+    if grid.shape[1] == 1:
+        return grid  # broadcast
+    return grid.repeat(index, axis=1)[:, :columns]
+
+
+def _read_groups(groups: StoredTensor | None, count: int) -> Numbers | None:
+    """Return the group of each column, below ``count``; None: they follow each other.
 
     Raises:
         InvalidPackageError: when a stored one is not.
     """
     if groups is None:
-        return np.arange(columns) // width
+        return None
     index = _read_bytes(groups, 0, groups.size).view(_DTYPES["I32"]).astype(np.int64)
     if (index == -1).all():  # compressed-tensors: not reordered
-        return np.arange(columns) // width
+        return None
     if index.min() < 0 or index.max() >= count:
         wrong = f"{groups.stored} has groups from {index.min()} to {index.max()}, there are {count}"
         raise InvalidPackageError(str(groups.path), [wrong])
@@ -351,9 +367,15 @@ def _round_to(numbers: Numbers, name: FloatName) -> Numbers:
     if name == "F32":
         return numbers
     bits = numbers.view(np.uint32)
-    rounded = bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += bits
+    rounded += np.uint32(0x7FFF)
     rounded &= np.uint32(0xFFFF0000)
-    return np.where(np.isnan(numbers), numbers, rounded.view(np.float32))
+    found, absent = rounded.view(np.float32), np.isnan(numbers)
+    if absent.any():
+        found[absent] = np.nan
+    return found
 
 
 def _unpack(raw: Numbers, bits: int, count: int) -> Numbers:
@@ -399,13 +421,14 @@ def _read_into(number: int, raw: Numbers, offset: int) -> None:
 
 @cache
 def _list_pairs(kind: Literal["nf4", "fp4"]) -> Numbers:
-    """Return the two numbers of each byte, float32 [256, 2]; the first is in the high nibble."""
+    """Return the two float32 numbers of each byte, as one word; the high nibble is the first."""
     positive = np.array(_FP4_TWELFTHS, np.float32) / np.float32(12)
     table = (
         np.array(_NF4, np.float32) if kind == "nf4" else np.concatenate((positive, 0 - positive))
     )
     codes = np.arange(256)
-    return np.stack((table[codes >> 4], table[codes & 15]), axis=1)
+    pairs: Numbers = np.stack((table[codes >> 4], table[codes & 15]), axis=1)
+    return pairs.view(np.uint64).reshape(-1)
 
 
 @cache

@@ -26,13 +26,14 @@ from expertctl.package.quantised_codecs import (
     ScaledColumnsCodec,
     ScaledRowsCodec,
 )
-from expertctl.package.stored_tensor import StoredTensor, TensorCodec
+from expertctl.package.stored_tensor import StoredTensor
 from expertctl.package.tensor_file import TensorInfo
 from expertctl.schema.strict_json import load_object
 
 FindShape = Callable[[str], tuple[int, ...] | None]
 """Returns the shape of a tensor by the name in the files; None if the base has no such tensor."""
 Shape = tuple[int, ...]
+QuantisedCodec = BlockFloatCodec | ScaledRowsCodec | ScaledColumnsCodec
 
 _FLOATS = ("F32", "F16", "BF16")
 _FLOAT_NAMES: Mapping[str, FloatName] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -110,7 +111,13 @@ def combine_parts(
             first = codec.parts[0]
             info, weight = TensorInfo("F32", shape, 0, 0), f"{name}.weight"
             combined[weight] = StoredTensor(
-                first.path, info, 0, weight, file=first.file, codec=codec
+                first.path,
+                info,
+                0,
+                weight,
+                file=first.file,
+                codec=codec,
+                decoded=None if codec.dtype == "F32" else codec.dtype,
             )
             if find_shape(f"{name}.bias") is None and _is_zero(found.get(f"{name}.bias")):
                 used.add(f"{name}.bias")  # AutoGPTQ writes one for every layer
@@ -141,7 +148,9 @@ def _iter_modules(found: Mapping[str, StoredTensor], config: QuantisationConfig)
     yield from sorted(seen)
 
 
-def _make_codec(module: _Module, config: QuantisationConfig, reader: ColumnReader) -> TensorCodec:
+def _make_codec(
+    module: _Module, config: QuantisationConfig, reader: ColumnReader
+) -> QuantisedCodec:
     match config:
         case BitsandbytesConfig(bits=4):
             return _make_block_codec(module)
@@ -302,6 +311,10 @@ def _describe_group(group: int | None) -> str:
     return "" if group is None else f" in groups of {group}"
 
 
+def _describe_block(block: tuple[int, int] | None) -> str:
+    return "" if block is None else f" in blocks of {block[0]}x{block[1]}"
+
+
 def _count_words(module: _Module, count: int, bits: int) -> int:
     """Return the 32-bit words of packed codes that fill them."""
     if count * bits % _WORD_BITS:
@@ -328,8 +341,9 @@ def _make_compressed_codec(module: _Module, config: CompressedConfig) -> ScaledR
     kind = "FP8" if config.is_float else f"int{config.bits}"
     sign = "" if config.symmetric else " with zero points"
     packed = ", packed" if config.is_packed else ""
+    grouped = _describe_group(config.group) + _describe_block(config.block)
     return ScaledRowsCodec(
-        storage=f"{kind}{sign}{_describe_group(config.group)} (compressed-tensors{packed})",
+        storage=f"{kind}{sign}{grouped} (compressed-tensors{packed})",
         codes=codes,
         coding=coding,
         bits=config.bits,
@@ -394,9 +408,8 @@ def _make_fp8_codec(module: _Module, config: Fp8Config) -> ScaledRowsCodec:
     shape = (module.out, module.into)
     suffix = ".weight_scale_inv" if module.has(".weight_scale_inv") else ".weight_scale"
     scales, block = _take_scales(module, suffix, config.block or (1, module.into))
-    blocks = "" if config.block is None else f" in blocks of {config.block[0]}x{config.block[1]}"
     return ScaledRowsCodec(
-        storage=f"FP8{blocks}",
+        storage=f"FP8{_describe_block(config.block)}",
         codes=module.take(".weight", ("F8_E4M3",), shape),
         coding="fp8",
         bits=8,

@@ -89,6 +89,8 @@ class StoredTensor:
     """How its rows lie in ``stored``; None: one after another."""
     codec: TensorCodec | None = None
     """Decodes its rows; None: they are stored as they are."""
+    decoded: str | None = None
+    """The 16-bit dtype that represents all numbers of its codec, such as BF16; None: none."""
 
     @property
     def size(self) -> int:

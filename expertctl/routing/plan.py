@@ -42,7 +42,7 @@ from expertctl.errors import (
 from expertctl.files import open_regular_file
 from expertctl.package.base_model import read_base_config
 from expertctl.package.base_tensors import read_base_tensors
-from expertctl.package.model_config import ModelConfig, read_model_config
+from expertctl.package.model_config import read_model_config
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, load_object
 from expertctl.schema.validation import convert_document, find_problems
 from expertctl.store.base_record import StoredBase
@@ -288,6 +288,8 @@ def _find_duplicates(plan: Plan) -> list[str]:
 SMALL_BASE = 64 << 20
 """Below this size, a base generates many tokens before kernels are compiled for a new machine."""
 _FLOAT_BYTES = 4
+PLAIN_STORAGES = frozenset(("F32", "F16", "BF16"))
+"""What matrices that are not quantised are stored as."""
 _COMPAT_PACKAGES = ("transformers", "peft")
 
 
@@ -305,7 +307,7 @@ def build_numeric_settings(config: EngineConfig, base: StoredBase) -> NumericSet
         weights=base.identity.weights,
         tokenizer=base.identity.tokenizer,
         rope={} if base.foreign else read_model_config(base.path).rope.to_json(),
-        dtype=choose_dtype(base, config.dtype, engine=config.engine),
+        dtype=choose_dtype(base, config.dtype, engine=config.engine, device=config.device),
         adapter_dtype=config.adapter_dtype,
         engine=_describe_native_version(config)
         if config.engine == "native"
@@ -314,24 +316,31 @@ def build_numeric_settings(config: EngineConfig, base: StoredBase) -> NumericSet
 
 
 def choose_dtype(
-    base: StoredBase, requested: Dtype | None, *, engine: EngineName = "native"
+    base: StoredBase,
+    requested: Dtype | None,
+    *,
+    engine: EngineName = "native",
+    device: str = "cpu",
 ) -> Dtype:
-    """Return the dtype of the base weights in memory: as requested, else as they are stored.
+    """Return the dtype of the base weights in memory: as requested, else by how they are stored.
 
-    The blocks of a GGUF file stay as they are, if kernels compute with any of them. Otherwise the
-    default is bf16 for a base of at least `SMALL_BASE` that is stored in it, or quantised. Small
-    ones are exact and fast in float32, and bfloat16 would round weights stored in float16. Raises
-    as `read_model_config`.
+    On a processor the blocks of a GGUF file stay as they are, if kernels compute with any of them;
+    another large quantised base is held in int8. Otherwise the default is bf16 for a base of at
+    least `SMALL_BASE` that is stored in it, or quantised. Small ones are exact and fast in float32,
+    and bfloat16 would round weights stored in float16. Raises as `read_model_config`.
     """
     if requested is not None or engine == "transformers":
         return requested or "float32"
     config = read_model_config(base.path)
-    stored = _read_matrix_dtypes(base, config)
-    if stored & GGUF_BLOCKS and config.experts is None:
+    stored = set(list_storages(base))
+    has_kernels = device == "cpu" and not config.unlike_llama
+    if has_kernels and stored & GGUF_BLOCKS and config.experts is None:
         return "gguf"
     if _FLOAT_BYTES * sum(map(math.prod, config.tensor_shapes().values())) < SMALL_BASE:
         return "float32"
-    return "float32" if stored & {"F32", "F16"} or not stored else "bf16"
+    if not PLAIN_STORAGES.issuperset(stored):
+        return "int8" if has_kernels else "bf16"
+    return "bf16" if stored == {"BF16"} else "float32"
 
 
 def find_context_length(base: StoredBase, *, engine: EngineName) -> int:
@@ -360,13 +369,17 @@ def describe_compat_version() -> str:
         ) from error
 
 
-def _read_matrix_dtypes(base: StoredBase, config: ModelConfig) -> set[str]:
-    """Return the dtypes of the matrices of a base; empty if it cannot be read."""
+def list_storages(base: StoredBase) -> tuple[str, ...]:
+    """Return what the matrices of a base are stored as, sorted; empty if it cannot be read.
+
+    Raises as `read_model_config`.
+    """
+    config = read_model_config(base.path)
     try:
         tensors = read_base_tensors(base.path, config).values()
     except ExpertError:
-        return set()
-    return {tensor.storage for tensor in tensors if len(tensor.info.shape) == 2}
+        return ()
+    return tuple(sorted({tensor.storage for tensor in tensors if len(tensor.info.shape) == 2}))
 
 
 def _describe_native_version(config: EngineConfig) -> int | str:

@@ -14,6 +14,7 @@ from expertctl.errors import format_install_command
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.factories import write_base
 from tests.gpt2_base import write_gpt2
+from tests.quantised_bases import BNB_CONFIG, make_nf4, quantise_base
 from tests.store.fixtures import (
     BASE_NAME,
     HomeFixture,
@@ -93,6 +94,21 @@ def test_routed_experts_are_shown_where_a_base_has_some(
     assert [(row[3], row[5]) for row in rows[1:]] == [("-", "changed"), ("-", "ok")]
     shutil.rmtree(moe)
     assert "changed" in expertctl("base", "list").out
+
+
+def test_a_quantised_base_says_what_it_is_stored_as(
+    expertctl: CommandRunner, user_home: HomeFixture, tmp_path: Path
+) -> None:
+    directory = write_base(tmp_path / "tiny-bnb-4bit", hidden=64, intermediate=64)
+    quantise_base(directory, BNB_CONFIG, make_nf4)
+    said = expertctl("base", "add", directory)
+    line = "stored as F32, NF4 (bitsandbytes); held in float32 by default"
+    assert said.out.splitlines()[5] == line
+    shown = expertctl("base", "add", directory, "--json").document
+    assert shown["storage"] == ["F32", "NF4 (bitsandbytes)"]
+    words = ["--base", "tiny-bnb-4bit", "--no-experts", "--greedy", "--max-tokens", "4", "Hello"]
+    answers = [expertctl("run", *words, "--dtype", dtype).out for dtype in ("float32", "bf16")]
+    assert all(answers)
 
 
 def test_a_copy_is_named_and_dated(

@@ -81,6 +81,18 @@ def test_every_engine_loads_the_decoded_numbers(method: str, tmp_path: Path) -> 
             assert np.array_equal(ours.unpack_weights(module), theirs.unpack_weights(module))
 
 
+def test_only_numbers_that_bfloat16_does_not_represent_are_rounded_to_it(tmp_path: Path) -> None:
+    for method, warnings in {
+        "NF4": ("base weights stored as float32 are rounded to bfloat16",),
+        "AWQ": (
+            "base weights stored as AWQ int4 in groups of 32 are rounded to bfloat16",
+            "base weights stored as float32 are rounded to bfloat16",
+        ),
+    }.items():
+        base, _ = write_both(tmp_path / method, method)
+        assert load_plain_weights(base, read_model_config(base), dtype="bf16").warnings == warnings
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_lora_on_a_quantised_base_has_the_logits_of_peft_on_its_numbers(
     method: str, tmp_path: Path

@@ -283,7 +283,7 @@ def test_a_quantised_base_that_is_not_here_is_named_with_the_base_it_stands_for(
     label = "unsloth/llama-3-8b-bnb-4bit"
     (lora / CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": label}))
     (line,) = problems(lora, None)
-    assert line.startswith(f"base {label} is a quantised copy of unsloth/llama-3-8b, which is not")
+    assert line.startswith(f"base {label} is a quantised copy of unsloth/llama-3-8b, and neither")
 
 
 def test_an_adapter_that_was_never_trained_is_warned_of(

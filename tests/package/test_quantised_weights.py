@@ -22,6 +22,7 @@ from tests.quantised_bases import (
     BNB_INT8_CONFIG,
     FP8,
     MakeParts,
+    QuantisedParts,
     compressed_config,
     edit_config,
     edit_tensors,
@@ -191,6 +192,19 @@ def _rename_experts(tensors: dict[str, Tensor]) -> None:
         for long, short in names.items():
             new = new.replace(long, short)
         tensors[new] = tensors.pop(name)
+
+
+def test_codes_of_four_bits_may_be_stored_as_floats(tmp_path: Path) -> None:
+    """As ``bnb_4bit_quant_storage`` says, for training with FSDP."""
+
+    def make(weight: Tensor) -> QuantisedParts:
+        made = make_nf4(weight)
+        codes = made.parts[".weight"].reshape(-1).view(torch.bfloat16).reshape(-1, 1)
+        return QuantisedParts({**made.parts, ".weight": codes}, made.matrix)
+
+    config = {**BNB_CONFIG, "bnb_4bit_quant_storage": "bfloat16"}
+    expected = write(tmp_path, (config, make))
+    assert_same_bits(read(tmp_path), expected)
 
 
 def test_scales_of_activations_are_left_out(tmp_path: Path) -> None:
@@ -365,10 +379,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rotated": (
         {**compressed_config("pack-quantized"), "transform_config": {"config_groups": {}}},
         "transform_config",
-    ),
-    "not compressed": (
-        {**compressed_config("pack-quantized"), "quantization_status": "frozen"},
-        "frozen",
     ),
     "no groups": ({**compressed_config("pack-quantized"), "config_groups": {}}, "no scheme"),
 }

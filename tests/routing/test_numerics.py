@@ -26,6 +26,7 @@ from expertctl.routing.plan import (
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base
+from tests.quantised_bases import BNB_INT8_CONFIG, make_bnb_int8, quantise_base
 from tests.routing.experts import make_numeric_settings
 
 
@@ -154,6 +155,19 @@ def test_a_base_that_is_not_small_is_held_as_it_is_stored_where_nothing_is_asked
     base = BaseStore(tmp_path / "bases").add(directory)
     assert choose_dtype(base, asked) == held
     assert choose_dtype(base, None, engine="transformers") == "float32"
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(("vocab", "held"), [(1 << 18, ("int8", "bf16")), (1 << 17, ("float32",))])
+def test_a_quantised_base_that_is_not_small_is_held_in_int8(
+    vocab: int, held: tuple[str, ...], tmp_path: Path
+) -> None:
+    directory = write_base(tmp_path / "base", vocab=vocab, hidden=64, layers=1, intermediate=16)
+    quantise_base(directory, BNB_INT8_CONFIG, make_bnb_int8)
+    base = BaseStore(tmp_path / "bases").add(directory)
+    assert choose_dtype(base, None) == held[0]
+    assert choose_dtype(base, None, device="cuda") == held[-1]
+    assert choose_dtype(base, "int4") == "int4"
 
 
 def test_deterministic_is_part_of_what_a_plan_is(base: StoredBase) -> None:
