@@ -285,7 +285,7 @@ def _make_evaluator(
         data=request.data,
         longest_first=longest_first,
         stored=planned.base,
-        dtype=choose_dtype(planned.base, request.config.dtype),
+        dtype=choose_dtype(planned.base, request.config.dtype, device=request.config.device),
         pattern=replace(
             pattern,
             base=planned.base.name,

@@ -45,6 +45,7 @@ from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical
 from expertctl.schema.validation import convert_document, find_problems
 from expertctl.store.base_record import StoredBase
 
+_PLAIN_DTYPES = frozenset({"F32", "F16", "BF16"})
 NUMERIC_VERSION = 8
 """Incremented whenever the engine's numbers change, so that no earlier result is reused."""
 
@@ -312,20 +313,27 @@ def build_numeric_settings(config: EngineConfig, base: StoredBase) -> NumericSet
 
 
 def choose_dtype(
-    base: StoredBase, requested: Dtype | None, *, engine: EngineName = "native"
+    base: StoredBase,
+    requested: Dtype | None,
+    *,
+    engine: EngineName = "native",
+    device: DeviceName = "cpu",
 ) -> Dtype:
-    """Return the dtype of the base weights in memory: as requested, else float32 or bf16.
+    """Return the dtype of the base weights in memory: as requested, else one that suits the files.
 
-    The default is bf16 for a base of at least `SMALL_BASE` that is stored in it. Small ones are
-    exact and fast in float32, and bfloat16 would round weights stored in float16. Raises as
-    `read_model_config`.
+    The default is bf16 for a base of at least `SMALL_BASE` that is stored in it, and int8 for one
+    with matrices in blocks (bf16 on a CUDA device). Small ones are exact and fast in float32, and
+    bfloat16 would round weights stored in float16. Raises as `read_model_config`.
     """
     if requested is not None or engine == "transformers":
         return requested or "float32"
     config = read_model_config(base.path)
     if _FLOAT_BYTES * sum(map(math.prod, config.tensor_shapes().values())) < SMALL_BASE:
         return "float32"
-    return "bf16" if _read_matrix_dtypes(base, config) == {"BF16"} else "float32"
+    dtypes = _read_matrix_dtypes(base, config)
+    if dtypes - _PLAIN_DTYPES:
+        return "int8" if device == "cpu" else "bf16"
+    return "bf16" if dtypes == {"BF16"} else "float32"
 
 
 def find_context_length(base: StoredBase, *, engine: EngineName) -> int:

@@ -222,7 +222,7 @@ def _find_device_name(device: DeviceName) -> str | None:
 
 def _open_base(planner: Planner, name: str, config: RoutedBenchConfig) -> OpenBase:
     stored, engine = planner.bases.find(name), config.engine
-    load_config = LoadConfig(choose_dtype(stored, engine.dtype), engine)
+    load_config = LoadConfig(choose_dtype(stored, engine.dtype, device=engine.device), engine)
     opened = open_base(planner.bases, stored, load_config, rehash=False, numpy_below=0)
     if opened.config.experts is None:
         raise IncompatibleError(f"{name} has no routed experts", hint=_OTHER_BASE)
