@@ -27,7 +27,7 @@ app = CommandGroup("Manage the base models that experts adapt.")
 @app.command()
 def add(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A Hugging Face directory with safetensors.")
+        Path, typer.Argument(metavar="DIR", help="A Hugging Face directory, or a GGUF file.")
     ],
     name: Annotated[str | None, typer.Option(help="The name to register it with.")] = None,
     revision: Annotated[str | None, typer.Option(help="The commit it was taken from.")] = None,
