@@ -56,9 +56,9 @@ def add(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="DIR|MODEL",
-            help="A Hugging Face directory with safetensors, or a model of a hub to download: "
-            "ORG/NAME, ORG/NAME@REVISION, or a short name.",
+            metavar="DIR|FILE|MODEL",
+            help="A Hugging Face directory with safetensors, a GGUF file, or a model of a hub to "
+            "download: ORG/NAME, ORG/NAME@REVISION, or a short name.",
         ),
     ],
     name: Name = None,

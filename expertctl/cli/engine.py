@@ -184,7 +184,7 @@ def _add_model(
 
 
 def find_base_or_folder(bases: "BaseStore", wanted: str) -> "StoredBase | Path":
-    """Return the base with this name or this folder; else the folder itself.
+    """Return the base with this name, folder or GGUF file; else the folder or file itself.
 
     Raises:
         NotFoundError: when there is neither such a base nor such a folder.
@@ -199,9 +199,11 @@ def find_base_or_folder(bases: "BaseStore", wanted: str) -> "StoredBase | Path":
 
 
 def _find_folder(text: str) -> Path | None:
+    from expertctl.package.gguf_file import is_gguf_file
+
     with suppress(OSError, ValueError, RuntimeError):  # a text that names no place
         folder = Path(text).expanduser()
-        return folder if text.strip() and folder.is_dir() else None
+        return folder if text.strip() and (folder.is_dir() or is_gguf_file(folder)) else None
     return None
 
 
@@ -213,7 +215,7 @@ def _add_base(bases: "BaseStore", folder: Path, *, as_json: bool) -> str:
     known = next((base for base in bases.list_bases() if base.name == name), None)
     if known is not None:
         raise ConflictError(
-            f"{folder} is not registered, and the name {name} is taken by {known.path}",
+            f"{folder} is not registered, and the name {name} is taken by {known.source}",
             hint=f"expertctl base add {folder} --name ANOTHER-NAME",
         )
     size = count_bytes_to_read(folder)

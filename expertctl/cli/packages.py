@@ -25,7 +25,7 @@ from expertctl.cli.package_view import (
     show_reading_progress,
 )
 from expertctl.cli.progress import show_progress
-from expertctl.errors import ExpertError, UsageError, to_single_line
+from expertctl.errors import ExpertError, NotFoundError, UsageError, to_single_line
 from expertctl.files import write_atomic
 from expertctl.install.installed_experts import (
     ExportedPackage,
@@ -405,6 +405,9 @@ def _build_base_facts(base: StoredBase) -> BaseFacts:
 
 
 def _read_base(directory: Path, label: str | None, *, as_json: bool) -> BaseFacts:
+    if directory.is_file():
+        hint = f"`expertctl base add {directory}`, then build again"
+        raise NotFoundError(f"the GGUF file {directory} is not registered", hint=hint)
     name = label if label and is_hub_name(label) else None
     with show_progress("hashing base", _measure_weights(directory), as_json=as_json) as report:
         return read_base(directory, name=name, progress=report)

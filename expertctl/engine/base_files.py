@@ -140,6 +140,13 @@ def list_rounding_warnings(stored: Iterable[StoredTensor], target: str) -> tuple
     return tuple(f"base weights stored as {n} are rounded to {target}" for n in sorted(rounded))
 
 
+def list_block_warnings(stored: Iterable[StoredTensor], target: str) -> tuple[str, ...]:
+    """Say that matrices stored in blocks are held in other ones; no kernel reads those."""
+    kinds = {t.storage for t in stored if len(t.info.shape) == 2} - _FLOATS.keys()
+    text = f"base weights stored in blocks of {' and '.join(sorted(kinds))} are held in {target}"
+    return (text,) if kinds else ()
+
+
 def make_tied_head_error(directory: Path) -> IncompatibleError:
     """Return the error for a tied head that is also stored, with other values."""
     return IncompatibleError(

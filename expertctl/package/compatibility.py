@@ -53,7 +53,7 @@ def check_expert_base(
         )
     if problems:
         return [f"{manifest.ref}: base mismatch allowed: {problem}" for problem in problems]
-    return _warn_unchecked(manifest)
+    return _warn_unchecked(manifest) + _warn_accepted(manifest, identity)
 
 
 def describe_mismatch(
@@ -184,6 +184,16 @@ def _warn_unchecked(manifest: Manifest) -> list[str]:
         f"{manifest.ref}: the content of the base was not checked: the package states no digest "
         f"of its weights"
     ]
+
+
+def _warn_accepted(manifest: Manifest, identity: BaseIdentity) -> list[str]:
+    """Say that a base has other weights, such as a quantised copy, that the manifest accepts."""
+    required = manifest.base
+    if required.weights is None or str(identity.weights) == required.weights:
+        return []
+    made_for = format_base_label(required.name, required.revision)
+    here = format_base_label(identity.name, identity.revision)
+    return [f"{manifest.ref}: was made for {made_for}; its manifest accepts the weights of {here}"]
 
 
 def format_base_label(name: str, revision: str | None) -> str:

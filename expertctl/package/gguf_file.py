@@ -52,6 +52,8 @@ _FORMATS: Mapping[int, str] = {
 }
 """The number types of metadata values, as codes of `struct`."""
 
+_LENGTH = struct.Struct("<Q")
+
 MetadataValue = bool | int | float | str | tuple[bool | int | float | str, ...]
 
 
@@ -210,6 +212,26 @@ class _HeaderReader:
         except UnicodeDecodeError:
             self.refuse(field, "is not valid UTF-8")
 
+    def take_texts(self, field: str, count: int) -> list[str]:
+        """Return the next strings; a vocabulary has many, so those in the buffer are read here."""
+        texts: list[str] = []
+        while len(texts) < count:
+            data, begin = self._data, self.position - self._begin
+            try:
+                while len(texts) < count and begin + 8 <= len(data):
+                    (length,) = _LENGTH.unpack_from(data, begin)
+                    end = begin + 8 + length
+                    if end > len(data):
+                        break
+                    texts.append(data[begin + 8 : end].decode())
+                    begin = end
+            except UnicodeDecodeError:
+                self.refuse(field, f"has an item that is not valid UTF-8, number {len(texts)}")
+            self.position = self._begin + begin
+            if len(texts) < count:
+                texts.append(self.take_text(field))  # fills the buffer, or refuses
+        return texts
+
     def _fill(self, count: int, field: str) -> None:
         rest = self._data[self.position - self._begin :]
         parts, wanted = [rest], max(count, _PORTION) - len(rest)
@@ -274,7 +296,7 @@ def _read_array(reader: _HeaderReader, key: str) -> MetadataValue:
         return _read_numbers(reader, key, kind, count)
     if count * 8 > reader.size - reader.position:
         reader.refuse(key, f"has {count} items, more than the file holds")
-    return tuple(reader.take_text(key) for _ in range(count))
+    return tuple(reader.take_texts(key, count))
 
 
 def _read_numbers(

@@ -140,7 +140,7 @@ def build_tokenizer_files(header: GgufHeader) -> dict[str, bytes]:
 
 
 def _encode(document: JsonObject) -> bytes:
-    return json.dumps(document, indent=1, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(document, ensure_ascii=False).encode() + b"\n"
 
 
 def _read_vocabulary(header: GgufHeader) -> _Vocabulary:

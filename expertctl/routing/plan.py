@@ -42,7 +42,7 @@ from expertctl.errors import (
 from expertctl.files import open_regular_file
 from expertctl.package.base_model import read_base_config
 from expertctl.package.base_tensors import read_base_tensors
-from expertctl.package.model_config import read_model_config
+from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, load_object
 from expertctl.schema.validation import convert_document, find_problems
 from expertctl.store.base_record import StoredBase
@@ -320,7 +320,7 @@ def choose_dtype(
     requested: Dtype | None,
     *,
     engine: EngineName = "native",
-    device: str = "cpu",
+    device: DeviceName = "cpu",
 ) -> Dtype:
     """Return the dtype of the base weights in memory: as requested, else by how they are stored.
 

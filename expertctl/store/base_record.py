@@ -9,7 +9,7 @@ from its header, and names it.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ class BaseFile:
     digest: Digest
 
 
-_FileStat = tuple[int, int, int]
+FileStat = tuple[int, int, int]
 """Size, modification time in nanoseconds, and inode."""
 
 
@@ -149,17 +149,26 @@ def _name_weights(directory: Path, path: Path) -> str:
     return path.name if path.parent == directory else str(path)
 
 
+def stat_base_files(directory: Path, names: Iterable[str]) -> list[FileStat]:
+    """Return size, time and inode of files."""
+    return [_stat_file(directory / name) for name in names]
+
+
 def hash_base_files(
-    directory: Path, names: Iterable[str], *, progress: Progress = ignore_progress
+    directory: Path,
+    names: Iterable[str],
+    *,
+    stamps: Sequence[FileStat] | None = None,
+    progress: Progress = ignore_progress,
 ) -> tuple[BaseFile, ...]:
-    """Hash files in several threads.
+    """Hash files in several threads; ``stamps`` are theirs before anything of them was read.
 
     Raises:
         InvalidPackageError: when one of them changes meanwhile.
     """
     names = list(names)
     paths = [directory / name for name in names]
-    stamps = [_stat_file(path) for path in paths]
+    stamps = stat_base_files(directory, names) if stamps is None else stamps
     with open_hashing_threads() as (pool, go_on):
 
         def count(size: int) -> None:
@@ -256,7 +265,7 @@ def _refresh_file(directory: Path, file: BaseFile) -> BaseFile | str:
     return now if now.digest == file.digest else f"{path} has other content"
 
 
-def _stat_file(path: Path) -> _FileStat:
+def _stat_file(path: Path) -> FileStat:
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino
 

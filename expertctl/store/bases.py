@@ -57,6 +57,7 @@ from expertctl.store.base_record import (
     list_base_files,
     read_base_record,
     refresh_files,
+    stat_base_files,
     write_gguf_files,
 )
 from expertctl.store.disk import disk_errors
@@ -466,13 +467,14 @@ def _read_base(
 ) -> StoredBase:
     """Read a base; its files are hashed at the same time, in other threads."""
     names = list_base_files(directory)
+    stamps = stat_base_files(directory, names)
     with open_hashing_threads() as (pool, go_on):
 
         def count(size: int) -> None:
             go_on(size)
             progress(size)
 
-        hashing = pool.submit(hash_base_files, directory, names, progress=count)
+        hashing = pool.submit(hash_base_files, directory, names, stamps=stamps, progress=count)
         facts = read_base(directory, name=name, revision=revision, progress=progress)
         files = hashing.result()
     check_unchanged(name, refresh_files(directory, files)[1])

@@ -14,6 +14,7 @@ from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
 from tests.cli.command_runner import CommandRunner, expertctl
 from tests.factories import write_base, write_lora
+from tests.gguf_files import write_gguf
 
 __all__ = ["expertctl"]
 
@@ -146,3 +147,53 @@ def test_every_command_with_a_base_says_that_it_takes_a_folder(command: str) -> 
     told = inspect.signature(function).parameters["base"].annotation.__metadata__[0]
     assert told.metavar == "NAME|DIR"
     assert "folder" in told.help
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16"])
+def test_a_gguf_file_answers_as_its_folder(
+    kind: str, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EXPERT_HOME", str(tmp_path / "home"))
+    dtype = "bfloat16" if kind == "BF16" else "float32"
+    folder = write_base(tmp_path / "folder", arch="llama", dtype=dtype)
+    file = write_gguf(tmp_path / "file.gguf", folder, kind=kind)
+    options = ("--greedy", "--max-tokens", 12, "--json", "Hello")
+    texts = [
+        expertctl("run", "--base", place, "--no-experts", *options).document["text"]
+        for place in (folder, file)
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0]
+    (known,) = [
+        base for base in BaseStore(tmp_path / "home" / "bases").list_bases() if base.is_derived
+    ]
+    assert known.source == file
+    shown = expertctl("base", "list").out
+    assert str(file) in shown
+
+
+def test_a_package_is_built_for_a_gguf_file_that_was_added(
+    expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EXPERT_HOME", str(tmp_path / "home"))
+    folder = write_base(tmp_path / "folder", intermediate=64)
+    file = write_gguf(tmp_path / "file.gguf", folder, kind="Q8_0")
+    lora = write_lora(tmp_path / "lora", folder)
+    words = ("build", lora, "-o", tmp_path / "my.expert", "--base", file)
+    refused = expertctl(*words, "--description", "An example.", "--license", "MIT", exit_code=3)
+    assert f"expertctl base add {file}" in refused.err
+    expertctl("base", "add", file)
+    expertctl(*words, "--description", "An example.", "--license", "MIT")
+    expertctl("install", tmp_path / "my.expert", "--allow-unsigned")
+    answer = expertctl("run", "--base", "file", "--expert", "local/lora", "--max-tokens", 4, "Hi")
+    assert answer.out
+    expertctl("base", "add", folder)
+    misfit = expertctl(
+        *("run", "--base", "folder", "--expert", "local/lora", "--max-tokens", 4, "Hi"), exit_code=4
+    )
+    assert "--allow-base-mismatch" in misfit.err
+    allowed = expertctl(
+        *("run", "--base", "folder", "--expert", "local/lora", "--max-tokens", 4),
+        *("--allow-base-mismatch", "Hi"),
+    )
+    assert "base mismatch allowed: the weights differ" in allowed.err

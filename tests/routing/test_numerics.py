@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from expertctl.digest import Digest
-from expertctl.engine_config import Dtype, EngineConfig, MoeMiss
+from expertctl.engine_config import DeviceName, Dtype, EngineConfig, MoeMiss
 from expertctl.errors import (
     IncompatibleError,
     InvalidPackageError,
@@ -26,6 +26,7 @@ from expertctl.routing.plan import (
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base
+from tests.gguf_files import write_gguf
 from tests.quantised_bases import BNB_INT8_CONFIG, make_bnb_int8, quantise_base
 from tests.routing.experts import make_numeric_settings
 
@@ -168,6 +169,27 @@ def test_a_quantised_base_that_is_not_small_is_held_in_int8(
     assert choose_dtype(base, None) == held[0]
     assert choose_dtype(base, None, device="cuda") == held[-1]
     assert choose_dtype(base, "int4") == "int4"
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(
+    ("kind", "device", "held"),
+    [
+        ("Q8_0", "cpu", "gguf"),
+        ("Q5_0", "cpu", "int8"),
+        ("Q8_0", "cuda", "bf16"),
+        ("BF16", "cpu", "bf16"),
+    ],
+)
+def test_a_base_with_weights_in_blocks_stays_in_them_or_is_held_in_int8(
+    kind: str, device: DeviceName, held: str, tmp_path: Path
+) -> None:
+    sizes = {"hidden": 64, "layers": 1, "intermediate": 32}
+    directory = write_base(tmp_path / "base", vocab=1 << 18, **sizes)
+    file = write_gguf(tmp_path / "base.gguf", directory, kind=kind)
+    base = BaseStore(tmp_path / "bases").add(file)
+    assert choose_dtype(base, None, device=device) == held
+    assert choose_dtype(base, "float32", device=device) == "float32"
 
 
 def test_deterministic_is_part_of_what_a_plan_is(base: StoredBase) -> None:

@@ -322,13 +322,12 @@ def test_what_is_no_directory_is_refused(bases: BaseStore, directory: Path, tmp_
         bases.add(directory / "config.json")
     weights = tmp_path / "only" / "model.gguf"
     weights.parent.mkdir()
-    weights.write_bytes(b"GGUF")
-    with pytest.raises(UsageError, match="is no directory") as error:
+    weights.write_bytes(b"PK")
+    with pytest.raises(InvalidPackageError, match="not a GGUF file"):
         bases.add(weights)
-    assert "GGUF is not supported" in error.value.hint
-    with pytest.raises(IncompatibleError, match="holds GGUF files") as unfit:
+    with pytest.raises(UsageError, match="holds GGUF files") as error:
         bases.add(weights.parent)
-    assert "safetensors" in unfit.value.hint
+    assert f"expertctl base add {weights}" in error.value.hint
     assert not bases.folder.exists()
 
 

