@@ -153,10 +153,8 @@ def can_batch(
     config = request.route.config
     if prompts < MIN_BATCH_PROMPTS or config.moe_miss != "exact":
         return False
-    model, dtype = (
-        read_model_config(base.path),
-        choose_dtype(base, config.dtype, device=config.device),
-    )
+    model = read_model_config(base.path)
+    dtype = choose_dtype(base, config.dtype, device=config.device)
     backend, _ = choose_backend(model, LoadConfig(dtype, config), numpy_below=numpy_below)
     return model.experts is None and backend.name == "packed"
 

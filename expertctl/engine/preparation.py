@@ -300,9 +300,8 @@ def hint_minimum_memory(prepared: PreparedRequest) -> Iterator[None]:
 
 def _build_load_config(request: RunRequest, base: StoredBase) -> LoadConfig:
     config = request.route.config
-    return LoadConfig(
-        choose_dtype(base, config.dtype, engine=config.engine, device=config.device), config
-    )
+    dtype = choose_dtype(base, config.dtype, engine=config.engine, device=config.device)
+    return LoadConfig(dtype, config)
 
 
 def open_planned_base(

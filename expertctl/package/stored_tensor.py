@@ -1,4 +1,4 @@
-"""`StoredTensor`: one tensor of a base, and where its bytes are; `TensorCodec` decodes others.
+"""`StoredTensor`: where the numbers of one tensor of a base are, and how they are stored.
 
 Numbers that are not stored as plain floats (in blocks with scales, or transposed) are decoded by
 the `TensorCodec` of their tensor, which every reader asks for rows.

@@ -318,7 +318,7 @@ def choose_dtype(
     requested: Dtype | None,
     *,
     engine: EngineName = "native",
-    device: str = "cpu",
+    device: DeviceName = "cpu",
 ) -> Dtype:
     """Return the dtype of the base weights in memory: as requested, else by how they are stored.
 
