@@ -134,7 +134,7 @@ class EngineConfig:
     memory_budget: int | None = None
     """Bytes of the device's memory; None: a fraction of all of it."""
     dtype: Dtype | None = None
-    """None: `expertctl.routing.plan.choose_dtype` decides."""
+    """None: `expertctl.routing.base_dtype.choose_dtype` decides."""
     adapter_dtype: AdapterDtype = "published"
     deterministic: bool = False
     moe_miss: MoeMiss = "exact"

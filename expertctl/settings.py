@@ -254,7 +254,7 @@ class Home:
 
     @property
     def logs(self) -> Path:
-        """Prompts and answers, if the setting ``logs`` is on, mode 0600."""
+        """Prompts and answers, if ``logs`` is on, mode 0600."""
         return self.root / "logs.jsonl"
 
     @property

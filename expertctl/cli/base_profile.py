@@ -344,7 +344,7 @@ def plan(
         from expertctl.engine.moe.warmup import describe_unused_option
     from expertctl.package.base_tensors import read_storages
     from expertctl.package.model_config import read_model_config
-    from expertctl.routing.plan import choose_dtype
+    from expertctl.routing.base_dtype import choose_dtype
     from expertctl.store.quantised_cache import open_quantised_cache
 
     settings = load_settings()

@@ -129,7 +129,7 @@ def _report_added(
     base: StoredBase, document: dict[str, object], *, compile_kernels: bool, as_json: bool
 ) -> None:
     """Print what was registered; compile its kernels first if that is wanted."""
-    from expertctl.routing.plan import PLAIN_STORAGES, choose_dtype, list_storages
+    from expertctl.routing.base_dtype import PLAIN_STORAGES, choose_dtype, list_storages
 
     identity = base.identity
     text = f"{base.name}  {format_size(base.size)}  {base.source}\n"

@@ -43,7 +43,8 @@ from expertctl.package.build import BuildPlan as BuildPlan
 from expertctl.package.build import build_package
 from expertctl.package.evaluation import EvaluationData, EvaluationSample, is_correct
 from expertctl.package.write import require_folder
-from expertctl.routing.plan import PlannedExpert, choose_dtype
+from expertctl.routing.base_dtype import choose_dtype
+from expertctl.routing.plan import PlannedExpert
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.routing.request import RouteRequest
 from expertctl.store.base_record import StoredBase

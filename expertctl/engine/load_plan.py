@@ -50,7 +50,7 @@ from expertctl.package.base_tensors import read_storages
 from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.package.read import accept_unsigned, read_package, verify_contents
 from expertctl.package.tensor_file import ADAPTER_LIMITS, LENGTH_BYTES
-from expertctl.routing.plan import SMALL_BASE, choose_dtype
+from expertctl.routing.base_dtype import SMALL_BASE, choose_dtype
 from expertctl.schema.manifest import Manifest
 from expertctl.settings import Home
 from expertctl.store.base_record import StoredBase

@@ -39,8 +39,8 @@ from expertctl.errors import (
     ignore_notification,
 )
 from expertctl.package.model_config import read_model_config
+from expertctl.routing.base_dtype import choose_dtype
 from expertctl.routing.candidate import InstalledExpert, explain_misfit
-from expertctl.routing.plan import choose_dtype
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.store.base_record import StoredBase

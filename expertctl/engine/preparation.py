@@ -43,8 +43,8 @@ from expertctl.errors import (
     UsageError,
     format_install_command,
 )
+from expertctl.routing.base_dtype import choose_dtype
 from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.plan import choose_dtype
 from expertctl.routing.planner import DroppedExpert, PlannedPrompt, Planner, drop_lowest_scoring
 from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.routing.session import PlanningSession, plan_follow_up

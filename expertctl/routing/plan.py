@@ -10,7 +10,6 @@ loaded. Besides the plan only ``threads`` is read: the last bits of the numbers 
 numeric settings of the base decide whether a saved plan still gives the same numbers.
 """
 
-import math
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -24,7 +23,6 @@ import msgspec
 
 from expertctl.digest import Digest
 from expertctl.engine_config import (
-    GGUF_BLOCKS,
     AdapterDtype,
     DeviceName,
     Dtype,
@@ -41,8 +39,8 @@ from expertctl.errors import (
 )
 from expertctl.files import open_regular_file
 from expertctl.package.base_model import read_base_config
-from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.model_config import ModelConfig, read_model_config
+from expertctl.routing.base_dtype import choose_dtype
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, load_object
 from expertctl.schema.validation import convert_document, find_problems
 from expertctl.store.base_record import StoredBase
@@ -285,11 +283,6 @@ def _find_duplicates(plan: Plan) -> list[str]:
     return sorted({e.ref for e in plan.experts if digests.count(e.content_digest) > 1})
 
 
-SMALL_BASE = 64 << 20
-"""Below this size, a base generates many tokens before kernels are compiled for a new machine."""
-_FLOAT_BYTES = 4
-PLAIN_STORAGES = frozenset(("F32", "F16", "BF16"))
-"""What matrices that are not quantised are stored as."""
 _COMPAT_PACKAGES = ("transformers", "peft")
 
 
@@ -313,34 +306,6 @@ def build_numeric_settings(config: EngineConfig, base: StoredBase) -> NumericSet
         if config.engine == "native"
         else describe_compat_version(),
     )
-
-
-def choose_dtype(
-    base: StoredBase,
-    requested: Dtype | None,
-    *,
-    engine: EngineName = "native",
-    device: DeviceName = "cpu",
-) -> Dtype:
-    """Return the dtype of the base weights in memory: as requested, else by how they are stored.
-
-    On a processor the blocks of a GGUF file stay as they are, if kernels compute with any of them;
-    another large quantised base is held in int8. Otherwise the default is bf16 for a base of at
-    least `SMALL_BASE` that is stored in it, or quantised. Small ones are exact and fast in float32,
-    and bfloat16 would round weights stored in float16. Raises as `read_model_config`.
-    """
-    if requested is not None or engine == "transformers":
-        return requested or "float32"
-    config = read_model_config(base.path)
-    stored = set(list_storages(base))
-    has_kernels = device == "cpu" and not config.unlike_llama
-    if has_kernels and stored & GGUF_BLOCKS and config.experts is None:
-        return "gguf"
-    if _FLOAT_BYTES * sum(map(math.prod, config.tensor_shapes().values())) < SMALL_BASE:
-        return "float32"
-    if not PLAIN_STORAGES.issuperset(stored):
-        return "int8" if has_kernels else "bf16"
-    return "bf16" if stored == {"BF16"} else "float32"
 
 
 def find_context_length(base: StoredBase, *, engine: EngineName) -> int:
@@ -367,19 +332,6 @@ def describe_compat_version() -> str:
             f"--engine transformers needs {error.name}, which is not installed",
             hint=format_install_command("compat"),
         ) from error
-
-
-def list_storages(base: StoredBase) -> tuple[str, ...]:
-    """Return what the matrices of a base are stored as, sorted; empty if it cannot be read.
-
-    Raises as `read_model_config`.
-    """
-    config = read_model_config(base.path)
-    try:
-        tensors = read_base_tensors(base.path, config).values()
-    except ExpertError:
-        return ()
-    return tuple(sorted({tensor.storage for tensor in tensors if len(tensor.info.shape) == 2}))
 
 
 def _describe_native_version(config: EngineConfig) -> int | str:

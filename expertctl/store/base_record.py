@@ -37,6 +37,7 @@ from expertctl.package.model_config import CONFIG_FILE
 from expertctl.package.stored_tensor import FileState
 from expertctl.schema.strict_json import load_object
 from expertctl.schema.validation import convert_document
+from expertctl.store.store import find_similar_names
 
 _MAX_HUB_NAME = 200
 
@@ -439,3 +440,30 @@ def _base_from_record(record: _StoredBaseRecord, folder: Path) -> StoredBase:
         added_ns=int(record.added_ns),
         foreign=record.foreign,
     )
+
+
+_MAX_NAMED = 8
+"""How many known bases an error lists."""
+
+
+def match_label(known: Sequence[StoredBase], label: str) -> StoredBase | None:
+    """Return the only base that a label may mean, by its full name or its last part."""
+    exact = [base for base in known if base.name == label]
+    alike = [base for base in known if _last_part(base.name) == _last_part(label)]
+    found = exact or alike
+    return found[0] if len(found) == 1 else None
+
+
+def build_unknown_base_hint(wanted: str, known: Sequence[StoredBase]) -> str:
+    """Return the hint for an unknown base: similar names, and all known ones."""
+    names = [base.name for base in known]
+    near = find_similar_names(wanted, names)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    if not names:
+        return "none is known yet: `expertctl pull ORG/NAME`, or `expertctl base add DIR`"
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{meant}known: {', '.join(names[:_MAX_NAMED])}{more}; `expertctl base add DIR` adds one"
+
+
+def _last_part(label: str) -> str:
+    return label.replace("\\", "/").rstrip("/").rpartition("/")[2].casefold()

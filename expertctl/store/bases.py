@@ -8,7 +8,7 @@ a record updates the time stamp of ``bases/``, so a reader that caches records c
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +46,7 @@ from expertctl.store.base_record import (
     NO_DIGESTS,
     BaseFile,
     StoredBase,
+    build_unknown_base_hint,
     check_digests,
     check_directory,
     check_unchanged,
@@ -55,6 +56,7 @@ from expertctl.store.base_record import (
     hash_base_files,
     infer_name,
     list_base_files,
+    match_label,
     read_base_record,
     refresh_files,
     stat_base_files,
@@ -62,11 +64,8 @@ from expertctl.store.base_record import (
 )
 from expertctl.store.disk import disk_errors
 from expertctl.store.locks import LOCK_SECONDS, claim_folder, exclusive_lock, is_claimed
-from expertctl.store.store import find_similar_names
 
 _RECORD = "base.json"
-_MAX_NAMED = 8
-"""How many known bases an error lists."""
 
 
 def count_bytes_to_read(directory: Path, *, copies: bool = False) -> int:
@@ -113,7 +112,7 @@ class BaseStore:
         if wanted.strip() and (there := self.find_by_path(wanted)) is not None:
             return there
         raise NotFoundError(
-            f"no base is called {wanted[:200]!r}", hint=_unknown_base_hint(wanted, known)
+            f"no base is called {wanted[:200]!r}", hint=build_unknown_base_hint(wanted, known)
         )
 
     def find_by_path(self, place: str | Path) -> StoredBase | None:
@@ -132,7 +131,7 @@ class BaseStore:
         """
         known = self.list_bases()
         full = find_full_precision_label(label)
-        return _match_label(known, label) or (None if full is None else _match_label(known, full))
+        return match_label(known, label) or (None if full is None else match_label(known, full))
 
     def add(
         self,
@@ -489,25 +488,3 @@ def _read_base(
         added_ns=time.time_ns(),
         foreign=facts.foreign,
     )
-
-
-def _match_label(known: Sequence[StoredBase], label: str) -> StoredBase | None:
-    exact = [base for base in known if base.name == label]
-    alike = [base for base in known if _last_part(base.name) == _last_part(label)]
-    found = exact or alike
-    return found[0] if len(found) == 1 else None
-
-
-def _unknown_base_hint(wanted: str, known: Sequence[StoredBase]) -> str:
-    """Return the hint for an unknown base: similar names, and all known ones."""
-    names = [base.name for base in known]
-    near = find_similar_names(wanted, names)
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
-    if not names:
-        return "none is known yet: `expertctl pull ORG/NAME`, or `expertctl base add DIR`"
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return f"{meant}known: {', '.join(names[:_MAX_NAMED])}{more}; `expertctl base add DIR` adds one"
-
-
-def _last_part(label: str) -> str:
-    return label.replace("\\", "/").rstrip("/").rpartition("/")[2].casefold()

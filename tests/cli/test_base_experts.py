@@ -50,7 +50,7 @@ def learnt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Any:
     """A base that answered once in less memory than it takes; its ``moe`` object."""
-    monkeypatch.setattr("expertctl.routing.plan.SMALL_BASE", 0)
+    monkeypatch.setattr("expertctl.routing.base_dtype.SMALL_BASE", 0)
     user_home.bases.add(base_dir)
     words = ("run", "Sort: 3, 1, 2", "--no-experts", "--greedy", "--max-tokens", "24", "--json")
     options = ("--base", "moe", "--memory-budget", BUDGET, "--moe-warmup", "full")
@@ -146,7 +146,7 @@ def test_a_base_that_is_whole_is_planned_as_it_is_held(
     base_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("expertctl.routing.plan.SMALL_BASE", 0)
+    monkeypatch.setattr("expertctl.routing.base_dtype.SMALL_BASE", 0)
     user_home.bases.add(base_dir)
     words = ("run", "hi", "--base", "moe", "--no-experts", "--max-tokens", "1", "--json")
     for dtype in ("bf16", "int8"):
@@ -197,7 +197,7 @@ def test_what_routed_experts_lose_is_measured_exactly_and_counts_as_no_use(
     base_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("expertctl.routing.plan.SMALL_BASE", 0)
+    monkeypatch.setattr("expertctl.routing.base_dtype.SMALL_BASE", 0)
     user_home.bases.add(base_dir)
     run = ("run", "Sort: 3, 1, 2", "--no-experts", "--greedy", "--max-tokens", "8", "--json")
     options = ("--base", "moe", "--dtype", "int8", "--memory-budget", SMALL_BUDGET)
@@ -272,7 +272,7 @@ def test_the_pool_of_a_plan_is_that_of_a_run_that_has_kept_a_copy(
     base_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("expertctl.routing.plan.SMALL_BASE", 0)
+    monkeypatch.setattr("expertctl.routing.base_dtype.SMALL_BASE", 0)
     user_home.bases.add(base_dir)
     numbers = ("--dtype", "bf16", "--json")
     plan = ("base", "plan", "moe", "--memory-budget", "45MB", *numbers)

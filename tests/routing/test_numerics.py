@@ -14,13 +14,13 @@ from expertctl.errors import (
     format_install_command,
 )
 from expertctl.routing import plan as plan_module
+from expertctl.routing.base_dtype import choose_dtype
 from expertctl.routing.plan import (
     NumericSettings,
     Plan,
     SamplingParams,
     build_numeric_settings,
     check_identity,
-    choose_dtype,
     compute_plan_identity,
 )
 from expertctl.store.base_record import StoredBase

@@ -48,7 +48,7 @@ from expertctl.engine_config import (
 )
 from expertctl.errors import BudgetError, IncompatibleError, Notify, UsageError, ignore_notification
 from expertctl.package.architectures import ExpertsConfig
-from expertctl.routing.plan import choose_dtype
+from expertctl.routing.base_dtype import choose_dtype
 from expertctl.routing.planner import Planner
 
 

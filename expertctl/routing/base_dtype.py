@@ -1,0 +1,56 @@
+"""The data type in which a base is held when the user names none: by how it is stored."""
+
+import math
+
+from expertctl.engine_config import GGUF_BLOCKS, DeviceName, Dtype, EngineName
+from expertctl.errors import ExpertError
+from expertctl.package.base_tensors import read_base_tensors
+from expertctl.package.model_config import read_model_config
+from expertctl.store.base_record import StoredBase
+
+SMALL_BASE = 64 << 20
+"""Below this size, a base generates many tokens before kernels are compiled for a new machine."""
+_FLOAT_BYTES = 4
+PLAIN_STORAGES = frozenset(("F32", "F16", "BF16"))
+"""What matrices that are not quantised are stored as."""
+
+
+def choose_dtype(
+    base: StoredBase,
+    requested: Dtype | None,
+    *,
+    engine: EngineName = "native",
+    device: DeviceName = "cpu",
+) -> Dtype:
+    """Return the dtype of the base weights in memory: as requested, else by how they are stored.
+
+    On a processor the blocks of a GGUF file stay as they are, if kernels compute with any of them;
+    another large quantised base is held in int8. Otherwise the default is bf16 for a base of at
+    least `SMALL_BASE` that is stored in it, or quantised. Small ones are exact and fast in float32,
+    and bfloat16 would round weights stored in float16. Raises as `read_model_config`.
+    """
+    if requested is not None or engine == "transformers":
+        return requested or "float32"
+    config = read_model_config(base.path)
+    stored = set(list_storages(base))
+    has_kernels = device == "cpu" and not config.unlike_llama
+    if has_kernels and stored & GGUF_BLOCKS and config.experts is None:
+        return "gguf"
+    if _FLOAT_BYTES * sum(map(math.prod, config.tensor_shapes().values())) < SMALL_BASE:
+        return "float32"
+    if not PLAIN_STORAGES.issuperset(stored):
+        return "int8" if has_kernels else "bf16"
+    return "bf16" if stored == {"BF16"} else "float32"
+
+
+def list_storages(base: StoredBase) -> tuple[str, ...]:
+    """Return what the matrices of a base are stored as, sorted; empty if it cannot be read.
+
+    Raises as `read_model_config`.
+    """
+    config = read_model_config(base.path)
+    try:
+        tensors = read_base_tensors(base.path, config).values()
+    except ExpertError:
+        return ()
+    return tuple(sorted({tensor.storage for tensor in tensors if len(tensor.info.shape) == 2}))
