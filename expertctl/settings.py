@@ -72,8 +72,7 @@ CONFIG_KEYS = {
 }
 """Config key → environment variable of the same meaning."""
 
-MAX_PORT, MAX_ROWS, MAX_QUEUE = 65_535, 1024, 100_000
-MAX_SECONDS = 86_400
+MAX_PORT, MAX_ROWS, MAX_QUEUE, MAX_SECONDS = 65_535, 1024, 100_000, 86_400
 _COUNTS = {"serve_port": (0, MAX_PORT), "serve_rows": (1, MAX_ROWS), "serve_queue": (1, MAX_QUEUE)}
 _COUNT = re.compile(r"[0-9]{1,9}")
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
