@@ -83,6 +83,9 @@ def infer_name(directory: Path, name: str | None, revision: str | None) -> tuple
         UsageError: when what it is called cannot name a base.
     """
     if directory.is_file():
+        folder = directory.absolute().parent  # unresolved: a cached file may be a link to a blob
+        is_snapshot = folder.parent.name == "snapshots"
+        revision = revision or (folder.name if is_snapshot else None)
         return _check_name(name or _name_gguf_file(directory)), revision
     place = directory.resolve()
     if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):

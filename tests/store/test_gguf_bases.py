@@ -116,6 +116,18 @@ def test_a_blob_is_named_by_its_header(bases: BaseStore, file: Path) -> None:
     assert bases.add(blob).name == "a base"
 
 
+def test_a_file_in_the_cache_of_the_hub_has_its_revision(
+    bases: BaseStore, file: Path, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "models--acme--small-GGUF" / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    link = snapshot / file.name
+    link.symlink_to(file.rename(tmp_path / "0123456789abcdef"))
+    base = bases.add(link)
+    assert (base.name, base.identity.revision) == ("small.Q8_0", "0123abc")
+    bases.rehash(base)
+
+
 def test_a_16_bit_file_has_the_identity_of_its_folder(bases: BaseStore, tmp_path: Path) -> None:
     directory = write_base(tmp_path / "bf16", layers=1, dtype="bfloat16")
     known = bases.add(directory)
