@@ -111,7 +111,8 @@ class StoredTensor:
         """
         assert self.codec is None, "its rows are decoded"
         shape = self.info.shape
-        rows = shape[0] - first if rows is None else rows
+        if rows is None:
+            rows = (shape[0] if shape else 1) - first
         itemsize = self.size // math.prod(shape)
         columns = math.prod(shape[1:])
         if self.layout is None:

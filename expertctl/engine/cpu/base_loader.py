@@ -149,7 +149,8 @@ def load_packed_base(
     base = allocate_base(config, scheme, memory, schemes=own, experts=experts)
     if config.tied and HEAD_TENSOR in stored:
         check_tied_head(directory, stored)
-    warnings = _rounding_warnings([stored[name] for name in config.tensor_shapes()], scheme)
+    used = [] if schemes is not None else [stored[name] for name in config.tensor_shapes()]
+    warnings = _rounding_warnings(used, scheme)
     is_kept = scheme.layout.is_grouped if experts else uses_quantised_copy(scheme, cold=cold)
     kept = copies if is_kept and schemes is None else None
     once, shape, read = _OnceProgress(progress), compute_copy_shape(config, scheme), len(memory)

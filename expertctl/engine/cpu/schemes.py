@@ -56,7 +56,8 @@ class BlockChoice:
         """What the user may want to know."""
         if not self.requantised:
             return ()
-        return (f"{', '.join(self.requantised)} of the file are held in int8",)
+        kinds = " and ".join(self.requantised)
+        return (f"some base weights, stored in blocks of {kinds}, are held in int8",)
 
 
 def choose_block_schemes(config: ModelConfig, storages: Mapping[str, str]) -> BlockChoice:
