@@ -131,6 +131,16 @@ class ModelConfig:
             if n not in _OMITTED_DEFAULTS or v != _OMITTED_DEFAULTS[n]
         }
 
+    def list_uneven_sizes(self, unit: int) -> list[str]:
+        """Return the sizes of heads and MLPs that are no multiple of ``unit``, as text."""
+        sizes = {"head_dim": self.head_dim}
+        if self.experts is None or len(self.experts.layers) < self.layers:
+            sizes["intermediate_size"] = self.intermediate_size
+        if self.experts is not None:
+            sizes["moe_intermediate_size"] = self.experts.intermediate_size
+            sizes["shared_expert_intermediate_size"] = self.experts.shared_size
+        return [f"{name} is {size}" for name, size in sizes.items() if size % unit]
+
     def count_kv_bytes(self, tokens: int, *, itemsize: int) -> int:
         """Return the size of the keys and values of ``tokens`` tokens, in bytes."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize * tokens

@@ -1,16 +1,19 @@
 """The data type in which a base is held when the user names none: by how it is stored."""
 
 import math
+from importlib.util import find_spec
 
 from expertctl.engine_config import GGUF_BLOCKS, DeviceName, Dtype, EngineName
 from expertctl.errors import ExpertError
 from expertctl.package.base_tensors import read_base_tensors
-from expertctl.package.model_config import read_model_config
+from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.store.base_record import StoredBase
 
 SMALL_BASE = 64 << 20
 """Below this size, a base generates many tokens before kernels are compiled for a new machine."""
 _FLOAT_BYTES = 4
+_KERNEL_ROWS = 16
+"""Rows of a block of the kernels; heads and MLPs must fill them."""
 PLAIN_STORAGES = frozenset(("F32", "F16", "BF16"))
 """What matrices that are not quantised are stored as."""
 
@@ -33,7 +36,7 @@ def choose_dtype(
         return requested or "float32"
     config = read_model_config(base.path)
     stored = set(list_storages(base))
-    has_kernels = device == "cpu" and not config.unlike_llama
+    has_kernels = device == "cpu" and _may_have_kernels(config)
     if has_kernels and stored & GGUF_BLOCKS and config.experts is None:
         return "gguf"
     if _FLOAT_BYTES * sum(map(math.prod, config.tensor_shapes().values())) < SMALL_BASE:
@@ -41,6 +44,12 @@ def choose_dtype(
     if not PLAIN_STORAGES.issuperset(stored):
         return "int8" if has_kernels else "bf16"
     return "bf16" if stored == {"BF16"} else "float32"
+
+
+def _may_have_kernels(config: ModelConfig) -> bool:
+    """Tell whether kernels of the processor run such a base, as far as that is known here."""
+    uneven = config.unlike_llama or config.list_uneven_sizes(_KERNEL_ROWS)
+    return not uneven and find_spec("numba") is not None
 
 
 def list_storages(base: StoredBase) -> tuple[str, ...]:

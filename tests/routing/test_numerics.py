@@ -163,7 +163,9 @@ def test_a_base_that_is_not_small_is_held_as_it_is_stored_where_nothing_is_asked
 def test_a_quantised_base_that_is_not_small_is_held_in_int8(
     vocab: int, held: tuple[str, ...], tmp_path: Path
 ) -> None:
-    directory = write_base(tmp_path / "base", vocab=vocab, hidden=64, layers=1, intermediate=16)
+    directory = write_base(
+        tmp_path / "base", vocab=vocab, hidden=64, layers=1, intermediate=16, head_dim=16
+    )
     quantise_base(directory, BNB_INT8_CONFIG, make_bnb_int8)
     base = BaseStore(tmp_path / "bases").add(directory)
     assert choose_dtype(base, None) == held[0]
@@ -184,7 +186,7 @@ def test_a_quantised_base_that_is_not_small_is_held_in_int8(
 def test_a_base_with_weights_in_blocks_stays_in_them_or_is_held_in_int8(
     kind: str, device: DeviceName, held: str, tmp_path: Path
 ) -> None:
-    sizes = {"hidden": 64, "layers": 1, "intermediate": 32}
+    sizes = {"hidden": 64, "layers": 1, "intermediate": 32, "head_dim": 16}
     directory = write_base(tmp_path / "base", vocab=1 << 18, **sizes)
     file = write_gguf(tmp_path / "base.gguf", directory, kind=kind)
     base = BaseStore(tmp_path / "bases").add(file)

@@ -289,14 +289,7 @@ def write_tensor(target: TensorPlace, numbers: AnyArray) -> bool:
 
 def _check_sizes(config: ModelConfig) -> None:
     """Check that each of several matrices stored in one begins a block there."""
-    sizes = {"head_dim": config.head_dim}
-    routed = config.experts
-    if routed is None or len(routed.layers) < config.layers:
-        sizes["intermediate_size"] = config.intermediate_size
-    if routed is not None:
-        sizes["moe_intermediate_size"] = routed.intermediate_size
-        sizes["shared_expert_intermediate_size"] = routed.shared_size
-    wrong = [f"{name} is {size}" for name, size in sizes.items() if size % LANES]
+    wrong = config.list_uneven_sizes(LANES)
     if wrong:
         raise IncompatibleError(
             f"the CPU kernels cannot run this base: {' and '.join(wrong)}, "
