@@ -45,7 +45,7 @@ _SHOWN_EXPERTS = 12
 """Most experts that are shown."""
 _TOKENS = 1000
 _PURPOSES = ("base", "experts", "kv", "buffers")
-_DTYPES = ("float32", "bf16", "int8", "int4")
+_DTYPES = ("float32", "bf16", "int8", "int4", "gguf")
 
 
 def build_memory_document(report: "MemoryReport") -> dict[str, object]:

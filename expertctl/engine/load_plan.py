@@ -447,7 +447,7 @@ def estimate_base_sizes(base: StoredBase) -> tuple[Mapping[Dtype, int], int | No
         return {}, None
     weights: dict[Dtype, int] = {}
     for dtype in get_args(Dtype):
-        with suppress(IncompatibleError, NotFoundError):
+        with suppress(ExpertError, OSError):
             wanted = add_storages(LoadConfig(dtype), base.path, config)
             weights[dtype] = choose_backend(config, wanted)[0].weight_bytes
     return weights, backend.kv_bytes(KV_PAGE_TOKENS) // KV_PAGE_TOKENS

@@ -362,7 +362,7 @@ def hash_tensor(tensor: StoredTensor, progress: Progress = ignore_progress) -> s
 
 def _read_tensor(tensor: StoredTensor, use: Callable[[memoryview], None]) -> None:
     buffer = memoryview(bytearray(min(READ_CHUNK, tensor.size)))
-    with tensor.path.open("rb", buffering=0) as stream:
+    with tensor.open() as stream:
         for offset, size in tensor.iter_ranges():
             stream.seek(offset)
             left = size

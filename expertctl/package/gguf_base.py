@@ -77,6 +77,9 @@ _MAX_LAYERS = 1 << 10
 _LLAMA3_ORIGINALS = (8192, 4096, 16384, 32768)
 _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 _MAX_FACTOR_ERROR = 1e-5
+_MAX_FACTOR = 1e4
+_MAX_VECTOR_BYTES = 16 << 20
+"""Longer vectors are not read to find out whether they were widened; no base has them."""
 
 
 def derive_base_files(header: GgufHeader, *, file: str) -> dict[str, bytes]:
@@ -273,9 +276,10 @@ def _find_llama3_scaling(header: GgufHeader, theta: float, config: JsonObject) -
     """
     stored = header.tensors[_ROPE_FACTORS]
     dim = cast(int, config["head_dim"])
-    if stored.kind.name == "F32" and math.prod(stored.shape) == dim // 2:
-        factors = [float(n) for n in _read_tensor(header, stored).reshape(-1)]
-        for original in _LLAMA3_ORIGINALS:
+    if stored.kind.name == "F32" and stored.shape == (dim // 2,):
+        factors = [float(n) for n in _read_tensor(header, stored)]
+        is_sound = all(1.0 <= number <= _MAX_FACTOR for number in factors)
+        for original in _LLAMA3_ORIGINALS if is_sound else ():
             expected = list(_iter_llama3_factors(max(factors), original, theta, dim))
             pairs = zip(factors, expected, strict=True)
             if all(abs(a - b) <= _MAX_FACTOR_ERROR * b for a, b in pairs):
@@ -349,7 +353,7 @@ def _find_matrix_dtype(header: GgufHeader) -> str:
 
 def _is_widened(header: GgufHeader, tensor: GgufTensor, dtype: str) -> bool:
     """Tell whether a float32 vector has only numbers of a narrower dtype, so was widened."""
-    if tensor.kind.name != "F32" or len(tensor.shape) != 1:
+    if tensor.kind.name != "F32" or len(tensor.shape) != 1 or tensor.size > _MAX_VECTOR_BYTES:
         return False
     from expertctl.package.gguf_blocks import is_exact_in  # numpy: only to read numbers
 

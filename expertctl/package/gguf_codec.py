@@ -153,7 +153,10 @@ class GgufFloats:
 
 
 def find_gguf_file(directory: Path) -> Path:
-    """Return the path of the GGUF file that a table in a folder names; raises as the next."""
+    """Return the path of the GGUF file that a table in a folder names.
+
+    Raises as `read_table_document`.
+    """
     return directory / read_table_document(directory).file
 
 
@@ -194,6 +197,9 @@ def _locate_tensor(path: Path, state: FileState, entry: GgufEntry) -> StoredTens
     kind, shape = _KINDS.get(entry.kind), entry.shape
     sound = kind is not None and 1 <= len(shape) <= 2 and min((*shape, entry.offset)) >= 0
     if kind is None or not sound:
+        raise InvalidPackageError(str(path), [f"{entry.name} has a malformed entry in the table"])
+    paired = entry.paired
+    if shape[-1] % kind.numbers or (paired and (paired < 0 or paired % 2 or shape[0] % paired)):
         raise InvalidPackageError(str(path), [f"{entry.name} has a malformed entry in the table"])
     size = kind.count_bytes(math.prod(shape))
     if entry.offset + size > state.size:

@@ -27,6 +27,7 @@ _MAX_HEADER_BYTES = 256 << 20
 _MAX_KEYS = 1 << 12
 _MAX_TENSORS = 1 << 17
 _MAX_ITEMS = 4_000_000
+"""Items of all arrays together; each takes up to forty bytes in memory."""
 _MAX_STRING = 16 << 20
 _MAX_NAME = 256
 _MAX_DIMENSIONS = 4
@@ -175,6 +176,7 @@ class _HeaderReader:
         self.what = what
         self.size = size
         self.position = 0
+        self._items_left = _MAX_ITEMS
         self._stream = stream
         self._data = b""
         self._begin = 0  # of the data in the file
@@ -196,6 +198,12 @@ class _HeaderReader:
             begin = 0
         self.position += count
         return self._data[begin : begin + count]
+
+    def count_items(self, count: int, field: str) -> None:
+        """Refuse an array if all of them have too many items."""
+        self._items_left -= count
+        if self._items_left < 0:
+            self.refuse(field, f"has {count} items, at most {_MAX_ITEMS} are read in all")
 
     def take_number(self, code: str, field: str) -> int:
         """Return the next whole number of a format of `struct`."""
@@ -271,7 +279,7 @@ def _read_metadata(reader: _HeaderReader, count: int) -> dict[str, MetadataValue
         if not key.isascii() or not key.isprintable() or not key:
             reader.refuse(f"key {number}", f"is {key[:80]!r}, which is no key")
         if key in metadata:
-            reader.refuse(key, "is there twice")
+            reader.refuse(key, "appears twice")
         metadata[key] = _read_value(reader, key)
     return metadata
 
@@ -290,8 +298,7 @@ def _read_array(reader: _HeaderReader, key: str) -> MetadataValue:
     kind, count = reader.take_number("I", key), reader.take_number("Q", key)
     if kind == _ARRAY:
         reader.refuse(key, "is an array of arrays, which is not read")
-    if count > _MAX_ITEMS:
-        reader.refuse(key, f"has {count} items, at most {_MAX_ITEMS} are read")
+    reader.count_items(count, key)
     if kind != _STRING:
         return _read_numbers(reader, key, kind, count)
     if count * 8 > reader.size - reader.position:
@@ -372,7 +379,7 @@ def _check_layout(reader: _HeaderReader, tensors: list[GgufTensor]) -> None:
     names: set[str] = set()
     for tensor in tensors:
         if tensor.name in names:
-            reader.refuse(tensor.name, "is there twice")
+            reader.refuse(tensor.name, "appears twice")
         names.add(tensor.name)
     for before, after in _iter_neighbours(tensors):
         if before.offset + before.size > after.offset:

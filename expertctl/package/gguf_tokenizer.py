@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 from expertctl.errors import IncompatibleError, InvalidPackageError
@@ -23,6 +24,8 @@ _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _PADDING = re.compile(r"\[PAD[0-9]+\]")
 _MAX_PIECE = 256
+_MERGES_PER_TOKEN = 8
+"""Pairs of pieces, on average, that make a piece; models have about two."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _END_NAMES = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>"),
@@ -244,7 +247,7 @@ def _find_vocabulary(vocabulary: _Vocabulary) -> dict[str, JsonValue]:
     """
     kept = [n for n in range(len(vocabulary.tokens)) if not vocabulary.is_padding(n)]
     end = len(kept)
-    while end and vocabulary.is_added(kept[end - 1]):
+    while end and vocabulary.is_added(kept[end - 1]) and vocabulary.tokens[kept[end - 1]]:
         end -= 1
     if kept != list(range(len(kept))) or not end:
         end = len(kept)
@@ -331,18 +334,27 @@ def _build_sentence_piece(vocabulary: _Vocabulary) -> tuple[JsonObject, bool]:
 
 
 def _rank_merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[JsonValue]:
-    """Return all pairs of pieces that make a piece, those with the highest scores first."""
+    """Return all pairs of pieces that make a piece, those with the highest scores first.
+
+    Raises:
+        InvalidPackageError: when they are far more than a model has.
+    """
     mergeable = {
         token: number
         for number, token in enumerate(vocabulary.tokens)
         if vocabulary.types[number] in (_NORMAL, _USER, _UNUSED) and len(token) <= _MAX_PIECE
     }
-    ranked = [
+    found = (
         (-scores[number], mergeable[left], mergeable[right], left, right)
         for piece, number in mergeable.items()
         for left, right in _iter_halves(piece)
         if left in mergeable and right in mergeable
-    ]
+    )
+    limit = _MERGES_PER_TOKEN * len(vocabulary.tokens)
+    ranked = list(islice(found, limit + 1))
+    if len(ranked) > limit:
+        problem = f"{_PREFIX}tokens: more than {limit} pairs of them make another one"
+        raise InvalidPackageError(vocabulary.what, [problem])
     return [[left, right] for *_, left, right in sorted(ranked)]
 
 

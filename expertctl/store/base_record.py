@@ -77,7 +77,8 @@ def _check_no_gguf(directory: Path) -> None:
 def infer_name(directory: Path, name: str | None, revision: str | None) -> tuple[str, str | None]:
     """Complete name and revision from a hub cache path, ``models--org--name/snapshots/<commit>``.
 
-    A GGUF file is called as the file; a blob, whose name is a digest, as the model in its header.
+    A GGUF base is named after the file, and a blob, whose name is a digest, after the model in its
+    header.
 
     Raises:
         UsageError: when what it is called cannot name a base.
@@ -287,8 +288,8 @@ def copy_files(source: Path, target: Path, progress: Progress) -> None:
     sync_folder(target)
 
 
-def write_gguf_files(file: Path, target: Path, *, copied: bool, progress: Progress) -> None:
-    """Write the files of a base that follow from a GGUF file into a new folder.
+def write_gguf_files(file: Path, target: Path, *, copied: bool, progress: Progress) -> FileState:
+    """Write the files of a base that follow from a GGUF file into a new folder; return its state.
 
     With ``copied``, the folder gets a copy of the GGUF file, too; else its path.
 
@@ -308,6 +309,19 @@ def write_gguf_files(file: Path, target: Path, *, copied: bool, progress: Progre
     if FileState.from_stat(place.stat()) != header.state:
         raise InvalidPackageError(str(file), ["it changed while it was read"])
     sync_folder(target)
+    return header.state
+
+
+def check_same_file(files: Iterable[BaseFile], path: Path, state: FileState) -> None:
+    """Require that a file outside the folder of a base was hashed in the state that was parsed.
+
+    Raises:
+        InvalidPackageError: when it was replaced in between.
+    """
+    for file in files:
+        found = FileState(file.inode, file.size, file.mtime_ns)
+        if file.path == str(path.absolute()) and found != state:
+            raise InvalidPackageError(str(path), ["it changed while it was read"])
 
 
 def _copy_file(source: Path, target: Path, progress: Progress) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from expertctl.digest import Digest, Progress, ignore_progress
-from expertctl.errors import ConflictError, NotFoundError
+from expertctl.errors import ConflictError, NotFoundError, UsageError
 from expertctl.files import make_folders, remove_tree, sync_folder, write_atomic
 from expertctl.package.adapter import find_full_precision_label
 from expertctl.package.base_model import (
@@ -49,6 +49,7 @@ from expertctl.store.base_record import (
     build_unknown_base_hint,
     check_digests,
     check_directory,
+    check_same_file,
     check_unchanged,
     copy_files,
     encode_base_record,
@@ -211,13 +212,19 @@ class BaseStore:
         copied: bool,
     ) -> Iterator[StoredBase]:
         """Write the files of a GGUF base to a staged folder, and hold the lock to commit it."""
+        if file.resolve().is_relative_to(self.folder.resolve()):
+            raise UsageError(
+                f"{file} is the copy of a base that is registered",
+                hint="add the file that it was copied from; `expertctl base list` shows the bases",
+            )
         with disk_errors(self.folder), ExitStack() as stack:
             name, revision = infer_name(file, name, revision)
             with self._exclusive():
                 own = stack.enter_context(claim_folder(self.folder, prefix=STAGED_PREFIX))
             files = own / COPY_FOLDER
-            write_gguf_files(file, files, copied=copied, progress=progress)
+            state = write_gguf_files(file, files, copied=copied, progress=progress)
             base = _read_base(files, name=name, revision=revision, progress=progress)
+            check_same_file(base.files, file, state)
             check_digests(base.files, expected, what=base.name)
             with self._exclusive():
                 yield base

@@ -238,3 +238,14 @@ def test_a_table_that_does_not_fit_the_file_is_refused(tmp_path: Path) -> None:
         read_base_tensors(derived, config)
     with pytest.raises(IncompatibleError, match="transformers does not run"):
         read_foreign_tensors(derived)
+
+
+@pytest.mark.parametrize("factors", [np.zeros(32), np.full(32, 1e9), np.ones((2, 16))], ids=str)
+def test_factors_that_no_scaling_has_are_refused(
+    factors: np.ndarray[Any, Any], tmp_path: Path
+) -> None:
+    base = write_base(tmp_path / "base", arch="llama", head_dim=64)
+    path = write_gguf(tmp_path / "plain.gguf", base)
+    odd = add_tensor(path, tmp_path / "odd.gguf", "rope_freqs.weight", factors.astype(np.float32))
+    with pytest.raises(IncompatibleError, match="not those of Llama 3"):
+        derive_base_files(read_gguf_header(odd), file="odd.gguf")

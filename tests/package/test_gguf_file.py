@@ -111,13 +111,13 @@ HOSTILE = {
     "type": (pack(entry(), keys=(key("a", 99, b""),)), "unknown type 99"),
     "boolean": (pack(entry(), keys=(_FLAG,)), "boolean other than"),
     "number": (pack(entry(), keys=(key("a", 6, struct.pack("<f", float("nan"))),)), "finite"),
-    "key twice": (pack(entry(), keys=(key("a", _UINT32, bytes(4)),) * 2), "a is there twice"),
+    "key twice": (pack(entry(), keys=(key("a", _UINT32, bytes(4)),) * 2), "a appears twice"),
     "key": (pack(entry(), keys=(key("a\n", _UINT32, bytes(4)),)), "which is no key"),
     "alignment": (
         pack(entry(), keys=(key("general.alignment", _UINT32, struct.pack("<I", 24)),)),
         "power of two",
     ),
-    "tensor twice": (pack(entry(), entry(offset=32)), "a is there twice"),
+    "tensor twice": (pack(entry(), entry(offset=32)), "a appears twice"),
     "overlap": (pack(entry(), entry("b")), "b overlaps a"),
     "tensor name": (pack(entry("../a b")), "tensor name is"),
     "dimensions": (pack(entry(shape=(1,) * 5)), "has 5 dimensions"),
@@ -181,3 +181,14 @@ def test_damaged_files_give_errors_of_ours_only(sound: Path, tmp_path: Path) -> 
         except ExpertError:
             refused += 1
     assert refused > 200
+
+
+def test_the_items_of_all_arrays_are_counted_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes forty times its byte in memory."""
+    monkeypatch.setattr("expertctl.package.gguf_file._MAX_ITEMS", 1000)
+    array = struct.pack("<IQ", 1, 400) + bytes(400)
+    keys = [key(f"k{number}", _ARRAY, array) for number in range(3)]
+    with pytest.raises(InvalidPackageError, match="k2 has 400 items, at most 1000"):
+        read(tmp_path, pack(entry(), keys=tuple(keys)))

@@ -1,5 +1,6 @@
 """Tokenizers of GGUF files, as the ``tokenizers`` library reads what follows from them."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import tokenizers
 
 from expertctl.engine.text.tokenizer import Tokenizer
+from expertctl.errors import InvalidPackageError
 from expertctl.package.gguf_file import read_gguf_header
 from expertctl.package.gguf_tokenizer import build_tokenizer_files
 from expertctl.package.tokenizer import canonicalise_tokenizer
@@ -123,3 +125,15 @@ def test_what_is_written_has_a_canonical_form(tmp_path: Path) -> None:
     data = (build(tmp_path) / "tokenizer.json").read_bytes()
     form = json.loads(canonicalise_tokenizer(data, what="tokenizer.json"))
     assert form["model"]["type"] == "BPE"
+
+
+def test_pieces_of_which_every_split_is_a_merge_are_refused(tmp_path: Path) -> None:
+    """Their pairs would take far more memory than the file."""
+    words = ["".join(each) for n in range(1, 12) for each in itertools.product("ab", repeat=n)]
+    with pytest.raises(InvalidPackageError, match="pairs of them make another one"):
+        build_sentence_piece(
+            tmp_path,
+            tokenizer__ggml__tokens=["<unk>", "<s>", "</s>", *words],
+            tokenizer__ggml__token_type=[2, 3, 3, *[1] * len(words)],
+            tokenizer__ggml__scores=[0.0] * (3 + len(words)),
+        )

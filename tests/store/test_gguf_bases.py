@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from expertctl.errors import (
     NotFoundError,
     UsageError,
 )
+from expertctl.store import bases as module
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base
 from tests.gguf_files import write_gguf
@@ -156,3 +158,30 @@ def test_other_files_and_folders_say_what_to_give(
     with pytest.raises(UsageError, match="follow from a GGUF file"):
         bases.add(derived)
     assert [base.name for base in bases.list_bases()] == ["small.Q8_0"]
+
+
+def test_the_copy_of_a_base_is_not_added_as_another_one(bases: BaseStore, file: Path) -> None:
+    """It would be removed when the record no longer names it."""
+    base = bases.add_copy(file, name="mine")
+    with pytest.raises(UsageError, match="is the copy of a base"):
+        bases.add(base.path / "model.gguf", name="mine")
+    assert (base.path / "model.gguf").exists()
+    bases.check(base)
+
+
+def test_a_file_that_is_replaced_between_parsing_and_hashing_is_refused(
+    bases: BaseStore, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = write_base(tmp_path / "other", layers=1, intermediate=64, seed=9)
+    finished = write_gguf(tmp_path / "finished.gguf", other, kind="Q8_0")
+    write = module.write_gguf_files
+
+    def write_and_replace(*words: Any, **options: Any) -> Any:
+        state = write(*words, **options)
+        finished.replace(file)
+        return state
+
+    monkeypatch.setattr(module, "write_gguf_files", write_and_replace)
+    with pytest.raises(InvalidPackageError, match="changed while it was read"):
+        bases.add(file)
+    assert bases.list_bases() == []

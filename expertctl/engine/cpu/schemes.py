@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from expertctl.engine.kernels.gguf_blocks import BLOCK_COLUMNS
-from expertctl.engine.kernels.packed_format import BLOCK_SCHEMES, Scheme, find_fused_projections
+from expertctl.engine.kernels.packed_format import Scheme, find_fused_projections
 from expertctl.engine_config import GGUF_BLOCKS, Dtype
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
@@ -71,6 +71,11 @@ def choose_block_schemes(config: ModelConfig, storages: Mapping[str, str]) -> Bl
             "blocks of routed experts cannot be computed as they are",
             hint="use --dtype int8 or int4",
         )
+    if GGUF_BLOCKS.isdisjoint(storages.values()):
+        raise IncompatibleError(
+            "the base has no blocks of a GGUF file that kernels read as they are",
+            hint=f"those are {', '.join(sorted(_BLOCKS))}; use --dtype int8 or bf16",
+        )
     schemes: dict[str, Scheme] = {}
     requantised: set[str] = set()
     for names in _iter_matrices(config):
@@ -79,11 +84,6 @@ def choose_block_schemes(config: ModelConfig, storages: Mapping[str, str]) -> Bl
         schemes[names[0]] = scheme
         if scheme is Scheme.INT8:
             requantised |= kinds
-    if not set(schemes.values()) & set(BLOCK_SCHEMES):
-        raise IncompatibleError(
-            "the base has no blocks of a GGUF file that kernels read as they are",
-            hint=f"those are {', '.join(sorted(_BLOCKS))}; use --dtype int8 or bf16",
-        )
     return BlockChoice(schemes, tuple(sorted(requantised)))
 
 

@@ -1,6 +1,7 @@
 """Packing stored tensors into matrices in threads, and lossless compaction of bfloat16 experts.
 
-Bytes that a copy is made of are hashed in the same memory from which they are packed.
+Bytes that a copy is made of are hashed in the same memory from which they are packed, except where
+a codec decodes them: then they are read again, from the same state of the file.
 """
 
 import hashlib

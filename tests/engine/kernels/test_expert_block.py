@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from expertctl.engine.arrays import aligned_zeros
-from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_format import PACKED_SCHEMES, Scheme
 from expertctl.engine.kernels.packed_matrix import (
     ExpertShape,
     allocate_matrix,
@@ -13,7 +13,7 @@ from expertctl.engine.kernels.packed_matrix import (
 )
 from tests.engine.kernels.reference_gemm import make_random_numbers
 
-EVERY = pytest.mark.parametrize("scheme", Scheme, ids=lambda scheme: scheme.value)
+EVERY = pytest.mark.parametrize("scheme", PACKED_SCHEMES, ids=lambda scheme: scheme.value)
 SHAPES = ((1, 1), (48, 20), (130, 257), (300, 128))
 
 

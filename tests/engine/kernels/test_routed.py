@@ -47,7 +47,7 @@ EVERY = pytest.mark.parametrize(
 )
 FITTED = (Scheme.INT5, Scheme.INT4)
 """Schemes that cannot store what is no number."""
-SCHEMES = pytest.mark.parametrize("scheme", Scheme, ids=lambda scheme: scheme.value)
+SCHEMES = pytest.mark.parametrize("scheme", PACKED_SCHEMES, ids=lambda scheme: scheme.value)
 
 
 @dataclass(frozen=True)
