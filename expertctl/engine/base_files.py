@@ -63,6 +63,7 @@ def read_tensor(tensor: StoredTensor, numbers: AnyArray) -> None:
         InvalidPackageError: if the file cannot be read to its end.
     """
     assert tensor.codec is None, "its bytes are not its numbers"
+    assert tensor.layout is None, "its rows do not follow each other"
     try:
         with tensor.open() as stream:
             stream.seek(tensor.offset)

@@ -152,14 +152,11 @@ def parse_rope_config(
     Raises:
         IncompatibleError: for an unsupported scaling type.
     """
-    fields = config.read_nested("rope_scaling")
-    fields = fields if fields.values else config.read_nested("rope_parameters")
-    if row.rope_layers == "local_theta" and _FULL in fields.values:
-        fields = fields.read_nested(_FULL)
+    fields = choose_rope_fields(config, row)
     theta = config.read_number("rope_theta", minimum=2.0, maximum=1e12, default=theta)
     theta = fields.read_number("rope_theta", minimum=2.0, maximum=1e12, default=theta)
     dims = _read_rotated_dims(config, fields, dims, row.partial_rotary)
-    original = _read_original_positions(config, fields, 4096 if row.long_yarn else max_positions)
+    original = _read_original_positions(config, fields, None if row.long_yarn else max_positions)
     if row.query_growth and not fields.values:
         default = YarnScaling(16.0, None, 1.0, 1.0, 32.0, 1.0, 16384, truncate=True)
         return RopeConfig(1_000_000.0, dims, default)
@@ -168,6 +165,23 @@ def parse_rope_config(
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_PHI_POSITIONS = 4096
+
+
+def choose_rope_fields(config: ConfigFields, row: Architecture) -> ConfigFields:
+    """Return the object with the settings of RoPE, empty if there is none.
+
+    Where layers with a window have frequencies of their own, ``rope_parameters`` has an object for
+    each kind of layer, and ``rope_scaling`` replaces keys of the one for full attention.
+    """
+    scaling, parameters = config.read_nested("rope_scaling"), config.read_nested("rope_parameters")
+    if row.rope_layers != "local_theta":
+        return scaling if scaling.values else parameters
+    if parameters.values and not {_FULL, _SLIDING} & parameters.values.keys():
+        config.add_problem("rope_parameters", f"must have {_FULL} and {_SLIDING}")
+    full = parameters.read_nested(_FULL)
+    merged = {**full.values, **scaling.values}
+    return ConfigFields(merged, prefix="rope_parameters.", problems=config.problems)
 
 
 def parse_local_rope(config: ConfigFields, *, dims: int, theta: float) -> RopeConfig:
@@ -204,9 +218,16 @@ def _read_rotated_dims(
     return rotated
 
 
-def _read_original_positions(config: ConfigFields, fields: ConfigFields, max_positions: int) -> int:
-    """Return the original context length; a key at the top level wins, as in transformers."""
+def _read_original_positions(
+    config: ConfigFields, fields: ConfigFields, max_positions: int | None
+) -> int:
+    """Return the original context length; a key at the top level wins, as in transformers.
+
+    Without ``max_positions`` only that key counts, which Phi always has.
+    """
     name, limits = "original_max_position_embeddings", {"minimum": 1, "maximum": _MAX_POSITIONS}
+    if max_positions is None:
+        return config.read_integer(name, default=_PHI_POSITIONS, **limits)
     inner = fields.read_integer(name, default=max_positions, **limits)
     return config.read_integer(name, default=inner, **limits)
 

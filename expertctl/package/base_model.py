@@ -312,8 +312,16 @@ def read_base(
 def compute_weights_digest(
     tensors: Mapping[str, StoredTensor], digests: Mapping[str, str]
 ) -> Digest:
-    """Return the digest of a base's weights, over name, storage and hex sha256 of each tensor."""
-    rows: list[list[Any]] = [[n, tensors[n].storage, digests[n]] for n in sorted(digests)]
+    """Return the digest of a base's weights, over name, storage and hex sha256 of each tensor.
+
+    Dtypes and shapes of the parts that a codec decodes decide what the bytes mean, so they count.
+    """
+    rows: list[list[Any]] = []
+    for name in sorted(digests):
+        codec = tensors[name].codec
+        parts = () if codec is None or isinstance(codec, ExactCodec) else codec.parts
+        forms = [[part.info.dtype, list(part.info.shape)] for part in parts]
+        rows.append([name, tensors[name].storage, digests[name], *([forms] if forms else [])])
     return Digest.compute(encode_canonical(rows))
 
 

@@ -26,9 +26,7 @@ from expertctl.package.quantisation_config import (
     read_quantisation_config,
 )
 from expertctl.package.stored_layout import SourceRows, find_stored_rows
-from expertctl.package.stored_tensor import FileState as FileState
-from expertctl.package.stored_tensor import StoredTensor as StoredTensor
-from expertctl.package.stored_tensor import TensorCodec as TensorCodec
+from expertctl.package.stored_tensor import FileState, StoredTensor
 from expertctl.package.tensor_file import BASE_LIMITS, TensorInfo, read_table
 from expertctl.schema.strict_json import load_object
 
@@ -156,7 +154,7 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
     problems: list[str] = []
     quantisation = read_quantisation_config(directory)
     if quantisation is not None:
-        _require_usual_places(directory, config)
+        _require_whole_matrices(directory, config)
         tensors = _combine_quantised(tensors, config, quantisation, problems)
     if config.experts is not None:
         tensors = _canonicalise(tensors, config, config.experts, problems)
@@ -257,12 +255,13 @@ def _read_tables(directory: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _require_usual_places(directory: Path, config: ModelConfig) -> None:
-    """Refuse quantised weights whose files have other names or layouts than our decoder."""
-    if not config.stored_places.are_usual:
+def _require_whole_matrices(directory: Path, config: ModelConfig) -> None:
+    """Refuse quantised weights whose stored matrices are several of ours, or transposed."""
+    names = config.stored_places.names
+    if names.fused_qkv or names.fused_gate_up or names.transposed or names.stacked_head_norms:
         raise IncompatibleError(
             f"{directory}: quantised weights of {config.architecture} are not supported",
-            hint="use the base in float32, float16 or bfloat16, with --dtype int8 or int4",
+            hint="use the base in float32, float16 or bfloat16",
         )
 
 
@@ -276,9 +275,16 @@ def _combine_quantised(
 
     shapes = config.tensor_shapes()
     shapes.setdefault(HEAD_TENSOR, shapes[EMBEDDING_TENSOR])
-    return combine_parts(
-        found, quantisation, lambda name: shapes.get(canonicalise_name(name)), problems
-    )
+    if config.stored_places.are_usual:
+        return combine_parts(
+            found, quantisation, lambda name: shapes.get(canonicalise_name(name)), problems
+        )
+    places = config.stored_places
+    theirs = {
+        f"{places.find_stored_module(name.rpartition('.')[0])[0]}.{name.rpartition('.')[2]}": shape
+        for name, shape in shapes.items()
+    }
+    return combine_parts(found, quantisation, theirs.get, problems)
 
 
 def _canonicalise(
@@ -313,6 +319,7 @@ def _arrange(
 
 def _slice_tensor(whole: StoredTensor, source: SourceRows) -> StoredTensor:
     if whole.codec is not None:
+        assert (source.row, source.layout) == (0, None), "a codec decodes whole matrices"
         return whole
     offset = whole.offset + source.info.begin - whole.info.begin
     return StoredTensor(

@@ -20,6 +20,7 @@ from expertctl.package.architectures import (
 from expertctl.package.attention_config import (
     RopeConfig,
     Windows,
+    choose_rope_fields,
     parse_local_rope,
     read_rotating_layers,
 )
@@ -266,7 +267,7 @@ def _read_cap(fields: ConfigFields, name: str, default: float | None) -> float |
 def _read_query_growth(fields: ConfigFields, row: Architecture) -> tuple[float, int]:
     if not row.query_growth:
         return 0.0, 0
-    rope = fields.read_nested("rope_parameters")
+    rope = choose_rope_fields(fields, row)
     if not rope.values:
         return 0.1, 16384
     growth = rope.read_number("llama_4_scaling_beta", minimum=0.0, maximum=1e3)

@@ -45,11 +45,11 @@ POSITIONS_TENSOR = "model.embed_positions.weight"
 HEAD_TENSOR = "lm_head.weight"
 HEAD_BIAS_TENSOR = "lm_head.bias"
 ROUTER_MODULE = "mlp.gate"
-_FLOAT_BYTES = 4
 """The router of a layer; module names within a layer omit the layer's prefix."""
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED_EXPERT_MODULE = "mlp.shared_expert"
 SHARED_GATE_MODULE = "mlp.shared_expert_gate"
+_FLOAT_BYTES = 4
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEAD_NORMS = 1 << 16
 
@@ -88,10 +88,15 @@ class ModelConfig:
     block: BlockConfig = LLAMA_BLOCK
 
     @property
+    def has_llama_blocks(self) -> bool:
+        """Whether its blocks, without their rotation, are Llama's."""
+        return self.block == LLAMA_BLOCK
+
+    @property
     def unlike_llama(self) -> bool:
         """Whether only the plain decoder runs it: its blocks or its rotation are not Llama's."""
         return (
-            self.block != LLAMA_BLOCK
+            not self.has_llama_blocks
             or self.rope.dims != self.head_dim
             or isinstance(self.rope.scaling, AlphaScaling | LongropeScaling)
         )
@@ -356,7 +361,8 @@ def _reject_unsupported(fields: ConfigFields, row: Architecture, what: str) -> N
         )
     if row.dense_attention_only:
         _reject_other_layers(fields, what)
-    refused = next((name for name in row.refused if fields.get(name) not in (None, False)), None)
+    set_names = (n for n in row.refused if fields.get(n) is not None and fields.get(n) is not False)
+    refused = next(set_names, None)
     if refused is not None:
         raise IncompatibleError(
             f"{what}: {refused} is not supported", hint="supported is a base without it"

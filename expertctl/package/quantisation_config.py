@@ -1,7 +1,7 @@
 """How the weights of a Hugging Face base are quantised: ``quantization_config`` of ``config.json``.
 
 Each library that quantises has a row here; its tensors are decoded in
-`expertctl.package.quantised_tensors`. Which modules are quantised follows from the tensors in the
+`expertctl.package.quantised_weights`. Which modules are quantised follows from the tensors in the
 files, so lists of skipped modules are not interpreted. Settings of a calibration, and of how the
 library computes (such as ``bnb_4bit_compute_dtype``), have no effect on the stored weights.
 

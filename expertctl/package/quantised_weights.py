@@ -250,7 +250,10 @@ def _is_zero(part: StoredTensor | None) -> bool:
 
 def _make_int8_codec(module: _Module) -> ScaledRowsCodec:
     shape = (module.out, module.into)
-    module.take_any(".weight_format")
+    if module.has(".weight_format"):
+        form = module.take(".weight_format", ("U8",), (), (1,))
+        if _read_small(form, 1) != b"\0":
+            raise _PartError(f"tensor {form.stored} says that the rows are in tiles: not supported")
     return ScaledRowsCodec(
         storage="INT8 (bitsandbytes)",
         codes=module.take(".weight", ("I8",), shape),

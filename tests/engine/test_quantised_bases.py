@@ -13,13 +13,18 @@ from torch import Tensor
 
 from expertctl.engine.adapters.compile import WeightedAdapter
 from expertctl.engine.cpu.base_loader import load_packed_base
+from expertctl.engine.cpu.plain_decoder import PlainDecoder
 from expertctl.engine.cpu.plain_weights import load_plain_weights
 from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
 from expertctl.engine.torch.decoder import Decoder
 from expertctl.engine.torch.sequence_cache import KVCache
 from expertctl.engine.torch.weights import load_base_weights
+from expertctl.errors import IncompatibleError
+from expertctl.package.base_model import read_base_headers
 from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import build_reference_model, stack_logits
+from tests.engine.family_models import SHAPES, build_family_model
 from tests.engine.package_fixtures import load_adapters
 from tests.engine.random_experts import make_torch_plan
 from tests.factories import write_base, write_lora
@@ -150,3 +155,27 @@ def read_logits(model: Any) -> Tensor:
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([IDS]), use_cache=False).logits[0, 6 - len(IDS) :]
     return logits.float()
+
+
+@pytest.mark.parametrize("arch", ["gemma3_text", "olmo2"])
+def test_a_family_that_only_renames_norms_is_read_quantised(arch: str, tmp_path: Path) -> None:
+    """QLoRA is trained on such bases, too."""
+    config = next(config for name, config in SHAPES if name == arch)
+    model = build_family_model(tmp_path / "base", arch, **config)
+    decoded = quantise_base(tmp_path / "base", BNB_CONFIG, make_nf4)
+    model.load_state_dict({n: t.float() for n, t in decoded.items()}, strict=False)
+    ids = [3, 60, 17, 42, 8, 25]
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids]), use_cache=False).logits[0, -1].numpy()
+    found = read_model_config(tmp_path / "base")
+    decoder = PlainDecoder(found, load_plain_weights(tmp_path / "base", found))
+    ours = decoder.prefill(ids, PagedKVCache(found, 16, layout=ROW_PAGES)).logits
+    np.testing.assert_allclose(ours, expected, atol=1e-4)
+
+
+def test_a_family_with_several_projections_in_a_matrix_is_refused_quantised(tmp_path: Path) -> None:
+    config = next(config for name, config in SHAPES if name == "phi3")
+    build_family_model(tmp_path / "base", "phi3", **config)
+    quantise_base(tmp_path / "base", BNB_CONFIG, make_nf4)
+    with pytest.raises(IncompatibleError, match="quantised weights of phi3"):
+        read_base_headers(tmp_path / "base")

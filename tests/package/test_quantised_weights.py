@@ -161,6 +161,36 @@ def test_the_digest_of_a_base_covers_how_it_is_decoded(tmp_path: Path) -> None:
     assert (after.arch, after.weights != before.weights) == (before.arch, True)
 
 
+def test_the_digest_of_a_base_covers_the_dtypes_of_its_parts(tmp_path: Path) -> None:
+    """The same bytes are other scales in bfloat16."""
+    write(tmp_path / "base", METHODS["GPTQ, 4 bits"])
+    before = read_base(tmp_path / "base").identity
+
+    def reinterpret(tensors: dict[str, Tensor]) -> None:
+        for name, part in tensors.items():
+            if name.endswith(".scales"):
+                assert part.dtype is torch.float16
+                tensors[name] = part.view(torch.bfloat16)
+
+    edit_tensors(tmp_path / "base", reinterpret)
+    after = read_base(tmp_path / "base").identity
+    assert (after.arch, after.weights != before.weights) == (before.arch, True)
+
+
+def test_rows_in_tiles_are_refused(tmp_path: Path) -> None:
+    """Older versions of bitsandbytes could save int8 in the order of a device."""
+    write_base(tmp_path / "base")
+    quantise_base(tmp_path / "base", BNB_INT8_CONFIG, make_bnb_int8)
+    read(tmp_path / "base")
+
+    def arrange(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{LAYER}.weight_format"] = torch.tensor(2, dtype=torch.uint8)
+
+    edit_tensors(tmp_path / "base", arrange)
+    with pytest.raises(InvalidPackageError, match="rows are in tiles"):
+        read(tmp_path / "base")
+
+
 def test_codes_of_fp8_have_the_numbers_of_torch() -> None:
     expected = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
     assert np.array_equal(_list_fp8(), expected, equal_nan=True)

@@ -257,7 +257,7 @@ class GraphedStep:
     def run_layers(self, x: Tensor, numbers: Iterable[int], shared: StepTensors) -> Tensor:
         """Run complete layers: [rows, hidden] -> [rows, hidden]."""
         for number in numbers:
-            if self.transformer.config.unlike_llama:
+            if not self.transformer.config.has_llama_blocks:
                 x = self.transformer.run_block(x, number, shared)
                 continue
             x = self.transformer.run_attention(x, number, shared)

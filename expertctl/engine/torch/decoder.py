@@ -225,11 +225,11 @@ class Decoder:
         """
         tokens, model = len(x), self.transformer
         step = self._start_pass(cache, deltas, tokens)
-        x, unlike_llama = model.add_positions(x, step), self.config.unlike_llama
+        x, has_other_blocks = model.add_positions(x, step), not self.config.has_llama_blocks
         for number, layer in enumerate(model.layers):
             if phase is Phase.PROMPT and number == len(model.layers) - 1 and not whole:
                 step = self._start_pass(cache, deltas, tokens, query_rows=1)
-            if unlike_llama:
+            if has_other_blocks:
                 x = model.run_block(x, number, step)
                 continue
             x = model.run_attention(x, number, step)

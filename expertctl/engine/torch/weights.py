@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.arrays import FloatArray
 from expertctl.engine.base_files import (
     is_routed_expert,
     iter_row_portions,
@@ -67,12 +68,17 @@ def load_base_weights(
     stored = read_base_tensors(directory, config)
     wanted = [name for name in config.tensor_shapes() if experts or not is_routed_expert(name)]
     extra = [HEAD_TENSOR] if config.tied and HEAD_TENSOR in stored else []
+    compared = {HEAD_TENSOR, EMBEDDING_TENSOR} if extra else set()
+    target, found = torch.device(device), dict[str, Tensor]()
     with torch.inference_mode():
-        found = dict(_read({name: stored[name] for name in (*wanted, *extra)}))
+        for name, tensor in _read({name: stored[name] for name in (*wanted, *extra)}):
+            found[name] = tensor if name in compared else _convert(tensor, dtype, target)
+            if name not in compared:
+                progress(found[name].nbytes)
         if config.tied:
             _drop_duplicate_head(directory, found)
-        for name in wanted:
-            found[name] = _convert(found[name], dtype, torch.device(device))
+        for name in compared & found.keys():
+            found[name] = _convert(found[name], dtype, target)
             progress(found[name].nbytes)
     tensors = {name: found[name] for name in wanted}
     name = str(dtype).removeprefix("torch.")
@@ -83,7 +89,7 @@ def load_base_weights(
 def _read(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
     plain = {name: tensor for name, tensor in tensors.items() if tensor.codec is None}
     for name in tensors.keys() - plain.keys():
-        yield name, torch.from_numpy(np.concatenate(list(iter_row_portions(tensors[name]))))
+        yield name, torch.from_numpy(_decode_whole(tensors[name]))
     for path in sorted({tensor.path for tensor in plain.values()}):
         try:
             with _open(path) as file:
@@ -91,6 +97,14 @@ def _read(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
                 yield from _read_file(file, here)
         except (SafetensorError, OSError) as error:
             raise make_unreadable_error(path, error) from error
+
+
+def _decode_whole(tensor: StoredTensor) -> FloatArray:
+    whole, done = np.empty(tensor.info.shape, np.float32), 0
+    for rows in iter_row_portions(tensor):
+        whole[done : done + len(rows)] = rows
+        done += len(rows)
+    return whole
 
 
 def _read_file(file: Any, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
