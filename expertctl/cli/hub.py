@@ -22,7 +22,7 @@ from expertctl.errors import (
     UsageError,
     to_single_line,
 )
-from expertctl.install.hub import HubCache, find_expected_digests
+from expertctl.install.hub import HubCache, find_expected_digests, list_expected_digests
 from expertctl.install.hub_files import (
     HUB_PREFIX,
     HubListing,
@@ -106,7 +106,7 @@ def _describe_cached(name: HubName, path: Path) -> FetchedModel:
     while folder.parent.name != "snapshots":
         folder = folder.parent
     note(f"{name} is in the cache of the hub; nothing is downloaded")
-    return FetchedModel(name, path, folder.name, find_expected_digests(folder), 0)
+    return FetchedModel(name, path, folder.name, find_expected_digests(path), 0)
 
 
 def _download(
@@ -126,7 +126,7 @@ def _download(
         folder = cache.download(listing, files, progress=report)
     gguf = [file.name for file in files if file.name.endswith(".gguf")]
     path = folder / gguf[0] if gguf else folder
-    return FetchedModel(listing.name, path, commit, find_expected_digests(folder, listing), missing)
+    return FetchedModel(listing.name, path, commit, list_expected_digests(files), missing)
 
 
 def _require_same_revision(listing: HubListing, bases: BaseStore, called: str | None) -> None:

@@ -33,7 +33,7 @@ from expertctl.package.base_model import read_base_config
 from expertctl.package.model_config import CONFIG_FILE
 from expertctl.routing.encoder import find_hub_cache
 from expertctl.settings import format_size
-from expertctl.store.base_record import list_base_files
+from expertctl.store.base_record import COPIED_GGUF, list_base_files
 from expertctl.store.disk import disk_errors
 from expertctl.store.locks import exclusive_lock
 
@@ -276,20 +276,23 @@ class _ReceivedFile:
         (self._git if self.file.digest is None else self._sha256).update(chunk)
 
 
-def find_expected_digests(snapshot: Path, listing: HubListing | None = None) -> dict[str, Digest]:
-    """Return the digests of large files: as listed, else by the names in the cache of the hub.
+def list_expected_digests(files: tuple[HubFile, ...]) -> dict[str, Digest]:
+    """Return the digests of chosen files that the hub states, as `check_digests` wants them."""
+    names = {file: COPIED_GGUF if file.name.endswith(".gguf") else file.name for file in files}
+    return {name: file.digest for file, name in names.items() if file.digest is not None}
+
+
+def find_expected_digests(path: Path) -> dict[str, Digest]:
+    """Return the digests of large files by their names in the cache, of a folder or a GGUF file.
 
     The cache stores such a file under its digest, and a snapshot has links to it.
     """
-    if listing is not None:
-        listed = ((file.name.rpartition("/")[2], file.digest) for file in listing.files)
-        return {name: digest for name, digest in listed if digest is not None}
     found = {}
-    for path in snapshot.iterdir():
+    for file in path.iterdir() if path.is_dir() else [path]:
         with suppress(OSError):  # copied rather than linked: the cache does not say
-            name = path.readlink().name
-            if _LFS_NAME.fullmatch(name):
-                found[path.name] = Digest(name)
+            stored = file.readlink().name
+            if _LFS_NAME.fullmatch(stored):
+                found[file.name if path.is_dir() else COPIED_GGUF] = Digest(stored)
     return found
 
 

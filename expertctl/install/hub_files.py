@@ -35,6 +35,8 @@ DEFAULT_REVISION = "main"
 ENDPOINT_HINT = "check HF_ENDPOINT, and proxies on the way"
 _REVISION = re.compile(r"(?!.*(?:\.\.|//))[A-Za-z0-9][\w./-]{0,199}(?<![./])", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHORT_COMMIT = re.compile(r"(?=.*[0-9])(?=.*[a-f])[0-9a-f]{7,39}")
+"""What is taken for the first digits of a commit: a date as a tag has no letter."""
 _SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
 _MAX_FILES = 20_000
@@ -218,7 +220,18 @@ def parse_listing(data: bytes, name: HubName) -> HubListing:
             f"the answer about {name.repository} names no commit, or too many files",
             hint=ENDPOINT_HINT,
         )
+    _require_wanted_commit(answer.sha, name)
     return HubListing(name, answer.sha, tuple(_check_file(f, name) for f in answer.siblings))
+
+
+def _require_wanted_commit(commit: str, name: HubName) -> None:
+    """Require the commit that the user named, whole or by its first digits."""
+    wanted = name.wanted_revision
+    if (name.is_pinned or _SHORT_COMMIT.fullmatch(wanted)) and not commit.startswith(wanted):
+        raise RegistryError(
+            f"the hub answers with commit {commit[:12]} of {name.repository}, not {wanted[:12]}",
+            hint=ENDPOINT_HINT if name.is_pinned else "name the whole commit after the @",
+        )
 
 
 def _check_file(file: _ListedFile, name: HubName) -> HubFile:

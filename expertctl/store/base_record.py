@@ -229,11 +229,14 @@ NO_DIGESTS: Mapping[str, Digest] = {}
 def check_digests(files: Iterable[BaseFile], expected: Mapping[str, Digest], *, what: str) -> None:
     """Require the digests that somebody stated for some of the files.
 
+    That of a GGUF file is stated for `COPIED_GGUF`, wherever the file is and whatever its name.
+
     Raises:
         DigestError: naming every file that differs.
     """
-    names = {Path(file.path).name: file.digest for file in files}  # a GGUF file has its own path
-    wrong = [name for name, digest in names.items() if expected.get(name, digest) != digest]
+    paths = {file.path: file.digest for file in files}
+    stated = {p: expected.get(COPIED_GGUF if Path(p).is_absolute() else p) for p in paths}
+    wrong = [Path(p).name for p, digest in paths.items() if stated[p] not in {None, digest}]
     if wrong:
         raise DigestError(
             f"{what}: {', '.join(wrong)} differs from what the hub states",
@@ -298,13 +301,13 @@ def write_gguf_files(file: Path, target: Path, *, copied: bool, progress: Progre
     """
     place = file.absolute()
     header = read_gguf_header(place)
-    files = derive_base_files(header, file=_COPIED_GGUF if copied else str(place))
+    files = derive_base_files(header, file=COPIED_GGUF if copied else str(place))
     make_folders(target, mode=0o700)
     for name, data in files.items():
         with open_staged_file(target / name) as write:
             write(memoryview(data))
     if copied:
-        _copy_file(place, target / _COPIED_GGUF, progress)
+        _copy_file(place, target / COPIED_GGUF, progress)
     if FileState.from_stat(place.stat()) != header.state:
         raise InvalidPackageError(str(file), ["it changed while it was read"])
     sync_folder(target)
@@ -321,7 +324,8 @@ COPY_FOLDER = "files"
 """The folder of a copy, beside its record."""
 DERIVED_PREFIX = "derived-"
 """What begins the name of the folder, beside the record, of the files that follow from a GGUF."""
-_COPIED_GGUF = "model.gguf"
+COPIED_GGUF = "model.gguf"
+"""The name of a GGUF file in a copy."""
 _MAX_BYTES = 64 << 20
 
 

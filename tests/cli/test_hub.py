@@ -20,6 +20,7 @@ from expertctl.install import hub as hub_module
 from expertctl.install import hub_connection
 from tests.cli.command_runner import CommandOutput, CommandRunner, expertctl
 from tests.factories import write_base
+from tests.gguf_files import write_gguf
 from tests.install.hub_server import (
     COMMIT,
     LATER_COMMIT,
@@ -213,6 +214,54 @@ def test_of_gguf_files_only_the_chosen_one_is_downloaded(
     assert len(hub.requests) == before
     assert hub.count_sent() == hub.count_sent("a-Q4_K_M.gguf") == 9000
     assert (cache / "snapshots" / COMMIT / "q4" / "a-Q4_K_M.gguf").read_bytes() == b"4" * 9000
+
+
+@pytest.fixture
+def with_gguf(base_files: dict[str, bytes], hub: HubServer, tmp_path: Path) -> HubServer:
+    """The hub with two GGUF files, beside other large files with names of a base's files."""
+    folder = write_base(tmp_path / "whole", layers=1, hidden=64, heads=2, kv_heads=1)
+    files = {
+        f"{kind}/tiny-{kind}.gguf": write_gguf(tmp_path / "a.gguf", folder, kind=kind).read_bytes()
+        for kind in ("F16", "F32")
+    }
+    files |= {"tokenizer.json": b"x" * 9000, "README.md": b"x", "model.gguf": b"x" * 9000}
+    hub.repositories[NAME] = HubRepository(files)
+    return hub
+
+
+@pytest.mark.parametrize("options", [[], ["--copy"]])
+def test_a_gguf_file_is_compared_with_its_own_digest(
+    options: list[str], expertctl: CommandRunner, with_gguf: HubServer, cache: Path
+) -> None:
+    words = ["pull", f"{NAME}@{COMMIT}", "--file", "*-F16.gguf", *options]
+    assert expertctl(*words, "--json").document["downloaded"] == with_gguf.count_sent()
+    expertctl("base", "remove", NAME)
+    assert expertctl(*words, "--json").document["downloaded"] == 0
+    expertctl("base", "remove", NAME)
+    blob = cache / "blobs" / with_gguf.repositories[NAME].etag("F16/tiny-F16.gguf")
+    blob.write_bytes(blob.read_bytes()[:-2] + b"\1\1")
+    for revision in (NAME, f"{NAME}@{COMMIT}"):
+        said = expertctl("pull", revision, "--file", "*-F16.gguf", *options, exit_code=5)
+        assert ".gguf differs from what the hub states" in said.err.replace("\n  ", " ")
+
+
+def test_files_of_the_same_name_in_folders_are_not_compared(
+    expertctl: CommandRunner, hub: HubServer
+) -> None:
+    hub.repositories[NAME].files |= {
+        f"onnx/{WEIGHTS}": b"o" * 9000,
+        "x/tokenizer.json": b"t" * 9000,
+    }
+    assert expertctl("pull", NAME, "--json").document["revision"] == COMMIT
+
+
+def test_a_pinned_commit_is_the_one_that_is_downloaded(
+    expertctl: CommandRunner, hub: HubServer, cache: Path
+) -> None:
+    hub.faults.edit_listing = lambda listing: listing | {"sha": LATER_COMMIT}
+    said = expertctl("pull", f"{NAME}@{COMMIT}", "--json", exit_code=6).document["error"]
+    assert "the hub answers with commit 9f0c2a77b7b2 of acme/tiny" in said["message"]
+    assert not cache.exists()
 
 
 def test_a_system_without_links_keeps_a_file_once(

@@ -15,7 +15,7 @@ from expertctl.install.hub_files import (
     parse_listing,
     search_short_names,
 )
-from tests.install.hub_server import COMMIT, HubRepository
+from tests.install.hub_server import COMMIT, LATER_COMMIT, HubRepository
 
 NAME = HubName("acme/tiny")
 BASE = {"config.json": b"{}", "tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}
@@ -139,3 +139,17 @@ def test_what_cannot_be_chosen_is_refused(
 def test_an_answer_of_another_kind_is_refused(document: Any) -> None:
     with pytest.raises(RegistryError):
         parse_listing(json.dumps(document).encode(), NAME)
+
+
+@pytest.mark.parametrize("wanted", [COMMIT, COMMIT[:8]])
+def test_a_hub_may_not_answer_with_another_commit(wanted: str) -> None:
+    name = HubName("acme/tiny", wanted)
+    document = HubRepository(dict(BASE)).listing()
+    assert parse_listing(json.dumps(document).encode(), name).commit == COMMIT
+    with pytest.raises(RegistryError, match="answers with commit 9f0c2a77b7b2"):
+        parse_listing(json.dumps(document | {"sha": LATER_COMMIT}).encode(), name)
+
+
+def test_a_date_is_no_commit() -> None:
+    document = HubRepository(dict(BASE)).listing()
+    assert parse_listing(json.dumps(document).encode(), HubName("acme/tiny", "20260101"))
