@@ -85,12 +85,14 @@ def fetch_model(
         ExpertError: as `HubConnection` and `HubCache`.
     """
     cache = HubCache.from_environment(os.environ, is_offline=settings.offline)
-    complete = cache.find_complete(name, pattern)
-    if complete is not None and (cache.connection.is_offline or name.is_pinned):
+    is_settled = cache.connection.is_offline or name.is_pinned
+    complete = cache.find_complete(name, pattern) if is_settled else None
+    if complete is not None:
         return _describe_cached(name, complete)
     try:
         listing = cache.connection.list_files(name)
     except UnreachableError as error:
+        complete = cache.find_complete(name, pattern)
         if complete is None:
             raise
         warn([f"{error.message}; what the cache has of {name} is used"])

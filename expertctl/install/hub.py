@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,7 +27,15 @@ from expertctl.errors import (
 )
 from expertctl.files import NO_SPACE_ERRORS, make_folders, publish_file, write_atomic
 from expertctl.install.hub_connection import CHANGED_HINT, RESUME_HINT, HubConnection
-from expertctl.install.hub_files import ENDPOINT_HINT, HubFile, HubListing, HubName, is_commit
+from expertctl.install.hub_files import (
+    ENDPOINT_HINT,
+    HubFile,
+    HubListing,
+    HubName,
+    is_commit,
+    match_weights,
+    require_one_form,
+)
 from expertctl.package.base_model import read_base_config
 from expertctl.package.model_config import CONFIG_FILE
 from expertctl.routing.encoder import find_hub_cache
@@ -75,18 +82,20 @@ class HubCache:
         """Return the folder of a revision if the cache has every file of a base in it.
 
         With a pattern for GGUF files, return the only such file that the cache has.
+
+        Raises:
+            ExpertError: when the pattern matches more than one form of the weights.
         """
         snapshot = self.find_cached(name)
         if snapshot is None:
             return None
-        if pattern is not None:
-            found = [path for path in snapshot.rglob("*") if fnmatchcase(path.name, pattern)]
-            ggufs = [path for path in found if path.name.endswith(".gguf")]
-            if ggufs or not any(path.name.endswith(".safetensors") for path in found):
-                return ggufs[0] if len(ggufs) == 1 else None
+        matched = None if pattern is None else _match_cached(snapshot, pattern)
+        if matched == [] or (matched and matched[0].endswith(".gguf")):
+            return snapshot / matched[0] if matched else None
         with suppress(ExpertError, OSError):
-            if list_base_files(snapshot):
-                return snapshot
+            files = list_base_files(snapshot)
+            weights = [name for name in files if name.endswith(".safetensors")]
+            return snapshot if matched in (None, weights) else None
         return None
 
     def count_missing(self, listing: HubListing, files: tuple[HubFile, ...]) -> int:
@@ -294,6 +303,15 @@ def find_expected_digests(path: Path) -> dict[str, Digest]:
             if _LFS_NAME.fullmatch(stored):
                 found[file.name if path.is_dir() else COPIED_GGUF] = Digest(stored)
     return found
+
+
+def _match_cached(snapshot: Path, pattern: str) -> list[str]:
+    """Return the weight files of a snapshot that match a pattern, of one form."""
+    there = (path for path in snapshot.rglob("*") if path.is_file())
+    matched = match_weights((path.relative_to(snapshot).as_posix() for path in there), pattern)
+    if matched:
+        require_one_form(matched, pattern)
+    return matched
 
 
 def _link_file(blob: Path, place: Path) -> None:

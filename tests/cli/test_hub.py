@@ -264,6 +264,34 @@ def test_a_pinned_commit_is_the_one_that_is_downloaded(
     assert not cache.exists()
 
 
+def test_the_cache_is_searched_by_the_same_rules(
+    expertctl: CommandRunner, with_gguf: HubServer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expertctl("pull", NAME, "--file", "F16/*", "--name", "a")
+    expertctl("pull", NAME, "--file", "F32/*", "--name", "b")
+    gone = cache / "snapshots" / COMMIT / "x-F99.gguf"
+    gone.symlink_to("nowhere")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert expertctl("pull", NAME, "--file", "F32/*", "--name", "b", "--json").document
+    said = expertctl("pull", NAME, "--file", "*.gguf", "--json", exit_code=2).document["error"]
+    assert "matches 2 files: F16/tiny-F16.gguf, F32/tiny-F32.gguf" in said["message"]
+    expertctl("pull", NAME, "--file", "*F99*", exit_code=6)
+    expertctl("pull", NAME, "--file", "*.safetensors", exit_code=6)
+
+
+def test_other_safetensors_are_refused_before_the_download(
+    expertctl: CommandRunner, hub: HubServer
+) -> None:
+    hub.repositories[NAME].files["model.fp16.safetensors"] = b"x" * 9000
+    said = expertctl("pull", NAME, "--file", "*fp16*", "--json", exit_code=2).document["error"]
+    assert "model.fp16.safetensors" in said["message"]
+    assert hub.count_sent() == 0
+    assert expertctl("pull", NAME, "--file", WEIGHTS, "--json").document["revision"] == COMMIT
+    hub.requests.clear()
+    expertctl("pull", f"{NAME}@{COMMIT}", "--file", WEIGHTS)
+    assert hub.requests == []
+
+
 def test_a_system_without_links_keeps_a_file_once(
     expertctl: CommandRunner, hub: HubServer, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

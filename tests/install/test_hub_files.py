@@ -153,3 +153,36 @@ def test_a_hub_may_not_answer_with_another_commit(wanted: str) -> None:
 def test_a_date_is_no_commit() -> None:
     document = HubRepository(dict(BASE)).listing()
     assert parse_listing(json.dumps(document).encode(), HubName("acme/tiny", "20260101"))
+
+
+@pytest.mark.parametrize(
+    ("names", "pattern"),
+    [
+        ([WHOLE, "model.fp16.safetensors"], "*fp16*"),
+        ([WHOLE, f"onnx/{WHOLE}"], f"onnx/{WHOLE}"),
+        ([WHOLE, f"onnx/{WHOLE}"], "*.safetensors"),
+        ([*SHARDS, INDEX, WHOLE], "*.safetensors"),
+        ([*SHARDS, INDEX], SHARDS[0]),
+        ([*SHARDS, WHOLE], "model-*"),
+    ],
+)
+def test_a_pattern_for_safetensors_names_all_weights_of_the_base(
+    names: list[str], pattern: str
+) -> None:
+    with pytest.raises(UsageError, match="--file") as caught:
+        choose(*names, pattern=pattern)
+    assert caught.value.hint
+
+
+def test_a_pattern_may_name_all_shards() -> None:
+    assert choose(*SHARDS, INDEX, WHOLE, pattern="model-*") == [*BASE, INDEX, *SHARDS]
+    assert choose(WHOLE, "a.gguf", pattern="*.safetensors") == [*BASE, WHOLE]
+
+
+@pytest.mark.parametrize("pattern", ["*Q8_0*", "*-00001-of-*"])
+def test_a_gguf_file_in_parts_is_refused_by_its_name(pattern: str) -> None:
+    parts = [f"a-Q8_0-{number:05}-of-00002.gguf" for number in (1, 2)]
+    with pytest.raises(IncompatibleError, match="in parts") as caught:
+        choose(*parts, pattern=pattern)
+    assert "llama-gguf-split --merge" in caught.value.hint
+    assert choose("a-00001-of-00001.gguf", pattern="*") == ["a-00001-of-00001.gguf"]
