@@ -84,6 +84,7 @@ def add(
             bases,
             pattern=file,
             called=name,
+            copies=copy,
             as_json=as_json,
         )
         directory, revision, name = model.path, model.commit, name or wanted.repository

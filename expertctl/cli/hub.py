@@ -25,13 +25,14 @@ from expertctl.errors import (
 from expertctl.install.hub import HubCache, find_expected_digests, list_expected_digests
 from expertctl.install.hub_files import (
     HUB_PREFIX,
+    HubFile,
     HubListing,
     HubName,
     choose_files,
     parse_hub_name,
 )
 from expertctl.settings import Settings, format_size
-from expertctl.store.base_record import StoredBase
+from expertctl.store.base_record import StoredBase, check_base_name
 from expertctl.store.bases import BaseStore, count_bytes_to_read
 
 _SHOWN_DIGITS = 12
@@ -74,16 +75,20 @@ def fetch_model(
     *,
     pattern: str | None,
     called: str | None,
+    copies: bool,
     as_json: bool,
 ) -> FetchedModel:
     """Return a model from the cache of the hub, after a download of what it lacks.
 
-    ``text`` is what the user typed, and ``called`` the name that the base is to get.
+    ``text`` is what the user typed, ``called`` the name that the base is to get, and
+    ``copies`` whether it will be copied.
 
     Raises:
-        ConflictError: when another revision is registered under that name.
+        ConflictError: when another base is registered under that name.
+        UsageError: when no base can have that name.
         ExpertError: as `HubConnection` and `HubCache`.
     """
+    check_base_name(called or name.repository)
     cache = HubCache.from_environment(os.environ, is_offline=settings.offline)
     is_settled = cache.connection.is_offline or name.is_pinned
     complete = cache.find_complete(name, pattern) if is_settled else None
@@ -99,8 +104,10 @@ def fetch_model(
         return _describe_cached(name, complete)
     except (NotFoundError, OfflineError) as error:
         raise _mention_folder(error, text) from error
-    _require_same_revision(listing, bases, called)
-    return _download(cache, listing, pattern, as_json=as_json)
+    files = choose_files(listing, pattern)
+    _require_free_name(listing, files, bases, called)
+    copy_to = bases.folder if copies else None
+    return _download(cache, listing, files, copy_to=copy_to, as_json=as_json)
 
 
 def _describe_cached(name: HubName, path: Path) -> FetchedModel:
@@ -112,10 +119,16 @@ def _describe_cached(name: HubName, path: Path) -> FetchedModel:
 
 
 def _download(
-    cache: HubCache, listing: HubListing, pattern: str | None, *, as_json: bool
+    cache: HubCache,
+    listing: HubListing,
+    files: tuple[HubFile, ...],
+    *,
+    copy_to: Path | None,
+    as_json: bool,
 ) -> FetchedModel:
-    files, commit = choose_files(listing, pattern), listing.commit
+    commit = listing.commit
     missing = cache.count_missing(listing, files)
+    cache.require_space(listing, files, copy_to=copy_to)
     label = f"{listing.name.repository} at {commit[:_SHOWN_DIGITS]}"
     if missing:
         total = sum(file.size for file in files)
@@ -131,19 +144,30 @@ def _download(
     return FetchedModel(listing.name, path, commit, list_expected_digests(files), missing)
 
 
-def _require_same_revision(listing: HubListing, bases: BaseStore, called: str | None) -> None:
-    """Refuse, before a download, another revision than the one that is registered."""
+def _require_free_name(
+    listing: HubListing, files: tuple[HubFile, ...], bases: BaseStore, called: str | None
+) -> None:
+    """Refuse, before a download, a name that another base has."""
     label = called or listing.name.repository
     known = next((base for base in bases.list_bases() if base.name == label), None)
-    if known is None or known.identity.revision == listing.commit:
+    if known is None:
         return
-    revision = known.identity.revision
+    hint = f"give this one a `--name`, or first `expertctl base remove {label}`"
+    repository, revision = listing.name.repository, known.identity.revision
+    if revision == listing.commit:
+        stated, digests = list_expected_digests(files), known.digests
+        weights = [name for name in stated if name.endswith((".safetensors", ".gguf"))]
+        if all(digests.get(name) == stated[name] for name in weights):
+            return
+        raise ConflictError(
+            f"another base is called {label}: {known.source}, with other weights of {repository}",
+            hint=hint,
+        )
     here = str(known.path) if revision is None else f"revision {revision[:_SHOWN_DIGITS]}"
-    repository, wanted = listing.name.repository, listing.name.wanted_revision
     raise ConflictError(
-        f"another base is called {label}: {here}, and {wanted} of {repository} is "
-        f"{listing.commit[:_SHOWN_DIGITS]} now",
-        hint=f"give this one a `--name`, or first `expertctl base remove {label}`",
+        f"another base is called {label}: {here}, and {listing.name.wanted_revision} of "
+        f"{repository} is {listing.commit[:_SHOWN_DIGITS]} now",
+        hint=hint,
     )
 
 
@@ -194,12 +218,13 @@ def offer_model(
     except NotFoundError as unknown:
         message = f"{error.message}, and {unknown.message}"
         raise NotFoundError(message, hint=near or unknown.hint) from unknown
-    missing = cache.count_missing(listing, choose_files(listing))
+    files = choose_files(listing)
+    _require_free_name(listing, files, bases, None)
+    missing = cache.count_missing(listing, files)
     question = f"Download {name} ({format_size(missing)}) from {cache.connection.host}?"
     if not _ask(question):
         raise refusal
-    _require_same_revision(listing, bases, None)
-    return _download(cache, listing, None, as_json=as_json)
+    return _download(cache, listing, files, copy_to=None, as_json=as_json)
 
 
 def _ask(question: str) -> bool:

@@ -103,6 +103,24 @@ class HubCache:
         missing = (file for file in files if not self._path(listing, file).exists())
         return sum(file.size - self._count_partial(listing, file) for file in missing)
 
+    def require_space(
+        self, listing: HubListing, files: tuple[HubFile, ...], *, copy_to: Path | None = None
+    ) -> None:
+        """Require the space for what is missing, and for a copy of all files in a folder.
+
+        Raises:
+            DiskFullError: when a disk has less.
+        """
+        needed = self.count_missing(listing, files)
+        copied = sum(file.size for file in files) if copy_to is not None else 0
+        hint = "free some space, or set HF_HOME to a folder on another disk"
+        if copy_to is not None and not _is_same_disk(self.folder, copy_to):
+            home_hint = "free some space, or leave out --copy"
+            _require_free(copy_to, copied, f"a copy of {listing.name}", hint=home_hint)
+            copied = 0
+        what = f"{listing.name} with its copy" if copied else str(listing.name)
+        _require_free(self.folder, needed + copied, what, hint=hint)
+
     def download(
         self, listing: HubListing, files: tuple[HubFile, ...], *, progress: Progress
     ) -> Path:
@@ -115,7 +133,6 @@ class HubCache:
             DigestError: when a file is not the one that the hub listed.
             IncompatibleError: when no engine runs such a base.
         """
-        self._check_space(listing, files)
         snapshot = self._snapshot(listing)
         for file in files:
             if not self._path(listing, file).exists():
@@ -152,18 +169,6 @@ class HubCache:
             with suppress(OSError):
                 return min(path.stat().st_size, file.size)
         return 0
-
-    def _check_space(self, listing: HubListing, files: tuple[HubFile, ...]) -> None:
-        needed = self.count_missing(listing, files)
-        there = next(path for path in (self.folder, *self.folder.parents) if path.exists())
-        with disk_errors(there):
-            free = shutil.disk_usage(there).free
-        if needed > free:
-            raise DiskFullError(
-                f"{listing.name} needs {format_size(needed)}, and {format_size(free)} are free "
-                f"in {there}",
-                hint="free some space, or set HF_HOME to a folder on another disk",
-            )
 
     def _download_file(self, listing: HubListing, file: HubFile, progress: Progress) -> None:
         """Download one file, unless another revision already has it, and link it."""
@@ -283,6 +288,26 @@ class _ReceivedFile:
     def _count(self, chunk: bytes) -> None:
         self.size += len(chunk)
         (self._git if self.file.digest is None else self._sha256).update(chunk)
+
+
+def _find_existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _is_same_disk(one: Path, other: Path) -> bool:
+    with disk_errors(one):
+        return _find_existing(one).stat().st_dev == _find_existing(other).stat().st_dev
+
+
+def _require_free(folder: Path, needed: int, what: str, *, hint: str) -> None:
+    there = _find_existing(folder)
+    with disk_errors(there):
+        free = shutil.disk_usage(there).free
+    if needed > free:
+        raise DiskFullError(
+            f"{what} needs {format_size(needed)}, and {format_size(free)} are free in {there}",
+            hint=hint,
+        )
 
 
 def list_expected_digests(files: tuple[HubFile, ...]) -> dict[str, Digest]:

@@ -86,12 +86,12 @@ def infer_name(directory: Path, name: str | None, revision: str | None) -> tuple
         folder = directory.absolute().parent  # unresolved: a cached file may be a link to a blob
         is_snapshot = folder.parent.name == "snapshots"
         revision = revision or (folder.name if is_snapshot else None)
-        return _check_name(name or _name_gguf_file(directory)), revision
+        return check_base_name(name or _name_gguf_file(directory)), revision
     place = directory.resolve()
     if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
         name = name or place.parent.parent.name.removeprefix("models--").replace("--", "/")
         revision = revision or place.name
-    return _check_name(name or place.name), revision
+    return check_base_name(name or place.name), revision
 
 
 def _name_gguf_file(path: Path) -> str:
@@ -101,7 +101,12 @@ def _name_gguf_file(path: Path) -> str:
     return named if isinstance(named, str) and named else path.name
 
 
-def _check_name(name: str) -> str:
+def check_base_name(name: str) -> str:
+    """Return a name that a base may have.
+
+    Raises:
+        UsageError: for any other.
+    """
     shown = name.isprintable() and name.strip() == name and name[:1] not in {"", "."}
     if not shown or len(quote(name, safe="")) > _MAX_HUB_NAME:
         raise UsageError(f"{name[:80]!r} cannot name a base", hint="choose one with `--name NAME`")
@@ -234,14 +239,20 @@ def check_digests(files: Iterable[BaseFile], expected: Mapping[str, Digest], *, 
     Raises:
         DigestError: naming every file that differs.
     """
-    paths = {file.path: file.digest for file in files}
-    stated = {p: expected.get(COPIED_GGUF if Path(p).is_absolute() else p) for p in paths}
-    wrong = [Path(p).name for p, digest in paths.items() if stated[p] not in {None, digest}]
+    wrong = [
+        Path(file.path).name
+        for file in files
+        if expected.get(_label_file(file), file.digest) != file.digest
+    ]
     if wrong:
         raise DigestError(
             f"{what}: {', '.join(wrong)} differs from what the hub states",
             hint="remove the damaged files from the cache of the hub, then repeat the command",
         )
+
+
+def _label_file(file: BaseFile) -> str:
+    return COPIED_GGUF if Path(file.path).is_absolute() else file.path
 
 
 def check_unchanged(name: str, problems: list[str]) -> None:
@@ -354,6 +365,11 @@ class StoredBase:
         """What the user added: the folder, or the GGUF file; for a copy, its folder."""
         named = [Path(file.path) for file in self.files if Path(file.path).is_absolute()]
         return named[0] if named else self.path
+
+    @property
+    def digests(self) -> Mapping[str, Digest]:
+        """The digests of its files by name; that of a GGUF file for `COPIED_GGUF`."""
+        return {_label_file(file): file.digest for file in self.files}
 
     @property
     def is_derived(self) -> bool:

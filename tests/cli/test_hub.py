@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -290,6 +291,31 @@ def test_other_safetensors_are_refused_before_the_download(
     hub.requests.clear()
     expertctl("pull", f"{NAME}@{COMMIT}", "--file", WEIGHTS)
     assert hub.requests == []
+
+
+def test_what_is_known_is_refused_before_the_download(
+    expertctl: CommandRunner, with_gguf: HubServer
+) -> None:
+    expertctl("pull", NAME, "--file", "F16/*")
+    with_gguf.requests.clear()
+    said = expertctl("pull", NAME, "--file", "F32/*", "--json", exit_code=4).document["error"]
+    assert "another base is called acme/tiny" in said["message"]
+    assert "with other weights of acme/tiny" in said["message"]
+    assert expertctl("pull", NAME, "--file", "F16/*", "--json").document["downloaded"] == 0
+    said = expertctl("pull", NAME, "--name", ".x", "--json", exit_code=2).document["error"]
+    assert "cannot name a base" in said["message"]
+    assert with_gguf.count_sent() == 0
+
+
+def test_a_copy_that_does_not_fit_is_refused_before_the_download(
+    expertctl: CommandRunner, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, usage = len(hub.repositories[NAME].files[WEIGHTS]), shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda p: usage(p)._replace(free=size + size // 2))
+    said = expertctl("pull", NAME, "--copy", "--json", exit_code=7).document["error"]
+    assert "acme/tiny with its copy needs" in said["message"]
+    assert hub.count_sent() == 0
+    assert expertctl("pull", NAME, "--json").document["revision"] == COMMIT
 
 
 def test_a_system_without_links_keeps_a_file_once(
