@@ -23,6 +23,7 @@ from expertctl.errors import (
     to_single_line,
 )
 from expertctl.install.hub import HubCache, find_expected_digests, list_expected_digests
+from expertctl.install.hub_connection import HubConnection
 from expertctl.install.hub_files import (
     HUB_PREFIX,
     HubFile,
@@ -95,7 +96,7 @@ def fetch_model(
     if complete is not None:
         return _describe_cached(name, complete)
     try:
-        listing = cache.connection.list_files(name)
+        listing = _list_files(cache.connection, name)
     except UnreachableError as error:
         complete = cache.find_complete(name, pattern)
         if complete is None:
@@ -108,6 +109,12 @@ def fetch_model(
     _require_free_name(listing, files, bases, called)
     copy_to = bases.folder if copies else None
     return _download(cache, listing, files, copy_to=copy_to, as_json=as_json)
+
+
+def _list_files(connection: HubConnection, name: HubName) -> HubListing:
+    if not connection.is_offline and connection.withholds_token():
+        warn([f"HF_ENDPOINT has no TLS, so {connection.host} is asked without your token"])
+    return connection.list_files(name)
 
 
 def _describe_cached(name: HubName, path: Path) -> FetchedModel:
@@ -214,7 +221,7 @@ def offer_model(
     if as_json or not terminal or cache.connection.is_offline:
         raise refusal
     try:
-        listing = cache.connection.list_files(name)
+        listing = _list_files(cache.connection, name)
     except NotFoundError as unknown:
         message = f"{error.message}, and {unknown.message}"
         raise NotFoundError(message, hint=near or unknown.hint) from unknown

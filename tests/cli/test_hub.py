@@ -177,6 +177,53 @@ def test_only_the_hub_gets_the_token(expertctl: CommandRunner, hub: HubServer) -
     assert TOKEN not in said.err + said.out + refused.err + refused.out
 
 
+@pytest.mark.parametrize("is_described", [True, False])
+def test_a_redirect_to_another_hub_gets_no_token(
+    is_described: bool, expertctl: CommandRunner, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client of the hub itself sends its headers to some hosts that it knows."""
+    there = ("http", "127.0.0.1", int(hub.cdn.rpartition(":")[2]))
+    monkeypatch.setattr("huggingface_hub.utils._http._HUB_ORIGINS", frozenset({there}))
+
+    def describe(headers: dict[str, str]) -> None:
+        if "Location" in headers and not is_described:
+            del headers["X-Repo-Commit"]
+
+    hub.faults.only, hub.faults.edit_headers = WEIGHTS, describe
+    expertctl("pull", NAME)
+    authorised = [r.headers["host"] for r in hub.requests if "authorization" in r.headers]
+    assert set(authorised) == {hub.endpoint.removeprefix("http://")}
+    heads = [r for r in hub.requests if r.stage == "head" and r.name == WEIGHTS]
+    assert len(heads) == (1 if is_described else 2)
+
+
+def test_a_token_with_an_impossible_character_is_refused(
+    hub: HubServer, pull: Callable[..., CommandOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_sécret")
+    pull(2, "the token for the hub has a character that no token has")
+
+
+def test_without_tls_another_machine_gets_no_token(
+    expertctl: CommandRunner, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint.replace("127.0.0.1", "0.0.0.0"))
+    said = expertctl("pull", NAME)
+    assert "warning: HF_ENDPOINT has no TLS, so 0.0.0.0:" in said.err
+    assert {request.headers.get("authorization") for request in hub.requests} == {None}
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint.replace("127.0.0.1", "localhost"))
+    assert "has no TLS" not in expertctl("pull", NAME).err
+    assert hub.requests[-1].headers["authorization"] == f"Bearer {TOKEN}"
+
+
+def test_an_implicit_token_may_be_switched_off(
+    expertctl: CommandRunner, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    expertctl("pull", NAME)
+    assert {request.headers.get("authorization") for request in hub.requests} == {None}
+
+
 def test_without_a_token_none_is_sent(
     expertctl: CommandRunner, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -464,7 +511,7 @@ DISABLED = {"X-Error-Message": "Access to this resource is disabled."}
         ("list", StatusFault(302, {"Location": "http://[bad"}), 6, "is not that of a hub"),
         ("list", StatusFault(302, {"Location": "http://x:y/"}), 6, "is not that of a hub"),
         ("list", StatusFault(200, {"Content-Encoding": "gzip"}), 6, "is not that of a hub"),
-        ("head", StatusFault(302, {"Location": "/again"}), 6, "is not that of a hub"),
+        ("head", StatusFault(302, {"Location": "/again"}), 6, "redirects too often"),
         ("head", StatusFault(302, {"Location": "http://[bad"}), 6, "is not that of a hub"),
         ("head", StatusFault(403, GATED), 6, "acme/tiny is gated"),
         ("head", StatusFault(401, BAD_TOKEN), 6, "does not accept the token"),
