@@ -93,18 +93,19 @@ def fetch_model(
     cache = HubCache.from_environment(os.environ, is_offline=settings.offline)
     is_settled = cache.connection.is_offline or name.is_pinned
     complete = cache.find_complete(name, pattern) if is_settled else None
-    if complete is not None:
-        return _describe_cached(name, complete)
+    if complete is not None and (cache.connection.is_offline or not cache.list_unknown(complete)):
+        return _describe_cached(cache, name, complete)
     try:
         listing = _list_files(cache.connection, name)
-    except UnreachableError as error:
-        complete = cache.find_complete(name, pattern)
-        if complete is None:
-            raise
-        warn([f"{error.message}; what the cache has of {name} is used"])
-        return _describe_cached(name, complete)
-    except (NotFoundError, OfflineError) as error:
-        raise _mention_folder(error, text) from error
+    except ExpertError as error:
+        if complete is None and isinstance(error, UnreachableError):
+            complete = cache.find_complete(name, pattern)
+        if complete is not None:
+            warn([f"{error.message}; what the cache has of {name} is used"])
+            return _describe_cached(cache, name, complete)
+        if isinstance(error, NotFoundError | OfflineError):
+            raise _mention_folder(error, text) from error
+        raise
     files = choose_files(listing, pattern)
     _require_free_name(listing, files, bases, called)
     copy_to = bases.folder if copies else None
@@ -117,11 +118,15 @@ def _list_files(connection: HubConnection, name: HubName) -> HubListing:
     return connection.list_files(name)
 
 
-def _describe_cached(name: HubName, path: Path) -> FetchedModel:
+def _describe_cached(cache: HubCache, name: HubName, path: Path) -> FetchedModel:
     folder = path if path.is_dir() else path.parent
     while folder.parent.name != "snapshots":
         folder = folder.parent
     note(f"{name} is in the cache of the hub; nothing is downloaded")
+    unknown = cache.list_unknown(path)
+    if unknown:
+        files = ", ".join(unknown)
+        warn([f"the cache may lack files of {name}, which only the hub knows: {files}"])
     return FetchedModel(name, path, folder.name, find_expected_digests(path), 0)
 
 
@@ -145,7 +150,7 @@ def _download(
     else:
         note(f"{label} is in the cache of the hub; nothing is downloaded")
     with show_progress("downloading", missing, as_json=as_json) as report:
-        folder = cache.download(listing, files, progress=report)
+        folder = cache.download(listing, files, progress=report, notify=note)
     gguf = [file.name for file in files if file.name.endswith(".gguf")]
     path = folder / gguf[0] if gguf else folder
     return FetchedModel(listing.name, path, commit, list_expected_digests(files), missing)
@@ -211,7 +216,7 @@ def offer_model(
     cache = HubCache.from_environment(os.environ, is_offline=settings.offline)
     complete = cache.find_complete(name, None)
     if complete is not None:
-        return _describe_cached(name, complete)
+        return _describe_cached(cache, name, complete)
     near = error.hint if error.hint.startswith("did you mean") else ""
     hint = f"{near}; or download it: `expertctl pull {text}`" if near else ""
     refusal = NotFoundError(

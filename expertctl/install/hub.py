@@ -10,9 +10,10 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -23,9 +24,16 @@ from expertctl.errors import (
     DiskFullError,
     ExpertError,
     RegistryError,
+    StoreError,
     UnreachableError,
 )
-from expertctl.files import NO_SPACE_ERRORS, make_folders, publish_file, write_atomic
+from expertctl.files import (
+    NO_SPACE_ERRORS,
+    make_folders,
+    open_staged_file,
+    publish_file,
+    write_atomic,
+)
 from expertctl.install.hub_connection import CHANGED_HINT, RESUME_HINT, HubConnection
 from expertctl.install.hub_files import (
     ENDPOINT_HINT,
@@ -37,16 +45,22 @@ from expertctl.install.hub_files import (
     require_one_form,
 )
 from expertctl.package.base_model import read_base_config
+from expertctl.package.base_tensors import INDEX_FILE
 from expertctl.package.model_config import CONFIG_FILE
 from expertctl.routing.encoder import find_hub_cache
 from expertctl.settings import format_size
-from expertctl.store.base_record import COPIED_GGUF, list_base_files
+from expertctl.store.base_record import COPIED_GGUF, OPTIONAL_FILES, list_base_files
 from expertctl.store.disk import disk_errors
 from expertctl.store.locks import exclusive_lock
 
 _PAUSES = (0.2, 0.4, 0.8, 1.6)
 """Seconds before each further attempt, while none brings a byte."""
-_LOCK_SECONDS = 10.0
+_LOCK_SECONDS = 2.0
+"""After which it is said that another process downloads the same file."""
+_LONG_LOCK_SECONDS = 6 * 3600.0
+_CACHE_HINT = "free some space, or set HF_HOME to a folder of your own, on another disk"
+_NO_FILES = ".no_exist"
+"""The folder in which the client of the hub notes which files a commit lacks."""
 _OBJECT_NAME = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 _LFS_NAME = re.compile(r"[0-9a-f]{64}")
 
@@ -98,9 +112,20 @@ class HubCache:
             return snapshot if matched in (None, weights) else None
         return None
 
+    def list_unknown(self, snapshot: Path) -> list[str]:
+        """Return the optional files of a base of which the cache does not tell whether they exist.
+
+        Another program may have downloaded only what it needed.
+        """
+        if snapshot.is_file():
+            return []
+        lacking = snapshot.parent.parent / _NO_FILES / snapshot.name
+        names = [name for name in OPTIONAL_FILES if name != INDEX_FILE]
+        return [n for n in names if not (snapshot / n).is_file() and not (lacking / n).exists()]
+
     def count_missing(self, listing: HubListing, files: tuple[HubFile, ...]) -> int:
         """Return how many bytes of these files must be downloaded."""
-        missing = (file for file in files if not self._path(listing, file).exists())
+        missing = (file for file in files if not self._path(listing, file).is_file())
         return sum(file.size - self._count_partial(listing, file) for file in missing)
 
     def require_space(
@@ -122,12 +147,17 @@ class HubCache:
         _require_free(self.folder, needed + copied, what, hint=hint)
 
     def download(
-        self, listing: HubListing, files: tuple[HubFile, ...], *, progress: Progress
+        self,
+        listing: HubListing,
+        files: tuple[HubFile, ...],
+        *,
+        progress: Progress,
+        notify: Callable[[str], None],
     ) -> Path:
         """Download what the cache lacks of these files; return the folder of the commit.
 
         The configuration comes first, so that weights are downloaded only for a base that some
-        engine runs. ``progress`` gets the bytes received.
+        engine runs. ``progress`` gets the bytes received, ``notify`` what a user should know.
 
         Raises:
             DigestError: when a file is not the one that the hub listed.
@@ -135,17 +165,42 @@ class HubCache:
         """
         snapshot = self._snapshot(listing)
         for file in files:
-            if not self._path(listing, file).exists():
-                self._download_file(listing, file, progress)
+            if not self._path(listing, file).is_file():
+                self._download_file(listing, file, progress, notify)
+            self._check_git_file(listing, file)
             if file.name == CONFIG_FILE:
                 read_base_config(snapshot)
-        revision = listing.name.wanted_revision
-        if not is_commit(revision):
-            with disk_errors(self.folder):
-                reference = self._repository(listing.name) / "refs" / revision
-                make_folders(reference.parent)
-                write_atomic(reference, listing.commit.encode())
+        try:
+            self._record_listing(listing)
+        except OSError as error:
+            notify(f"warning: the cache of the hub was not updated: {error}")
         return snapshot
+
+    def _record_listing(self, listing: HubListing) -> None:
+        """Write which commit a revision is and which optional files it lacks, where that is new."""
+        folder, revision = self._repository(listing.name), listing.name.wanted_revision
+        commit, reference = listing.commit.encode(), folder / "refs" / revision
+        for name in self.list_unknown(self._snapshot(listing)):
+            if listing.find(name) is None:
+                make_folders(folder / _NO_FILES / listing.commit)
+                (folder / _NO_FILES / listing.commit / name).touch()
+        if not is_commit(revision) and not _has_content(reference, commit):
+            make_folders(reference.parent)
+            write_atomic(reference, commit)
+
+    def _check_git_file(self, listing: HubListing, file: HubFile) -> None:
+        """Require that a file that Git stores is the listed one; large files are hashed later."""
+        path = self._path(listing, file)
+        if file.digest is not None or file.git_id is None:
+            return
+        with _cache_errors(path), path.open("rb") as stream:
+            is_sound = os.fstat(stream.fileno()).st_size == file.size
+            is_sound = is_sound and _ReceivedFile(stream, file).is_sound(file.git_id)
+        if not is_sound:
+            raise DigestError(
+                f"{listing.name}: {file.name} in the cache is not the file that the hub listed",
+                hint=f"remove {path.resolve()}, then repeat the command",
+            )
 
     def _repository(self, name: HubName) -> Path:
         return self.folder / f"models--{name.repository.replace('/', '--')}"
@@ -170,25 +225,59 @@ class HubCache:
                 return min(path.stat().st_size, file.size)
         return 0
 
-    def _download_file(self, listing: HubListing, file: HubFile, progress: Progress) -> None:
+    def _download_file(
+        self,
+        listing: HubListing,
+        file: HubFile,
+        progress: Progress,
+        notify: Callable[[str], None],
+    ) -> None:
         """Download one file, unless another revision already has it, and link it."""
         etag = self.connection.read_etag(listing, file)
         blob = self._blob(listing.name, etag)
-        locks = self.folder / ".locks" / self._repository(listing.name).name
-        with disk_errors(self.folder):
+        place = self._path(listing, file)
+        with _cache_errors(self.folder):
             make_folders(blob.parent)
-            make_folders(locks)
-            with exclusive_lock(locks / f"{etag}.lock", seconds=_LOCK_SECONDS):
-                if not blob.exists():
+            with self._lock(listing.name, etag, notify):
+                if place.is_file():  # another process was faster
+                    return
+                is_known = blob.exists()
+                if not is_known:
                     self._receive_blob(listing, file, blob, progress)
-            _link_file(blob, self._path(listing, file))
+                _link_file(blob, place, keeps_blob=is_known)
+
+    @contextmanager
+    def _lock(self, name: HubName, etag: str, notify: Callable[[str], None]) -> Iterator[None]:
+        """Hold the lock of a blob; wait while another process downloads it."""
+        folder = self.folder / ".locks" / self._repository(name).name
+        make_folders(folder)
+        with ExitStack() as stack:
+            lock = folder / f"{etag}.lock"
+            try:
+                stack.enter_context(exclusive_lock(lock, seconds=_LOCK_SECONDS))
+            except StoreError:
+                notify(f"another process downloads {name}; waiting for it")
+                stack.enter_context(self._wait_for_lock(name, lock))
+            yield
+
+    @contextmanager
+    def _wait_for_lock(self, name: HubName, lock: Path) -> Iterator[None]:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(exclusive_lock(lock, seconds=_LONG_LOCK_SECONDS))
+            except StoreError as error:
+                raise StoreError(
+                    f"another process still downloads {name}",
+                    hint="try again when that has ended",
+                ) from error
+            yield
 
     def _receive_blob(
         self, listing: HubListing, file: HubFile, blob: Path, progress: Progress
     ) -> None:
         """Receive a file and check it; a broken connection is opened again for the rest."""
         partial = _partial_path(blob)
-        with partial.open("a+b") as stream:
+        with _open_partial(partial) as stream:
             received = _ReceivedFile(stream, file)
             self._receive_all(listing, received, progress)
             stream.flush()
@@ -339,19 +428,65 @@ def _match_cached(snapshot: Path, pattern: str) -> list[str]:
     return matched
 
 
-def _link_file(blob: Path, place: Path) -> None:
+def _link_file(blob: Path, place: Path, *, keeps_blob: bool) -> None:
     """Enter a file in a snapshot: by a relative link, as the client of the hub does.
 
-    Where links are not allowed, as on Windows for most users, it moves the file there, too.
+    Where links are not allowed, as on Windows for most users, the file is moved there, or copied
+    if it was in the cache before: another snapshot may link to it.
     """
     make_folders(place.parent)
+    if place.is_symlink():  # to what is no longer there
+        place.unlink()
     try:
-        with suppress(FileExistsError):  # another process was faster
-            place.symlink_to(os.path.relpath(blob, place.parent))
+        place.symlink_to(os.path.relpath(blob, place.parent))
     except OSError as error:
         if error.errno in NO_SPACE_ERRORS:
             raise
-        publish_file(blob, place)
+        if not keeps_blob:
+            publish_file(blob, place)
+            return
+        with blob.open("rb") as stream, open_staged_file(place) as write:
+            while chunk := stream.read(READ_CHUNK):
+                write(memoryview(chunk))
+
+
+def _open_partial(path: Path) -> BinaryIO:
+    """Open an unfinished file to read and append; never through a link, and no pipe or device.
+
+    Raises:
+        StoreError: when it is something else.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):
+        flags |= getattr(os, name, 0)
+    error = StoreError(f"{path} is not a regular file", hint="remove it, then repeat the command")
+    if path.is_symlink():
+        raise error
+    handle = os.open(path, flags, 0o644)
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(handle)
+        raise error
+    return os.fdopen(handle, "a+b")
+
+
+def _has_content(path: Path, data: bytes) -> bool:
+    with suppress(OSError):
+        return path.read_bytes().strip() == data
+    return False
+
+
+@contextmanager
+def _cache_errors(what: Path) -> Iterator[None]:
+    """Turn an OSError of the body into an error about the cache, not about our own folder."""
+    try:
+        yield
+    except OSError as error:
+        try:
+            with disk_errors(what):
+                raise
+        except (DiskFullError, StoreError) as explained:
+            raise type(explained)(explained.message, hint=_CACHE_HINT) from error
 
 
 def _partial_path(blob: Path) -> Path:

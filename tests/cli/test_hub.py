@@ -376,6 +376,10 @@ def test_a_system_without_links_keeps_a_file_once(
     assert not (Path(shown["path"]) / WEIGHTS).is_symlink()
     assert list_blobs(cache) == []
     assert expertctl("pull", NAME, "--json").document["downloaded"] == 0
+    blob = cache / "blobs" / hub.repositories[NAME].etag(WEIGHTS)
+    (cache / "snapshots" / COMMIT / WEIGHTS).rename(blob)
+    assert expertctl("pull", NAME, "--json").document["downloaded"] == 0
+    assert blob.read_bytes() == (cache / "snapshots" / COMMIT / WEIGHTS).read_bytes()
 
 
 def test_a_copy_is_made_of_the_cache_if_it_is_wanted(
@@ -774,11 +778,117 @@ def test_a_file_that_another_process_downloads_is_left_to_it(
     from filelock import FileLock
 
     monkeypatch.setattr(hub_module, "_LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(hub_module, "_LONG_LOCK_SECONDS", 0.0)
     locks = cache.parent / ".locks" / cache.name
     locks.mkdir(parents=True)
-    with FileLock(locks / f"{hub.repositories[NAME].etag(WEIGHTS)}.lock"):
-        pull(1, "is being changed by another process")
+    lock = FileLock(locks / f"{hub.repositories[NAME].etag(WEIGHTS)}.lock", thread_local=False)
+    with lock:
+        said = pull(1, "another process still downloads acme/tiny")
+    assert "another process downloads acme/tiny; waiting for it" in said.err
+    monkeypatch.setattr(hub_module, "_LONG_LOCK_SECONDS", 60.0)
+    lock.acquire()
+
+    def release(text: str) -> None:
+        if "waiting for it" in text:
+            lock.release()
+
+    monkeypatch.setattr("expertctl.cli.hub.note", release)
     pull(0, "")
+
+
+def test_nothing_of_a_complete_cache_is_written(
+    hub: HubServer, pull: Callable[..., CommandOutput], cache: Path
+) -> None:
+    pull(0, "")
+    before = {path: path.lstat() for path in cache.rglob("*")}
+    pull(0, "")
+    assert {path: path.lstat().st_mtime_ns for path in cache.rglob("*")} == {
+        path: status.st_mtime_ns for path, status in before.items()
+    }
+
+
+def test_a_revision_that_cannot_be_recorded_is_a_warning(
+    hub: HubServer, pull: Callable[..., CommandOutput], cache: Path
+) -> None:
+    hub.repositories[NAME].revisions |= {"a", "a/b"}
+    pull(0, "", "--revision", "a")
+    said = pull(0, "", "--revision", "a/b")
+    assert "warning: the cache of the hub was not updated" in said.err
+    assert (cache / "refs" / "a").read_text() == COMMIT
+
+
+def test_a_cache_that_cannot_be_used_is_named_with_its_variable(
+    hub: HubServer, pull: Callable[..., CommandOutput], cache: Path
+) -> None:
+    cache.mkdir(parents=True)
+    (cache / "blobs").write_text("no folder")
+    assert "HF_HOME" in pull(1, str(cache / "blobs")).document["error"]["hint"]
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
+def test_what_was_planted_for_an_unfinished_file_is_not_written(
+    kind: str, hub: HubServer, pull: Callable[..., CommandOutput], cache: Path, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (cache / "blobs").mkdir(parents=True)
+    place = cache / "blobs" / f"{hub.repositories[NAME].etag(WEIGHTS)}.incomplete"
+    match kind:
+        case "link":
+            place.symlink_to(victim)
+        case "hard link":
+            place.hardlink_to(victim)
+        case _:
+            os.mkfifo(place)
+    assert "remove it" in pull(1, "is not a regular file").document["error"]["hint"]
+    assert victim.read_text() == "mine"
+
+
+def test_a_damaged_file_of_git_is_refused(
+    hub: HubServer, pull: Callable[..., CommandOutput], cache: Path
+) -> None:
+    pull(0, "")
+    place = cache / "snapshots" / COMMIT / "tokenizer_config.json"
+    place.resolve().write_bytes(place.read_bytes() + b" ")
+    said = pull(5, "tokenizer_config.json in the cache is not the file that the hub listed")
+    assert str(place.resolve()) in said.document["error"]["hint"]
+    place.resolve().unlink()
+    pull(0, "")
+    assert place.is_file()
+
+
+def test_a_dangling_link_is_replaced(
+    hub: HubServer, pull: Callable[..., CommandOutput], cache: Path
+) -> None:
+    place = cache / "snapshots" / COMMIT / WEIGHTS
+    place.parent.mkdir(parents=True)
+    place.symlink_to("../../blobs/gone")
+    pull(0, "")
+    assert place.read_bytes() == hub.repositories[NAME].files[WEIGHTS]
+
+
+def test_a_partial_snapshot_of_another_program_is_completed(
+    hub: HubServer,
+    pull: Callable[..., CommandOutput],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (CONFIG, "tokenizer.json", WEIGHTS):
+        huggingface_hub.hf_hub_download(
+            NAME, name, endpoint=hub.endpoint, cache_dir=cache.parent, revision=COMMIT
+        )
+    pinned = ("--revision", COMMIT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    said = pull(0, "", *pinned, "--name", "partial")
+    assert "the cache may lack files of acme/tiny" in said.err.replace("\n  ", " ")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    hub.faults.answers["list"] = StatusFault(503)
+    assert "what the cache has" in pull(0, "", *pinned, "--name", "partial").err
+    hub.faults.answers.clear()
+    pull(0, "", *pinned)
+    assert (cache / "snapshots" / COMMIT / "tokenizer_config.json").is_file()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "may lack" not in pull(0, "", *pinned).err
 
 
 def test_a_hub_that_is_not_there_is_named(
