@@ -1,17 +1,19 @@
 """Base models by name: their download for ``pull`` and ``base add``, and its offer to ``--base``.
 
-A path that exists is never taken for a name. What is downloaded stays in the cache of
+For ``pull``, only what begins as a path is one; elsewhere a path that exists is never taken for a
+name. What is downloaded stays in the cache of
 ``huggingface_hub``, where the base is registered in place.
 """
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from expertctl.cli.output import note, warn
-from expertctl.cli.progress import show_progress
+from expertctl.cli.progress import show_download, show_progress
 from expertctl.digest import Digest
 from expertctl.errors import (
     ConflictError,
@@ -37,6 +39,7 @@ from expertctl.store.base_record import StoredBase, check_base_name
 from expertctl.store.bases import BaseStore, count_bytes_to_read
 
 _SHOWN_DIGITS = 12
+_PATH_START = re.compile(r"[./~\\]|[A-Za-z]:[/\\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,30 @@ def find_hub_name(text: str, revision: str | None = None) -> HubName | None:
     Raises:
         UsageError: for an impossible name or revision, or two revisions.
     """
-    path = Path(text)
-    if not text.startswith(HUB_PREFIX) and (path.exists() or path.is_symlink()):
+    if not text.startswith(HUB_PREFIX) and os.path.lexists(text):
         return None
+    return _parse_name(text, revision)
+
+
+def find_name_to_pull(text: str, revision: str | None = None) -> HubName | None:
+    """Return the model that an argument of ``pull`` names; None for what begins as a path does.
+
+    Raises:
+        UsageError: when the text does neither, and as `find_hub_name`.
+    """
+    if _PATH_START.match(text):
+        return find_hub_name(text, revision)
+    name = _parse_name(text, revision)
+    if name is None:
+        raise UsageError(
+            f"{to_single_line(text[:100])!r} does not name a model of a hub",
+            hint="a name is ORG/NAME, such as Qwen/Qwen3-0.6B, hf:NAME for a model without ORG, or "
+            "of those that `expertctl base search` lists; `expertctl base add DIR` adds a folder",
+        )
+    return name
+
+
+def _parse_name(text: str, revision: str | None) -> HubName | None:
     name = parse_hub_name(text)
     if name is None or revision is None:
         return name
@@ -149,7 +173,7 @@ def _download(
         note(f"downloading {label}: {format_size(missing)}{part}, {count}, to {cache.folder}")
     else:
         note(f"{label} is in the cache of the hub; nothing is downloaded")
-    with show_progress("downloading", missing, as_json=as_json) as report:
+    with show_download(missing, as_json=as_json) as report:
         folder = cache.download(listing, files, progress=report, notify=note)
     gguf = [file.name for file in files if file.name.endswith(".gguf")]
     path = folder / gguf[0] if gguf else folder
@@ -230,8 +254,13 @@ def offer_model(
     except NotFoundError as unknown:
         message = f"{error.message}, and {unknown.message}"
         raise NotFoundError(message, hint=near or unknown.hint) from unknown
-    files = choose_files(listing)
-    _require_free_name(listing, files, bases, None)
+    try:
+        files = choose_files(listing)
+        _require_free_name(listing, files, bases, None)
+    except (UsageError, ConflictError) as refused:
+        option = "--file PATTERN" if isinstance(refused, UsageError) else "--name NAME"
+        hint = f"`expertctl pull {text} {option}`, then name that base"
+        raise type(refused)(refused.message, hint=hint) from refused
     missing = cache.count_missing(listing, files)
     question = f"Download {name} ({format_size(missing)}) from {cache.connection.host}?"
     if not _ask(question):

@@ -41,7 +41,7 @@ from expertctl.install.hub_files import (
 if TYPE_CHECKING:
     from httpx2 import Response
 
-DEFAULT_ENDPOINT = "https://huggingface.co"
+_DEFAULT_ENDPOINT = "https://huggingface.co"
 CHANGED_HINT = "repeat the command; if it happens again, something on the way changes files"
 RESUME_HINT = "repeat the command: it goes on with what is missing"
 _TIMEOUT_SECONDS = 10.0
@@ -50,7 +50,7 @@ _MAX_LISTING = 32 << 20
 _MAX_REDIRECTS = 5
 _COMMIT_HEADER = "X-Repo-Commit"
 _ETAG = re.compile(r"[A-Za-z0-9][\w.-]{0,127}", re.ASCII)
-PROGRAM = "expertctl"
+_PROGRAM = "expertctl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class HubConnection:
     `NotFoundError` when it has no such model.
     """
 
-    endpoint: str = DEFAULT_ENDPOINT
+    endpoint: str = _DEFAULT_ENDPOINT
     is_offline: bool = False
     timeout: float = _TIMEOUT_SECONDS
     """Seconds without a byte after which a connection counts as broken."""
@@ -71,7 +71,7 @@ class HubConnection:
         cls, environment: Mapping[str, str], *, is_offline: bool
     ) -> "HubConnection":
         """Return the connection that the variables of ``huggingface_hub`` describe."""
-        address = environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT
+        address = environment.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT
         switch = environment.get("HF_HUB_OFFLINE") or environment.get("TRANSFORMERS_OFFLINE") or ""
         seconds = environment.get("HF_HUB_DOWNLOAD_TIMEOUT", "")
         return cls(
@@ -93,7 +93,7 @@ class HubConnection:
         path = f"{self.endpoint}/api/models/{name.repository}"
         address = f"{path}/revision/{quote(name.wanted_revision, safe='')}?blobs=true"
         data = bytearray()
-        with self.guard(name), self._open(address, {}, name) as response:
+        with self._guard(name), self._open(address, {}, name) as response:
             for chunk in response.iter_bytes():
                 data += chunk
                 if len(data) > _MAX_LISTING:
@@ -109,7 +109,7 @@ class HubConnection:
             DigestError: when it has another one.
         """
         address, name = self._build_address(listing, file), listing.name
-        with self.guard(name), self._open(address, {}, name, method="HEAD") as response:
+        with self._guard(name), self._open(address, {}, name, method="HEAD") as response:
             return _check_metadata(response, listing, file)
 
     @contextmanager
@@ -122,7 +122,7 @@ class HubConnection:
         """
         span = {"Range": f"bytes={start}-"} if start else {}
         address, name = self._build_address(listing, file), listing.name
-        with self.guard(name), self._open(address, span, name) as response:
+        with self._guard(name), self._open(address, span, name) as response:
             is_rest = bool(span) and response.status_code == 206
             said = response.headers.get("Content-Range", "")
             if is_rest and not said.startswith(f"bytes {start}-"):
@@ -141,7 +141,7 @@ class HubConnection:
             shown = to_single_line(self.endpoint[:100])
             raise UsageError(
                 f"HF_ENDPOINT: {shown!r} is not the address of a hub",
-                hint=f"such as {DEFAULT_ENDPOINT}",
+                hint=f"such as {_DEFAULT_ENDPOINT}",
             )
 
     def _build_address(self, listing: HubListing, file: HubFile) -> str:
@@ -149,7 +149,7 @@ class HubConnection:
         return f"{self.endpoint}/{path}"
 
     @property
-    def is_private(self) -> bool:
+    def _is_private(self) -> bool:
         """Whether nobody on the way reads what is sent: with TLS, or on this machine."""
         parts = urlsplit(self.endpoint)
         if parts.scheme == "https" or parts.hostname == "localhost":
@@ -161,7 +161,7 @@ class HubConnection:
     def withholds_token(self) -> bool:
         """Tell whether the user has a token that this hub does not get, because it lacks TLS."""
         self._require_address()
-        return not self.is_private and "authorization" in _build_headers({}, may_identify=True)
+        return not self._is_private and "authorization" in _build_headers({}, may_identify=True)
 
     @contextmanager
     def _open(
@@ -176,11 +176,11 @@ class HubConnection:
 
         A HEAD request ends where the hub describes the file and redirects to another host.
         """
-        session = load_library().get_session()
+        session = _load_library().get_session()
         own = {"Accept-Encoding": "identity", **headers}
         for _ in range(_MAX_REDIRECTS + 1):
             is_hub = _read_origin(address) == _read_origin(self.endpoint)
-            sent = _build_headers(own, may_identify=is_hub and self.is_private)
+            sent = _build_headers(own, may_identify=is_hub and self._is_private)
             with session.stream(
                 method, address, headers=sent, follow_redirects=False, timeout=self.timeout
             ) as response:
@@ -213,12 +213,12 @@ class HubConnection:
             )
 
     @contextmanager
-    def guard(self, name: HubName) -> Iterator[None]:
+    def _guard(self, name: HubName) -> Iterator[None]:
         """Turn errors of the client and of the connection into ours.
 
         An OSError of the disk passes; most errors of the client are such, too.
         """
-        library, http = load_library(), _load_http()
+        library, http = _load_library(), _load_http()
         try:
             yield
         except library.errors.HfHubHTTPError as error:
@@ -302,9 +302,9 @@ class HubConnection:
 
 def _build_headers(own: Mapping[str, str], *, may_identify: bool) -> dict[str, str]:
     """Return headers as the client of the hub sends them, with the user's token or without it."""
-    build = load_library().utils.build_hf_headers
+    build = _load_library().utils.build_hf_headers
     headers: dict[str, str] = build(
-        token=None if may_identify else False, library_name=PROGRAM, headers=dict(own)
+        token=None if may_identify else False, library_name=_PROGRAM, headers=dict(own)
     )
     if not headers.get("authorization", "").isascii():
         raise UsageError(
@@ -349,7 +349,7 @@ def _build_offline_error(name: HubName) -> OfflineError:
     )
 
 
-def load_library() -> Any:
+def _load_library() -> Any:
     """Import the client of the hub, quiet and without telemetry.
 
     Raises:

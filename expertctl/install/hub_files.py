@@ -32,7 +32,7 @@ from expertctl.store.base_record import OPTIONAL_FILES
 
 HUB_PREFIX = "hf:"
 """Before a name, it says that no folder is meant."""
-DEFAULT_REVISION = "main"
+_DEFAULT_REVISION = "main"
 ENDPOINT_HINT = "check HF_ENDPOINT, and proxies on the way"
 _REVISION = re.compile(r"(?!.*(?:\.\.|//))[A-Za-z0-9][\w./-]{0,199}(?<![./])", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -107,7 +107,7 @@ class HubName:
     @property
     def wanted_revision(self) -> str:
         """The branch, tag or commit to download."""
-        return self.revision or DEFAULT_REVISION
+        return self.revision or _DEFAULT_REVISION
 
     @property
     def is_pinned(self) -> bool:
@@ -207,8 +207,10 @@ class _RepositoryAnswer(msgspec.Struct):
 def parse_listing(data: bytes, name: HubName) -> HubListing:
     """Check what a hub says about a repository; ``data`` is its JSON answer.
 
+    A file with a name that may not be written is left out: it is none of a base.
+
     Raises:
-        RegistryError: when it is malformed, or names a file that may not be written.
+        RegistryError: when it is malformed, or another commit than the wanted one.
     """
     try:
         answer = msgspec.json.decode(data, type=_RepositoryAnswer)
@@ -223,7 +225,8 @@ def parse_listing(data: bytes, name: HubName) -> HubListing:
             hint=ENDPOINT_HINT,
         )
     _require_wanted_commit(answer.sha, name)
-    return HubListing(name, answer.sha, tuple(_check_file(f, name) for f in answer.siblings))
+    usable = (file for file in answer.siblings if _may_be_written(file.name))
+    return HubListing(name, answer.sha, tuple(_check_file(file, name) for file in usable))
 
 
 def _require_wanted_commit(commit: str, name: HubName) -> None:
@@ -236,17 +239,20 @@ def _require_wanted_commit(commit: str, name: HubName) -> None:
         )
 
 
+def _may_be_written(name: str) -> bool:
+    """Tell whether the name of a file is a relative path on every system."""
+    parts = name.split("/")
+    return (
+        len(name) <= _MAX_NAME
+        and name.isprintable()
+        and "\\" not in name
+        and ":" not in parts[0]
+        and not any(part in {"", ".", ".."} for part in parts)
+    )
+
+
 def _check_file(file: _ListedFile, name: HubName) -> HubFile:
     size = file.size if file.lfs is None else file.lfs.size
-    parts = file.name.split("/")
-    if (
-        len(file.name) > _MAX_NAME
-        or not file.name.isprintable()
-        or "\\" in file.name
-        or ":" in parts[0]
-        or any(part in {"", ".", ".."} for part in parts)
-    ):
-        raise _build_listing_error(f"{to_single_line(file.name[:80])!r} may not be written", name)
     if size is None or not 0 <= size <= _MAX_SIZE:
         raise _build_listing_error(f"the size of {file.name} is not stated", name)
     try:
@@ -347,7 +353,7 @@ def require_one_form(matched: list[str], pattern: str) -> None:
         UsageError: when it is more than one form of the weights.
     """
     shown, found = to_single_line(pattern[:80]), _join_names(matched, "")
-    if all(is_gguf_part(name) for name in matched):
+    if all(_is_gguf_part(name) for name in matched):
         raise IncompatibleError(
             f"--file {shown!r} matches a GGUF file in parts, which is not supported: {found}",
             hint="choose a file that is whole; or download all parts, and merge them: "
@@ -363,7 +369,7 @@ def require_one_form(matched: list[str], pattern: str) -> None:
         )
 
 
-def is_gguf_part(name: str) -> bool:
+def _is_gguf_part(name: str) -> bool:
     """Tell whether a file is one of several that make a GGUF file, by its name."""
     match = _GGUF_PART.search(name)
     return match is not None and int(match[1]) > 1

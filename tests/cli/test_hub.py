@@ -404,6 +404,21 @@ def test_a_directory_is_never_taken_for_a_name(
     assert "there is no folder models/mistyped either" in said.replace("\n", " ")
 
 
+def test_pull_takes_a_path_only_if_it_begins_as_one(
+    expertctl: CommandRunner, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_base(tmp_path / "acme" / "tiny", layers=1, hidden=16, heads=2, kv_heads=1)
+    assert expertctl("pull", NAME, "--json").document["path"] != str(tmp_path / NAME)
+    assert expertctl("pull", f"./{NAME}", "--json").document["path"] == str(tmp_path / NAME)
+    for text in ("acme", "gpt2", "a/b/c", "x" * 5000):
+        error = expertctl("pull", text, "--json", exit_code=2).document["error"]
+        assert "does not name a model of a hub" in error["message"]
+        assert "a name is ORG/NAME" in error["hint"]
+    long = expertctl("base", "add", "x" * 5000, "--json", exit_code=3).document["error"]
+    assert "no such directory" in long["message"]
+
+
 def test_a_moved_revision_is_refused_before_it_is_downloaded(
     expertctl: CommandRunner, hub: HubServer, base_files: dict[str, bytes]
 ) -> None:
@@ -565,13 +580,6 @@ LISTINGS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda found: {**found, "siblings": found["siblings"][:1] * 20_001},
         "too many files",
     ),
-    "parent": (edit(rfilename="../../evil"), "may not be written"),
-    "inner parent": (edit(rfilename="a/../../evil"), "may not be written"),
-    "absolute": (edit(rfilename="/etc/passwd"), "may not be written"),
-    "backslash": (edit(rfilename="..\\evil"), "may not be written"),
-    "drive": (edit(rfilename="C:evil"), "may not be written"),
-    "control": (edit(rfilename="a\x1b[2J"), "may not be written"),
-    "too long": (edit(rfilename="a" * 251), "may not be written"),
     "no size": (edit(size=None, lfs=None), "is not stated"),
     "negative": (edit(size=-1, lfs=None), "is not stated"),
     "text size": (edit(size="1"), "is not that of a hub"),
@@ -587,6 +595,19 @@ def test_a_listing_is_checked_before_it_is_used(
     said = pull(6, words)
     assert [request.stage for request in hub.requests] == ["list"]
     assert "\x1b" not in said.err
+
+
+def test_a_name_that_may_not_be_written_is_none_of_the_base(
+    hub: HubServer, pull: Callable[..., CommandOutput]
+) -> None:
+    def append(listing: dict[str, Any]) -> dict[str, Any]:
+        bad = {"rfilename": "../../evil.gguf", "size": 1, "blobId": "0" * 40}
+        return {**listing, "siblings": [*listing["siblings"], bad]}
+
+    hub.faults.edit_listing = append
+    pull(2, "matches no file", "--file", "*evil*")
+    pull(0, "")
+    assert not [request for request in hub.requests if "evil" in request.path]
 
 
 def test_a_listing_without_end_is_refused(

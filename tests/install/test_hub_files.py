@@ -186,3 +186,11 @@ def test_a_gguf_file_in_parts_is_refused_by_its_name(pattern: str) -> None:
         choose(*parts, pattern=pattern)
     assert "llama-gguf-split --merge" in caught.value.hint
     assert choose("a-00001-of-00001.gguf", pattern="*") == ["a-00001-of-00001.gguf"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../x", "a/../../x", "/etc/x", "..\\x", "C:x", "a\x1b[2J", "a" * 251, "a//b", "./a", ""],
+)
+def test_a_name_that_may_not_be_written_is_left_out(name: str) -> None:
+    assert list_repository(WHOLE, name).files == list_repository(WHOLE).files
