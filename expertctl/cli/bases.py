@@ -78,7 +78,7 @@ def add(
 
     wanted = find_hub_name(source, revision)
     options = {"copy": copy, "compile_kernels": compile_kernels, "as_json": as_json}
-    _add_source(source, wanted, name, revision, file, **options)
+    _add_source(source, wanted, name=name, revision=revision, file=file, **options)
 
 
 def pull(
@@ -106,16 +106,16 @@ def pull(
 
     wanted = find_name_to_pull(model, revision)
     options = {"copy": copy, "compile_kernels": compile_kernels, "as_json": as_json}
-    _add_source(model, wanted, name, revision, file, **options)
+    _add_source(model, wanted, name=name, revision=revision, file=file, **options)
 
 
 def _add_source(
     source: str,
     wanted: "HubName | None",
+    *,
     name: str | None,
     revision: str | None,
     file: str | None,
-    *,
     copy: bool,
     compile_kernels: bool,
     as_json: bool,

@@ -182,8 +182,9 @@ class HubCache:
         commit, reference = listing.commit.encode(), folder / "refs" / revision
         for name in self.list_unknown(self._snapshot(listing)):
             if listing.find(name) is None:
-                make_folders(folder / _NO_FILES / listing.commit)
-                (folder / _NO_FILES / listing.commit / name).touch()
+                with suppress(OSError):  # only a hint for the next time
+                    make_folders(folder / _NO_FILES / listing.commit)
+                    (folder / _NO_FILES / listing.commit / name).touch()
         if not is_commit(revision) and not _has_content(reference, commit):
             make_folders(reference.parent)
             write_atomic(reference, commit)
