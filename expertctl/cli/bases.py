@@ -1,5 +1,6 @@
 """``expertctl base`` and ``pull``: register, list and remove base models."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ from expertctl.cli.completion import complete_bases, complete_models
 from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, format_table, note, warn
 from expertctl.cli.progress import show_loading, show_progress
-from expertctl.errors import ExpertError, UsageError, format_install_command
+from expertctl.errors import ExpertError, NotFoundError, UsageError, format_install_command
 from expertctl.install.installed_experts import remove_base
 from expertctl.settings import format_size, load_settings
 from expertctl.store.base_record import NO_DIGESTS, StoredBase
@@ -18,6 +19,7 @@ from expertctl.store.bases import BaseStore, count_bytes_to_read
 from expertctl.store.store import Store
 
 if TYPE_CHECKING:
+    from expertctl.install.hub_files import HubName
     from expertctl.package.architectures import ExpertsConfig
     from expertctl.package.base_model import BaseIdentity
 
@@ -72,33 +74,11 @@ def add(
 
     Example: expertctl base add models/Qwen3-0.6B --name Qwen/Qwen3-0.6B
     """
-    from expertctl.cli.hub import fetch_model, find_hub_name
+    from expertctl.cli.hub import find_hub_name
 
-    bases, directory, model = open_base_store(), Path(source), None
     wanted = find_hub_name(source, revision)
-    if wanted is not None:
-        model = fetch_model(
-            source,
-            wanted,
-            load_settings(),
-            bases,
-            pattern=file,
-            called=name,
-            as_json=as_json,
-        )
-        directory, revision, name = model.path, model.commit, name or wanted.repository
-    elif file is not None:
-        raise UsageError(
-            f"--file chooses among the files of a hub, and {source[:200]} is a path",
-            hint="leave out --file, or name a model of a hub: hf:ORG/NAME",
-        )
-    add_base = bases.add_copy if copy else bases.add
-    size = count_bytes_to_read(directory, copies=copy)
-    expected = NO_DIGESTS if model is None else model.digests
-    with show_progress("hashing base", size, as_json=as_json) as report:
-        base = add_base(directory, name=name, revision=revision, expected=expected, progress=report)
-    downloaded: dict[str, object] = {} if model is None else {"downloaded": model.downloaded}
-    _report_added(base, downloaded, compile_kernels=compile_kernels, as_json=as_json)
+    options = {"copy": copy, "compile_kernels": compile_kernels, "as_json": as_json}
+    _add_source(source, wanted, name=name, revision=revision, file=file, **options)
 
 
 def pull(
@@ -122,7 +102,55 @@ def pull(
 
     Example: expertctl pull Qwen/Qwen3-0.6B
     """
-    add(model, name, revision, file, copy, compile_kernels, as_json)
+    from expertctl.cli.hub import find_name_to_pull
+
+    wanted = find_name_to_pull(model, revision)
+    options = {"copy": copy, "compile_kernels": compile_kernels, "as_json": as_json}
+    _add_source(model, wanted, name=name, revision=revision, file=file, **options)
+
+
+def _add_source(
+    source: str,
+    wanted: "HubName | None",
+    *,
+    name: str | None,
+    revision: str | None,
+    file: str | None,
+    copy: bool,
+    compile_kernels: bool,
+    as_json: bool,
+) -> None:
+    """Register what a command names: a model of a hub, or a path."""
+    from expertctl.cli.hub import fetch_model
+
+    bases, directory, model = open_base_store(), Path(source), None
+    if wanted is not None:
+        model = fetch_model(
+            source,
+            wanted,
+            load_settings(),
+            bases,
+            pattern=file,
+            called=name,
+            copies=copy,
+            as_json=as_json,
+        )
+        directory, revision, name = model.path, model.commit, name or wanted.repository
+    elif file is not None:
+        raise UsageError(
+            f"--file chooses among the files of a hub, and {source[:200]} is a path",
+            hint="leave out --file, or name a model of a hub: hf:ORG/NAME",
+        )
+    elif not os.path.lexists(source):  # too long a name, too
+        hint = "to download a model: `expertctl pull ORG/NAME`"
+        raise NotFoundError(f"{source[:200]}: no such directory", hint=hint)
+    add_base = bases.add_copy if copy else bases.add
+    size = count_bytes_to_read(directory, copies=copy)
+    expected = NO_DIGESTS if model is None else model.digests
+    with show_progress("hashing base", size, as_json=as_json) as report:
+        base = add_base(directory, name=name, revision=revision, expected=expected, progress=report)
+    downloaded: dict[str, object] = {} if model is None else {"downloaded": model.downloaded}
+    _report_added(base, downloaded, compile_kernels=compile_kernels, as_json=as_json)
 
 
 def _report_added(

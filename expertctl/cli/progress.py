@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from expertctl.cli.output import VERBOSITY, note
 from expertctl.digest import Progress, ignore_progress
+from expertctl.settings import format_size
 
 if TYPE_CHECKING:
     from rich.progress import FileSizeColumn, TaskID
@@ -26,6 +27,16 @@ def show_progress(label: str, total: int | None, *, as_json: bool = False) -> It
     Yields a callable that takes the number of bytes just handled.
     """
     with _show_bar(label, total, in_bytes=True, as_json=as_json) as report:
+        yield report
+
+
+@contextmanager
+def show_download(total: int, *, as_json: bool) -> Iterator[Progress]:
+    """Show how many bytes have come of a download; lines where there is no terminal."""
+    if not (VERBOSITY.is_quiet or sys.stderr.isatty()):
+        yield make_line_reporter("downloading", total, format_count=format_size)
+        return
+    with _show_bar("downloading", total, in_bytes=True, as_json=as_json) as report:
         yield report
 
 
@@ -111,7 +122,11 @@ def show_counter(label: str, total: int, *, as_json: bool) -> Iterator[Progress]
 
 
 def make_line_reporter(
-    label: str, total: int, *, clock: Callable[[], float] = time.monotonic
+    label: str,
+    total: int,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    format_count: Callable[[int], str] = str,
 ) -> Progress:
     """Return a progress callback that prints a line at most every `LINE_SECONDS`.
 
@@ -129,7 +144,7 @@ def make_line_reporter(
             return
         printed_at = now
         left = f", about {_format_duration(spent / done * (total - done))} left" if done else ""
-        note(f"{label}: {done} of {total}{left}")
+        note(f"{label}: {format_count(done)} of {format_count(total)}{left}")
 
     return report
 

@@ -1,17 +1,18 @@
 """Requests to a hub of models, through its own client.
 
 ``huggingface_hub`` (extra ``hub``) is imported only here, and only when a request is made: its
-session, its headers and its errors are used. A token is sent to the hub alone; a redirect to
-another host gets none. Texts of the hub are never printed: an error says in our words what a status
-means.
+session, its headers and its errors are used. A token is sent to the hub alone, and only over TLS or
+on this machine; a redirect to another host gets none. Texts of the hub are never printed: an error
+says in our words what a status means.
 """
 
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote, urljoin, urlsplit
 
 from expertctl.errors import (
@@ -39,17 +40,17 @@ from expertctl.install.hub_files import (
 
 if TYPE_CHECKING:
     from httpx2 import Response
-    from huggingface_hub import HfFileMetadata
 
-DEFAULT_ENDPOINT = "https://huggingface.co"
+_DEFAULT_ENDPOINT = "https://huggingface.co"
 CHANGED_HINT = "repeat the command; if it happens again, something on the way changes files"
 RESUME_HINT = "repeat the command: it goes on with what is missing"
 _TIMEOUT_SECONDS = 10.0
 _SWITCHED_ON = {"1", "on", "yes", "true"}
 _MAX_LISTING = 32 << 20
 _MAX_REDIRECTS = 5
+_COMMIT_HEADER = "X-Repo-Commit"
 _ETAG = re.compile(r"[A-Za-z0-9][\w.-]{0,127}", re.ASCII)
-PROGRAM = "expertctl"
+_PROGRAM = "expertctl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class HubConnection:
     `NotFoundError` when it has no such model.
     """
 
-    endpoint: str = DEFAULT_ENDPOINT
+    endpoint: str = _DEFAULT_ENDPOINT
     is_offline: bool = False
     timeout: float = _TIMEOUT_SECONDS
     """Seconds without a byte after which a connection counts as broken."""
@@ -70,7 +71,7 @@ class HubConnection:
         cls, environment: Mapping[str, str], *, is_offline: bool
     ) -> "HubConnection":
         """Return the connection that the variables of ``huggingface_hub`` describe."""
-        address = environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT
+        address = environment.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT
         switch = environment.get("HF_HUB_OFFLINE") or environment.get("TRANSFORMERS_OFFLINE") or ""
         seconds = environment.get("HF_HUB_DOWNLOAD_TIMEOUT", "")
         return cls(
@@ -92,7 +93,7 @@ class HubConnection:
         path = f"{self.endpoint}/api/models/{name.repository}"
         address = f"{path}/revision/{quote(name.wanted_revision, safe='')}?blobs=true"
         data = bytearray()
-        with self.guard(name), self._open(address, {}, name) as response:
+        with self._guard(name), self._open(address, {}, name) as response:
             for chunk in response.iter_bytes():
                 data += chunk
                 if len(data) > _MAX_LISTING:
@@ -107,16 +108,9 @@ class HubConnection:
         Raises:
             DigestError: when it has another one.
         """
-        library = load_library()
-        with self.guard(listing.name):
-            metadata = library.get_hf_file_metadata(
-                self._build_address(listing, file),
-                token=library.get_token(),
-                timeout=self.timeout,
-                endpoint=self.endpoint,
-                library_name=PROGRAM,
-            )
-        return _check_metadata(metadata, listing, file)
+        address, name = self._build_address(listing, file), listing.name
+        with self._guard(name), self._open(address, {}, name, method="HEAD") as response:
+            return _check_metadata(response, listing, file)
 
     @contextmanager
     def open_rest(
@@ -128,7 +122,7 @@ class HubConnection:
         """
         span = {"Range": f"bytes={start}-"} if start else {}
         address, name = self._build_address(listing, file), listing.name
-        with self.guard(name), self._open(address, span, name) as response:
+        with self._guard(name), self._open(address, span, name) as response:
             is_rest = bool(span) and response.status_code == 206
             said = response.headers.get("Content-Range", "")
             if is_rest and not said.startswith(f"bytes {start}-"):
@@ -147,29 +141,53 @@ class HubConnection:
             shown = to_single_line(self.endpoint[:100])
             raise UsageError(
                 f"HF_ENDPOINT: {shown!r} is not the address of a hub",
-                hint=f"such as {DEFAULT_ENDPOINT}",
+                hint=f"such as {_DEFAULT_ENDPOINT}",
             )
 
     def _build_address(self, listing: HubListing, file: HubFile) -> str:
         path = f"{listing.name.repository}/resolve/{listing.commit}/{quote(file.name)}"
         return f"{self.endpoint}/{path}"
 
+    @property
+    def _is_private(self) -> bool:
+        """Whether nobody on the way reads what is sent: with TLS, or on this machine."""
+        parts = urlsplit(self.endpoint)
+        if parts.scheme == "https" or parts.hostname == "localhost":
+            return True
+        with suppress(ValueError):
+            return ip_address(parts.hostname or "").is_loopback
+        return False
+
+    def withholds_token(self) -> bool:
+        """Tell whether the user has a token that this hub does not get, because it lacks TLS."""
+        self._require_address()
+        return not self._is_private and "authorization" in _build_headers({}, may_identify=True)
+
     @contextmanager
     def _open(
-        self, address: str, headers: Mapping[str, str], name: HubName
+        self,
+        address: str,
+        headers: Mapping[str, str],
+        name: HubName,
+        *,
+        method: Literal["GET", "HEAD"] = "GET",
     ) -> Iterator["Response"]:
-        """Send a GET request and follow its redirects; only the hub itself gets the token."""
-        library = load_library()
-        token = library.get_token()
+        """Send a request and follow its redirects; only the hub itself gets the token.
+
+        A HEAD request ends where the hub describes the file and redirects to another host.
+        """
+        session = _load_library().get_session()
         own = {"Accept-Encoding": "identity", **headers}
         for _ in range(_MAX_REDIRECTS + 1):
             is_hub = _read_origin(address) == _read_origin(self.endpoint)
-            sent = library.utils.build_hf_headers(
-                token=token if is_hub and token else False, library_name=PROGRAM, headers=own
-            )
-            with library.get_session().stream(
-                "GET", address, headers=sent, follow_redirects=False, timeout=self.timeout
+            sent = _build_headers(own, may_identify=is_hub and self._is_private)
+            with session.stream(
+                method, address, headers=sent, follow_redirects=False, timeout=self.timeout
             ) as response:
+                is_described = method == "HEAD" and _COMMIT_HEADER in response.headers
+                if is_described and self._leaves_hub(address, response):
+                    yield response
+                    return
                 if not response.has_redirect_location:
                     if response.status_code >= 400 and is_hub:
                         raise self._build_refusal(response, name)
@@ -181,6 +199,12 @@ class HubConnection:
             self._check_redirect(address, name)
         raise RegistryError(f"{name}: {self.host} redirects too often", hint=ENDPOINT_HINT)
 
+    def _leaves_hub(self, address: str, response: "Response") -> bool:
+        if not response.has_redirect_location:
+            return False
+        target = urljoin(address, response.headers["Location"])
+        return _read_origin(target) != _read_origin(self.endpoint)
+
     def _check_redirect(self, address: str, name: HubName) -> None:
         allowed = {"https", urlsplit(self.endpoint).scheme}
         if urlsplit(address).scheme not in allowed or not urlsplit(address).hostname:
@@ -189,12 +213,12 @@ class HubConnection:
             )
 
     @contextmanager
-    def guard(self, name: HubName) -> Iterator[None]:
+    def _guard(self, name: HubName) -> Iterator[None]:
         """Turn errors of the client and of the connection into ours.
 
         An OSError of the disk passes; most errors of the client are such, too.
         """
-        library, http = load_library(), _load_http()
+        library, http = _load_library(), _load_http()
         try:
             yield
         except library.errors.HfHubHTTPError as error:
@@ -276,16 +300,34 @@ class HubConnection:
         )
 
 
-def _check_metadata(metadata: "HfFileMetadata", listing: HubListing, file: HubFile) -> str:
+def _build_headers(own: Mapping[str, str], *, may_identify: bool) -> dict[str, str]:
+    """Return headers as the client of the hub sends them, with the user's token or without it."""
+    build = _load_library().utils.build_hf_headers
+    headers: dict[str, str] = build(
+        token=None if may_identify else False, library_name=_PROGRAM, headers=dict(own)
+    )
+    if not headers.get("authorization", "").isascii():
+        raise UsageError(
+            "the token for the hub has a character that no token has",
+            hint="set HF_TOKEN to a valid token, or unset it; `hf auth login` saves one",
+        )
+    return headers
+
+
+def _check_metadata(response: "Response", listing: HubListing, file: HubFile) -> str:
     """Return the name of a file in the cache, if the hub still has the file that it listed."""
-    etag = metadata.etag
-    if metadata.commit_hash != listing.commit or etag is None or not _ETAG.fullmatch(etag):
+    headers = response.headers
+    etag = headers.get("X-Linked-Etag") or headers.get("ETag") or ""
+    etag = etag.removeprefix("W/").strip('"')
+    if headers.get(_COMMIT_HEADER) != listing.commit or not _ETAG.fullmatch(etag):
         raise RegistryError(
             f"{listing.name}: the hub does not say which {file.name} it has",
             hint=ENDPOINT_HINT,
         )
+    own_size = None if response.has_redirect_location else headers.get("Content-Length")
+    size = headers.get("X-Linked-Size") or own_size or ""
     differs = file.digest is not None and etag != file.digest.hex
-    if differs or metadata.size not in {None, file.size}:
+    if differs or (size.isdecimal() and size != str(file.size)):
         raise DigestError(
             f"{listing.name}: {file.name} is not the file that the hub listed: "
             f"{'other content' if differs else 'another size'}",
@@ -307,7 +349,7 @@ def _build_offline_error(name: HubName) -> OfflineError:
     )
 
 
-def load_library() -> Any:
+def _load_library() -> Any:
     """Import the client of the hub, quiet and without telemetry.
 
     Raises:

@@ -9,6 +9,7 @@ user names it. Pickles and Python files are never among the files to download.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -31,11 +32,14 @@ from expertctl.store.base_record import OPTIONAL_FILES
 
 HUB_PREFIX = "hf:"
 """Before a name, it says that no folder is meant."""
-DEFAULT_REVISION = "main"
+_DEFAULT_REVISION = "main"
 ENDPOINT_HINT = "check HF_ENDPOINT, and proxies on the way"
 _REVISION = re.compile(r"(?!.*(?:\.\.|//))[A-Za-z0-9][\w./-]{0,199}(?<![./])", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHORT_COMMIT = re.compile(r"(?=.*[0-9])(?=.*[a-f])[0-9a-f]{7,39}")
+"""What is taken for the first digits of a commit: a date as a tag has no letter."""
 _SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
+_GGUF_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
 _MAX_FILES = 20_000
 _MAX_NAME = 250
@@ -103,7 +107,7 @@ class HubName:
     @property
     def wanted_revision(self) -> str:
         """The branch, tag or commit to download."""
-        return self.revision or DEFAULT_REVISION
+        return self.revision or _DEFAULT_REVISION
 
     @property
     def is_pinned(self) -> bool:
@@ -203,8 +207,10 @@ class _RepositoryAnswer(msgspec.Struct):
 def parse_listing(data: bytes, name: HubName) -> HubListing:
     """Check what a hub says about a repository; ``data`` is its JSON answer.
 
+    A file with a name that may not be written is left out: it is none of a base.
+
     Raises:
-        RegistryError: when it is malformed, or names a file that may not be written.
+        RegistryError: when it is malformed, or another commit than the wanted one.
     """
     try:
         answer = msgspec.json.decode(data, type=_RepositoryAnswer)
@@ -218,20 +224,35 @@ def parse_listing(data: bytes, name: HubName) -> HubListing:
             f"the answer about {name.repository} names no commit, or too many files",
             hint=ENDPOINT_HINT,
         )
-    return HubListing(name, answer.sha, tuple(_check_file(f, name) for f in answer.siblings))
+    _require_wanted_commit(answer.sha, name)
+    usable = (file for file in answer.siblings if _may_be_written(file.name))
+    return HubListing(name, answer.sha, tuple(_check_file(file, name) for file in usable))
+
+
+def _require_wanted_commit(commit: str, name: HubName) -> None:
+    """Require the commit that the user named, whole or by its first digits."""
+    wanted = name.wanted_revision
+    if (name.is_pinned or _SHORT_COMMIT.fullmatch(wanted)) and not commit.startswith(wanted):
+        raise RegistryError(
+            f"the hub answers with commit {commit[:12]} of {name.repository}, not {wanted[:12]}",
+            hint=ENDPOINT_HINT if name.is_pinned else "name the whole commit after the @",
+        )
+
+
+def _may_be_written(name: str) -> bool:
+    """Tell whether the name of a file is a relative path on every system."""
+    parts = name.split("/")
+    return (
+        len(name) <= _MAX_NAME
+        and name.isprintable()
+        and "\\" not in name
+        and ":" not in parts[0]
+        and not any(part in {"", ".", ".."} for part in parts)
+    )
 
 
 def _check_file(file: _ListedFile, name: HubName) -> HubFile:
     size = file.size if file.lfs is None else file.lfs.size
-    parts = file.name.split("/")
-    if (
-        len(file.name) > _MAX_NAME
-        or not file.name.isprintable()
-        or "\\" in file.name
-        or ":" in parts[0]
-        or any(part in {"", ".", ".."} for part in parts)
-    ):
-        raise _build_listing_error(f"{to_single_line(file.name[:80])!r} may not be written", name)
     if size is None or not 0 <= size <= _MAX_SIZE:
         raise _build_listing_error(f"the size of {file.name} is not stated", name)
     try:
@@ -316,30 +337,65 @@ def _require_all_shards(shards: list[HubFile], listing: HubListing) -> tuple[Hub
     return tuple(found)
 
 
+def match_weights(names: Iterable[str], pattern: str) -> list[str]:
+    """Return the weight files whose path or last part matches a pattern, sorted."""
+    ends = (".gguf", ".safetensors")
+    usable = (name for name in names if name.endswith(ends))
+    wanted = ((name, name.rpartition("/")[2]) for name in usable)
+    return sorted(n for n, last in wanted if fnmatchcase(n, pattern) or fnmatchcase(last, pattern))
+
+
+def require_one_form(matched: list[str], pattern: str) -> None:
+    """Require that what a pattern matches is one GGUF file, or files that may be a base's weights.
+
+    Raises:
+        IncompatibleError: when it is a GGUF file in several parts.
+        UsageError: when it is more than one form of the weights.
+    """
+    shown, found = to_single_line(pattern[:80]), _join_names(matched, "")
+    if all(_is_gguf_part(name) for name in matched):
+        raise IncompatibleError(
+            f"--file {shown!r} matches a GGUF file in parts, which is not supported: {found}",
+            hint="choose a file that is whole; or download all parts, and merge them: "
+            "`llama-gguf-split --merge FIRST.gguf MODEL.gguf`",
+        )
+    is_one_gguf = len(matched) == 1 and matched[0].endswith(".gguf")
+    if not is_one_gguf and matched != [WEIGHTS_FILE] and not all(map(_SHARD.fullmatch, matched)):
+        count = "1 file" if len(matched) == 1 else f"{len(matched)} files"
+        raise UsageError(
+            f"--file {shown!r} matches {count}: {found}",
+            hint="name one GGUF file; of safetensors only model.safetensors or all its shards "
+            "can be used, which are the default",
+        )
+
+
+def _is_gguf_part(name: str) -> bool:
+    """Tell whether a file is one of several that make a GGUF file, by its name."""
+    match = _GGUF_PART.search(name)
+    return match is not None and int(match[1]) > 1
+
+
 def _match_files(listing: HubListing, pattern: str) -> tuple[HubFile, ...]:
-    """Return the weight files that match a pattern: safetensors, or one GGUF file."""
-    names = [file.name for file in listing.files]
-    found = [
-        file
-        for file in listing.files
-        if fnmatchcase(file.name, pattern) or fnmatchcase(file.name.rpartition("/")[2], pattern)
-    ]
-    usable = [file for file in found if file.name.endswith((".gguf", ".safetensors"))]
-    shown = to_single_line(pattern[:80])
-    if not usable:
+    """Return the weight files that match a pattern: one GGUF file, or all of a base."""
+    names, repository = [file.name for file in listing.files], listing.name.repository
+    matched = match_weights(names, pattern)
+    if not matched:
         kinds = _join_names(names, (".gguf", ".safetensors")) or "no weights that may be read"
-        why = "names no safetensors and no GGUF" if found else "matches no file"
+        others = any(fnmatchcase(name.rpartition("/")[2], pattern) for name in names)
+        why = "names no safetensors and no GGUF" if others else "matches no file"
+        shown = to_single_line(pattern[:80])
+        raise UsageError(f"--file {shown!r} {why} of {repository}", hint=f"it has {kinds}")
+    require_one_form(matched, pattern)
+    files = [file for name in matched if (file := listing.find(name)) is not None]
+    if not _SHARD.fullmatch(matched[0]):
+        return tuple(files)
+    if len(matched) < sum(1 for name in names if _SHARD.fullmatch(name)) or INDEX_FILE not in names:
         raise UsageError(
-            f"--file {shown!r} {why} of {listing.name.repository}", hint=f"it has {kinds}"
+            f"--file {to_single_line(pattern[:80])!r} matches {len(matched)} of the shards of "
+            f"{repository}, which are used only together and with their index",
+            hint="leave out --file",
         )
-    ggufs = [file for file in usable if file.name.endswith(".gguf")]
-    if ggufs and len(usable) > 1:
-        matched = _join_names([file.name for file in usable], (".gguf", ".safetensors"))
-        raise UsageError(
-            f"--file {shown!r} matches {len(usable)} files: {matched}",
-            hint="name one GGUF file, or only safetensors",
-        )
-    return tuple(sorted(usable, key=lambda file: file.name))
+    return _require_all_shards(files, listing)
 
 
 def _join_names(names: list[str], suffix: str | tuple[str, ...]) -> str:

@@ -87,12 +87,12 @@ def infer_name(directory: Path, name: str | None, revision: str | None) -> tuple
         folder = directory.absolute().parent  # unresolved: a cached file may be a link to a blob
         is_snapshot = folder.parent.name == "snapshots"
         revision = revision or (folder.name if is_snapshot else None)
-        return _check_name(name or _name_gguf_file(directory)), revision
+        return check_base_name(name or _name_gguf_file(directory)), revision
     place = directory.resolve()
     if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
         name = name or place.parent.parent.name.removeprefix("models--").replace("--", "/")
         revision = revision or place.name
-    return _check_name(name or place.name), revision
+    return check_base_name(name or place.name), revision
 
 
 def _name_gguf_file(path: Path) -> str:
@@ -102,7 +102,12 @@ def _name_gguf_file(path: Path) -> str:
     return named if isinstance(named, str) and named else path.name
 
 
-def _check_name(name: str) -> str:
+def check_base_name(name: str) -> str:
+    """Return a name that a base may have.
+
+    Raises:
+        UsageError: for any other.
+    """
     shown = name.isprintable() and name.strip() == name and name[:1] not in {"", "."}
     if not shown or len(quote(name, safe="")) > _MAX_HUB_NAME:
         raise UsageError(f"{name[:80]!r} cannot name a base", hint="choose one with `--name NAME`")
@@ -230,16 +235,25 @@ NO_DIGESTS: Mapping[str, Digest] = {}
 def check_digests(files: Iterable[BaseFile], expected: Mapping[str, Digest], *, what: str) -> None:
     """Require the digests that somebody stated for some of the files.
 
+    That of a GGUF file is stated for `COPIED_GGUF`, wherever the file is and whatever its name.
+
     Raises:
         DigestError: naming every file that differs.
     """
-    names = {Path(file.path).name: file.digest for file in files}  # a GGUF file has its own path
-    wrong = [name for name, digest in names.items() if expected.get(name, digest) != digest]
+    wrong = [
+        Path(file.path).name
+        for file in files
+        if expected.get(_label_file(file), file.digest) != file.digest
+    ]
     if wrong:
         raise DigestError(
             f"{what}: {', '.join(wrong)} differs from what the hub states",
             hint="remove the damaged files from the cache of the hub, then repeat the command",
         )
+
+
+def _label_file(file: BaseFile) -> str:
+    return COPIED_GGUF if Path(file.path).is_absolute() else file.path
 
 
 def check_unchanged(name: str, problems: list[str]) -> None:
@@ -299,13 +313,13 @@ def write_gguf_files(file: Path, target: Path, *, copied: bool, progress: Progre
     """
     place = file.absolute()
     header = read_gguf_header(place)
-    files = derive_base_files(header, file=_COPIED_GGUF if copied else str(place))
+    files = derive_base_files(header, file=COPIED_GGUF if copied else str(place))
     make_folders(target, mode=0o700)
     for name, data in files.items():
         with open_staged_file(target / name) as write:
             write(memoryview(data))
     if copied:
-        _copy_file(place, target / _COPIED_GGUF, progress)
+        _copy_file(place, target / COPIED_GGUF, progress)
     if FileState.from_stat(place.stat()) != header.state:
         raise InvalidPackageError(str(file), ["it changed while it was read"])
     sync_folder(target)
@@ -335,7 +349,8 @@ COPY_FOLDER = "files"
 """The folder of a copy, beside its record."""
 DERIVED_PREFIX = "derived-"
 """What begins the name of the folder, beside the record, of the files that follow from a GGUF."""
-_COPIED_GGUF = "model.gguf"
+COPIED_GGUF = "model.gguf"
+"""The name of a GGUF file in a copy."""
 _MAX_BYTES = 64 << 20
 
 
@@ -364,6 +379,11 @@ class StoredBase:
         """What the user added: the folder, or the GGUF file; for a copy, its folder."""
         named = [Path(file.path) for file in self.files if Path(file.path).is_absolute()]
         return named[0] if named else self.path
+
+    @property
+    def digests(self) -> Mapping[str, Digest]:
+        """The digests of its files by name; that of a GGUF file for `COPIED_GGUF`."""
+        return {_label_file(file): file.digest for file in self.files}
 
     @property
     def is_derived(self) -> bool:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from expertctl.install import hub as hub_module
 from expertctl.install import hub_connection
 from tests.cli.command_runner import CommandOutput, CommandRunner, expertctl
 from tests.factories import write_base
+from tests.gguf_files import write_gguf
 from tests.install.hub_server import (
     COMMIT,
     LATER_COMMIT,
@@ -175,6 +177,53 @@ def test_only_the_hub_gets_the_token(expertctl: CommandRunner, hub: HubServer) -
     assert TOKEN not in said.err + said.out + refused.err + refused.out
 
 
+@pytest.mark.parametrize("is_described", [True, False])
+def test_a_redirect_to_another_hub_gets_no_token(
+    is_described: bool, expertctl: CommandRunner, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client of the hub itself sends its headers to some hosts that it knows."""
+    there = ("http", "127.0.0.1", int(hub.cdn.rpartition(":")[2]))
+    monkeypatch.setattr("huggingface_hub.utils._http._HUB_ORIGINS", frozenset({there}))
+
+    def describe(headers: dict[str, str]) -> None:
+        if "Location" in headers and not is_described:
+            del headers["X-Repo-Commit"]
+
+    hub.faults.only, hub.faults.edit_headers = WEIGHTS, describe
+    expertctl("pull", NAME)
+    authorised = [r.headers["host"] for r in hub.requests if "authorization" in r.headers]
+    assert set(authorised) == {hub.endpoint.removeprefix("http://")}
+    heads = [r for r in hub.requests if r.stage == "head" and r.name == WEIGHTS]
+    assert len(heads) == (1 if is_described else 2)
+
+
+def test_a_token_with_an_impossible_character_is_refused(
+    hub: HubServer, pull: Callable[..., CommandOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_sécret")
+    pull(2, "the token for the hub has a character that no token has")
+
+
+def test_without_tls_another_machine_gets_no_token(
+    expertctl: CommandRunner, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint.replace("127.0.0.1", "0.0.0.0"))
+    said = expertctl("pull", NAME)
+    assert "warning: HF_ENDPOINT has no TLS, so 0.0.0.0:" in said.err
+    assert {request.headers.get("authorization") for request in hub.requests} == {None}
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint.replace("127.0.0.1", "localhost"))
+    assert "has no TLS" not in expertctl("pull", NAME).err
+    assert hub.requests[-1].headers["authorization"] == f"Bearer {TOKEN}"
+
+
+def test_an_implicit_token_may_be_switched_off(
+    expertctl: CommandRunner, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    expertctl("pull", NAME)
+    assert {request.headers.get("authorization") for request in hub.requests} == {None}
+
+
 def test_without_a_token_none_is_sent(
     expertctl: CommandRunner, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +264,107 @@ def test_of_gguf_files_only_the_chosen_one_is_downloaded(
     assert (cache / "snapshots" / COMMIT / "q4" / "a-Q4_K_M.gguf").read_bytes() == b"4" * 9000
 
 
+@pytest.fixture
+def with_gguf(base_files: dict[str, bytes], hub: HubServer, tmp_path: Path) -> HubServer:
+    """The hub with two GGUF files, beside other large files with names of a base's files."""
+    folder = write_base(tmp_path / "whole", layers=1, hidden=64, heads=2, kv_heads=1)
+    files = {
+        f"{kind}/tiny-{kind}.gguf": write_gguf(tmp_path / "a.gguf", folder, kind=kind).read_bytes()
+        for kind in ("F16", "F32")
+    }
+    files |= {"tokenizer.json": b"x" * 9000, "README.md": b"x", "model.gguf": b"x" * 9000}
+    hub.repositories[NAME] = HubRepository(files)
+    return hub
+
+
+@pytest.mark.parametrize("options", [[], ["--copy"]])
+def test_a_gguf_file_is_compared_with_its_own_digest(
+    options: list[str], expertctl: CommandRunner, with_gguf: HubServer, cache: Path
+) -> None:
+    words = ["pull", f"{NAME}@{COMMIT}", "--file", "*-F16.gguf", *options]
+    assert expertctl(*words, "--json").document["downloaded"] == with_gguf.count_sent()
+    expertctl("base", "remove", NAME)
+    assert expertctl(*words, "--json").document["downloaded"] == 0
+    expertctl("base", "remove", NAME)
+    blob = cache / "blobs" / with_gguf.repositories[NAME].etag("F16/tiny-F16.gguf")
+    blob.write_bytes(blob.read_bytes()[:-2] + b"\1\1")
+    for revision in (NAME, f"{NAME}@{COMMIT}"):
+        said = expertctl("pull", revision, "--file", "*-F16.gguf", *options, exit_code=5)
+        assert ".gguf differs from what the hub states" in said.err.replace("\n  ", " ")
+
+
+def test_files_of_the_same_name_in_folders_are_not_compared(
+    expertctl: CommandRunner, hub: HubServer
+) -> None:
+    hub.repositories[NAME].files |= {
+        f"onnx/{WEIGHTS}": b"o" * 9000,
+        "x/tokenizer.json": b"t" * 9000,
+    }
+    assert expertctl("pull", NAME, "--json").document["revision"] == COMMIT
+
+
+def test_a_pinned_commit_is_the_one_that_is_downloaded(
+    expertctl: CommandRunner, hub: HubServer, cache: Path
+) -> None:
+    hub.faults.edit_listing = lambda listing: listing | {"sha": LATER_COMMIT}
+    said = expertctl("pull", f"{NAME}@{COMMIT}", "--json", exit_code=6).document["error"]
+    assert "the hub answers with commit 9f0c2a77b7b2 of acme/tiny" in said["message"]
+    assert not cache.exists()
+
+
+def test_the_cache_is_searched_by_the_same_rules(
+    expertctl: CommandRunner, with_gguf: HubServer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expertctl("pull", NAME, "--file", "F16/*", "--name", "a")
+    expertctl("pull", NAME, "--file", "F32/*", "--name", "b")
+    gone = cache / "snapshots" / COMMIT / "x-F99.gguf"
+    gone.symlink_to("nowhere")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert expertctl("pull", NAME, "--file", "F32/*", "--name", "b", "--json").document
+    said = expertctl("pull", NAME, "--file", "*.gguf", "--json", exit_code=2).document["error"]
+    assert "matches 2 files: F16/tiny-F16.gguf, F32/tiny-F32.gguf" in said["message"]
+    expertctl("pull", NAME, "--file", "*F99*", exit_code=6)
+    expertctl("pull", NAME, "--file", "*.safetensors", exit_code=6)
+
+
+def test_other_safetensors_are_refused_before_the_download(
+    expertctl: CommandRunner, hub: HubServer
+) -> None:
+    hub.repositories[NAME].files["model.fp16.safetensors"] = b"x" * 9000
+    said = expertctl("pull", NAME, "--file", "*fp16*", "--json", exit_code=2).document["error"]
+    assert "model.fp16.safetensors" in said["message"]
+    assert hub.count_sent() == 0
+    assert expertctl("pull", NAME, "--file", WEIGHTS, "--json").document["revision"] == COMMIT
+    hub.requests.clear()
+    expertctl("pull", f"{NAME}@{COMMIT}", "--file", WEIGHTS)
+    assert hub.requests == []
+
+
+def test_what_is_known_is_refused_before_the_download(
+    expertctl: CommandRunner, with_gguf: HubServer
+) -> None:
+    expertctl("pull", NAME, "--file", "F16/*")
+    with_gguf.requests.clear()
+    said = expertctl("pull", NAME, "--file", "F32/*", "--json", exit_code=4).document["error"]
+    assert "another base is called acme/tiny" in said["message"]
+    assert "with other weights of acme/tiny" in said["message"]
+    assert expertctl("pull", NAME, "--file", "F16/*", "--json").document["downloaded"] == 0
+    said = expertctl("pull", NAME, "--name", ".x", "--json", exit_code=2).document["error"]
+    assert "cannot name a base" in said["message"]
+    assert with_gguf.count_sent() == 0
+
+
+def test_a_copy_that_does_not_fit_is_refused_before_the_download(
+    expertctl: CommandRunner, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, usage = len(hub.repositories[NAME].files[WEIGHTS]), shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda p: usage(p)._replace(free=size + size // 2))
+    said = expertctl("pull", NAME, "--copy", "--json", exit_code=7).document["error"]
+    assert "acme/tiny with its copy needs" in said["message"]
+    assert hub.count_sent() == 0
+    assert expertctl("pull", NAME, "--json").document["revision"] == COMMIT
+
+
 def test_a_system_without_links_keeps_a_file_once(
     expertctl: CommandRunner, hub: HubServer, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +376,10 @@ def test_a_system_without_links_keeps_a_file_once(
     assert not (Path(shown["path"]) / WEIGHTS).is_symlink()
     assert list_blobs(cache) == []
     assert expertctl("pull", NAME, "--json").document["downloaded"] == 0
+    blob = cache / "blobs" / hub.repositories[NAME].etag(WEIGHTS)
+    (cache / "snapshots" / COMMIT / WEIGHTS).rename(blob)
+    assert expertctl("pull", NAME, "--json").document["downloaded"] == 0
+    assert blob.read_bytes() == (cache / "snapshots" / COMMIT / WEIGHTS).read_bytes()
 
 
 def test_a_copy_is_made_of_the_cache_if_it_is_wanted(
@@ -248,6 +402,21 @@ def test_a_directory_is_never_taken_for_a_name(
         assert "no such directory" in expertctl("base", "add", path, exit_code=3).err
     said = expertctl("base", "add", "models/mistyped", exit_code=3).err
     assert "there is no folder models/mistyped either" in said.replace("\n", " ")
+
+
+def test_pull_takes_a_path_only_if_it_begins_as_one(
+    expertctl: CommandRunner, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_base(tmp_path / "acme" / "tiny", layers=1, hidden=16, heads=2, kv_heads=1)
+    assert expertctl("pull", NAME, "--json").document["path"] != str(tmp_path / NAME)
+    assert expertctl("pull", f"./{NAME}", "--json").document["path"] == str(tmp_path / NAME)
+    for text in ("acme", "gpt2", "a/b/c", "x" * 5000):
+        error = expertctl("pull", text, "--json", exit_code=2).document["error"]
+        assert "does not name a model of a hub" in error["message"]
+        assert "a name is ORG/NAME" in error["hint"]
+    long = expertctl("base", "add", "x" * 5000, "--json", exit_code=3).document["error"]
+    assert "no such directory" in long["message"]
 
 
 def test_a_moved_revision_is_refused_before_it_is_downloaded(
@@ -361,7 +530,7 @@ DISABLED = {"X-Error-Message": "Access to this resource is disabled."}
         ("list", StatusFault(302, {"Location": "http://[bad"}), 6, "is not that of a hub"),
         ("list", StatusFault(302, {"Location": "http://x:y/"}), 6, "is not that of a hub"),
         ("list", StatusFault(200, {"Content-Encoding": "gzip"}), 6, "is not that of a hub"),
-        ("head", StatusFault(302, {"Location": "/again"}), 6, "is not that of a hub"),
+        ("head", StatusFault(302, {"Location": "/again"}), 6, "redirects too often"),
         ("head", StatusFault(302, {"Location": "http://[bad"}), 6, "is not that of a hub"),
         ("head", StatusFault(403, GATED), 6, "acme/tiny is gated"),
         ("head", StatusFault(401, BAD_TOKEN), 6, "does not accept the token"),
@@ -411,13 +580,6 @@ LISTINGS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda found: {**found, "siblings": found["siblings"][:1] * 20_001},
         "too many files",
     ),
-    "parent": (edit(rfilename="../../evil"), "may not be written"),
-    "inner parent": (edit(rfilename="a/../../evil"), "may not be written"),
-    "absolute": (edit(rfilename="/etc/passwd"), "may not be written"),
-    "backslash": (edit(rfilename="..\\evil"), "may not be written"),
-    "drive": (edit(rfilename="C:evil"), "may not be written"),
-    "control": (edit(rfilename="a\x1b[2J"), "may not be written"),
-    "too long": (edit(rfilename="a" * 251), "may not be written"),
     "no size": (edit(size=None, lfs=None), "is not stated"),
     "negative": (edit(size=-1, lfs=None), "is not stated"),
     "text size": (edit(size="1"), "is not that of a hub"),
@@ -433,6 +595,19 @@ def test_a_listing_is_checked_before_it_is_used(
     said = pull(6, words)
     assert [request.stage for request in hub.requests] == ["list"]
     assert "\x1b" not in said.err
+
+
+def test_a_name_that_may_not_be_written_is_none_of_the_base(
+    hub: HubServer, pull: Callable[..., CommandOutput]
+) -> None:
+    def append(listing: dict[str, Any]) -> dict[str, Any]:
+        bad = {"rfilename": "../../evil.gguf", "size": 1, "blobId": "0" * 40}
+        return {**listing, "siblings": [*listing["siblings"], bad]}
+
+    hub.faults.edit_listing = append
+    pull(2, "matches no file", "--file", "*evil*")
+    pull(0, "")
+    assert not [request for request in hub.requests if "evil" in request.path]
 
 
 def test_a_listing_without_end_is_refused(
@@ -624,11 +799,117 @@ def test_a_file_that_another_process_downloads_is_left_to_it(
     from filelock import FileLock
 
     monkeypatch.setattr(hub_module, "_LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(hub_module, "_LONG_LOCK_SECONDS", 0.0)
     locks = cache.parent / ".locks" / cache.name
     locks.mkdir(parents=True)
-    with FileLock(locks / f"{hub.repositories[NAME].etag(WEIGHTS)}.lock"):
-        pull(1, "is being changed by another process")
+    lock = FileLock(locks / f"{hub.repositories[NAME].etag(WEIGHTS)}.lock", thread_local=False)
+    with lock:
+        said = pull(1, "another process still downloads acme/tiny")
+    assert "another process downloads acme/tiny; waiting for it" in said.err
+    monkeypatch.setattr(hub_module, "_LONG_LOCK_SECONDS", 60.0)
+    lock.acquire()
+
+    def release(text: str) -> None:
+        if "waiting for it" in text:
+            lock.release()
+
+    monkeypatch.setattr("expertctl.cli.hub.note", release)
     pull(0, "")
+
+
+def test_nothing_of_a_complete_cache_is_written(
+    hub: HubServer, pull: Callable[..., CommandOutput], cache: Path
+) -> None:
+    pull(0, "")
+    before = {path: path.lstat() for path in cache.rglob("*")}
+    pull(0, "")
+    assert {path: path.lstat().st_mtime_ns for path in cache.rglob("*")} == {
+        path: status.st_mtime_ns for path, status in before.items()
+    }
+
+
+def test_a_revision_that_cannot_be_recorded_is_a_warning(
+    hub: HubServer, pull: Callable[..., CommandOutput], cache: Path
+) -> None:
+    hub.repositories[NAME].revisions |= {"a", "a/b"}
+    pull(0, "", "--revision", "a")
+    said = pull(0, "", "--revision", "a/b")
+    assert "warning: the cache of the hub was not updated" in said.err
+    assert (cache / "refs" / "a").read_text() == COMMIT
+
+
+def test_a_cache_that_cannot_be_used_is_named_with_its_variable(
+    hub: HubServer, pull: Callable[..., CommandOutput], cache: Path
+) -> None:
+    cache.mkdir(parents=True)
+    (cache / "blobs").write_text("no folder")
+    assert "HF_HOME" in pull(1, str(cache / "blobs")).document["error"]["hint"]
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
+def test_what_was_planted_for_an_unfinished_file_is_not_written(
+    kind: str, hub: HubServer, pull: Callable[..., CommandOutput], cache: Path, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (cache / "blobs").mkdir(parents=True)
+    place = cache / "blobs" / f"{hub.repositories[NAME].etag(WEIGHTS)}.incomplete"
+    match kind:
+        case "link":
+            place.symlink_to(victim)
+        case "hard link":
+            place.hardlink_to(victim)
+        case _:
+            os.mkfifo(place)
+    assert "remove it" in pull(1, "is not a regular file").document["error"]["hint"]
+    assert victim.read_text() == "mine"
+
+
+def test_a_damaged_file_of_git_is_refused(
+    hub: HubServer, pull: Callable[..., CommandOutput], cache: Path
+) -> None:
+    pull(0, "")
+    place = cache / "snapshots" / COMMIT / "tokenizer_config.json"
+    place.resolve().write_bytes(place.read_bytes() + b" ")
+    said = pull(5, "tokenizer_config.json in the cache is not the file that the hub listed")
+    assert str(place.resolve()) in said.document["error"]["hint"]
+    place.resolve().unlink()
+    pull(0, "")
+    assert place.is_file()
+
+
+def test_a_dangling_link_is_replaced(
+    hub: HubServer, pull: Callable[..., CommandOutput], cache: Path
+) -> None:
+    place = cache / "snapshots" / COMMIT / WEIGHTS
+    place.parent.mkdir(parents=True)
+    place.symlink_to("../../blobs/gone")
+    pull(0, "")
+    assert place.read_bytes() == hub.repositories[NAME].files[WEIGHTS]
+
+
+def test_a_partial_snapshot_of_another_program_is_completed(
+    hub: HubServer,
+    pull: Callable[..., CommandOutput],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (CONFIG, "tokenizer.json", WEIGHTS):
+        huggingface_hub.hf_hub_download(
+            NAME, name, endpoint=hub.endpoint, cache_dir=cache.parent, revision=COMMIT
+        )
+    pinned = ("--revision", COMMIT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    said = pull(0, "", *pinned, "--name", "partial")
+    assert "the cache may lack files of acme/tiny" in said.err.replace("\n  ", " ")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    hub.faults.answers["list"] = StatusFault(503)
+    assert "what the cache has" in pull(0, "", *pinned, "--name", "partial").err
+    hub.faults.answers.clear()
+    pull(0, "", *pinned)
+    assert (cache / "snapshots" / COMMIT / "tokenizer_config.json").is_file()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "may lack" not in pull(0, "", *pinned).err
 
 
 def test_a_hub_that_is_not_there_is_named(

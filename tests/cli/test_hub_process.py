@@ -158,6 +158,10 @@ def test_run_offers_the_download_at_a_terminal(hub: HubServer, environment: dict
     code, out, shown = answer_at_terminal(environment, b"", "route", "x", "--base", "acme/none")
     assert (code, out) == (3, b"")
     assert b"no base is called 'acme/none', and 127.0.0.1" in shown
+    hub.repositories["acme/gguf"] = HubRepository({"a.gguf": b"x"})
+    code, _, shown = answer_at_terminal(environment, b"", "route", "x", "--base", "acme/gguf")
+    assert (code, b"Download acme" in shown) == (2, False)
+    assert b"`expertctl pull acme/gguf --file PATTERN`" in shown
     words = ("route", "hello", "--base", NAME)
     code, out, shown = answer_at_terminal(environment, b"n\n", *words)
     assert (code, out) == (3, b"")

@@ -12,9 +12,11 @@ import pytest
 from expertctl.cli.progress import (
     _build_amount_column,
     make_line_reporter,
+    show_download,
     show_loading,
     show_progress,
 )
+from expertctl.settings import format_size
 
 
 class Terminal(io.StringIO):
@@ -65,6 +67,23 @@ def test_without_a_terminal_a_line_now_and_then_tells_the_progress(
     assert len(lines) == 39
     assert lines[0] == "evaluating: 10 of 400, about 6 min left"
     assert lines[-1] == "evaluating: 390 of 400, about 10 s left"
+
+
+def test_lines_about_a_download_name_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    report = make_line_reporter(
+        "downloading", 4_000_000, clock=lambda: now, format_count=format_size
+    )
+    now = 10.0
+    report(1_000_000)
+    said = capsys.readouterr().err
+    assert said == "downloading: 1.0 MB of 4.0 MB, about 30 s left\n"
+
+
+def test_a_short_download_prints_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with show_download(10, as_json=True) as report:
+        report(10)
+    assert capsys.readouterr().err == ""
 
 
 def test_hours_of_work_tell_fewer_lines_an_hour(capsys: pytest.CaptureFixture[str]) -> None:

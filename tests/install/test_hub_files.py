@@ -15,7 +15,7 @@ from expertctl.install.hub_files import (
     parse_listing,
     search_short_names,
 )
-from tests.install.hub_server import COMMIT, HubRepository
+from tests.install.hub_server import COMMIT, LATER_COMMIT, HubRepository
 
 NAME = HubName("acme/tiny")
 BASE = {"config.json": b"{}", "tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}
@@ -139,3 +139,58 @@ def test_what_cannot_be_chosen_is_refused(
 def test_an_answer_of_another_kind_is_refused(document: Any) -> None:
     with pytest.raises(RegistryError):
         parse_listing(json.dumps(document).encode(), NAME)
+
+
+@pytest.mark.parametrize("wanted", [COMMIT, COMMIT[:8]])
+def test_a_hub_may_not_answer_with_another_commit(wanted: str) -> None:
+    name = HubName("acme/tiny", wanted)
+    document = HubRepository(dict(BASE)).listing()
+    assert parse_listing(json.dumps(document).encode(), name).commit == COMMIT
+    with pytest.raises(RegistryError, match="answers with commit 9f0c2a77b7b2"):
+        parse_listing(json.dumps(document | {"sha": LATER_COMMIT}).encode(), name)
+
+
+def test_a_date_is_no_commit() -> None:
+    document = HubRepository(dict(BASE)).listing()
+    assert parse_listing(json.dumps(document).encode(), HubName("acme/tiny", "20260101"))
+
+
+@pytest.mark.parametrize(
+    ("names", "pattern"),
+    [
+        ([WHOLE, "model.fp16.safetensors"], "*fp16*"),
+        ([WHOLE, f"onnx/{WHOLE}"], f"onnx/{WHOLE}"),
+        ([WHOLE, f"onnx/{WHOLE}"], "*.safetensors"),
+        ([*SHARDS, INDEX, WHOLE], "*.safetensors"),
+        ([*SHARDS, INDEX], SHARDS[0]),
+        ([*SHARDS, WHOLE], "model-*"),
+    ],
+)
+def test_a_pattern_for_safetensors_names_all_weights_of_the_base(
+    names: list[str], pattern: str
+) -> None:
+    with pytest.raises(UsageError, match="--file") as caught:
+        choose(*names, pattern=pattern)
+    assert caught.value.hint
+
+
+def test_a_pattern_may_name_all_shards() -> None:
+    assert choose(*SHARDS, INDEX, WHOLE, pattern="model-*") == [*BASE, INDEX, *SHARDS]
+    assert choose(WHOLE, "a.gguf", pattern="*.safetensors") == [*BASE, WHOLE]
+
+
+@pytest.mark.parametrize("pattern", ["*Q8_0*", "*-00001-of-*"])
+def test_a_gguf_file_in_parts_is_refused_by_its_name(pattern: str) -> None:
+    parts = [f"a-Q8_0-{number:05}-of-00002.gguf" for number in (1, 2)]
+    with pytest.raises(IncompatibleError, match="in parts") as caught:
+        choose(*parts, pattern=pattern)
+    assert "llama-gguf-split --merge" in caught.value.hint
+    assert choose("a-00001-of-00001.gguf", pattern="*") == ["a-00001-of-00001.gguf"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../x", "a/../../x", "/etc/x", "..\\x", "C:x", "a\x1b[2J", "a" * 251, "a//b", "./a", ""],
+)
+def test_a_name_that_may_not_be_written_is_left_out(name: str) -> None:
+    assert list_repository(WHOLE, name).files == list_repository(WHOLE).files
