@@ -370,7 +370,12 @@ def hash_tensor(tensor: StoredTensor, progress: Progress = ignore_progress) -> s
 
 def _read_tensor(tensor: StoredTensor, use: Callable[[memoryview], None]) -> None:
     buffer = memoryview(bytearray(min(READ_CHUNK, tensor.size)))
-    with tensor.open() as stream:
+    try:
+        opened = tensor.open()
+    except InvalidPackageError as error:
+        problem = f"{tensor.path.name} changed while it was read"
+        raise InvalidPackageError(str(tensor.path.parent), [problem]) from error
+    with opened as stream:
         for offset, size in tensor.iter_ranges():
             stream.seek(offset)
             left = size

@@ -30,11 +30,9 @@ from expertctl.errors import (
 from expertctl.files import make_folders, open_staged_file, sync_folder
 from expertctl.package.base_model import TOKENIZER_FILE, BaseIdentity, open_hashing_threads
 from expertctl.package.base_tensors import INDEX_FILE, find_weight_files
-from expertctl.package.gguf_base import derive_base_files
 from expertctl.package.gguf_codec import GGUF_TABLE
 from expertctl.package.gguf_file import read_gguf_header
 from expertctl.package.model_config import CONFIG_FILE
-from expertctl.package.stored_tensor import FileState
 from expertctl.schema.strict_json import load_object
 from expertctl.schema.validation import convert_document
 from expertctl.store.store import find_similar_names
@@ -298,47 +296,12 @@ def copy_files(source: Path, target: Path, progress: Progress) -> None:
     names = list_base_files(source)
     make_folders(target, mode=0o700)
     for name in names:
-        _copy_file(source / name, target / name, progress)
+        copy_file(source / name, target / name, progress)
     sync_folder(target)
 
 
-def write_gguf_files(file: Path, target: Path, *, copied: bool, progress: Progress) -> FileState:
-    """Write the files of a base that follow from a GGUF file into a new folder; return its state.
-
-    With ``copied``, the folder gets a copy of the GGUF file, too; else its path.
-
-    Raises:
-        IncompatibleError: when it is not supported.
-        InvalidPackageError: when it is malformed, or changes meanwhile.
-    """
-    place = file.absolute()
-    header = read_gguf_header(place)
-    files = derive_base_files(header, file=COPIED_GGUF if copied else str(place))
-    make_folders(target, mode=0o700)
-    for name, data in files.items():
-        with open_staged_file(target / name) as write:
-            write(memoryview(data))
-    if copied:
-        _copy_file(place, target / COPIED_GGUF, progress)
-    if FileState.from_stat(place.stat()) != header.state:
-        raise InvalidPackageError(str(file), ["it changed while it was read"])
-    sync_folder(target)
-    return header.state
-
-
-def check_same_file(files: Iterable[BaseFile], path: Path, state: FileState) -> None:
-    """Require that a file outside the folder of a base was hashed in the state that was parsed.
-
-    Raises:
-        InvalidPackageError: when it was replaced in between.
-    """
-    for file in files:
-        found = FileState(file.inode, file.size, file.mtime_ns)
-        if file.path == str(path.absolute()) and found != state:
-            raise InvalidPackageError(str(path), ["it changed while it was read"])
-
-
-def _copy_file(source: Path, target: Path, progress: Progress) -> None:
+def copy_file(source: Path, target: Path, progress: Progress) -> None:
+    """Copy one file; it appears under its name when it is complete."""
     with source.open("rb") as stream, open_staged_file(target) as write:
         while chunk := stream.read(READ_CHUNK):
             write(memoryview(chunk))

@@ -49,7 +49,6 @@ from expertctl.store.base_record import (
     build_unknown_base_hint,
     check_digests,
     check_directory,
-    check_same_file,
     check_unchanged,
     copy_files,
     encode_base_record,
@@ -61,9 +60,9 @@ from expertctl.store.base_record import (
     read_base_record,
     refresh_files,
     stat_base_files,
-    write_gguf_files,
 )
 from expertctl.store.disk import disk_errors
+from expertctl.store.gguf_folder import check_same_file, write_gguf_files
 from expertctl.store.locks import LOCK_SECONDS, claim_folder, exclusive_lock, is_claimed
 
 _RECORD = "base.json"
