@@ -27,20 +27,20 @@ def choose_dtype(
 ) -> Dtype:
     """Return the dtype of the base weights in memory: as requested, else by how they are stored.
 
-    On a processor the blocks of a GGUF file stay as they are, if kernels compute with any of them;
-    another large quantised base is held in int8. Otherwise the default is bf16 for a base of at
-    least `SMALL_BASE` that is stored in it, or quantised. Small ones are exact and fast in float32,
-    and bfloat16 would round weights stored in float16. Raises as `read_model_config`.
+    Bases below `SMALL_BASE` are exact and fast in float32. On a processor the blocks of a GGUF file
+    stay as they are, if kernels compute with any of them, and another quantised base is held in
+    int8. Otherwise the default is bf16 for what is stored in it, or quantised; it would round
+    weights stored in float16. Raises as `read_model_config`.
     """
     if requested is not None or engine == "transformers":
         return requested or "float32"
     config = read_model_config(base.path)
+    if _FLOAT_BYTES * sum(map(math.prod, config.tensor_shapes().values())) < SMALL_BASE:
+        return "float32"
     stored = set(list_storages(base))
     has_kernels = device == "cpu" and _may_have_kernels(config)
     if has_kernels and stored & GGUF_BLOCKS and config.experts is None:
         return "gguf"
-    if _FLOAT_BYTES * sum(map(math.prod, config.tensor_shapes().values())) < SMALL_BASE:
-        return "float32"
     if not PLAIN_STORAGES.issuperset(stored):
         return "int8" if has_kernels else "bf16"
     return "bf16" if stored == {"BF16"} else "float32"
