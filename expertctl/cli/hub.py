@@ -259,7 +259,7 @@ def offer_model(
         _require_free_name(listing, files, bases, None)
     except (UsageError, ConflictError) as refused:
         option = "--file PATTERN" if isinstance(refused, UsageError) else "--name NAME"
-        hint = f"`expertctl pull {text} {option}`, then name that base"
+        hint = f"`expertctl pull {text}` with {option}, then name that base"
         raise type(refused)(refused.message, hint=hint) from refused
     missing = cache.count_missing(listing, files)
     question = f"Download {name} ({format_size(missing)}) from {cache.connection.host}?"
