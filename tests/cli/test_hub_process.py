@@ -161,7 +161,8 @@ def test_run_offers_the_download_at_a_terminal(hub: HubServer, environment: dict
     hub.repositories["acme/gguf"] = HubRepository({"a.gguf": b"x"})
     code, _, shown = answer_at_terminal(environment, b"", "route", "x", "--base", "acme/gguf")
     assert (code, b"Download acme" in shown) == (2, False)
-    assert b"`expertctl pull acme/gguf` with --file PATTERN" in shown
+    assert b"`expertctl pull acme/gguf`" in shown
+    assert b"--file" in shown
     words = ("route", "hello", "--base", NAME)
     code, out, shown = answer_at_terminal(environment, b"n\n", *words)
     assert (code, out) == (3, b"")
