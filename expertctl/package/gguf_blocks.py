@@ -125,17 +125,22 @@ def _split_k_nibbles(data: _Bytes) -> _Floats:
     return numbers.reshape(-1, 8, 32).astype(np.float32)
 
 
-def _read_k_scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:
-    """Return scales and minimums of the 8 parts of each block, [blocks, 8, 1] each.
+def read_small_scales(blocks: _Bytes) -> tuple[_Bytes, _Bytes]:
+    """Return the scales and minimums of six bits of the 8 parts of each block, [blocks, 8] each.
 
-    Twelve bytes hold 8 scales and 8 minimums of six bits: four of each in the low bits of bytes,
-    the others in halves of the last four bytes and the top bits of the first eight.
+    Twelve bytes, the fifth on, hold four of each in the low bits of bytes, the others in halves of
+    the last four bytes and the top bits of the first eight.
     """
     first, second, third = (blocks[:, n : n + 4] for n in (4, 8, 12))
     scales = [first & 63, (third & 15) | (first >> 2 & 48)]
     minimums = [second & 63, (third >> 4) | (second >> 2 & 48)]
+    return np.concatenate(scales, axis=1), np.concatenate(minimums, axis=1)
+
+
+def _read_k_scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:
+    """Return scales and minimums of the 8 parts of each block, [blocks, 8, 1] each."""
     factors = (_read_half(blocks, 0), _read_half(blocks, 2))
-    parts = [np.concatenate(part, axis=1).astype(np.float32) for part in (scales, minimums)]
+    parts = [part.astype(np.float32) for part in read_small_scales(blocks)]
     return (factors[0] * parts[0])[:, :, None], (factors[1] * parts[1])[:, :, None]
 
 

@@ -12,15 +12,20 @@ import numpy as np
 import pytest
 import tokenizers
 
+from expertctl.engine.backend import LoadConfig, LoadContext
+from expertctl.engine.cpu.backend import PackedBackend
 from expertctl.engine.cpu.plain_decoder import PlainDecoder
 from expertctl.engine.cpu.plain_weights import load_plain_weights
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
+from expertctl.package.base_tensors import read_storages
 from expertctl.package.model_config import read_model_config
+from expertctl.settings import Home
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 
 pytestmark = pytest.mark.all
 
+_TOKENS = 3000
 _TEXTS = (
     "Привет, мир! Как дела 123?",
     "日本語のテキスト、2024年。",
@@ -91,6 +96,37 @@ def test_perplexity_is_that_of_llama_cpp(base: StoredBase, file: Path) -> None:
     cache = PagedKVCache(config, 400, layout=ROW_PAGES)
     found = compute_perplexity(decoder.score(decoder.read_hidden(ids[:-1], cache)), ids)
     assert found == pytest.approx(wanted, rel=0.015)
+
+
+def test_perplexity_in_the_blocks_of_the_file_is_that_of_llama_cpp(
+    base: StoredBase, file: Path, tmp_path: Path
+) -> None:
+    """Both compute with the same blocks, and round activations to eight bits."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    theirs = llama_cpp.Llama(
+        str(file), n_ctx=_TOKENS, n_batch=512, logits_all=True, verbose=False, n_threads=2
+    )
+    text = "".join(path.read_text("utf-8") for path in sorted(Path("docs").glob("*.md")))
+    ids = theirs.tokenize(text.encode(), add_bos=False, special=False)[:_TOKENS]
+    assert len(ids) == _TOKENS
+    theirs.eval(ids)
+    wanted = compute_perplexity(np.array(theirs.scores[: len(ids) - 1]), ids)
+    config = read_model_config(base.path)
+    chosen = LoadConfig("gguf", storages=read_storages(base.path, config))
+    backend = PackedBackend.choose(config, chosen)
+    assert backend.weight_bytes <= 1.1 * file.stat().st_size
+    model = backend.load(LoadContext(directory=base.path, home=Home(tmp_path), threads=2))
+    found = np.empty((len(ids), config.vocab_size), np.float32)
+
+    def record(first: int, rows: np.ndarray[Any, Any]) -> None:
+        found[first : first + len(rows)] = rows
+
+    try:
+        cache = PagedKVCache(config, _TOKENS, layout=backend.page_layout)
+        model.decoder.prefill(ids, cache, scores=record)
+    finally:
+        model.close()
+    assert compute_perplexity(found[:-1], ids) == pytest.approx(wanted, rel=0.003)
 
 
 def compute_perplexity(scores: np.ndarray[Any, Any], ids: list[int]) -> float:

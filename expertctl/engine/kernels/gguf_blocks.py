@@ -18,15 +18,16 @@ words of eight groups. Block formats are those of ggml (``ggml-common.h``).
 import numpy as np
 
 from expertctl.engine.arrays import AnyArray
-from expertctl.engine.kernels.packed_format import GROUP_SIZE, LANES, Scheme
+from expertctl.engine.kernels.packed_format import BLOCK_SCHEMES, GROUP_SIZE, LANES, Scheme
 from expertctl.engine.kernels.packed_matrix import PackedMatrix
 from expertctl.engine.kernels.quantisation import SUPER_GROUPS
+from expertctl.package.gguf_blocks import read_small_scales
+from expertctl.package.gguf_file import BLOCK_KINDS
 
-BLOCK_BYTES = {Scheme.Q8_0: 34, Scheme.Q4_0: 18, Scheme.Q4_1: 20, Scheme.Q4_K: 144}
+_KINDS = {kind.name: kind for kind in BLOCK_KINDS.values()}
+BLOCK_BYTES = {scheme: _KINDS[scheme.name].size for scheme in BLOCK_SCHEMES}
 """Bytes of a block in the file."""
-BLOCK_COLUMNS = {scheme: GROUP_SIZE for scheme in BLOCK_BYTES} | {
-    Scheme.Q4_K: GROUP_SIZE * SUPER_GROUPS
-}
+BLOCK_COLUMNS = {scheme: _KINDS[scheme.name].numbers for scheme in BLOCK_SCHEMES}
 """Columns of a block."""
 
 
@@ -70,18 +71,10 @@ def _arrange_scales(scheme: Scheme, blocks: AnyArray, high: int) -> AnyArray:
     )  # [high, count, 1 or 2, 16]
     if scheme is not Scheme.Q4_K:
         return shared
-    small = _decode_small_scales(blocks[:, :, 4:16])
+    scales, minima = read_small_scales(blocks.reshape(-1, blocks.shape[2]))
+    small = scales.astype(np.uint16) | minima.astype(np.uint16) << 8
     apart = small.reshape(high, LANES, count, SUPER_GROUPS).transpose(0, 2, 3, 1)
     return np.concatenate((apart, shared), axis=2)
 
 
 _ONE_SCALE = (Scheme.Q8_0, Scheme.Q4_0)
-_SIX_BITS, _FOUR_BITS = 0x3F, 0x0F
-
-
-def _decode_small_scales(stored: AnyArray) -> AnyArray:
-    """Return s | t << 8 for each of eight groups: uint8 [rows, count, 12] -> uint16 [..., 8]."""
-    first, second, third = (stored[..., n : n + 4].astype(np.uint16) for n in (0, 4, 8))
-    scales = np.concatenate((first & _SIX_BITS, third & _FOUR_BITS | first >> 6 << 4), axis=-1)
-    minima = np.concatenate((second & _SIX_BITS, third >> 4 | second >> 6 << 4), axis=-1)
-    return scales | minima << 8
