@@ -247,6 +247,8 @@ def record(*, width: int) -> str:
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             "LANG": "C.UTF-8",
             "PYTHONPATH": str(TRANSCRIPTS.parent.parent),
+            # It is about noon: `stats` counts by local day, and a session across midnight has two.
+            "TZ": f"NOON{time.gmtime().tm_hour - 12:+d}",
         }
         with terminal.run(environment):
             for (_, line), (then, _) in zip(lines, [*lines[1:], (_SHELL, "")], strict=True):

@@ -1,10 +1,14 @@
 """Who is exchanged while a base is served: by a profile at first, then by what it is asked for."""
 
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
+from expertctl.engine.moe import expert_loader
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.expert_cache import EXACT_POLICY, ExpertCache
 from expertctl.engine.moe.usage_profile import build_prompt_profile
@@ -19,6 +23,26 @@ from tests.engine.moe.test_usage_store import ROUTED, file
 from tests.store.fixtures import fast, package_factory, user_home
 
 __all__ = ["config", "fast", "file", "package_factory", "user_home"]
+
+
+class CallingThread(Executor):
+    """Runs each call when it is submitted, so no read arrives some passes later than in a test."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = Future[Any]()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001  # the future's, as in a thread
+            future.set_exception(error)
+        return future
+
+
+@pytest.fixture(autouse=True)
+def reads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_loader, "ThreadPoolExecutor", CallingThread)
 
 
 @dataclass
