@@ -20,7 +20,7 @@ DeviceChoice = Literal["cpu", "cuda", "auto"]
 """The user's choice; ``auto`` is a CUDA device if there is one."""
 Dtype = Literal["float32", "bf16", "int8", "int4", "gguf"]
 """The data type of the base weights in memory; ``gguf``: the blocks of a GGUF file as they are."""
-GGUF_BLOCKS = frozenset({"Q8_0", "Q4_0", "Q4_1", "Q4_K"})
+GGUF_BLOCKS = frozenset({"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"})
 """The kinds of blocks that kernels compute with as they are, by ggml's names."""
 QUANTISED_DTYPES = frozenset[Dtype]({"int8", "int4"})
 """The dtypes with one scale per group of weights."""

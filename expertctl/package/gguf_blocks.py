@@ -41,46 +41,22 @@ def _decode_q8_0(blocks: _Bytes) -> _Floats:
     return _read_half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
 
 
-def _decode_q4_0(blocks: _Bytes) -> _Floats:
-    return _read_half(blocks, 0) * _split_nibbles(blocks[:, 2:], offset=8)
+def _decode_scaled(steps: _Bytes, blocks: _Bytes, *, offset: int) -> _Floats:
+    return _read_half(blocks, 0) * (steps.astype(np.float32) - np.float32(offset))
 
 
-def _decode_q4_1(blocks: _Bytes) -> _Floats:
-    return _read_half(blocks, 0) * _split_nibbles(blocks[:, 4:]) + _read_half(blocks, 2)
+def _decode_least(steps: _Bytes, blocks: _Bytes) -> _Floats:
+    return _read_half(blocks, 0) * steps.astype(np.float32) + _read_half(blocks, 2)
 
 
-def _decode_q5_0(blocks: _Bytes) -> _Floats:
-    low = _split_nibbles(blocks[:, 6:], offset=16)
-    return _read_half(blocks, 0) * (low + _read_fifth_bits(blocks[:, 2:6]))
-
-
-def _decode_q5_1(blocks: _Bytes) -> _Floats:
-    numbers = _split_nibbles(blocks[:, 8:]) + _read_fifth_bits(blocks[:, 4:8])
-    return _read_half(blocks, 0) * numbers + _read_half(blocks, 2)
-
-
-def _decode_q4_k(blocks: _Bytes) -> _Floats:
+def _decode_super(steps: _Bytes, blocks: _Bytes) -> _Floats:
     scales, minimums = _read_k_scales(blocks)
-    numbers = _split_k_nibbles(blocks[:, 16:])
-    return (scales * numbers - minimums).reshape(-1, _SUPER)
-
-
-def _decode_q5_k(blocks: _Bytes) -> _Floats:
-    scales, minimums = _read_k_scales(blocks)
-    shifts = np.arange(8, dtype=np.uint8)[:, None]
-    high = (blocks[:, None, 16:48] >> shifts) & np.uint8(1)
-    numbers = _split_k_nibbles(blocks[:, 48:]) + high.astype(np.float32) * np.float32(16)
+    numbers = steps.reshape(-1, 8, 32).astype(np.float32)
     return (scales * numbers - minimums).reshape(-1, _SUPER)
 
 
 def _decode_q6_k(blocks: _Bytes) -> _Floats:
-    """Decode two halves of 128 numbers, each from 64 bytes of low and 32 of high bits."""
-    count = len(blocks)
-    low = blocks[:, :128].reshape(count, 2, 1, 64) >> np.array([[0], [4]], np.uint8) & np.uint8(15)
-    shifts = np.array([[0], [2], [4], [6]], np.uint8)
-    high = blocks[:, 128:192].reshape(count, 2, 1, 32) >> shifts & np.uint8(3)
-    bits = low.reshape(count, 2, 4, 32) | high << np.uint8(4)
-    numbers = (bits.view(np.int8) - np.int8(32)).reshape(count, 16, 16).astype(np.float32)
+    numbers = _read_steps_q6_k(blocks).reshape(-1, 16, 16).astype(np.float32) - np.float32(32)
     parts = blocks[:, 192:208].view(np.int8).astype(np.float32)
     scales = _read_half(blocks, 208) * parts
     return (scales[:, :, None] * numbers).reshape(-1, _SUPER)
@@ -91,38 +67,69 @@ _DECODERS: Mapping[str, Callable[[_Bytes], _Floats]] = {
     "F16": _decode_f16,
     "BF16": _decode_bf16,
     "Q8_0": _decode_q8_0,
-    "Q4_0": _decode_q4_0,
-    "Q4_1": _decode_q4_1,
-    "Q5_0": _decode_q5_0,
-    "Q5_1": _decode_q5_1,
-    "Q4_K": _decode_q4_k,
-    "Q5_K": _decode_q5_k,
+    "Q4_0": lambda blocks: _decode_scaled(_read_nibbles(blocks), blocks, offset=8),
+    "Q4_1": lambda blocks: _decode_least(_read_nibbles(blocks), blocks),
+    "Q5_0": lambda blocks: _decode_scaled(_read_steps_q5(blocks), blocks, offset=16),
+    "Q5_1": lambda blocks: _decode_least(_read_steps_q5(blocks), blocks),
+    "Q4_K": lambda blocks: _decode_super(_read_steps_q4_k(blocks), blocks),
+    "Q5_K": lambda blocks: _decode_super(_read_steps_q5_k(blocks), blocks),
     "Q6_K": _decode_q6_k,
+}
+
+
+def read_steps(kind: BlockKind, blocks: _Bytes) -> _Bytes:
+    """Return the integers of blocks in four, five or six bits, unsigned, [blocks, numbers]."""
+    return _STEPS[kind.name](blocks)
+
+
+def _read_nibbles(blocks: _Bytes) -> _Bytes:
+    """Return 32 numbers of the last 16 bytes: first all low halves, then all high ones."""
+    data = blocks[:, -16:]
+    return np.concatenate([data & np.uint8(15), data >> np.uint8(4)], axis=1)
+
+
+def _read_steps_q5(blocks: _Bytes) -> _Bytes:
+    """Return those with the bits before the nibbles as fifth ones."""
+    fifth = np.ascontiguousarray(blocks[:, -20:-16])
+    return _read_nibbles(blocks) | np.unpackbits(fifth, axis=1, bitorder="little") << np.uint8(4)
+
+
+def _read_steps_q4_k(blocks: _Bytes) -> _Bytes:
+    """Return the numbers of 8 parts; 32 bytes hold two parts, in low and high halves."""
+    shifts = np.array([[0], [4]], np.uint8)
+    data = blocks[:, -128:].reshape(-1, 4, 1, 32)
+    return ((data >> shifts) & np.uint8(15)).reshape(-1, _SUPER)
+
+
+def _read_steps_q5_k(blocks: _Bytes) -> _Bytes:
+    shifts = np.arange(8, dtype=np.uint8)[:, None]
+    high = (blocks[:, None, 16:48] >> shifts) & np.uint8(1)
+    return _read_steps_q4_k(blocks) | high.reshape(-1, _SUPER) << np.uint8(4)
+
+
+def _read_steps_q6_k(blocks: _Bytes) -> _Bytes:
+    """Read two halves of 128 numbers, each from 64 bytes of low and 32 of high bits."""
+    count = len(blocks)
+    low = blocks[:, :128].reshape(count, 2, 1, 64) >> np.array([[0], [4]], np.uint8) & np.uint8(15)
+    shifts = np.array([[0], [2], [4], [6]], np.uint8)
+    high = blocks[:, 128:192].reshape(count, 2, 1, 32) >> shifts & np.uint8(3)
+    return (low.reshape(count, 2, 4, 32) | high << np.uint8(4)).reshape(count, _SUPER)
+
+
+_STEPS: Mapping[str, Callable[[_Bytes], _Bytes]] = {
+    "Q4_0": _read_nibbles,
+    "Q4_1": _read_nibbles,
+    "Q5_0": _read_steps_q5,
+    "Q5_1": _read_steps_q5,
+    "Q4_K": _read_steps_q4_k,
+    "Q5_K": _read_steps_q5_k,
+    "Q6_K": _read_steps_q6_k,
 }
 
 
 def _read_half(blocks: _Bytes, begin: int) -> _Floats:
     """Return one float16 of each block as float32 [blocks, 1]."""
     return np.ascontiguousarray(blocks[:, begin : begin + 2]).view("<f2").astype(np.float32)
-
-
-def _split_nibbles(data: _Bytes, *, offset: int = 0) -> _Floats:
-    """Return 32 numbers of four bits per 16 bytes: first all low halves, then all high ones."""
-    numbers = np.concatenate([data & np.uint8(15), data >> np.uint8(4)], axis=1)
-    return numbers.astype(np.float32) - np.float32(offset)
-
-
-def _read_fifth_bits(data: _Bytes) -> _Floats:
-    """Return 16 where the bit of a number is set, else 0."""
-    bits = np.unpackbits(np.ascontiguousarray(data), axis=1, bitorder="little")
-    return bits.astype(np.float32) * np.float32(16)
-
-
-def _split_k_nibbles(data: _Bytes) -> _Floats:
-    """Return numbers [blocks, 8, 32]; 32 bytes hold two parts, in low and high halves."""
-    shifts = np.array([[0], [4]], np.uint8)
-    numbers = (data.reshape(-1, 4, 1, 32) >> shifts) & np.uint8(15)
-    return numbers.reshape(-1, 8, 32).astype(np.float32)
 
 
 def read_small_scales(blocks: _Bytes) -> tuple[_Bytes, _Bytes]:

@@ -48,6 +48,10 @@ class Scheme(Enum):
     Q4_0 = "q4_0"
     Q4_1 = "q4_1"
     Q4_K = "q4_k"
+    Q5_0 = "q5_0"
+    Q5_1 = "q5_1"
+    Q5_K = "q5_k"
+    Q6_K = "q6_k"
 
     @property
     def layout(self) -> "VectorLayout":
@@ -82,6 +86,8 @@ class VectorLayout:
     """Tokens of the largest tile, so that its sums stay in registers."""
     scale_words: int = LANES
     """Words of two bytes with the scales of a group and block, on average."""
+    halves: int = 1
+    """Parts of a group that have scales of their own."""
 
     @property
     def is_grouped(self) -> bool:
@@ -95,6 +101,11 @@ class VectorLayout:
     def count_groups(self, columns: int) -> int:
         """Return the scales per row."""
         return -(-columns // GROUP_SIZE) if self.is_grouped else 0
+
+    @property
+    def bit_planes(self) -> int:
+        """Bits beyond the four of a nibble; a vector has sixteen bytes for each, at its end."""
+        return max(self.bits - 4, 0) if self.columns > 4 else 0  # columns of bytes are whole
 
     @property
     def scales_bytes(self) -> int:
@@ -113,9 +124,22 @@ _LAYOUTS = {  # columns, vector_bytes, row_bytes, bits, tile_tokens
     Scheme.Q4_0: VectorLayout(8, 64, 1, 4, 4),
     Scheme.Q4_1: VectorLayout(8, 64, 1, 4, 4, scale_words=2 * LANES),
     Scheme.Q4_K: VectorLayout(8, 64, 1, 4, 4, scale_words=LANES + 2 * LANES // 8),
+    Scheme.Q5_0: VectorLayout(8, 80, 1, 5, 4),
+    Scheme.Q5_1: VectorLayout(8, 80, 1, 5, 4, scale_words=2 * LANES),
+    Scheme.Q5_K: VectorLayout(8, 80, 1, 5, 4, scale_words=LANES + 2 * LANES // 8),
+    Scheme.Q6_K: VectorLayout(8, 96, 1, 6, 4, scale_words=LANES + LANES // 8, halves=2),
 }
 
-BLOCK_SCHEMES = (Scheme.Q8_0, Scheme.Q4_0, Scheme.Q4_1, Scheme.Q4_K)
+BLOCK_SCHEMES = (
+    Scheme.Q8_0,
+    Scheme.Q4_0,
+    Scheme.Q4_1,
+    Scheme.Q5_0,
+    Scheme.Q5_1,
+    Scheme.Q4_K,
+    Scheme.Q5_K,
+    Scheme.Q6_K,
+)
 """Schemes that hold the blocks of GGUF files."""
 PACKED_SCHEMES = tuple(scheme for scheme in Scheme if scheme not in BLOCK_SCHEMES)
 """Schemes in which any numbers can be packed."""

@@ -207,13 +207,15 @@ def _unpack_integers(matrix: PackedMatrix) -> AnyArray:
     stored = apart[..., :VECTOR_BYTES].reshape(*apart.shape[:2], LANES, 4)
     if layout.bits != 8:
         halves = [stored & 15, stored >> 4]
-        if matrix.scheme is Scheme.INT5:
+        if layout.bit_planes:
             bits = np.unpackbits(apart[..., VECTOR_BYTES:], axis=-1, bitorder="little")
-            fifth = bits.reshape(*apart.shape[:2], 2, LANES, 4) << 4
-            halves = [half | fifth[:, :, k] for k, half in enumerate(halves)]
+            planes = bits.reshape(*apart.shape[:2], layout.bit_planes, 2, LANES, 4)
+            for plane in range(layout.bit_planes):
+                halves = [h | planes[:, :, plane, k] << 4 + plane for k, h in enumerate(halves)]
         stored = np.concatenate(halves, axis=3)
     flat = stored.transpose(0, 2, 1, 3).reshape(matrix.blocks * LANES, -1)[:rows, :columns]
-    groups = np.zeros((rows, layout.count_groups(columns), GROUP_SIZE), np.float32)
+    count = layout.count_groups(columns) * layout.halves
+    groups = np.zeros((rows, count, GROUP_SIZE // layout.halves), np.float32)
     numbers = groups.reshape(rows, -1)[:, :columns]
     numbers[...] = flat
     scales, zeros = np.broadcast_arrays(*decode_scales(matrix.scheme, matrix.scales))

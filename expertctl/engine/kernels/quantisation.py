@@ -48,28 +48,37 @@ RANGE_STEPS, RANGE_SHRINKAGE, REFINEMENTS = 8, 0.03, 2
 """Ranges that are tried for a group, what is clipped in each, and how often each is refined."""
 
 
-FIXED_ZEROS = {Scheme.INT8: INT8_ZERO, Scheme.Q8_0: INT8_ZERO, Scheme.Q4_0: 8}
+FIXED_ZEROS = {
+    Scheme.INT8: INT8_ZERO,
+    Scheme.Q8_0: INT8_ZERO,
+    Scheme.Q4_0: 8,
+    Scheme.Q5_0: 16,
+    Scheme.Q6_K: 32,
+}
 """The stored number that stands for 0, in schemes whose zero point is not stored."""
-MINIMA = {Scheme.Q4_1: 1, Scheme.Q4_K: -1}
+MINIMA = {Scheme.Q4_1: 1, Scheme.Q5_1: 1, Scheme.Q4_K: -1, Scheme.Q5_K: -1}
 """Schemes of ``scale * q + minimum``, and the sign with which the minimum is stored."""
 SUPER_GROUPS = 8
-"""Groups that share the two float16 of a super-block, in Q4_K."""
+"""Groups that share the float16 numbers of a super-block, in Q4_K, Q5_K and Q6_K."""
 
 
 def decode_scales(scheme: Scheme, stored: AnyArray) -> tuple[AnyArray, AnyArray]:
     """Return scales and zero points, float32, from the stored uint16 of a scheme of weights.
 
-    In schemes with `MINIMA`, these take the place of the zero points.
+    In schemes with `MINIMA`, these take the place of the zero points. The two halves of a group in
+    Q6_K count as groups.
     """
     if scheme is Scheme.INT8:
         return (stored.astype(np.uint32) << 16).view(np.float32), np.full(1, INT8_ZERO, np.float32)
+    if scheme is Scheme.Q6_K:
+        return _decode_halves(stored), np.full(1, FIXED_ZEROS[scheme], np.float32)
     if scheme in FIXED_ZEROS:
         zero = np.full(1, FIXED_ZEROS[scheme], np.float32)
         return stored.view(np.float16).astype(np.float32), zero
-    if scheme is Scheme.Q4_1:
+    if scheme in (Scheme.Q4_1, Scheme.Q5_1):
         both = stored.view(np.float16).astype(np.float32)
         return both[..., :LANES], both[..., LANES:]
-    if scheme is Scheme.Q4_K:
+    if scheme in (Scheme.Q4_K, Scheme.Q5_K):
         return _decode_super_blocks(stored)
     bits = ((stored.astype(np.uint32) >> ZERO_BITS) + SMALLEST_SCALE) << SCALE_SHIFT
     zeros = (stored & ((1 << ZERO_BITS) - 1)).astype(np.float32)
@@ -85,6 +94,15 @@ def _decode_super_blocks(stored: AnyArray) -> tuple[AnyArray, AnyArray]:
     minima = -shared[:, :, 1:] * (small >> 8).astype(np.float32)
     shape = (len(stored), -1, LANES)
     return scales.reshape(shape), minima.reshape(shape)
+
+
+def _decode_halves(stored: AnyArray) -> AnyArray:
+    """[blocks, groups, 18] -> scales, [blocks, 2 * groups, 16]."""
+    blocks = stored.reshape(len(stored), -1, SUPER_GROUPS + 1, LANES)
+    small = np.ascontiguousarray(blocks[:, :, :SUPER_GROUPS]).view(np.int8)
+    halves = small.reshape(*small.shape[:3], LANES, 2).swapaxes(3, 4).astype(np.float32)
+    shared = blocks[:, :, SUPER_GROUPS:].view(np.float16).astype(np.float32)
+    return (shared[..., None, :] * halves).reshape(len(stored), -1, LANES)
 
 
 def encode_scale(scheme: Scheme, scale: float) -> int:

@@ -15,6 +15,7 @@ from expertctl.engine.kernels.packed_matrix import (
     embedding_kernel,
     unpack_matrix,
 )
+from expertctl.engine.kernels.quantisation import MINIMA
 from tests.engine.kernels.reference_gemm import make_random_numbers, multiply_exactly, run_gemm
 
 EVERY = pytest.mark.parametrize("scheme", BLOCK_SCHEMES, ids=lambda scheme: scheme.value)
@@ -30,9 +31,10 @@ def draw_blocks(scheme: Scheme, rows: int, columns: int, *, seed: int = 0) -> An
     rng = np.random.default_rng(seed)
     count = columns // BLOCK_COLUMNS[scheme]
     blocks = rng.integers(0, 256, (rows, count, BLOCK_BYTES[scheme]), np.uint8)
-    halves = 1 if scheme in (Scheme.Q8_0, Scheme.Q4_0) else 2
+    halves = 2 if scheme in MINIMA else 1
     shared = (rng.standard_normal((rows, count, halves)) * 0.02).astype(np.float16)
-    blocks[:, :, : 2 * halves] = shared.view(np.uint8)
+    first = 208 if scheme is Scheme.Q6_K else 0
+    blocks[:, :, first : first + 2 * halves] = shared.view(np.uint8)
     return blocks.reshape(rows, -1)
 
 
@@ -50,7 +52,9 @@ def test_the_numbers_are_those_of_the_gguf_package(scheme: Scheme, rows: int, co
     np.testing.assert_array_equal(found, dequantize(blocks, kind(scheme)))
 
 
-@pytest.mark.parametrize("scheme", [Scheme.Q8_0, Scheme.Q4_0, Scheme.Q4_1], ids=str)
+@pytest.mark.parametrize(
+    "scheme", [Scheme.Q8_0, Scheme.Q4_0, Scheme.Q4_1, Scheme.Q5_0, Scheme.Q5_1], ids=str
+)
 def test_what_the_gguf_package_quantised_comes_back(scheme: Scheme) -> None:
     blocks = quantize(make_random_numbers(0, 40, 256), kind(scheme))
     found = unpack_matrix(pack(scheme, blocks, 256))
@@ -77,7 +81,7 @@ def test_a_product_is_the_formula_in_float64(
     tokens = make_random_numbers(2, 9, columns)
     expected, reach = multiply_exactly(matrix, tokens)
     # scaled integers and minima are added, each as large as the largest weight of a group
-    spread = 16 if scheme in (Scheme.Q4_1, Scheme.Q4_K) else 1
+    spread = 16 if scheme in MINIMA else 1
     assert (np.abs(run_gemm(matrix, tokens, plain=plain) - expected) <= spread * reach).all()
 
 

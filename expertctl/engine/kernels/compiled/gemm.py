@@ -13,7 +13,7 @@ by waiting for memory. If there are enough tokens, there are enough tiles for al
 Without 512-bit registers a sum takes two or four registers, and a tile is one block.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -24,7 +24,11 @@ from numba.extending import intrinsic, register_jitable
 from expertctl.engine.arrays import VECTOR_BYTES
 from expertctl.engine.kernels.compiled.bf16_tiles import HIGH_HALF, Bf16TileEmitter, TileOperands
 from expertctl.engine.kernels.compiled.compiler import CpuFeatures, get_host_cpu
-from expertctl.engine.kernels.compiled.group_scales import emit_group_scales, row_sum_factor
+from expertctl.engine.kernels.compiled.group_scales import (
+    emit_group_scales,
+    row_sum_factor,
+    select_byte_product,
+)
 from expertctl.engine.kernels.compiled.simd import (
     SimdBuilder,
     Value,
@@ -42,7 +46,7 @@ from expertctl.engine.kernels.packed_format import (
 from expertctl.engine.kernels.quantisation import FIXED_ZEROS, MINIMA
 
 _SCHEMES = tuple(Scheme)
-_LOW_NIBBLES, _EVEN_BYTES = 0x0F0F0F0F, 0x00FF00FF
+_LOW_NIBBLES, _ONES = 0x0F0F0F0F, 0x01010101
 _NARROW_TOKENS = {True: (4, 2, 1), False: (6, 4, 1)}
 """Tokens per tile without 512-bit registers, largest first: for integers, for floats."""
 _MIN_PREFETCH_TOKENS = 3
@@ -179,6 +183,7 @@ class _TileEmitter:
         self._blocks, self._tokens = range(shape.blocks), range(shape.tokens)
         self._parts = self._layout.columns // 4
         self._in_ints = shape.cpu.byte_dot or shape.cpu.short_dot
+        self._byte_product = select_byte_product(lanes, shape.cpu, is_byte=self._parts == 1)
 
     def emit(self) -> None:
         lanes = self._lanes
@@ -236,42 +241,66 @@ class _TileEmitter:
         whole = lanes.divide_int(self._at.vectors, lanes.int_constant(per_group))
         with lanes.loop(whole) as group:
             first = lanes.multiply_int(group, lanes.int_constant(per_group))
-            self._reset_totals(group, totals)
-            for number in range(per_group):
-                vector = lanes.add_int(first, lanes.int_constant(number))
-                self._add_bytes(vector, totals, number)
-            self._merge_totals(totals)
-            self._add_group(group, totals[0], sums)
+            for half in range(self._layout.halves):
+                parts = range(per_group)[half * per_group // self._layout.halves :]
+                vectors = [
+                    lanes.add_int(first, lanes.int_constant(number))
+                    for number in parts[: per_group // self._layout.halves]
+                ]
+                self._reset_totals(group, totals, vectors)
+                for number, vector in enumerate(vectors):
+                    self._add_bytes(vector, totals, number)
+                self._merge_totals(totals)
+                self._add_group(group, totals[0], sums, half=half)
+        if self._layout.halves > 1:
+            return  # columns fill groups
         first = lanes.multiply_int(whole, lanes.int_constant(per_group))
         left = lanes.subtract_int(self._at.vectors, first)
         with lanes.loop(lanes.min_int(left, lanes.int_constant(1))):
-            self._reset_totals(whole, totals[:1])
+            self._reset_totals(whole, totals[:1], ())
             with lanes.loop(left) as number:
                 self._add_bytes(lanes.add_int(first, number), totals[:1], 0)
             self._add_group(whole, totals[0], sums)
 
-    def _reset_totals(self, group: Value, totals: list[list[list[Value]]]) -> None:
+    def _reset_totals(
+        self, group: Value, totals: list[list[list[Value]]], vectors: Sequence[Value]
+    ) -> None:
         lanes = self._lanes
-        starts = [self._initial_total(group, token) for token in self._tokens]
+        starts = [self._initial_total(group, token, vectors) for token in self._tokens]
         none = lanes.zero_ints() if self._in_ints else lanes.zero_floats()
         for number, some in enumerate(totals):
             for column in some:
                 for token in self._tokens:
                     lanes.store_variable(none if number else starts[token], column[token])
 
-    def _initial_total(self, group: Value, token: int) -> Value:
+    def _initial_total(self, group: Value, token: int, vectors: Sequence[Value]) -> Value:
         """Start below 0 by what a fixed zero point of the weights, stored unsigned, will add."""
         lanes, zero = self._lanes, FIXED_ZEROS.get(self._shape.scheme)
         if zero is None:
             return lanes.zero_ints() if self._in_ints else lanes.zero_floats()
+        if self._layout.halves > 1:
+            return self._initial_half_total(vectors, token, zero)
         place = self._group_address(self._at.row_sums, group, token)
         start = lanes.scale_ints(lanes.broadcast_int(place), -zero)
         return start if self._in_ints else lanes.convert_to_floats(start)
 
+    def _initial_half_total(self, vectors: Sequence[Value], token: int, zero: int) -> Value:
+        """Do so for half a group; its activations are summed here, as only groups have sums."""
+        lanes, add, ones = self._lanes, self._byte_product, self._lanes.int_lanes(_ONES)
+        total = lanes.zero_ints() if self._in_ints else lanes.zero_floats()
+        for vector in vectors:
+            place = self._row_address(vector, token)
+            for part in range(self._parts):
+                address = lanes.add_int(place, lanes.int_constant(4 * part))
+                total = add(total, ones, lanes.broadcast_int(address))
+        if self._in_ints:
+            return lanes.scale_ints(total, -zero)
+        return lanes.multiply_floats(total, lanes.float_constant(-float(zero)))
+
     def _add_bytes(self, vector: Value, totals: list[list[list[Value]]], number: int) -> None:
         """Add one vector of each block, the ``number``-th of a group; totals take turns."""
         lanes = self._lanes
-        add = self._select_byte_product()
+        add = self._byte_product
         stored = [self._load_weights(vector, block) for block in self._blocks]
         for part in range(self._parts):
             places = [self._row_address(vector, token) for token in self._tokens]
@@ -299,45 +328,22 @@ class _TileEmitter:
     def _extract_bytes(self, stored: Value, vector: Value, block: int, part: int) -> Value:
         """Return four columns as bytes; int4 has four in the low nibbles and four in the high.
 
-        In int5 the fifth bits of the four follow the nibbles.
+        Further bits of the four follow the nibbles, one plane after the other.
         """
         lanes = self._lanes
         if self._parts == 1:
             return stored
         found = lanes.mask_ints(lanes.shift_right(stored, 4 * part), _LOW_NIBBLES)
-        if self._shape.scheme is not Scheme.INT5:
-            return found
-        begin = self._vector_address(vector, block)
-        fifth = lanes.add_int(begin, lanes.int_constant(VECTOR_BYTES + 8 * part))
-        return lanes.or_ints(found, lanes.load_bits(fifth, 16))
+        for plane in range(self._layout.bit_planes):
+            begin = self._vector_address(vector, block)
+            offset = VECTOR_BYTES + 16 * plane + 8 * part
+            bits = lanes.add_int(begin, lanes.int_constant(offset))
+            found = lanes.or_ints(found, lanes.load_bits(bits, 16 << plane))
+        return found
 
-    def _select_byte_product(self) -> Callable[[Value, Value, Value], Value]:
-        """Return what adds four byte products per lane: in int32, or exactly in float32."""
-        if self._shape.cpu.byte_dot:
-            return self._lanes.byte_dot
-        if not self._shape.cpu.short_dot:
-            return self._add_byte_products
-        is_byte = self._parts == 1
-        return self._add_int16_products if is_byte else self._lanes.small_byte_dot
-
-    def _add_int16_products(self, total: Value, unsigned: Value, signed: Value) -> Value:
-        """Add the products of even bytes, then of odd bytes: two may not fit into int16."""
-        lanes = self._lanes
-        even = lanes.shift_right_shorts(lanes.shift_left_shorts(signed, 8), 8, signed=True)
-        odd = lanes.shift_right_shorts(signed, 8, signed=True)
-        total = lanes.short_dot(total, lanes.mask_ints(unsigned, _EVEN_BYTES), even)
-        return lanes.short_dot(total, lanes.shift_right_shorts(unsigned, 8), odd)
-
-    def _add_byte_products(self, total: Value, unsigned: Value, signed: Value) -> Value:
-        """Add four products byte by byte, in float32, which holds a group's sum exactly."""
-        lanes = self._lanes
-        for byte in range(4):
-            weight = lanes.mask_ints(lanes.shift_right(unsigned, 8 * byte), 0xFF)
-            row = lanes.shift_right(lanes.shift_left(signed, 24 - 8 * byte), 24, signed=True)
-            total = lanes.fma(lanes.convert_to_floats(weight), lanes.convert_to_floats(row), total)
-        return total
-
-    def _add_group(self, group: Value, totals: list[list[Value]], sums: list[list[Value]]) -> None:
+    def _add_group(
+        self, group: Value, totals: list[list[Value]], sums: list[list[Value]], *, half: int = 0
+    ) -> None:
         """Scale the sums of a group.
 
         With a zero point, its product with the sum of the activations is subtracted first; both
@@ -355,7 +361,7 @@ class _TileEmitter:
         for block in self._blocks:
             number = lanes.int_constant(block)
             scales = lanes.offset(self._at.scales, number, self._at.scales_stride)
-            scale, other = emit_group_scales(lanes, self._shape.scheme, scales, group)
+            scale, other = emit_group_scales(lanes, self._shape.scheme, scales, group, half=half)
             for token in self._tokens:
                 total = lanes.load_variable(totals[block][token])
                 exact = lanes.convert_to_floats(total) if self._in_ints else total
