@@ -1,5 +1,6 @@
 """GGUF files of the bases of `tests.factories`, written with the package of llama.cpp's authors."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,18 @@ _NAMES = {
 Array = np.ndarray[Any, Any]
 
 
-def write_gguf(path: Path, base: Path, *, kind: str = "F32", **changed: Any) -> Path:
+def write_gguf(
+    path: Path,
+    base: Path,
+    *,
+    kind: str = "F32",
+    kinds: Mapping[str, str] | None = None,
+    **changed: Any,
+) -> Path:
     """Write a base of `tests.factories.write_base` as llama.cpp's converter does; return the path.
 
-    Matrices are of a ``kind``, vectors float32. ``changed`` are keys with ``__`` for a dot, and
+    Matrices are of a ``kind``, or of those of ``kinds`` by the end of their module's name; vectors
+    are float32. ``changed`` are keys with ``__`` for a dot, and
     their values; None leaves a key out.
     """
     config = read_model_config(base)
@@ -47,7 +56,8 @@ def write_gguf(path: Path, base: Path, *, kind: str = "F32", **changed: Any) -> 
         _add_value(writer, key.replace("__", "."), value)
     for name, numbers in read_numbers(base).items():
         stored = _order_rows(config, name, numbers)
-        chosen = Kind[kind] if stored.ndim == 2 else Kind.F32
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        chosen = Kind[(kinds or {}).get(module, kind)] if stored.ndim == 2 else Kind.F32
         data = stored if chosen is Kind.F32 else gguf.quants.quantize(stored, chosen)
         raw = None if chosen in (Kind.F32, Kind.F16) else chosen
         writer.add_tensor(_translate(name), data, raw_dtype=raw)

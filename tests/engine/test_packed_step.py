@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from torch import Tensor
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.cpu.decoder import DecodeRow, PackedDecoder
 from expertctl.engine.cpu.decoder_program import build_decoder_program, estimate_program_bytes
+from expertctl.engine.cpu.packed_base import PackedBase, PackedMlp
 from expertctl.engine.cpu.program_cache import ADAPTER_SCHEMES, MAX_PROGRAMS, estimate_buffer_bytes
 from expertctl.engine.cpu.workspace import RowRange, Workspace, choose_variant
 from expertctl.engine.kernels.packed_format import AdapterDtype, PackedDeltas, Scheme
+from expertctl.engine.kernels.packed_matrix import MatrixStack
 from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.result import count_allocations
@@ -109,6 +112,41 @@ def together(decoder: PackedDecoder, plans: Sequence[PackedDeltas | None]) -> Te
         ]
         rows.append(decoder.step(step))
     return stack_logits(rows, dim=1)
+
+
+def split_stacks(base: PackedBase) -> PackedBase:
+    """The same base, in which every matrix is a part of its own, as in a GGUF file of all kinds."""
+    config = base.config
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+
+    def split(stack: MatrixStack, *rows: int) -> MatrixStack:
+        firsts = np.cumsum([0, *rows[:-1]]).tolist()
+        parts = (stack.row_slice(first, count) for first, count in zip(firsts, rows, strict=True))
+        return MatrixStack(tuple(parts))
+
+    layers = []
+    for layer in base.layers:
+        assert isinstance(layer.mlp, PackedMlp)
+        wide = config.intermediate_size
+        mlp = replace(layer.mlp, gate_up=split(layer.mlp.gate_up, wide, wide))
+        layers.append(replace(layer, mlp=mlp, inputs=split(layer.inputs, queries, keys, keys)))
+    return replace(base, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("base", [Scheme.FLOAT32, Scheme.INT8])
+def test_matrices_in_parts_have_the_bits_of_one_matrix(
+    base: Scheme, model: ReferenceModel, crew: ThreadPool
+) -> None:
+    config = read_model_config(model.directory)
+    whole = pack_base(config, load_base_weights(model.directory, config), base)
+    decoder = PackedDecoder(whole, crew, chunk=8)
+    parts = PackedDecoder(split_stacks(whole), crew, chunk=8)
+    plans = plans_of(decoder.config, base)
+    for number, plan in enumerate(plans):
+        torch.testing.assert_close(
+            alone(parts, number, plan), alone(decoder, number, plan), rtol=0, atol=0
+        )
+    torch.testing.assert_close(together(parts, plans), together(decoder, plans), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,9 @@ def list_matrices(base: PackedBase) -> tuple[PackedMatrix, ...]:
     Routed experts are not included, because each token reads others.
     """
     parts = (
-        part for layer in base.layers for part in (layer.inputs, layer.output, *layer.mlp.arrays)
+        part
+        for layer in base.layers
+        for part in (*layer.inputs.parts, layer.output, *layer.mlp.arrays)
     )
     return (*(part for part in parts if isinstance(part, PackedMatrix)), base.head)
 

@@ -48,6 +48,7 @@ from expertctl.engine.kernels.packed_format import (
     find_fused_projections,
 )
 from expertctl.engine.kernels.packed_matrix import (
+    MatrixStack,
     PackedMatrix,
     embedding_arguments,
     embedding_kernel,
@@ -407,11 +408,16 @@ class _ProgramBuilder:
         return False
 
     def _select_layers(
-        self, first: str, matrix: PackedMatrix, rows: Sequence[int], bias: AnyArray | None
+        self,
+        first: str,
+        matrix: PackedMatrix | MatrixStack,
+        rows: Sequence[int],
+        bias: AnyArray | None,
     ) -> FusedLinearLayers:
         """Return the fused layers whose first module is ``first``."""
         site = self._numbers[first]
-        return FusedLinearLayers(site, self._sites[site].first, matrix, rows, bias)
+        parts = matrix.parts if isinstance(matrix, MatrixStack) else (matrix,)
+        return FusedLinearLayers(site, self._sites[site].first, parts, rows, bias)
 
     def _add_full_norms(self, layer: PackedLayer) -> tuple[AnyArray | None, AnyArray | None]:
         """Normalise queries and keys if the norm spans all heads; else return the head norms."""

@@ -8,6 +8,7 @@ gets the same bits either way.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from expertctl.engine.kernels.moe_lora import (
     output_scale_kernel,
 )
 from expertctl.engine.kernels.packed_format import LANES, Scheme
-from expertctl.engine.kernels.packed_matrix import PackedMatrix
+from expertctl.engine.kernels.packed_matrix import MatrixStack, PackedMatrix
 from expertctl.engine.kernels.program import ProgramBuilder
 from expertctl.engine.kernels.quantisation import (
     PreparedActivations,
@@ -48,7 +49,7 @@ _EXPERTS = "experts"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedLinearLayers:
-    """Linear layers with one input: one matrix with the rows of all of them, and one bias.
+    """Linear layers with one input: matrices with the rows of all of them, and one bias.
 
     ``projection`` is their index among the fused projections of the base, ``first`` that of their
     first module among all modules; ``rows`` is the number of rows of each.
@@ -56,9 +57,19 @@ class FusedLinearLayers:
 
     projection: int
     first: int
-    matrix: PackedMatrix
+    parts: tuple[PackedMatrix, ...]
     rows: Sequence[int]
     bias: AnyArray | None = None
+
+    @property
+    def columns(self) -> int:
+        """Columns of every part."""
+        return self.parts[0].columns
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme whose activations all parts take."""
+        return self.parts[0].scheme
 
 
 class LinearProgramBuilder:
@@ -90,7 +101,7 @@ class LinearProgramBuilder:
 
         With ``adds`` there must be only one layer, because each output would need its own input.
         """
-        rows = self._prepare_activations(layers.matrix.scheme, layers.matrix.columns, source)
+        rows = self._prepare_activations(layers.scheme, layers.columns, source)
         if self._is_adapted(layers):
             self._add_fused_lora(layers, source, rows, out, adds=adds)
         else:
@@ -109,7 +120,8 @@ class LinearProgramBuilder:
 
     def _is_adapted(self, layers: FusedLinearLayers) -> bool:
         """Whether base and adapter are one operation for rows without scales: there is no bias."""
-        return self._fused and len(self._adapters) == 1 and layers.bias is None
+        is_simple = layers.bias is None and len(layers.parts) == 1
+        return self._fused and len(self._adapters) == 1 and is_simple
 
     def _add_fused_lora(
         self,
@@ -126,11 +138,10 @@ class LinearProgramBuilder:
         if self._scales:
             apart = counts.reduce_apart[scheme][place : place + 1]
             self._builder.add(lora_shrink_kernel(scheme), reducing, apart, part=_EXPERTS)
-        product = gemm_arguments(
-            matrix=layers.matrix, rows=rows, out=out, tokens=counts.tokens, adds=adds
-        )
+        [matrix] = layers.parts
+        product = gemm_arguments(matrix=matrix, rows=rows, out=out, tokens=counts.tokens, adds=adds)
         expansion = self._expand_arguments(layers, scheme, out)
-        items = gemm_items(layers.matrix)
+        items = gemm_items(matrix)
         arguments = fused_lora_arguments(
             reduce=reducing,
             multiply=product,
@@ -139,19 +150,23 @@ class LinearProgramBuilder:
             reduce_items=counts.reduce[scheme][place : place + 1],
             done=counts.done[place : place + 1],
         )
-        counts.set_fused_items(place, items)
-        kernel = fused_lora_kernel(layers.matrix.scheme, scheme)
+        counts.set_fused_items(layers.first, items)
+        kernel = fused_lora_kernel(matrix.scheme, scheme)
         self._builder.add(kernel, arguments, counts.adapted[place : place + 1])
-        self._builder.keep_alive(layers.matrix, reducing, product, expansion)
+        self._builder.keep_alive(matrix, reducing, product, expansion)
 
     def _add_gemm(
         self, layers: FusedLinearLayers, rows: PreparedActivations, out: AnyArray, *, adds: bool
     ) -> None:
         """Add ``W x + b`` of all modules at once, for projections where no row has scales."""
         counts, site = self._counts, layers.projection
-        items = gemm_items(layers.matrix)
-        counted = counts.set_fused_items(site, items) if self._scales else items
-        self._add_multiply(layers.matrix, rows, out, counted, adds=adds)
+        ends = [*accumulate(layers.rows, initial=0)]
+        first = 0
+        for matrix in layers.parts:
+            items, module = gemm_items(matrix), layers.first + ends.index(first)
+            counted = counts.set_fused_items(module, items) if self._scales else items
+            self._add_multiply(matrix, rows, out[:, first:], counted, adds=adds)
+            first += matrix.rows
         if layers.bias is not None:
             arguments = affine_arguments(
                 rows=out, scale=None, shift=layers.bias, out=out, width=len(layers.bias)
@@ -171,7 +186,8 @@ class LinearProgramBuilder:
         adds: bool,
     ) -> None:
         """Add ``d * (W (u * x)) + e * b`` of one module."""
-        builder, matrix = self._builder, layers.matrix.row_slice(first, layers.rows[number])
+        builder = self._builder
+        matrix = MatrixStack(layers.parts).row_slice(first, layers.rows[number])
         batch, module = self._room.get_batch_table(None).words, layers.first + number
         tokens = self._counts.scaled[layers.projection : layers.projection + 1]
         scaled = self._room.scaled[:, : matrix.columns]
@@ -226,8 +242,8 @@ class LinearProgramBuilder:
         source: AnyArray,
         prepared: PreparedActivations,
     ) -> AnyArray:
-        columns, layout = layers.matrix.columns, scheme.layout
-        if scheme.activations is not layers.matrix.scheme.activations:
+        columns, layout = layers.columns, scheme.layout
+        if scheme.activations is not layers.scheme.activations:
             prepared = self._prepare_activations(scheme, columns, source)
         return lora_shrink_arguments(
             batch=self._room.get_batch_table(scheme).words,

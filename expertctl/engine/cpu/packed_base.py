@@ -1,6 +1,7 @@
 """A base model in packed matrices, and the place of each tensor in them.
 
-Queries, keys and values are one matrix, and so are gate and up. The size follows from the
+Queries, keys and values are one matrix, and so are gate and up, unless a GGUF file has them in
+different kinds of blocks. The size follows from the
 configuration: memory is allocated first, in one block, then every tensor of the files is packed
 into its place, so no second copy is in memory meanwhile. Routed experts follow everything else, one
 block each; if not all of them fit into memory, none is here and `moe` owns them.
@@ -9,7 +10,7 @@ block each; if not all of them fit into memory, none is here and `moe` owns them
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from expertctl.engine.kernels.packed_matrix import (
     ArrayShape,
     BlockAllocator,
     ExpertShape,
+    MatrixStack,
     PackedMatrix,
     align_to_vector,
     allocate_matrix,
@@ -50,7 +52,7 @@ SHARED_GATE = "mlp.shared_expert_gate.weight"
 class PackedMlp:
     """An MLP that every token passes; biases are float32, or None."""
 
-    gate_up: PackedMatrix
+    gate_up: MatrixStack
     gate_up_bias: AnyArray | None
     down: PackedMatrix
     down_bias: AnyArray | None
@@ -58,7 +60,7 @@ class PackedMlp:
     @property
     def arrays(self) -> tuple[TensorPlace | None, ...]:
         """Its matrices and vectors."""
-        return self.gate_up, self.gate_up_bias, self.down, self.down_bias
+        return *self.gate_up.parts, self.gate_up_bias, self.down, self.down_bias
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +88,7 @@ class PackedLayer:
     """One layer; biases and norms are float32, or None."""
 
     input_norm: AnyArray
-    inputs: PackedMatrix
+    inputs: MatrixStack
     input_bias: AnyArray | None
     query_norm: AnyArray | None
     key_norm: AnyArray | None
@@ -99,8 +101,9 @@ class PackedLayer:
     @property
     def arrays(self) -> tuple[TensorPlace, ...]:
         """Its matrices and vectors, without those of routed experts."""
-        own = (getattr(self, each.name) for each in fields(self) if each.name != "mlp")
-        parts = (*own, *self.mlp.arrays)
+        apart = ("inputs", "mlp")
+        own = (getattr(self, each.name) for each in fields(self) if each.name not in apart)
+        parts = (*self.inputs.parts, *own, *self.mlp.arrays)
         return tuple(part for part in parts if isinstance(part, PackedMatrix | np.ndarray))
 
     def tensor_places(self, rows: Mapping[str, int]) -> dict[str, TensorPlace]:
@@ -120,7 +123,10 @@ class PackedLayer:
 
 
 def _split_modules(
-    modules: Sequence[str], matrix: PackedMatrix, bias: AnyArray | None, rows: Mapping[str, int]
+    modules: Sequence[str],
+    matrix: PackedMatrix | MatrixStack,
+    bias: AnyArray | None,
+    rows: Mapping[str, int],
 ) -> dict[str, TensorPlace]:
     """Return the places of modules that are consecutive in one matrix."""
     found: dict[str, TensorPlace] = {}
@@ -219,7 +225,7 @@ class PackedBase:
 
 
 Schemes = Mapping[str, Scheme]
-"""The scheme of matrices that do not have that of the base, by the name of their first tensor."""
+"""The scheme of tensors that do not have that of the base, by name."""
 _NO_SCHEMES: Schemes = {}
 
 
@@ -351,11 +357,11 @@ class _LayerAllocator:
         heads, routed = f"{at}.self_attn", config.is_routed(number)
         return PackedLayer(
             input_norm=self.allocate_vector(f"{at}.input_layernorm.weight"),
-            inputs=self.allocate_matrix_of(at, ATTENTION_INPUTS),
+            inputs=self._allocate_stack(at, ATTENTION_INPUTS),
             input_bias=self._allocate_bias(at, ATTENTION_INPUTS),
             query_norm=self._allocate_optional_vector(f"{heads}.q_norm.weight"),
             key_norm=self._allocate_optional_vector(f"{heads}.k_norm.weight"),
-            output=self.allocate_matrix_of(at, ATTENTION_OUTPUT),
+            output=self._allocate_layers_tensor(at, ATTENTION_OUTPUT),
             output_bias=self._allocate_bias(at, ATTENTION_OUTPUT),
             mlp_norm=self.allocate_vector(f"{at}.post_attention_layernorm.weight"),
             mlp=self._allocate_routing(at) if routed else self._allocate_mlp(at),
@@ -366,9 +372,9 @@ class _LayerAllocator:
         self, at: str, inputs: Sequence[str] = MLP_INPUTS, output: Sequence[str] = MLP_OUTPUT
     ) -> PackedMlp:
         return PackedMlp(
-            gate_up=self.allocate_matrix_of(at, inputs),
+            gate_up=self._allocate_stack(at, inputs),
             gate_up_bias=self._allocate_bias(at, inputs),
-            down=self.allocate_matrix_of(at, output),
+            down=self._allocate_layers_tensor(at, output),
             down_bias=self._allocate_bias(at, output),
         )
 
@@ -386,12 +392,19 @@ class _LayerAllocator:
         scheme = scheme or self._schemes.get(name, self._scheme.embedding)
         return allocate_matrix(scheme, *self._shapes[name], allocate=self._take)
 
-    def allocate_matrix_of(self, at: str, modules: Sequence[str]) -> PackedMatrix:
-        """Allocate several matrices as one, with consecutive rows."""
+    def _allocate_stack(self, at: str, modules: Sequence[str]) -> MatrixStack:
+        """Allocate several matrices with consecutive rows; those of one scheme are one part."""
         names = [f"{at}.{module}.weight" for module in modules]
-        rows = sum(self._shapes[name][0] for name in names)
-        scheme = self._schemes.get(names[0], self._scheme)
-        return allocate_matrix(scheme, rows, self._shapes[names[0]][1], allocate=self._take)
+        parts: list[PackedMatrix] = []
+        for scheme, some in groupby(names, lambda name: self._schemes.get(name, self._scheme)):
+            shapes = [self._shapes[name] for name in some]
+            rows, columns = sum(shape[0] for shape in shapes), shapes[0][1]
+            parts.append(allocate_matrix(scheme, rows, columns, allocate=self._take))
+        return MatrixStack(tuple(parts))
+
+    def _allocate_layers_tensor(self, at: str, modules: Sequence[str]) -> PackedMatrix:
+        [part] = self._allocate_stack(at, modules).parts
+        return part
 
     def allocate_vector(self, *names: str) -> AnyArray:
         return self._take((sum(self._shapes[name][0] for name in names),), np.float32)

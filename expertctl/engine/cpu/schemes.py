@@ -1,8 +1,8 @@
 """The scheme of the matrices of a base: by data type, or as the blocks of a GGUF file.
 
-Matrices with the same input are one matrix in memory. Those of a base in GGUF stay in their blocks
-if all of them have blocks of one kind, and there are kernels for it. Everything else is quantised
-to int8, which takes more memory but loses little: the activations are int8 in either case.
+The matrices of a base in GGUF stay in their blocks if there are kernels for these, and their rows
+consist of whole blocks. Everything else is quantised to int8, which takes more memory but loses
+little: the activations are int8 in either case.
 """
 
 import math
@@ -45,7 +45,7 @@ def _count_weights(config: ModelConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlockChoice:
-    """The scheme of each matrix, by the name of its first tensor, and what is held in int8."""
+    """The scheme of each matrix, by the name of its tensor, and what is held in int8."""
 
     schemes: Mapping[str, Scheme]
     requantised: tuple[str, ...]
@@ -78,24 +78,23 @@ def choose_block_schemes(config: ModelConfig, storages: Mapping[str, str]) -> Bl
         )
     schemes: dict[str, Scheme] = {}
     requantised: set[str] = set()
-    for names in _iter_matrices(config):
-        kinds = {storages[name] for name in names}
-        scheme = _choose_scheme(kinds, columns=config.tensor_shapes()[names[0]][1])
-        schemes[names[0]] = scheme
+    for name in _iter_matrices(config):
+        scheme = _choose_scheme(storages[name], columns=config.tensor_shapes()[name][1])
+        schemes[name] = scheme
         if scheme is Scheme.INT8:
-            requantised |= kinds
+            requantised.add(storages[name])
     return BlockChoice(schemes, tuple(sorted(requantised)))
 
 
-def _choose_scheme(kinds: set[str], *, columns: int) -> Scheme:
-    scheme = _BLOCKS.get(next(iter(kinds))) if len(kinds) == 1 else None
+def _choose_scheme(kind: str, *, columns: int) -> Scheme:
+    scheme = _BLOCKS.get(kind)
     return Scheme.INT8 if scheme is None or columns % BLOCK_COLUMNS[scheme] else scheme
 
 
-def _iter_matrices(config: ModelConfig) -> Iterator[tuple[str, ...]]:
-    """Yield the names of the tensors of each matrix in memory."""
-    yield (EMBEDDING_TENSOR,)
+def _iter_matrices(config: ModelConfig) -> Iterator[str]:
+    """Yield the names of the tensors of all matrices."""
+    yield EMBEDDING_TENSOR
     for projection in find_fused_projections(config.linear_shapes()):
-        names = tuple(f"{module}.weight" for module in projection.modules)
-        if names != (HEAD_TENSOR,) or not config.tied:
-            yield names
+        for module in projection.modules:
+            if (name := f"{module}.weight") != HEAD_TENSOR or not config.tied:
+                yield name

@@ -94,18 +94,19 @@ class ItemCounts:
         self.tokens, self.heads, self.attending = (np.zeros(1, np.int64) for _ in range(3))
         places = np.repeat(np.arange(len(sites)), [len(site.modules) for site in sites])
         self._places, self._has = places, np.zeros(len(sites), np.int64)
-        self.plain, self.scaled, self.whole, self._whole = np.zeros((4, len(sites)), np.int64)
-        self.apart, self._apart = np.zeros((2, len(places)), np.int64)
+        self.plain, self.scaled = np.zeros((2, len(sites)), np.int64)
+        self._firsts = np.array([site.first for site in sites], np.int64)
+        self.whole, self._whole, self.apart, self._apart = np.zeros((4, len(places)), np.int64)
         self.reduce, self.expand, self.reduce_apart, self.expand_apart = (
             {scheme: np.zeros(len(sites), np.int64) for scheme in adapters} for _ in range(4)
         )
         self.adapted, self.done = np.zeros((2, len(sites)), np.int64)
         """Items of each fused operation, and how many of them are done while it runs."""
 
-    def set_fused_items(self, site: int, items: int) -> AnyArray:
-        """Set the items of a projection's product; return the count that a run reads."""
-        self._whole[site] = items
-        return self.whole[site : site + 1]
+    def set_fused_items(self, module: int, items: int) -> AnyArray:
+        """Set the items of a product of modules from one on; return the count that a run reads."""
+        self._whole[module] = items
+        return self.whole[module : module + 1]
 
     def set_module_items(self, module: int, items: int) -> AnyArray:
         """Set the items of a module's product; return the count that a run reads."""
@@ -126,9 +127,9 @@ class ItemCounts:
         has = self._has > 0
         np.multiply(tokens, ~has, out=self.plain)
         np.multiply(tokens, has, out=self.scaled)
-        np.multiply(self._whole, ~has, out=self.whole)
+        np.multiply(self._whole, ~has[self._places], out=self.whole)
         np.multiply(self._apart, has[self._places], out=self.apart)
-        self.adapted[...] = self.whole
+        self.adapted[...] = self.whole[self._firsts]
         for scheme, items in self.reduce.items():
             np.multiply(items, has, out=self.reduce_apart[scheme])
             np.multiply(self.expand[scheme], has, out=self.expand_apart[scheme])

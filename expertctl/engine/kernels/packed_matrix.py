@@ -76,6 +76,32 @@ class PackedMatrix:
         return PackedMatrix(self.scheme, rows, self.columns, data, self.scales[begin:end])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MatrixStack:
+    """Matrices that read the same input, one below the other, each in its own scheme."""
+
+    parts: tuple[PackedMatrix, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows of all parts."""
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def columns(self) -> int:
+        """Columns of each part."""
+        return self.parts[0].columns
+
+    def row_slice(self, first: int, rows: int) -> PackedMatrix:
+        """Return a view of some rows of one part; ``first`` must begin a block."""
+        for part in self.parts:
+            if first < part.rows:
+                assert first + rows <= part.rows, "rows of one part"
+                return part.row_slice(first, rows)
+            first -= part.rows
+        raise AssertionError("rows beyond the last part")
+
+
 def allocate_matrix(
     scheme: Scheme, rows: int, columns: int, *, allocate: AllocateArray = aligned_zeros
 ) -> PackedMatrix:

@@ -1,5 +1,6 @@
 """A GGUF file in memory as it is in the file: every matrix, and what a decoder makes of it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from gguf.quants import dequantize
 
 from expertctl.engine.backend import LoadConfig, LoadContext
 from expertctl.engine.cpu.backend import PackedBackend, PackedModel
+from expertctl.engine.cpu.packed_base import PackedMlp
 from expertctl.engine.cpu.plain_decoder import PlainDecoder
 from expertctl.engine.cpu.plain_weights import load_plain_weights
 from expertctl.engine.kernels.packed_format import Scheme
@@ -27,15 +29,17 @@ Array = np.ndarray[Any, Any]
 IDS = [3, 77, 5, 200, 41, 9, 120, 8, 60, 33, 7]
 EVERY = pytest.mark.parametrize(
     ("arch", "kind"),
-    [("llama", "Q8_0"), ("llama", "Q4_0"), ("qwen3", "Q4_1"), ("qwen3", "Q8_0")],
+    [("llama", "Q8_0"), ("llama", "Q4_0"), ("qwen3", "Q4_1"), ("qwen3", "Q5_0"), ("llama", "Q5_1")],
 )
+MIXED = {"v_proj": "Q8_0", "up_proj": "Q5_1", "down_proj": "Q5_0", "embed_tokens": "Q8_0"}
+"""The kinds of some matrices of a mixed file, as llama.cpp writes Q4_K_M."""
 
 
-def derive(tmp_path: Path, arch: str, kind: str) -> Path:
+def derive(tmp_path: Path, arch: str, kind: str, *, kinds: Mapping[str, str] | None = None) -> Path:
     """Return the folder of a base in GGUF whose rows fill blocks, untied, with grouped queries."""
     sizes = {"hidden": 64, "intermediate": 96, "head_dim": 16, "heads": 4, "kv_heads": 2}
     source = write_base(tmp_path / "source", arch=arch, tie=False, seed=3, **sizes)
-    file = write_gguf(tmp_path / "base.gguf", source, kind=kind)
+    file = write_gguf(tmp_path / "base.gguf", source, kind=kind, kinds=kinds)
     folder = tmp_path / "derived"
     folder.mkdir()
     for name, data in derive_base_files(read_gguf_header(file), file=str(file)).items():
@@ -83,12 +87,39 @@ def test_every_matrix_is_that_of_the_file(arch: str, kind: str, tmp_path: Path) 
     )
 
 
-@EVERY
+def test_matrices_with_one_input_keep_their_kinds(tmp_path: Path) -> None:
+    folder = derive(tmp_path, "llama", "Q4_0", kinds=MIXED)
+    _, model = load(folder, tmp_path / "home")
+    try:
+        layer = model.base.layers[0]
+        assert [part.scheme for part in layer.inputs.parts] == [Scheme.Q4_0, Scheme.Q8_0]
+        assert isinstance(layer.mlp, PackedMlp)
+        assert [part.scheme for part in layer.mlp.gate_up.parts] == [Scheme.Q4_0, Scheme.Q5_1]
+        for name, numbers in read_numbers(folder).items():
+            if numbers.ndim == 2 and name != "model.embed_tokens.weight":
+                found = model.matrix(name.removesuffix(".weight"))
+                np.testing.assert_array_equal(found, numbers)
+        assert model.warnings == ()
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind", "kinds"),
+    [
+        ("llama", "Q8_0", {}),
+        ("llama", "Q4_0", {}),
+        ("qwen3", "Q4_1", {}),
+        ("qwen3", "Q5_0", {}),
+        ("llama", "Q4_0", MIXED),
+    ],
+    ids=str,
+)
 def test_a_decoder_predicts_as_one_with_the_decoded_numbers(
-    arch: str, kind: str, tmp_path: Path
+    arch: str, kind: str, kinds: dict[str, str], tmp_path: Path
 ) -> None:
     """Only activations are rounded, to eight bits."""
-    folder = derive(tmp_path, arch, kind)
+    folder = derive(tmp_path, arch, kind, kinds=kinds)
     backend, model = load(folder, tmp_path / "home")
     try:
         cache = PagedKVCache(model.base.config, 64, layout=backend.page_layout)

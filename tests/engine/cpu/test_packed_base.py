@@ -10,7 +10,12 @@ import torch
 
 from expertctl.engine.cpu.packed_base import PackedBase, allocate_base, packed_base_bytes
 from expertctl.engine.kernels.packed_format import Scheme
-from expertctl.engine.kernels.packed_matrix import PackedMatrix, pack_matrix, unpack_matrix
+from expertctl.engine.kernels.packed_matrix import (
+    MatrixStack,
+    PackedMatrix,
+    pack_matrix,
+    unpack_matrix,
+)
 from expertctl.engine.memory.host import allocate
 from expertctl.engine.torch.weights import BaseWeights, load_base_weights
 from expertctl.errors import IncompatibleError
@@ -31,6 +36,11 @@ WHOLE = {
 def loaded(directory: Path, *, held: torch.dtype = torch.float32, **config: Any) -> BaseWeights:
     write_base(directory, **{"head_dim": 16, "hidden": 48, "intermediate": 80, **config})
     return load_base_weights(directory, read_model_config(directory), dtype=held)
+
+
+def unpack_all(matrix: PackedMatrix | MatrixStack) -> np.ndarray[Any, Any]:
+    parts = matrix.parts if isinstance(matrix, MatrixStack) else (matrix,)
+    return np.concatenate([unpack_matrix(part) for part in parts])
 
 
 def tensors_of(base: PackedBase) -> dict[str, np.ndarray[Any, Any]]:
@@ -56,7 +66,7 @@ def tensors_of(base: PackedBase) -> dict[str, np.ndarray[Any, Any]]:
         ends = {"q_proj": queries, "k_proj": queries + keys, "gate_proj": wide}
         for block, names, matrix, bias in parts:
             places = [ends[name] for name in names if name in ends]
-            for name, rows in zip(names, np.split(unpack_matrix(matrix), places), strict=True):
+            for name, rows in zip(names, np.split(unpack_all(matrix), places), strict=True):
                 found[f"{at}.{block}.{name}.weight"] = rows
             if bias is not None:
                 for name, numbers in zip(names, np.split(bias, places), strict=True):
@@ -153,7 +163,7 @@ def test_all_parts_lie_in_one_block(tmp_path: Path) -> None:
             assert np.shares_memory(part, block)
             part[...] = 1
     assert base.tensor_places().keys() == weights.tensors.keys()
-    arrays = [base.embedding.data, base.head.scales, base.layers[1].mlp.gate_up.data]
+    arrays = [base.embedding.data, base.head.scales, base.layers[1].mlp.gate_up.parts[0].data]
     assert all(array.ctypes.data % 64 == 0 for array in arrays)
 
 

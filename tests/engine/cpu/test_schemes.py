@@ -23,7 +23,7 @@ def storages(model: ModelConfig, kind: str, **others: str) -> dict[str, str]:
     return {name: (ends[name] or [kind])[0] for name in names}
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_all_matrices_of_one_kind_stay_in_it(kind: str) -> None:
     model = config()
     found = choose_block_schemes(model, storages(model, kind))
@@ -33,16 +33,20 @@ def test_all_matrices_of_one_kind_stay_in_it(kind: str) -> None:
     assert {f"model.layers.1.{name}.weight" for name in INPUTS} < found.schemes.keys()
 
 
-def test_a_kind_without_kernels_takes_its_whole_matrix_to_int8_and_it_is_said() -> None:
+def test_each_matrix_stays_in_its_kind_or_is_held_in_int8_and_it_is_said() -> None:
     model = config(tied=True)
-    found = choose_block_schemes(model, storages(model, "Q4_0", v_proj="Q6_K", embed="Q6_K"))
-    expected = {Scheme.INT8: ["embed", "q_proj"], Scheme.Q4_0: ["o_proj", "gate_proj", "down_proj"]}
+    kinds = storages(model, "Q4_0", v_proj="Q6_K", embed="Q6_K", up_proj="F16")
+    found = choose_block_schemes(model, kinds)
+    expected = {
+        Scheme.Q6_K: ["embed", "v_proj"],
+        Scheme.INT8: ["up_proj"],
+        Scheme.Q4_0: ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"],
+    }
     for scheme, names in expected.items():
         for name in names:
             assert {s for n, s in found.schemes.items() if name in n} == {scheme}
     assert "lm_head.weight" not in found.schemes
-    said = "some base weights, stored in blocks of Q4_0 and Q6_K, are held in int8"
-    assert found.warnings == (said,)
+    assert found.warnings == ("some base weights, stored in blocks of F16, are held in int8",)
 
 
 def test_rows_that_do_not_fill_super_blocks_are_held_in_int8() -> None:
