@@ -62,6 +62,7 @@ _STORAGE = {
     Scheme.Q8_0: _GgmlType("q8_0", 8, 32, 34),
     Scheme.Q4_0: _GgmlType("q4_0", 2, 32, 18),
     Scheme.Q4_K: _GgmlType("q4_k", 12, 256, 144),
+    Scheme.Q6_K: _GgmlType("q6_k", 14, 256, 210),
 }
 
 
@@ -189,6 +190,8 @@ def _make_random_blocks(scheme: Scheme, rng: np.random.Generator) -> Bytes:
         mean = 32
         shared = np.array([step / mean, 7.5 * step / mean], "<f2")
         drawn[:, :4] = shared.view(np.uint8)
+    elif scheme is Scheme.Q6_K:  # scales of any int8, whose root mean square is about 74
+        drawn[:, -2:] = np.full(1, step / 74, "<f2").view(np.uint8)
     else:
         drawn[:, :2] = np.full(1, step, "<f2").view(np.uint8)
     return drawn.reshape(-1)

@@ -12,7 +12,7 @@ from benchmarks.engine_process import Decode, ReadPrompt
 from benchmarks.harness import Row, main
 from expertctl.engine.kernels.packed_format import Scheme
 
-SCHEMES = (Scheme.Q8_0, Scheme.Q4_0, Scheme.Q4_K)
+SCHEMES = (Scheme.Q8_0, Scheme.Q4_0, Scheme.Q4_K, Scheme.Q6_K)
 TASKS: dict[Decode | ReadPrompt, ComparisonTargets] = {
     Decode(tokens=16, context=128): ComparisonTargets(llama=">= 1.2"),
     ReadPrompt(512): ComparisonTargets(llama=">= 1.3"),
