@@ -4,18 +4,16 @@ Files may be memory-mapped and are never written, and nothing changes a tensor a
 get the dtype of the run; norms and biases are always float32.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from expertctl.digest import Progress, ignore_progress
-from expertctl.engine.arrays import FloatArray
 from expertctl.engine.base_files import (
     is_routed_expert,
     iter_row_portions,
@@ -71,7 +69,8 @@ def load_base_weights(
     compared = {HEAD_TENSOR, EMBEDDING_TENSOR} if extra else set()
     target, found = torch.device(device), dict[str, Tensor]()
     with torch.inference_mode():
-        for name, tensor in _read({name: stored[name] for name in (*wanted, *extra)}):
+        read = {name: stored[name] for name in (*wanted, *extra)}
+        for name, tensor in _read(read, dtype, exact=compared):
             found[name] = tensor if name in compared else _convert(tensor, dtype, target)
             if name not in compared:
                 progress(found[name].nbytes)
@@ -86,10 +85,17 @@ def load_base_weights(
     return BaseWeights(tensors, dtype, torch.device(device), warnings)
 
 
-def _read(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+def _read(
+    tensors: Mapping[str, StoredTensor], dtype: torch.dtype, *, exact: Container[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors as they are stored; matrices that a codec decodes have ``dtype``.
+
+    Those in ``exact`` are not rounded.
+    """
     plain = {name: tensor for name, tensor in tensors.items() if tensor.codec is None}
     for name in tensors.keys() - plain.keys():
-        yield name, torch.from_numpy(_decode_whole(tensors[name]))
+        is_rounded = len(tensors[name].info.shape) == 2 and name not in exact
+        yield name, _decode_whole(tensors[name], dtype if is_rounded else torch.float32)
     for path in sorted({tensor.path for tensor in plain.values()}):
         try:
             with _open(path) as file:
@@ -99,10 +105,11 @@ def _read(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
             raise make_unreadable_error(path, error) from error
 
 
-def _decode_whole(tensor: StoredTensor) -> FloatArray:
-    whole, done = np.empty(tensor.info.shape, np.float32), 0
+def _decode_whole(tensor: StoredTensor, dtype: torch.dtype) -> Tensor:
+    """Decode a tensor in portions, so that it is never in memory in float32 besides."""
+    whole, done = torch.empty(tensor.info.shape, dtype=dtype), 0
     for rows in iter_row_portions(tensor):
-        whole[done : done + len(rows)] = rows
+        whole[done : done + len(rows)] = torch.from_numpy(rows)
         done += len(rows)
     return whole
 
