@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -48,6 +48,7 @@ from expertctl.package.draft import (
     read_example_prompts,
 )
 from expertctl.package.evaluation import read_evaluation_data
+from expertctl.package.foreign_adapter import open_adapter
 from expertctl.package.frame import FASTEST_LEVEL, LEVELS
 from expertctl.package.read import is_file_name, verify_contents
 from expertctl.package.write import check_target, sign_package, unpack_package
@@ -155,7 +156,8 @@ def _choose_output(target: str, form: ExportFormat, store: Store) -> Path:
 
 
 Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="The directory that PEFT saved the adapter to.")
+    Path,
+    typer.Argument(metavar="DIR", help="The directory that PEFT or mlx-lm saved the adapter to."),
 ]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A .expert file.")]
 
@@ -219,8 +221,11 @@ def init(
     if path.exists():
         raise UsageError(f"{path} exists already", hint="edit it, or remove it first")
     prompts = read_example_prompts(examples) if examples is not None else []
-    facts = _find_base_facts(directory, manifest.base, as_json=as_json)
-    draft = building.draft_manifest(directory, overrides, base=facts, examples=prompts)
+    with open_adapter(directory) as (folder, notes):
+        facts = _find_base_facts(folder, manifest.base, as_json=as_json)
+        draft = building.draft_manifest(folder, overrides, base=facts, examples=prompts)
+    for line in notes:
+        note(line)
     _note_shortened_name(directory, overrides)
     write_atomic(path, encode_manifest(draft))
     missing = find_base_problems(draft)
@@ -269,6 +274,13 @@ def build(
         ),
     ] = None,
     metric: MetricOption = "exact_match",
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle-in-sandbox",
+            help="Read the tensors of adapter_model.bin in a restricted process.",
+        ),
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Check an adapter directory and package it. All problems are reported at once.
@@ -281,16 +293,18 @@ def build(
     if task is not None and evaluate is None:
         raise UsageError("--task names what --eval measures", hint="add --eval DATA")
     samples = read_evaluation_data(evaluate, metric=metric) if evaluate is not None else None
-    facts = _find_base_facts(directory, manifest.base, as_json=as_json)
-    with show_progress("checking", _measure_weights(directory), as_json=as_json) as report:
-        plan = building.plan_build(directory, overrides, base=facts, progress=report)
-    _note_shortened_name(directory, overrides)
-    target = output or Path(f"{plan.manifest.package.name}-{plan.manifest.version}.expert")
-    if samples is not None:
-        check_target(target)  # refuse a bad place before measuring
-        plan = measure_build(plan, samples, task=task, output=target, as_json=as_json)
-    with show_progress("packing", 2 * plan.size, as_json=as_json) as report:
-        built = building.build_package(plan, target, key=key, level=level, progress=report)
+    with open_adapter(directory, reads_pickle=allow_pickle) as (folder, notes):
+        facts = _find_base_facts(folder, manifest.base, as_json=as_json)
+        with show_progress("checking", _measure_weights(folder), as_json=as_json) as report:
+            plan = building.plan_build(folder, overrides, base=facts, progress=report)
+        _note_shortened_name(directory, overrides)
+        target = output or Path(f"{plan.manifest.package.name}-{plan.manifest.version}.expert")
+        if samples is not None:
+            check_target(target)  # refuse a bad place before measuring
+            plan = measure_build(plan, samples, task=task, output=target, as_json=as_json)
+        plan = replace(plan, notes=(*notes, *plan.notes))
+        with show_progress("packing", 2 * plan.size, as_json=as_json) as report:
+            built = building.build_package(plan, target, key=key, level=level, progress=report)
     _print_build_notes(built)
     doubts_of_router = _find_routing_warnings(settings, plan)
     for line in doubts_of_router:

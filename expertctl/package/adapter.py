@@ -207,7 +207,10 @@ _MAX_SHOWN_FIELDS = 20
 _LONGEST = 60
 
 
-_QUANTISED = re.compile(r"(?P<base>.+?)(?:-unsloth)?-bnb-(?:4|8)bit", re.IGNORECASE)
+_QUANTISED = re.compile(
+    r"(?P<base>.+?)(?:-unsloth)?-bnb-(?:4|8)bit|(?P<mlx>mlx-community/.+?)-(?:[2-8]bit|bf16|fp16)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,13 +254,13 @@ def is_hub_name(label: str) -> bool:
 
 
 def find_full_precision_label(label: str) -> str | None:
-    """Return the base that the label of a bitsandbytes copy stands for; None for other labels.
+    """Return the base that the label of a copy for bitsandbytes or MLX stands for, or None.
 
     Such a copy was quantised from the 16-bit weights only to load them, so an adapter trained on it
     is used with the base itself.
     """
     match = _QUANTISED.fullmatch(label)
-    return match["base"] if match is not None else None
+    return (match["base"] or match["mlx"]) if match is not None else None
 
 
 def is_neutral(value: JsonValue) -> bool:

@@ -10,7 +10,7 @@ because a download or a clone is incomplete, are recognised by their first bytes
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -38,6 +38,7 @@ from expertctl.package.adapter_weights import (
 from expertctl.package.base_model import BaseFacts, read_base_headers
 from expertctl.package.directory import (
     CONFIG_PATH,
+    PICKLES,
     WEIGHTS_PATH,
     SourceFile,
     find_source_file,
@@ -90,12 +91,9 @@ _PICKLE_HINT = (
     "convert it on the machine that trained it: load it with PEFT, then\n"
     "model.save_pretrained(DIR, safe_serialization=True)"
 )
-_MLX_HINT = (
-    "an MLX adapter names its tensors differently and stores them transposed:\n"
-    "save it as a PEFT adapter (lora_a.T is lora_A, lora_b.T is lora_B), or train it with PEFT"
+_SANDBOX_HINT = (
+    "or let `expertctl build --allow-pickle-in-sandbox DIR` read nothing but its tensors"
 )
-_MLX_FILES = ("adapters.safetensors", "adapters.npz")
-_MLX_FIELDS = frozenset({"lora_parameters", "fine_tune_type", "adapter_path", "lora_layers"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +128,6 @@ def detect_other_kind(head: bytes, *, size: int) -> DetectedKind | None:
     return None
 
 
-def detect_mlx_folder(names: Sequence[str], config: object) -> DetectedKind | None:
-    """Return the problem and hint if the files or the configuration are those of an MLX adapter."""
-    fields = _MLX_FIELDS.intersection(config) if isinstance(config, dict) else frozenset()
-    peft = isinstance(config, dict) and "peft_type" in config
-    if peft or not (fields or any(name in _MLX_FILES for name in names)):
-        return None
-    return DetectedKind("an MLX adapter; only PEFT adapters are supported", _MLX_HINT)
-
-
 def _is_pickle(head: bytes) -> bool:
     """Recognise a pickle of protocol 2 to 5, and the zip archive that torch.save writes."""
     if head.startswith(b"PK\x03\x04"):
@@ -155,7 +144,6 @@ def _is_tensor_table(head: bytes) -> bool:
 
 
 DIRECTORY_HINT = "name the directory that PEFT saved the adapter to"
-_PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _ENCODER = "encoder"
 _PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _MAX_LISTED = 10
@@ -265,7 +253,7 @@ def require_adapter(directory: Path) -> None:
         NotFoundError: naming the adapters in folders below, or the base model found instead.
     """
     names = list_source_names(directory)
-    if detect_mlx_folder(names, None) or {CONFIG_PATH, WEIGHTS_PATH, *_PICKLES}.intersection(names):
+    if {CONFIG_PATH, WEIGHTS_PATH, *PICKLES}.intersection(names):
         return
     if find_adapters_below(directory):
         raise _missing_file_error(directory, CONFIG_PATH)
@@ -321,16 +309,12 @@ def _find_files(directory: Path, *, config: str, weights: str) -> tuple[SourceFi
     findings.raise_problems()
     config_file, weights_file = found
     if config_file is not None and weights_file is not None:
-        _reject_mlx(directory, config_file)
         return config_file, weights_file
     names = list_source_names(directory)
-    if config_file is not None:
-        _reject_mlx(directory, config_file)
-    elif found_kind := detect_mlx_folder(names, None):
-        raise _other_kind_error(str(directory), found_kind)
-    if weights_file is None and (pickles := [name for name in _PICKLES if name in names]):
+    if weights_file is None and (pickles := [name for name in PICKLES if name in names]):
         problem = f"{pickles[0]} is a pickle, and pickles are never opened"
-        raise InvalidPackageError(str(directory), [problem], hint=_PICKLE_HINT)
+        hint = f"{_PICKLE_HINT}\n{_SANDBOX_HINT}"
+        raise InvalidPackageError(str(directory), [problem], hint=hint)
     raise _missing_file_error(directory, config if config_file is None else weights)
 
 
@@ -346,16 +330,6 @@ def _missing_file_error(directory: Path, name: str) -> NotFoundError:
         f"{directory}: {name} is missing, but there are {adapters}: {shown}",
         hint=f"build one of them: expertctl build {directory / below[-1]}",
     )
-
-
-def _reject_mlx(directory: Path, config: SourceFile) -> None:
-    try:
-        document = _load_object(config)
-    except InvalidPackageError:
-        return  # `_read_config` reports the problem
-    found = detect_mlx_folder(list_source_names(directory), document)
-    if found is not None:
-        raise _other_kind_error(str(directory), found)
 
 
 def _load_object(config: SourceFile) -> JsonObject:

@@ -82,7 +82,7 @@ class PackedWeights:
         Raises:
             DigestError: when the source was replaced or truncated meanwhile.
         """
-        output.write(_encode_header(self.table))
+        output.write(encode_header(self.table))
         with self.source.open() as stream:
             for name, tensor in self.kept_table.tensors.items():
                 widened = tensor.dtype != self.table.tensors[name].dtype
@@ -104,7 +104,7 @@ def choose_packed_weights(
     if not kept or not (excluded or mixed):
         return PackedWeights(source, table, table)
     part = TensorTable(kept, table.data_offset, table.file_size)
-    return PackedWeights(source, part, _lay_out_tensors(part, WIDE_DTYPE if mixed else None))
+    return PackedWeights(source, part, lay_out_tensors(part, WIDE_DTYPE if mixed else None))
 
 
 def widen_to_float32(data: bytes, dtype: str) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
@@ -114,7 +114,7 @@ def widen_to_float32(data: bytes, dtype: str) -> "np.ndarray[tuple[int], np.dtyp
     return np.frombuffer(data, dtype="<f2" if dtype == "F16" else "<f4").astype("<f4")
 
 
-def _lay_out_tensors(part: TensorTable, dtype: str | None) -> TensorTable:
+def lay_out_tensors(part: TensorTable, dtype: str | None) -> TensorTable:
     """Lay out tensors one after the other, all in one dtype if it is given."""
     tensors: dict[str, TensorInfo] = {}
     end = 0
@@ -122,11 +122,12 @@ def _lay_out_tensors(part: TensorTable, dtype: str | None) -> TensorTable:
         kind = dtype or tensor.dtype
         begin, end = end, end + math.prod(tensor.shape) * DTYPE_BYTES[kind]
         tensors[name] = TensorInfo(kind, tensor.shape, begin, end)
-    offset = len(_encode_header(TensorTable(tensors, 0, 0)))
+    offset = len(encode_header(TensorTable(tensors, 0, 0)))
     return TensorTable(tensors, offset, offset + end)
 
 
-def _encode_header(table: TensorTable) -> bytes:
+def encode_header(table: TensorTable) -> bytes:
+    """Return the header of a safetensors file, with the length before it."""
     document: JsonObject = {"__metadata__": {"format": "pt"}}
     for name, tensor in table.tensors.items():
         document[name] = {

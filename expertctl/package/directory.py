@@ -37,6 +37,8 @@ from expertctl.schema.strict_json import JsonObject, JsonValue, load_object, rea
 
 WEIGHTS_PATH = "adapter_model.safetensors"
 CONFIG_PATH = "adapter_config.json"
+PICKLES = ("adapter_model.bin", "adapter_model.pt")
+"""Names of pickled weights, which are opened only if the user allows it."""
 _CACHE_PREFIX = "models--"
 _SNAPSHOTS_FOLDER = "snapshots"
 _MAX_HOPS = 8

@@ -24,6 +24,7 @@ from tests.package.forged_packages import (
     read_packed_files,
     write_frame,
 )
+from tests.package.test_foreign_adapters import pickle_weights, save_as_mlx
 
 
 class CommandRun:
@@ -132,6 +133,28 @@ def test_build_says_what_it_left_out_of_the_adapters_files(run: CommandRun, work
     )
     assert document["notes"] == [line]
     assert "merge_weights" in run.err
+
+
+def test_build_takes_an_adapter_of_mlx_and_says_what_it_converted(
+    run: CommandRun, work: Path
+) -> None:
+    save_as_mlx(work / "my-lora", work / "my-mlx", scale=2.0)
+    document = run.json("build", "my-mlx", "--base", "base", "-o", "mlx.expert")
+    assert document["ref"] == "local/my-mlx@0.1.0"
+    assert document["notes"][0].startswith("converted from an MLX adapter of ")
+    assert "converted from an MLX adapter" in run.err
+    assert run("init", "my-mlx", "--base", "base") == 0
+    assert json.loads((work / "my-mlx" / "expert.json").read_text())["name"] == "local/my-mlx"
+    names = read_packed_files(work / "mlx.expert").keys()
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "expert.json"}
+
+
+def test_build_opens_a_pickle_only_if_asked(run: CommandRun, work: Path) -> None:
+    pickle_weights(work / "my-lora")
+    refusal = run.refusal(8, "build", "my-lora", "--base", "base")
+    assert "--allow-pickle-in-sandbox" in refusal
+    document = run.json("build", "my-lora", "--base", "base", "--allow-pickle-in-sandbox")
+    assert document["notes"] == ["adapter_model.bin: its tensors were read in a restricted process"]
 
 
 def test_the_level_changes_the_size_and_no_digest(run: CommandRun, work: Path) -> None:

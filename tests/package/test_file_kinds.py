@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from expertctl.package.adapter_files import HEAD_BYTES, detect_mlx_folder, detect_other_kind
+from expertctl.package.adapter_files import HEAD_BYTES, detect_other_kind
 
 LIKE_PICKLES = st.builds(
     lambda high, protocol: high << 16 | protocol << 8 | 0x80,
@@ -49,11 +49,3 @@ def test_a_page_begins_in_many_ways(start: bytes) -> None:
     found = detect_other_kind(start, size=len(start))
     assert found is not None
     assert "HTML" in found.problem
-
-
-def test_an_adapter_of_peft_in_a_folder_with_files_of_mlx_is_one_of_peft() -> None:
-    assert detect_mlx_folder(["adapters.safetensors"], {"peft_type": "LORA"}) is None
-    assert detect_mlx_folder(["adapters.safetensors"], None) is not None
-    assert detect_mlx_folder([], {"fine_tune_type": "lora"}) is not None
-    assert detect_mlx_folder(["adapter_model.safetensors"], {}) is None
-    assert detect_mlx_folder([], ["fine_tune_type"]) is None

@@ -352,6 +352,9 @@ def test_what_must_be_there_may_not_be_null() -> None:
         ("acme/tiny-bnb-8bit", "acme/tiny"),
         ("acme/tiny", None),
         ("acme/tiny-4bit", None),
+        ("mlx-community/Qwen3-0.6B-4bit", "mlx-community/Qwen3-0.6B"),
+        ("mlx-community/Qwen3-0.6B-bf16", "mlx-community/Qwen3-0.6B"),
+        ("acme/Qwen3-0.6B-4bit", None),
         ("-bnb-4bit", None),
     ],
 )
