@@ -145,7 +145,7 @@ def test_build_takes_an_adapter_of_mlx_and_says_what_it_converted(
     assert "converted from an MLX adapter" in run.err
     assert run("init", "my-mlx", "--base", "base") == 0
     assert json.loads((work / "my-mlx" / "expert.json").read_text())["name"] == "local/my-mlx"
-    names = read_packed_files(work / "mlx.expert").keys()
+    names = {file.path for file in read_package(work / "mlx.expert").files}
     assert names == {"adapter_config.json", "adapter_model.safetensors", "expert.json"}
 
 
