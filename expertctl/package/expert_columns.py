@@ -21,7 +21,13 @@ from functools import cache
 import numpy as np
 
 from expertctl.package.architectures import ExpertsConfig
-from expertctl.package.quantised_codecs import ColumnReader, Numbers, read_bytes, widen_floats
+from expertctl.package.quantised_codecs import (
+    MAX_STRIPS,
+    ColumnReader,
+    Numbers,
+    read_bytes,
+    widen_floats,
+)
 from expertctl.package.stored_layout import RowLayout
 from expertctl.package.stored_tensor import StoredTensor
 from expertctl.package.tensor_file import TensorInfo
@@ -32,6 +38,10 @@ _BLOCK_BYTES = BLOCK // 2
 _DOUBLED = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
 """Twice the magnitudes of E2M1, so that half of the largest scale, 2^128, is a float32."""
 _FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
+_STRIP_BYTES = 8 << 20
+"""Bytes of a stack that are read at once: its matrices are large."""
+MAX_CACHED_BYTES = MAX_STRIPS * _STRIP_BYTES
+"""Bytes of stacks that are kept while their experts are read."""
 _PORTION = 1 << 18
 """Numbers that are hashed at once."""
 _STACK = re.compile(
@@ -129,7 +139,7 @@ def slice_column_stacks(
     ``is_mxfp4`` says whether stacks may be stored as MXFP4, ``rename`` returns canonical names.
     What is wrong with stacks is added to ``problems``.
     """
-    cutter = _StackCutter(found, experts, hidden, problems, ColumnReader())
+    cutter = _StackCutter(found, experts, hidden, problems, ColumnReader(_STRIP_BYTES))
     sliced: dict[str, StoredTensor] = {}
     has_blocks = False
     for stored, tensor in found.items():

@@ -186,15 +186,21 @@ class ScaledRowsCodec:
         return found.astype(np.float32) - np.float32(1 << (self.bits - 1))
 
 
+_STRIP_BYTES = 1 << 20
+MAX_STRIPS = 4
+"""The most strips that a `ColumnReader` keeps."""
+
+
 class ColumnReader:
     """Reads columns of stored matrices; keeps the last strips, as the next columns follow soon.
 
     Shared by the codecs of a base. A file is read in as many pieces as the matrix has rows, so a
-    strip is made as wide as 1 MiB allows. Its methods may be called from any thread.
+    strip is made as wide as its bytes allow. Its methods may be called from any thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strip_bytes: int = _STRIP_BYTES) -> None:
         """Start without strips."""
+        self._strip_bytes = strip_bytes
         self._strips: OrderedDict[StoredTensor, tuple[int, Numbers]] = OrderedDict()
         self._lock = Lock()
 
@@ -209,17 +215,14 @@ class ColumnReader:
             begin, strip = self._strips.get(part, (0, None))
         if strip is None or first < begin or end > begin + strip.shape[1]:
             rows, columns = part.info.shape
-            width = max(end - first, _STRIP_BYTES // (rows * _get_dtype(part).itemsize))
+            width = max(end - first, self._strip_bytes // (rows * _get_dtype(part).itemsize))
             begin, strip = first, _read_columns(part, first, min(first + width, columns))
             with self._lock:
                 self._strips[part] = begin, strip
                 self._strips.move_to_end(part)
-                while len(self._strips) > _MAX_STRIPS:
+                while len(self._strips) > MAX_STRIPS:
                     self._strips.popitem(last=False)
         return strip[:, first - begin : end - begin]
-
-
-_STRIP_BYTES, _MAX_STRIPS = 1 << 20, 4
 
 
 @dataclass(frozen=True, slots=True)
