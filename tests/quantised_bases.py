@@ -269,3 +269,29 @@ def compressed_config(form: str, **weights: object) -> dict[str, Any]:
             }
         },
     }
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def make_mxfp4(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks and scales of MXFP4 for matrices [experts, out, in], as gpt-oss stores them."""
+    grouped = matrices.float().unflatten(-1, (-1, 32))
+    exponents = grouped.abs().amax(-1).clamp(min=1e-30).log2().floor() - 2
+    table = torch.tensor([*E2M1, *(-number for number in E2M1)])
+    scaled = grouped / exponents.exp2()[..., None]
+    codes = (scaled[..., None] - table).abs().argmin(-1)
+    packed = codes[..., 0::2] + 16 * codes[..., 1::2]
+    return packed.to(torch.uint8), (exponents + 127).to(torch.uint8)
+
+
+def store_mxfp4(directory: Path) -> None:
+    """Quantise the experts of a gpt-oss base in place."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+            blocks, scales = make_mxfp4(tensors.pop(name).transpose(1, 2))
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+    edit_tensors(directory, change)
+    edit_config(directory, quantization_config={"quant_method": "mxfp4"})

@@ -360,14 +360,16 @@ def plan(
     config, width = read_model_config(base.path), choose_dtype(base, engine.dtype)
     copies = open_quantised_cache(open_base_store(), base)
     limit = find_budget_limit(engine.memory_budget, "cpu")
-    if routed is None:
+    if routed is None or config.unlike_llama:  # numpy keeps all experts of such a base in memory
         given = {
             "--lane": bool(lane),
             "--moe-profile": moe_profile is not None,
             "--moe-pin": moe_pin is not None,
             "--strategy": strategy != "warm",
         }
-        warn([describe_unused_option(base.name, name) for name, value in given.items() if value])
+        unused = [name for name, value in given.items() if value]
+        what = "routed experts" + (" that could stay on the disk" if routed else "")
+        warn([describe_unused_option(base.name, name, what=what) for name in unused])
         dense = plan_dense_base(
             config,
             engine,

@@ -38,7 +38,7 @@ _REVISION = re.compile(r"(?!.*(?:\.\.|//))[A-Za-z0-9][\w./-]{0,199}(?<![./])", r
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHORT_COMMIT = re.compile(r"(?=.*[0-9])(?=.*[a-f])[0-9a-f]{7,39}")
 """What is taken for the first digits of a commit: a date as a tag has no letter."""
-_SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
+_SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _GGUF_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
 _MAX_FILES = 20_000
@@ -325,10 +325,15 @@ def _choose_weights(listing: HubListing) -> tuple[HubFile, ...]:
 
 
 def _require_all_shards(shards: list[HubFile], listing: HubListing) -> tuple[HubFile, ...]:
-    """Return the shards in order; their names say how many there are."""
+    """Return the shards in order; their names say which there are.
+
+    The first is 1, or 0 where the names state the last number, not how many there are (gpt-oss).
+    """
     found = sorted(shards, key=lambda file: file.name)
-    counts = {match[1] for file in found if (match := _SHARD.fullmatch(file.name))}
-    if counts != {f"{len(found):05}"}:
+    matches = [match for file in found if (match := _SHARD.fullmatch(file.name))]
+    first = min(int(match[1]) for match in matches)
+    numbers, last = [int(match[1]) for match in matches], {int(match[2]) for match in matches}
+    if first > 1 or numbers != list(range(first, first + len(found))) or last != {numbers[-1]}:
         raise IncompatibleError(
             f"{listing.name.repository} lacks some of its weight files: it has {len(found)}, the "
             f"last is {found[-1].name}",

@@ -192,6 +192,7 @@ class ExpertsRules:
     normalised: bool | None = None
     """None: ``norm_topk_prob`` decides."""
     shared: SharedExpertRule = "none"
+    router_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +250,14 @@ class Architecture:
     local_theta: float = 10_000.0
     window_pattern: int = 0
     """Every such layer has no window, if nothing else is stated."""
+    window_size: int = 4096
+    """The window if it is not stated, for the rules about patterns."""
+    absent_rope: Mapping[str, JsonValue] = field(default_factory=dict)
+    """What the settings of RoPE are if there are none."""
+    sinks: bool = False
+    """Whether every head has a learnt logit that takes part in the softmax of its scores."""
+    clamped_gate: bool = False
+    """Whether MLPs have the clamped SwiGLU of gpt-oss."""
     learned_positions: bool = False
     head_bias: bool = False
     query_growth: bool = False
@@ -289,10 +298,14 @@ class ExpertsConfig:
     """The intermediate size of the shared expert; 0: there is none."""
     shared_gate: bool
     """Whether the shared expert has a gate that scales its output."""
+    router_bias: bool = False
 
     def to_json(self) -> JsonObject:
-        """Return every field as in the digest of a base."""
-        return {**asdict(self), "layers": list(self.layers)}
+        """Return every field as in the digest of a base; those added later only if they are set."""
+        values = {**asdict(self), "layers": list(self.layers)}
+        if not self.router_bias:
+            del values["router_bias"]
+        return values
 
 
 def parse_experts_config(
@@ -328,6 +341,7 @@ def parse_experts_config(
         scale=_read_scale(fields, row),
         shared_size=_read_shared_size(fields, row, size),
         shared_gate=row.shared == "gated",
+        router_bias=row.router_bias,
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from expertctl.errors import IncompatibleError
-from expertctl.package.architectures import Architecture, ConfigFields, WindowRule
+from expertctl.package.architectures import Architecture, ConfigFields
 from expertctl.schema.strict_json import JsonObject
 
 DEFAULT_THETA = 10_000.0
@@ -176,7 +176,10 @@ def choose_rope_fields(config: ConfigFields, row: Architecture) -> ConfigFields:
     """
     scaling, parameters = config.read_nested("rope_scaling"), config.read_nested("rope_parameters")
     if row.rope_layers != "local_theta":
-        return scaling if scaling.values else parameters
+        stated = scaling if scaling.values else parameters
+        if stated.values or not row.absent_rope:
+            return stated
+        return ConfigFields(dict(row.absent_rope), problems=config.problems)
     if parameters.values and not {_FULL, _SLIDING} & parameters.values.keys():
         config.add_problem("rope_parameters", f"must have {_FULL} and {_SLIDING}")
     full = parameters.read_nested(_FULL)
@@ -374,14 +377,9 @@ _MAX_LAYER = 1 << 20
 _DEFAULT_WINDOW = 4096
 
 
-def parse_layer_windows(
-    fields: ConfigFields, rule: WindowRule, layers: int, *, pattern: int = 0
-) -> Windows:
-    """Return the window of each layer; problems are recorded in ``fields``.
-
-    Every ``pattern``-th layer has none by default, for the rules about patterns.
-    """
-    match rule:
+def parse_layer_windows(fields: ConfigFields, row: Architecture, layers: int) -> Windows:
+    """Return the window of each layer; problems are recorded in ``fields``."""
+    match row.window:
         case "none":
             return (None,) * layers
         case "every_layer":
@@ -405,18 +403,17 @@ def parse_layer_windows(
                 fields.add_problem("sliding_window", "is null, but use_sliding_window is set")
             return _read_layer_types(fields, window, _find_even_layers(fields, layers))
         case "pattern" | "pattern_if_sized" | "layer_types" | "layers_without_rope":
-            return _parse_window_pattern(fields, rule, layers, pattern)
+            return _parse_window_pattern(fields, row, layers)
 
 
-def _parse_window_pattern(
-    fields: ConfigFields, rule: WindowRule, layers: int, pattern: int
-) -> Windows:
+def _parse_window_pattern(fields: ConfigFields, row: Architecture, layers: int) -> Windows:
+    rule, pattern = row.window, row.window_pattern
     if rule == "layers_without_rope":
         is_used = fields.read_boolean("use_sliding_window", default=False)
         window = _read_window(fields, default=None) if is_used else None
         rotating = read_rotating_layers(fields, layers)
         return _read_layer_types(fields, window, [not here for here in rotating])
-    window = _read_window(fields, default=_DEFAULT_WINDOW)
+    window = _read_window(fields, default=row.window_size)
     if rule == "layer_types":
         return _read_layer_types(fields, window, [window is not None] * layers)
     if rule == "pattern_if_sized":

@@ -5,10 +5,10 @@ from the headers alone, both for identifying and for loading a base.
 
 Modules of layers with routed experts have one canonical name. Mixtral and libraries that adapt it
 write ``block_sparse_moe.experts.3.w1`` for ``mlp.experts.3.gate_proj``, and some architectures
-``mlp.shared_experts`` for ``mlp.shared_expert``. Files store the matrices of experts separately or
-stacked by layer; in either layout, each matrix of each expert becomes a tensor of its own, a range
-of rows of the stored one. So the digest of a base, its loading and reading single experts do not
-depend on the layout.
+``mlp.shared_experts`` for ``mlp.shared_expert``, or ``mlp.router`` for ``mlp.gate``. Files store
+the matrices of experts separately or stacked by layer; in either layout, each matrix of each expert
+becomes a tensor of its own, a range of rows of the stored one. So the digest of a base, its loading
+and reading single experts do not depend on the layout.
 
 The folder of a GGUF base has `gguf_codec.GGUF_TABLE`, a table of its tensors, in place of weights.
 """
@@ -22,7 +22,8 @@ from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.gguf_codec import GGUF_TABLE, find_gguf_file, read_gguf_table
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
 from expertctl.package.quantisation_config import (
-    QuantisationConfig,
+    MatrixQuantisation,
+    Mxfp4Config,
     read_quantisation_config,
 )
 from expertctl.package.stored_layout import SourceRows, find_stored_rows
@@ -33,7 +34,7 @@ from expertctl.schema.strict_json import load_object
 _MODULE = re.compile(r"(?P<layer>model\.layers\.[0-9]+)\.(?:block_sparse_moe|mlp)\.(?P<rest>.+)")
 _HALF = re.compile(r"(?P<expert>experts\.[0-9]+)\.(?P<half>w[123])(?P<end>\..*)?")
 _HALVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_SHARED = re.compile(r"shared_experts(?=\.)")
+_RENAMED = re.compile(r"(?P<shared>shared_experts)(?=\.)|^router(?=\.|$)")
 _ROUTER = re.compile(r"(?P<layer>model\.layers\.[0-9]+)\.mlp\.gate")
 
 
@@ -42,7 +43,9 @@ def canonicalise_name(name: str) -> str:
     match = _MODULE.fullmatch(name)
     if match is None:
         return name
-    rest = _SHARED.sub("shared_expert", match["rest"], count=1)
+    rest = _RENAMED.sub(
+        lambda found: "shared_expert" if found["shared"] else "gate", match["rest"], count=1
+    )
     half = _HALF.fullmatch(rest)
     if half is not None:
         rest = f"{half['expert']}.{_HALVES[half['half']]}{half['end'] or ''}"
@@ -153,10 +156,24 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
     tensors = {name: found[name] for name in found if not name.endswith(_DERIVED_SUFFIX)}
     problems: list[str] = []
     quantisation = read_quantisation_config(directory)
-    if quantisation is not None:
+    has_columns = config.stored_places.names.experts_as_columns
+    if isinstance(quantisation, Mxfp4Config):
+        _require_columns(directory, config)
+    elif quantisation is not None:
         _require_whole_matrices(directory, config)
         tensors = _combine_quantised(tensors, config, quantisation, problems)
-    if config.experts is not None:
+    if config.experts is not None and has_columns:
+        from expertctl.package.expert_columns import slice_column_stacks  # which needs numpy
+
+        tensors = slice_column_stacks(
+            tensors,
+            config.experts,
+            hidden=config.hidden_size,
+            is_mxfp4=quantisation is not None,
+            rename=canonicalise_name,
+            problems=problems,
+        )
+    elif config.experts is not None:
         tensors = _canonicalise(tensors, config, config.experts, problems)
     elif not config.stored_places.are_usual:
         tensors = _arrange(tensors, config, problems)
@@ -258,17 +275,26 @@ def _read_tables(directory: Path) -> dict[str, StoredTensor]:
 def _require_whole_matrices(directory: Path, config: ModelConfig) -> None:
     """Refuse quantised weights whose stored matrices are several of ours, or transposed."""
     names = config.stored_places.names
-    if names.fused_qkv or names.fused_gate_up or names.transposed or names.stacked_head_norms:
+    split = names.fused_qkv or names.fused_gate_up or names.experts_as_columns
+    if split or names.transposed or names.stacked_head_norms:
         raise IncompatibleError(
             f"{directory}: quantised weights of {config.architecture} are not supported",
             hint="use the base in float32, float16 or bfloat16",
         )
 
 
+def _require_columns(directory: Path, config: ModelConfig) -> None:
+    if not config.stored_places.names.experts_as_columns:
+        raise IncompatibleError(
+            f"{directory}: MXFP4 weights of {config.architecture} are not supported",
+            hint="MXFP4 is read in bases of gpt_oss; use this one in float32, float16 or bfloat16",
+        )
+
+
 def _combine_quantised(
     found: Mapping[str, StoredTensor],
     config: ModelConfig,
-    quantisation: QuantisationConfig,
+    quantisation: MatrixQuantisation,
     problems: list[str],
 ) -> dict[str, StoredTensor]:
     from expertctl.package.quantised_weights import combine_parts  # which needs numpy

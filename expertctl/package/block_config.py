@@ -45,6 +45,17 @@ _GLOBAL: RopeKind = "global"
 _NONE: RopeKind = "none"
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """The gate of gpt-oss: ``gate * sigmoid(alpha * gate) * (up + 1)``.
+
+    Before that ``gate`` is limited above, and ``up`` on both sides.
+    """
+
+    limit: float
+    alpha: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
     """What a block computes, and what precedes and follows the blocks."""
@@ -81,6 +92,20 @@ class BlockConfig:
     """``b``: queries at position p are multiplied by ``1 + b * ln(1 + floor(p / original))``."""
     query_growth_positions: int = 0
     """``original`` in that formula."""
+    sinks: bool = False
+    """Whether every head has a logit without a key, which takes part in the softmax."""
+    clamped_gate: ClampedGate | None = None
+    """What MLPs compute in place of an activation; None: the activation."""
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether attention and MLP add to the hidden states as in Llama's blocks."""
+        return self.places == "before" and self.residual_scale == 1.0
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether attention is not that of fused kernels."""
+        return self.sinks or self.attention_cap is not None
 
     def get_rope_kind(self, layer: int) -> RopeKind:
         """Return by which frequencies a layer rotates."""
@@ -103,12 +128,17 @@ class BlockConfig:
                 return before[:1]
 
     def to_json(self) -> JsonObject:
-        """Return every field as in the digest of a base."""
-        return {
+        """Return every field as in the digest of a base; those added later only if they are set."""
+        values = {
             **asdict(self),
             "rope_kinds": list(self.rope_kinds),
             "local_rope": None if self.local_rope is None else self.local_rope.to_json(),
         }
+        return {n: v for n, v in values.items() if n not in _ADDED_FIELDS or v}
+
+
+_ADDED_FIELDS = frozenset({"sinks", "clamped_gate"})
+"""Fields that bases got after digests of other bases had been published; unset they are false."""
 
 
 LLAMA_BLOCK = BlockConfig()
@@ -158,6 +188,8 @@ def parse_block_config(
         head_bias=row.head_bias,
         query_growth=growth,
         query_growth_positions=positions,
+        sinks=row.sinks,
+        clamped_gate=_read_clamped_gate(fields) if row.clamped_gate else None,
     )
 
 
@@ -273,6 +305,12 @@ def _read_query_growth(fields: ConfigFields, row: Architecture) -> tuple[float, 
     growth = rope.read_number("llama_4_scaling_beta", minimum=0.0, maximum=1e3)
     name = "original_max_position_embeddings"
     return growth, rope.read_integer(name, minimum=1, maximum=1 << 24)
+
+
+def _read_clamped_gate(fields: ConfigFields) -> ClampedGate:
+    limit = fields.read_number("swiglu_limit", minimum=1e-3, maximum=1e6, default=7.0)
+    alpha = fields.read_number("swiglu_alpha", minimum=1e-3, maximum=1e3, default=1.702)
+    return ClampedGate(limit, alpha)
 
 
 def _read_rope_kinds(

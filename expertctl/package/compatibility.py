@@ -135,7 +135,20 @@ def _describe_misfit(part: Part, shapes: Mapping[str, tuple[int, int]]) -> str |
         case Ia3(on_input=on_input, size=size):
             side = "inputs" if on_input else "outputs"
             made, found = f"{size} {side}", f"{shape[1 if on_input else 0]} {side}"
-    return None if made == found else f"{part.module}: made for {made}, the base has {found}"
+    if made == found or (isinstance(part, Lora) and _fits_columns(part, shape)):
+        return None
+    return f"{part.module}: made for {made}, the base has {found}"
+
+
+def _fits_columns(part: Lora, shape: tuple[int, int]) -> bool:
+    """Tell whether a stack fits a base that has its experts as columns, where nothing is swapped.
+
+    Which bases do is checked when an expert is loaded for one.
+    """
+    if part.stacked is None or not part.stacked.transposed:
+        return False
+    matrices = 2 if part.module.endswith(("gate_proj", "up_proj")) else 1
+    return (part.outputs * matrices, part.inputs) == (shape[1], shape[0] * matrices)
 
 
 def _describe_prompt_misfit(part: SoftPrompt, shapes: Mapping[str, tuple[int, int]]) -> str | None:

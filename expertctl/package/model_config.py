@@ -47,6 +47,8 @@ HEAD_BIAS_TENSOR = "lm_head.bias"
 ROUTER_MODULE = "mlp.gate"
 """The router of a layer; module names within a layer omit the layer's prefix."""
 CHOICE_BIAS = "e_score_correction_bias"
+SINKS = "self_attn.sinks"
+"""The logits of a layer's heads that belong to no key."""
 SHARED_EXPERT_MODULE = "mlp.shared_expert"
 SHARED_GATE_MODULE = "mlp.shared_expert_gate"
 _FLOAT_BYTES = 4
@@ -248,12 +250,16 @@ class ModelConfig:
             yield f"{prefix}.{name}.weight", shape
             if self._has_bias(name):
                 yield f"{prefix}.{name}.bias", shape[:1]
+        if self.block.sinks:
+            yield f"{prefix}.{SINKS}", (self.heads,)
         for norm, size in self._list_norm_sizes().items():
             yield f"{prefix}.self_attn.{norm}.weight", (size,)
             if self.block.head_norm == "layer_with_bias":
                 yield f"{prefix}.self_attn.{norm}.bias", (size,)
         if self.experts is not None and self.is_routed(layer):
             yield f"{prefix}.{ROUTER_MODULE}.weight", (self.experts.count, self.hidden_size)
+            if self.experts.router_bias:
+                yield f"{prefix}.{ROUTER_MODULE}.bias", (self.experts.count,)
             if self.experts.choice_bias:
                 yield f"{prefix}.{ROUTER_MODULE}.{CHOICE_BIAS}", (self.experts.count,)
 
@@ -395,7 +401,7 @@ def _build_config(fields: ConfigFields, row: Architecture, what: str) -> ModelCo
         maximum=1 << 19,
         default=None if row.intermediate is None else row.intermediate * hidden,
     )
-    windows = parse_layer_windows(fields, row.window, layers, pattern=row.window_pattern)
+    windows = parse_layer_windows(fields, row, layers)
     rope = parse_rope_config(
         fields, dims=head_dim, max_positions=positions, theta=row.theta, row=row
     )

@@ -1,6 +1,6 @@
 """Rows of architectures with blocks unlike Llama's, by ``model_type``; see `architecture_rows`."""
 
-from expertctl.package.architectures import Architecture
+from expertctl.package.architectures import Architecture, ExpertsRules
 from expertctl.package.stored_layout import StoredNames
 
 _BIDIRECTIONAL = ("use_bidirectional_attention",)
@@ -364,6 +364,38 @@ OTHER_FAMILIES = {
             bare_prefix="transformer.",
             ignored=(".attn.bias", ".attn.masked_bias"),
         ),
+    ),
+    "gpt_oss": Architecture(
+        class_name="GptOssForCausalLM",
+        max_positions=131072,
+        norm_eps=1e-5,
+        theta=150_000.0,
+        qkv_bias="configured",
+        mlp_bias="always",
+        biased=True,
+        kv_heads=8,
+        head_dim=64,
+        window="pattern",
+        window_pattern=2,
+        window_size=128,
+        absent_rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        sinks=True,
+        clamped_gate=True,
+        experts=ExpertsRules(
+            count_names=("num_local_experts", "num_experts"),
+            count=128,
+            used=4,
+            normalised=True,
+            router_bias=True,
+        ),
+        stored=StoredNames(experts_as_columns=True),
     ),
     "falcon": Architecture(
         class_name="FalconForCausalLM",

@@ -23,7 +23,7 @@ MAX_GROUP = 1 << 20
 """The most columns that may share a scale."""
 _MAX_BLOCK = 1 << 16
 _HINT = "use the base in float32, float16 or bfloat16, or quantised by {}"
-_METHODS = ("bitsandbytes", "gptq", "awq", "compressed-tensors", "fp8")
+_METHODS = ("bitsandbytes", "gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,14 @@ class Fp8Config:
     block: tuple[int, int] | None
 
 
-QuantisationConfig = BitsandbytesConfig | GptqConfig | AwqConfig | CompressedConfig | Fp8Config
+@dataclass(frozen=True, slots=True)
+class Mxfp4Config:
+    """MXFP4, only in stacks of routed experts; see `expertctl.package.expert_columns`."""
+
+
+MatrixQuantisation = BitsandbytesConfig | GptqConfig | AwqConfig | CompressedConfig | Fp8Config
+"""How single matrices are quantised."""
+QuantisationConfig = MatrixQuantisation | Mxfp4Config
 
 
 def read_quantisation_config(directory: Path) -> QuantisationConfig | None:
@@ -112,6 +119,8 @@ def _parse_method(fields: ConfigFields, what: str) -> QuantisationConfig:
             return _parse_compressed(fields, what)
         case "fp8":
             return _parse_fp8(fields, what)
+        case "mxfp4":
+            return Mxfp4Config()
         case other:
             fields.raise_problems(what)
             raise _make_refusal(what, f"the method {other[:40]!r}")

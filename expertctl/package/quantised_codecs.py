@@ -93,7 +93,7 @@ class BlockFloatCodec:
     def read_rows(self, first: int, count: int) -> Numbers:
         """Return rows of the matrix, float32 [count, columns]; raises as `TensorCodec`."""
         begin, end = first * self.columns, (first + count) * self.columns
-        codes = _read_bytes(self.codes, begin // 2, (end + 1) // 2)
+        codes = read_bytes(self.codes, begin // 2, (end + 1) // 2)
         numbers = _list_pairs(self.kind).take(codes).view(np.float32)
         numbers = numbers[begin % 2 : begin % 2 + end - begin]
         block = begin // self.blocksize
@@ -110,7 +110,7 @@ class BlockFloatCodec:
         block = first // outer.blocksize
         absmax = _read_floats(outer.absmax, block, (end - 1) // outer.blocksize + 1)
         table = _read_floats(outer.table, 0, 256)
-        numbers = table[_read_bytes(self.absmax, first, end)]
+        numbers = table[read_bytes(self.absmax, first, end)]
         skipped = first - block * outer.blocksize
         with np.errstate(all="ignore"):
             numbers *= absmax.repeat(outer.blocksize)[skipped : skipped + len(numbers)]
@@ -163,7 +163,7 @@ class ScaledRowsCodec:
     def _read_codes(self, first: int, count: int) -> Numbers:
         columns = self.shape[1]
         row_bytes = self.codes.size // self.shape[0]
-        raw = _read_bytes(self.codes, first * row_bytes, (first + count) * row_bytes)
+        raw = read_bytes(self.codes, first * row_bytes, (first + count) * row_bytes)
         raw = raw.reshape(count, row_bytes)
         if self.coding == "fp8":
             return _list_fp8()[raw]
@@ -176,25 +176,31 @@ class ScaledRowsCodec:
     def _read_zeros(self, zeros: StoredTensor, low: int, high: int, across: int) -> Numbers:
         """Return zero points, [rows of the grid, columns of the grid]; packed ones along rows."""
         if zeros.info.dtype == "I8":
-            raw = _read_bytes(zeros, low * across, high * across)
+            raw = read_bytes(zeros, low * across, high * across)
             return raw.view(np.int8).astype(np.float32).reshape(-1, across)
         start = low // _WORD_BITS * _WORD_BITS
         word, last = start * self.bits // _WORD_BITS, -(-high * self.bits // _WORD_BITS)
-        raw = _read_bytes(zeros, word * across * 4, last * across * 4)
+        raw = read_bytes(zeros, word * across * 4, last * across * 4)
         words = np.ascontiguousarray(raw.view("<u4").reshape(-1, across).T)
         found = _unpack(words.view(np.uint8), self.bits, high - start)[:, low - start :].T
         return found.astype(np.float32) - np.float32(1 << (self.bits - 1))
+
+
+_STRIP_BYTES = 1 << 20
+MAX_STRIPS = 4
+"""The most strips that a `ColumnReader` keeps."""
 
 
 class ColumnReader:
     """Reads columns of stored matrices; keeps the last strips, as the next columns follow soon.
 
     Shared by the codecs of a base. A file is read in as many pieces as the matrix has rows, so a
-    strip is made as wide as 1 MiB allows. Its methods may be called from any thread.
+    strip is made as wide as its bytes allow. Its methods may be called from any thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strip_bytes: int = _STRIP_BYTES) -> None:
         """Start without strips."""
+        self._strip_bytes = strip_bytes
         self._strips: OrderedDict[StoredTensor, tuple[int, Numbers]] = OrderedDict()
         self._lock = Lock()
 
@@ -209,17 +215,14 @@ class ColumnReader:
             begin, strip = self._strips.get(part, (0, None))
         if strip is None or first < begin or end > begin + strip.shape[1]:
             rows, columns = part.info.shape
-            width = max(end - first, _STRIP_BYTES // (rows * _get_dtype(part).itemsize))
+            width = max(end - first, self._strip_bytes // (rows * _get_dtype(part).itemsize))
             begin, strip = first, _read_columns(part, first, min(first + width, columns))
             with self._lock:
                 self._strips[part] = begin, strip
                 self._strips.move_to_end(part)
-                while len(self._strips) > _MAX_STRIPS:
+                while len(self._strips) > MAX_STRIPS:
                     self._strips.popitem(last=False)
         return strip[:, first - begin : end - begin]
-
-
-_STRIP_BYTES, _MAX_STRIPS = 1 << 20, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +266,7 @@ class ScaledColumnsCodec:
         else:
             words = np.ascontiguousarray(self.reader.read(self.codes, first, end).T)
             codes, zeros = self._unpack(words, self.columns), self._read_zeros(first, end)
-        scales = _widen(_read_columns(self.scales, first, end), self.scales.info.dtype)
+        scales = widen_floats(_read_columns(self.scales, first, end), self.scales.info.dtype)
         groups = _read_groups(self.groups, len(scales))
         index = self.group if groups is None else groups
         numbers = codes.astype(np.float32)
@@ -322,7 +325,7 @@ def _read_groups(groups: StoredTensor | None, count: int) -> Numbers | None:
     """
     if groups is None:
         return None
-    index = _read_bytes(groups, 0, groups.size).view(_DTYPES["I32"]).astype(np.int64)
+    index = read_bytes(groups, 0, groups.size).view(_DTYPES["I32"]).astype(np.int64)
     if (index == -1).all():  # compressed-tensors: not reordered
         return None
     if index.min() < 0 or index.max() >= count:
@@ -349,11 +352,12 @@ def _get_dtype(part: StoredTensor) -> "np.dtype[Any]":
 def _read_floats(part: StoredTensor, first: int, end: int) -> Numbers:
     """Return the numbers of a stored tensor of floats, as float32."""
     dtype = _get_dtype(part)
-    raw = _read_bytes(part, first * dtype.itemsize, end * dtype.itemsize)
-    return _widen(raw.view(dtype), part.info.dtype)
+    raw = read_bytes(part, first * dtype.itemsize, end * dtype.itemsize)
+    return widen_floats(raw.view(dtype), part.info.dtype)
 
 
-def _widen(numbers: Numbers, name: str) -> Numbers:
+def widen_floats(numbers: Numbers, name: str) -> Numbers:
+    """Return stored floats of the dtype ``name``, bfloat16 as uint16, as float32."""
     if name == "BF16":
         return (numbers.astype(np.uint32) << 16).view(np.float32)
     return numbers.astype(np.float32)
@@ -390,7 +394,13 @@ def _unpack(raw: Numbers, bits: int, count: int) -> Numbers:
     return single.reshape(len(raw), count, bits) @ weights
 
 
-def _read_bytes(part: StoredTensor, begin: int, end: int) -> Numbers:
+def read_bytes(part: StoredTensor, begin: int, end: int) -> Numbers:
+    """Return bytes of a stored tensor, uint8, whatever the order of its rows.
+
+    Raises:
+        OSError: when the file ends early.
+        InvalidPackageError: when it changed.
+    """
     raw = np.empty(end - begin, np.uint8)
     with part.open() as stream:
         _read_into(stream.fileno(), raw, part.offset + begin)

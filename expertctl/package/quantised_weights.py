@@ -16,7 +16,7 @@ from expertctl.package.quantisation_config import (
     CompressedConfig,
     Fp8Config,
     GptqConfig,
-    QuantisationConfig,
+    MatrixQuantisation,
 )
 from expertctl.package.quantised_codecs import (
     BlockFloatCodec,
@@ -86,7 +86,7 @@ class _Module:
 
 def combine_parts(
     found: Mapping[str, StoredTensor],
-    config: QuantisationConfig,
+    config: MatrixQuantisation,
     find_shape: FindShape,
     problems: list[str],
 ) -> dict[str, StoredTensor]:
@@ -128,7 +128,7 @@ def combine_parts(
     return {**rest, **combined}
 
 
-def _iter_modules(found: Mapping[str, StoredTensor], config: QuantisationConfig) -> Iterator[str]:
+def _iter_modules(found: Mapping[str, StoredTensor], config: MatrixQuantisation) -> Iterator[str]:
     """Yield the modules with a part that only quantised ones have."""
     ends: tuple[str, ...]
     match config:
@@ -149,7 +149,7 @@ def _iter_modules(found: Mapping[str, StoredTensor], config: QuantisationConfig)
 
 
 def _make_codec(
-    module: _Module, config: QuantisationConfig, reader: ColumnReader
+    module: _Module, config: MatrixQuantisation, reader: ColumnReader
 ) -> QuantisedCodec:
     match config:
         case BitsandbytesConfig(bits=4):

@@ -46,6 +46,8 @@ class StoredNames:
     """More of them, for blocks with two parallel norms."""
     fused_qkv: FusedQkv | None = None
     fused_gate_up: bool = False
+    experts_as_columns: bool = False
+    """Whether stacks of experts are [experts, in, out], with gate and up in turn."""
     stacked_head_norms: bool = False
     """Whether the norms of all heads are the rows of one tensor."""
     transposed: bool = False

@@ -16,7 +16,9 @@ from expertctl.schema.validation import find_problems
 from expertctl.settings import format_size, parse_size
 from expertctl.store.quantised_cache import open_quantised_cache
 from tests.cli.command_runner import CommandRunner, expertctl
-from tests.factories import write_base
+from tests.engine.family_models import build_family_model
+from tests.factories import write_base, write_tokenizer
+from tests.quantised_bases import store_mxfp4
 from tests.store.fixtures import HomeFixture, PackageFactory, fast, package_factory, user_home
 
 __all__ = ["expertctl", "fast", "package_factory", "user_home"]
@@ -412,6 +414,31 @@ def test_more_pins_than_slots_want_memory_by_no_option_that_is_not_there(
     said = expertctl("base", "plan", "moe", "--memory", BUDGET, "--moe-pin", "30", exit_code=2)
     assert "hint: pin fewer experts, or give more memory" in said.err
     assert "--memory-budget" not in said.err
+
+
+def test_gpt_oss_in_mxfp4_is_planned_and_run_in_numpy(
+    expertctl: CommandRunner, user_home: HomeFixture, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4, "head_dim": 8}
+    build_family_model(
+        tmp_path / "oss",
+        "gpt_oss",
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        **sizes,
+    )
+    write_tokenizer(tmp_path / "oss")
+    store_mxfp4(tmp_path / "oss")
+    added = expertctl("base", "add", str(tmp_path / "oss")).out
+    assert "stored as F32, MXFP4; held in float32 by default" in added
+    run = ("run", "hi", "--base", "oss", "--no-experts", "--max-tokens", "2")
+    ran = expertctl(*run, "--json").document
+    told = expertctl("base", "plan", "oss", "--lane", "a=1MB", "--json")
+    planned = {each["dtype"]: each for each in told.document["dtypes"]}
+    assert list(planned) == ["float32", "bf16"]
+    assert planned["float32"]["weight_bytes"] == ran["memory"]["base"]
+    assert "no routed experts that could stay on the disk: --lane has no effect" in told.err
+    assert "int8 cannot run it: the kernels cannot run the architecture gpt_oss" in told.err
 
 
 def test_options_for_routed_experts_have_no_effect_on_a_base_without_any(

@@ -71,6 +71,7 @@ CLASSES = {
     "gpt2": "GPT2",
     "falcon": "Falcon",
     "olmo3": "Olmo3",
+    "gpt_oss": "GptOss",
 }
 SHAPES: list[FamilyShape] = [
     ("gemma", _HEADS),
@@ -233,6 +234,22 @@ SHAPES: list[FamilyShape] = [
     ),
     ("gpt2", {}),
     ("gpt2", {"n_inner": 40, "n_head": 2, "tie_word_embeddings": False}),
+    ("gpt_oss", {"head_dim": 8, "num_local_experts": 6, "sliding_window": 5}),
+    (
+        "gpt_oss",
+        {
+            **_ALONE,
+            **_HEADS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": [*_TWO_KINDS[1:], "full_attention"],
+            "sliding_window": 3,
+            "swiglu_limit": 0.4,
+            "swiglu_alpha": 2.5,
+            "attention_bias": False,
+            "rope_parameters": {**_YARN, "rope_theta": 500.0, "truncate": False},
+        },
+    ),
     ("falcon", {}),
     ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
@@ -273,9 +290,18 @@ _LAYER = re.compile(r".*\.(?:layers|h)\.\d+\.(?P<rest>.+)")
 
 
 def save_family_adapter(
-    model: Any, kind: str, folder: Path, *, seed: int = 1, head: bool = False
+    model: Any,
+    kind: str,
+    folder: Path,
+    *,
+    seed: int = 1,
+    head: bool = False,
+    parameters: list[str] | None = None,
 ) -> Any:
-    """Return the model with an adapter on every projection that PEFT made, and save the adapter."""
+    """Return the model with an adapter on every projection that PEFT made, and save the adapter.
+
+    A LoRA may change ``parameters`` as well: stacks of routed experts.
+    """
     names = [name for name, module in model.named_modules() if _is_projection(module)]
     matches = [_LAYER.fullmatch(name) for name in names]
     targets = sorted({match["rest"] for match in matches if match is not None})
@@ -287,6 +313,7 @@ def save_family_adapter(
         config = peft.LoraConfig(
             r=3, lora_alpha=4, target_modules=targets, use_dora=kind == "dora", bias="none"
         )
+        config.target_parameters = parameters
     config.task_type = "CAUSAL_LM"
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")

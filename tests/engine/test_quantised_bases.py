@@ -14,7 +14,7 @@ from torch import Tensor
 from expertctl.engine.adapters.compile import WeightedAdapter
 from expertctl.engine.cpu.base_loader import load_packed_base
 from expertctl.engine.cpu.plain_decoder import PlainDecoder
-from expertctl.engine.cpu.plain_weights import load_plain_weights
+from expertctl.engine.cpu.plain_weights import load_plain_weights, open_stored_weights
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
 from expertctl.engine.torch.decoder import Decoder
@@ -27,6 +27,7 @@ from tests.engine.conftest import build_reference_model, stack_logits
 from tests.engine.family_models import SHAPES, build_family_model
 from tests.engine.package_fixtures import load_adapters
 from tests.engine.random_experts import make_torch_plan
+from tests.engine.torch.stacked_models import compute_scores, load_stacked_decoder
 from tests.factories import write_base, write_lora
 from tests.quantised_bases import (
     BNB_CONFIG,
@@ -37,6 +38,7 @@ from tests.quantised_bases import (
     make_gptq,
     make_nf4,
     quantise_base,
+    store_mxfp4,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -179,3 +181,30 @@ def test_a_family_with_several_projections_in_a_matrix_is_refused_quantised(tmp_
     quantise_base(tmp_path / "base", BNB_CONFIG, make_nf4)
     with pytest.raises(IncompatibleError, match="quantised weights of phi3"):
         read_base_headers(tmp_path / "base")
+
+
+def test_experts_in_mxfp4_run_as_transformers_runs_what_it_decodes(tmp_path: Path) -> None:
+    """In memory, from the files, as tensors of torch, and in a stack with too few slots."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4, "head_dim": 8}
+    build_family_model(tmp_path, "gpt_oss", num_experts_per_tok=2, sliding_window=5, **sizes)
+    store_mxfp4(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.inference_mode():
+        theirs = model(torch.tensor([IDS]), use_cache=False).logits[0]
+    config = read_model_config(tmp_path)
+    for weights in (load_plain_weights(tmp_path, config), open_stored_weights(tmp_path, config)):
+        decoder, cache = PlainDecoder(config, weights), PagedKVCache(config, 20, layout=ROW_PAGES)
+        hidden = decoder.read_hidden(IDS, cache)
+        assert_close(torch.from_numpy(decoder.score(hidden)), theirs)
+    [warning] = load_base_weights(tmp_path, config, dtype=torch.bfloat16).warnings
+    assert warning == "base weights stored as float32 are rounded to bfloat16"  # those of attention
+    for slots in (None, 2):
+        with load_stacked_decoder(tmp_path, slots=slots) as (steps, _):
+            assert_close(compute_scores(steps, IDS, prefill=5), theirs[4:])
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    """Check to 1e-5 of the largest logit."""
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) <= 1e-5

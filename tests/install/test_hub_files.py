@@ -21,6 +21,8 @@ NAME = HubName("acme/tiny")
 BASE = {"config.json": b"{}", "tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDS = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
+FROM_ZERO = [f"model-{number:05}-of-00002.safetensors" for number in (0, 1, 2)]
+"""As gpt-oss is published."""
 
 
 @pytest.mark.parametrize(
@@ -100,6 +102,7 @@ def choose(*names: str, pattern: str | None = None) -> list[str]:
         ([*reversed(SHARDS), INDEX], None, [INDEX, *SHARDS]),
         ([*SHARDS, INDEX, WHOLE], None, [INDEX, *SHARDS]),
         ([*SHARDS, INDEX, WHOLE], WHOLE, [WHOLE]),
+        ([*FROM_ZERO, INDEX, "original/model.safetensors"], None, [INDEX, *FROM_ZERO]),
         ([*SHARDS, WHOLE], None, [WHOLE]),
         ([WHOLE, INDEX], None, [WHOLE]),
         (["onnx/model.safetensors", WHOLE], None, [WHOLE]),
@@ -122,6 +125,10 @@ def test_a_gguf_file_comes_alone() -> None:
         ([], IncompatibleError, "has no weights"),
         (["pytorch_model.bin"], IncompatibleError, "only as pickles"),
         ([*SHARDS[:2], INDEX], IncompatibleError, "lacks some of its weight files"),
+        ([*SHARDS[1:], INDEX], IncompatibleError, "lacks some of its weight files"),
+        ([*SHARDS[::2], INDEX], IncompatibleError, "lacks some of its weight files"),
+        ([*FROM_ZERO[:2], INDEX], IncompatibleError, "lacks some of its weight files"),
+        ([FROM_ZERO[0], *SHARDS, INDEX], IncompatibleError, "lacks some of its weight files"),
         (["a.gguf", "x.bin"], UsageError, "has only GGUF files: a.gguf"),
     ],
 )

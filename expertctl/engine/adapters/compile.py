@@ -24,6 +24,7 @@ from expertctl.engine.adapters.steps import (
     DoraTensors,
     Ia3Tensors,
     count_outputs,
+    take_columns,
     take_outputs,
 )
 from expertctl.engine.arrays import AnyArray, FloatArray, widen
@@ -66,6 +67,8 @@ def rename_modules(
             modules[name] = (*modules.get(name, ()), *steps)
             continue
         prefix, inner = parts
+        if places is not None and places.names.experts_as_columns:
+            steps = tuple(map(take_columns, steps))
         for part in inner:
             name = f"{prefix}.{part.module}"
             taken = steps

@@ -16,7 +16,13 @@ from typing import BinaryIO, Protocol
 import numpy as np
 
 from expertctl.digest import Digest, FileDigest, Progress, ignore_progress
-from expertctl.engine.adapters.steps import AdapterStep, DoraTensors, Ia3Tensors, LoraTensors
+from expertctl.engine.adapters.steps import (
+    AdapterStep,
+    DoraTensors,
+    Ia3Tensors,
+    LoraTensors,
+    StackedFactors,
+)
 from expertctl.engine.arrays import STORED_DTYPES, FloatArray
 from expertctl.engine.memory.host import allocate
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError, StoreError
@@ -30,6 +36,7 @@ from expertctl.package.adapter import (
     parse_adapter_config,
 )
 from expertctl.package.adapter_spec import build_adapter_spec
+from expertctl.package.peft_config import STACKED_MODULES
 from expertctl.package.tensor_file import (
     ADAPTER_LIMITS,
     LENGTH_BYTES,
@@ -246,7 +253,11 @@ def _slice_stacked(part: Lora, stacked_a: FloatArray, stacked_b: FloatArray) -> 
     rows = stacked_a[place.expert * part.rank :][: part.rank]  # [rank, in]
     columns = stacked_b[:, place.expert :: place.experts]  # [outputs of the stack, rank]
     a, b = (columns.T, rows.T) if place.transposed else (rows, columns)
-    return LoraTensors(a, b[place.first : place.first + part.outputs], part.scale)
+    module = part.module.rpartition(".")[2]
+    matrices = next(names for names in STACKED_MODULES.values() if module in names)
+    whole = StackedFactors(rows, columns, matrices.index(module), len(matrices))
+    own = b[place.first : place.first + part.outputs]
+    return LoraTensors(a, own, part.scale, stacked=whole)
 
 
 def _read_tensor_table(buffer: memoryview, size: int, what: str) -> TensorTable:

@@ -59,6 +59,16 @@ EMPTY_DELTAS: Mapping[str, Never] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StackedFactors:
+    """A and B of one expert as PEFT writes them for a stack, of which a LoRA has one matrix."""
+
+    a: FloatArray  # [rank, in]
+    b: FloatArray  # [outputs of all matrices, rank]
+    place: int
+    matrices: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LoraTensors:
     """The LoRA of one module: ``a`` [rank, in], ``b`` [out, rank], as published."""
 
@@ -67,6 +77,8 @@ class LoraTensors:
     scale: float
     copied: bool = False
     """Whether ``b`` is a copy for one plan, not a view of the adapter's file."""
+    stacked: StackedFactors | None = None
+    """Of a routed expert: what both are parts of, if the base has its experts as rows."""
 
     @property
     def rank(self) -> int:
@@ -130,6 +142,17 @@ def take_outputs(step: AdapterStep, blocks: Sequence[slice]) -> AdapterStep:
             return step
         case Ia3Tensors():
             return Ia3Tensors(_take_rows(step.vector, blocks), on_input=False)
+
+
+def take_columns(step: AdapterStep) -> AdapterStep:
+    """Return a step for a base whose stacks of experts hold columns, those of matrices in turn.
+
+    No release of PEFT swaps A and B of such a stack. Other steps are returned as they are.
+    """
+    if not isinstance(step, LoraTensors) or step.stacked is None:
+        return step
+    whole = step.stacked
+    return LoraTensors(whole.a, whole.b[whole.place :: whole.matrices], step.scale)
 
 
 def _take_rows(numbers: FloatArray, blocks: Sequence[slice]) -> FloatArray:

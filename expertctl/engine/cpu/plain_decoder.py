@@ -334,7 +334,8 @@ class PlainDecoder:
             rows = slice(block.begin - queries.begin, block.end - queries.begin)
             seen = slice(block.first - earlier, block.last - earlier)
             part = asking[rows], keys[:, seen], values[:, seen]
-            attend(*part, block, out[rows], cap=config.block.attention_cap)
+            cap, sinks = config.block.attention_cap, layer.sinks
+            attend(*part, block, out[rows], cap=cap, sinks=sinks)
         return layer.output(out.reshape(len(out), -1), step.deltas), read
 
     def _compute_query_growth(self, step: _PlainPass) -> AnyArray:

@@ -191,6 +191,19 @@ def gelu_tanh_gate(gate: AnyArray, up: AnyArray | None) -> AnyArray:
     return _multiply_gate(np.tanh(found, out=found), gate, up)
 
 
+def clamped_gate(gate: AnyArray, up: AnyArray, *, limit: float, alpha: float) -> AnyArray:
+    """Return ``gate * sigmoid(alpha * gate) * (up + 1)`` of limited numbers, see `ClampedGate`."""
+    gate = np.minimum(gate, np.float32(limit))
+    found = np.multiply(gate, np.float32(-alpha))
+    np.exp(found, out=found)
+    found += 1
+    np.divide(gate, found, out=found)
+    up = np.clip(up, np.float32(-limit), np.float32(limit))
+    up += 1
+    found *= up
+    return found
+
+
 def relu_gate(gate: AnyArray, up: AnyArray | None) -> AnyArray:
     """Return ``relu(gate) * up``, or ``relu(gate)``."""
     found: AnyArray = np.maximum(gate, 0)
@@ -306,12 +319,14 @@ def attend(
     out: AnyArray,
     *,
     cap: float | None = None,
+    sinks: AnyArray | None = None,
 ) -> None:
     """Compute grouped-query attention of one block of tokens.
 
     Queries [tokens, heads, dims] are those of the block and scaled by ``dims ** -0.5``; keys and
     values [kv_heads, length, dims] are all that there are up to ``block.last``, from position
     ``block.first`` on. ``out`` is [tokens, heads, dims]. Scores stay between ``-cap`` and ``cap``.
+    ``sinks`` [heads] are scores of no key, which share the softmax.
     """
     tokens, heads, dims = queries.shape
     shape = (len(keys), heads // len(keys), tokens, dims)
@@ -325,9 +340,15 @@ def attend(
             masked[..., -tokens:] += block.causal
         if block.window is not None:
             masked[..., : block.window.shape[1]] += block.window
-    scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
+    largest = np.maximum.reduce(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        sinks = np.repeat(sinks.reshape(len(keys), -1), tokens, axis=1)[:, :, None]
+        np.maximum(largest, sinks, out=largest)
+    scores -= largest
     np.exp(scores, out=scores)
     sums = np.add.reduce(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        sums += np.exp(sinks - largest)
     found = np.matmul(scores, values)
     found /= sums
     out.reshape(tokens, *shape[:2], dims)[...] = found.reshape(shape).transpose(2, 0, 1, 3)

@@ -37,7 +37,7 @@ from expertctl.engine.kernels.packed_format import ATTENTION_INPUTS, KV_PAGE_TOK
 from expertctl.engine.kv.block_pool import count_pages
 from expertctl.package.architectures import NormKind
 from expertctl.package.block_config import RopeKind
-from expertctl.package.model_config import ModelConfig
+from expertctl.package.model_config import SINKS, ModelConfig
 
 _FLOAT_BYTES = 4
 _MAX_STACKED = 3
@@ -85,6 +85,8 @@ class PlainLayer:
     whole_heads: bool
     """Whether all dimensions of all heads are rotated."""
     window: int | None
+    sinks: AnyArray | None
+    """A logit of each head that belongs to no key."""
 
     def norm_input(self, x: AnyArray) -> AnyArray:
         """Return what attention reads: [tokens, hidden] -> [tokens, hidden]."""
@@ -156,7 +158,7 @@ def _build_layer(config: ModelConfig, weights: WeightTensors, number: int) -> Pl
             weights, f"{prefix}.mlp", activation=block.activation, gated=block.gated
         )
     else:
-        mlp = build_expert_mixture(weights, config.experts, layer=prefix)
+        mlp = build_expert_mixture(weights, config.experts, layer=prefix, gate=block.clamped_gate)
     norms = {name: build_norm(config, weights, f"{prefix}.{name}") for name in block.list_norms()}
     return PlainLayer(
         input_norm=norms.get("input_layernorm"),
@@ -172,6 +174,7 @@ def _build_layer(config: ModelConfig, weights: WeightTensors, number: int) -> Pl
         rope=block.get_rope_kind(number),
         whole_heads=config.rope.dims == config.head_dim,
         window=config.windows[number],
+        sinks=weights.tensors.get(f"{prefix}.{SINKS}"),
     )
 
 
@@ -225,9 +228,10 @@ def estimate_plain_pass_bytes(
 
 
 def _estimate_mlp_bytes(config: ModelConfig, rows: int, width: int) -> int:
-    dense = gated_mlp_bytes(config.hidden_size, config.intermediate_size, rows, width=width)
+    most = gated_mlp_bytes(config.hidden_size, config.intermediate_size, rows, width=width)
+    if config.experts is not None:
+        routed = expert_mixture_bytes(config.experts, config.hidden_size, rows, width=width)
+        most = max(most, routed)
     if config.unlike_llama:  # activations have two more arrays, norms of outputs one
-        dense += _FLOAT_BYTES * rows * (2 * config.intermediate_size + 2 * config.hidden_size)
-    if config.experts is None:
-        return dense
-    return max(dense, expert_mixture_bytes(config.experts, config.hidden_size, rows, width=width))
+        most += _FLOAT_BYTES * rows * (2 * config.intermediate_size + 2 * config.hidden_size)
+    return most

@@ -16,6 +16,7 @@ from expertctl.engine.arrays import AnyArray, FloatArray
 from expertctl.engine.cpu.plain_functional import (
     GATES,
     StackedLinear,
+    clamped_gate,
     multiply,
     plan_scratch_bytes,
     sigmoid,
@@ -24,6 +25,7 @@ from expertctl.engine.cpu.plain_functional import (
 )
 from expertctl.engine.cpu.plain_weights import StoredMatrix, WeightTensors
 from expertctl.package.architectures import ExpertsConfig
+from expertctl.package.block_config import ClampedGate
 from expertctl.package.model_config import (
     CHOICE_BIAS,
     ROUTER_MODULE,
@@ -85,22 +87,31 @@ def _softmax(logits: AnyArray) -> AnyArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedMlp:
-    """A gated MLP, of a dense layer or of one routed expert: ``down(silu(gate(x)) * up(x))``."""
+    """A gated MLP, of a dense layer or of one routed expert: ``down(silu(gate(x)) * up(x))``.
+
+    With a ``clamped`` gate it computes that in place of ``silu(gate) * up``.
+    """
 
     inputs: StackedLinear  # gate and up
     down: StackedLinear
+    clamped: ClampedGate | None = None
 
     def __call__(self, x: AnyArray, deltas: Deltas) -> AnyArray:
         """Apply it with the changes of a plan: [tokens, hidden] -> [tokens, hidden]."""
         both = self.inputs(x, deltas)
-        inner = self.inputs.ends[0]
-        return self.down(silu_gate(both[:, :inner], both[:, inner:]), deltas)
+        gate, up = np.split(both, self.inputs.ends[:1], axis=1)
+        if self.clamped is None:
+            return self.down(silu_gate(gate, up), deltas)
+        limit, alpha = self.clamped.limit, self.clamped.alpha
+        return self.down(clamped_gate(gate, up, limit=limit, alpha=alpha), deltas)
 
 
-def stack_gated_mlp(weights: WeightTensors, module: str) -> GatedMlp:
+def stack_gated_mlp(
+    weights: WeightTensors, module: str, clamped: ClampedGate | None = None
+) -> GatedMlp:
     """Return the MLP whose three matrices are below a module name."""
     inputs = stack_linear(weights, (f"{module}.gate_proj", f"{module}.up_proj"))
-    return GatedMlp(inputs, stack_linear(weights, (f"{module}.down_proj",)))
+    return GatedMlp(inputs, stack_linear(weights, (f"{module}.down_proj",)), clamped)
 
 
 def gated_mlp_bytes(hidden: int, inner: int, tokens: int, *, width: int) -> int:
@@ -142,6 +153,7 @@ class ExpertMixture:
 
     rule: RoutingRule
     router: FloatArray | StoredMatrix  # [experts, hidden]
+    router_bias: AnyArray | None  # [experts]
     choice_bias: AnyArray | None  # [experts]
     experts: tuple[GatedMlp, ...]
     shared: GatedMlp | None
@@ -151,6 +163,8 @@ class ExpertMixture:
         """Apply it, with the deltas of a plan: [tokens, hidden] -> [tokens, hidden]."""
         logits = np.empty((len(x), len(self.router)), np.float32)
         multiply(x, self.router, logits)
+        if self.router_bias is not None:
+            logits += self.router_bias
         selected, weights = select_experts(logits, self.rule, self.choice_bias)
         out = np.zeros_like(x)
         for number in sorted(set(selected.ravel().tolist())):
@@ -170,7 +184,7 @@ class ExpertMixture:
 
 
 def build_expert_mixture(
-    weights: WeightTensors, config: ExpertsConfig, *, layer: str
+    weights: WeightTensors, config: ExpertsConfig, *, layer: str, gate: ClampedGate | None = None
 ) -> ExpertMixture:
     """Return the routed experts of a layer, by the prefix of its tensors' names."""
     tensors, router = weights.tensors, f"{layer}.{ROUTER_MODULE}"
@@ -181,9 +195,10 @@ def build_expert_mixture(
     return ExpertMixture(
         rule=build_routing_rule(config),
         router=tensors[f"{router}.weight"],
+        router_bias=tensors.get(f"{router}.bias"),
         choice_bias=tensors.get(f"{router}.{CHOICE_BIAS}"),
         experts=tuple(
-            stack_gated_mlp(weights, f"{layer}.mlp.experts.{number}")
+            stack_gated_mlp(weights, f"{layer}.mlp.experts.{number}", gate)
             for number in range(config.count)
         ),
         shared=shared,

@@ -30,6 +30,7 @@ from expertctl.engine.kernels.packed_format import rows_per_portion
 from expertctl.engine.memory.host import allocate
 from expertctl.errors import UsageError
 from expertctl.package.base_tensors import read_base_tensors
+from expertctl.package.expert_columns import MAX_CACHED_BYTES
 from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
 from expertctl.package.stored_tensor import StoredTensor
 
@@ -173,6 +174,8 @@ def loading_scratch_bytes(config: ModelConfig, dtype: str) -> int:
     if config.tied:  # its head may be stored, too
         reading = max(reading, tied_head_scratch_bytes(config.vocab_size, config.hidden_size))
         tensors += 1
+    if config.stored_places.names.experts_as_columns:
+        reading += min(MAX_CACHED_BYTES, config.count_weight_bytes(itemsize=_FLOAT.itemsize))
     return reading + tensors * _TENSOR_BYTES + _OBJECT_BYTES
 
 

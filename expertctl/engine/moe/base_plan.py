@@ -237,7 +237,7 @@ def plan_dense_base(
     storages: Mapping[str, str],
     dtypes: Sequence[Dtype] | None = None,
 ) -> DenseMemoryPlan:
-    """Plan a base without routed experts in data types, as ``engine`` runs it otherwise.
+    """Plan a base in data types, as ``engine`` runs it otherwise, with all of it in memory.
 
     ``storages`` is what its matrices are stored as. ``dtypes`` None: all that are possible.
     """

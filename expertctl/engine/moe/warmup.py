@@ -377,9 +377,9 @@ def find_active_profile(cache: "ExpertCache") -> ActiveProfile:
     return ActiveProfile(cache.exchange_rate, by_layer)
 
 
-def describe_unused_option(base: str, option: str) -> str:
+def describe_unused_option(base: str, option: str, *, what: str = "routed experts") -> str:
     """Return a warning that an option of routed experts has no effect on a base without any."""
-    return f"{base} has no routed experts: {option} has no effect"
+    return f"{base} has no {what}: {option} has no effect"
 
 
 def _equalise_layers(counts: Sequence[_Counts]) -> list[_Counts]:

@@ -57,6 +57,7 @@ from expertctl.engine.torch.sequence_cache import KVCacheFactory, SequenceKVCach
 from expertctl.engine.torch.stacked_experts import (
     DeviceExpertCounts,
     StackedExperts,
+    estimate_bias_bytes,
     estimate_counter_bytes,
     estimate_lookup_bytes,
     open_stacked_experts,
@@ -192,6 +193,7 @@ class CudaBackend:
         if routed is None:
             return self.weight_bytes
         total = estimate_lookup_bytes(routed) + estimate_stack_bytes(self.stack_shape, blocks=0)
+        total += estimate_bias_bytes(self.config)
         for name, shape in self.config.tensor_shapes().items():
             if not is_routed_expert(name):
                 total += torch.Size(shape).numel() * (itemsize if len(shape) == 2 else _FLOAT_BYTES)

@@ -26,7 +26,8 @@ from expertctl.engine.torch.functional import (
     FeedForward,
     Linear,
     RotationTables,
-    capped_attention,
+    ScoreChange,
+    changed_attention,
     list_ropes,
 )
 from expertctl.engine.torch.lora_slots import LoRASlots, apply_stacked_lora
@@ -204,7 +205,7 @@ class StepTensors:
         keys: Tensor,
         values: Tensor,
         window: int | None,
-        cap: float | None,
+        change: ScoreChange | None,
     ) -> Tensor:
         """Attend; heads that share keys act as tokens of one head."""
         rows, kv_heads, _, width = keys.shape
@@ -212,8 +213,8 @@ class StepTensors:
             queries.to(keys.dtype).reshape(rows, kv_heads, -1, width),
             self.visible[window],
         )
-        if cap is not None:
-            return capped_attention(asking, keys, values, seen, cap).flatten(1)
+        if change is not None:
+            return changed_attention(asking, keys, values, seen, change).flatten(1)
         out = F.scaled_dot_product_attention(asking, keys, values, attn_mask=seen)
         return out.flatten(1).float()
 
@@ -257,7 +258,7 @@ class GraphedStep:
     def run_layers(self, x: Tensor, numbers: Iterable[int], shared: StepTensors) -> Tensor:
         """Run complete layers: [rows, hidden] -> [rows, hidden]."""
         for number in numbers:
-            if not self.transformer.config.has_llama_blocks:
+            if not self.transformer.config.block.is_sequential:
                 x = self.transformer.run_block(x, number, shared)
                 continue
             x = self.transformer.run_attention(x, number, shared)
@@ -298,7 +299,7 @@ class GraphedStep:
         routed = mlp.route(normed)
         shared.routed_experts[mlp.layer_index, : len(x)].copy_(routed.selected)
         rows = mlp.experts.look_up(mlp.layer_index, routed.selected)
-        made = mlp.experts.stack.apply(normed, rows)
+        made = mlp.experts.apply(normed, mlp.layer_index, routed.selected, rows)
         residual = x if mlp.shared is None else x + mlp.shared(normed, shared.plans)
         return residual + merge_rows(made, mlp.experts.mask_weights(routed, rows))
 
@@ -324,8 +325,8 @@ def estimate_step_bytes(
     scores = (config.heads + len(set(config.windows))) * capacity
     if config.unlike_llama:
         each += 8 * config.hidden_size + 2 * config.intermediate_size + 3 * heads
-        capped = config.block.attention_cap is not None  # keys and values are widened
-        scores += (2 * config.heads + config.kv_heads * config.head_dim) * capacity * capped
+        changed = config.block.changes_scores  # keys and values are widened
+        scores += (2 * config.heads + config.kv_heads * config.head_dim) * capacity * changed
     numbers = each + 2 * scores + 2 * config.vocab_size
     return rows * (_FLOAT_BYTES * numbers + experts)
 

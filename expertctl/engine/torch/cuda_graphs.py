@@ -258,7 +258,7 @@ class PiecewiseStep:
             normed, routed = room.normed[:rows], room.read_selection(rows)
             found = experts.look_up_on_device(room.layer_index, routed.selected)
             room.rows[:rows].copy_(found)
-            made = experts.stack.apply(normed, found)
+            made = experts.apply(normed, room.layer_index, routed.selected, found)
             room.made[:rows].copy_(made)
             merged = merge_rows(made, experts.mask_weights(routed, found))
             room.after[:rows].copy_(room.scratch[:rows] + merged)
@@ -271,7 +271,8 @@ class PiecewiseStep:
             routed = room.read_selection(rows)
             found = experts.look_up_on_device(room.layer_index, routed.selected)
             arrived = found.masked_fill(room.rows[:rows] != DUMMY_ROW, DUMMY_ROW)
-            outputs = room.made[:rows] + experts.stack.apply(room.normed[:rows], arrived)
+            made = experts.apply(room.normed[:rows], room.layer_index, routed.selected, arrived)
+            outputs = room.made[:rows] + made
             weights = experts.mask_weights(routed, found)
             room.after[:rows].copy_(room.scratch[:rows] + merge_rows(outputs, weights))
 

@@ -33,8 +33,9 @@ from expertctl.engine.text.prompt import LOGIT_ROWS, RecordLogits
 from expertctl.engine.torch.functional import (
     AttentionMask,
     RotationTables,
+    ScoreChange,
     TorchDeltas,
-    attend_capped,
+    attend_changed,
     list_ropes,
     make_attention_mask,
     round_up_positions,
@@ -80,12 +81,12 @@ class _PromptPass:
         keys: Tensor,
         values: Tensor,
         window: int | None,
-        cap: float | None,
+        change: ScoreChange | None,
     ) -> Tensor:
         view, asking = self.views[window], queries.transpose(0, 1)
-        if cap is None:
+        if change is None:
             return scaled_dot_product_attention(asking, keys, values, view)
-        return attend_capped(asking, keys, values, view, cap)
+        return attend_changed(asking, keys, values, view, change)
 
 
 class Decoder:
@@ -225,7 +226,7 @@ class Decoder:
         """
         tokens, model = len(x), self.transformer
         step = self._start_pass(cache, deltas, tokens)
-        x, has_other_blocks = model.add_positions(x, step), not self.config.has_llama_blocks
+        x, has_other_blocks = model.add_positions(x, step), not self.config.block.is_sequential
         for number, layer in enumerate(model.layers):
             if phase is Phase.PROMPT and number == len(model.layers) - 1 and not whole:
                 step = self._start_pass(cache, deltas, tokens, query_rows=1)
@@ -296,8 +297,7 @@ def estimate_pass_bytes(config: ModelConfig, capacity: int, *, chunk: int = PREF
     rotations = 4 * len(list_ropes(config)) * round_up_positions(capacity) * config.head_dim
     if config.unlike_llama:  # more copies of hidden states and heads, capped scores and weights
         per_token += 6 * config.hidden_size + 2 * config.intermediate_size + 2 * heads
-        capped = config.block.attention_cap is not None
-        per_token += 3 * config.heads * capacity if capped else 0
+        per_token += 3 * config.heads * capacity if config.block.changes_scores else 0
     routers = 0 if config.experts is None else config.experts.count * config.hidden_size
     # one router is widened
     numbers = rows * per_token + rotations + 2 * config.vocab_size + routers

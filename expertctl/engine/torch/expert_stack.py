@@ -40,7 +40,8 @@ from expertctl.engine.base_files import iter_row_portions, read_tensor
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import ReadExpert
 from expertctl.engine.torch.devices import acquire_stream, translate_device_errors
-from expertctl.engine.torch.functional import FeedForward, Linear
+from expertctl.engine.torch.functional import FeedForward, Linear, apply_clamped_gate
+from expertctl.package.block_config import ClampedGate
 from expertctl.package.model_config import ModelConfig
 from expertctl.package.stored_tensor import StoredTensor
 from expertctl.store.quantised_file import ReadCancelled, always_wanted
@@ -144,13 +145,16 @@ class StackShape:
     hidden: int
     intermediate: int
     dtype: torch.dtype
+    clamped: ClampedGate | None = None
+    """What experts compute in place of ``silu(gate) * up``; those experts have biases."""
 
     @classmethod
     def from_config(cls, config: ModelConfig, dtype: torch.dtype) -> "StackShape":
         """Return the shape of a base's experts."""
         assert config.experts is not None, "a base with routed experts"
         inner = config.experts.intermediate_size
-        return cls(hidden=config.hidden_size, intermediate=inner, dtype=dtype)
+        clamped = config.block.clamped_gate
+        return cls(hidden=config.hidden_size, intermediate=inner, dtype=dtype, clamped=clamped)
 
     @property
     def nbytes(self) -> int:
@@ -229,26 +233,39 @@ class ExpertStack:
         """Wait until the work that was recorded last is done."""
         self._read_events.wait()
 
-    def expert(self, row: int, module: str) -> FeedForward:
+    def expert(
+        self, row: int, module: str, biases: tuple[Tensor, Tensor] | None = None
+    ) -> FeedForward:
         """Return the expert in a row, as the module of that name."""
         gate, up = self.gate_up[row].tensor_split(2)
+        first, second, last = None, None, None
+        if biases is not None:
+            first, second = biases[0].tensor_split(2)
+            last = biases[1]
         return FeedForward(
-            Linear(f"{module}.gate_proj", gate, None),
-            Linear(f"{module}.up_proj", up, None),
-            Linear(f"{module}.down_proj", self.down[row], None),
+            Linear(f"{module}.gate_proj", gate, first),
+            Linear(f"{module}.up_proj", up, second),
+            Linear(f"{module}.down_proj", self.down[row], last),
+            clamped=self.shape.clamped,
         )
 
-    def apply(self, x: Tensor, rows: Tensor) -> Tensor:
+    def apply(self, x: Tensor, rows: Tensor, biases: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Apply to each token its experts: [tokens, hidden], [tokens, used] -> [.., hidden].
 
         The order is token-major, and no value is read back from the device, so it can be captured.
+        ``biases`` are those of the experts, [tokens, used, …].
         """
         tokens, used = rows.shape
         both = self._multiply_gate_up(x, rows).view(tokens, used, 2, -1)
-        gated = F.silu(both[:, :, 0]) * both[:, :, 1]  # [tokens, used, intermediate]
+        if biases is not None:
+            both = both + biases[0].view_as(both)
+        gate, up = both[:, :, 0], both[:, :, 1]  # [tokens, used, intermediate]
+        clamped = self.shape.clamped
+        gated = F.silu(gate) * up if clamped is None else apply_clamped_gate(gate, up, clamped)
         down = self.down.index_select(0, rows.flatten())
         middle = gated.flatten(0, 1).to(down.dtype)[:, :, None]
-        return torch.bmm(down, middle).view(tokens, used, -1).to(x.dtype)
+        made = torch.bmm(down, middle).view(tokens, used, -1).to(x.dtype)
+        return made if biases is None else made + biases[1]
 
     def _multiply_gate_up(self, x: Tensor, rows: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, used * 2 * intermediate], one product for each token."""
@@ -323,7 +340,7 @@ class StackRowReader:
         for tensor, rows in zip(stored, (gate, up, down), strict=True):
             if not is_wanted():
                 raise ReadCancelled(read)
-            _read_tensor(tensor, rows)
+            read_stored_tensor(tensor, rows)
             read += tensor.size
         return read
 
@@ -335,7 +352,7 @@ class StackRowReader:
         """
         tensor = self._stored[f"{module}.weight"]
         rows = torch.empty(tensor.info.shape, dtype=self._shape.dtype)
-        _read_tensor(tensor, rows)
+        read_stored_tensor(tensor, rows)
         return rows
 
     def find_cached_address(self, layer: int, expert: int) -> int | None:
@@ -348,7 +365,12 @@ def expert_module_name(layer: int, expert: int) -> str:
     return f"model.layers.{layer}.mlp.experts.{expert}"
 
 
-def _read_tensor(tensor: StoredTensor, rows: Tensor) -> None:
+def read_stored_tensor(tensor: StoredTensor, rows: Tensor) -> None:
+    """Fill a tensor in host memory with the numbers of a stored one, in its own dtype.
+
+    Raises:
+        InvalidPackageError: when the file cannot be read to its end.
+    """
     dtype = _DTYPES[tensor.info.dtype]
     if dtype is rows.dtype and tensor.codec is None:
         read_tensor(tensor, rows.view(torch.uint8).numpy())

@@ -26,7 +26,7 @@ from expertctl.package.attention_config import (
     RopeConfig,
     YarnScaling,
 )
-from expertctl.package.block_config import RopeKind
+from expertctl.package.block_config import ClampedGate, RopeKind
 from expertctl.package.model_config import ModelConfig
 
 TorchDelta = LinearDelta[Tensor]
@@ -106,21 +106,31 @@ def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class FeedForward:
     """An MLP, of a dense layer or of one routed expert: ``down(silu(gate(x)) * up(x))``.
 
-    Dense ones may have another activation, and no gate: ``down(activation(up(x)))``.
+    Dense ones may have another activation, and no gate: ``down(activation(up(x)))``. With a
+    ``clamped`` gate it computes that in place of ``silu(gate) * up``.
     """
 
     gate: Linear | None
     up: Linear
     down: Linear
     activation: Activation = "silu"
+    clamped: ClampedGate | None = None
 
     def __call__(self, x: Tensor, plans: LinearPlans) -> Tensor:
         """Apply it with the changes of its plans: [tokens, hidden] -> [tokens, hidden]."""
         activate = _ACTIVATIONS[self.activation]
         if self.gate is None:
             return self.down(activate(self.up(x, plans)), plans)
-        gated = activate(self.gate(x, plans)) * self.up(x, plans)  # [tokens, intermediate]
-        return self.down(gated, plans)
+        gate, up = self.gate(x, plans), self.up(x, plans)  # [tokens, intermediate]
+        if self.clamped is not None:
+            return self.down(apply_clamped_gate(gate, up, self.clamped), plans)
+        return self.down(activate(gate) * up, plans)
+
+
+def apply_clamped_gate(gate: Tensor, up: Tensor, rule: ClampedGate) -> Tensor:
+    """Return ``gate * sigmoid(alpha * gate) * (up + 1)`` of limited numbers."""
+    gate, up = gate.clamp(max=rule.limit), up.clamp(-rule.limit, rule.limit)
+    return gate * (gate * rule.alpha).sigmoid() * (up + 1)
 
 
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
@@ -137,11 +147,12 @@ def make_feed_forward(
     *,
     activation: Activation = "silu",
     gated: bool = True,
+    clamped: ClampedGate | None = None,
 ) -> FeedForward:
     """Return the MLP whose matrices are below a module name."""
     gate = make_linear(tensors, f"{module}.gate_proj") if gated else None
     up, down = (make_linear(tensors, f"{module}.{name}") for name in ("up_proj", "down_proj"))
-    return FeedForward(gate, up, down, activation)
+    return FeedForward(gate, up, down, activation, clamped)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,35 +225,52 @@ def scaled_dot_product_attention(
     return out[0].transpose(0, 1).flatten(1).to(queries.dtype)
 
 
-def capped_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cap: float
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreChange:
+    """What changes the scores of attention that fused kernels do not know."""
+
+    cap: float | None
+    """Scores become ``cap * tanh(score / cap)``."""
+    sinks: Tensor | None  # [heads]
+    """Scores of no key, which share the softmax."""
+
+
+def changed_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, change: ScoreChange
 ) -> Tensor:
-    """Attend with soft-capped scores: [..., kv_heads, queries, dim] -> the same shape.
+    """Attend with changed scores: [..., kv_heads, queries, dim] -> the same shape.
 
     ``keys`` and ``values`` are [..., kv_heads, length, dim]; a bool mask is [..., queries, length].
+    The queries are those of several tokens for each head in turn.
     """
     scores = torch.matmul(queries.float(), keys.float().transpose(-1, -2))
     scores *= queries.shape[-1] ** -0.5
-    scores.div_(cap).tanh_().mul_(cap)
+    if change.cap is not None:
+        scores.div_(change.cap).tanh_().mul_(change.cap)
     if mask is not None:
         scores.masked_fill_(~mask, -torch.inf)
-    return torch.matmul(scores.softmax(-1), values.float())
+    if change.sinks is None:
+        return torch.matmul(scores.softmax(-1), values.float())
+    sinks = change.sinks.float().view(keys.shape[-3], -1)  # [kv_heads, heads that share keys]
+    sinks = sinks.repeat_interleave(queries.shape[-2] // sinks.shape[1], dim=1)[..., None]
+    scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    return torch.matmul(scores.softmax(-1)[..., :-1], values.float())
 
 
-def attend_capped(
-    queries: Tensor, keys: Tensor, values: Tensor, view: AttentionMask, cap: float
+def attend_changed(
+    queries: Tensor, keys: Tensor, values: Tensor, view: AttentionMask, change: ScoreChange
 ) -> Tensor:
-    """Compute `scaled_dot_product_attention` with soft-capped scores."""
+    """Compute `scaled_dot_product_attention` with changed scores."""
     (heads, tokens, width), shares = queries.shape, queries.shape[0] // keys.shape[0]
     mask, length = view.mask, keys.shape[1] - view.first
     if view.causal:
         mask = torch.ones(tokens, length, dtype=torch.bool, device=keys.device).tril()
-    out = capped_attention(
+    out = changed_attention(
         queries.reshape(-1, shares * tokens, width),
         keys[:, view.first :],
         values[:, view.first :],
         None if mask is None else mask.repeat(shares, 1),
-        cap,
+        change,
     )
     return out.reshape(heads, tokens, width).transpose(0, 1).flatten(1)
 

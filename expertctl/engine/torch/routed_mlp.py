@@ -25,6 +25,7 @@ from expertctl.engine.torch.functional import (
     make_linear,
 )
 from expertctl.package.architectures import ExpertsConfig
+from expertctl.package.block_config import ClampedGate
 from expertctl.package.model_config import (
     CHOICE_BIAS,
     ROUTER_MODULE,
@@ -66,10 +67,11 @@ class Router:
     weight: Tensor  # [experts, hidden]
     choice_bias: Tensor | None  # [experts]
     rule: RoutingRule
+    bias: Tensor | None = None  # [experts]
 
     def __call__(self, x: Tensor) -> RouterOutput:
         """Choose the experts of tokens; logits are float32, whatever the dtype of the router."""
-        logits = F.linear(x, self.weight.float())  # [tokens, experts]
+        logits = F.linear(x, self.weight.float(), self.bias)  # [tokens, experts]
         return route(logits, self.rule, self.choice_bias)
 
 
@@ -108,11 +110,15 @@ class RoutedMlp:
 
 
 def build_routed_mlp(
-    tensors: Mapping[str, Tensor], config: ExpertsConfig, *, layer: str
+    tensors: Mapping[str, Tensor],
+    config: ExpertsConfig,
+    *,
+    layer: str,
+    clamped: ClampedGate | None = None,
 ) -> RoutedMlp:
     """Return the routed experts of a layer, by the prefix of its tensors' names."""
     experts = (
-        make_feed_forward(tensors, f"{layer}.mlp.experts.{number}")
+        make_feed_forward(tensors, f"{layer}.mlp.experts.{number}", clamped=clamped)
         for number in range(config.count)
     )
     return RoutedMlp(
@@ -124,9 +130,10 @@ def build_routed_mlp(
 
 def build_router(tensors: Mapping[str, Tensor], config: ExpertsConfig, *, layer: str) -> Router:
     """Return the router of a layer."""
-    weight = tensors[f"{layer}.{ROUTER_MODULE}.weight"]
-    choice_bias = tensors.get(f"{layer}.{ROUTER_MODULE}.{CHOICE_BIAS}")
-    return Router(weight, choice_bias, build_routing_rule(config))
+    router = f"{layer}.{ROUTER_MODULE}"
+    weight, bias = tensors[f"{router}.weight"], tensors.get(f"{router}.bias")
+    choice_bias = tensors.get(f"{router}.{CHOICE_BIAS}")
+    return Router(weight, choice_bias, build_routing_rule(config), bias)
 
 
 def build_shared_expert(

@@ -13,6 +13,7 @@ counts, as with those of `ResidentExperts`.
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -42,15 +43,18 @@ from expertctl.engine.torch.expert_stack import (
     ExpertStack,
     StackRowReader,
     StackShape,
+    expert_module_name,
     is_queued,
+    read_stored_tensor,
 )
+from expertctl.engine.torch.functional import FeedForward
 from expertctl.engine.torch.routed_mlp import RouterOutput
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
 from expertctl.package.stored_tensor import StoredTensor
 
 Numbers = np.ndarray[Any, Any]
-_LONG_BYTES = 8
+_LONG_BYTES, _FLOAT_BYTES = 8, 4
 
 
 class DeviceExpertCounts:
@@ -121,6 +125,62 @@ def estimate_counter_bytes(config: ExpertsConfig) -> int:
     return _LONG_BYTES * (layers * config.count + 2 * layers + 1)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertBiases:
+    """The biases of all routed experts, float32, on the device whether an expert is there or not.
+
+    Layers are counted as in `StackedExperts`.
+    """
+
+    gate_up: Tensor  # [layers, experts, 2 * intermediate]
+    down: Tensor  # [layers, experts, hidden]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+    def select(self, layer_index: int | Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
+        """Return those of experts of a layer, int64 [tokens, used] -> [tokens, used, …]."""
+        gate_up, down = (
+            part[layer_index]
+            if isinstance(layer_index, int)
+            else part.index_select(0, layer_index)[0]
+            for part in (self.gate_up, self.down)
+        )
+        chosen = selected.flatten()
+        return (
+            gate_up.index_select(0, chosen).view(*selected.shape, -1),
+            down.index_select(0, chosen).view(*selected.shape, -1),
+        )
+
+
+def estimate_bias_bytes(config: ModelConfig) -> int:
+    """Return the bytes of the biases of all routed experts on the device."""
+    routed = config.experts
+    if routed is None or not config.mlp_bias:
+        return 0
+    each = 2 * routed.intermediate_size + config.hidden_size
+    return _FLOAT_BYTES * len(routed.layers) * routed.count * each
+
+
+def _read_biases(
+    config: ModelConfig, stored: Mapping[str, StoredTensor], device: torch.device
+) -> ExpertBiases | None:
+    routed = config.experts
+    if routed is None or not config.mlp_bias:
+        return None
+    shape, inner = (len(routed.layers), routed.count), routed.intermediate_size
+    both = torch.empty(*shape, 2 * inner), torch.empty(*shape, config.hidden_size)
+    places = product(enumerate(routed.layers), range(routed.count))
+    for (place, layer), expert in places:
+        name = expert_module_name(layer, expert)
+        rows = (*both[0][place, expert].tensor_split(2), both[1][place, expert])
+        for module, row in zip(("gate_proj", "up_proj", "down_proj"), rows, strict=True):
+            read_stored_tensor(stored[f"{name}.{module}.bias"], row)
+    return ExpertBiases(both[0].to(device), both[1].to(device))
+
+
 _SCHEMES = {torch.float32: Scheme.FLOAT32, torch.bfloat16: Scheme.BFLOAT16}
 
 
@@ -137,12 +197,14 @@ class StackedExperts:
         reader: StackRowReader,
         *,
         cache: ExpertCache | None = None,
+        biases: ExpertBiases | None = None,
     ) -> None:
         """Let a cache manage the blocks of the stack; without one each expert has its own block.
 
         Without a cache, `load_all` reads the experts.
         """
         self.config, self.stack, self.cache, self._reader = config, stack, cache, reader
+        self._biases = biases
         self.device_counts = DeviceExpertCounts(config, stack.device) if cache is None else None
         """Counts choices if there is no cache."""
         shape = len(config.layers), config.count
@@ -160,8 +222,9 @@ class StackedExperts:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        counts = 0 if self.device_counts is None else self.device_counts.nbytes
-        return self.stack.nbytes + self.lookup.nbytes + counts
+        held = (self.device_counts, self._biases)
+        rest = sum(part.nbytes for part in held if part is not None)
+        return self.stack.nbytes + self.lookup.nbytes + rest
 
     @property
     def is_whole(self) -> bool:
@@ -190,6 +253,24 @@ class StackedExperts:
         finally:
             pool.shutdown(cancel_futures=True)
         return read
+
+    def apply(self, x: Tensor, layer_index: int | Tensor, selected: Tensor, rows: Tensor) -> Tensor:
+        """Apply to each token its experts in rows of the stack: [tokens, hidden] -> [.., hidden].
+
+        The dummy yields zeros. A layer's index may be on the device, int64 [1].
+        """
+        if self._biases is None:
+            return self.stack.apply(x, rows)
+        gate_up, down = self._biases.select(layer_index, selected)
+        down = down.masked_fill(rows[..., None] == DUMMY_ROW, 0.0)
+        return self.stack.apply(x, rows, (gate_up, down))
+
+    def build_expert(self, row: int, module: str, layer_index: int, expert: int) -> FeedForward:
+        """Return the expert in a row of the stack, as the module of that name."""
+        if self._biases is None:
+            return self.stack.expert(row, module)
+        biases = self._biases.gate_up[layer_index, expert], self._biases.down[layer_index, expert]
+        return self.stack.expert(row, module, biases)
 
     def layer_rows(self, layer_index: int) -> Numbers:
         """Return the row of each expert of a layer, int64 [experts]; the dummy's if missing."""
@@ -335,7 +416,7 @@ def open_stacked_experts(
     assert routed is not None, "a base with routed experts"
     if plan is None:
         stack = ExpertStack(shape, blocks=len(routed.layers) * routed.count, device=device)
-        return StackedExperts(routed, stack, reader)
+        return StackedExperts(routed, stack, reader, biases=_read_biases(config, stored, device))
     stack = ExpertStack(shape, blocks=plan.blocks, device=device)
     memory = ExpertMemory(
         ExpertShape(_SCHEMES[shape.dtype], shape.hidden, shape.intermediate),
@@ -347,7 +428,8 @@ def open_stacked_experts(
     cache = ExpertCache.from_plan(
         plan, memory, reader, layer_numbers=routed.layers, threads=threads
     )
-    return StackedExperts(routed, stack, reader, cache=cache)
+    biases = _read_biases(config, stored, device)
+    return StackedExperts(routed, stack, reader, cache=cache, biases=biases)
 
 
 def redistribute_tensor_weights(weights: Tensor, hits: Tensor) -> Tensor:

@@ -190,7 +190,8 @@ class StackedMlp:
             number = int(experts[begin])
             row = int(self.experts.layer_rows(self.layer_index)[number])
             if row != DUMMY_ROW:
-                expert = self.experts.stack.expert(row, expert_module_name(self.layer, number))
+                module = expert_module_name(self.layer, number)
+                expert = self.experts.build_expert(row, module, self.layer_index, number)
                 made = expert(x.index_select(0, tokens[begin:end]), deltas)
                 out.index_copy_(0, places[begin:end], made)
         self.experts.record_computed(self.layer_index)
@@ -265,6 +266,8 @@ def estimate_stacked_step_bytes(config: ExpertsConfig, shape: StackShape) -> int
     """Return the bytes a token of a step needs in a layer, with copies of its experts."""
     numbers = config.used * (4 * config.intermediate_size + 2 * shape.hidden + _FLOATS_PER_CHOICE)
     numbers += 4 * config.shared_size + _FLOATS_PER_CHOICE * config.count
+    if shape.clamped is not None:  # limited numbers and biases
+        numbers += config.used * (7 * config.intermediate_size + 3 * shape.hidden)
     return config.used * shape.nbytes + 4 * numbers
 
 

@@ -22,6 +22,7 @@ from expertctl.engine.torch.functional import (
     Linear,
     LinearPlans,
     NormWeights,
+    ScoreChange,
     make_feed_forward,
     make_linear,
     make_norm,
@@ -34,6 +35,7 @@ from expertctl.package.model_config import (
     EMBEDDING_TENSOR,
     HEAD_BIAS_TENSOR,
     POSITIONS_TENSOR,
+    SINKS,
     ModelConfig,
 )
 
@@ -61,6 +63,8 @@ class DecoderLayer:
     mlp_output_norm: NormWeights | None
     window: int | None
     rope: RopeKind
+    change: ScoreChange | None
+    """What changes the scores of attention, if anything does."""
 
 
 class LayerPass(Protocol):
@@ -95,12 +99,9 @@ class LayerPass(Protocol):
         keys: Tensor,
         values: Tensor,
         window: int | None,
-        cap: float | None,
+        change: ScoreChange | None,
     ) -> Tensor:
-        """Attend with [query_rows, heads, head_dim] -> [query_rows, features].
-
-        Scores are softly capped, unless there is no ``cap``.
-        """
+        """Attend with [query_rows, heads, head_dim] -> [query_rows, features]."""
         ...
 
 
@@ -210,8 +211,8 @@ class Transformer:
             queries = queries * self._query_scale
         if self.config.block.query_growth:
             queries = queries * self._compute_query_growth(step.positions[-len(queries) :])
-        cap = self.config.block.attention_cap
-        return layer.output(step.attend(queries, keys, values, layer.window, cap), plans)
+        made = step.attend(queries, keys, values, layer.window, layer.change)
+        return layer.output(made, plans)
 
     def _make_heads(
         self, x: Tensor, norm: NormWeights | None, layer: DecoderLayer, step: LayerPass
@@ -259,6 +260,7 @@ def _build_layer(
     tensors, prefix, block = weights.tensors, f"model.layers.{number}", config.block
     norms = {name: _build_norm(config, weights, f"{prefix}.{name}") for name in block.list_norms()}
     query_norm, key_norm = _build_head_norms(config, weights, f"{prefix}.self_attn")
+    change = ScoreChange(block.attention_cap, tensors.get(f"{prefix}.{SINKS}"))
     return DecoderLayer(
         input_norm=norms.get("input_layernorm"),
         query=make_linear(tensors, f"{prefix}.self_attn.q_proj"),
@@ -273,6 +275,7 @@ def _build_layer(
         mlp_output_norm=norms.get("mlp_output_layernorm"),
         window=config.windows[number],
         rope=block.get_rope_kind(number),
+        change=None if change.cap is None and change.sinks is None else change,
     )
 
 
@@ -309,4 +312,5 @@ def _build_mlp(config: ModelConfig, weights: BaseWeights, number: int) -> FeedFo
         return make_feed_forward(
             weights.tensors, f"{layer}.mlp", activation=block.activation, gated=block.gated
         )
-    return build_routed_mlp(weights.tensors, config.experts, layer=layer)
+    clamped = config.block.clamped_gate
+    return build_routed_mlp(weights.tensors, config.experts, layer=layer, clamped=clamped)

@@ -33,12 +33,17 @@ from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
 from expertctl.engine.load_plan import choose_backend
 from expertctl.errors import IncompatibleError
+from expertctl.package.adapter import parse_adapter_config
+from expertctl.package.adapter_spec import build_adapter_spec
 from expertctl.package.base_model import read_base_headers
+from expertctl.package.compatibility import check_tensors
 from expertctl.package.model_config import read_model_config
+from expertctl.package.tensor_file import ADAPTER_LIMITS, read_table
 from tests.engine.conftest import assert_same_logits, stack_logits
 from tests.engine.family_models import SHAPES, build_family_model, save_family_adapter
 from tests.engine.package_fixtures import load_adapters
 
+GPT_OSS = [shape for shape in SHAPES if shape[0] == "gpt_oss"]
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]
 
 
@@ -109,6 +114,47 @@ def test_adapters_of_every_projection_change_what_they_change_in_peft(
     assert_same_logits(run(decoder, prefill=9, deltas=plan.compile().deltas), theirs[8:])
 
 
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [STACKS, STACKS[:1], ["1.mlp.experts.down_proj", "2.mlp.experts.gate_up_proj"]],
+    ids=["both", "gate and up", "of some layers"],
+)
+@pytest.mark.parametrize("release", [None, "0.18.1"], ids=str)
+@pytest.mark.parametrize(("arch", "config"), GPT_OSS, ids=str)
+def test_adapters_of_experts_stored_as_columns_change_what_they_change_in_peft(
+    family: Callable[..., tuple[Path, Any]],
+    arch: str,
+    config: dict[str, Any],
+    release: str | None,
+    parameters: list[str],
+    tmp_path: Path,
+) -> None:
+    """No release of PEFT swaps the tensors of such stacks, as 0.18 does those of others."""
+    directory, model = family(arch, config)
+    adapted = save_family_adapter(model, "lora", tmp_path, parameters=parameters)
+    if release is not None:
+        path = tmp_path / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "peft_version": release}))
+    with torch.inference_mode():
+        plain, theirs = (
+            each(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
+            for each in (model, adapted)
+        )
+    assert float(np.abs(plain - theirs).max()) > 0.01
+    decoder, loaded = load_decoder(directory), load_adapters(tmp_path)
+    spec = PlainBackend(decoder.config, "float32").compile_spec
+    adapter = spec.adapt(loaded)
+    plan = fold_plan([WeightedAdapter(adapter)], spec)
+    assert_same_logits(run(decoder, prefill=9, deltas=plan.compile().deltas), theirs[8:])
+    table = read_table(tmp_path / "adapter_model.safetensors", limits=ADAPTER_LIMITS)
+    described = parse_adapter_config((tmp_path / "adapter_config.json").read_bytes(), what="c")
+    built = build_adapter_spec(described, table, what="w")
+    assert check_tensors(built, decoder.config.adapted_shapes()) == []
+
+
 def compute_scales(decoder: PlainDecoder, adapter: LoadedAdapter) -> DoraScales:
     return {
         module: tuple(
@@ -158,7 +204,7 @@ MEMORY_SIZES = {"hidden_size": 128, "intermediate_size": 400, "max_position_embe
 
 
 @pytest.mark.parametrize(
-    "arch", ["gemma2", "gemma3_text", "gpt2", "falcon", "cohere", "phi", "glm4"]
+    "arch", ["gemma2", "gemma3_text", "gpt2", "falcon", "cohere", "phi", "glm4", "gpt_oss"]
 )
 def test_a_pass_needs_no_more_memory_than_it_says(arch: str, tmp_path: Path) -> None:
     shape = next(config for name, config in SHAPES if name == arch)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def make_slot_plan(config: ModelConfig, slots: int, **options: Any) -> CachePlan
 
 @contextmanager
 def load_stacked_decoder(
-    model: ReferenceModel,
+    model: ReferenceModel | Path,
     *,
     slots: int | None = None,
     dtype: torch.dtype = torch.float32,
@@ -39,15 +40,16 @@ def load_stacked_decoder(
     **options: Any,
 ) -> Iterator[tuple[CudaGraphDecoder, StackedExperts]]:
     """A base with so many slots in each layer; None: every expert is there."""
-    config = read_model_config(model.directory)
+    directory = model if isinstance(model, Path) else model.directory
+    config = read_model_config(directory)
     experts = open_stacked_experts(
         config,
-        read_base_tensors(model.directory, config),
+        read_base_tensors(directory, config),
         StackShape.from_config(config, dtype),
         plan=None if slots is None else make_slot_plan(config, slots, **options),
         device=device,
     )
-    weights = load_base_weights(model.directory, config, dtype=dtype, device=device, experts=False)
+    weights = load_base_weights(directory, config, dtype=dtype, device=device, experts=False)
     if experts.is_whole:
         experts.load_all()
     try:
