@@ -156,7 +156,9 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
     if quantisation is not None:
         _require_whole_matrices(directory, config)
         tensors = _combine_quantised(tensors, config, quantisation, problems)
-    if config.experts is not None:
+    if is_gguf:
+        pass  # the names in the table are canonical
+    elif config.experts is not None:
         tensors = _canonicalise(tensors, config, config.experts, problems)
     elif not config.stored_places.are_usual:
         tensors = _arrange(tensors, config, problems)
