@@ -50,10 +50,13 @@ def write_gguf(
     """
     config = read_model_config(base)
     writer = gguf.GGUFWriter(path, config.architecture)
-    for key, value in {**_describe(config), **_describe_vocabulary()}.items():
-        _add_value(writer, key, changed.pop(key.replace(".", "__"), value))
+    for key, value in {
+        **describe_sizes(config, config.architecture),
+        **describe_vocabulary(),
+    }.items():
+        add_value(writer, key, changed.pop(key.replace(".", "__"), value))
     for key, value in changed.items():
-        _add_value(writer, key.replace("__", "."), value)
+        add_value(writer, key.replace("__", "."), value)
     for name, numbers in read_numbers(base).items():
         stored = _order_rows(config, name, numbers)
         module = name.removesuffix(".weight").rpartition(".")[2]
@@ -81,8 +84,10 @@ def read_numbers(base: Path) -> dict[str, Array]:
     return numbers
 
 
-def _describe(config: ModelConfig) -> dict[str, Any]:
-    arch = config.architecture
+def describe_sizes(config: ModelConfig, arch: str) -> dict[str, Any]:
+    """Return the keys of a header that every architecture has."""
+    norm = "layer_norm" if config.block.norm.startswith("layer") else "layer_norm_rms"
+    is_partial = config.rope.dims != config.head_dim
     return {
         "general.name": "a base",
         f"{arch}.block_count": config.layers,
@@ -93,12 +98,14 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
         f"{arch}.attention.head_count_kv": config.kv_heads,
         f"{arch}.attention.key_length": config.head_dim,
         f"{arch}.attention.value_length": config.head_dim,
-        f"{arch}.attention.layer_norm_rms_epsilon": config.norm_eps,
+        f"{arch}.attention.{norm}_epsilon": config.norm_eps,
         f"{arch}.rope.freq_base": config.rope.theta,
+        f"{arch}.rope.dimension_count": config.rope.dims if is_partial else None,
     }
 
 
-def _describe_vocabulary() -> dict[str, Any]:
+def describe_vocabulary() -> dict[str, Any]:
+    """Return the keys of the tokenizer of `tests.factories`."""
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
@@ -111,7 +118,8 @@ def _describe_vocabulary() -> dict[str, Any]:
     }
 
 
-def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Write a key; None and empty lists are left out."""
     match value:
         case None:
             return

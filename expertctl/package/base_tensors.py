@@ -162,7 +162,9 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
     elif quantisation is not None:
         _require_whole_matrices(directory, config)
         tensors = _combine_quantised(tensors, config, quantisation, problems)
-    if config.experts is not None and has_columns:
+    if is_gguf:
+        pass  # the names in the table are canonical
+    elif config.experts is not None and has_columns:
         from expertctl.package.expert_columns import slice_column_stacks  # which needs numpy
 
         tensors = slice_column_stacks(

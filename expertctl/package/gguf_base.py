@@ -4,10 +4,11 @@
 the same bytes for the same file, and `GGUF_TABLE`, which names the file and its tensors. Written
 into one folder, they are a base like any other, and the GGUF file stays as it is.
 
-`GGUF_ARCHITECTURES` has one row for each value of ``general.architecture`` that is read. What
-llama.cpp's converter does to a model is undone: names of tensors, the order of the rows of queries
-and keys (llama), and RoPE factors that follow from a configuration (Llama 3). The numbers of the
-header are float32; as config.json states decimals, the shortest one of each is taken.
+What llama.cpp's converter does to a model is undone, as the rows of `expertctl.package.gguf_rows`
+say: names of tensors, projections in one matrix, the order of the rows of queries and keys (llama),
+one added to the weights of norms (Gemma), and RoPE factors that follow from a configuration (Llama
+3). The numbers of the header are float32; as config.json states decimals, the shortest one of each
+is taken.
 """
 
 import json
@@ -15,18 +16,24 @@ import math
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from expertctl.errors import IncompatibleError, InvalidPackageError
 from expertctl.package.architecture_rows import ARCHITECTURES
-from expertctl.package.architectures import ConfigFields
+from expertctl.package.architectures import Architecture, ConfigFields
 from expertctl.package.gguf_codec import GGUF_TABLE, GgufCodec, GgufEntry, GgufTable
 from expertctl.package.gguf_file import GgufHeader, GgufTensor
+from expertctl.package.gguf_rows import (
+    GGUF_ARCHITECTURES,
+    OWN_FILES_HINT,
+    GgufArchitecture,
+    read_family_settings,
+    reject_settings,
+)
 from expertctl.package.gguf_tokenizer import build_tokenizer_files
-from expertctl.package.model_config import CONFIG_FILE
+from expertctl.package.model_config import CONFIG_FILE, parse_model_config
 from expertctl.package.stored_tensor import StoredTensor
 from expertctl.package.tensor_file import TensorInfo
 from expertctl.schema.strict_json import JsonObject, JsonValue
@@ -35,27 +42,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufArchitecture:
-    """One row: how files of an architecture differ from the others."""
-
-    model_type: str
-    """Its row in `ARCHITECTURES`."""
-    paired: bool = False
-    """Whether the rows of queries and keys are stored in pairs."""
-
-
-GGUF_ARCHITECTURES: Mapping[str, GgufArchitecture] = {
-    "llama": GgufArchitecture(model_type="llama", paired=True),
-    "qwen2": GgufArchitecture(model_type="qwen2"),
-    "qwen3": GgufArchitecture(model_type="qwen3"),
-}
-
 _EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+_FACTORS = (_ROPE_FACTORS, _LONG, _SHORT)
 _NAMES: Mapping[str, str] = {
-    _EMBEDDING: "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    _HEAD: "lm_head.weight",
+    "token_embd": "model.embed_tokens",
+    "position_embd": "model.embed_positions",
+    "output_norm": "model.norm",
+    "output": "lm_head",
 }
 _LAYER_NAMES: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
@@ -66,20 +60,30 @@ _LAYER_NAMES: Mapping[str, str] = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "attention_output_layernorm",
+    "post_ffw_norm": "mlp_output_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_PAIRED = ("attn_q", "attn_k")
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)")
+_TWO_NORMS = {"attn_norm_2": "input_layernorm", "attn_norm": "post_attention_layernorm"}
+"""The names in a layer with two parallel norms, of which the second one is for attention."""
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_PAIRED = ("self_attn.q_proj", "self_attn.k_proj")
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([a-z0-9_]+)")
 _NARROW = ("F16", "BF16")
+_FLOATS = (*_NARROW, "F32")
 _MAX_LAYERS = 1 << 10
 _LLAMA3_ORIGINALS = (8192, 4096, 16384, 32768)
 _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 _MAX_FACTOR_ERROR = 1e-5
 _MAX_FACTOR = 1e4
-_MAX_VECTOR_BYTES = 16 << 20
-"""Longer vectors are not read to find out whether they were widened; no base has them."""
+_MAX_DIVISORS = 1 << 10
+_ORIGINAL = "original_context_length"
+_ATTENTION = ("attn_q", "attn_qkv", "attn_output")
+_MAX_WIDENED_BYTES = 16 << 20
+"""Longer tensors are not read to find out whether they were widened."""
 
 
 def derive_base_files(header: GgufHeader, *, file: str) -> dict[str, bytes]:
@@ -109,6 +113,7 @@ def encode_document(document: JsonObject) -> bytes:
 
 
 def _build_config(header: GgufHeader) -> tuple[JsonObject, GgufArchitecture]:
+    """Return ``config.json``, with the keys of its architecture, and the row of the file."""
     what, values = str(header.path), _collect_scalars(header)
     fields = ConfigFields(values)
     name = fields.read_text("general.architecture")
@@ -120,23 +125,25 @@ def _build_config(header: GgufHeader) -> tuple[JsonObject, GgufArchitecture]:
             f"{what}: architecture {name[:40]!r} is not supported",
             hint=f"supported in GGUF are {', '.join(GGUF_ARCHITECTURES)}",
         )
-    _reject_settings(fields, name, what)
+    reject_settings(header, fields, name, row)
     embedding = header.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
         raise InvalidPackageError(what, [f"{_EMBEDDING} is missing, or no matrix"])
-    config = _read_sizes(fields, name)
+    kind = row.find_type(fields, name)
+    rules = ARCHITECTURES[kind]
+    config = _read_sizes(fields, name, rules)
     config |= {
-        "architectures": [ARCHITECTURES[row.model_type].class_name],
-        "model_type": row.model_type,
         "vocab_size": embedding.shape[0],
-        "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_output.bias" in header.tensors,
+        "hidden_act": rules.activation,
+        "attention_bias": any(f"blk.0.{part}.bias" in header.tensors for part in _ATTENTION),
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
         "tie_word_embeddings": _HEAD not in header.tensors,
     }
     config |= _read_rope(header, fields, name, config)
+    config |= read_family_settings(header, fields, name, config)
     fields.raise_problems(what)
-    return config, row
+    named: JsonObject = {rules.keys.get(key, key): value for key, value in config.items()}
+    return {**named, "architectures": [rules.class_name], "model_type": kind}, row
 
 
 def _collect_scalars(header: GgufHeader) -> JsonObject:
@@ -180,22 +187,7 @@ def _reject_other_files(fields: ConfigFields, what: str) -> None:
         )
 
 
-def _reject_settings(fields: ConfigFields, name: str, what: str) -> None:
-    """Refuse settings that change what is computed and that are not read."""
-    if fields.get(f"{name}.expert_count"):
-        raise IncompatibleError(
-            f"{what}: a GGUF file with routed experts is not supported",
-            hint="use the model's own folder with config.json and safetensors",
-        )
-    for key in ("attention.sliding_window", "rope.scaling.yarn_log_multiplier", "logit_scale"):
-        if fields.get(f"{name}.{key}"):
-            raise IncompatibleError(
-                f"{what}: {name}.{key} is not supported in GGUF",
-                hint="use the model's own folder with config.json and safetensors",
-            )
-
-
-def _read_sizes(fields: ConfigFields, name: str) -> JsonObject:
+def _read_sizes(fields: ConfigFields, name: str, rules: Architecture) -> JsonObject:
     limit = 1 << 24
     hidden = fields.read_integer(f"{name}.embedding_length", minimum=1, maximum=limit)
     heads = fields.read_integer(f"{name}.attention.head_count", minimum=1, maximum=limit)
@@ -205,9 +197,13 @@ def _read_sizes(fields: ConfigFields, name: str) -> JsonObject:
     rotated = fields.read_integer(
         f"{name}.rope.dimension_count", minimum=2, maximum=limit, default=dim
     )
-    if rotated != dim or fields.get(f"{name}.attention.value_length") not in (None, dim):
+    is_whole = rotated == dim or (rules.partial_rotary is not None and rotated < dim)
+    if not is_whole or fields.get(f"{name}.attention.value_length") not in (None, dim):
         fields.add_problem(f"{name}.rope.dimension_count", f"is {rotated}, a head has {dim}")
+    part: JsonObject = {"partial_rotary_factor": _divide(rotated, dim)}
+    norm = "layer_norm" if rules.norm.startswith("layer") else "layer_norm_rms"
     return {
+        **(part if rules.partial_rotary is not None else {}),
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "head_dim": dim,
@@ -224,9 +220,16 @@ def _read_sizes(fields: ConfigFields, name: str) -> JsonObject:
             f"{name}.context_length", minimum=1, maximum=limit
         ),
         "rms_norm_eps": fields.read_number(
-            f"{name}.attention.layer_norm_rms_epsilon", minimum=0.0, maximum=1.0
+            f"{name}.attention.{norm}_epsilon", minimum=0.0, maximum=1.0
         ),
     }
+
+
+def _divide(part: int, whole: int) -> float:
+    """Return a fraction of a whole number that makes the part again when it is rounded down."""
+    return next(
+        n for n in (part / whole, math.nextafter(part / whole, 2)) if int(whole * n) == part
+    )
 
 
 def _read_rope(
@@ -243,6 +246,8 @@ def _read_rope(
         if kind != "none":
             fields.add_problem(f"{name}.rope.scaling.type", f"is {kind}, besides {_ROPE_FACTORS}")
         return {**rope, "rope_scaling": _find_llama3_scaling(header, theta, config)}
+    if _SHORT in header.tensors:
+        return {**rope, **_read_longrope(header, fields, name, config)}
     scaling: JsonObject = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling |= _read_yarn(fields, f"{name}.rope.scaling")
@@ -256,8 +261,7 @@ def _read_rope(
 
 
 def _read_yarn(fields: ConfigFields, prefix: str) -> JsonObject:
-    key = "original_context_length"
-    original = fields.read_integer(f"{prefix}.{key}", minimum=1, maximum=1 << 24)
+    original = fields.read_integer(f"{prefix}.{_ORIGINAL}", minimum=1, maximum=1 << 24)
     found: JsonObject = {"original_max_position_embeddings": original}
     for name in ("beta_fast", "beta_slow"):
         if fields.get(f"{prefix}.yarn_{name}") is not None:
@@ -292,8 +296,35 @@ def _find_llama3_scaling(header: GgufHeader, theta: float, config: JsonObject) -
                 }
     raise IncompatibleError(
         f"{header.path}: the factors in {_ROPE_FACTORS} are not those of Llama 3",
-        hint="use the model's own folder with config.json and safetensors",
+        hint=OWN_FILES_HINT,
     )
+
+
+def _read_longrope(
+    header: GgufHeader, fields: ConfigFields, name: str, config: JsonObject
+) -> JsonObject:
+    """Return the LongRoPE scaling whose divisors are two tensors of the file."""
+    prefix = f"{name}.rope.scaling"
+    original = fields.read_integer(f"{prefix}.{_ORIGINAL}", minimum=1, maximum=1 << 24)
+    stretch = max(1.0, cast(int, config["max_position_embeddings"]) / original)
+    usual = math.sqrt(1 + math.log(stretch) / math.log(original)) if original > 1 else 1.0
+    found = fields.read_number(f"{prefix}.attn_factor", minimum=1e-3, maximum=1e3, default=usual)
+    scaling: JsonObject = {"rope_type": "longrope"}
+    for key, tensor in (("short_factor", _SHORT), ("long_factor", _LONG)):
+        scaling[key] = _read_divisors(header, tensor)
+    if abs(found - usual) > _MAX_FACTOR_ERROR * usual:
+        scaling["attention_factor"] = found
+    return {"rope_scaling": scaling, "original_max_position_embeddings": original}
+
+
+def _read_divisors(header: GgufHeader, name: str) -> list[JsonValue]:
+    stored = header.tensors.get(name)
+    if stored is None or stored.kind.name != "F32" or len(stored.shape) != 1:
+        raise InvalidPackageError(str(header.path), [f"{name} is missing, or no vector in F32"])
+    if stored.shape[0] > _MAX_DIVISORS:
+        problem = f"{name} has {stored.shape[0]} numbers, at most {_MAX_DIVISORS} are read"
+        raise InvalidPackageError(str(header.path), [problem])
+    return [_shorten(float(number)) for number in _read_tensor(header, stored)]
 
 
 def _iter_llama3_factors(factor: float, original: int, theta: float, dim: int) -> Iterator[float]:
@@ -315,49 +346,108 @@ def _list_entries(
     """Yield the entry of every tensor; the caller of `read_base_tensors` checks that all are there.
 
     Raises:
-        InvalidPackageError: when the name of one is unknown, or it is no vector or matrix.
+        InvalidPackageError: when the name of one is unknown, or its shape does not fit.
     """
+    sizes = parse_model_config(config, what=str(header.path))
+    shapes = sizes.tensor_shapes()
     narrow = _find_matrix_dtype(header)
     for tensor in header.tensors.values():
-        if tensor.name == _ROPE_FACTORS:
+        if tensor.name in _FACTORS:
             continue
-        name, part = _translate_name(header, tensor)
-        paired = cast(int, config["head_dim"]) if row.paired and part in _PAIRED else 0
-        if paired and tensor.shape[0] % paired:
-            problem = f"{tensor.name} has {tensor.shape[0]} rows, no multiple of {paired}"
+        shifted = row.shifted and tensor.name.endswith("norm.weight")
+        if shifted and tensor.kind.name != "F32":
+            problem = f"{tensor.name} is {tensor.kind.name}, norms of this architecture are F32"
             raise InvalidPackageError(str(header.path), [problem])
-        plain = narrow if narrow and _is_widened(header, tensor, narrow) else ""
-        yield GgufEntry(
-            name, tensor.name, tensor.kind.name, tensor.shape, tensor.offset, paired, plain
-        )
+        plain = narrow if narrow and _is_widened(header, tensor, narrow, shifted=shifted) else ""
+        for name, shape, first in _split_tensor(header, tensor, row, shapes):
+            module = name.rpartition(".")[0]
+            is_paired = row.paired and module.endswith(_PAIRED)
+            is_float = tensor.kind.name in _FLOATS
+            yield GgufEntry(
+                name=name,
+                stored=tensor.name,
+                kind=tensor.kind.name,
+                shape=shape,
+                offset=tensor.offset + tensor.kind.count_bytes(first),
+                paired=sizes.head_dim if is_paired else 0,
+                plain=plain,
+                shifted=shifted,
+                transposed=is_float and sizes.stored_places.is_transposed(module, shape),
+            )
 
 
-def _translate_name(header: GgufHeader, tensor: GgufTensor) -> tuple[str, str]:
-    """Return the canonical name of a tensor, and what llama.cpp calls its module in a layer."""
+_Shape = tuple[int, ...]
+
+
+def _split_tensor(
+    header: GgufHeader, tensor: GgufTensor, row: GgufArchitecture, shapes: Mapping[str, _Shape]
+) -> Iterator[tuple[str, _Shape, int]]:
+    """Yield the canonical names of what a tensor holds, their shapes, and their first numbers."""
+    names = _translate_name(header, tensor, row)
+    heads = f"{names[0].removesuffix('.weight')}.norms."
+    if f"{heads}0.weight" in shapes and len(tensor.shape) == 2:
+        names = tuple(f"{heads}{head}.weight" for head in range(tensor.shape[0]))
+    if len(names) == 1:
+        yield names[0], tensor.shape, 0
+        return
+    parts = [(name, shapes.get(name, ())) for name in names]
+    fits = all(shape and shape[1:] in ((), tensor.shape[1:]) for _, shape in parts)
+    if not fits or sum(math.prod(shape) for _, shape in parts) != math.prod(tensor.shape):
+        wanted = " and ".join(f"{name} as {list(shape)}" for name, shape in parts[:3])
+        problem = f"{tensor.name} is {list(tensor.shape)}, it cannot hold {wanted}"
+        raise InvalidPackageError(str(header.path), [problem])
+    first = 0
+    for name, shape in parts:
+        yield name, shape, first
+        first += math.prod(shape)
+
+
+def _translate_name(
+    header: GgufHeader, tensor: GgufTensor, row: GgufArchitecture
+) -> tuple[str, ...]:
+    """Return the canonical names of the tensors that a stored one holds, one after another."""
     if len(tensor.shape) > 2:
         problem = f"{tensor.name} has {len(tensor.shape)} dimensions"
         raise InvalidPackageError(str(header.path), [problem])
-    if tensor.name in _NAMES:
-        return _NAMES[tensor.name], ""
-    match = _LAYER.fullmatch(tensor.name)
-    if match is None or match[2] not in _LAYER_NAMES:
+    module, _, end = tensor.name.rpartition(".")
+    match = _LAYER.fullmatch(module)
+    found: tuple[str, ...] = ()
+    if module in _NAMES:
+        found = (_NAMES[module],)
+    elif match is not None:
+        parts = _find_parts(header, match[2], row)
+        found = tuple(f"model.layers.{match[1]}.{part}" for part in parts)
+    if not found or end not in ("weight", "bias"):
         raise InvalidPackageError(str(header.path), [f"unexpected tensor {tensor.name}"])
-    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}", match[2]
+    return tuple(f"{name}.{end}" for name in found)
+
+
+def _find_parts(header: GgufHeader, part: str, row: GgufArchitecture) -> tuple[str, ...]:
+    """Return the names within a layer; none if a module is unknown."""
+    if part == "attn_qkv":
+        return _QKV
+    if part == "ffn_up" and row.fused_up:
+        return _GATE_UP
+    names = _TWO_NORMS if "blk.0.attn_norm_2.weight" in header.tensors else {}
+    name = names.get(part) or _LAYER_NAMES.get(part)
+    return (name,) if name else ()
 
 
 def _find_matrix_dtype(header: GgufHeader) -> str:
-    """Return the 16-bit float of all matrices; empty if they differ or are in blocks."""
-    kinds = {tensor.kind.name for tensor in header.tensors.values() if len(tensor.shape) == 2}
-    return kinds.pop() if len(kinds) == 1 and kinds <= set(_NARROW) else ""
+    """Return the 16-bit float of all matrices that are not float32; empty if there is no such."""
+    matrices = (tensor for tensor in header.tensors.values() if len(tensor.shape) > 1)
+    kinds = {tensor.kind.name for tensor in matrices} - {"F32"}
+    return kinds.pop() if len(kinds) == 1 and kinds.issubset(_NARROW) else ""
 
 
-def _is_widened(header: GgufHeader, tensor: GgufTensor, dtype: str) -> bool:
-    """Tell whether a float32 vector has only numbers of a narrower dtype, so was widened."""
-    if tensor.kind.name != "F32" or len(tensor.shape) != 1 or tensor.size > _MAX_VECTOR_BYTES:
+def _is_widened(header: GgufHeader, tensor: GgufTensor, dtype: str, *, shifted: bool) -> bool:
+    """Tell whether a float32 tensor has only numbers of a narrower dtype, so was widened."""
+    if tensor.kind.name != "F32" or len(tensor.shape) > 2 or tensor.size > _MAX_WIDENED_BYTES:
         return False
     from expertctl.package.gguf_blocks import is_exact_in  # numpy: only to read numbers
 
-    return is_exact_in(_read_tensor(header, tensor), dtype)
+    numbers = _read_tensor(header, tensor)
+    return is_exact_in(numbers - 1 if shifted else numbers, dtype)
 
 
 def _read_tensor(header: GgufHeader, tensor: GgufTensor) -> "np.ndarray[Any, Any]":

@@ -6,7 +6,7 @@ numbers of one], equal to the last bit to those of the ``gguf`` package. The lay
 a block of 256 has scales of its own for parts of 16 or 32 numbers, themselves in few bits.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -161,8 +161,15 @@ def restore_row_order(data: bytes, *, row_bytes: int, head_dim: int) -> bytes:
     return pairs.swapaxes(1, 2).tobytes()
 
 
+def transpose_rows(parts: Iterable[_Floats]) -> _Floats:
+    """Return rows that come in several parts as columns."""
+    return np.ascontiguousarray(np.concatenate(list(parts)).T)
+
+
 def narrow_floats(numbers: _Floats, dtype: str) -> bytes:
-    """Return the bytes of numbers in ``F16`` or ``BF16``, rounded towards zero in ``BF16``."""
+    """Return the bytes of numbers in a float type, rounded towards zero in ``BF16``."""
+    if dtype == "F32":
+        return numbers.astype("<f4").tobytes()
     if dtype == "F16":
         with np.errstate(over="ignore"):
             return numbers.astype("<f2").tobytes()
@@ -173,4 +180,4 @@ def is_exact_in(numbers: _Floats, dtype: str) -> bool:
     """Tell whether all numbers can be held in ``F16`` or ``BF16`` without rounding."""
     decode = _decode_f16 if dtype == "F16" else _decode_bf16
     blocks = np.frombuffer(narrow_floats(numbers, dtype), np.uint8).reshape(-1, 2)
-    return bool(np.array_equal(decode(blocks).reshape(-1), numbers))
+    return bool(np.array_equal(decode(blocks).reshape(-1), numbers.reshape(-1)))

