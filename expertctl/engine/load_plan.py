@@ -326,7 +326,7 @@ def _choose_packed_backend(config: ModelConfig, load_config: LoadConfig) -> "Pac
         IncompatibleError: for layers or sizes that the kernels do not support.
         NotFoundError: when numba is missing or cannot be imported.
     """
-    config.require_llama_blocks("the kernels")
+    config.require_kernels()
     if (problem := _find_numba_problem(load_config.home)) is not None:
         raise NotFoundError(
             f"the kernels of the processor need numba, which {problem}",

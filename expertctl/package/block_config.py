@@ -1,6 +1,7 @@
 """`BlockConfig`: in what a decoder differs from Llama's, parsed from ``config.json``.
 
 The defaults are Llama's, so a base whose `BlockConfig` is the default one runs on every backend.
+`BlockConfig.has_kernels` tells whether compiled kernels of the CPU run others.
 Numbers that follow from others are computed only with operations that round the same everywhere:
 they are hashed.
 """
@@ -107,6 +108,13 @@ class BlockConfig:
         """Whether attention is not that of fused kernels."""
         return self.sinks or self.attention_cap is not None
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the compiled decoder of the CPU has an operation for everything in it."""
+        computed = {name: getattr(self, name) for name in _COMPILED_FIELDS}
+        has_own_rms_norms = self.own_head_norms and self.head_norm in ("rms", "rms_plus_one")
+        return self == BlockConfig(**computed) and not has_own_rms_norms
+
     def get_rope_kind(self, layer: int) -> RopeKind:
         """Return by which frequencies a layer rotates."""
         if self.learned_positions:
@@ -143,6 +151,13 @@ _ADDED_FIELDS = frozenset({"sinks", "clamped_gate"})
 
 LLAMA_BLOCK = BlockConfig()
 """The block that every backend runs."""
+_COMPILED_FIELDS = (
+    *("norm", "places", "activation", "gated", "head_norm", "own_head_norms", "norms_after_rope"),
+    *("embedding_scale", "scales_virtual_tokens", "residual_scale", "attention_scale"),
+    *("attention_cap", "logit_scale", "logit_cap", "interleaved", "rope_kinds", "local_rope"),
+    *("learned_positions", "head_bias", "query_growth", "query_growth_positions"),
+)
+"""The fields whose values, all of them, compiled kernels compute; a field added later is none."""
 
 
 def parse_block_config(

@@ -96,23 +96,28 @@ class ModelConfig:
 
     @property
     def unlike_llama(self) -> bool:
-        """Whether only the plain decoder runs it: its blocks or its rotation are not Llama's."""
+        """Whether its blocks or its rotation are not Llama's."""
         return (
             not self.has_llama_blocks
             or self.rope.dims != self.head_dim
             or isinstance(self.rope.scaling, AlphaScaling | LongropeScaling)
         )
 
-    def require_llama_blocks(self, runner: str) -> None:
-        """Check that a backend that has only Llama's blocks runs it.
+    @property
+    def has_kernels(self) -> bool:
+        """Whether compiled kernels compute what its blocks do; its sizes are not looked at."""
+        return self.block.has_kernels and (self.experts is None or self.has_llama_blocks)
+
+    def require_kernels(self) -> None:
+        """Check that compiled kernels compute what its blocks do.
 
         Raises:
             IncompatibleError: if not.
         """
-        if self.unlike_llama:
+        if not self.has_kernels:
             raise IncompatibleError(
-                f"{runner} cannot run the architecture {self.architecture}: its layers are not "
-                "like those of Llama",
+                f"the kernels cannot run the architecture {self.architecture}: they do not "
+                "compute all that its layers do",
                 hint="on a processor numpy runs it in float32 or bf16: --device cpu",
             )
 

@@ -48,8 +48,8 @@ def choose_dtype(
 
 def _may_have_kernels(config: ModelConfig) -> bool:
     """Tell whether kernels of the processor run such a base, as far as that is known here."""
-    uneven = config.unlike_llama or config.list_uneven_sizes(_KERNEL_ROWS)
-    return not uneven and find_spec("numba") is not None
+    fits = config.has_kernels and not config.list_uneven_sizes(_KERNEL_ROWS)
+    return fits and find_spec("numba") is not None
 
 
 def list_storages(base: StoredBase) -> tuple[str, ...]:

@@ -127,7 +127,7 @@ class PackedBackend:
         Raises:
             IncompatibleError: for layers or sizes that the kernels do not support.
         """
-        config.require_llama_blocks("the kernels")
+        config.require_kernels()
         engine, limit = load_config.engine, load_config.memory_limit
         scheme = choose_scheme(config, load_config.dtype)
         blocks: BlockChoice | None = None
@@ -271,7 +271,8 @@ class PackedBackend:
         use_kernel_cache(context.home, notify=context.tell, progress=context.kernel_progress)
         schemes = None if self.blocks is None else self.blocks.schemes
         others = () if schemes is None else schemes.values()
-        compile_missing(list_common_sources(self.scheme, self.kv_scheme, others=others))
+        sources = list_common_sources(self.config, self.scheme, self.kv_scheme, others=others)
+        compile_missing(sources)
         base = load_packed_base(
             context.directory,
             self.config,

@@ -158,7 +158,23 @@ def load_packed_base(
     once, shape, read = _OnceProgress(progress), compute_copy_shape(config, scheme), len(memory)
     if kept is None or not kept.read(scheme.value, shape, memory, progress=once.count):
         read = _read_files(base, stored, memory, kept, once.restart().count)
+    _finish_norms(base)
     return replace(base, warnings=warnings, read_bytes=read)
+
+
+def _finish_norms(base: PackedBase) -> None:
+    """Add one to the weights of norms that multiply by one more than their weights."""
+    config, layers = base.config, base.layers
+    norms: list[AnyArray | None] = []
+    if config.block.norm == "rms_plus_one":
+        norms.append(base.norm)
+        for layer in layers:
+            norms += [layer.input_norm, layer.output_norm, layer.mlp_norm, layer.mlp_output_norm]
+    if config.block.head_norm == "rms_plus_one":
+        norms += [norm for layer in layers for norm in (layer.query_norm, layer.key_norm)]
+    for norm in norms:
+        if norm is not None:
+            norm += np.float32(1)
 
 
 def packing_scratch_bytes(config: ModelConfig) -> int:

@@ -80,6 +80,10 @@ class PackedDecoder:
         """For steps in the middle of a prompt."""
         self._in_prefill = False
         self._times: LayerTimer | None = None
+        block = base.config.block
+        self._virtual_scale = np.float32(
+            block.embedding_scale if block.scales_virtual_tokens else 1.0
+        )
 
     def prefill(
         self,
@@ -260,7 +264,10 @@ class PackedDecoder:
         whole = nullcontext() if between_layers else self._tuned_workers(("prompt", count))
         with whole as workers:
             self._run(program.embed, workers)
-            room.hidden[: len(virtual), : virtual.shape[1]] = virtual
+            rows = room.hidden[: len(virtual), : virtual.shape[1]]
+            rows[...] = virtual
+            if self._virtual_scale != 1.0:
+                rows *= self._virtual_scale
             if between_layers is None:
                 self._run_stages(program.layers, room, count, workers)
             else:

@@ -7,9 +7,8 @@ of rows are not part of a program but of each run, so plans may alternate or sha
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from expertctl.engine.arrays import AnyArray
+from expertctl.engine.cpu.block_operations import BlockOperations, list_block_kernels
 from expertctl.engine.cpu.linear_operations import FusedLinearLayers, LinearProgramBuilder
 from expertctl.engine.cpu.packed_base import (
     ATTENTION_OUTPUT,
@@ -19,22 +18,8 @@ from expertctl.engine.cpu.packed_base import (
     PackedMlp,
     PackedRouting,
 )
-from expertctl.engine.cpu.rope import compute_inverse_frequencies
 from expertctl.engine.cpu.workspace import ItemCounts, ProgramVariant, RowRange, Workspace
-from expertctl.engine.kernels.layer_operations import (
-    AttentionShape,
-    attention_arguments,
-    decode_attention_kernel,
-    prefill_attention_kernel,
-    rms_norm_arguments,
-    rms_norm_kernel,
-    rope_kv_write_arguments,
-    rope_kv_write_kernel,
-    rope_table_arguments,
-    rope_table_kernel,
-    swiglu_arguments,
-    swiglu_kernel,
-)
+from expertctl.engine.kernels.layer_operations import AttentionShape
 from expertctl.engine.kernels.lora import AdapterBatchTable, gemm_kernel
 from expertctl.engine.kernels.machine_code import FunctionSource
 from expertctl.engine.kernels.packed_format import (
@@ -50,7 +35,6 @@ from expertctl.engine.kernels.packed_format import (
 from expertctl.engine.kernels.packed_matrix import (
     MatrixStack,
     PackedMatrix,
-    embedding_arguments,
     embedding_kernel,
     packing_kernel,
 )
@@ -63,7 +47,7 @@ from expertctl.package.model_config import ModelConfig
 
 
 def list_common_sources(
-    scheme: Scheme, numbers: Scheme, *, others: Iterable[Scheme] = ()
+    config: ModelConfig, scheme: Scheme, numbers: Scheme, *, others: Iterable[Scheme] = ()
 ) -> dict[str, FunctionSource]:
     """Return the functions that a base needs without adapters, to compile them together.
 
@@ -71,15 +55,10 @@ def list_common_sources(
     and values. A function that is not listed is compiled when a program needs it.
     """
     kernels = [
+        *list_block_kernels(config, numbers),
         gemm_kernel(scheme),
-        prefill_attention_kernel(numbers),
-        decode_attention_kernel(numbers),
-        rope_kv_write_kernel(numbers),
-        swiglu_kernel(),
         packing_kernel(scheme),
         embedding_kernel(scheme.embedding),
-        rms_norm_kernel(),
-        rope_table_kernel(),
     ]
     if scheme not in FLOAT_SCHEMES:
         kernels.append(activation_kernel(scheme))
@@ -90,6 +69,8 @@ def list_common_sources(
 
 
 _LAYER_BYTES, _SCHEME_BYTES, _SCALES_BYTES = 10 << 10, 6 << 10, 11 << 10
+_OTHER_BLOCK_BYTES = 6 << 10
+"""Of the operations that blocks unlike Llama's may have besides."""
 _ROUTED_BYTES, _ROUTED_SCHEME_BYTES, _LANES_BYTES = 12 << 10, 3 << 10, 26 << 10
 
 
@@ -102,6 +83,7 @@ def estimate_program_bytes(
     experts. With ``lanes``, experts that are in memory are computed first.
     """
     each = _LAYER_BYTES + _SCHEME_BYTES * schemes + _SCALES_BYTES * scales
+    each += _OTHER_BLOCK_BYTES * (not config.has_llama_blocks)
     layers = 0 if config.experts is None else len(config.experts.layers)
     experts = _ROUTED_BYTES + _ROUTED_SCHEME_BYTES * routed + _LANES_BYTES * lanes
     return (config.layers + 1) * each + layers * experts
@@ -208,18 +190,17 @@ class _ProgramBuilder:
     ) -> None:
         config = base.config
         self._base, self._room, self._variant = base, workspace, variant
-        self._shape = AttentionShape(
-            config.heads, config.kv_heads, config.head_dim, variant.numbers
-        )
         self._sites = find_fused_projections(config.linear_shapes())
         self._numbers = {site.modules[0]: number for number, site in enumerate(self._sites)}
         self._stages: list[ProgramStage] = []
         self._wide = 0
         """Stages before only scored rows are computed; 0: all rows are scored."""
+        shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, variant.numbers)
         self._counts = ItemCounts(
-            self._shape, variant.adapters, self._sites, single_sequence=variant.single_sequence
+            shape, variant.adapters, self._sites, single_sequence=variant.single_sequence
         )
         self._builder = ProgramBuilder()
+        self._blocks = BlockOperations(self._builder, base, workspace, self._counts, shape, variant)
         self._linear = LinearProgramBuilder(
             self._builder,
             workspace,
@@ -240,25 +221,23 @@ class _ProgramBuilder:
                 adapters=sorted(variant.routed, key=lambda scheme: scheme.value),
                 scales=variant.scales_routed,
             )
-        self._eps = np.array([config.norm_eps], np.float32)
-        self._scale = np.array([config.head_dim**-0.5], np.float32)
 
     def build(self) -> DecoderProgram:
         base, room = self._base, self._room
         self._builder.set_place("embedding")
-        arguments = embedding_arguments(matrix=base.embedding, tokens=room.tokens, out=room.hidden)
-        self._builder.add(embedding_kernel(base.embedding.scheme), arguments, self._counts.tokens)
+        self._blocks.add_embedding()
         embed = self._finish_program()
-        self._add_rope()
+        self._blocks.add_positions()
         for number, layer in enumerate(base.layers):
             self._add_layer(number, layer)
         end = self._finish_program()
         if len(end.table):  # empty if the last layer ends with its experts
             self._stages.append(ProgramStage(end))
         self._builder.set_place("head")
-        self._add_norm(base.norm)
-        head = self._select_layers("lm_head", base.head, (base.config.vocab_size,), None)
-        self._linear.add(head, room.normed, room.logits)
+        normed = self._blocks.add_norm(base.norm, base.norm_bias)
+        head = self._select_layers("lm_head", base.head, (base.config.vocab_size,), base.head_bias)
+        self._linear.add(head, normed, room.logits)
+        self._blocks.add_logit_scale()
         variant = self._variant
         used = _list_tables(variant.adapters, variant.scales)
         tables = {scheme: room.get_batch_table(scheme) for scheme in used}
@@ -271,48 +250,64 @@ class _ProgramBuilder:
             self._routed,
         )  # fmt: skip
 
-    def _add_rope(self) -> None:
-        rope, room = self._base.config.rope, self._room
-        frequencies = compute_inverse_frequencies(rope)
-        factor = np.array([rope.attention], np.float32)
-        arguments = rope_table_arguments(
-            positions=room.positions, frequencies=frequencies, factor=factor, out=room.rotations
-        )
-        self._builder.add(rope_table_kernel(), arguments, self._counts.tokens)
-        self._builder.keep_alive(frequencies, factor)
-
     def _add_layer(self, number: int, layer: PackedLayer) -> None:
-        config, room, add = self._base.config, self._room, self._linear.add
+        config, room, blocks = self._base.config, self._room, self._blocks
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         at = f"model.layers.{number}"
         self._builder.set_place(f"layers.{number}.attention")
-        self._add_norm(layer.input_norm)
+        read = blocks.add_norm(layer.input_norm, layer.input_norm_bias)
         first = f"{at}.{ATTENTION_INPUTS[0]}"
         inputs = self._select_layers(first, layer.inputs, (queries, keys, keys), layer.input_bias)
-        add(inputs, room.normed, room.heads)
+        self._linear.add(inputs, read, room.heads)
         self._add_attention(number, layer)
+        if blocks.is_parallel:  # its MLP comes first, so that it reads what attention has read
+            self._add_feed_forward(number, layer, read)
+            self._builder.set_place(f"layers.{number}.attention")
         hidden, last = (config.hidden_size,), f"{at}.{ATTENTION_OUTPUT[0]}"
         output = self._select_layers(last, layer.output, hidden, layer.output_bias)
-        add(output, room.attended, room.hidden, adds=True)
+        self._add_to_hidden(output, room.attended, layer.output_norm)
+        if not blocks.is_parallel:
+            self._add_feed_forward(number, layer, room.hidden)
+
+    def _add_feed_forward(self, number: int, layer: PackedLayer, read: AnyArray) -> None:
+        """Add the MLP of a layer or its experts; without a norm it reads ``read``."""
+        at = f"model.layers.{number}"
         self._builder.set_place(f"layers.{number}.mlp")
-        self._add_norm(layer.mlp_norm)
-        if isinstance(layer.mlp, PackedMlp):
-            names = f"{at}.{MLP_INPUTS[0]}", f"{at}.{MLP_OUTPUT[0]}"
-            self._add_mlp(layer.mlp, *names, room.hidden, adds=True)
-        else:
+        if layer.mlp_norm is not None:
+            read = self._blocks.add_norm(layer.mlp_norm, layer.mlp_norm_bias)
+        if not isinstance(layer.mlp, PackedMlp):
             self._add_routing(number, layer.mlp)
+            return
+        names = [name for each in MLP_INPUTS if (name := f"{at}.{each}") in self._numbers]
+        gate = self._add_gate(layer.mlp, names[0], read)
+        down = self._select_down(layer.mlp, f"{at}.{MLP_OUTPUT[0]}")
+        self._add_to_hidden(down, gate, layer.mlp_output_norm)
+
+    def _add_to_hidden(
+        self, layers: FusedLinearLayers, source: AnyArray, norm: AnyArray | None
+    ) -> None:
+        """Add what a layer returns for ``source``, normed and scaled, to the hidden states."""
+        if self._blocks.adds_directly(norm):
+            self._linear.add(layers, source, self._room.hidden, adds=True)
+            return
+        self._linear.add(layers, source, self._room.settled)
+        self._blocks.add_to_hidden(norm)
 
     def _add_mlp(self, mlp: PackedMlp, first: str, last: str, out: AnyArray, *, adds: bool) -> None:
         """Add ``down (silu(gate x) * up x)``; ``first`` and ``last`` are names of modules."""
-        room, wide, rows = self._room, mlp.down.columns, mlp.down.rows
-        gates = room.gates[:, : 2 * wide]
-        gate_up = self._select_layers(first, mlp.gate_up, (wide, wide), mlp.gate_up_bias)
-        self._linear.add(gate_up, room.normed, gates)
-        gate, up = gates[:, :wide], gates[:, wide:]
-        arguments = swiglu_arguments(gate=gate, up=up, out=gate, width=wide)
-        self._builder.add(swiglu_kernel(), arguments, self._counts.tokens)
-        down = self._select_layers(last, mlp.down, (rows,), mlp.down_bias)
-        self._linear.add(down, gate, out, adds=adds)
+        gate = self._add_gate(mlp, first, self._room.normed)
+        self._linear.add(self._select_down(mlp, last), gate, out, adds=adds)
+
+    def _add_gate(self, mlp: PackedMlp, first: str, source: AnyArray) -> AnyArray:
+        """Add the part of an MLP before its last matrix; return what that reads."""
+        wide, rows = mlp.down.columns, mlp.gate_up.rows
+        gates = self._room.gates[:, :rows]
+        gate_up = self._select_layers(first, mlp.gate_up, [wide] * (rows // wide), mlp.gate_up_bias)
+        self._linear.add(gate_up, source, gates)
+        return self._blocks.add_activation(gates, wide)
+
+    def _select_down(self, mlp: PackedMlp, name: str) -> FusedLinearLayers:
+        return self._select_layers(name, mlp.down, (mlp.down.rows,), mlp.down_bias)
 
     def _add_routing(self, number: int, routing: PackedRouting) -> None:
         """Add the shared expert first, because it needs no routed expert to be in memory."""
@@ -356,41 +351,12 @@ class _ProgramBuilder:
         self._stages.append(ProgramStage(before, place, ExpertPrograms(*ways), foresees))
 
     def _add_attention(self, number: int, layer: PackedLayer) -> None:
-        shape, room, numbers = self._shape, self._room, self._variant.numbers
-        norms = self._add_full_norms(layer)
-        first = 2 * number * shape.page_bytes
-        offsets = (first, first + shape.page_bytes)
-        tokens = self._counts.tokens
-        arguments = rope_kv_write_arguments(
-            rows=room.heads,
-            shape=shape,
-            norms=norms,
-            eps=self._eps,
-            rotations=room.rotations,
-            positions=room.positions,
-            tables=room.tables,
-            offsets=offsets,
-            count=tokens,
-        )
-        self._builder.add(rope_kv_write_kernel(numbers), arguments, self._counts.heads)
+        self._blocks.add_kv_write(number, layer)
         if self._drops_unscored_rows(number):
             self._stages.append(ProgramStage(self._finish_program()))
             self._wide = len(self._stages)
             self._builder.set_place(f"layers.{number}.attention")
-        arguments = attention_arguments(
-            rows=room.heads,
-            shape=shape,
-            positions=room.positions,
-            tables=room.tables,
-            offsets=offsets,
-            out=room.attended,
-            window=layer.window,
-            scale=self._scale,
-            count=tokens,
-        )
-        is_prefill = self._variant.single_sequence
-        attend = prefill_attention_kernel if is_prefill else decode_attention_kernel
-        self._builder.add(attend(numbers), arguments, self._counts.attending)
+        self._blocks.add_attention(number, layer)
 
     def _drops_unscored_rows(self, number: int) -> bool:
         """Whether only scored rows are computed from here on: in the last layer of a prompt."""
@@ -419,25 +385,6 @@ class _ProgramBuilder:
         parts = matrix.parts if isinstance(matrix, MatrixStack) else (matrix,)
         return FusedLinearLayers(site, self._sites[site].first, parts, rows, bias)
 
-    def _add_full_norms(self, layer: PackedLayer) -> tuple[AnyArray | None, AnyArray | None]:
-        """Normalise queries and keys if the norm spans all heads; else return the head norms."""
-        config, begin = self._base.config, 0
-        if layer.query_norm is None or layer.key_norm is None:
-            return None, None
-        if len(layer.query_norm) == config.head_dim:
-            return layer.query_norm, layer.key_norm
-        for weight in (layer.query_norm, layer.key_norm):
-            rows = self._room.heads[:, begin : begin + len(weight)]
-            arguments = rms_norm_arguments(rows=rows, weight=weight, out=rows, eps=self._eps)
-            self._builder.add(rms_norm_kernel(), arguments, self._counts.tokens)
-            begin += len(weight)
-        return None, None
-
-    def _add_norm(self, weight: AnyArray) -> None:
-        rows, out = self._room.hidden, self._room.normed
-        arguments = rms_norm_arguments(rows=rows, weight=weight, out=out, eps=self._eps)
-        self._builder.add(rms_norm_kernel(), arguments, self._counts.tokens)
-
     def _finish_program(self) -> Program:
-        self._builder.keep_alive(self._base, self._room, self._counts, self._eps, self._scale)
+        self._blocks.keep_alive()
         return self._builder.build()

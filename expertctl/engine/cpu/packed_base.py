@@ -38,7 +38,13 @@ from expertctl.engine.kernels.packed_matrix import (
 )
 from expertctl.engine.memory.host import allocate
 from expertctl.errors import IncompatibleError
-from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
+from expertctl.package.model_config import (
+    EMBEDDING_TENSOR,
+    HEAD_BIAS_TENSOR,
+    HEAD_TENSOR,
+    POSITIONS_TENSOR,
+    ModelConfig,
+)
 
 TensorPlace = PackedMatrix | AnyArray
 """The memory of a tensor: rows of a matrix that begin a block, or a float32 vector."""
@@ -50,7 +56,10 @@ SHARED_GATE = "mlp.shared_expert_gate.weight"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMlp:
-    """An MLP that every token passes; biases are float32, or None."""
+    """An MLP that every token passes; biases are float32, or None.
+
+    Without a gate, ``gate_up`` has the rows of up alone.
+    """
 
     gate_up: MatrixStack
     gate_up_bias: AnyArray | None
@@ -87,16 +96,23 @@ class PackedRouting:
 class PackedLayer:
     """One layer; biases and norms are float32, or None."""
 
-    input_norm: AnyArray
+    input_norm: AnyArray | None
     inputs: MatrixStack
     input_bias: AnyArray | None
     query_norm: AnyArray | None
     key_norm: AnyArray | None
     output: PackedMatrix
     output_bias: AnyArray | None
-    mlp_norm: AnyArray
+    mlp_norm: AnyArray | None
     mlp: PackedMlp | PackedRouting
     window: int | None
+    input_norm_bias: AnyArray | None = None
+    query_norm_bias: AnyArray | None = None
+    key_norm_bias: AnyArray | None = None
+    output_norm: AnyArray | None = None
+    """Of what attention adds."""
+    mlp_norm_bias: AnyArray | None = None
+    mlp_output_norm: AnyArray | None = None
 
     @property
     def arrays(self) -> tuple[TensorPlace, ...]:
@@ -106,13 +122,22 @@ class PackedLayer:
         parts = (*self.inputs.parts, *own, *self.mlp.arrays)
         return tuple(part for part in parts if isinstance(part, PackedMatrix | np.ndarray))
 
-    def tensor_places(self, rows: Mapping[str, int]) -> dict[str, TensorPlace]:
-        """Return the place of each of its tensors by name; ``rows`` gives the rows of modules."""
+    def tensor_places(
+        self, rows: Mapping[str, int], *, own_norms: int = 0
+    ) -> dict[str, TensorPlace]:
+        """Return the place of each of its tensors by name; ``rows`` gives the rows of modules.
+
+        ``own_norms`` is the size of heads if each has its own norm.
+        """
         vectors = {
             "input_layernorm.weight": self.input_norm,
+            "input_layernorm.bias": self.input_norm_bias,
             "post_attention_layernorm.weight": self.mlp_norm,
-            "self_attn.q_norm.weight": self.query_norm,
-            "self_attn.k_norm.weight": self.key_norm,
+            "post_attention_layernorm.bias": self.mlp_norm_bias,
+            "attention_output_layernorm.weight": self.output_norm,
+            "mlp_output_layernorm.weight": self.mlp_output_norm,
+            **_head_norm_places("q_norm", self.query_norm, self.query_norm_bias, own_norms),
+            **_head_norm_places("k_norm", self.key_norm, self.key_norm_bias, own_norms),
         }
         found: dict[str, TensorPlace] = {n: v for n, v in vectors.items() if v is not None}
         found |= _split_modules(ATTENTION_INPUTS, self.inputs, self.input_bias, rows)
@@ -122,16 +147,27 @@ class PackedLayer:
         return found | _routing_places(self.mlp, rows)
 
 
+def _head_norm_places(
+    name: str, weight: AnyArray | None, bias: AnyArray | None, size: int
+) -> dict[str, AnyArray | None]:
+    """Return the places of the norm of queries or keys, or of those of heads of a size."""
+    if weight is None or not size:
+        return {f"self_attn.{name}.weight": weight, f"self_attn.{name}.bias": bias}
+    heads = enumerate(weight.reshape(-1, size))
+    return {f"self_attn.{name}.norms.{number}.weight": part for number, part in heads}
+
+
 def _split_modules(
     modules: Sequence[str],
     matrix: PackedMatrix | MatrixStack,
     bias: AnyArray | None,
     rows: Mapping[str, int],
 ) -> dict[str, TensorPlace]:
-    """Return the places of modules that are consecutive in one matrix."""
+    """Return the places of modules, those that there are, that are consecutive in one matrix."""
     found: dict[str, TensorPlace] = {}
-    ends = list(accumulate(rows[module] for module in modules))
-    for module, end in zip(modules, ends, strict=True):
+    there = [module for module in modules if module in rows]
+    ends = list(accumulate(rows[module] for module in there))
+    for module, end in zip(there, ends, strict=True):
         first = end - rows[module]
         found[f"{module}.weight"] = matrix.row_slice(first, rows[module])
         if bias is not None:
@@ -159,7 +195,7 @@ def _routing_places(mlp: PackedRouting, rows: Mapping[str, int]) -> dict[str, Te
 
 TRY_TRANSFORMERS = "try --engine transformers, which supports any size, but only one expert"
 """Hint for a base whose sizes do not fill blocks."""
-_FINAL_NORM = "model.norm.weight"
+_FINAL_NORM, _FINAL_NORM_BIAS = "model.norm.weight", "model.norm.bias"
 _LAYERS, EXPERTS = "model.layers.", "mlp.experts."
 
 
@@ -181,11 +217,18 @@ class PackedBase:
     """The block of each routed expert by layer and number; all of them, or none."""
     warnings: tuple[str, ...] = ()
     read_bytes: int = 0
+    positions: PackedMatrix | None = None
+    """The embeddings of positions."""
+    norm_bias: AnyArray | None = None
+    head_bias: AnyArray | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all matrices and vectors, each once, including alignment."""
-        heads = () if self.head is self.embedding else (self.head,)
+        others = (self.positions, self.norm_bias, self.head_bias)
+        heads = [part for part in others if part is not None]
+        if self.head is not self.embedding:
+            heads.append(self.head)
         layers = (part for layer in self.layers for part in layer.arrays)
         blocks = sum(block.nbytes for block in self.experts.values())
         return blocks + sum(map(_array_bytes, (self.embedding, self.norm, *heads, *layers)))
@@ -195,6 +238,12 @@ class PackedBase:
         found: dict[str, TensorPlace] = {EMBEDDING_TENSOR: self.embedding, _FINAL_NORM: self.norm}
         if self.head is not self.embedding:
             found[HEAD_TENSOR] = self.head
+        others = {
+            POSITIONS_TENSOR: self.positions,
+            _FINAL_NORM_BIAS: self.norm_bias,
+            HEAD_BIAS_TENSOR: self.head_bias,
+        }
+        found |= {name: place for name, place in others.items() if place is not None}
         for number in range(self.config.layers):
             found |= self._layer_tensor_places(number)
         for number, expert in self.experts:
@@ -215,7 +264,9 @@ class PackedBase:
         return unpack_matrix(place)
 
     def _layer_tensor_places(self, number: int) -> dict[str, TensorPlace]:
-        found = self.layers[number].tensor_places(_module_rows(self.config)[number])
+        own = self.config.head_dim if self.config.block.own_head_norms else 0
+        rows = _module_rows(self.config)[number]
+        found = self.layers[number].tensor_places(rows, own_norms=own)
         return {f"{_LAYERS}{number}.{name}": place for name, place in found.items()}
 
     def _expert_tensor_places(self, number: int, expert: int) -> dict[str, TensorPlace]:
@@ -311,10 +362,17 @@ def _allocate_parts(
     _check_sizes(config)
     rooms = _LayerAllocator(config.tensor_shapes(), scheme, schemes, take)
     embedding = rooms.allocate_tensor(EMBEDDING_TENSOR)
+    learned = config.block.learned_positions
+    positions = rooms.allocate_tensor(POSITIONS_TENSOR) if learned else None
     layers = tuple(rooms.allocate_layer(config, number) for number in range(config.layers))
     norm = rooms.allocate_vector(_FINAL_NORM)
+    norm_bias = rooms.allocate_optional_vector(_FINAL_NORM_BIAS)
     head = embedding if config.tied else rooms.allocate_tensor(HEAD_TENSOR)
-    base = PackedBase(config, scheme, embedding, head, norm, layers)
+    head_bias = rooms.allocate_optional_vector(HEAD_BIAS_TENSOR)
+    base = PackedBase(
+        config, scheme, embedding, head, norm, layers,
+        positions=positions, norm_bias=norm_bias, head_bias=head_bias,
+    )  # fmt: skip
     if config.experts is None or not experts:
         return base
     size = make_expert_shape(config, scheme).nbytes
@@ -353,20 +411,33 @@ class _LayerAllocator:
         self._schemes = schemes
 
     def allocate_layer(self, config: ModelConfig, number: int) -> PackedLayer:
-        at = f"model.layers.{number}"
+        at, vector = f"model.layers.{number}", self.allocate_optional_vector
         heads, routed = f"{at}.self_attn", config.is_routed(number)
         return PackedLayer(
-            input_norm=self.allocate_vector(f"{at}.input_layernorm.weight"),
+            input_norm=vector(f"{at}.input_layernorm.weight"),
+            input_norm_bias=vector(f"{at}.input_layernorm.bias"),
             inputs=self._allocate_stack(at, ATTENTION_INPUTS),
             input_bias=self._allocate_bias(at, ATTENTION_INPUTS),
-            query_norm=self._allocate_optional_vector(f"{heads}.q_norm.weight"),
-            key_norm=self._allocate_optional_vector(f"{heads}.k_norm.weight"),
+            query_norm=self._allocate_head_norm(f"{heads}.q_norm", config.heads),
+            query_norm_bias=vector(f"{heads}.q_norm.bias"),
+            key_norm=self._allocate_head_norm(f"{heads}.k_norm", config.kv_heads),
+            key_norm_bias=vector(f"{heads}.k_norm.bias"),
             output=self._allocate_layers_tensor(at, ATTENTION_OUTPUT),
             output_bias=self._allocate_bias(at, ATTENTION_OUTPUT),
-            mlp_norm=self.allocate_vector(f"{at}.post_attention_layernorm.weight"),
+            output_norm=vector(f"{at}.attention_output_layernorm.weight"),
+            mlp_norm=vector(f"{at}.post_attention_layernorm.weight"),
+            mlp_norm_bias=vector(f"{at}.post_attention_layernorm.bias"),
             mlp=self._allocate_routing(at) if routed else self._allocate_mlp(at),
+            mlp_output_norm=vector(f"{at}.mlp_output_layernorm.weight"),
             window=config.windows[number],
         )
+
+    def _allocate_head_norm(self, name: str, heads: int) -> AnyArray | None:
+        """Allocate the norm of queries or keys; those of single heads follow each other."""
+        own = [f"{name}.norms.{head}.weight" for head in range(heads)]
+        if own[0] in self._shapes:
+            return self.allocate_vector(*own)
+        return self.allocate_optional_vector(f"{name}.weight")
 
     def _allocate_mlp(
         self, at: str, inputs: Sequence[str] = MLP_INPUTS, output: Sequence[str] = MLP_OUTPUT
@@ -383,7 +454,7 @@ class _LayerAllocator:
         has_gate = (gate := f"{at}.{SHARED_GATE}") in self._shapes
         return PackedRouting(
             router=self.allocate_tensor(f"{at}.{ROUTER}", scheme=Scheme.FLOAT32),
-            selection_bias=self._allocate_optional_vector(f"{at}.{SELECTION_BIAS}"),
+            selection_bias=self.allocate_optional_vector(f"{at}.{SELECTION_BIAS}"),
             shared=self._allocate_mlp(at, SHARED_INPUTS, (SHARED_OUTPUT,)) if shared else None,
             shared_gate=self.allocate_tensor(gate, scheme=Scheme.FLOAT32) if has_gate else None,
         )
@@ -393,8 +464,8 @@ class _LayerAllocator:
         return allocate_matrix(scheme, *self._shapes[name], allocate=self._take)
 
     def _allocate_stack(self, at: str, modules: Sequence[str]) -> MatrixStack:
-        """Allocate several matrices with consecutive rows; those of one scheme are one part."""
-        names = [f"{at}.{module}.weight" for module in modules]
+        """Allocate several matrices, those that there are; those of one scheme are one part."""
+        names = [name for each in modules if (name := f"{at}.{each}.weight") in self._shapes]
         parts: list[PackedMatrix] = []
         for scheme, some in groupby(names, lambda name: self._schemes.get(name, self._scheme)):
             shapes = [self._shapes[name] for name in some]
@@ -409,12 +480,12 @@ class _LayerAllocator:
     def allocate_vector(self, *names: str) -> AnyArray:
         return self._take((sum(self._shapes[name][0] for name in names),), np.float32)
 
-    def _allocate_optional_vector(self, name: str) -> AnyArray | None:
+    def allocate_optional_vector(self, name: str) -> AnyArray | None:
         return self.allocate_vector(name) if name in self._shapes else None
 
     def _allocate_bias(self, at: str, modules: Sequence[str]) -> AnyArray | None:
-        names = [f"{at}.{module}.bias" for module in modules]
-        return self.allocate_vector(*names) if names[0] in self._shapes else None
+        names = [name for each in modules if (name := f"{at}.{each}.bias") in self._shapes]
+        return self.allocate_vector(*names) if names else None
 
 
 @lru_cache(maxsize=8)

@@ -29,6 +29,8 @@ from expertctl.engine.kernels.quantisation import (
     wrap_float_activations,
 )
 from expertctl.engine.moe.routed_experts import RoutingChoices
+from expertctl.package.attention_config import RopeConfig
+from expertctl.package.block_config import RopeKind
 from expertctl.package.model_config import ModelConfig
 
 
@@ -169,7 +171,10 @@ class Workspace:
             aligned_zeros(tokens, np.int64) for _ in range(3)
         )
         widths = _compute_buffer_widths(config)
-        self.rotations = aligned_zeros((tokens, 2, config.head_dim), np.float32)
+        self.rotations: dict[RopeKind, AnyArray] = {
+            kind: aligned_zeros((tokens, 2, rope.dims), np.float32)
+            for kind, rope in list_ropes(config).items()
+        }
         self.hidden = aligned_zeros((tokens, widths["hidden"]), np.float32)
         self.normed = aligned_zeros((tokens, widths["normed"]), np.float32)
         self.heads = aligned_zeros((tokens, widths["heads"]), np.float32)
@@ -209,7 +214,10 @@ class Workspace:
 
         The other rows select no expert in the last layer, if that is a routed one.
         """
-        for each in (self.hidden, self.heads, self.positions, self.tables):
+        kept = [self.hidden, self.heads, self.positions, self.tables]
+        if self._config.block.places == "parallel":  # its MLP reads what attention has read
+            kept.append(self.normed)
+        for each in kept:
             each[0] = each[row]
         if self.routed is not None and self._config.is_routed(self._config.layers - 1):
             self.routed.choices.mask_last_layer(1, of)
@@ -297,7 +305,8 @@ def estimate_base_workspace_bytes(
     config: ModelConfig, scheme: Scheme, *, tokens: int, rows: int
 ) -> int:
     """Return the bytes of a workspace without plans."""
-    widths = sum(_compute_buffer_widths(config).values()) + 2 * config.head_dim
+    widths = sum(_compute_buffer_widths(config).values())
+    widths += sum(2 * rope.dims for rope in list_ropes(config).values())
     prepared = sum(_estimate_prepared_rows(scheme, n) for n in _list_operand_columns(config))
     each = 3 * _LONG_BYTES + _FLOAT32_BYTES * widths + prepared
     routed = estimate_routed_workspace_bytes(config, scheme, tokens=tokens)
@@ -321,6 +330,12 @@ def estimate_factor_bytes(config: ModelConfig, *, tokens: int, schemes: int) -> 
     """
     routed = 0 if config.experts is None else schemes + 1
     return (1 + routed) * batch_table_bytes(Scheme.FLOAT32, rows=tokens, width=0)
+
+
+def list_ropes(config: ModelConfig) -> dict[RopeKind, RopeConfig]:
+    """Return by which frequencies layers may rotate: one kind, or two."""
+    local = config.block.local_rope
+    return {"global": config.rope} if local is None else {"global": config.rope, "local": local}
 
 
 def round_up_rows(rows: int) -> int:

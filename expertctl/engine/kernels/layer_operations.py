@@ -1,4 +1,4 @@
-"""Per-token operations between two GEMMs: norms, SwiGLU, affine, RoPE, KV writes and attention.
+"""Per-token operations between two GEMMs: norms, activations, RoPE, KV writes and attention.
 
 An item is one token, or one head of one token for `rope_kv_write_kernel`. Rotary tables (cosines
 and sines of the positions) are computed once per run, not cached by position: every layer uses the
@@ -16,8 +16,9 @@ import numpy as np
 
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.kernels.jit import Kernel, load_kernel
-from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
+from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, LANES, Scheme
 from expertctl.engine.kernels.program import array_address, encode_operands, row_address
+from expertctl.package.architectures import Activation
 
 _CODE = "expertctl.engine.kernels.compiled.layer_operations"
 _ATTENTION_CODE = "expertctl.engine.kernels.compiled.paged_attention"
@@ -47,6 +48,35 @@ def rms_norm_arguments(
 
 
 @cache
+def layer_norm_kernel() -> Kernel:
+    """Return the kernel of LayerNorm: that of ``x - mean(x)`` is RMSNorm's, plus a bias."""
+    return load_kernel("norm layer", _CODE, "normalise_vectors")
+
+
+def layer_norm_arguments(
+    *, rows: AnyArray, weight: AnyArray, bias: AnyArray | None, out: AnyArray, eps: AnyArray,
+    width: int,
+) -> AnyArray:  # fmt: skip
+    """Return its arguments, all float32; ``out`` may be ``rows``.
+
+    The vectors of a row have ``width`` numbers each. ``weight`` is that of each, [width], or of
+    all, one after another; ``bias`` is [width].
+    """
+    assert rows.shape[1] % width == 0, "a row has whole vectors"
+    step = 0 if len(weight) == width else width * weight.itemsize
+    return encode_operands(
+        *row_address(rows),
+        rows.shape[1] // width,
+        width,
+        array_address(weight),
+        step,
+        array_address(bias),
+        *row_address(out),
+        array_address(eps),
+    )
+
+
+@cache
 def swiglu_kernel() -> Kernel:
     """Return the kernel of SwiGLU: ``out = gate * sigmoid(gate) * up``."""
     return load_kernel("gate", _CODE, "apply_swiglu")
@@ -55,6 +85,69 @@ def swiglu_kernel() -> Kernel:
 def swiglu_arguments(*, gate: AnyArray, up: AnyArray, out: AnyArray, width: int) -> AnyArray:
     """Return its arguments; all are float32 [tokens, at least width], ``out`` may be ``gate``."""
     return encode_operands(*row_address(gate), *row_address(up), *row_address(out), width)
+
+
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu")
+"""The activations of MLPs; kernels know them by their places here."""
+
+
+@cache
+def gate_kernel(activation: Activation, *, gated: bool) -> Kernel:
+    """Return the kernel of ``out = activation(gate) * up``, or of ``activation(gate)``.
+
+    It takes `swiglu_arguments`; widths are whole vectors. That of SiLU with a gate is
+    `swiglu_kernel`, which takes any.
+    """
+    if activation == "silu" and gated:
+        return swiglu_kernel()
+    number = ACTIVATIONS.index(activation)
+    name = f"{'gate' if gated else 'activate'} {activation}"
+    return load_kernel(name, _CODE, "make_gate", activation=number, gated=int(gated))
+
+
+@cache
+def scaled_add_kernel() -> Kernel:
+    """Return the kernel of ``out += factor * x`` and of ``out = factor * x``."""
+    return load_kernel("add", _CODE, "add_scaled_rows")
+
+
+def scaled_add_arguments(
+    *, rows: AnyArray, out: AnyArray, factor: AnyArray, adds: bool, width: int
+) -> AnyArray:
+    """Return its arguments, all float32; ``factor`` is [1], ``out`` may be ``rows``."""
+    return encode_operands(
+        *row_address(rows), *row_address(out), array_address(factor), int(adds), width
+    )
+
+
+@cache
+def cap_kernel() -> Kernel:
+    """Return the kernel of ``x = cap * tanh(x / cap)``."""
+    return load_kernel("cap", _CODE, "cap_rows")
+
+
+def cap_arguments(*, rows: AnyArray, cap: AnyArray) -> AnyArray:
+    """Return its arguments: float32 rows of whole vectors, and ``cap`` [1]."""
+    return encode_operands(*row_address(rows), array_address(cap), rows.shape[1] // LANES)
+
+
+@cache
+def query_growth_kernel() -> Kernel:
+    """Return the kernel that multiplies rows by ``1 + growth * ln(1 + floor(p / period))``."""
+    return load_kernel("grow", _CODE, "grow_rows")
+
+
+def query_growth_arguments(
+    *, rows: AnyArray, positions: AnyArray, growth: AnyArray, period: int
+) -> AnyArray:
+    """Return its arguments: all columns of ``rows`` grow; ``growth`` is float32 [1]."""
+    return encode_operands(
+        *row_address(rows),
+        rows.shape[1],
+        array_address(positions, np.int64),
+        array_address(growth),
+        period,
+    )
 
 
 @cache
@@ -180,22 +273,53 @@ def rope_kv_write_arguments(
     )
 
 
+@cache
+def turned_kv_write_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
+    """Return the same kernel for rotations other than Llama's; see `turned_kv_write_arguments`."""
+    half = int(numbers is Scheme.FLOAT16)
+    return load_kernel(f"turn {numbers.value}", _CODE, "make_turned_kv_write", half=half)
+
+
+def turned_kv_write_arguments(
+    *,
+    arguments: AnyArray,
+    turned: int,
+    interleaved: bool,
+    norms_last: bool,
+) -> AnyArray:
+    """Return its arguments, which begin with those of `rope_kv_write_arguments`.
+
+    Only the first ``turned`` numbers of a head are rotated, neighbours together if
+    ``interleaved``; ``rotations`` is [tokens, 2, turned]. Heads may be normed after that.
+    """
+    rest = encode_operands(turned, int(interleaved), int(norms_last))
+    return np.concatenate((arguments, rest))
+
+
 PROMPT_TOKENS_PER_ITEM, PROMPT_HEADS_PER_ITEM = 36, 4
 """Tokens of a prompt, and query heads of one KV head, that read a page together."""
 
 
 @cache
-def prefill_attention_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
-    """Return the kernel for consecutive tokens of one sequence; see `prefill_attention_items`."""
-    name, half = f"attend prompt {numbers.value}", int(numbers is Scheme.FLOAT16)
-    return load_kernel(name, _ATTENTION_CODE, "make_prefill_attention", half=half)
+def prefill_attention_kernel(numbers: Scheme = Scheme.FLOAT32, *, capped: bool = False) -> Kernel:
+    """Return the kernel for consecutive tokens of one sequence; see `prefill_attention_items`.
+
+    With ``capped``, scores are limited: a score ``s`` becomes ``c * tanh(s / c)``.
+    """
+    return _load_attention("prompt", "make_prefill_attention", numbers, capped=capped)
 
 
 @cache
-def decode_attention_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
+def decode_attention_kernel(numbers: Scheme = Scheme.FLOAT32, *, capped: bool = False) -> Kernel:
     """Return the kernel for one token of each sequence; one item is a token and a KV head."""
-    name, half = f"attend step {numbers.value}", int(numbers is Scheme.FLOAT16)
-    return load_kernel(name, _ATTENTION_CODE, "make_decode_attention", half=half)
+    return _load_attention("step", "make_decode_attention", numbers, capped=capped)
+
+
+def _load_attention(kind: str, function: str, numbers: Scheme, *, capped: bool) -> Kernel:
+    name, half = f"attend {kind} {numbers.value}", int(numbers is Scheme.FLOAT16)
+    if capped:
+        return load_kernel(f"{name} capped", _ATTENTION_CODE, function, half=half, capped=1)
+    return load_kernel(name, _ATTENTION_CODE, function, half=half)
 
 
 def prefill_attention_items(tokens: int, shape: AttentionShape) -> int:
@@ -221,8 +345,9 @@ def attention_arguments(
 ) -> AnyArray:
     """Return the arguments of either kernel; most are those of `rope_kv_write_arguments`.
 
-    ``out`` is float32 [tokens, query heads * dim], ``scale`` float32 [1], ``count`` int64 [1] the
-    tokens of the run. Without a window all earlier tokens are visible.
+    ``out`` is float32 [tokens, query heads * dim], ``scale`` float32 [1], followed by the limit of
+    scores if they have one, ``count`` int64 [1] the tokens of the run. Without a window all earlier
+    tokens are visible.
     """
     return encode_operands(
         *row_address(rows),

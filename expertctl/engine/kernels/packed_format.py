@@ -235,17 +235,17 @@ class PackedDeltas:
 def find_fused_projections(names: Collection[str]) -> tuple[FusedProjection, ...]:
     """Return the fused projections of a base in execution order; the head comes last.
 
-    ``names`` are those of its linear layers. Routed experts have no projection: each token has
-    others.
+    ``names`` are those of its linear layers; an MLP may have no gate. Routed experts have no
+    projection: each token has others.
     """
     layers = sorted({int(name.split(".")[2]) for name in names if name.count(".") > _IN_LAYER})
     found = [
-        tuple(f"model.layers.{layer}.{module}" for module in each)
+        tuple(name for module in each if (name := f"model.layers.{layer}.{module}") in names)
         for layer in layers
         for each in _PROJECTIONS
     ]
     placed, first = list[FusedProjection](), 0
-    for modules in (*(each for each in found if each[0] in names), ("lm_head",)):
+    for modules in (*filter(None, found), ("lm_head",)):
         placed.append(FusedProjection(modules, first))
         first += len(modules)
     return tuple(placed)

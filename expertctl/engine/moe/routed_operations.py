@@ -131,6 +131,7 @@ class RoutedOperations:
         between.
         """
         assert isinstance(layer.mlp, PackedRouting)
+        assert layer.mlp_norm is not None, "blocks of routed experts are like Llama's"
         rows, out = self._decoder.hidden, self.workspace.scratch
         arguments = rms_norm_arguments(rows=rows, weight=layer.mlp_norm, out=out, eps=self._eps)
         self._builder.add(rms_norm_kernel(), arguments, self._tokens)

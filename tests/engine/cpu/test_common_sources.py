@@ -27,5 +27,5 @@ def test_a_run_of_a_base_needs_the_common_functions_and_no_others(
     environment = {**os.environ, "EXPERT_HOME": str(home)}
     subprocess.run([*command, *options], env=environment, check=True, capture_output=True)
     backend = PackedBackend(read_model_config(base), dtype, "published", 0)
-    wanted = list_common_sources(backend.scheme, backend.kv_scheme)
+    wanted = list_common_sources(backend.config, backend.scheme, backend.kv_scheme)
     assert {path.stem for path in home.glob("kernels/*/*.code")} == set(wanted)

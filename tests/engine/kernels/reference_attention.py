@@ -44,6 +44,7 @@ class PagedText:
     shape: AttentionShape
     tokens: int
     window: int | None = None
+    cap: float | None = None
     slab: Numbers = field(init=False)
     table: Numbers = field(init=False)
 
@@ -87,7 +88,7 @@ class PagedText:
     ) -> Numbers:
         """Attend with tokens that stand behind each other; maybe with some items only."""
         items = items or (0, prefill_attention_items(len(rows), self.shape))
-        kernel = prefill_attention_kernel(self.shape.kv_scheme)
+        kernel = prefill_attention_kernel(self.shape.kv_scheme, capped=self.cap is not None)
         return run_attention([self], rows, self.find_pages(start, len(rows)), kernel, items)
 
     def decode_step(self, rows: Numbers, position: int) -> Numbers:
@@ -98,7 +99,8 @@ class PagedText:
 def attend_batch(texts: list[PagedText], rows: Numbers, positions: list[int]) -> Numbers:
     """Attend with one token of each text."""
     tables = np.array([text.table.ctypes.data for text in texts])
-    kernel = decode_attention_kernel(texts[0].shape.kv_scheme)
+    is_capped = texts[0].cap is not None
+    kernel = decode_attention_kernel(texts[0].shape.kv_scheme, capped=is_capped)
     items = (0, len(rows) * texts[0].shape.kv_heads)
     return run_attention(texts, rows, (np.array(positions), tables), kernel, items)
 
@@ -112,7 +114,8 @@ def run_attention(
 ) -> Numbers:
     shape, (positions, tables) = texts[0].shape, where
     out = np.full((len(rows), shape.query_heads * shape.head_dim), np.nan, np.float32)
-    scale = np.array([shape.head_dim**-0.5], np.float32)
+    caps = () if texts[0].cap is None else (texts[0].cap,)
+    scale = np.array([shape.head_dim**-0.5, *caps], np.float32)
     count = np.array([len(rows)], np.int64)
     arguments = attention_arguments(
         rows=rows,
@@ -130,7 +133,12 @@ def run_attention(
 
 
 def compute_attention(
-    rows: Numbers, shape: AttentionShape, window: int | None, first: int = 0
+    rows: Numbers,
+    shape: AttentionShape,
+    window: int | None,
+    first: int = 0,
+    *,
+    cap: float | None = None,
 ) -> Numbers:
     """Return what the tokens from ``first`` on attend to, by the formula in float64."""
     heads = rows.astype(np.float64).reshape(len(rows), -1, shape.head_dim)
@@ -143,6 +151,8 @@ def compute_attention(
         for begin in (shape.query_heads, shape.query_heads + shape.kv_heads)
     )
     scores = np.einsum("thd,shd->hts", queries, keys) / np.sqrt(shape.head_dim)
+    if cap is not None:
+        scores = cap * np.tanh(scores / cap)
     at = np.arange(len(rows))
     hidden = at > at[first:, None]
     if window is not None:

@@ -4,14 +4,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.engine.kernels.layer_operations import (
+    ACTIVATIONS,
     affine_arguments,
     affine_kernel,
+    cap_arguments,
+    cap_kernel,
+    gate_kernel,
+    layer_norm_arguments,
+    layer_norm_kernel,
+    query_growth_arguments,
+    query_growth_kernel,
     rms_norm_arguments,
     rms_norm_kernel,
+    scaled_add_arguments,
+    scaled_add_kernel,
     swiglu_arguments,
     swiglu_kernel,
 )
@@ -112,3 +124,71 @@ def test_affine_scales_and_shifts_what_is_given(scales: bool, shifts: bool, in_p
     arguments = affine_arguments(rows=rows, scale=scale, shift=shift, out=out, width=50)
     affine_kernel()(0, 4, arguments.ctypes.data)
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-7)
+
+
+TORCH_ACTIVATIONS: dict[str, Any] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_are_those_of_torch(activation: Any, has_gate: bool) -> None:
+    rows, up = rows_of(5, 96) * np.float32(5), rows_of(5, 96, seed=1)
+    rows[4, :4] = -1e30, 1e30, 0, np.nan
+    expected = TORCH_ACTIVATIONS[activation](torch.from_numpy(rows.astype(np.float64))).numpy()
+    if has_gate:
+        expected = expected * up
+    arguments = swiglu_arguments(gate=rows, up=up, out=rows, width=96)
+    gate_kernel(activation, gated=has_gate)(0, 5, arguments.ctypes.data)
+    np.testing.assert_allclose(rows, expected, rtol=2e-6, atol=2e-6)
+
+
+def test_a_cap_is_a_tangent_of_numbers_of_every_size() -> None:
+    sizes = np.logspace(-6, 3, 61, dtype=np.float32)
+    rows = np.zeros((2, 128), np.float32)
+    rows[0, :61], rows[1, :61] = sizes, -sizes
+    rows[0, 100] = np.nan
+    expected = 30 * np.tanh(rows.astype(np.float64) / 30)
+    cap = np.array([30], np.float32)
+    cap_kernel()(0, 2, cap_arguments(rows=rows, cap=cap).ctypes.data)
+    np.testing.assert_allclose(rows, expected, rtol=5e-7)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_scaled_rows_are_added_or_stand_alone(adds: bool) -> None:
+    rows, out, factor = rows_of(4, 50), rows_of(4, 50, seed=1), np.array([0.3], np.float32)
+    expected = rows * factor + (out if adds else 0)
+    arguments = scaled_add_arguments(rows=rows, out=out, factor=factor, adds=adds, width=50)
+    scaled_add_kernel()(0, 4, arguments.ctypes.data)
+    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("vectors", "own"), [(1, False), (5, False), (5, True)])
+def test_layer_norm_is_the_formula(vectors: int, own: bool, has_bias: bool) -> None:
+    rows = rows_of(3, vectors * 48) * np.float32(3) + np.float32(2)
+    weight = rows_of(vectors if own else 1, 48, seed=1).copy().reshape(-1)
+    bias = rows_of(1, 48, seed=2)[0].copy() if has_bias else None
+    wide = rows.astype(np.float64).reshape(3, vectors, 48)
+    wide -= wide.mean(-1, keepdims=True)
+    wide /= np.sqrt((wide**2).mean(-1, keepdims=True) + EPS)
+    expected = wide * weight.reshape(-1, 48) + (0 if bias is None else bias)
+    arguments = layer_norm_arguments(
+        rows=rows, weight=weight, bias=bias, out=rows, eps=EPS, width=48
+    )
+    layer_norm_kernel()(0, 3, arguments.ctypes.data)
+    np.testing.assert_allclose(rows, expected.reshape(3, -1), rtol=3e-6, atol=2e-6)
+
+
+def test_queries_grow_with_their_positions() -> None:
+    rows, positions = rows_of(4, 64), np.array([0, 9, 10, 12345])
+    expected = rows * (1 + 0.2 * np.log1p(positions // 10))[:, None]
+    arguments = query_growth_arguments(
+        rows=rows, positions=positions, growth=np.array([0.2], np.float32), period=10
+    )
+    query_growth_kernel()(0, 4, arguments.ctypes.data)
+    np.testing.assert_allclose(rows, expected, rtol=1e-6)

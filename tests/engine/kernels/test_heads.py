@@ -11,6 +11,8 @@ from expertctl.engine.kernels.layer_operations import (
     AttentionShape,
     rope_kv_write_arguments,
     rope_kv_write_kernel,
+    turned_kv_write_arguments,
+    turned_kv_write_kernel,
 )
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, Scheme
 from expertctl.engine.torch.functional import apply_rope, compute_rope_table
@@ -95,3 +97,57 @@ def test_tokens_may_be_written_in_any_order() -> None:
     for token in range(40):
         for one, two in zip(stored(text, token), stored(other, token), strict=True):
             np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("norms_last", [False, True])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize(("dim", "turned"), [(80, 20), (64, 32), (96, 96), (16, 0)])
+def test_part_of_a_head_or_its_neighbours_are_rotated(
+    dim: int, turned: int, is_interleaved: bool, norms_last: bool
+) -> None:
+    shape, start, tokens = AttentionShape(4, 2, dim, Scheme.FLOAT32), 13, 20
+    rows, text = make_random_rows(tokens, shape), PagedText(shape, start + tokens)
+    norm = make_random_rows(1, shape, seed=1)[0, :dim].copy()
+    angles = np.random.default_rng(3).uniform(0, 6, (tokens, turned // 2)).astype(np.float32)
+    rotations = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    rotations = np.concatenate([rotations, rotations], axis=2)
+    heads = rows.astype(np.float64).reshape(tokens, 8, dim)
+    turning, weight = heads[:, :6], norm.astype(np.float64)
+
+    def normalise() -> None:
+        scale = np.sqrt((turning**2).mean(-1, keepdims=True) + EPS)
+        turning[...] = turning / scale * weight
+
+    if not norms_last:
+        normalise()
+    pairs = turning[..., :turned].copy()
+    order = np.arange(turned).reshape(-1, 2).T if is_interleaved else np.arange(turned)
+    first, second = order.reshape(2, -1)
+    cosine, sine = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    turning[..., first] = pairs[..., first] * cosine - pairs[..., second] * sine
+    turning[..., second] = pairs[..., second] * cosine + pairs[..., first] * sine
+    if norms_last:
+        normalise()
+    positions, tables = text.find_pages(start, tokens)
+    count = np.array([tokens], np.int64)
+    arguments = rope_kv_write_arguments(
+        rows=rows,
+        shape=shape,
+        norms=(norm, norm),
+        eps=EPS,
+        rotations=rotations,
+        positions=positions,
+        tables=tables,
+        offsets=text.offsets,
+        count=count,
+    )
+    arguments = turned_kv_write_arguments(
+        arguments=arguments, turned=turned, interleaved=is_interleaved, norms_last=norms_last
+    )
+    turned_kv_write_kernel()(0, tokens * 8, arguments.ctypes.data)
+    found = rows.reshape(tokens, 8, dim)
+    assert np.abs(found[:, :4] - heads[:, :4]).max() < 5e-6
+    for token in range(tokens):
+        key, value = stored(text, start + token)
+        assert np.abs(key - heads[token, 4:6]).max() < 5e-6
+        np.testing.assert_array_equal(value, found[token, 6:])

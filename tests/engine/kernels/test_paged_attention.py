@@ -72,6 +72,20 @@ def test_a_window_lets_a_token_see_so_many_tokens(window: int) -> None:
         assert np.abs(step - expected[position]).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("numbers", [Scheme.FLOAT32, Scheme.FLOAT16])
+@pytest.mark.parametrize("window", [None, 40])
+def test_capped_scores_are_those_of_the_formula(window: int | None, numbers: Scheme) -> None:
+    shape = AttentionShape(4, 2, 32, numbers)
+    text, rows = PagedText(shape, 150, window, cap=0.7), make_random_rows(150, shape)
+    text.write(rows)
+    expected = compute_attention(rows, shape, window, cap=0.7)
+    assert np.abs(expected - compute_attention(rows, shape, window)).max() > 0.05
+    assert np.abs(text.attend(rows) - expected).max() < TOLERANCE
+    for position in (0, 17, 149):
+        step = text.decode_step(rows[position : position + 1], position)
+        assert np.abs(step - expected[position]).max() < TOLERANCE
+
+
 @pytest.mark.parametrize("more", [-1, 0, 1, PROMPT_TOKENS_PER_ITEM, PROMPT_TOKENS_PER_ITEM + 1])
 def test_there_is_room_for_as_many_queries_as_read_a_page_together(more: int) -> None:
     count = PROMPT_TOKENS_PER_ITEM + more

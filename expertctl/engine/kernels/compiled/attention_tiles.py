@@ -14,6 +14,7 @@ from numba.extending import intrinsic
 
 from expertctl.engine.arrays import VECTOR_BYTES
 from expertctl.engine.kernels.compiled.compiler import get_host_cpu
+from expertctl.engine.kernels.compiled.layer_operations import emit_cap
 from expertctl.engine.kernels.compiled.simd import SimdBuilder, Value, emit_tiles, require_literal
 from expertctl.engine.kernels.packed_format import LANES
 
@@ -61,22 +62,25 @@ def emit_page_gather(_context: Any, half: Any, *operands: Any) -> Any:
     return _make_intrinsic(_GatherEmitter, half, operands)
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def softmax_scores(
-    _context: Any, scores: Any, low: Any, high: Any, scale: Any, largest: Any, totals: Any
-) -> Any:
+    _context: Any, capped: Any, scores: Any, low: Any, high: Any, scale: Any, cap: Any,
+    largest: Any, totals: Any,
+) -> Any:  # fmt: skip
     """Replace the scores of a chunk with softmax weights; return the correction for earlier sums.
 
     Only keys ``low`` to ``high`` of the chunk (inclusive) count; the others get `_MASKED_WEIGHT`.
+    Scaled scores are limited by ``cap`` if ``capped``, a compile-time constant, is not 0.
     ``largest`` is the address of the running maximum, ``totals`` that of sixteen partial sums of
     weights.
     """
+    is_capped = bool(require_literal(capped, "whether scores are capped"))
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return _emit_softmax(SimdBuilder(builder), *values)
+        return _emit_softmax(SimdBuilder(builder), is_capped, *values[1:])
 
-    kind = types.int64
-    return types.float32(kind, kind, kind, types.float32, kind, kind), emit
+    kind, number = types.int64, types.float32
+    return number(capped, kind, kind, kind, number, number, kind, kind), emit
 
 
 @intrinsic
@@ -105,10 +109,12 @@ def _make_intrinsic(part: Any, half: Any, operands: Any) -> Any:
 
 def _emit_softmax(
     lanes: SimdBuilder,
+    is_capped: bool,
     scores: Value,
     low: Value,
     high: Value,
     scale: Value,
+    cap: Value,
     largest: Value,
     sums: Value,
 ) -> Value:
@@ -117,6 +123,8 @@ def _emit_softmax(
     places = [lanes.offset(scores, lanes.int_constant(page), VECTOR_BYTES) for page in pages]
     seen = [lanes.range_mask(low, high, page * LANES) for page in pages]
     found = [lanes.multiply_floats(lanes.load_floats(place), factor) for place in places]
+    if is_capped:
+        found = [emit_cap(lanes, each, lanes.splat_float(cap)) for each in found]
     found = [lanes.select_lanes(*each, nothing) for each in zip(seen, found, strict=True)]
     before = lanes.broadcast_float(largest)
     top = lanes.splat_float(lanes.reduce_max_floats(_lanewise_max(lanes, [before, *found])))

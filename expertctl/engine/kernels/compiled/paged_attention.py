@@ -57,8 +57,11 @@ _NO_WINDOW = -(1 << 30)
 _MIN_SCORE, _ZERO, _ONE = np.float32(MIN_SCORE), np.float32(0), np.float32(1)
 
 
-def make_prefill_attention(half: int) -> KernelFunction:
-    """Return the function for consecutive tokens; pages hold float16 if ``half`` is not 0."""
+def make_prefill_attention(half: int, capped: int = 0) -> KernelFunction:
+    """Return the function for consecutive tokens; pages hold float16 if ``half`` is not 0.
+
+    If ``capped`` is not 0, a limit of scores follows their factor.
+    """
 
     def prompt(first: int, last: int, arguments: int) -> None:
         (
@@ -78,13 +81,13 @@ def make_prefill_attention(half: int) -> KernelFunction:
                 int64_view(positions, tokens)[token], int64_view(tables, tokens)[token],
                 key_offset + page, value_offset + page,
                 out + token * out_stride + head * dim * 4, out_stride, dim, window,
-                float32_view(scale, 1)[0],
+                float32_view(scale, 1)[0], float32_view(scale, 2)[capped], capped,
             )  # fmt: skip
 
     return prompt
 
 
-def make_decode_attention(half: int) -> KernelFunction:
+def make_decode_attention(half: int, capped: int = 0) -> KernelFunction:
     """Return the same for one token of each sequence."""
 
     def step(first: int, last: int, arguments: int) -> None:
@@ -103,7 +106,7 @@ def make_decode_attention(half: int) -> KernelFunction:
                     int64_view(positions, tokens)[token], int64_view(tables, tokens)[token],
                     key_offset + page, value_offset + page,
                     out + token * out_stride + begin * dim * 4, dim, window,
-                    float32_view(scale, 1)[0],
+                    float32_view(scale, 1)[0], float32_view(scale, 2)[capped], capped,
                 )  # fmt: skip
 
     return step
@@ -113,6 +116,7 @@ def make_decode_attention(half: int) -> KernelFunction:
 def _attend_tokens(
     half: Any, rows: Any, stride: Any, count: Any, heads: Any, position: Any, table: Any,
     keys: Any, values: Any, out: Any, out_stride: Any, dim: Any, window: Any, scale: Any,
+    cap: Any, capped: Any,
 ) -> None:  # fmt: skip
     """Compute attention for some heads of ``count`` tokens at consecutive positions."""
     pages, near = allocate_stack_floats(_PAGES), allocate_stack_floats(_PAGES)
@@ -141,7 +145,7 @@ def _attend_tokens(
         low = high - window + 1 if window > 0 else _NO_WINDOW
         for head in range(heads):
             _softmax_chunk(
-                scores + head * _HEAD_SCORES, low, high, 1, scale,
+                capped, scores + head * _HEAD_SCORES, low, high, 1, scale, cap,
                 largest + head * PROMPT_TOKENS_PER_ITEM * 4, totals + head * _HEAD_TOTALS,
                 corrections + head * PROMPT_TOKENS_PER_ITEM * 4, count,
             )  # fmt: skip
@@ -199,7 +203,7 @@ def _add_chunk(
 @register_jitable
 def _attend_token(
     half: Any, rows: Any, count: Any, position: Any, table: Any,
-    keys: Any, values: Any, out: Any, dim: Any, window: Any, scale: Any,
+    keys: Any, values: Any, out: Any, dim: Any, window: Any, scale: Any, cap: Any, capped: Any,
 ) -> None:  # fmt: skip
     """Compute attention for ``count`` heads of one token."""
     scores, pages = allocate_stack_floats(_SCORES), allocate_stack_floats(_PAGES)
@@ -220,7 +224,9 @@ def _attend_token(
         emit_page_scores(half, pages, keys, values - keys, rows, dim * 4, scores, dim, count, 0)
         high = position - chunk * CHUNK_TOKENS
         low = high - window + 1 if window > 0 else _NO_WINDOW
-        _softmax_chunk(scores, low, high, 0, scale, largest, totals, corrections, count)
+        _softmax_chunk(
+            capped, scores, low, high, 0, scale, cap, largest, totals, corrections, count
+        )
         emit_page_values(
             half, pages + skipped * 8, min(high + 1, CHUNK_TOKENS) - skipped * KV_PAGE_TOKENS,
             low - skipped * KV_PAGE_TOKENS, high - skipped * KV_PAGE_TOKENS, 0,
@@ -232,14 +238,14 @@ def _attend_token(
 
 @register_jitable
 def _softmax_chunk(
-    scores: Any, low: Any, high: Any, ahead: Any, scale: Any, largest: Any, totals: Any,
-    corrections: Any, count: Any,
+    capped: Any, scores: Any, low: Any, high: Any, ahead: Any, scale: Any, cap: Any, largest: Any,
+    totals: Any, corrections: Any, count: Any,
 ) -> None:  # fmt: skip
     """Turn the scores of queries into weights; positions increase by ``ahead`` per query."""
     for query in range(count):
         float32_view(corrections, count)[query] = softmax_scores(
-            scores + query * CHUNK_BYTES, low + ahead * query, high + ahead * query, scale,
-            largest + query * 4, totals + query * VECTOR_BYTES,
+            capped, scores + query * CHUNK_BYTES, low + ahead * query, high + ahead * query, scale,
+            cap, largest + query * 4, totals + query * VECTOR_BYTES,
         )  # fmt: skip
 
 
