@@ -313,6 +313,12 @@ def _choose_cuda_backend(config: ModelConfig, load_config: LoadConfig) -> Backen
     """Return the CUDA backend; options that it does not support were refused before."""
     from expertctl.engine.torch.cuda_backend import CudaBackend
 
+    if config.delta_net is not None:
+        raise IncompatibleError(
+            f"a CUDA device cannot run the architecture {config.architecture}: not all of its "
+            "layers attend",
+            hint="on a processor numpy runs it in float32 or bf16: --device cpu",
+        )
     assert not load_config.needs_kernels, (
         "a CUDA device holds float32 and bf16, experts as published"
     )

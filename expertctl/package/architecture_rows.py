@@ -3,8 +3,9 @@
 Those with the blocks of Llama are here, all others in `expertctl.package.other_family_rows`.
 """
 
-from expertctl.package.architectures import Architecture, ExpertsRules
+from expertctl.package.architectures import Architecture, ConfigFields, ExpertsRules
 from expertctl.package.other_family_rows import OTHER_FAMILIES
+from expertctl.schema.strict_json import JsonObject
 
 _COUNT_NAMES = ("num_experts", "num_local_experts")
 
@@ -97,7 +98,44 @@ _LIKE_LLAMA = {
     ),
 }
 
+TEXT_PARTS = {
+    "qwen3_5": ("qwen3_5_text", ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
+    ),
+}
+"""Models that also read images, by ``model_type``: their decoder's architecture, their classes."""
+
 ARCHITECTURES = {**_LIKE_LLAMA, **OTHER_FAMILIES}
 
 ELSE_FOREIGN = frozenset(OTHER_FAMILIES)
 """Architectures whose bases transformers runs where our decoder does not support an option."""
+
+
+def select_text_part(document: JsonObject, what: str) -> JsonObject:
+    """Return the configuration of the decoder of a model that also reads images, or the same one.
+
+    Raises:
+        InvalidPackageError: when it has none.
+    """
+    if document.get("model_type") in {name for name, _ in TEXT_PARTS.values()}:
+        return _drop_image_rope(document)
+    kind, classes = document.get("model_type"), document.get("architectures")
+    text, usual = TEXT_PARTS.get(str(kind), (None, ()))
+    if text is None or not (classes is None or classes in [[name] for name in usual]):
+        return document
+    inner = ConfigFields(document).read_nested("text_config")
+    inner.raise_problems(what)
+    tied = document.get("tie_word_embeddings", inner.get("tie_word_embeddings"))
+    kept = {n: v for n, v in inner.values.items() if n != "architectures"}
+    return _drop_image_rope({**kept, "model_type": text, "tie_word_embeddings": tied})
+
+
+def _drop_image_rope(document: JsonObject) -> JsonObject:
+    """Return a configuration without what places images: tokens of a text have one position."""
+    found = document.get("rope_parameters")
+    if not isinstance(found, dict):
+        return document
+    kept = {n: v for n, v in found.items() if n not in ("mrope_section", "mrope_interleaved")}
+    return {**document, "rope_parameters": kept}

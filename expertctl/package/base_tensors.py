@@ -150,7 +150,12 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
     """
     is_gguf = (directory / GGUF_TABLE).is_file()
     found = read_gguf_table(directory) if is_gguf else _read_tables(directory)
-    tensors = {name: found[name] for name in found if not name.endswith(_DERIVED_SUFFIX)}
+    names = config.stored_places.names
+    tensors = {
+        names.unwrap(name): found[name]
+        for name in found
+        if not name.endswith(_DERIVED_SUFFIX) and not name.startswith(names.other_parts)
+    }
     problems: list[str] = []
     quantisation = read_quantisation_config(directory)
     if quantisation is not None:
@@ -158,7 +163,7 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
         tensors = _combine_quantised(tensors, config, quantisation, problems)
     if config.experts is not None:
         tensors = _canonicalise(tensors, config, config.experts, problems)
-    elif not config.stored_places.are_usual:
+    if not config.stored_places.are_usual:
         tensors = _arrange(tensors, config, problems)
     problems = problems[:_MAX_SHOWN_NAMES] or _find_tensor_problems(tensors, config)
     if problems:
@@ -258,7 +263,8 @@ def _read_tables(directory: Path) -> dict[str, StoredTensor]:
 def _require_whole_matrices(directory: Path, config: ModelConfig) -> None:
     """Refuse quantised weights whose stored matrices are several of ours, or transposed."""
     names = config.stored_places.names
-    if names.fused_qkv or names.fused_gate_up or names.transposed or names.stacked_head_norms:
+    fused = names.fused_qkv or names.fused_gate_up or config.stored_places.fused
+    if fused or names.transposed or names.stacked_head_norms:
         raise IncompatibleError(
             f"{directory}: quantised weights of {config.architecture} are not supported",
             hint="use the base in float32, float16 or bfloat16",
@@ -318,6 +324,8 @@ def _arrange(
 
 
 def _slice_tensor(whole: StoredTensor, source: SourceRows) -> StoredTensor:
+    if source.info.shape == whole.info.shape and source.layout is None:
+        return whole
     if whole.codec is not None:
         assert (source.row, source.layout) == (0, None), "a codec decodes whole matrices"
         return whole

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from expertctl.errors import IncompatibleError, NotFoundError
-from expertctl.package.architecture_rows import ARCHITECTURES
+from expertctl.package.architecture_rows import ARCHITECTURES, TEXT_PARTS, select_text_part
 from expertctl.package.architectures import (
     Architecture,
     BiasRule,
@@ -29,9 +29,12 @@ from expertctl.package.attention_config import (
 )
 from expertctl.package.block_config import (
     LLAMA_BLOCK,
+    OUTPUT_GATE_MODULE,
     BlockConfig,
+    DeltaNetConfig,
     has_norms_of_heads,
     parse_block_config,
+    parse_delta_net,
     read_falcon_kv_heads,
 )
 from expertctl.package.stored_layout import HeadSizes, StoredPlaces
@@ -57,6 +60,7 @@ _OMITTED_DEFAULTS: Mapping[str, object] = {
     "projection_norm": False,
     "experts": None,
     "block": LLAMA_BLOCK.to_json(),
+    "delta_net": None,
 }
 """Fields added later: a base's digest omits them at these values, so that old digests stay."""
 
@@ -86,11 +90,24 @@ class ModelConfig:
     """Whether queries and keys are normed over all heads together, not per head."""
     experts: ExpertsConfig | None = None
     block: BlockConfig = LLAMA_BLOCK
+    delta_net: DeltaNetConfig | None = None
+    """The layers without attention; None: all layers attend."""
 
     @property
     def has_llama_blocks(self) -> bool:
         """Whether its blocks, without their rotation, are Llama's."""
-        return self.block == LLAMA_BLOCK
+        return self.block == LLAMA_BLOCK and self.delta_net is None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The indices of the layers with keys and values."""
+        others = () if self.delta_net is None else self.delta_net.layers
+        return tuple(layer for layer in range(self.layers) if layer not in others)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of a sequence, float32; 0 where all layers have keys and values."""
+        return 0 if self.delta_net is None else math.prod(self.delta_net.state_shape) * _FLOAT_BYTES
 
     @property
     def unlike_llama(self) -> bool:
@@ -117,17 +134,22 @@ class ModelConfig:
     @property
     def stored_places(self) -> StoredPlaces:
         """The names and places of its tensors in the files of its architecture."""
+        names, net = ARCHITECTURES[self.architecture].stored, self.delta_net
+        sizes = HeadSizes(self.heads, self.kv_heads, self.head_dim)
         return StoredPlaces(
-            names=ARCHITECTURES[self.architecture].stored,
-            sizes=HeadSizes(self.heads, self.kv_heads, self.head_dim),
+            names=names,
+            sizes=sizes,
             inner=self.intermediate_size,
             apart=self.block.places == "parallel_apart",
+            fused={} if net is None else net.list_fused(sizes, grouped=names.grouped_delta),
         )
 
     def to_json(self) -> JsonObject:
         """Return every field as in the digest of a base."""
         values = {**asdict(self), "rope": self.rope.to_json(), "windows": list(self.windows)}
         values["block"] = self.block.to_json()
+        if self.delta_net is not None:
+            values["delta_net"] = self.delta_net.to_json()
         if self.experts is not None:
             values["experts"] = self.experts.to_json()
         return {
@@ -148,7 +170,8 @@ class ModelConfig:
 
     def count_kv_bytes(self, tokens: int, *, itemsize: int) -> int:
         """Return the size of the keys and values of ``tokens`` tokens, in bytes."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize * tokens
+        layers = len(self.attention_layers)
+        return 2 * layers * self.kv_heads * self.head_dim * itemsize * tokens
 
     def count_weight_bytes(self, *, itemsize: int) -> int:
         """Return the size of all weights in bytes; norms and biases have four bytes a number."""
@@ -191,14 +214,28 @@ class ModelConfig:
         """Tell whether a layer has routed experts."""
         return self.experts is not None and layer in self.experts.layers
 
+    def has_attention(self, layer: int) -> bool:
+        """Tell whether a layer attends; others have a gated DeltaNet."""
+        return self.delta_net is None or layer not in self.delta_net.layers
+
     def _list_layer_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
+        if self.delta_net is None or self.has_attention(layer):
+            shapes = self._list_attention_shapes()
+        else:
+            shapes = self.delta_net.list_linear_shapes(self.hidden_size)
+        return shapes | (
+            self._list_routed_shapes() if self.is_routed(layer) else self._list_mlp_shapes()
+        )
+
+    def _list_attention_shapes(self) -> dict[str, tuple[int, int]]:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        gate = {} if self.delta_net is None else {OUTPUT_GATE_MODULE: (queries, self.hidden_size)}
         return {
             "self_attn.q_proj": (queries, self.hidden_size),
             "self_attn.k_proj": (keys, self.hidden_size),
             "self_attn.v_proj": (keys, self.hidden_size),
+            **gate,
             "self_attn.o_proj": (self.hidden_size, queries),
-            **(self._list_routed_shapes() if self.is_routed(layer) else self._list_mlp_shapes()),
         }
 
     def _list_mlp_shapes(self) -> dict[str, tuple[int, int]]:
@@ -248,7 +285,11 @@ class ModelConfig:
             yield f"{prefix}.{name}.weight", shape
             if self._has_bias(name):
                 yield f"{prefix}.{name}.bias", shape[:1]
-        for norm, size in self._list_norm_sizes().items():
+        if self.delta_net is not None and not self.has_attention(layer):
+            for name, vector in self.delta_net.list_vector_shapes().items():
+                yield f"{prefix}.{name}", vector
+        sizes = self._list_norm_sizes() if self.has_attention(layer) else {}
+        for norm, size in sizes.items():
             yield f"{prefix}.self_attn.{norm}.weight", (size,)
             if self.block.head_norm == "layer_with_bias":
                 yield f"{prefix}.self_attn.{norm}.bias", (size,)
@@ -276,6 +317,8 @@ class ModelConfig:
         return {"q_norm": heads[0] * self.head_dim, "k_norm": heads[1] * self.head_dim}
 
     def _has_bias(self, name: str) -> bool:
+        if name.startswith("linear_attn."):
+            return False
         if name.startswith("mlp."):
             return self.mlp_bias
         return self.output_bias if name == "self_attn.o_proj" else self.qkv_bias
@@ -320,6 +363,7 @@ def parse_model_config(document: JsonObject, *, what: str = CONFIG_FILE) -> Mode
         IncompatibleError: when the decoder does not support such a model.
         InvalidPackageError: with all problems, when values are malformed or absurd.
     """
+    document = select_text_part(document, what)
     row = _find_architecture(ConfigFields(document), what)
     fields = ConfigFields(document, keys=row.keys)
     _reject_unsupported(fields, row, what)
@@ -347,8 +391,8 @@ def _find_architecture(fields: ConfigFields, what: str) -> Architecture:
         named = kind if row is None else f"{kind} as {classes}"
         raise IncompatibleError(
             f"{what}: architecture {named[:100]!r} is not supported",
-            hint=f"supported are {', '.join(sorted(ARCHITECTURES))}, each as a causal language "
-            "model",
+            hint=f"supported are {', '.join(sorted({*ARCHITECTURES, *TEXT_PARTS}))}, each as a "
+            "causal language model",
         )
     return row
 
@@ -430,6 +474,7 @@ def _build_config(fields: ConfigFields, row: Architecture, what: str) -> ModelCo
         block=parse_block_config(
             fields, row, what=what, hidden_size=hidden, head_dim=head_dim, windows=windows
         ),
+        delta_net=parse_delta_net(fields, layers) if row.delta_net else None,
     )
 
 

@@ -8,14 +8,15 @@ import pytest
 from safetensors.numpy import load_file
 
 from expertctl.errors import IncompatibleError, InvalidPackageError
-from expertctl.package.architecture_rows import ARCHITECTURES
+from expertctl.package.architecture_rows import ARCHITECTURES, ELSE_FOREIGN
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig, parse_model_config, read_model_config
 from tests.engine.conftest import build_reference_model
 from tests.engine.reference_models import ROUTED_CLASSES, ROUTED_CONFIGS
 from tests.tensor_shapes import to_canonical_name
 
-ROUTED = sorted(name for name, row in ARCHITECTURES.items() if row.experts is not None)
+LIKE_LLAMA = ARCHITECTURES.keys() - ELSE_FOREIGN
+ROUTED = sorted(name for name in LIKE_LLAMA if ARCHITECTURES[name].experts is not None)
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 64,

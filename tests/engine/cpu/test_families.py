@@ -36,7 +36,12 @@ from expertctl.errors import IncompatibleError
 from expertctl.package.base_model import read_base_headers
 from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import assert_same_logits, stack_logits
-from tests.engine.family_models import SHAPES, build_family_model, save_family_adapter
+from tests.engine.family_models import (
+    SHAPES,
+    build_family_model,
+    is_recurrent,
+    save_family_adapter,
+)
 from tests.engine.package_fixtures import load_adapters
 
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]
@@ -86,7 +91,7 @@ def test_logits_equal_those_of_transformers_however_a_prompt_is_cut(
     decoder = load_decoder(directory)
     for prefill, chunk in ((16, 512), (9, 512), (12, 5), (1, 1)):
         ours = run(decoder, prefill=prefill, chunk=chunk)
-        assert_same_logits(ours, theirs[prefill - 1 :])
+        assert_same_logits(ours, theirs[prefill - 1 :], relative=is_recurrent(arch))
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
@@ -99,6 +104,8 @@ def test_adapters_of_every_projection_change_what_they_change_in_peft(
     tmp_path: Path,
 ) -> None:
     directory, model = family(arch, config)
+    if kind == "dora" and "num_experts" in config:
+        pytest.skip("PEFT has no DoRA of routed experts")
     adapted = save_family_adapter(model, kind, tmp_path, head=kind == "lora")
     with torch.inference_mode():
         theirs = adapted(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
@@ -106,7 +113,8 @@ def test_adapters_of_every_projection_change_what_they_change_in_peft(
     spec = PlainBackend(decoder.config, "float32").compile_spec
     adapter = spec.adapt(load_adapters(tmp_path))
     plan = fold_plan([WeightedAdapter(adapter, 1.0, compute_scales(decoder, adapter))], spec)
-    assert_same_logits(run(decoder, prefill=9, deltas=plan.compile().deltas), theirs[8:])
+    ours = run(decoder, prefill=9, deltas=plan.compile().deltas)
+    assert_same_logits(ours, theirs[8:], relative=is_recurrent(arch))
 
 
 def compute_scales(decoder: PlainDecoder, adapter: LoadedAdapter) -> DoraScales:
