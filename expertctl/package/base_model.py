@@ -23,7 +23,7 @@ from typing import Any
 
 from expertctl.digest import READ_CHUNK, Digest, Progress, ignore_progress
 from expertctl.errors import IncompatibleError, InvalidPackageError
-from expertctl.package.architecture_rows import ARCHITECTURES, ELSE_FOREIGN
+from expertctl.package.architecture_rows import ARCHITECTURES, ELSE_FOREIGN, TEXT_PARTS
 from expertctl.package.architectures import ConfigFields
 from expertctl.package.base_tensors import (
     find_base_file,
@@ -153,7 +153,7 @@ def read_base_config(directory: Path) -> ModelConfig | ForeignConfig:
     """
     document, what = read_config_document(directory), str(directory / CONFIG_FILE)
     kind = document.get("model_type")
-    if isinstance(kind, str) and kind in ELSE_FOREIGN:
+    if isinstance(kind, str) and kind in {*ELSE_FOREIGN, *TEXT_PARTS}:
         try:
             return parse_model_config(document, what=what)
         except IncompatibleError:

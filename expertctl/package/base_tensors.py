@@ -20,12 +20,17 @@ from pathlib import Path
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.gguf_codec import GGUF_TABLE, find_gguf_file, read_gguf_table
-from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
+from expertctl.package.model_config import (
+    EMBEDDING_TENSOR,
+    HEAD_TENSOR,
+    ModelConfig,
+    read_model_config,
+)
 from expertctl.package.quantisation_config import (
     QuantisationConfig,
     read_quantisation_config,
 )
-from expertctl.package.stored_layout import SourceRows, find_stored_rows
+from expertctl.package.stored_layout import SourceRows, StoredNames, find_stored_rows
 from expertctl.package.stored_tensor import FileState, StoredTensor
 from expertctl.package.tensor_file import BASE_LIMITS, TensorInfo, read_table
 from expertctl.schema.strict_json import load_object
@@ -150,13 +155,8 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
     """
     is_gguf = (directory / GGUF_TABLE).is_file()
     found = read_gguf_table(directory) if is_gguf else _read_tables(directory)
-    names = config.stored_places.names
-    tensors = {
-        names.unwrap(name): found[name]
-        for name in found
-        if not name.endswith(_DERIVED_SUFFIX) and not name.startswith(names.other_parts)
-    }
     problems: list[str] = []
+    tensors = _select_text_part(found, config.stored_places.names, problems)
     quantisation = read_quantisation_config(directory)
     if quantisation is not None:
         _require_whole_matrices(directory, config)
@@ -169,6 +169,33 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
     if problems:
         raise InvalidPackageError(str(directory), problems)
     _require_floats(directory, tensors)
+    return tensors
+
+
+def list_unread_parts(directory: Path) -> tuple[str, ...]:
+    """Return what a text needs no tensor of: prefixes of names in the files of a base.
+
+    Raises as `read_model_config` and `read_base_tensors`.
+    """
+    parts = read_model_config(directory).stored_places.names.other_parts
+    if not parts or (directory / GGUF_TABLE).is_file():
+        return ()
+    names = _read_tables(directory)
+    return tuple(part for part in parts if any(name.startswith(part) for name in names))
+
+
+def _select_text_part(
+    found: Mapping[str, StoredTensor], names: StoredNames, problems: list[str]
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a decoder; those for images and drafts are left out."""
+    tensors: dict[str, StoredTensor] = {}
+    for stored, tensor in found.items():
+        if stored.endswith(_DERIVED_SUFFIX) or stored.startswith(names.other_parts):
+            continue
+        name = names.unwrap(stored)
+        if name in tensors:
+            problems.append(f"{name}: stored both as {tensors[name].stored} and as {stored}")
+        tensors[name] = tensor
     return tensors
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.factories import VOCAB
 
@@ -311,6 +312,22 @@ def build_family_model(directory: Path, arch: str, *, seed: int = 0, **config: A
             parameter.copy_(1 + noise if is_scale else noise)
     model.save_pretrained(directory)
     return model
+
+
+def save_with_images(model: Any, directory: Path) -> Any:
+    """Save a Qwen3.5 with the same text part and a part for images, and return it; add a draft."""
+    text = model.config.to_dict()
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    whole = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    whole.model.language_model.load_state_dict(model.model.state_dict())
+    whole.lm_head.load_state_dict(model.lm_head.state_dict())
+    whole.save_pretrained(directory)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "mtp.fc.weight": torch.zeros(2, 2)}, path, metadata={"format": "pt"})
+    return whole
 
 
 _FEED_FORWARD_ENDS = ("down_proj", "output_linear", "fc2", "mlp.c_proj", "dense_4h_to_h")

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from expertctl.digest import Digest
+from expertctl.engine.adapters.compile import WeightedAdapter, fold_plan
 from expertctl.engine.arrays import AnyArray
 from expertctl.engine.backend import LoadConfig
 from expertctl.engine.cpu.plain_backend import PlainBackend
@@ -29,10 +32,19 @@ from expertctl.engine.load_plan import choose_backend
 from expertctl.engine.memory.adapter_cache import AdapterCache
 from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine_config import EngineConfig
-from expertctl.errors import BudgetError, CancelledError, IncompatibleError
+from expertctl.errors import BudgetError, CancelledError, IncompatibleError, InvalidPackageError
+from expertctl.package.base_model import read_base_headers
+from expertctl.package.base_tensors import list_unread_parts, read_base_tensors
+from expertctl.package.model_config import parse_model_config, read_model_config
 from tests.engine.conftest import assert_same_logits
 from tests.engine.cpu.test_families import load_decoder
-from tests.engine.family_models import DELTA_NET, build_family_model
+from tests.engine.family_models import (
+    DELTA_NET,
+    build_family_model,
+    save_family_adapter,
+    save_with_images,
+)
+from tests.engine.package_fixtures import load_adapters
 
 PLAN = Digest("sha256:" + "0" * 64)
 CONFIG = {
@@ -283,3 +295,112 @@ def test_only_numpy_runs_it(base: tuple[PlainDecoder, Any]) -> None:
     for engine, dtype in ((EngineConfig(device="cuda"), "float32"), (EngineConfig(), "int8")):
         with pytest.raises(IncompatibleError, match="cannot run the architecture qwen3_5_text"):
             choose_backend(config, LoadConfig(dtype, engine=engine))
+
+
+def test_the_text_part_of_a_model_that_reads_images_is_the_same_base(tmp_path: Path) -> None:
+    text, both = tmp_path / "text", tmp_path / "both"
+    model = build_family_model(text, "qwen3_5_text", **CONFIG)
+    whole = save_with_images(model, both)
+    with torch.inference_mode():
+        theirs = whole(input_ids=torch.tensor([TEXT[:16]]), use_cache=False).logits[0].numpy()
+    assert list_unread_parts(text) == ()
+    assert list_unread_parts(both) == ("model.visual.", "mtp.")
+    ours, same = read_base_headers(both), read_base_headers(text)
+    assert (ours.foreign, ours.config, ours.shapes) == (False, same.config, same.shapes)
+    decoder = load_decoder(both)
+    found = decoder.prefill(TEXT[:16], make_cache(decoder)).logits
+    assert_same_logits(found, theirs[-1], relative=True)
+    adapted = save_family_adapter(whole, "lora", tmp_path / "lora")
+    with torch.inference_mode():
+        theirs = adapted(input_ids=torch.tensor([TEXT[:16]]), use_cache=False).logits[0].numpy()
+    spec = PlainBackend(decoder.config, "float32").compile_spec
+    adapter = load_adapters(tmp_path / "lora")
+    assert all(name.startswith("model.language_model.") for name in adapter.modules)
+    deltas = fold_plan([WeightedAdapter(spec.adapt(adapter))], spec).compile().deltas
+    found = decoder.prefill(TEXT[:16], make_cache(decoder), deltas).logits
+    assert_same_logits(found, theirs[-1], relative=True)
+
+
+def test_a_tensor_that_is_stored_by_both_names_is_refused(tmp_path: Path) -> None:
+    save_with_images(build_family_model(tmp_path, "qwen3_5_text", **CONFIG), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.language_model.norm.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidPackageError, match=r"model\.norm\.weight: stored both as"):
+        read_base_tensors(tmp_path, read_model_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads is not a multiple"),
+        ({"linear_num_key_heads": 0}, "linear_num_key_heads is 0"),
+        ({"linear_key_head_dim": 1 << 11}, "linear_key_head_dim is 2048"),
+        ({"linear_value_head_dim": "8"}, "linear_value_head_dim is '8'"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types must be 3 times"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types must be 3 times"),
+        ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval is 0"),
+        ({"layer_types": None, "full_attention_interval": 4}, "layer_types must be 3 times"),
+        ({"layer_types": {"linear_attention": 1}}, "layer_types must be 3 times"),
+    ],
+    ids=str,
+)
+def test_sizes_and_layers_that_make_no_sense_are_refused(
+    changes: dict[str, Any], problem: str
+) -> None:
+    document: dict[str, Any] = {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        **DELTA_NET,
+    }
+    assert parse_model_config(document).delta_net is not None
+    with pytest.raises(InvalidPackageError, match=problem):
+        parse_model_config(document | changes)
+    with pytest.raises(InvalidPackageError, match="text_config"):
+        parse_model_config({"model_type": "qwen3_5", "text_config": 3})
+    inner = {"model_type": "qwen3_5", "text_config": document | changes}
+    with pytest.raises(InvalidPackageError, match=problem):
+        parse_model_config(inner)
+
+
+def test_absent_keys_mean_what_they_mean_to_transformers() -> None:
+    for arch, name in (
+        ("qwen3_5_text", "Qwen3_5TextConfig"),
+        ("qwen3_next", "Qwen3NextConfig"),
+        ("qwen3_5_moe_text", "Qwen3_5MoeTextConfig"),
+    ):
+        theirs = getattr(transformers, name)()
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        document: dict[str, Any] = {size: getattr(theirs, size) for size in sizes}
+        if arch != "qwen3_5_moe_text":
+            document["intermediate_size"] = theirs.intermediate_size
+        ours = parse_model_config({"model_type": arch, **document})
+        net = ours.delta_net
+        assert net is not None
+        kinds = enumerate(theirs.layer_types)
+        assert net.layers == tuple(n for n, kind in kinds if kind == "linear_attention")
+        assert net.key_heads == theirs.linear_num_key_heads
+        assert net.value_heads == theirs.linear_num_value_heads
+        assert net.key_dim == theirs.linear_key_head_dim
+        assert net.value_dim == theirs.linear_value_head_dim
+        assert net.kernel == theirs.linear_conv_kernel_dim
+        assert (ours.kv_heads, ours.head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
+        assert ours.rope.dims == theirs.head_dim * theirs.rope_parameters["partial_rotary_factor"]
+        assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+        assert (ours.norm_eps, ours.max_positions) == (
+            theirs.rms_norm_eps,
+            theirs.max_position_embeddings,
+        )
+        if ours.experts is not None:
+            assert (ours.experts.count, ours.experts.used) == (
+                theirs.num_experts,
+                theirs.num_experts_per_tok,
+            )
+            assert ours.experts.intermediate_size == theirs.moe_intermediate_size
+            assert ours.experts.shared_size == theirs.shared_expert_intermediate_size
+            assert ours.experts.normalised
