@@ -157,6 +157,7 @@ def _report_added(
     base: StoredBase, document: dict[str, object], *, compile_kernels: bool, as_json: bool
 ) -> None:
     """Print what was registered; compile its kernels first if that is wanted."""
+    from expertctl.package.base_tensors import list_unread_parts
     from expertctl.routing.base_dtype import PLAIN_STORAGES, choose_dtype, list_storages
 
     identity = base.identity
@@ -169,6 +170,8 @@ def _report_added(
     storages = () if base.foreign else list_storages(base)
     if not PLAIN_STORAGES.issuperset(storages):
         text += f"\nstored as {', '.join(storages)}; held in {choose_dtype(base, None)} by default"
+    if not base.foreign and (unread := list_unread_parts(base.path)):
+        note(f"{base.name} reads texts only: its tensors {'*, '.join(unread)}* are not used")
     if base.foreign:
         note(
             f"only `run --engine transformers` runs {base.name}: slowly, with one expert; "

@@ -30,7 +30,7 @@ def iter_row_portions(
         InvalidPackageError: if the file cannot be read to its end.
     """
     shape, dtype = tensor.info.shape, STORED_DTYPES[tensor.info.dtype]
-    columns = shape[1] if len(shape) > 1 else 1
+    columns = prod(shape[1:])
     rows, height = shape[0] if rows is None else rows, rows_per_portion(columns)
     if tensor.codec is not None:
         for begin in range(first, first + rows, height):

@@ -188,6 +188,8 @@ def _allocate_zeros(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size + READ_SLACK_BYTES))
 
 
+_MANY_TOKENS = 1 << 16
+"""So many that states of a sequence, if it has any, count by the token."""
 NUMPY_MAX_BYTES = SMALL_BASE
 """Bases of fewer bytes run in numpy, if they have no routed experts and need no kernels."""
 
@@ -313,6 +315,12 @@ def _choose_cuda_backend(config: ModelConfig, load_config: LoadConfig) -> Backen
     """Return the CUDA backend; options that it does not support were refused before."""
     from expertctl.engine.torch.cuda_backend import CudaBackend
 
+    if config.delta_net is not None:
+        raise IncompatibleError(
+            f"a CUDA device cannot run the architecture {config.architecture}: not all of its "
+            "layers attend",
+            hint="on a processor numpy runs it in float32 or bf16: --device cpu",
+        )
     assert not load_config.needs_kernels, (
         "a CUDA device holds float32 and bf16, experts as published"
     )
@@ -437,8 +445,6 @@ def estimate_base_sizes(base: StoredBase) -> tuple[Mapping[Dtype, int], int | No
     The KV bytes are those of a run without ``--dtype``. Both are missing for a base that only
     ``--engine transformers`` runs, or whose files are gone.
     """
-    from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS
-
     try:
         config = read_model_config(base.path)
         chosen = add_storages(LoadConfig(choose_dtype(base, None)), base.path, config)
@@ -450,7 +456,8 @@ def estimate_base_sizes(base: StoredBase) -> tuple[Mapping[Dtype, int], int | No
         with suppress(ExpertError, OSError):
             wanted = add_storages(LoadConfig(dtype), base.path, config)
             weights[dtype] = choose_backend(config, wanted)[0].weight_bytes
-    return weights, backend.kv_bytes(KV_PAGE_TOKENS) // KV_PAGE_TOKENS
+    grown = backend.kv_bytes(2 * _MANY_TOKENS) - backend.kv_bytes(_MANY_TOKENS)
+    return weights, grown // _MANY_TOKENS
 
 
 def estimate_expert_size(store: Store, expert: StoredExpert) -> int | None:

@@ -46,7 +46,7 @@ from expertctl.install.hub_files import (
 )
 from expertctl.package.base_model import read_base_config
 from expertctl.package.base_tensors import INDEX_FILE
-from expertctl.package.model_config import CONFIG_FILE
+from expertctl.package.config_document import CONFIG_FILE
 from expertctl.routing.encoder import find_hub_cache
 from expertctl.settings import format_size
 from expertctl.store.base_record import COPIED_GGUF, OPTIONAL_FILES, list_base_files

@@ -27,7 +27,7 @@ from expertctl.errors import (
 from expertctl.package.adapter import is_hub_name
 from expertctl.package.base_model import TOKENIZER_FILE
 from expertctl.package.base_tensors import INDEX_FILE, WEIGHTS_FILE
-from expertctl.package.model_config import CONFIG_FILE
+from expertctl.package.config_document import CONFIG_FILE
 from expertctl.store.base_record import OPTIONAL_FILES
 
 HUB_PREFIX = "hf:"

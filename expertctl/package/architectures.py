@@ -191,8 +191,12 @@ class ExpertsRules:
     scoring: Scoring = "softmax"
     normalised: bool | None = None
     """None: ``norm_topk_prob`` decides."""
+    normalised_default: bool = False
+    """What an absent ``norm_topk_prob`` means."""
     shared: SharedExpertRule = "none"
     router_bias: bool = False
+    shared_size: int = 5632
+    """The default for ``shared_expert_intermediate_size``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +270,8 @@ class Architecture:
     """Whether the scaling ``dynamic`` with an ``alpha`` is a fixed stretch of the frequencies."""
     long_yarn: bool = False
     """Whether ``su`` and ``yarn`` are older names of ``longrope``."""
+    delta_net: bool = False
+    """Whether some layers have a gated DeltaNet, and the attention of all others has a gate."""
     stored: StoredNames = StoredNames()  # noqa: RUF009  # frozen
 
 
@@ -362,7 +368,7 @@ def _read_count(fields: ConfigFields, row: ExpertsRules) -> int:
 def _read_normalised(fields: ConfigFields, row: ExpertsRules) -> bool:
     if row.normalised is not None:
         return row.normalised
-    return fields.read_boolean("norm_topk_prob", default=False)
+    return fields.read_boolean("norm_topk_prob", default=row.normalised_default)
 
 
 def _read_scale(fields: ConfigFields, row: ExpertsRules) -> float:
@@ -377,7 +383,7 @@ def _read_shared_size(fields: ConfigFields, row: ExpertsRules, size: int) -> int
             return 0
         case "gated":
             name = "shared_expert_intermediate_size"
-            return fields.read_integer(name, minimum=1, maximum=_MAX_SIZE, default=5632)
+            return fields.read_integer(name, minimum=1, maximum=_MAX_SIZE, default=row.shared_size)
         case "several":
             return size * fields.read_integer(
                 "n_shared_experts", minimum=1, maximum=MAX_EXPERTS_PER_LAYER

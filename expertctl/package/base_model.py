@@ -30,12 +30,8 @@ from expertctl.package.base_tensors import (
     read_base_tensors,
     read_foreign_tensors,
 )
-from expertctl.package.model_config import (
-    CONFIG_FILE,
-    ModelConfig,
-    parse_model_config,
-    read_config_document,
-)
+from expertctl.package.config_document import CONFIG_FILE, TEXT_PARTS, read_config_document
+from expertctl.package.model_config import ModelConfig, parse_model_config
 from expertctl.package.stored_tensor import ExactCodec, StoredTensor
 from expertctl.package.tokenizer import MAX_TOKENIZER_BYTES, compute_tokenizer_digest
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, read_bounded
@@ -153,7 +149,7 @@ def read_base_config(directory: Path) -> ModelConfig | ForeignConfig:
     """
     document, what = read_config_document(directory), str(directory / CONFIG_FILE)
     kind = document.get("model_type")
-    if isinstance(kind, str) and kind in ELSE_FOREIGN:
+    if isinstance(kind, str) and kind in {*ELSE_FOREIGN, *TEXT_PARTS}:
         try:
             return parse_model_config(document, what=what)
         except IncompatibleError:

@@ -20,13 +20,18 @@ from pathlib import Path
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.gguf_codec import GGUF_TABLE, find_gguf_file, read_gguf_table
-from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
+from expertctl.package.model_config import (
+    EMBEDDING_TENSOR,
+    HEAD_TENSOR,
+    ModelConfig,
+    read_model_config,
+)
 from expertctl.package.quantisation_config import (
     MatrixQuantisation,
     Mxfp4Config,
     read_quantisation_config,
 )
-from expertctl.package.stored_layout import SourceRows, find_stored_rows
+from expertctl.package.stored_layout import SourceRows, StoredNames, find_stored_rows
 from expertctl.package.stored_tensor import FileState, StoredTensor
 from expertctl.package.tensor_file import BASE_LIMITS, TensorInfo, read_table
 from expertctl.schema.strict_json import load_object
@@ -153,8 +158,8 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
     """
     is_gguf = (directory / GGUF_TABLE).is_file()
     found = read_gguf_table(directory) if is_gguf else _read_tables(directory)
-    tensors = {name: found[name] for name in found if not name.endswith(_DERIVED_SUFFIX)}
     problems: list[str] = []
+    tensors = _select_text_part(found, config.stored_places.names, problems)
     quantisation = read_quantisation_config(directory)
     has_columns = config.stored_places.names.experts_as_columns
     if isinstance(quantisation, Mxfp4Config):
@@ -177,12 +182,39 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
         )
     elif config.experts is not None:
         tensors = _canonicalise(tensors, config, config.experts, problems)
-    elif not config.stored_places.are_usual:
+    if not (is_gguf or has_columns or config.stored_places.are_usual):
         tensors = _arrange(tensors, config, problems)
     problems = problems[:_MAX_SHOWN_NAMES] or _find_tensor_problems(tensors, config)
     if problems:
         raise InvalidPackageError(str(directory), problems)
     _require_floats(directory, tensors)
+    return tensors
+
+
+def list_unread_parts(directory: Path) -> tuple[str, ...]:
+    """Return what a text needs no tensor of: prefixes of names in the files of a base.
+
+    Raises as `read_model_config` and `read_base_tensors`.
+    """
+    parts = read_model_config(directory).stored_places.names.other_parts
+    if not parts or (directory / GGUF_TABLE).is_file():
+        return ()
+    names = _read_tables(directory)
+    return tuple(part for part in parts if any(name.startswith(part) for name in names))
+
+
+def _select_text_part(
+    found: Mapping[str, StoredTensor], names: StoredNames, problems: list[str]
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a decoder; those for images and drafts are left out."""
+    tensors: dict[str, StoredTensor] = {}
+    for stored, tensor in found.items():
+        if stored.endswith(_DERIVED_SUFFIX) or stored.startswith(names.other_parts):
+            continue
+        name = names.unwrap(stored)
+        if name in tensors:
+            problems.append(f"{name}: stored both as {tensors[name].stored} and as {stored}")
+        tensors[name] = tensor
     return tensors
 
 
@@ -277,8 +309,8 @@ def _read_tables(directory: Path) -> dict[str, StoredTensor]:
 def _require_whole_matrices(directory: Path, config: ModelConfig) -> None:
     """Refuse quantised weights whose stored matrices are several of ours, or transposed."""
     names = config.stored_places.names
-    split = names.fused_qkv or names.fused_gate_up or names.experts_as_columns
-    if split or names.transposed or names.stacked_head_norms:
+    fused = names.fused_qkv or names.fused_gate_up or config.stored_places.fused
+    if fused or names.transposed or names.stacked_head_norms or names.experts_as_columns:
         raise IncompatibleError(
             f"{directory}: quantised weights of {config.architecture} are not supported",
             hint="use the base in float32, float16 or bfloat16",
@@ -346,6 +378,8 @@ def _arrange(
 
 
 def _slice_tensor(whole: StoredTensor, source: SourceRows) -> StoredTensor:
+    if source.info.shape == whole.info.shape and source.layout is None:
+        return whole
     if whole.codec is not None:
         assert (source.row, source.layout) == (0, None), "a codec decodes whole matrices"
         return whole

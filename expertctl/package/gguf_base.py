@@ -23,6 +23,7 @@ import msgspec
 from expertctl.errors import IncompatibleError, InvalidPackageError
 from expertctl.package.architecture_rows import ARCHITECTURES
 from expertctl.package.architectures import Architecture, ConfigFields
+from expertctl.package.config_document import CONFIG_FILE
 from expertctl.package.gguf_codec import GGUF_TABLE, GgufCodec, GgufEntry, GgufTable
 from expertctl.package.gguf_file import GgufHeader, GgufTensor
 from expertctl.package.gguf_rows import (
@@ -33,7 +34,7 @@ from expertctl.package.gguf_rows import (
     reject_settings,
 )
 from expertctl.package.gguf_tokenizer import build_tokenizer_files
-from expertctl.package.model_config import CONFIG_FILE, parse_model_config
+from expertctl.package.model_config import parse_model_config
 from expertctl.package.stored_tensor import StoredTensor
 from expertctl.package.tensor_file import TensorInfo
 from expertctl.schema.strict_json import JsonObject, JsonValue

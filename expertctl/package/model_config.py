@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from expertctl.errors import IncompatibleError, NotFoundError
+from expertctl.errors import IncompatibleError
 from expertctl.package.architecture_rows import ARCHITECTURES
 from expertctl.package.architectures import (
     Architecture,
@@ -34,12 +34,20 @@ from expertctl.package.block_config import (
     parse_block_config,
     read_falcon_kv_heads,
 )
+from expertctl.package.config_document import (
+    CONFIG_FILE,
+    TEXT_PARTS,
+    read_config_document,
+    select_text_part,
+)
+from expertctl.package.delta_net_config import (
+    OUTPUT_GATE_MODULE,
+    DeltaNetConfig,
+    parse_delta_net,
+)
 from expertctl.package.stored_layout import HeadSizes, StoredPlaces
-from expertctl.schema.strict_json import JsonObject, load_object
+from expertctl.schema.strict_json import JsonObject
 
-CONFIG_FILE = "config.json"
-ADAPTER_CONFIG_FILE = "adapter_config.json"
-"""PEFT's name of an adapter configuration."""
 EMBEDDING_TENSOR = "model.embed_tokens.weight"
 POSITIONS_TENSOR = "model.embed_positions.weight"
 HEAD_TENSOR = "lm_head.weight"
@@ -52,13 +60,13 @@ SINKS = "self_attn.sinks"
 SHARED_EXPERT_MODULE = "mlp.shared_expert"
 SHARED_GATE_MODULE = "mlp.shared_expert_gate"
 _FLOAT_BYTES = 4
-_MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEAD_NORMS = 1 << 16
 
 _OMITTED_DEFAULTS: Mapping[str, object] = {
     "projection_norm": False,
     "experts": None,
     "block": LLAMA_BLOCK.to_json(),
+    "delta_net": None,
 }
 """Fields added later: a base's digest omits them at these values, so that old digests stay."""
 
@@ -88,11 +96,24 @@ class ModelConfig:
     """Whether queries and keys are normed over all heads together, not per head."""
     experts: ExpertsConfig | None = None
     block: BlockConfig = LLAMA_BLOCK
+    delta_net: DeltaNetConfig | None = None
+    """The layers without attention; None: all layers attend."""
 
     @property
     def has_llama_blocks(self) -> bool:
         """Whether its blocks, without their rotation, are Llama's."""
-        return self.block == LLAMA_BLOCK
+        return self.block == LLAMA_BLOCK and self.delta_net is None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The indices of the layers with keys and values."""
+        others = () if self.delta_net is None else self.delta_net.layers
+        return tuple(layer for layer in range(self.layers) if layer not in others)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of a sequence, float32; 0 where all layers have keys and values."""
+        return 0 if self.delta_net is None else math.prod(self.delta_net.state_shape) * _FLOAT_BYTES
 
     @property
     def unlike_llama(self) -> bool:
@@ -106,6 +127,8 @@ class ModelConfig:
     @property
     def has_kernels(self) -> bool:
         """Whether compiled kernels compute what its blocks do; its sizes are not looked at."""
+        if self.delta_net is not None:
+            return False
         return self.block.has_kernels and (self.experts is None or self.has_llama_blocks)
 
     def require_kernels(self) -> None:
@@ -124,17 +147,22 @@ class ModelConfig:
     @property
     def stored_places(self) -> StoredPlaces:
         """The names and places of its tensors in the files of its architecture."""
+        names, net = ARCHITECTURES[self.architecture].stored, self.delta_net
+        sizes = HeadSizes(self.heads, self.kv_heads, self.head_dim)
         return StoredPlaces(
-            names=ARCHITECTURES[self.architecture].stored,
-            sizes=HeadSizes(self.heads, self.kv_heads, self.head_dim),
+            names=names,
+            sizes=sizes,
             inner=self.intermediate_size,
             apart=self.block.places == "parallel_apart",
+            fused={} if net is None else net.list_fused(sizes, grouped=names.grouped_delta),
         )
 
     def to_json(self) -> JsonObject:
         """Return every field as in the digest of a base."""
         values = {**asdict(self), "rope": self.rope.to_json(), "windows": list(self.windows)}
         values["block"] = self.block.to_json()
+        if self.delta_net is not None:
+            values["delta_net"] = self.delta_net.to_json()
         if self.experts is not None:
             values["experts"] = self.experts.to_json()
         return {
@@ -155,7 +183,8 @@ class ModelConfig:
 
     def count_kv_bytes(self, tokens: int, *, itemsize: int) -> int:
         """Return the size of the keys and values of ``tokens`` tokens, in bytes."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize * tokens
+        layers = len(self.attention_layers)
+        return 2 * layers * self.kv_heads * self.head_dim * itemsize * tokens
 
     def count_weight_bytes(self, *, itemsize: int) -> int:
         """Return the size of all weights in bytes; norms and biases have four bytes a number."""
@@ -198,14 +227,28 @@ class ModelConfig:
         """Tell whether a layer has routed experts."""
         return self.experts is not None and layer in self.experts.layers
 
+    def has_attention(self, layer: int) -> bool:
+        """Tell whether a layer attends; others have a gated DeltaNet."""
+        return self.delta_net is None or layer not in self.delta_net.layers
+
     def _list_layer_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
+        if self.delta_net is None or self.has_attention(layer):
+            shapes = self._list_attention_shapes()
+        else:
+            shapes = self.delta_net.list_linear_shapes(self.hidden_size)
+        return shapes | (
+            self._list_routed_shapes() if self.is_routed(layer) else self._list_mlp_shapes()
+        )
+
+    def _list_attention_shapes(self) -> dict[str, tuple[int, int]]:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        gate = {} if self.delta_net is None else {OUTPUT_GATE_MODULE: (queries, self.hidden_size)}
         return {
             "self_attn.q_proj": (queries, self.hidden_size),
             "self_attn.k_proj": (keys, self.hidden_size),
             "self_attn.v_proj": (keys, self.hidden_size),
+            **gate,
             "self_attn.o_proj": (self.hidden_size, queries),
-            **(self._list_routed_shapes() if self.is_routed(layer) else self._list_mlp_shapes()),
         }
 
     def _list_mlp_shapes(self) -> dict[str, tuple[int, int]]:
@@ -255,18 +298,30 @@ class ModelConfig:
             yield f"{prefix}.{name}.weight", shape
             if self._has_bias(name):
                 yield f"{prefix}.{name}.bias", shape[:1]
-        if self.block.sinks:
-            yield f"{prefix}.{SINKS}", (self.heads,)
-        for norm, size in self._list_norm_sizes().items():
-            yield f"{prefix}.self_attn.{norm}.weight", (size,)
-            if self.block.head_norm == "layer_with_bias":
-                yield f"{prefix}.self_attn.{norm}.bias", (size,)
+        if self.delta_net is None or self.has_attention(layer):
+            vectors = self._list_attention_vectors()
+        else:
+            vectors = self.delta_net.list_vector_shapes()
         if self.experts is not None and self.is_routed(layer):
-            yield f"{prefix}.{ROUTER_MODULE}.weight", (self.experts.count, self.hidden_size)
-            if self.experts.router_bias:
-                yield f"{prefix}.{ROUTER_MODULE}.bias", (self.experts.count,)
-            if self.experts.choice_bias:
-                yield f"{prefix}.{ROUTER_MODULE}.{CHOICE_BIAS}", (self.experts.count,)
+            vectors |= self._list_router_shapes(self.experts)
+        yield from ((f"{prefix}.{name}", shape) for name, shape in vectors.items())
+
+    def _list_attention_vectors(self) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {SINKS: (self.heads,)} if self.block.sinks else {}
+        ends = ("weight", "bias") if self.block.head_norm == "layer_with_bias" else ("weight",)
+        for norm, size in self._list_norm_sizes().items():
+            shapes |= {f"self_attn.{norm}.{end}": (size,) for end in ends}
+        return shapes
+
+    def _list_router_shapes(self, experts: ExpertsConfig) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{ROUTER_MODULE}.weight": (experts.count, self.hidden_size)
+        }
+        if experts.router_bias:
+            shapes[f"{ROUTER_MODULE}.bias"] = (experts.count,)
+        if experts.choice_bias:
+            shapes[f"{ROUTER_MODULE}.{CHOICE_BIAS}"] = (experts.count,)
+        return shapes
 
     def _iter_norm_shapes(self, norm: str, size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{norm}.weight", (size,)
@@ -274,19 +329,16 @@ class ModelConfig:
             yield f"{norm}.bias", (size,)
 
     def _list_norm_sizes(self) -> dict[str, int]:
+        heads, dims = {"q_norm": self.heads, "k_norm": self.kv_heads}, self.head_dim
         if not self.qk_norm:
             return {}
         if self.block.own_head_norms:
-            counts = {"q_norm": self.heads, "k_norm": self.kv_heads}
-            return {
-                f"{name}.norms.{head}": self.head_dim
-                for name, count in counts.items()
-                for head in range(count)
-            }
-        heads = (self.heads, self.kv_heads) if self.projection_norm else (1, 1)
-        return {"q_norm": heads[0] * self.head_dim, "k_norm": heads[1] * self.head_dim}
+            return {f"{name}.norms.{n}": dims for name in heads for n in range(heads[name])}
+        return {name: dims * (heads[name] if self.projection_norm else 1) for name in heads}
 
     def _has_bias(self, name: str) -> bool:
+        if name.startswith("linear_attn."):
+            return False
         if name.startswith("mlp."):
             return self.mlp_bias
         return self.output_bias if name == "self_attn.o_proj" else self.qkv_bias
@@ -297,33 +349,6 @@ def read_model_config(directory: Path) -> ModelConfig:
     return parse_model_config(read_config_document(directory), what=str(directory / CONFIG_FILE))
 
 
-def read_config_document(directory: Path) -> JsonObject:
-    """Read ``config.json`` of a base without interpreting it.
-
-    Raises:
-        NotFoundError: when there is none.
-        InvalidPackageError: when it is malformed.
-    """
-    path = directory / CONFIG_FILE
-    if not directory.is_dir():
-        raise NotFoundError(
-            f"{directory}: no such directory", hint="name the one that config.json is in"
-        )
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        if (directory / ADAPTER_CONFIG_FILE).is_file():
-            raise NotFoundError(
-                f"{directory} is an adapter, not a base model",
-                hint=f"`expertctl build {directory}` packs it; a base has a {CONFIG_FILE}",
-            ) from error
-        raise NotFoundError(
-            f"{directory}: {CONFIG_FILE} is missing or cannot be read",
-            hint="a base is a Hugging Face directory with config.json and safetensors",
-        ) from error
-    return load_object(data, what=str(path), max_bytes=_MAX_CONFIG_BYTES)
-
-
 def parse_model_config(document: JsonObject, *, what: str = CONFIG_FILE) -> ModelConfig:
     """Parse a configuration.
 
@@ -331,6 +356,7 @@ def parse_model_config(document: JsonObject, *, what: str = CONFIG_FILE) -> Mode
         IncompatibleError: when the decoder does not support such a model.
         InvalidPackageError: with all problems, when values are malformed or absurd.
     """
+    document = select_text_part(document, what)
     row = _find_architecture(ConfigFields(document), what)
     fields = ConfigFields(document, keys=row.keys)
     _reject_unsupported(fields, row, what)
@@ -358,8 +384,8 @@ def _find_architecture(fields: ConfigFields, what: str) -> Architecture:
         named = kind if row is None else f"{kind} as {classes}"
         raise IncompatibleError(
             f"{what}: architecture {named[:100]!r} is not supported",
-            hint=f"supported are {', '.join(sorted(ARCHITECTURES))}, each as a causal language "
-            "model",
+            hint=f"supported are {', '.join(sorted({*ARCHITECTURES, *TEXT_PARTS}))}, each as a "
+            "causal language model",
         )
     return row
 
@@ -441,6 +467,7 @@ def _build_config(fields: ConfigFields, row: Architecture, what: str) -> ModelCo
         block=parse_block_config(
             fields, row, what=what, hidden_size=hidden, head_dim=head_dim, windows=windows
         ),
+        delta_net=parse_delta_net(fields, layers) if row.delta_net else None,
     )
 
 

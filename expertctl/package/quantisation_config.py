@@ -16,7 +16,7 @@ from typing import Literal
 
 from expertctl.errors import IncompatibleError
 from expertctl.package.architectures import ConfigFields
-from expertctl.package.model_config import CONFIG_FILE, read_config_document
+from expertctl.package.config_document import CONFIG_FILE, read_config_document
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
 MAX_GROUP = 1 << 20

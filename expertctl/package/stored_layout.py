@@ -56,6 +56,18 @@ class StoredNames:
     """What names lack in files that were saved without the output head."""
     ignored: tuple[str, ...] = ()
     """The ends of names of buffers, which older files have."""
+    wrapped: str | None = None
+    """The beginning of names that stands for ``model.`` in files with more than the text part."""
+    other_parts: tuple[str, ...] = ()
+    """The beginnings of names of tensors that a text does not need: those of images, drafts."""
+    grouped_delta: bool = False
+    """Whether inputs of a gated DeltaNet are two matrices, by groups of one head of keys."""
+
+    def unwrap(self, name: str) -> str:
+        """Return a name as in files that have only the text part."""
+        if self.wrapped is None or not name.startswith(self.wrapped):
+            return name
+        return f"model.{name.removeprefix(self.wrapped)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +157,8 @@ class StoredPlaces:
     inner: int
     apart: bool
     """Whether its blocks have two parallel norms."""
+    fused: Mapping[str, tuple[ModulePart, ...]] = field(default_factory=dict)
+    """More modules of the files that are several of ours."""
 
     def find_stored_module(self, module: str) -> tuple[str, ModulePart | None]:
         """Return the stored module of one of ours, and which part of it, if not all."""
@@ -178,7 +192,7 @@ class StoredPlaces:
 
         A module that is not several of ours has one part without rows.
         """
-        prefix = f"{self.names.layers}."
+        prefix, stored = f"{self.names.layers}.", self.names.unwrap(stored)
         number, dot, rest = stored.removeprefix(prefix).partition(".")
         if not stored.startswith(prefix) or not dot or not number.isdecimal():
             return None
@@ -205,7 +219,7 @@ class StoredPlaces:
         return name if parent is None else f"{own[parent]}{name.removeprefix(parent)}"
 
     def _list_fused(self) -> dict[str, tuple[ModulePart, ...]]:
-        fused: dict[str, tuple[ModulePart, ...]] = {}
+        fused: dict[str, tuple[ModulePart, ...]] = dict(self.fused)
         if self.names.fused_qkv is not None:
             fused[QKV_MODULE] = tuple(self._split_qkv())
         if self.names.fused_gate_up:

@@ -30,9 +30,9 @@ from expertctl.errors import (
 from expertctl.files import make_folders, open_staged_file, sync_folder
 from expertctl.package.base_model import TOKENIZER_FILE, BaseIdentity, open_hashing_threads
 from expertctl.package.base_tensors import INDEX_FILE, find_weight_files
+from expertctl.package.config_document import CONFIG_FILE
 from expertctl.package.gguf_codec import GGUF_TABLE
 from expertctl.package.gguf_file import read_gguf_header
-from expertctl.package.model_config import CONFIG_FILE
 from expertctl.schema.strict_json import load_object
 from expertctl.schema.validation import convert_document
 from expertctl.store.store import find_similar_names

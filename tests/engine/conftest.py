@@ -150,9 +150,13 @@ def stack_logits(rows: Iterable[AnyArray | torch.Tensor], *, dim: int = 0) -> to
     return torch.from_numpy(np.stack([np.asarray(row) for row in rows], axis=dim))
 
 
-def assert_same_logits(ours: AnyArray | torch.Tensor, theirs: AnyArray | torch.Tensor) -> None:
+def assert_same_logits(
+    ours: AnyArray | torch.Tensor, theirs: AnyArray | torch.Tensor, *, relative: bool = False
+) -> None:
+    """Compare absolutely, or relative to the largest of their logits."""
     ours, theirs = torch.as_tensor(ours), torch.as_tensor(theirs)
     assert ours.shape == theirs.shape
     assert float(theirs.abs().max()) > 0.5, "the numbers are too small for an absolute tolerance"
-    assert float((ours - theirs).abs().max()) <= TOLERANCE
+    largest = float(theirs.abs().max()) if relative else 1.0
+    assert float((ours - theirs).abs().max()) <= TOLERANCE * largest
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))

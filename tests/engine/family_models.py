@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.factories import VOCAB
 
@@ -72,6 +73,24 @@ CLASSES = {
     "falcon": "Falcon",
     "olmo3": "Olmo3",
     "gpt_oss": "GptOss",
+    "qwen3_5_text": "Qwen3_5Text",
+    "qwen3_next": "Qwen3Next",
+    "qwen3_5_moe_text": "Qwen3_5MoeText",
+}
+DELTA_NET: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_DELTA_EXPERTS = {
+    **DELTA_NET,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
 }
 SHAPES: list[FamilyShape] = [
     ("gemma", _HEADS),
@@ -257,8 +276,31 @@ SHAPES: list[FamilyShape] = [
         "falcon",
         {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     ),
+    ("qwen3_5_text", DELTA_NET),
+    (
+        "qwen3_5_text",
+        {
+            **DELTA_NET,
+            **_ALONE,
+            "num_hidden_layers": 4,
+            "layer_types": None,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
+    ("qwen3_next", _DELTA_EXPERTS),
+    ("qwen3_next", {**_DELTA_EXPERTS, **_ALONE, "mlp_only_layers": [1], "norm_topk_prob": False}),
+    ("qwen3_5_moe_text", _DELTA_EXPERTS),
 ]
 """Two or more a family, one with grouped queries where it has them."""
+
+
+def is_recurrent(arch: str) -> bool:
+    """Tell whether a family has layers whose state is normed, which makes rounding larger."""
+    return arch.startswith(("qwen3_5", "qwen3_next"))
 
 
 def build_family_model(directory: Path, arch: str, *, seed: int = 0, **config: Any) -> Any:
@@ -279,10 +321,30 @@ def build_family_model(directory: Path, arch: str, *, seed: int = 0, **config: A
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * noise_size
+            if "conv1d" in parameter_name:
+                noise *= 8  # or queries times keys are nearly 0, and a norm makes rounding larger
+            elif "linear_attn.out_proj" in parameter_name:
+                noise *= 0.3
             is_scale = parameter.ndim < 2 and parameter_name.endswith("weight")
             parameter.copy_(1 + noise if is_scale else noise)
     model.save_pretrained(directory)
     return model
+
+
+def save_with_images(model: Any, directory: Path) -> Any:
+    """Save a Qwen3.5 with the same text part and a part for images, and return it; add a draft."""
+    text = model.config.to_dict()
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    whole = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    whole.model.language_model.load_state_dict(model.model.state_dict())
+    whole.lm_head.load_state_dict(model.lm_head.state_dict())
+    whole.save_pretrained(directory)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "mtp.fc.weight": torch.zeros(2, 2)}, path, metadata={"format": "pt"})
+    return whole
 
 
 _FEED_FORWARD_ENDS = ("down_proj", "output_linear", "fc2", "mlp.c_proj", "dense_4h_to_h")

@@ -256,7 +256,8 @@ def _unsaid(config: ModelConfig) -> set[str]:
     experts = {"experts"} if config.experts is None else set()
     block = {"block"} if config.block == BlockConfig() else set()
     norm = set() if config.projection_norm else {"projection_norm"}
-    return experts | block | norm
+    delta_net = {"delta_net"} if config.delta_net is None else set()
+    return experts | block | norm | delta_net
 
 
 def test_the_document_of_a_dense_base_is_what_it_always_was() -> None:

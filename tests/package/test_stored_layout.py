@@ -38,6 +38,10 @@ SIZES = {
 }
 NEEDED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["attention"] * 3},
+    **{
+        name: {"full_attention_interval": 3}
+        for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+    },
 }
 WHOLE = {"scale_attn_by_inverse_layer_idx": False}
 

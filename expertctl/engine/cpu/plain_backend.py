@@ -162,12 +162,13 @@ class PlainBackend:
         """Estimate the maximum bytes of a pass over so many tokens, besides weights and pages.
 
         Sequences of a batch run one after the other, whatever the number of ``plans``; then all
-        their logits are stacked.
+        their logits are stacked. A failed step restores the states of all.
         """
         vocabulary = self.config.vocab_size
         scores = 2 * (rows - 1) * vocabulary * _FLOAT_BYTES
         passing = estimate_plain_pass_bytes(self.config, tokens, dtype=self.dtype, width=width)
-        return passing + scores + estimate_sample_bytes(vocabulary)
+        states = (rows - 1) * self.config.state_bytes
+        return passing + scores + states + estimate_sample_bytes(vocabulary)
 
     @property
     def kv_layout(self) -> str:

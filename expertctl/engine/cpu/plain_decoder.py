@@ -24,6 +24,7 @@ from expertctl.engine.cpu.plain_functional import (
     StackedLinear,
     attend,
     cap_softly,
+    sigmoid,
     split_queries,
 )
 from expertctl.engine.cpu.plain_layers import PlainLayer, build_norm, build_plain_layers
@@ -68,6 +69,15 @@ class _PlainPass:
     pages: Sequence[AnyArray]
     tables: dict[RopeKind, RotationTable]
     deltas: Deltas
+    state: AnyArray | None
+    """The state of earlier tokens in layers without keys and values."""
+    states: dict[int, AnyArray]
+    """Those that the pass makes, by how many of its tokens they are after."""
+
+    def take_states(self, place: int) -> tuple[AnyArray | None, dict[int, AnyArray]]:
+        """Return both for one of those layers, in their order."""
+        made = {tokens: state[place] for tokens, state in self.states.items()}
+        return None if self.state is None else self.state[place], made
 
 
 class PlainDecoder:
@@ -85,6 +95,9 @@ class PlainDecoder:
         bias = weights.tensors.get(HEAD_BIAS_TENSOR)
         self._head = StackedLinear(("lm_head",), head, bias, (len(head),))
         self._layers = build_plain_layers(config, weights)
+        kinds = [layer.delta_net is None for layer in self._layers]
+        self._places = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]
+        """The place of each layer among those with keys and values, or those without."""
         scale = config.block.attention_scale
         self._scale = np.float32(config.head_dim**-0.5 if scale is None else scale)
         self._rotations: dict[RopeKind, RotationTable] = {}
@@ -271,6 +284,9 @@ class PlainDecoder:
                 layer.add_mlp(x, None if read is None else read[queries.begin :], deltas)
                 del read
         cache.advance(step.tokens)
+        if cache.states is not None:
+            states = {step.start + n: state for n, state in step.states.items()}
+            cache.states.add(states, is_prompt=step.tokens > 1)
         return x
 
     def _start_pass(self, tokens: int, cache: PagedKVCache, deltas: Deltas) -> _PlainPass:
@@ -280,7 +296,12 @@ class PlainDecoder:
             self._rotations = {}
             self._rotations = self._make_tables(min(1 << (end - 1).bit_length(), cache.capacity))
         tables = {kind: table.slice(start, end) for kind, table in self._rotations.items()}
-        return _PlainPass(start, tokens, cache.pages, tables, deltas)
+        state, states = None, dict[int, AnyArray]()
+        if cache.states is not None:
+            places, shape = cache.states.list_positions(start, tokens), cache.states.shape
+            state = cache.states.current
+            states = {place - start: np.empty(shape, np.float32) for place in places}
+        return _PlainPass(start, tokens, cache.pages, tables, deltas, state, states)
 
     def _make_tables(self, positions: int) -> dict[RopeKind, RotationTable]:
         """Return the tables of all kinds of layers that rotate."""
@@ -313,7 +334,10 @@ class PlainDecoder:
         made = layer.inputs(normed, step.deltas)
         read = layer.select_mlp_input(x, normed)
         del normed
-        wide, turned = layer.inputs.ends[1], (tokens, -1, config.head_dim)
+        if layer.delta_net is not None:
+            out = layer.delta_net(made, *step.take_states(self._places[number]))
+            return layer.output(out[queries.begin :], step.deltas), read
+        (_, wide, end), turned = layer.inputs.ends[:3], (tokens, -1, config.head_dim)
         norms = layer.head_norms
         if norms is not None and not norms.after_rope:
             norms.apply(made, layer.inputs.ends)
@@ -321,9 +345,9 @@ class PlainDecoder:
         heads = layer.rotate(heads, step.tables.get(layer.rope))
         if norms is not None and norms.after_rope:
             norms.apply(heads.reshape(tokens, wide), layer.inputs.ends)
-        fresh = heads[:, config.heads :], made[:, wide:].reshape(turned)
+        fresh = heads[:, config.heads :], made[:, wide:end].reshape(turned)
         blocks = queries.blocks[layer.window]
-        keys, values = self._exchange_rows(number, step, fresh, blocks[0].first)
+        keys, values = self._exchange_rows(self._places[number], step, fresh, blocks[0].first)
         asking = heads[queries.begin :, : config.heads]
         asking *= self._scale
         if config.block.query_growth:
@@ -336,7 +360,10 @@ class PlainDecoder:
             part = asking[rows], keys[:, seen], values[:, seen]
             cap, sinks = config.block.attention_cap, layer.sinks
             attend(*part, block, out[rows], cap=cap, sinks=sinks)
-        return layer.output(out.reshape(len(out), -1), step.deltas), read
+        flat = out.reshape(len(out), -1)
+        if config.delta_net is not None:
+            flat *= sigmoid(made[queries.begin :, end:])
+        return layer.output(flat, step.deltas), read
 
     def _compute_query_growth(self, step: _PlainPass) -> AnyArray:
         """Return the factor on the queries of each token, float32 [tokens]."""
@@ -347,22 +374,22 @@ class PlainDecoder:
         return found.astype(np.float32)
 
     def _exchange_rows(
-        self, number: int, step: _PlainPass, fresh: tuple[AnyArray, AnyArray], first: int
+        self, layer: int, step: _PlainPass, fresh: tuple[AnyArray, AnyArray], first: int
     ) -> tuple[AnyArray, AnyArray]:
         """Write the rows of a pass, keys and values [tokens, kv_heads, head_dim], to the pages.
 
-        Returns all keys and values [kv_heads, length, head_dim] of the layer from the page of
-        position ``first`` on.
+        Returns all keys and values [kv_heads, length, head_dim] of the layer, which is counted
+        among those that have them, from the page of position ``first`` on.
         """
         start, end = step.start, step.start + step.tokens
         for place in range(start // KV_PAGE_TOKENS, count_pages(end)):
-            begin, page = place * KV_PAGE_TOKENS, step.pages[place][number]
+            begin, page = place * KV_PAGE_TOKENS, step.pages[place][layer]
             rows = slice(max(start - begin, 0), min(end - begin, KV_PAGE_TOKENS))
             some = slice(begin + rows.start - start, begin + rows.stop - start)
             for kind, numbers in enumerate(fresh):
                 page[kind, :, rows] = numbers[some].swapaxes(0, 1)
         before = first // KV_PAGE_TOKENS
-        pages = [page[number] for page in step.pages[before : count_pages(end)]]
+        pages = [page[layer] for page in step.pages[before : count_pages(end)]]
         keys, values = pages[0] if len(pages) == 1 else self._gather(pages, step)
         length = end - before * KV_PAGE_TOKENS
         return keys[:, :length], values[:, :length]

@@ -10,6 +10,7 @@ import numpy as np
 
 from expertctl.engine.adapters.steps import Deltas
 from expertctl.engine.arrays import AnyArray
+from expertctl.engine.cpu.plain_delta_net import DeltaNet, build_delta_net, delta_net_bytes
 from expertctl.engine.cpu.plain_functional import (
     LayerNorm,
     Norm,
@@ -35,13 +36,15 @@ from expertctl.engine.cpu.rope import RotationTable, rotate, rotate_first, rotat
 from expertctl.engine.decoding import PREFILL_CHUNK
 from expertctl.engine.kernels.packed_format import ATTENTION_INPUTS, KV_PAGE_TOKENS
 from expertctl.engine.kv.block_pool import count_pages
+from expertctl.engine.kv.recurrent_state import estimate_pass_state_bytes
 from expertctl.package.architectures import NormKind
 from expertctl.package.block_config import RopeKind
+from expertctl.package.delta_net_config import OUTPUT_GATE_MODULE
 from expertctl.package.model_config import SINKS, ModelConfig
 
 _FLOAT_BYTES = 4
-_MAX_STACKED = 3
-"""Layers with the same input, at most: queries, keys and values."""
+_MAX_STACKED, _MAX_STACKED_DELTA = 3, 6
+"""Layers with the same input, at most: queries, keys and values; those and gates."""
 _VIEW_BYTES, _TOKEN_BYTES, _OBJECT_BYTES = 256, 16, 64 << 10
 """Bytes of a view of a page, of a token in lists and arrays, and of all other objects."""
 
@@ -87,6 +90,8 @@ class PlainLayer:
     window: int | None
     sinks: AnyArray | None
     """A logit of each head that belongs to no key."""
+    delta_net: DeltaNet | None
+    """What it has in place of attention, between ``inputs`` and ``output``; None: it attends."""
 
     def norm_input(self, x: AnyArray) -> AnyArray:
         """Return what attention reads: [tokens, hidden] -> [tokens, hidden]."""
@@ -160,11 +165,19 @@ def _build_layer(config: ModelConfig, weights: WeightTensors, number: int) -> Pl
     else:
         mlp = build_expert_mixture(weights, config.experts, layer=prefix, gate=block.clamped_gate)
     norms = {name: build_norm(config, weights, f"{prefix}.{name}") for name in block.list_norms()}
+    net, attends = config.delta_net, config.has_attention(number)
+    inputs, output = [*ATTENTION_INPUTS], "self_attn.o_proj"
+    if net is not None and attends:
+        inputs.append(OUTPUT_GATE_MODULE)
+    elif net is not None:
+        *inputs, output = net.list_linear_shapes(config.hidden_size)
     return PlainLayer(
         input_norm=norms.get("input_layernorm"),
-        inputs=stack_linear(weights, [f"{prefix}.{name}" for name in ATTENTION_INPUTS]),
-        output=stack_linear(weights, [f"{prefix}.self_attn.o_proj"]),
-        head_norms=_build_head_norms(config, weights, prefix) if config.qk_norm else None,
+        inputs=stack_linear(weights, [f"{prefix}.{name}" for name in inputs]),
+        output=stack_linear(weights, [f"{prefix}.{output}"]),
+        head_norms=_build_head_norms(config, weights, prefix)
+        if config.qk_norm and attends
+        else None,
         output_norm=norms.get("attention_output_layernorm"),
         mlp_norm=norms.get("post_attention_layernorm"),
         mlp=mlp,
@@ -175,6 +188,9 @@ def _build_layer(config: ModelConfig, weights: WeightTensors, number: int) -> Pl
         whole_heads=config.rope.dims == config.head_dim,
         window=config.windows[number],
         sinks=weights.tensors.get(f"{prefix}.{SINKS}"),
+        delta_net=None
+        if net is None or attends
+        else build_delta_net(net, weights, prefix, eps=config.norm_eps),
     )
 
 
@@ -213,6 +229,10 @@ def estimate_plain_pass_bytes(
     attending += _FLOAT_BYTES * rows * (hidden + 4 * heads)
     if config.unlike_llama:  # copies of heads, the input of a parallel MLP
         attending += _FLOAT_BYTES * rows * (2 * heads + 2 * hidden)
+    if config.delta_net is not None:
+        gates = _FLOAT_BYTES * rows * 3 * config.heads * dims
+        attending = max(attending + gates, _estimate_delta_net_bytes(config, rows, width))
+        attending += estimate_pass_state_bytes(config)
     layer = max(attending, _estimate_mlp_bytes(config, rows, width))
     head = plan_scratch_bytes(hidden, config.vocab_size, 1, width=width)
     head += _FLOAT_BYTES * config.vocab_size
@@ -221,10 +241,19 @@ def estimate_plain_pass_bytes(
     shared += sum(query_blocks_bytes(config.heads, rows, w) for w in set(config.windows))
     if dtype != "float32":
         shapes = (shape for shape in config.tensor_shapes().values() if len(shape) == 2)
-        shared += max(widening_bytes(inner, _MAX_STACKED * outer) for outer, inner in shapes)
+        stacked = _MAX_STACKED if config.delta_net is None else _MAX_STACKED_DELTA
+        shared += max(widening_bytes(inner, stacked * outer) for outer, inner in shapes)
     shared += _FLOAT_BYTES * 2 * config.kv_heads * dims * KV_PAGE_TOKENS * count_pages(capacity)
     shared += _VIEW_BYTES * count_pages(capacity) + _TOKEN_BYTES * capacity + _OBJECT_BYTES
     return shared + _FLOAT_BYTES * 5 * rows * hidden + max(layer, head)
+
+
+def _estimate_delta_net_bytes(config: ModelConfig, rows: int, width: int) -> int:
+    net, hidden = config.delta_net, config.hidden_size
+    assert net is not None
+    outputs = net.channels + net.values + 2 * net.value_heads
+    linear = plan_scratch_bytes(max(hidden, net.values), max(hidden, outputs), rows, width=width)
+    return linear + _FLOAT_BYTES * rows * (hidden + outputs) + delta_net_bytes(net, rows)
 
 
 def _estimate_mlp_bytes(config: ModelConfig, rows: int, width: int) -> int:

@@ -141,7 +141,7 @@ def open_stored_weights(directory: Path, config: ModelConfig) -> StoredWeights:
 
 
 def _open_tensor(tensor: StoredTensor) -> AnyArray | StoredMatrix:
-    if len(tensor.info.shape) > 1:
+    if len(tensor.info.shape) == 2:
         return StoredMatrix((tensor,))
     numbers = np.empty(tensor.info.shape, np.float32)
     _read_tensor(tensor, numbers)
@@ -216,7 +216,7 @@ def load_plain_weights(
 
 
 def _get_dtype(shape: tuple[int, ...], dtype: str) -> "np.dtype[Any]":
-    return _MATRIX_DTYPES[dtype] if len(shape) > 1 else _FLOAT
+    return _MATRIX_DTYPES[dtype] if len(shape) == 2 else _FLOAT
 
 
 def _place_tensors(

@@ -33,12 +33,16 @@ from expertctl.engine.arrays import AnyArray, aligned_zeros
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS, LANES, Scheme
 from expertctl.engine.kv.kv_cache import KVAllocation, KVCacheBase, KVRequest, PrefixKey
 from expertctl.engine.kv.radix_cache import (
-    VIRTUAL,
     KVBlock,
     Numbers,
     PrefixMatch,
     RadixCache,
     Tokens,
+)
+from expertctl.engine.kv.recurrent_state import (
+    SequenceStates,
+    estimate_growth_bytes,
+    estimate_state_bytes,
 )
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.errors import BudgetError
@@ -92,7 +96,7 @@ class InterleavedPages:
 
     def check_page(self, config: ModelConfig, page: AnyArray, filled: int) -> None:
         """Assert that the rows of its first ``filled`` tokens are finite."""
-        layers, heads, width = config.layers, config.kv_heads, KV_PAGE_TOKENS
+        layers, heads, width = len(config.attention_layers), config.kv_heads, KV_PAGE_TOKENS
         kind = np.float16 if self.numbers is Scheme.FLOAT16 else np.float32
         numbers = page.view(kind).reshape(layers, 2, heads, -1)
         keys = numbers[:, 0].reshape(layers, heads, -1, width)
@@ -116,12 +120,12 @@ class RowPages:
 
     def allocate_page(self, config: ModelConfig) -> AnyArray:
         """Return a page of zeros."""
-        shape = (config.layers, 2, config.kv_heads, KV_PAGE_TOKENS, config.head_dim)
-        return aligned_zeros(shape, np.float32)
+        heads = (config.kv_heads, KV_PAGE_TOKENS, config.head_dim)
+        return aligned_zeros((len(config.attention_layers), 2, *heads), np.float32)
 
     def check_page(self, config: ModelConfig, page: AnyArray, filled: int) -> None:
         """Assert that the rows of its first ``filled`` tokens are finite."""
-        assert page.shape[0] == config.layers
+        assert page.shape[0] == len(config.attention_layers)
         assert np.isfinite(page[..., :filled, :]).all()
 
 
@@ -135,8 +139,10 @@ def count_pages(tokens: int) -> int:
 
 
 def estimate_pages_bytes(config: ModelConfig, tokens: int, layout: PageLayout) -> int:
-    """Return the bytes of the pages of so many tokens."""
-    return count_pages(tokens) * layout.page_bytes(config)
+    """Return the bytes of the pages of so many tokens, and of the states of their sequence."""
+    pages = count_pages(tokens)
+    states = estimate_state_bytes(config, pages * KV_PAGE_TOKENS)
+    return pages * layout.page_bytes(config) + states
 
 
 PageCallback = Callable[[int], None]
@@ -163,6 +169,7 @@ class PagedKVCache(KVCacheBase):
         """Allocate pages for ``initial_tokens``, by default all; the ``shared`` ones are full."""
         super().__init__(capacity)
         self.config, self.layout = config, layout
+        self.states = SequenceStates(config) if config.state_bytes else None
         self.length = self._shared_tokens = len(shared) * KV_PAGE_TOKENS
         self._more = on_growth
         self._pages = list(shared)
@@ -183,8 +190,10 @@ class PagedKVCache(KVCacheBase):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own pages, filled or not."""
-        return sum(page.nbytes for page in self._pages[self._shared_tokens // KV_PAGE_TOKENS :])
+        """Bytes of its own pages and states, filled or not."""
+        own = sum(page.nbytes for page in self._pages[self._shared_tokens // KV_PAGE_TOKENS :])
+        tokens = len(self._pages) * KV_PAGE_TOKENS
+        return own + estimate_state_bytes(self.config, tokens, shared_tokens=self._shared_tokens)
 
     def ensure_capacity(self, tokens: int) -> None:
         """Allocate the pages for so many more tokens.
@@ -195,7 +204,9 @@ class PagedKVCache(KVCacheBase):
         super().ensure_capacity(tokens)
         missing = count_pages(self.length + tokens) - len(self._pages)
         if missing > 0:
-            self._more(missing * self.layout.page_bytes(self.config))
+            there, more = len(self._pages) * KV_PAGE_TOKENS, missing * KV_PAGE_TOKENS
+            growth = estimate_growth_bytes(self.config, there, more)
+            self._more(missing * self.layout.page_bytes(self.config) + growth)
             self._add_pages(missing)
 
     def use_shared_pages(self, pages: Sequence[Numbers]) -> None:
@@ -242,6 +253,8 @@ class PagedKVCache(KVCacheBase):
         for number, page in enumerate(self._pages[: count_pages(self.length)]):
             filled = min(self.length - number * KV_PAGE_TOKENS, KV_PAGE_TOKENS)
             self.layout.check_page(self.config, page, filled)
+        if self.states is not None:
+            self.states.check_integrity(self.length)
 
     def _add_pages(self, count: int) -> None:
         for place in range(len(self._pages), len(self._pages) + count):
@@ -287,7 +300,7 @@ class BlockPool:
     @contextmanager
     def allocate(self, request: KVRequest) -> Iterator[KVAllocation[PagedKVCache]]:
         """Lend pages; the first ones hold the rows of kept sequences with the same prefix."""
-        sequence = _SequenceBlocks(request.prefix_key, _list_row_tokens(request, request.ids))
+        sequence = _SequenceBlocks(request.prefix_key, request.list_row_tokens(request.ids))
         self._sequences.append(sequence)
         try:
             allocation = self._allocate(request, sequence)
@@ -297,7 +310,7 @@ class BlockPool:
         try:
             yield allocation
         finally:
-            tokens = _list_completed_tokens(allocation, request)
+            tokens = allocation.list_completed_tokens(request)
             del allocation.cache
             self._finish(sequence, tokens)
 
@@ -342,10 +355,8 @@ class BlockPool:
             assert limit is None or self._sequences or self.cached_bytes <= limit
             shared = Counter(block for sequence in self._sequences for block in sequence.blocks)
             assert all(block.ref_count == count for block, count in shared.items())
-            lost = sum(block.page.nbytes for block in shared if block.is_detached)
-            assert self._tree.nbytes == lost + sum(
-                b.page.nbytes for b in self._tree.iterate_blocks()
-            )
+            lost = sum(block.nbytes for block in shared if block.is_detached)
+            assert self._tree.nbytes == lost + sum(b.nbytes for b in self._tree.iterate_blocks())
             assert all(b.ref_count == 0 for b in self._tree.iterate_blocks() if b not in shared)
             for sequence in self._sequences:
                 assert sequence.pages is None or sequence.nbytes == sequence.pages.nbytes
@@ -370,6 +381,8 @@ class BlockPool:
         if found.partial_block is not None:
             pages.copy_rows(found.partial_block.page, found.partial_tokens)
             self._share_blocks(sequence, found.blocks)
+        if pages.states is not None:
+            pages.states.current = found.state
         sequence.pages = pages
         return KVAllocation(pages, reused=max(found.tokens - request.virtual_tokens, 0))
 
@@ -385,7 +398,7 @@ class BlockPool:
         except BudgetError:
             if found.partial_block is None:
                 raise
-            found = PrefixMatch(found.blocks).keep_if_longer(request.virtual_tokens)
+            found = _cut_match(PrefixMatch(found.blocks), request)
             self._share_blocks(sequence, found.blocks)
             self._reserve_bytes(request, found, sequence)
         return found
@@ -399,9 +412,7 @@ class BlockPool:
             for other in self._sequences:
                 if other.origin == sequence.origin and not other.is_forgotten:
                     self._publish_prompt(other)
-            found = self._tree.find(sequence.origin, sequence.prompt[:most]).keep_if_longer(
-                request.virtual_tokens
-            )
+            found = _cut_match(self._tree.find(sequence.origin, sequence.prompt[:most]), request)
             self._replace_blocks(sequence, found.all_blocks)
         return found
 
@@ -414,9 +425,9 @@ class BlockPool:
             return
         before = self.nbytes
         own = sequence.pages.list_full_pages()[:count]
-        blocks = self._tree.insert_and_retain(
-            sequence.origin, sequence.prompt[: count * KV_PAGE_TOKENS], own
-        )
+        end = count * KV_PAGE_TOKENS
+        states = {} if sequence.pages.states is None else sequence.pages.states.take_even(end)
+        blocks = self._tree.insert_and_retain(sequence.origin, sequence.prompt[:end], own, states)
         own.clear()
         sequence.pages.use_shared_pages([block.page for block in blocks])
         had, sequence.blocks, sequence.nbytes = sequence.blocks, blocks, sequence.pages.nbytes
@@ -438,8 +449,11 @@ class BlockPool:
     ) -> None:
         """Reserve the bytes of the pages that a sequence does not share."""
         tokens = request.capacity if request.initial_tokens is None else request.initial_tokens
-        tokens -= len(prefix_match.blocks) * KV_PAGE_TOKENS
-        size = estimate_pages_bytes(request.config, tokens, self._layout)
+        shared, pages = len(prefix_match.blocks), count_pages(tokens)
+        size = (pages - shared) * self._layout.page_bytes(request.config)
+        size += estimate_state_bytes(
+            request.config, pages * KV_PAGE_TOKENS, shared_tokens=shared * KV_PAGE_TOKENS
+        )
         self._tiers.reserve(Tier.DEVICE, "kv", size, what=request.description)
         sequence.nbytes = size
 
@@ -453,16 +467,20 @@ class BlockPool:
         """Keep the pages of ``tokens`` and free all others."""
         with self._tiers.lock:
             before = self.nbytes
-            pages = [] if sequence.pages is None else sequence.pages.take_pages()
-            sequence.pages = None  # they reference each other
+            own, sequence.pages = sequence.pages, None  # they reference each other
+            states = {}
+            if own is not None and own.states is not None:
+                states = own.states.take_all(own.length)
+            pages = [] if own is None else own.take_pages()
             if tokens and sequence.origin is not None and not sequence.is_forgotten:
-                self._tree.insert(sequence.origin, tokens, pages)
+                self._tree.insert(sequence.origin, tokens, pages, states)
             self._replace_blocks(sequence, ())
             self._sequences.remove(sequence)
             if self._kept_limit is not None:
                 self._tree.evict(self._tree.idle_bytes - self._kept_limit)
             freed = before - self.nbytes
             pages.clear()
+            states.clear()
         self._release(freed)
 
     def _evict(self, size: int) -> None:
@@ -476,16 +494,7 @@ class BlockPool:
         self._tiers.release(Tier.DEVICE, "kv", size)
 
 
-def _list_row_tokens(request: KVRequest, ids: Sequence[int]) -> Tokens:
-    """Return the tokens of the rows of a sequence."""
-    return (VIRTUAL,) * request.virtual_tokens + tuple(ids)
-
-
-def _list_completed_tokens(allocation: KVAllocation[PagedKVCache], request: KVRequest) -> Tokens:
-    """Return the tokens of the filled rows, if the sequence completed."""
-    if allocation.completed is None:
-        return ()
-    assert allocation.completed[: len(request.ids)] == tuple(request.ids), (
-        "a text begins with its prompt"
-    )
-    return _list_row_tokens(request, allocation.completed)[: allocation.cache.length]
+def _cut_match(found: PrefixMatch, request: KVRequest) -> PrefixMatch:
+    """Return what a request can use of a match: it must end where a state is kept, if there are."""
+    usable = found.cut_to_state() if request.config.state_bytes else found
+    return usable.keep_if_longer(request.virtual_tokens)

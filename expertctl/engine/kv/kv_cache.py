@@ -10,12 +10,28 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from expertctl.digest import Digest
+from expertctl.engine.kv.recurrent_state import SequenceStates, State
 from expertctl.errors import BudgetError
 from expertctl.package.model_config import ModelConfig
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheMark:
+    """A length to which a cache can return, and what it needs for it besides rows."""
+
+    length: int
+    state: State | None = None
+
+
+VIRTUAL = -1
+"""Stands for a row of a soft prompt; no token of a vocabulary is negative."""
+
+
 class KVCacheBase:
     """Capacity in tokens and filled `length` of the keys and values of one sequence."""
+
+    states: SequenceStates | None = None
+    """Its states in layers without keys and values, which are as long as the others."""
 
     def __init__(self, capacity: int) -> None:
         """Start without tokens."""
@@ -40,9 +56,21 @@ class KVCacheBase:
         self.length += tokens
 
     def rewind(self, length: int) -> None:
-        """Keep only the first ``length`` tokens."""
+        """Keep only the first ``length`` tokens, after which a state must be kept if there are."""
         assert 0 <= length <= self.length, f"cannot rewind from {self.length} to {length}"
+        if self.states is not None and length < self.length:
+            self.states.rewind(length)
         self.length = length
+
+    def mark(self) -> CacheMark:
+        """Return a mark to which `restore` returns."""
+        return CacheMark(self.length, None if self.states is None else self.states.current)
+
+    def restore(self, mark: CacheMark) -> None:
+        """Keep only the tokens that there were at a mark."""
+        self.length = mark.length
+        if self.states is not None:
+            self.states.restore(mark.length, mark.state)
 
     def reset(self) -> None:
         """Empty the cache for another generation."""
@@ -52,12 +80,12 @@ class KVCacheBase:
 @contextmanager
 def rewind_on_error(caches: Sequence[KVCacheBase]) -> Iterator[None]:
     """Rewind all caches if the block fails, so that no sequence is ahead of another."""
-    lengths = [cache.length for cache in caches]
+    marks = [cache.mark() for cache in caches]
     try:
         yield
     except BaseException:
-        for cache, length in zip(caches, lengths, strict=True):
-            cache.rewind(length)
+        for cache, mark in zip(caches, marks, strict=True):
+            cache.restore(mark)
         raise
 
 
@@ -94,6 +122,10 @@ class KVRequest:
         """The origin of sequences whose rows may be reused; None without a cache key."""
         return None if self.cache_key is None else PrefixKey(self.cache_key, self.identity)
 
+    def list_row_tokens(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of the rows of a sequence."""
+        return (VIRTUAL,) * self.virtual_tokens + tuple(ids)
+
     @property
     def description(self) -> str:
         """Name in error messages."""
@@ -111,6 +143,15 @@ class KVAllocation(Generic[KVCacheT]):
     def complete(self, ids: Sequence[int]) -> None:
         """Mark the generation as completed; ``ids`` are prompt and answer."""
         self.completed = tuple(ids)
+
+    def list_completed_tokens(self, request: KVRequest) -> tuple[int, ...]:
+        """Return the tokens of the filled rows, if the sequence completed."""
+        if self.completed is None:
+            return ()
+        assert self.completed[: len(request.ids)] == tuple(request.ids), (
+            "a text begins with its prompt"
+        )
+        return request.list_row_tokens(self.completed)[: self.cache.length]
 
 
 def count_common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

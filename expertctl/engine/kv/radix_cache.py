@@ -4,26 +4,29 @@ A *block* is a page with the tokens of its rows: sixteen, or fewer at the end of
 follows another block or, at the start of a sequence, an *origin*: the owner of the sequence and the
 plan that computed it. A block is found by its origin and all tokens up to its end, never by a hash
 alone, so no sequence gets rows of another sequence, plan or owner. Rows of soft prompts precede the
-first token; they are the same for one plan, and the token `VIRTUAL` stands for each.
+first token; they are the same for one plan, and the token `kv_cache.VIRTUAL` stands for each.
+
+Where a base has layers without keys and values, some blocks also have the state after their last
+token, and a sequence can only start after such a block (`PrefixMatch.cut_to_state`).
 
 Blocks in use stay, and so do those before them. Of the others, the least recently released is
 evicted first; the last block of a sequence is released first, so an evicted block has no children.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS
 from expertctl.engine.kv.kv_cache import PrefixKey, count_common_prefix
+from expertctl.engine.kv.recurrent_state import State
 
 Numbers = np.ndarray[Any, Any]
 Tokens = tuple[int, ...]
-VIRTUAL = -1
-"""Stands for a row of a soft prompt; no token of a vocabulary is negative."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,10 +37,17 @@ class KVBlock:
     parent: "KVBlock | None"
     tokens: Tokens
     page: Numbers
+    state: State | None = None
+    """The state after its tokens, where a base has one and it is kept."""
     children: dict[Tokens, "KVBlock"] = field(default_factory=dict)
     ref_count: int = 0
     is_detached: bool = False
     """It is no longer found, and is freed when it is released."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its page and its state."""
+        return self.page.nbytes + (0 if self.state is None else self.state.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,20 @@ class PrefixMatch:
     def all_blocks(self) -> tuple[KVBlock, ...]:
         """All matching blocks, in order."""
         return self.blocks if self.partial_block is None else (*self.blocks, self.partial_block)
+
+    @property
+    def state(self) -> State | None:
+        """The state after its tokens, where it is kept."""
+        blocks = self.all_blocks
+        return blocks[-1].state if blocks else None
+
+    def cut_to_state(self) -> "PrefixMatch":
+        """Return the longest part of this match after which a state is kept."""
+        part = self.partial_block
+        if part is not None and part.state is not None and self.partial_tokens == len(part.tokens):
+            return self
+        ends = [n for n, block in enumerate(self.blocks, start=1) if block.state is not None]
+        return PrefixMatch(self.blocks[: max(ends, default=0)])
 
     def keep_if_longer(self, tokens: int) -> "PrefixMatch":
         """Return this match if it is longer than ``tokens``, else an empty one."""
@@ -98,7 +122,7 @@ class RadixCache:
         for block in blocks:
             if block in self._idle:
                 del self._idle[block]
-                self.idle_bytes -= block.page.nbytes
+                self.idle_bytes -= block.nbytes
             block.ref_count += 1
 
     def release(self, blocks: Sequence[KVBlock]) -> None:
@@ -109,19 +133,32 @@ class RadixCache:
             if block.ref_count:
                 continue
             if block.is_detached:
-                self.nbytes -= block.page.nbytes
+                self.nbytes -= block.nbytes
             else:
                 self._idle[block] = None
-                self.idle_bytes += block.page.nbytes
+                self.idle_bytes += block.nbytes
 
-    def insert(self, origin: PrefixKey, tokens: Sequence[int], pages: Sequence[Numbers]) -> None:
-        """Keep the pages of a sequence whose contents are not kept yet."""
-        self.release(self.insert_and_retain(origin, tokens, pages))
+    def insert(
+        self,
+        origin: PrefixKey,
+        tokens: Sequence[int],
+        pages: Sequence[Numbers],
+        states: Mapping[int, State] = MappingProxyType({}),
+    ) -> None:
+        """Keep the pages and states of a sequence whose contents are not kept yet."""
+        self.release(self.insert_and_retain(origin, tokens, pages, states))
 
     def insert_and_retain(
-        self, origin: PrefixKey, tokens: Sequence[int], pages: Sequence[Numbers]
+        self,
+        origin: PrefixKey,
+        tokens: Sequence[int],
+        pages: Sequence[Numbers],
+        states: Mapping[int, State] = MappingProxyType({}),
     ) -> tuple[KVBlock, ...]:
-        """Keep the pages of a sequence and retain the blocks that hold its tokens."""
+        """Keep the pages of a sequence and retain the blocks that hold its tokens.
+
+        ``states`` are by the number of tokens before their end.
+        """
         siblings, path = self._origins.setdefault(origin, {}), list[KVBlock]()
         for page, begin in zip(pages, range(0, len(tokens), KV_PAGE_TOKENS), strict=False):
             part = tuple(tokens[begin : begin + KV_PAGE_TOKENS])
@@ -131,6 +168,10 @@ class RadixCache:
                 self.nbytes += page.nbytes
                 self._drop_shorter(siblings, part)
             self.retain([block])
+            state = states.get(begin + len(part))
+            if block.state is None and block.tokens == part and state is not None:
+                block.state = state
+                self.nbytes += state.nbytes
             path.append(block)
             siblings = block.children
         return tuple(path)
@@ -164,9 +205,9 @@ class RadixCache:
         found = list(self.iterate_blocks())
         assert all(self._origins.values())
         assert {block for block in found if not block.ref_count} == set(self._idle)
-        assert self.idle_bytes == sum(block.page.nbytes for block in self._idle)
+        assert self.idle_bytes == sum(block.nbytes for block in self._idle)
         assert len({block.page.ctypes.data for block in found}) == len(found)
-        assert sum(block.page.nbytes for block in found) <= self.nbytes
+        assert sum(block.nbytes for block in found) <= self.nbytes
         order = {block: place for place, block in enumerate(self._idle)}
         for block in found:
             assert not block.is_detached
@@ -193,8 +234,8 @@ class RadixCache:
 
     def _drop(self, block: KVBlock) -> None:
         del self._idle[block]
-        self.idle_bytes -= block.page.nbytes
-        self.nbytes -= block.page.nbytes
+        self.idle_bytes -= block.nbytes
+        self.nbytes -= block.nbytes
 
 
 def _starts_with(tokens: Tokens, beginning: Tokens) -> bool:

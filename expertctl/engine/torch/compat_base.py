@@ -35,7 +35,7 @@ from expertctl.package.base_model import (
     parse_foreign_config,
 )
 from expertctl.package.base_tensors import read_foreign_tensors
-from expertctl.package.model_config import CONFIG_FILE, read_config_document
+from expertctl.package.config_document import CONFIG_FILE, read_config_document
 from expertctl.package.stored_tensor import StoredTensor
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore

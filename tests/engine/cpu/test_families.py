@@ -40,7 +40,12 @@ from expertctl.package.compatibility import check_tensors
 from expertctl.package.model_config import read_model_config
 from expertctl.package.tensor_file import ADAPTER_LIMITS, read_table
 from tests.engine.conftest import assert_same_logits, stack_logits
-from tests.engine.family_models import SHAPES, build_family_model, save_family_adapter
+from tests.engine.family_models import (
+    SHAPES,
+    build_family_model,
+    is_recurrent,
+    save_family_adapter,
+)
 from tests.engine.package_fixtures import load_adapters
 
 GPT_OSS = [shape for shape in SHAPES if shape[0] == "gpt_oss"]
@@ -91,7 +96,7 @@ def test_logits_equal_those_of_transformers_however_a_prompt_is_cut(
     decoder = load_decoder(directory)
     for prefill, chunk in ((16, 512), (9, 512), (12, 5), (1, 1)):
         ours = run(decoder, prefill=prefill, chunk=chunk)
-        assert_same_logits(ours, theirs[prefill - 1 :])
+        assert_same_logits(ours, theirs[prefill - 1 :], relative=is_recurrent(arch))
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
@@ -104,6 +109,8 @@ def test_adapters_of_every_projection_change_what_they_change_in_peft(
     tmp_path: Path,
 ) -> None:
     directory, model = family(arch, config)
+    if kind == "dora" and "num_experts" in config:
+        pytest.skip("PEFT has no DoRA of routed experts")
     adapted = save_family_adapter(model, kind, tmp_path, head=kind == "lora")
     with torch.inference_mode():
         theirs = adapted(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
@@ -111,7 +118,8 @@ def test_adapters_of_every_projection_change_what_they_change_in_peft(
     spec = PlainBackend(decoder.config, "float32").compile_spec
     adapter = spec.adapt(load_adapters(tmp_path))
     plan = fold_plan([WeightedAdapter(adapter, 1.0, compute_scales(decoder, adapter))], spec)
-    assert_same_logits(run(decoder, prefill=9, deltas=plan.compile().deltas), theirs[8:])
+    ours = run(decoder, prefill=9, deltas=plan.compile().deltas)
+    assert_same_logits(ours, theirs[8:], relative=is_recurrent(arch))
 
 
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
