@@ -35,8 +35,13 @@ GGUF_NAMES = {
     "glm4": "glm4",
     "cohere": "command-r",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe",
+    "dots1": "dots1",
 }
-_FLOAT32_MATRICES = ("position_embd.", "_norm.")
+_FLOAT32_MATRICES = ("position_embd.", "_norm.", "_inp.")
 
 
 def write_family_gguf(
@@ -86,6 +91,7 @@ def _describe_family(config: ModelConfig, name: str) -> dict[str, Any]:
         "attn_logit_softcapping": block.attention_cap,
         "final_logit_softcapping": block.logit_cap,
         **_describe_windows(config),
+        **_describe_experts(config),
     }
     match config.architecture:
         case "granite":
@@ -99,6 +105,8 @@ def _describe_family(config: ModelConfig, name: str) -> dict[str, Any]:
             keys |= {"logit_scale": block.logit_scale, "rope.scaling.type": "none"}
         case "gpt_neox":
             keys["use_parallel_residual"] = block.places == "parallel_apart"
+        case _:
+            pass
     if isinstance(scaling, LongropeScaling):
         keys["rope.scaling.original_context_length"] = scaling.original
         keys["rope.scaling.attn_factor"] = scaling.attention
@@ -107,6 +115,28 @@ def _describe_family(config: ModelConfig, name: str) -> dict[str, Any]:
         power = config.head_dim / (config.head_dim - 2)
         keys["rope.freq_base"] = config.rope.theta * scaling.alpha**power
     return {f"{name}.{key}": value for key, value in keys.items()}
+
+
+def _describe_experts(config: ModelConfig) -> dict[str, Any]:
+    experts = config.experts
+    if experts is None:
+        return {}
+    keys: dict[str, Any] = {
+        "expert_count": experts.count,
+        "expert_used_count": experts.used,
+        "expert_feed_forward_length": experts.intermediate_size,
+    }
+    if config.architecture == "qwen2_moe":
+        keys["expert_shared_feed_forward_length"] = experts.shared_size
+    if config.architecture == "dots1":
+        keys |= {
+            "expert_shared_count": experts.shared_size // experts.intermediate_size,
+            "leading_dense_block_count": experts.layers[0],
+            "expert_weights_scale": experts.scale,
+            "expert_weights_norm": experts.normalised,
+            "expert_gating_func": 2,
+        }
+    return keys
 
 
 def _describe_windows(config: ModelConfig) -> dict[str, Any]:
@@ -139,6 +169,12 @@ def _iter_converted(config: ModelConfig, model: Any) -> Iterator[tuple[str, Arra
         if head is not None:
             stacks.setdefault(head[1] + head[2], []).append(numbers)
             continue
+        if name.endswith(".mlp.experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), np.split(numbers, 2, axis=1), strict=True):
+                yield f"{name.replace('gate_up', part)}.weight", np.ascontiguousarray(half)
+            continue
+        name += ".weight" if name.endswith(".mlp.experts.down_proj") else ""
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         yield name, np.ascontiguousarray(_convert(config, name, numbers))
     for name, rows in stacks.items():
         yield name, np.stack(rows)
@@ -148,7 +184,7 @@ def _convert(config: ModelConfig, name: str, numbers: Array) -> Array:
     match config.architecture:
         case "gemma" | "gemma2" | "gemma3_text" if name.endswith("norm.weight"):
             return numbers + np.float32(1)
-        case "granite" | "smollm3" if ".q_proj." in name or ".k_proj." in name:
+        case "granite" | "smollm3" | "mixtral" if ".q_proj." in name or ".k_proj." in name:
             halves = numbers.reshape(-1, 2, config.head_dim // 2, *numbers.shape[1:])
             return halves.swapaxes(1, 2).reshape(numbers.shape)
         case "gpt2" if numbers.ndim == 2 and ".h." in name:

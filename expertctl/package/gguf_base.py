@@ -13,9 +13,8 @@ is taken.
 
 import json
 import math
-import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -32,6 +31,7 @@ from expertctl.package.gguf_rows import (
     GgufArchitecture,
     read_family_settings,
     reject_settings,
+    split_tensor,
 )
 from expertctl.package.gguf_tokenizer import build_tokenizer_files
 from expertctl.package.model_config import parse_model_config
@@ -46,33 +46,7 @@ if TYPE_CHECKING:
 _EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _FACTORS = (_ROPE_FACTORS, _LONG, _SHORT)
-_NAMES: Mapping[str, str] = {
-    "token_embd": "model.embed_tokens",
-    "position_embd": "model.embed_positions",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_NAMES: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "post_attention_norm": "attention_output_layernorm",
-    "post_ffw_norm": "mlp_output_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_TWO_NORMS = {"attn_norm_2": "input_layernorm", "attn_norm": "post_attention_layernorm"}
-"""The names in a layer with two parallel norms, of which the second one is for attention."""
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 _PAIRED = ("self_attn.q_proj", "self_attn.k_proj")
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([a-z0-9_]+)")
 _NARROW = ("F16", "BF16")
 _FLOATS = (*_NARROW, "F32")
 _MAX_LAYERS = 1 << 10
@@ -360,7 +334,7 @@ def _list_entries(
             problem = f"{tensor.name} is {tensor.kind.name}, norms of this architecture are F32"
             raise InvalidPackageError(str(header.path), [problem])
         plain = narrow if narrow and _is_widened(header, tensor, narrow, shifted=shifted) else ""
-        for name, shape, first in _split_tensor(header, tensor, row, shapes):
+        for name, shape, first in split_tensor(header, tensor, row, sizes, shapes):
             module = name.rpartition(".")[0]
             is_paired = row.paired and module.endswith(_PAIRED)
             is_float = tensor.kind.name in _FLOATS
@@ -375,63 +349,6 @@ def _list_entries(
                 shifted=shifted,
                 transposed=is_float and sizes.stored_places.is_transposed(module, shape),
             )
-
-
-_Shape = tuple[int, ...]
-
-
-def _split_tensor(
-    header: GgufHeader, tensor: GgufTensor, row: GgufArchitecture, shapes: Mapping[str, _Shape]
-) -> Iterator[tuple[str, _Shape, int]]:
-    """Yield the canonical names of what a tensor holds, their shapes, and their first numbers."""
-    names = _translate_name(header, tensor, row)
-    heads = f"{names[0].removesuffix('.weight')}.norms."
-    if f"{heads}0.weight" in shapes and len(tensor.shape) == 2:
-        names = tuple(f"{heads}{head}.weight" for head in range(tensor.shape[0]))
-    if len(names) == 1:
-        yield names[0], tensor.shape, 0
-        return
-    parts = [(name, shapes.get(name, ())) for name in names]
-    fits = all(shape and shape[1:] in ((), tensor.shape[1:]) for _, shape in parts)
-    if not fits or sum(math.prod(shape) for _, shape in parts) != math.prod(tensor.shape):
-        wanted = " and ".join(f"{name} as {list(shape)}" for name, shape in parts[:3])
-        problem = f"{tensor.name} is {list(tensor.shape)}, it cannot hold {wanted}"
-        raise InvalidPackageError(str(header.path), [problem])
-    first = 0
-    for name, shape in parts:
-        yield name, shape, first
-        first += math.prod(shape)
-
-
-def _translate_name(
-    header: GgufHeader, tensor: GgufTensor, row: GgufArchitecture
-) -> tuple[str, ...]:
-    """Return the canonical names of the tensors that a stored one holds, one after another."""
-    if len(tensor.shape) > 2:
-        problem = f"{tensor.name} has {len(tensor.shape)} dimensions"
-        raise InvalidPackageError(str(header.path), [problem])
-    module, _, end = tensor.name.rpartition(".")
-    match = _LAYER.fullmatch(module)
-    found: tuple[str, ...] = ()
-    if module in _NAMES:
-        found = (_NAMES[module],)
-    elif match is not None:
-        parts = _find_parts(header, match[2], row)
-        found = tuple(f"model.layers.{match[1]}.{part}" for part in parts)
-    if not found or end not in ("weight", "bias"):
-        raise InvalidPackageError(str(header.path), [f"unexpected tensor {tensor.name}"])
-    return tuple(f"{name}.{end}" for name in found)
-
-
-def _find_parts(header: GgufHeader, part: str, row: GgufArchitecture) -> tuple[str, ...]:
-    """Return the names within a layer; none if a module is unknown."""
-    if part == "attn_qkv":
-        return _QKV
-    if part == "ffn_up" and row.fused_up:
-        return _GATE_UP
-    names = _TWO_NORMS if "blk.0.attn_norm_2.weight" in header.tensors else {}
-    name = names.get(part) or _LAYER_NAMES.get(part)
-    return (name,) if name else ()
 
 
 def _find_matrix_dtype(header: GgufHeader) -> str:

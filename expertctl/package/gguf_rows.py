@@ -2,18 +2,21 @@
 
 A row says which of our architectures it is, what llama.cpp's converter changes in its tensors, and
 which settings its keys are. `read_family_settings` returns what ``config.json`` says besides sizes
-and rotary positions, with the names that `ARCHITECTURES` has for all architectures alike.
+and rotary positions, with the names that `ARCHITECTURES` has for all architectures alike;
+`split_tensor` says which of our tensors a stored one holds: one, or several projections or experts.
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from expertctl.errors import IncompatibleError
+from expertctl.errors import IncompatibleError, InvalidPackageError
 from expertctl.package.architecture_rows import ARCHITECTURES
-from expertctl.package.architectures import Architecture, ConfigFields
-from expertctl.package.gguf_file import GgufHeader
+from expertctl.package.architectures import Architecture, ConfigFields, ExpertsRules, Scoring
+from expertctl.package.gguf_file import GgufHeader, GgufTensor
+from expertctl.package.model_config import CHOICE_BIAS, ROUTER_MODULE, ModelConfig
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
 OWN_FILES_HINT = "use the model's own folder with config.json and safetensors"
@@ -27,6 +30,8 @@ class GgufArchitecture:
     """Its row in `ARCHITECTURES`."""
     windowed_type: str = ""
     """Its row there if the file states a sliding window; empty: the same."""
+    routed_type: str = ""
+    """Its row there if the file has routed experts; empty: the same."""
     paired: bool = False
     """Whether the rows of queries and keys are stored in pairs."""
     shifted: bool = False
@@ -35,19 +40,42 @@ class GgufArchitecture:
     """Whether ``ffn_up`` has the rows of the gate before its own."""
     numbers: Mapping[str, str] = field(default_factory=dict)
     """Numbers that are read if they are there: keys of ours to keys of the file."""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    """Whole numbers that a file with routed experts must have besides."""
+    normalised: bool = False
+    """Whether weights of experts are divided by their sum, if the file does not say."""
 
     def find_type(self, fields: ConfigFields, name: str) -> str:
         """Return the ``model_type`` of a file."""
+        if self.routed_type and fields.get(f"{name}.{_EXPERTS}"):
+            return self.routed_type
         has_window = bool(fields.get(f"{name}.{_WINDOW}"))
         return self.windowed_type if has_window and self.windowed_type else self.model_type
 
 
+_EXPERTS, _SHARED = "expert_count", "expert_shared_"
+_EXPERT_SIZE = {"moe_intermediate_size": "expert_feed_forward_length"}
 _FINAL_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
 
 GGUF_ARCHITECTURES: Mapping[str, GgufArchitecture] = {
-    "llama": GgufArchitecture(model_type="llama", paired=True),
+    "llama": GgufArchitecture(model_type="llama", routed_type="mixtral", paired=True),
     "qwen2": GgufArchitecture(model_type="qwen2"),
     "qwen3": GgufArchitecture(model_type="qwen3"),
+    "qwen2moe": GgufArchitecture(
+        model_type="qwen2_moe",
+        sizes={**_EXPERT_SIZE, "shared_expert_intermediate_size": f"{_SHARED}feed_forward_length"},
+    ),
+    "qwen3moe": GgufArchitecture(model_type="qwen3_moe", sizes=_EXPERT_SIZE, normalised=True),
+    "olmoe": GgufArchitecture(model_type="olmoe"),
+    "dots1": GgufArchitecture(
+        model_type="dots1",
+        sizes={
+            **_EXPERT_SIZE,
+            "n_shared_experts": f"{_SHARED}count",
+            "first_k_dense_replace": "leading_dense_block_count",
+        },
+        numbers={"routed_scaling_factor": "expert_weights_scale"},
+    ),
     "gemma": GgufArchitecture(model_type="gemma", shifted=True),
     "gemma2": GgufArchitecture(
         model_type="gemma2",
@@ -95,10 +123,14 @@ _CHANGING = (
     "logit_scale",
     "rope.scaling.yarn_log_multiplier",
     "nextn_predict_layers",
+    "expert_weights_scale",
 )
 """Keys of any architecture that change what is computed."""
+_COUNTS = ("expert_group_count", "interleave_moe_layer_step")
+"""Keys that change it if they are more than one."""
 _SIZED_WINDOWS = ("every_layer", "every_layer_or_none", "pattern", "pattern_if_sized")
 _MAX_NUMBER = 1e6
+_GATES: Mapping[Scoring, int] = {"softmax": 1, "sigmoid": 2}
 _LARGE_GEMMAS = {"gemma2": 46, "gemma3": 62}
 """The layers of the largest models, whose queries are scaled by hidden size and heads."""
 
@@ -111,17 +143,20 @@ def reject_settings(
     Raises:
         IncompatibleError: naming the first one.
     """
-    if fields.get(f"{name}.expert_count"):
+    rules = ARCHITECTURES[row.find_type(fields, name)]
+    if fields.get(f"{name}.{_EXPERTS}") and rules.experts is None:
         raise IncompatibleError(
-            f"{header.path}: a GGUF file with routed experts is not supported", hint=OWN_FILES_HINT
+            f"{header.path}: {name}.{_EXPERTS} is set, routed experts of {name} are not supported",
+            hint=OWN_FILES_HINT,
         )
     known = set(row.numbers.values())
-    if ARCHITECTURES[row.find_type(fields, name)].window in _SIZED_WINDOWS:
+    if rules.window in _SIZED_WINDOWS:
         known.add(_WINDOW)
     keys = [key for key in _CHANGING if key not in known and fields.get(f"{name}.{key}")]
     sections = header.metadata.get(f"{name}.rope.dimension_sections")
     if isinstance(sections, tuple) and any(sections):
         keys.append("rope.dimension_sections")
+    keys += [key for key in _COUNTS if fields.get(f"{name}.{key}") not in (None, 0, 1)]
     if keys:
         raise IncompatibleError(
             f"{header.path}: {name}.{keys[0]} is not supported in GGUF", hint=OWN_FILES_HINT
@@ -142,9 +177,28 @@ def read_family_settings(
         if fields.get(f"{name}.{stored}") is not None:
             number = fields.read_number(f"{name}.{stored}", minimum=0.0, maximum=_MAX_NUMBER)
             found[key] = number or None
+    if rules.experts is not None:
+        found |= _read_experts(fields, name, row, rules.experts)
     return {**found, **_read_windows(header, fields, name, rules, config)} | _find_others(
         header, fields, name, config, found
     )
+
+
+def _read_experts(
+    fields: ConfigFields, name: str, row: GgufArchitecture, rules: ExpertsRules
+) -> JsonObject:
+    """Return the settings of routed experts."""
+    limits = {"minimum": 0, "maximum": 1 << 20}
+    sizes = {rules.count_names[0]: _EXPERTS, "num_experts_per_tok": "expert_used_count"}
+    found: JsonObject = {
+        key: fields.read_integer(f"{name}.{stored}", **limits)
+        for key, stored in {**sizes, **row.sizes}.items()
+    }
+    kind = fields.read_integer(f"{name}.expert_gating_func", **limits, default=0)
+    if kind not in (0, _GATES[rules.scoring]):
+        fields.add_problem(f"{name}.expert_gating_func", f"is {kind}, not {_GATES[rules.scoring]}")
+    is_normalised = fields.read_boolean(f"{name}.expert_weights_norm", default=row.normalised)
+    return {**found, "norm_topk_prob": is_normalised}
 
 
 def _find_others(
@@ -168,6 +222,10 @@ def _find_others(
                 if found.get("attention_multiplier")
                 else {"attention_multiplier": 1 / math.sqrt(dim)}
             )
+        case "qwen2moe":
+            return {"qkv_bias": "blk.0.attn_q.bias" in header.tensors}
+        case "dots1":
+            return {"sliding_window": None}
         case "gptneox":
             key = f"{name}.use_parallel_residual"
             return {"use_parallel_residual": fields.read_boolean(key, default=True)}
@@ -232,3 +290,118 @@ def _list_layer_types(
         step = fields.read_integer(key, minimum=1, maximum=1 << 20)
         narrow = [(layer + 1) % step != 0 for layer in range(layers)]
     return ["sliding_attention" if here else "full_attention" for here in narrow]
+
+
+_NAMES: Mapping[str, str] = {
+    "token_embd": "model.embed_tokens",
+    "position_embd": "model.embed_positions",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_NAMES: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "attention_output_layernorm",
+    "post_ffw_norm": "mlp_output_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": ROUTER_MODULE,
+    "exp_probs_b": f"{ROUTER_MODULE}.{CHOICE_BIAS}",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_EXPERT_STACKS: Mapping[str, str] = {
+    "ffn_gate_exps": "gate_proj",
+    "ffn_up_exps": "up_proj",
+    "ffn_down_exps": "down_proj",
+}
+"""What the stacked matrices of all experts of a layer are."""
+_TWO_NORMS = {"attn_norm_2": "input_layernorm", "attn_norm": "post_attention_layernorm"}
+"""The names in a layer with two parallel norms, of which the second one is for attention."""
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([a-z0-9_]+)")
+
+_Shape = tuple[int, ...]
+
+
+def split_tensor(
+    header: GgufHeader,
+    tensor: GgufTensor,
+    row: GgufArchitecture,
+    sizes: ModelConfig,
+    shapes: Mapping[str, _Shape],
+) -> Iterator[tuple[str, _Shape, int]]:
+    """Yield the canonical names of what a tensor holds, their shapes, and their first numbers.
+
+    ``shapes`` are those of all tensors that the model needs.
+
+    Raises:
+        InvalidPackageError: when its name is unknown, or its shape does not fit.
+    """
+    names = _list_names(header, tensor, row, sizes)
+    if len(names) == 1:
+        is_gate = names[0].endswith("mlp.shared_expert_gate.weight")  # a vector is its one row
+        yield names[0], (1, *tensor.shape[-1:]) if is_gate else tensor.shape, 0
+        return
+    parts = [(name, shapes.get(name, ())) for name in names]
+    fits = all(shape and (len(shape) == 1 or shape[-1] == tensor.shape[-1]) for _, shape in parts)
+    if not fits or sum(math.prod(shape) for _, shape in parts) != math.prod(tensor.shape):
+        wanted = " and ".join(f"{name} as {list(shape)}" for name, shape in parts[:3])
+        problem = f"{tensor.name} is {list(tensor.shape)}, it cannot hold {wanted}"
+        raise InvalidPackageError(str(header.path), [problem])
+    first = 0
+    for name, shape in parts:
+        yield name, shape, first
+        first += math.prod(shape)
+
+
+def _list_names(
+    header: GgufHeader, tensor: GgufTensor, row: GgufArchitecture, sizes: ModelConfig
+) -> tuple[str, ...]:
+    """Return the canonical names of the tensors that a stored one holds, one after another."""
+    module, _, end = tensor.name.rpartition(".")
+    match = _LAYER.fullmatch(module)
+    found: tuple[str, ...] = ()
+    if module in _NAMES:
+        found = (_NAMES[module],)
+    elif match is not None:
+        is_matrix = len(tensor.shape) > 1
+        parts = _find_parts(header, match[2], row, sizes, is_matrix=is_matrix)
+        found = tuple(f"model.layers.{match[1]}.{part}" for part in parts)
+    if not found or end not in ("weight", "bias"):
+        raise InvalidPackageError(str(header.path), [f"unexpected tensor {tensor.name}"])
+    if len(tensor.shape) > 2 and len(found) == 1:
+        problem = f"{tensor.name} has {len(tensor.shape)} dimensions"
+        raise InvalidPackageError(str(header.path), [problem])
+    return tuple(
+        name if name.endswith(CHOICE_BIAS) and end == "bias" else f"{name}.{end}" for name in found
+    )
+
+
+def _find_parts(
+    header: GgufHeader, part: str, row: GgufArchitecture, sizes: ModelConfig, *, is_matrix: bool
+) -> tuple[str, ...]:
+    """Return the names within a layer; none if a module is unknown."""
+    if part in _EXPERT_STACKS:
+        count = 0 if sizes.experts is None else sizes.experts.count
+        return tuple(f"mlp.experts.{n}.{_EXPERT_STACKS[part]}" for n in range(count))
+    if part in ("attn_q_norm", "attn_k_norm") and sizes.block.own_head_norms and is_matrix:
+        count = sizes.heads if part == "attn_q_norm" else sizes.kv_heads
+        return tuple(f"{_LAYER_NAMES[part]}.norms.{head}" for head in range(count))
+    if part == "attn_qkv":
+        return _QKV
+    if part == "ffn_up" and row.fused_up:
+        return _GATE_UP
+    names = _TWO_NORMS if "blk.0.attn_norm_2.weight" in header.tensors else {}
+    name = names.get(part) or _LAYER_NAMES.get(part)
+    return (name,) if name else ()

@@ -22,8 +22,10 @@ from expertctl.package.gguf_base import derive_weight_files
 from expertctl.package.gguf_codec import GGUF_TABLE
 from expertctl.package.gguf_file import BLOCK_KINDS, read_gguf_header
 from expertctl.package.model_config import read_model_config
+from tests.engine.conftest import build_reference_model
 from tests.engine.family_models import build_family_model
-from tests.factories import write_tokenizer
+from tests.engine.reference_models import ROUTED_CONFIGS
+from tests.factories import VOCAB, write_tokenizer
 from tests.gguf_families import write_family_gguf
 
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]
@@ -97,7 +99,7 @@ def convert(
 ) -> tuple[Path, Path, Any]:
     """Return the folder of a model, that of the base of its GGUF file, and the model."""
     source, derived = tmp_path / "source", tmp_path / "derived"
-    model = build_family_model(source, arch, **options)
+    model = build_model(source, arch, **options)
     if kind == "BF16":
         model = model.bfloat16()
         model.save_pretrained(source)
@@ -110,6 +112,14 @@ def convert(
     return source, derived, model
 
 
+def build_model(directory: Path, arch: str, **options: Any) -> Any:
+    """Save a random model and return it as transformers runs it."""
+    if arch in ROUTED_CONFIGS:
+        values = {"vocab_size": VOCAB, "num_hidden_layers": 2, **options}
+        return build_reference_model(directory, arch, **values).model
+    return build_family_model(directory, arch, **options)
+
+
 def compute_logits(directory: Path) -> np.ndarray[Any, Any]:
     config = read_model_config(directory)
     decoder = PlainDecoder(config, load_plain_weights(directory, config))
@@ -117,6 +127,13 @@ def compute_logits(directory: Path) -> np.ndarray[Any, Any]:
     return decoder.score(decoder.read_hidden(IDS, cache))
 
 
+FAMILIES += [
+    ("mixtral", {}),
+    ("qwen2_moe", {}),
+    ("qwen3_moe", {"norm_topk_prob": True}),
+    ("olmoe", {**_ALONE}),
+    ("dots1", {**_ALONE, "sliding_window": None}),
+]
 EVERY = pytest.mark.parametrize(("arch", "options"), FAMILIES, ids=str)
 
 
@@ -178,13 +195,19 @@ def test_llama_cpp_reads_the_same_model(arch: str, options: dict[str, Any], tmp_
         ("phi3", {}, {"phi3__rope__dimension_count": 10}, "a head has 8"),
         ("phi3", _LONGROPE, {"phi3__rope__scaling__attn_factor": 1e9}, "attn_factor"),
         ("gpt_neox", {}, {"gptneox__use_parallel_residual": "yes"}, "a boolean"),
+        ("qwen3_moe", {}, {"qwen3moe__expert_used_count": 7}, "more than the 6"),
+        ("qwen3_moe", {}, {"qwen3moe__expert_count": 1 << 19}, "from 1 to 1024"),
+        ("qwen3_moe", {}, {"qwen3moe__expert_count": 0}, "from 1 to 1024"),
+        ("qwen3_moe", {}, {"qwen3moe__expert_feed_forward_length": None}, "is missing"),
+        ("dots1", {}, {"dots1__expert_gating_func": 1}, "is 1, not 2"),
+        ("mixtral", {}, {"llama__expert_count": 6}, "it cannot hold"),
         ("starcoder2", {}, {"starcoder2__attention__layer_norm_epsilon": None}, "is missing"),
     ],
 )
 def test_keys_that_contradict_the_model_are_refused(
     arch: str, options: dict[str, Any], changed: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
-    model = build_family_model(tmp_path / "source", arch, **options)
+    model = build_model(tmp_path / "source", arch, **options)
     file = write_family_gguf(tmp_path / "m.gguf", model, tmp_path / "source", **changed)
     with pytest.raises(InvalidPackageError, match=problem):
         derive_weight_files(read_gguf_header(file), file="m.gguf")
@@ -197,13 +220,15 @@ def test_keys_that_contradict_the_model_are_refused(
         ("glm4", "glm4.rope.dimension_sections", [2, 2, 0, 0]),
         ("glm4", "glm4.nextn_predict_layers", 1),
         ("olmo2", "olmo2.logit_scale", 2.0),
+        ("olmo2", "olmo2.expert_count", 8),
+        ("dots1", "dots1.expert_group_count", 4),
         ("falcon", "falcon.attention.max_alibi_bias", 8.0),
     ],
 )
 def test_settings_that_no_decoder_has_are_named(
     arch: str, key: str, value: Any, tmp_path: Path
 ) -> None:
-    model = build_family_model(tmp_path / "source", arch)
+    model = build_model(tmp_path / "source", arch)
     changed = {key.replace(".", "__"): value}
     file = write_family_gguf(tmp_path / "m.gguf", model, tmp_path / "source", **changed)
     with pytest.raises(IncompatibleError, match=key):
@@ -221,6 +246,10 @@ def test_settings_that_no_decoder_has_are_named(
         ("phi3", _LONGROPE, "rope_factors_long.weight", {"shape": (2, 2)}, "no vector"),
         ("phi3", _LONGROPE, "rope_factors_long.weight", {"shape": (3,)}, "must be 4 numbers"),
         ("phi3", _LONGROPE, "rope_factors_short.weight", {"shape": (1 << 20,)}, "at most 1024"),
+        ("mixtral", {}, "blk.0.ffn_up_exps.weight", {"shape": (5, 32, 48)}, "it cannot hold"),
+        ("mixtral", {}, "blk.0.ffn_up_exps.weight", {"shape": (1 << 40, 48, 32)}, "cannot hold"),
+        ("qwen2_moe", {}, "blk.0.attn_q.weight", {"shape": (2, 16, 32)}, "has 3 dimensions"),
+        ("phi3", {}, "blk.0.ffn_up_exps.weight", {"shape": (2, 4, 4)}, "unexpected tensor"),
         ("phi3", {}, "blk.0.attn_rot.weight", {}, "unexpected tensor"),
         ("phi3", {}, "blk.0.attn_norm.scale", {}, "unexpected tensor"),
     ],
@@ -233,7 +262,7 @@ def test_tensors_that_do_not_fit_are_refused(
     problem: str,
     tmp_path: Path,
 ) -> None:
-    model = build_family_model(tmp_path / "source", arch, **options)
+    model = build_model(tmp_path / "source", arch, **options)
     file = write_family_gguf(tmp_path / "m.gguf", model, tmp_path / "source")
     header = read_gguf_header(file)
     some = header.tensors.get(name) or header.tensors["output_norm.weight"]
