@@ -28,7 +28,12 @@ from expertctl.engine.cpu.program_cache import estimate_buffer_bytes
 from expertctl.engine.cpu.workspace import Workspace, choose_variant
 from expertctl.engine.kernels.layer_operations import affine_kernel
 from expertctl.engine.kernels.packed_format import PackedDeltas, Scheme
-from expertctl.engine.kernels.packed_matrix import pack_matrix, packing_kernel, unpack_matrix
+from expertctl.engine.kernels.packed_matrix import (
+    PackedMatrix,
+    pack_matrix,
+    packing_kernel,
+    unpack_matrix,
+)
 from expertctl.engine.kernels.thread_pool import POOL_SOURCES, ThreadPool
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
 from expertctl.engine.load_plan import choose_backend
@@ -38,10 +43,13 @@ from expertctl.package.model_config import (
     POSITIONS_TENSOR,
     read_model_config,
 )
+from expertctl.store.bases import BaseStore
+from expertctl.store.quantised_cache import QuantisedCache
 from tests.engine.conftest import TOLERANCE
 from tests.engine.family_models import SHAPES, build_family_model, save_family_adapter
 from tests.engine.memory_measurement import count_fewest_allocations
 from tests.engine.package_fixtures import load_adapters
+from tests.factories import write_tokenizer
 
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28, 9, 30, 21, 52]
 
@@ -136,6 +144,25 @@ def test_a_soft_prompt_is_scaled_and_placed_as_in_the_plain_decoder(
         decoder = load(tmp_path, crew, chunk=chunk)
         ours = decoder.prefill(IDS, PagedKVCache(config, 40), soft_prompt=soft).logits
         assert_close(ours[None], theirs[None])
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "gpt2", "gpt_neox"])
+def test_a_copy_of_integers_is_kept_and_read(arch: str, tmp_path: Path) -> None:
+    directory, bases = tmp_path / "base", BaseStore(tmp_path / "bases")
+    build_family_model(directory, arch, **find_shape(arch))
+    write_tokenizer(directory)
+    copies = QuantisedCache(bases, bases.add(directory))
+    config = read_model_config(directory)
+    first, again = (
+        load_packed_base(directory, config, Scheme.INT8, copies=copies) for _ in range(2)
+    )
+    assert again.read_bytes == again.nbytes != first.read_bytes
+    places = again.tensor_places()
+    for name, place in first.tensor_places().items():
+        ours, other = (
+            each.data if isinstance(each, PackedMatrix) else each for each in (place, places[name])
+        )
+        np.testing.assert_array_equal(ours, other, name)
 
 
 @dataclass(frozen=True)
