@@ -49,6 +49,7 @@ from tests.engine.conftest import TOLERANCE
 from tests.engine.family_models import SHAPES, build_family_model, save_family_adapter
 from tests.engine.memory_measurement import count_fewest_allocations
 from tests.engine.package_fixtures import load_adapters
+from tests.engine.random_experts import make_packed_plan, make_random_expert
 from tests.factories import write_tokenizer
 
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28, 9, 30, 21, 52]
@@ -257,14 +258,14 @@ def test_rows_of_a_batch_and_chunks_of_a_prompt_have_the_bits_they_have_alone(
 def test_programs_have_the_announced_kernels_and_take_no_more_than_is_said(
     arch: str, place: int, crew: ThreadPool, tmp_path: Path
 ) -> None:
-    directory, folder = tmp_path / "base", tmp_path / "ia3"
-    model = build_family_model(directory, arch, **find_shape(arch, place))
-    save_family_adapter(model, "ia3", folder)
-    base = load(directory, crew)._base
-    spec = PackedBackend.choose(base.config, LoadConfig("float32")).compile_spec
-    plan = fold_plan([WeightedAdapter(spec.adapt(load_adapters(folder)))], spec).compile().packed
+    build_family_model(tmp_path, arch, **find_shape(arch, place))
+    base = load(tmp_path, crew)._base
+    experts = [make_random_expert(base.config, kind) for kind in ("ia3", "lora")]
+    scaling, both = (
+        make_packed_plan(base.config, some, base=base.scheme) for some in (experts[:1], experts)
+    )
     room, names = Workspace(base.config, base.scheme, tokens=4, rows=4), set[str]()
-    for plans in ([], [plan]):
+    for plans in ([], [scaling], [both]):
         for is_prompt in (True, False):
             variant = choose_variant(single_sequence=is_prompt, numbers=Scheme.FLOAT32, plans=plans)
             build = partial(build_decoder_program, base, room, variant)
@@ -272,7 +273,9 @@ def test_programs_have_the_announced_kernels_and_take_no_more_than_is_said(
             stages = [stage.program for stage in (*held.layers, *held.last)]
             if not plans:
                 names.update(*(program.names for program in (held.embed, *stages, held.score)))
-            most = estimate_program_bytes(base.config, schemes=0, scales=variant.scales)
+            most = estimate_program_bytes(
+                base.config, schemes=len(variant.adapters), scales=variant.scales
+            )
             assert count_fewest_allocations(build).python_bytes <= most
     common = set(list_common_sources(base.config, Scheme.FLOAT32, Scheme.FLOAT32))
     common -= {*POOL_SOURCES, packing_kernel(Scheme.FLOAT32).name}
