@@ -104,6 +104,11 @@ class StoredTensor:
         """What its numbers are stored as: a dtype, or the name of its codec."""
         return self.info.dtype if self.codec is None else self.codec.storage
 
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether its rows are stored as they are, and not decoded or columns in the file."""
+        return self.codec is None and (self.layout is None or not self.layout.transposed)
+
     def iter_ranges(self, first: int = 0, rows: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield offset and size of the bytes of some rows, or of all, in its file.
 

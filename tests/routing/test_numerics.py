@@ -13,6 +13,7 @@ from expertctl.errors import (
     NotFoundError,
     format_install_command,
 )
+from expertctl.package.model_config import read_model_config
 from expertctl.routing import plan as plan_module
 from expertctl.routing.base_dtype import choose_dtype
 from expertctl.routing.plan import (
@@ -27,7 +28,7 @@ from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base
 from tests.gguf_files import write_gguf
-from tests.quantised_bases import BNB_INT8_CONFIG, make_bnb_int8, quantise_base
+from tests.quantised_bases import BNB_INT8_CONFIG, edit_config, make_bnb_int8, quantise_base
 from tests.routing.experts import make_numeric_settings
 
 
@@ -171,6 +172,17 @@ def test_a_quantised_base_that_is_not_small_is_held_in_int8(
     assert choose_dtype(base, None) == held[0]
     assert choose_dtype(base, None, device="cuda") == held[-1]
     assert choose_dtype(base, "int4") == "int4"
+
+
+@pytest.mark.all
+def test_a_quantised_base_with_other_blocks_is_held_in_int8_too(tmp_path: Path) -> None:
+    sizes = {"vocab": 1 << 18, "hidden": 64, "layers": 1, "intermediate": 16, "head_dim": 16}
+    directory = write_base(tmp_path / "base", arch="llama", **sizes)
+    quantise_base(directory, BNB_INT8_CONFIG, make_bnb_int8)
+    granite = {"model_type": "granite", "architectures": ["GraniteForCausalLM"]}
+    edit_config(directory, **granite, embedding_multiplier=3.0)
+    assert not read_model_config(directory).has_llama_blocks
+    assert choose_dtype(BaseStore(tmp_path / "bases").add(directory), None) == "int8"
 
 
 @pytest.mark.all

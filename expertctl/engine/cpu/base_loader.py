@@ -247,6 +247,6 @@ def _pack_tensors(
     hashers = {name: hashlib.sha256() for name in places}
     pack_slices((slice_tensor(stored[n], p, hashers[n]) for n, p in places.items()), progress)
     return {
-        name: hasher.hexdigest() if stored[name].codec is None else hash_tensor(stored[name])
+        name: hasher.hexdigest() if stored[name].has_whole_rows else hash_tensor(stored[name])
         for name, hasher in hashers.items()
     }

@@ -1,7 +1,8 @@
 """Packing stored tensors into matrices in threads, and lossless compaction of bfloat16 experts.
 
 Bytes that a copy is made of are hashed in the same memory from which they are packed, except where
-a codec decodes them: then they are read again, from the same state of the file.
+a codec decodes them, or rows are columns of the file: then they are read again, from the same state
+of the file.
 """
 
 import hashlib
@@ -98,7 +99,7 @@ class TensorRows:
     hasher: "hashlib._Hash | None"
     """Updated with the bytes, if not None; the slices of a tensor must then be packed in order.
 
-    Not where a codec decodes them: the bytes in the files differ from the decoded numbers.
+    Not where a codec decodes them, or transposes them: the bytes in the files are others.
     """
 
 
@@ -170,7 +171,7 @@ def _pack_slice(stretch: TensorRows) -> None:
         return
     for numbers in iter_row_portions(stretch.tensor, stretch.first, stretch.rows):
         count = len(numbers)
-        if stretch.hasher is not None and stretch.tensor.codec is None:
+        if stretch.hasher is not None and stretch.tensor.has_whole_rows:
             stretch.hasher.update(numbers.data)
         if isinstance(place, PackedMatrix):
             fits = write_tensor(place.row_slice(done, count), numbers)

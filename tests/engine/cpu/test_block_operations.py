@@ -22,26 +22,38 @@ from expertctl.engine.cpu.decoder_program import (
     estimate_program_bytes,
     list_common_sources,
 )
+from expertctl.engine.cpu.plain_backend import PlainBackend
 from expertctl.engine.cpu.plain_decoder import PlainDecoder
 from expertctl.engine.cpu.plain_weights import load_plain_weights
 from expertctl.engine.cpu.program_cache import estimate_buffer_bytes
 from expertctl.engine.cpu.workspace import Workspace, choose_variant
 from expertctl.engine.kernels.layer_operations import affine_kernel
 from expertctl.engine.kernels.packed_format import PackedDeltas, Scheme
-from expertctl.engine.kernels.packed_matrix import pack_matrix, packing_kernel, unpack_matrix
+from expertctl.engine.kernels.packed_matrix import (
+    PackedMatrix,
+    pack_matrix,
+    packing_kernel,
+    unpack_matrix,
+)
 from expertctl.engine.kernels.thread_pool import POOL_SOURCES, ThreadPool
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
 from expertctl.engine.load_plan import choose_backend
+from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import (
     EMBEDDING_TENSOR,
     HEAD_TENSOR,
     POSITIONS_TENSOR,
+    ModelConfig,
     read_model_config,
 )
+from expertctl.store.bases import BaseStore
+from expertctl.store.quantised_cache import QuantisedCache
 from tests.engine.conftest import TOLERANCE
 from tests.engine.family_models import SHAPES, build_family_model, save_family_adapter
 from tests.engine.memory_measurement import count_fewest_allocations
 from tests.engine.package_fixtures import load_adapters
+from tests.engine.random_experts import make_packed_plan, make_random_expert
+from tests.factories import write_tokenizer
 
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28, 9, 30, 21, 52]
 
@@ -76,6 +88,14 @@ def assert_close(ours: AnyArray, theirs: AnyArray) -> None:
     assert (ours.argmax(-1) == theirs.argmax(-1)).all()
 
 
+def assert_left_to_numpy(config: ModelConfig) -> None:
+    backend, warnings = choose_backend(config, LoadConfig("float32"), numpy_below=0)
+    assert isinstance(backend, PlainBackend)
+    assert "numpy runs the base, which is slower: the kernels cannot run" in "".join(warnings)
+    with pytest.raises(IncompatibleError, match="the kernels cannot run the architecture"):
+        choose_backend(config, LoadConfig("int8"))
+
+
 def find_shape(arch: str, place: int = 0) -> dict[str, Any]:
     """Return a shape of a family, by its place among those of the family."""
     return enlarge(arch, [config for name, config in SHAPES if name == arch][place])
@@ -94,8 +114,11 @@ def test_logits_and_loras_are_those_of_transformers_and_peft(
 ) -> None:
     directory, lora = tmp_path / "base", tmp_path / "lora"
     model = build_family_model(directory, arch, **enlarge(arch, config))
-    adapted = save_family_adapter(model, "lora", lora)
     parsed = read_model_config(directory)
+    if not parsed.has_kernels:
+        assert_left_to_numpy(parsed)
+        return
+    adapted = save_family_adapter(model, "lora", lora)
     backend, warnings = choose_backend(parsed, LoadConfig("float32"), numpy_below=0)
     assert isinstance(backend, PackedBackend)
     assert warnings == ()
@@ -136,6 +159,25 @@ def test_a_soft_prompt_is_scaled_and_placed_as_in_the_plain_decoder(
         decoder = load(tmp_path, crew, chunk=chunk)
         ours = decoder.prefill(IDS, PagedKVCache(config, 40), soft_prompt=soft).logits
         assert_close(ours[None], theirs[None])
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "gpt2", "gpt_neox"])
+def test_a_copy_of_integers_is_kept_and_read(arch: str, tmp_path: Path) -> None:
+    directory, bases = tmp_path / "base", BaseStore(tmp_path / "bases")
+    build_family_model(directory, arch, **find_shape(arch))
+    write_tokenizer(directory)
+    copies = QuantisedCache(bases, bases.add(directory))
+    config = read_model_config(directory)
+    first, again = (
+        load_packed_base(directory, config, Scheme.INT8, copies=copies) for _ in range(2)
+    )
+    assert again.read_bytes == again.nbytes != first.read_bytes
+    places = again.tensor_places()
+    for name, place in first.tensor_places().items():
+        ours, other = (
+            each.data if isinstance(each, PackedMatrix) else each for each in (place, places[name])
+        )
+        np.testing.assert_array_equal(ours, other, name)
 
 
 @dataclass(frozen=True)
@@ -230,14 +272,14 @@ def test_rows_of_a_batch_and_chunks_of_a_prompt_have_the_bits_they_have_alone(
 def test_programs_have_the_announced_kernels_and_take_no_more_than_is_said(
     arch: str, place: int, crew: ThreadPool, tmp_path: Path
 ) -> None:
-    directory, folder = tmp_path / "base", tmp_path / "ia3"
-    model = build_family_model(directory, arch, **find_shape(arch, place))
-    save_family_adapter(model, "ia3", folder)
-    base = load(directory, crew)._base
-    spec = PackedBackend.choose(base.config, LoadConfig("float32")).compile_spec
-    plan = fold_plan([WeightedAdapter(spec.adapt(load_adapters(folder)))], spec).compile().packed
+    build_family_model(tmp_path, arch, **find_shape(arch, place))
+    base = load(tmp_path, crew)._base
+    experts = [make_random_expert(base.config, kind) for kind in ("ia3", "lora")]
+    scaling, both = (
+        make_packed_plan(base.config, some, base=base.scheme) for some in (experts[:1], experts)
+    )
     room, names = Workspace(base.config, base.scheme, tokens=4, rows=4), set[str]()
-    for plans in ([], [plan]):
+    for plans in ([], [scaling], [both]):
         for is_prompt in (True, False):
             variant = choose_variant(single_sequence=is_prompt, numbers=Scheme.FLOAT32, plans=plans)
             build = partial(build_decoder_program, base, room, variant)
@@ -245,7 +287,9 @@ def test_programs_have_the_announced_kernels_and_take_no_more_than_is_said(
             stages = [stage.program for stage in (*held.layers, *held.last)]
             if not plans:
                 names.update(*(program.names for program in (held.embed, *stages, held.score)))
-            most = estimate_program_bytes(base.config, schemes=0, scales=variant.scales)
+            most = estimate_program_bytes(
+                base.config, schemes=len(variant.adapters), scales=variant.scales
+            )
             assert count_fewest_allocations(build).python_bytes <= most
     common = set(list_common_sources(base.config, Scheme.FLOAT32, Scheme.FLOAT32))
     common -= {*POOL_SOURCES, packing_kernel(Scheme.FLOAT32).name}

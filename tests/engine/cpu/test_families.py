@@ -20,18 +20,11 @@ from expertctl.engine.adapters.steps import (
     compute_dora_scales,
 )
 from expertctl.engine.arrays import AnyArray
-from expertctl.engine.backend import LoadConfig
-from expertctl.engine.cpu.backend import PackedBackend
-from expertctl.engine.cpu.base_loader import load_packed_base
-from expertctl.engine.cpu.decoder import PackedDecoder
 from expertctl.engine.cpu.plain_backend import PlainBackend
 from expertctl.engine.cpu.plain_decoder import PlainDecoder
 from expertctl.engine.cpu.plain_layers import estimate_plain_pass_bytes
 from expertctl.engine.cpu.plain_weights import load_plain_weights
-from expertctl.engine.kernels.packed_format import Scheme
-from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
-from expertctl.engine.load_plan import choose_backend
 from expertctl.errors import IncompatibleError
 from expertctl.package.adapter import parse_adapter_config
 from expertctl.package.adapter_spec import build_adapter_spec
@@ -39,7 +32,7 @@ from expertctl.package.base_model import read_base_headers
 from expertctl.package.compatibility import check_tensors
 from expertctl.package.model_config import read_model_config
 from expertctl.package.tensor_file import ADAPTER_LIMITS, read_table
-from tests.engine.conftest import assert_same_logits, stack_logits
+from tests.engine.conftest import assert_same_logits
 from tests.engine.family_models import (
     SHAPES,
     build_family_model,
@@ -172,40 +165,6 @@ def compute_scales(decoder: PlainDecoder, adapter: LoadedAdapter) -> DoraScales:
         )
         for module, steps in adapter.modules.items()
     }
-
-
-KERNEL_SIZES = {"hidden_size": 64, "intermediate_size": 80}
-
-
-@pytest.mark.parametrize(
-    ("arch", "config"),
-    [
-        ("phi3", {"sliding_window": 5}),
-        ("ministral", {"head_dim": 16, "sliding_window": 18}),
-        ("smollm3", {}),
-    ],
-    ids=str,
-)
-def test_families_like_llama_run_in_kernels_with_their_adapters(
-    arch: str, config: dict[str, Any], crew: ThreadPool, tmp_path: Path
-) -> None:
-    directory, lora = tmp_path / "base", tmp_path / "lora"
-    model = build_family_model(directory, arch, **{**KERNEL_SIZES, **config})
-    adapted = save_family_adapter(model, "lora", lora)
-    parsed = read_model_config(directory)
-    backend, warnings = choose_backend(parsed, LoadConfig("float32"), numpy_below=0)
-    assert isinstance(backend, PackedBackend)
-    assert warnings == ()
-    spec = backend.compile_spec
-    plan = fold_plan([WeightedAdapter(spec.adapt(load_adapters(lora)))], spec).compile()
-    decoder = PackedDecoder(load_packed_base(directory, parsed, Scheme.FLOAT32), crew)
-    for deltas, reference in ((None, model), (plan.packed, adapted)):
-        with torch.inference_mode():
-            theirs = reference(torch.tensor([IDS]), use_cache=False).logits[0]
-        cache = PagedKVCache(parsed, 30)
-        rows = [decoder.prefill(IDS[:9], cache, deltas).logits]
-        rows += [decoder.decode(token, cache, deltas).logits for token in IDS[9:]]
-        assert float((stack_logits(rows) - theirs[8:]).abs().max()) <= 3e-5
 
 
 MEMORY_SIZES = {"hidden_size": 128, "intermediate_size": 400, "max_position_embeddings": 512}
