@@ -28,11 +28,12 @@ SOURCES = {
 
 @pytest.fixture(autouse=True)
 def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> jit._CacheState:
-    """An empty cache, and two cores."""
+    """An empty cache, two cores, and as many workers as a command has on them."""
     folder = tmp_path / "kernels"
     folder.mkdir(mode=0o700)
     state = jit._CacheState(folder)
     monkeypatch.setattr(jit, "_CACHE", state)
+    monkeypatch.setattr(compile_workers, "choose_worker_count", choose_worker_count)
     monkeypatch.setattr(compile_workers, "count_usable_cores", lambda: 2)
     monkeypatch.setattr(compile_workers, "find_unused_bytes", lambda: None)
     return state
