@@ -76,6 +76,7 @@ def test_workers_compile_what_the_process_itself_would(own: list[str]) -> None:
     assert found == {name: compile_source(source) for name, source in SOURCES.items()}
 
 
+@pytest.mark.all
 def test_all_missing_functions_are_compiled_by_workers_and_stored(
     own: list[str], started: list[subprocess.Popen[bytes]]
 ) -> None:
@@ -129,6 +130,7 @@ def test_on_one_core_the_process_compiles_itself(
     assert started == []
 
 
+@pytest.mark.all
 def test_one_worker_that_ends_leaves_its_work_to_the_other(
     own: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +146,7 @@ def test_one_worker_that_ends_leaves_its_work_to_the_other(
     assert own == []
 
 
+@pytest.mark.all
 def test_workers_that_say_nothing_are_given_up(
     own: list[str], started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +157,7 @@ def test_workers_that_say_nothing_are_given_up(
     assert all(worker.returncode is not None for worker in started)
 
 
+@pytest.mark.all
 def test_an_interrupt_at_the_terminal_does_not_reach_workers(
     started: list[subprocess.Popen[bytes]],
 ) -> None:
@@ -206,6 +210,7 @@ def _have_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_workers.Thread, "start", refuse)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     "harm",
     [
@@ -228,6 +233,7 @@ class _GivenUpError(Exception):
     pass
 
 
+@pytest.mark.all
 def test_what_ends_the_compilation_ends_the_workers(
     started: list[subprocess.Popen[bytes]], state: jit._CacheState
 ) -> None:
